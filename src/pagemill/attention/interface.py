@@ -1,0 +1,97 @@
+"""The one attention operation, and what it needs to know of a step. Every backend implements `AttentionBackend`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class LayerCache(NamedTuple):
+    """One layer's keys and values in the device pool, as views [frames, kv_heads, block_size, head_dim].
+
+    Strides are the layout's: any order of dimensions in memory is allowed, also a different one for K and V.
+    """
+
+    key: Tensor
+    value: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBatch:
+    """One layer group's part of a step.
+
+    tables int32 [rows, entries]  frame numbers; entry i holds positions i*block_size ..; -1 where nothing is held
+    slots  int64 [tokens]         where each new token's K/V go: frame * block_size + offset; -1: do not write
+    """
+
+    tables: Tensor
+    slots: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """A step's rows, the same for all layers. Query tokens lie one row after the other.
+
+    query_start  int32 [rows + 1]  row r's query tokens are query_start[r] .. query_start[r + 1]
+    context_lens int32 [rows]      keys up to and including the row's last query token
+    positions    int64 [tokens]    position of each query token in its sequence
+    groups       by layer group
+    max_query_len, max_context_len: maxima over rows, on the host
+    """
+
+    query_start: Tensor
+    context_lens: Tensor
+    positions: Tensor
+    groups: tuple[GroupBatch, ...]
+    max_query_len: int
+    max_context_len: int
+
+
+class AttentionBackend(Protocol):
+    """K/V in, attention out, through block tables. Never reads beyond a context's length (what lies there may be NaN)."""
+
+    name: str
+    """Part of the numerics id: equal names give equal bits on equal machines."""
+
+    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        """Writes key, value [tokens, kv_heads, head_dim] to their slots, converted to the cache's dtype."""
+        ...
+
+    def attend(
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        batch: AttentionBatch,
+        group: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        key_start: Tensor | None = None,
+        key_end: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Causal attention of query [tokens, heads, head_dim] (heads a multiple of kv_heads; head h reads kv head
+        h // (heads // kv_heads)).
+
+        A query at position p of row r attends to keys max(p - window + 1, key_start[r]) .. min(p, key_end[r] - 1).
+        soft_cap c: scores become c * tanh(score / c) before the mask. Scores and sums are fp32.
+        Returns the output, in the query's dtype and shape, and on request the log-sum-exp fp32 [tokens, heads]
+        (-inf where nothing was attended; the output is 0 there).
+        """
+        ...
+
+
+def merge_states(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Merges two partial attentions over disjoint keys (FlashInfer, MLSys 2025, section 2.2).
+
+    Outputs fp32 [tokens, heads, head_dim], log-sum-exps fp32 [tokens, heads]; a state that attended nothing has -inf.
+    """
+    lse = torch.logaddexp(lse_a, lse_b)
+    safe = torch.where(torch.isneginf(lse), torch.zeros_like(lse), lse)
+    weight_a = torch.exp(lse_a - safe).unsqueeze(-1)
+    weight_b = torch.exp(lse_b - safe).unsqueeze(-1)
+    return output_a * weight_a + output_b * weight_b, lse

@@ -1,0 +1,123 @@
+"""What crosses the line between the front end and the engine core, in either direction.
+
+Plain msgspec structs, so that the same messages serve an engine in this process and one in a child process.
+Times are seconds of `time.monotonic()` in the process that took them.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagemill.sampling.params import SamplingParams
+
+
+class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
+    """One prompt, already tokens. `n` of its parameters may ask for several sequences."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_s: float
+    priority: int = 0
+    """Smaller is more urgent, as in vLLM."""
+    cache_salt: str = ""
+    """Prefixes are shared only between requests of equal salt."""
+
+
+class AbortRequests(msgspec.Struct, tag=True):
+    """Stop these requests and give back all that they hold. Unknown ids are ignored: they may just have finished."""
+
+    request_ids: list[str]
+
+
+class FinishSequences(msgspec.Struct, tag=True):
+    """Sequences that the front end has ended (a stop string came): `(request_id, index)`."""
+
+    sequences: list[tuple[str, int]]
+
+
+class StatsRequest(msgspec.Struct, tag=True):
+    """Ask for an `EngineStats`; answered in order."""
+
+
+class Shutdown(msgspec.Struct, tag=True):
+    """Finish the step, free everything, leave."""
+
+
+class TokenLogprobs(msgspec.Struct, array_like=True):
+    """Log probabilities at one position. The first entry is the token that stands there; the rest are the most likely ones."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+    """Rank of the first entry in the vocabulary, 1 is the most likely."""
+
+
+class SequenceOutput(msgspec.Struct, tag=True, kw_only=True):
+    """What one step brought for one sequence."""
+
+    request_id: str
+    index: int
+    """Which of the request's `n` sequences."""
+    new_token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    finish_reason: str | None = None
+    """`"stop"`, `"length"`, `"abort"` or `"error"`; None while it runs."""
+    stop_reason: int | None = None
+    """The stop token that ended it, unless it was the model's end-of-sequence token."""
+    error: str | None = None
+    error_type: str | None = None
+    """Class name in `pagemill.errors`."""
+    num_cached_tokens: int = 0
+    """Prompt tokens found in the prefix cache."""
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
+    """Sent once, with the first token. The first position has none."""
+    scheduled_s: float = 0.0
+    """When the request first entered a step."""
+
+
+class EngineStats(msgspec.Struct, tag=True, kw_only=True):
+    """A snapshot, cheap enough to be taken after any step."""
+
+    running: int
+    waiting: int
+    preemptions: int
+    steps: int
+    prompt_tokens: int
+    generated_tokens: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    frames: int
+    frames_free: int
+    frames_cached: int
+    frames_active: int
+
+
+class StepOutputs(msgspec.Struct, tag=True):
+    """All outputs of one step."""
+
+    outputs: list[SequenceOutput]
+
+
+class EngineReady(msgspec.Struct, tag=True, kw_only=True):
+    """Sent once, when the engine has loaded."""
+
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    num_frames: int
+    kv_bytes: int
+    eos_token_ids: list[int]
+    description: str
+    """One line for people: device, dtype, kernels, pool."""
+
+
+class EngineFault(msgspec.Struct, tag=True):
+    """The engine could not start, or died: the class name of the error in `pagemill.errors`, and its message."""
+
+    error_type: str
+    message: str
+
+
+ToEngine = EngineRequest | AbortRequests | FinishSequences | StatsRequest | Shutdown
+FromEngine = StepOutputs | EngineStats | EngineReady | EngineFault

@@ -1,0 +1,120 @@
+"""Every error a user can meet, as a type.
+
+A message names the value, the limit it broke, and the way out. `InvalidRequestError` and its children
+are the caller's to mend (HTTP 400 unless said otherwise); `ModelLoadError` and `ConfigError` stop the engine before it starts;
+`StepFailedError` fails one request and leaves the others running.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from typing import ClassVar
+
+
+class PagemillError(Exception):
+    """Base of all errors raised on purpose.
+
+    `http_status` and `kind` are what an OpenAI-shaped HTTP error carries (`kind` is its `type`).
+    `param` names the offending argument, where there is one.
+    """
+
+    http_status: ClassVar[int] = 500
+    kind: ClassVar[str] = "internal_server_error"
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+
+class InvalidRequestError(PagemillError, ValueError):
+    """A request that can not be served as it is, whatever the load."""
+
+    http_status: ClassVar[int] = 400
+    kind: ClassVar[str] = "invalid_request_error"
+
+
+class UnknownArgumentError(InvalidRequestError, TypeError):
+    """An argument that does not exist; the message suggests the nearest one that does."""
+
+    @classmethod
+    def of(cls, owner: str, name: str, known: Iterable[str]) -> UnknownArgumentError:
+        names = sorted(known)
+        near = difflib.get_close_matches(name, names, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"known arguments: {', '.join(names)}"
+        return cls(f"{owner} has no argument {name!r}; {hint}", param=name)
+
+
+class EmptyPromptError(InvalidRequestError):
+    """A prompt without a single token."""
+
+
+class PromptTooLongError(InvalidRequestError):
+    """A prompt (plus the tokens asked for at least) over `max_model_len`."""
+
+
+class TokenOutOfVocabularyError(InvalidRequestError):
+    """A token id below 0 or not below the vocabulary's size."""
+
+
+class SamplingParamsError(InvalidRequestError):
+    """A sampling parameter out of its range, or two that contradict each other."""
+
+
+class RequestTooLargeError(InvalidRequestError):
+    """A request that needs more KV blocks than the pool has: it could never run."""
+
+
+class ModelNotServedError(InvalidRequestError):
+    """An HTTP request for a model that this server does not serve."""
+
+    http_status: ClassVar[int] = 404
+    kind: ClassVar[str] = "not_found_error"
+
+
+class ConfigError(PagemillError, ValueError):
+    """An engine setting out of its range, or two that contradict each other."""
+
+    kind: ClassVar[str] = "configuration_error"
+
+
+class KVMemoryError(ConfigError):
+    """A KV pool that can not be made: too small for one sequence, or more than the machine has."""
+
+
+class ModelLoadError(PagemillError):
+    """A model that can not be loaded. Its children say why."""
+
+    kind: ClassVar[str] = "model_load_error"
+
+
+class ModelNotFoundError(ModelLoadError):
+    """No model under this path or name."""
+
+
+class UnsupportedModelError(ModelLoadError):
+    """A model family, or a feature of one, that is not tested and therefore refused."""
+
+
+class CorruptWeightsError(ModelLoadError):
+    """Weights that are truncated, of a wrong shape, missing, or not finite."""
+
+
+class TokenizerError(ModelLoadError):
+    """A tokenizer or chat template that is missing or can not be read."""
+
+
+class StepFailedError(PagemillError):
+    """The forward pass failed for this request alone; the others went on."""
+
+
+class NonFiniteLogitsError(StepFailedError):
+    """The model gave NaN or infinite logits for this request."""
+
+
+class EngineDeadError(PagemillError):
+    """The engine process is gone; every request it held has failed."""
+
+    http_status: ClassVar[int] = 503
+    kind: ClassVar[str] = "service_unavailable_error"

@@ -1,0 +1,34 @@
+"""What the device must do before a step, as the memory manager describes it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Ints = NDArray[np.int32]
+
+
+def _empty() -> Ints:
+    return np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryWork:
+    """Plain arrays, int32, in order of application: copies, then table edits.
+
+    copies: `copy_source[i]` -> `copy_target[i]`, whole frames, every layer of the frame's group.
+    edits:  device table of `edit_row[i]`, group `edit_group[i]`, entry `edit_index[i]` becomes frame `edit_frame[i]` (-1: none).
+    """
+
+    copy_source: Ints
+    copy_target: Ints
+    edit_row: Ints
+    edit_group: Ints
+    edit_index: Ints
+    edit_frame: Ints
+
+    @classmethod
+    def none(cls) -> MemoryWork:
+        return cls(_empty(), _empty(), _empty(), _empty(), _empty(), _empty())

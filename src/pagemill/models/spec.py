@@ -1,0 +1,73 @@
+"""What a decoder is, as plain data. Families differ only in how they fill this in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class RopeSpec:
+    """Rotary embedding of some layers. Scaling is resolved at load into inverse frequencies and one attention factor.
+
+    rotary_dim: leading dimensions of a head that rotate (the head size, unless partial).
+    inv_freq:   rotary_dim / 2 inverse frequencies, radians per position.
+    factor:     cos and sin are multiplied by it (yarn, longrope); 1.0 otherwise.
+    """
+
+    rotary_dim: int
+    inv_freq: tuple[float, ...]
+    factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What one layer keeps and how it attends.
+
+    window: a query at position p sees keys p - window + 1 .. p; None sees all.
+    rope:   index into `DecoderSpec.ropes`; None for a layer without positions (SmolLM3).
+    """
+
+    window: int | None
+    rope: int | None
+    moe: bool = False
+
+
+@dataclass(frozen=True)
+class MoESpec:
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    normalize: bool
+    """Whether the chosen experts' weights are made to sum to 1."""
+
+
+@dataclass(frozen=True)
+class DecoderSpec:
+    """One decoder-only transformer. Sizes in elements; `scale` multiplies query·key."""
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    layers: tuple[LayerSpec, ...]
+    ropes: tuple[RopeSpec, ...]
+    norm_eps: float
+    activation: Literal["silu", "gelu_tanh"]
+    scale: float
+    max_position: int
+    """The longest context the checkpoint declares, scaling included."""
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    post_norms: bool = False
+    """Gemma 2/3: norms after attention and after the MLP too, before the residual is added."""
+    attention_soft_cap: float | None = None
+    final_soft_cap: float | None = None
+    embedding_scale: float = 1.0
+    tied_embeddings: bool = False
+    moe: MoESpec | None = None

@@ -1,0 +1,44 @@
+"""The model's operators. Each device implements `Ops`; models call nothing else for arithmetic.
+
+Every operator's result for a row (token) is independent, bit for bit on CPU, of which and how many other rows are there,
+and of the number of threads.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, Protocol
+
+from torch import Tensor
+
+
+class Linear(Protocol):
+    """A linear layer whose weight was packed at load for this device."""
+
+    in_features: int
+    out_features: int
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [tokens, in_features] -> [tokens, out_features], dtype of x, accumulated in fp32."""
+        ...
+
+
+class Ops(Protocol):
+    name: str
+    """Part of the numerics id."""
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """weight [out_features, in_features] in the model's dtype; may be freed by the caller afterwards."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in fp32; weight is fp32; dtype of x."""
+        ...
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """Rotary embedding in place, halves convention (NeoX): x [tokens, heads, head_dim], cos and sin fp32
+        [tokens, rotary_dim / 2]; dimensions from rotary_dim on stay as they are. x may be a strided view."""
+        ...
+
+    def gated(self, x: Tensor, activation: Literal["silu", "gelu_tanh"]) -> Tensor:
+        """x [tokens, 2 * n], gate then up -> activation(gate) * up [tokens, n]."""
+        ...
