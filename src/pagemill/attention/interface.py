@@ -51,7 +51,7 @@ class AttentionBatch:
 
 
 class AttentionBackend(Protocol):
-    """K/V in, attention out, through block tables. Never reads beyond a context's length (what lies there may be NaN)."""
+    """K/V in, attention out, through block tables. What lies beyond a context's length may be NaN; it is never used."""
 
     name: str
     """Part of the numerics id: equal names give equal bits on equal machines."""

@@ -2,6 +2,7 @@
 
 All groups keep the same number of layers (some padded), so their blocks have equal bytes and share one pool.
 """
+
 from __future__ import annotations
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """The model's operators. Each device implements `Ops`; models call nothing else for arithmetic.
 
-Every operator's result for a row (token) is independent, bit for bit on CPU, of which and how many other rows are there,
-and of the number of threads.
+Every operator's result for a row (token) is independent, bit for bit on CPU, of which and how many other rows are
+there, and of the number of threads.
 """
 
 from __future__ import annotations

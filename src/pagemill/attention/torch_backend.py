@@ -1,0 +1,138 @@
+"""Paged attention in plain torch: any device. Rows of equal query length are gathered through their tables into one
+padded batch, so that a decode step is a few batched matrix products.
+
+The rows' lengths are read back to the host once per step (not per layer).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pagemill.attention.interface import AttentionBatch, LayerCache
+
+_ELEMENTS = 1 << 26
+"""At most so many gathered key elements, and so many scores, at a time: bounds the scratch memory (256 MiB each)."""
+
+
+class _Part(NamedTuple):
+    """Rows of one query length that are computed together.
+
+    rows int64 [n]; tokens int64 [n, query_len]; query_len; context: the longest context among them.
+    """
+
+    rows: Tensor
+    tokens: Tensor
+    query_len: int
+    context: int
+
+
+class TorchAttention:
+    name = f"torch-{torch.__version__}"
+
+    def __init__(self) -> None:
+        self._planned: tuple[AttentionBatch, list[_Part]] | None = None
+        self._kept: tuple[Tensor, int, Tensor | None] | None = None
+
+    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        tokens = self._written(slots)
+        if tokens is not None:
+            key, value, slots = key[tokens], value[tokens], slots[tokens]
+        block_size = cache.key.shape[2]
+        frames, offsets = slots.div(block_size, rounding_mode="floor"), slots.remainder(block_size)
+        cache.key[frames, :, offsets] = key.to(cache.key.dtype)
+        cache.value[frames, :, offsets] = value.to(cache.value.dtype)
+
+    def _written(self, slots: Tensor) -> Tensor | None:
+        """Indices of the tokens that are written; None: all. Off the CPU it is found once per step, as it waits."""
+        if slots.is_cpu:
+            return None if bool((slots >= 0).all()) else (slots >= 0).nonzero().squeeze(1)
+        known = self._kept
+        if known is None or known[0] is not slots or known[1] != slots._version:
+            tokens = (slots >= 0).nonzero().squeeze(1)
+            known = self._kept = (slots, slots._version, tokens if len(tokens) < len(slots) else None)
+        return known[2]
+
+    def attend(
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        batch: AttentionBatch,
+        group: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        key_start: Tensor | None = None,
+        key_end: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        kv_heads, block_size, head_dim = cache.key.shape[1:]
+        heads = query.shape[1]
+        tables = batch.groups[group].tables
+        output = torch.zeros_like(query)
+        lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device) if return_lse else None
+        for rows, tokens, query_len, context in self._parts(batch, heads * head_dim):
+            frames = tables[rows, : -(-context // block_size)].clamp_min(0).long()
+            position = batch.positions[tokens]
+            first = torch.zeros_like(position) if window is None else position - (window - 1)
+            if key_start is not None:
+                first = torch.maximum(first, key_start[rows].unsqueeze(1))
+            last = torch.minimum(position, batch.context_lens[rows].unsqueeze(1) - 1)
+            if key_end is not None:
+                last = torch.minimum(last, key_end[rows].unsqueeze(1) - 1)
+            keys = torch.arange(frames.shape[1] * block_size, device=query.device)
+            seen = (keys >= first.unsqueeze(-1)) & (keys <= last.unsqueeze(-1))  # [n, query_len, keys]
+            count = len(rows)
+            key = _flatten(cache.key[frames], count, kv_heads, head_dim)
+            value = _flatten(cache.value[frames], count, kv_heads, head_dim)
+            # What no query sees may be NaN, and 0 * NaN is NaN.
+            value = value.masked_fill(~seen.any(1)[:, None, :, None], 0)
+            q = query[tokens].float().view(count, query_len, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+            q = q.reshape(count, kv_heads, -1, head_dim)
+            scores = (q @ key.transpose(2, 3) * scale).view(count, kv_heads, -1, query_len, len(keys))
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
+            part_lse = torch.logsumexp(scores, -1)
+            weights = torch.exp(scores - torch.where(part_lse.isneginf(), 0, part_lse).unsqueeze(-1))
+            out = weights.view(count, kv_heads, -1, len(keys)) @ value
+            out = out.view(count, heads, query_len, head_dim).transpose(1, 2)
+            output[tokens] = out.to(output.dtype)
+            if lse is not None:
+                lse[tokens] = part_lse.view(count, heads, query_len).transpose(1, 2)
+        return output, lse
+
+    def _parts(self, batch: AttentionBatch, row_elements: int) -> list[_Part]:
+        if self._planned is not None and self._planned[0] is batch:
+            return self._planned[1]
+        starts, contexts = batch.query_start.tolist(), batch.context_lens.tolist()
+        lengths: dict[int, list[int]] = {}
+        for row, context in enumerate(contexts):
+            length = starts[row + 1] - starts[row]
+            if length and context:
+                lengths.setdefault(length, []).append(row)
+        device = batch.positions.device
+        parts = []
+        for length, rows in lengths.items():
+            rows.sort(key=lambda row: int(contexts[row]))  # neighbours of similar length waste the least padding
+            while rows:
+                context = contexts[rows[-1]]
+                # heads * keys * queries scores, and head_dim * keys of K and V: both stay under the limit
+                fit = max(1, _ELEMENTS // (context * row_elements))
+                taken, rows = rows[-fit:], rows[:-fit]
+                step = max(1, _ELEMENTS // (context * row_elements * len(taken)) * 16)
+                for begin in range(0, length, step):
+                    end = min(length, begin + step)
+                    tokens = [range(starts[row] + begin, starts[row] + end) for row in taken]
+                    ids = torch.tensor([list(t) for t in tokens], dtype=torch.int64)
+                    parts.append(_Part(torch.tensor(taken).to(device), ids.to(device), end - begin, context))
+        self._planned = (batch, parts)
+        return parts
+
+
+def _flatten(gathered: Tensor, rows: int, kv_heads: int, head_dim: int) -> Tensor:
+    """[rows, entries, kv_heads, block_size, head_dim] -> fp32 [rows, kv_heads, entries * block_size, head_dim]."""
+    return gathered.transpose(1, 2).reshape(rows, kv_heads, -1, head_dim).float()

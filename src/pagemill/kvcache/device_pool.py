@@ -1,0 +1,101 @@
+"""DevicePool: the device tier's frames as one piece of memory, seen layer by layer as strided views.
+
+On CPU the memory comes from mmap: page-aligned, and pages that were never written cost nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from pagemill.attention.interface import LayerCache
+from pagemill.errors import KVMemoryError
+from pagemill.kvcache.layer_groups import LayerGroups
+from pagemill.kvcache.layout import KVLayout, block_major, layer_major
+
+
+class DevicePool:
+    """`num_frames` frames; each holds K and V of `block_size` tokens for every place (layer) of one layer group.
+
+    layout: constructor of the layout, by default layer-major on CPU and block-major elsewhere.
+    Raises KVMemoryError if the memory can not be had. Contents are undefined at first.
+    """
+
+    def __init__(
+        self,
+        num_frames: int,
+        groups: LayerGroups,
+        num_kv_heads: int,
+        head_dim: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        layout: Callable[..., KVLayout] | None = None,
+    ) -> None:
+        self.num_frames = num_frames
+        self.groups = groups
+        self.block_size = block_size
+        self.dtype = dtype
+        self.device = torch.device(device)
+        make = layout or (layer_major if self.device.type == "cpu" else block_major)
+        self.layout = make(
+            places=groups.layers_per_frame,
+            frames=num_frames,
+            kv_heads=num_kv_heads,
+            block_size=block_size,
+            head_dim=head_dim,
+            itemsize=dtype.itemsize,
+        )
+        self.nbytes = self.layout.pool_elements * dtype.itemsize
+        self.storage = _allocate(self.layout.pool_elements, dtype, self.device)
+        shape = (num_frames, num_kv_heads, block_size, head_dim)
+        self._places = [self._place(place, shape) for place in range(groups.layers_per_frame)]
+        pieces, per_frame, stride = (
+            (groups.layers_per_frame, self.layout.chunk_bytes // dtype.itemsize, self.layout.place_stride)
+            if self.layout.place_stride > self.layout.frame_stride
+            else (1, self.layout.frame_bytes // dtype.itemsize, 0)
+        )
+        self._frames = torch.as_strided(
+            self.storage, (pieces, num_frames, per_frame), (stride, self.layout.frame_stride, 1)
+        )
+        """[pieces, frames, elements]: the contiguous pieces of every frame."""
+        members = [layer for group in groups.groups for layer in group.layers]
+        self._where = {layer: groups.place(layer) for layer in members}
+
+    def layer(self, layer: int) -> LayerCache:
+        """Keys and values of a model layer, views [frames, kv_heads, block_size, head_dim]."""
+        return self._places[self._where[layer][1]]
+
+    def group_of(self, layer: int) -> int:
+        """Index of the layer group that a model layer belongs to."""
+        return self._where[layer][0]
+
+    def copy_frames(self, source: Tensor, target: Tensor) -> None:
+        """Copies frames source[i] -> target[i] (integers [n]), all places. No target is also a source."""
+        if len(source):
+            source, target = (ids.to(self.device, torch.int64) for ids in (source, target))
+            self._frames[:, target] = self._frames[:, source]
+
+    def _place(self, place: int, shape: tuple[int, int, int, int]) -> LayerCache:
+        at = self.layout
+        base = place * at.place_stride
+        key = torch.as_strided(self.storage, shape, (at.frame_stride, at.head_stride, at.key_token, at.key_dim), base)
+        strides = (at.frame_stride, at.head_stride, at.value_token, at.value_dim)
+        return LayerCache(key, torch.as_strided(self.storage, shape, strides, base + at.value_offset))
+
+
+def _allocate(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    nbytes = elements * dtype.itemsize
+    try:
+        if device.type != "cpu":
+            return torch.empty(elements, dtype=dtype, device=device)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(memory, dtype=dtype)
+    except (OSError, OverflowError, ValueError, RuntimeError) as error:  # torch's out-of-memory is a RuntimeError
+        raise KVMemoryError(
+            f"the KV pool of {nbytes} bytes could not be allocated on {device}: {error}; lower kv_memory",
+            param="kv_memory",
+        ) from error

@@ -1,0 +1,118 @@
+"""How many frames the device pool gets: from the three ways to say it, the machine's memory, and what can be filled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from pagemill.errors import ConfigError, KVMemoryError
+
+_UNITS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_DEFAULT_SHARE = 0.4
+
+
+def parse_kv_memory(value: int | float | str, free: int) -> int:
+    """Bytes named by `value`: an integer (bytes), "512MiB", "2GB", or a share of `free` bytes ("50%", 0.5).
+
+    Raises ConfigError for what it can not read, and for shares outside 0 .. 1.
+    """
+    text = str(value).strip().lower()
+    number = text.rstrip("%abcdefghijklmnopqrstuvwxyz ")
+    unit = text[len(number) :].strip()
+    try:
+        amount = float(number)
+    except ValueError:
+        amount = -1.0
+    is_share = unit == "%" or (unit == "" and isinstance(value, float)) or (unit == "" and "." in number)
+    if is_share:
+        share = amount / 100 if unit == "%" else amount
+        if not 0 < share <= 1:
+            raise ConfigError(
+                f"kv_memory is {value!r}; as a share of free memory it must be above 0 and at most 1 (or 100%)",
+                param="kv_memory",
+            )
+        return int(share * free)
+    if unit not in _UNITS or not amount > 0 or isinstance(value, bool) or amount == float("inf"):
+        raise ConfigError(
+            f'kv_memory is {value!r}; it must be bytes (an integer), a size such as "512MiB" or "2GB", or a share of '
+            'free memory such as "50%" or 0.5',
+            param="kv_memory",
+        )
+    return int(amount * _UNITS[unit])
+
+
+def num_frames(
+    frame_bytes: int,
+    most_frames: int,
+    *,
+    free: int,
+    total: int,
+    kv_memory: int | float | str | None = None,
+    kv_cache_memory_bytes: int | None = None,
+    gpu_memory_utilization: float | None = None,
+) -> int:
+    """Frames of `frame_bytes` bytes that the pool gets; at most one of the three settings is given.
+
+    most_frames: what `max_num_seqs` sequences of `max_model_len` fill; bounds the default, not what was asked for.
+    free, total: bytes of the device's memory, see `device_memory`; weights are loaded by now.
+    gpu_memory_utilization (vLLM's meaning): share of `total` for everything, so the pool gets what is left of it.
+    Raises ConfigError for a setting out of range, KVMemoryError if the pool would exceed `free` or hold no frame.
+    """
+    if kv_memory is not None:
+        name, value, wanted = "kv_memory", kv_memory, parse_kv_memory(kv_memory, free)
+    elif kv_cache_memory_bytes is not None:
+        name, value, wanted = "kv_cache_memory_bytes", kv_cache_memory_bytes, kv_cache_memory_bytes
+        if wanted <= 0:
+            raise ConfigError(f"kv_cache_memory_bytes is {wanted}; it must be above 0", param=name)
+    elif gpu_memory_utilization is not None:
+        name, value = "gpu_memory_utilization", gpu_memory_utilization
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ConfigError(f"{name} is {value}; it must be above 0 and at most 1", param=name)
+        used = total - free
+        wanted = int(gpu_memory_utilization * total) - used
+        if wanted < frame_bytes:
+            raise KVMemoryError(
+                f"gpu_memory_utilization is {value} of {total} bytes, and {used} are in use already: nothing is left for "
+                f"the KV pool; raise it above {(used + frame_bytes) / total:.2f} or free memory",
+                param=name,
+            )
+    else:
+        name, value, wanted = (
+            "kv_memory",
+            f"{_DEFAULT_SHARE:.0%}",
+            int(min(_DEFAULT_SHARE * free, most_frames * frame_bytes)),
+        )
+    if wanted > free:
+        raise KVMemoryError(
+            f"{name} is {value}: {wanted} bytes, but only {free} are free; ask for less, or free memory", param=name
+        )
+    if wanted < frame_bytes:
+        raise KVMemoryError(
+            f"{name} is {value}: {wanted} bytes, less than the {frame_bytes} of a single block; give more memory or "
+            "choose a smaller block_size",
+            param=name,
+        )
+    return wanted // frame_bytes
+
+
+def device_memory(device: torch.device) -> tuple[int, int]:
+    """(free, total) bytes of the device. On CPU, what the process's control group allows is respected."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free, total
+    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free, total = (int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
+    try:
+        group = Path("/sys/fs/cgroup")
+        limit = int((group / "memory.max").read_text())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
+        return min(free, limit - used), min(total, limit)
+    except (OSError, ValueError, KeyError):  # no control group, or "max": no limit
+        return free, total

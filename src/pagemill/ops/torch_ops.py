@@ -1,0 +1,51 @@
+"""The operators in plain torch: any device. They run where no own kernels exist; the kernels are tested against them.
+
+On CPU the rows of `torch.nn.functional.linear` may depend, in the last bits, on how many rows there are; `CpuOps` keeps
+the promise of equal bits.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class TorchLinear:
+    """Keeps the weight as it is; `torch.nn.functional.linear` accumulates in fp32."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.weight = weight
+        self.bias = None if bias is None else bias.to(weight.dtype)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
+
+
+class TorchOps:
+    name = f"torch-{torch.__version__}"
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> TorchLinear:
+        return TorchLinear(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+        return (wide * weight).to(x.dtype)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        half = cos.shape[-1]
+        first, second = x[..., :half], x[..., half : 2 * half]
+        a, b = first.float(), second.float()
+        c, s = cos.unsqueeze(1), sin.unsqueeze(1)
+        rotated = a * c - b * s, b * c + a * s
+        first.copy_(rotated[0])
+        second.copy_(rotated[1])
+
+    def gated(self, x: Tensor, activation: Literal["silu", "gelu_tanh"]) -> Tensor:
+        gate, up = x.float().chunk(2, dim=-1)
+        active = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+        return (active * up).to(x.dtype)

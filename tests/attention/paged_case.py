@@ -1,0 +1,111 @@
+"""Random paged batches for the attention tests: scattered frames, poisoned slots, mixed rows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from pagemill.attention.interface import AttentionBackend, AttentionBatch, GroupBatch, LayerCache
+from pagemill.attention.reference import reference_attention
+from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.layer_groups import group_layers
+
+
+@dataclass
+class PagedCase:
+    """Rows as (context length, query length); keys and values of each row in full, and its part of a scattered pool."""
+
+    rows: list[tuple[int, int]]
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    block_size: int = 16
+    dtype: torch.dtype = torch.float32
+    query_dtype: torch.dtype = torch.float32
+    seed: int = 0
+    device: str = "cpu"
+    layout: object = None
+
+    def __post_init__(self) -> None:
+        random = torch.Generator().manual_seed(self.seed)
+        held = [-(-context // self.block_size) for context, _ in self.rows]
+        total = sum(held) + 3
+        self.pool = DevicePool(
+            total, group_layers([None, None]), self.kv_heads, self.head_dim, self.block_size, self.dtype, self.device,
+            layout=self.layout,
+        )  # fmt: skip
+        self.pool.storage.fill_(float("nan"))
+        frames = torch.randperm(total, generator=random).int()
+        self.tables = torch.full((len(self.rows), max([*held, 0]) + 1), -1, dtype=torch.int32)
+        taken = 0
+        for row, count in enumerate(held):
+            self.tables[row, :count] = frames[taken : taken + count]
+            taken += count
+
+        def draw(*shape: int) -> torch.Tensor:
+            return torch.randn(shape, generator=random)
+
+        shape = (self.kv_heads, self.head_dim)
+        self.keys = [(2 * draw(context, *shape)).to(self.dtype) for context, _ in self.rows]
+        self.values = [draw(context, *shape).to(self.dtype) for context, _ in self.rows]
+        self.queries = [draw(length, self.heads, self.head_dim).to(self.query_dtype) for _, length in self.rows]
+
+    @property
+    def cache(self) -> LayerCache:
+        return self.pool.layer(1)
+
+    def slots(self, row: int, begin: int, end: int) -> torch.Tensor:
+        positions = torch.arange(begin, end)
+        frames = self.tables[row, positions // self.block_size].long()
+        return frames * self.block_size + positions % self.block_size
+
+    def write_all(self, backend: AttentionBackend) -> None:
+        for row, (context, _) in enumerate(self.rows):
+            slots = self.slots(row, 0, context).to(self.device)
+            backend.write(self.keys[row].to(self.device), self.values[row].to(self.device), self.cache, slots)
+
+    def batch(self, parts: list[tuple[int, int, int]]) -> tuple[torch.Tensor, AttentionBatch]:
+        """Queries and batch of parts (row, begin, end): query tokens begin..end of the row's queries."""
+        lengths = [end - begin for _, begin, end in parts]
+        first = [self.rows[row][0] - self.rows[row][1] for row, _, _ in parts]
+        contexts = [f + end for f, (_, _, end) in zip(first, parts, strict=True)]
+        spans = [torch.arange(f + b, f + e) for f, (_, b, e) in zip(first, parts, strict=True)]
+        slots = [self.slots(row, f + b, f + e) for f, (row, b, e) in zip(first, parts, strict=True)]
+        query = torch.cat([self.queries[row][b:e] for row, b, e in parts]).to(self.device)
+
+        def at(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(self.device)
+
+        tables = self.tables[torch.tensor([row for row, _, _ in parts])]
+        return query, AttentionBatch(
+            query_start=at(torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)),
+            context_lens=at(torch.tensor(contexts, dtype=torch.int32)),
+            positions=at(torch.cat(spans)),
+            groups=(GroupBatch(at(tables), at(torch.cat(slots))),),
+            max_query_len=max(lengths),
+            max_context_len=max(contexts),
+        )
+
+    def whole(self) -> tuple[torch.Tensor, AttentionBatch]:
+        return self.batch([(row, 0, length) for row, (_, length) in enumerate(self.rows)])
+
+    def expected(
+        self,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        key_start: torch.Tensor | None = None,
+        key_end: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        results = [
+            reference_attention(
+                self.queries[row], self.keys[row], self.values[row], torch.arange(context - length, context),
+                scale=scale, window=window, soft_cap=soft_cap,
+                key_start=0 if key_start is None else int(key_start[row]),
+                key_end=None if key_end is None else int(key_end[row]),
+            )
+            for row, (context, length) in enumerate(self.rows)
+        ]  # fmt: skip
+        return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
