@@ -24,7 +24,7 @@ class NewRow:
     prompt_len: int
     params: SamplingParams
     seed: int
-    """The sequence's own seed, never None: request seed (or one drawn from the engine's) plus sequence index."""
+    """The sequence's own seed, 64 bits, never None."""
 
 
 @dataclass(slots=True)
@@ -35,10 +35,11 @@ class StepPlan:
     starts      int32 [n]  position of the first query token (tokens already in the KV cache)
     query_lens  int32 [n]  query tokens of each row, at least 1
     sample_from int32 [m]  index into `rows`: whose last query token's logits are sampled
-    sample_to   int32 [m]  persistent row that gets the sampled token (another than rows[sample_from] for a forked child)
+    sample_to   int32 [m]  persistent row that gets the sampled token (not rows[sample_from] for a forked child)
     prompt_logprobs int32 [k]  indices into `rows` whose every query token needs log probabilities
 
-    Edits (`new_rows`, `freed_rows`, `work`) are applied once, in the order freed, new, work; the arrays may be run in parts.
+    Edits (`new_rows`, `freed_rows`, `work`) are applied once, in the order freed, new, work; the rest may be run in
+    parts.
     """
 
     step: int

@@ -1,0 +1,427 @@
+"""The scheduler: which tokens of which sequences run in the next step, and what follows from a step that has run.
+
+`schedule` and `commit` are separate: a plan needs no token of the step before it, only their number, so the next step
+can be planned while one is running. Neither looks at a clock: `now` is an argument, in seconds.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from pagemill.errors import RequestTooLargeError
+from pagemill.memory.block_table import BlockTable
+from pagemill.memory.digest import extend_chain
+from pagemill.memory.manager import MemoryManager
+from pagemill.scheduling.pending import PendingPrefixes
+from pagemill.scheduling.sequence import Rank, Request, Sequence, Status
+from pagemill.scheduling.step_plan import NewRow, StepPlan
+from pagemill.scheduling.waiting import WaitingQueue
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a step brought. Indices are those of the plan's arrays.
+
+    tokens: the sampled token of each of the plan's samples; ignored where the row failed.
+    failed: by index into `plan.rows`, what went wrong with that row alone.
+    """
+
+    tokens: list[int]
+    failed: dict[int, Exception] = field(default_factory=dict)
+
+
+class Update(NamedTuple):
+    """News of one sequence: a token, its end, or both."""
+
+    sequence: Sequence
+    token: int | None
+    sample: int | None
+    """Index of the sample in the plan, from which the token came."""
+    finish_reason: str | None
+    stop_reason: int | None = None
+    error: Exception | None = None
+
+
+class _Entry(NamedTuple):
+    """One row of a step in flight, with the table it had then: a sequence that was preempted since has another."""
+
+    sequence: Sequence
+    table: BlockTable
+    end: int
+
+
+class _Flight(NamedTuple):
+    """A step that has been planned and not yet committed. A sample is (index of its entry, index of the sequence)."""
+
+    step: int
+    entries: list[_Entry]
+    samples: list[tuple[int, int]]
+
+
+def _rank(sequence: Sequence) -> Rank:
+    return sequence.rank
+
+
+class Scheduler:
+    """Continuous batching over paged memory, with one token budget per step.
+
+    Order of a step: sequences that generate, then prompts that were begun, then new ones, each in order of rank. When
+    blocks run out, the running sequence of the worst rank loses its own and waits to be recomputed.
+
+    Invariants: a running sequence has a table and a row, and no other has; rows in use and free rows add up to
+    `max_num_seqs`; `_running` is sorted by rank.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryManager,
+        *,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        eos_token_ids: frozenset[int],
+        ageing_s: float,
+        enable_prefix_caching: bool = True,
+    ) -> None:
+        self.memory = memory
+        self.max_num_seqs = max_num_seqs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.num_waiting = 0
+        self.preemptions = 0
+        self._eos = eos_token_ids
+        self._ageing_s = ageing_s
+        self._caching = enable_prefix_caching
+        self._waiting = WaitingQueue()
+        self._running: list[Sequence] = []
+        self._requests: dict[str, list[Sequence]] = {}
+        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
+        self._freed_rows: list[int] = []
+        self._pending = PendingPrefixes()
+        self._flights: deque[_Flight] = deque()
+        self._arrivals = 0
+        self._step = 0
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    def has_work(self) -> bool:
+        return bool(self._running or self.num_waiting or self._flights)
+
+    def live(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def add(self, request: Request) -> None:
+        """Queues a request. Raises `RequestTooLargeError` if even alone it could never run."""
+        n = request.params.n
+        if n > self.max_num_seqs:
+            raise RequestTooLargeError(
+                f"n is {n}, but max_num_seqs lets {self.max_num_seqs} sequences run at once; ask for fewer or raise it",
+                param="n",
+            )
+        need = self.memory.blocks_needed(request.max_len - 1, self.max_num_batched_tokens)
+        if need > self.memory.num_frames:
+            raise RequestTooLargeError(
+                f"the request may grow to {request.max_len} tokens, which takes {need} KV blocks of "
+                f"{self.memory.block_size} tokens, but the pool has {self.memory.num_frames}; lower max_tokens or the "
+                f"prompt's length, or give the pool more memory (kv_memory)",
+                param="max_tokens",
+            )
+        rank = Rank(request.arrival_s + request.priority * self._ageing_s, self._arrivals, 0)
+        self._arrivals += 1
+        sequence = Sequence(request, 0, rank, list(request.prompt_token_ids))
+        self._requests[request.request_id] = [sequence]
+        self._waiting.push(sequence)
+        self.num_waiting += 1
+
+    def abort(self, request_id: str, now: float) -> list[Update]:
+        """Ends all sequences of a request. Unknown ids are ignored."""
+        sequences = self._requests.get(request_id, [])
+        return [self._finish(sequence, now, "abort") for sequence in list(sequences)]
+
+    def finish(self, request_id: str, index: int, now: float) -> None:
+        """Ends one sequence whose stop the front end has seen. Unknown ones are ignored."""
+        for sequence in self._requests.get(request_id, []):
+            if sequence.index == index:
+                self._finish(sequence, now, "stop")
+                return
+
+    # ------------------------------------------------------------------ schedule
+
+    def schedule(self, now: float) -> StepPlan | None:
+        """The next step, or None if nothing can run before a step in flight is committed."""
+        planned = self._continue_running(now)
+        self._admit(planned, now)
+        if not planned:
+            return None
+        return self._plan(planned, now)
+
+    def _continue_running(self, now: float) -> dict[Sequence, int]:
+        """Gives running sequences their tokens: generating ones first, then begun prompts, by rank.
+
+        Where blocks run out, the running sequence of the worst rank is preempted, which may be the one that asks.
+        """
+        planned: dict[Sequence, int] = {}
+        budget = self.max_num_batched_tokens
+        for sequence in sorted(self._running, key=lambda s: s.remaining > 1):
+            count = min(sequence.remaining, budget)
+            if count == 0 or sequence.table is None:
+                continue
+            while self.memory.reserve(sequence.table, sequence.scheduled + count) is not None:
+                victim = self._running[-1]
+                budget += planned.pop(victim, 0)
+                self._preempt(victim, now)
+                if victim is sequence:
+                    break
+            else:
+                planned[sequence] = count
+                budget -= count
+        return planned
+
+    def _preempt(self, sequence: Sequence, now: float) -> None:
+        self.preemptions += 1
+        self._release(sequence, now)
+        sequence.status = Status.WAITING
+        sequence.scheduled = 0
+        self._waiting.push(sequence)
+        self.num_waiting += 1
+
+    def _admit(self, planned: dict[Sequence, int], now: float) -> None:
+        """Lets waiting sequences in while there is budget, a row and memory for the whole prompt."""
+        budget = self.max_num_batched_tokens - sum(planned.values())
+        deferred = []
+        while budget > 0 and (sequence := self._waiting.pop()) is not None:
+            if self._computed_elsewhere(sequence):
+                continue
+            if sequence.in_flight:
+                deferred.append(sequence)
+                continue
+            rows = sequence.request.params.n if sequence.forks_after_prompt else 1
+            if len(self._free_rows) < rows or not self._open(sequence, budget, now):
+                deferred.append(sequence)
+                break
+            sequence.row, *sequence.child_rows = (self._free_rows.pop() for _ in range(rows))
+            sequence.status = Status.RUNNING
+            self.num_waiting -= 1
+            insort(self._running, sequence, key=_rank)
+            planned[sequence] = min(sequence.remaining, budget)
+            budget -= planned[sequence]
+            if sequence.scheduled_s is None:
+                sequence.scheduled_s = now
+        for sequence in deferred:
+            self._waiting.push(sequence)
+
+    def _computed_elsewhere(self, sequence: Sequence) -> bool:
+        """Whether a running sequence is computing the very next block that this one needs; then it waits for it."""
+        if not self._shares_prefixes(sequence):
+            return False
+        self._extend_digests(sequence)
+        found = self.memory.peek(sequence.digests, sequence.request.root)
+        return found < len(sequence.digests) and self._pending.wait(sequence.digests[found], sequence)
+
+    def _open(self, sequence: Sequence, budget: int, now: float) -> bool:
+        """Opens a waiting sequence's table and reserves its first chunk; False, with nothing held, if memory is short.
+
+        There must be room for the whole sequence as it is and for one more block of each running one: else it would
+        soon be preempted again.
+        """
+        share = self._shares_prefixes(sequence)
+        if share:
+            self._extend_digests(sequence)
+        tokens = sequence.tokens
+        opened = self.memory.open(
+            tokens, sequence.digests if share else [], sequence.request.root, now, len(tokens) - 1 if share else 0
+        )
+        found = opened.num_cached_tokens
+        chunk = min(len(tokens) - found, budget)
+        held = self.memory.frames_held(opened.table)
+        need = self.memory.blocks_needed(len(tokens), self.max_num_batched_tokens) - held
+        headroom = len(self._running)
+        if need + headroom > self.memory.num_available or self.memory.reserve(opened.table, found + chunk) is not None:
+            self.memory.close(opened.table, now)
+            return False
+        sequence.table = opened.table
+        sequence.scheduled = found
+        if sequence.scheduled_s is None:
+            sequence.num_cached_tokens = found
+        if share:
+            self._pending.add(sequence, found // self.memory.block_size)
+        return True
+
+    def _shares_prefixes(self, sequence: Sequence) -> bool:
+        return self._caching and sequence.request.params.prompt_logprobs is None
+
+    def _extend_digests(self, sequence: Sequence) -> None:
+        size = self.memory.block_size
+        if len(sequence.tokens) // size > len(sequence.digests):
+            extend_chain(sequence.digests, sequence.request.root, sequence.tokens, size)
+
+    def _plan(self, planned: dict[Sequence, int], now: float) -> StepPlan:
+        entries: list[_Entry] = []
+        samples: list[tuple[int, int]] = []
+        sample_to: list[int] = []
+        new_rows: list[NewRow] = []
+        prompt_logprobs: list[int] = []
+        starts: list[int] = []
+        for position, (sequence, count) in enumerate(planned.items()):
+            assert sequence.table is not None
+            request = sequence.request
+            if sequence.table.row < 0:
+                self.memory.place(sequence.table, sequence.row)
+                new_rows.append(self._new_row(sequence, sequence.index, sequence.row))
+            starts.append(sequence.scheduled)
+            if request.params.prompt_logprobs is not None and sequence.num_output_tokens + sequence.in_flight == 0:
+                prompt_logprobs.append(position)
+            samples_now = count == sequence.remaining
+            forks = samples_now and sequence.forks_after_prompt
+            sequence.scheduled += count
+            entries.append(_Entry(sequence, sequence.table, sequence.scheduled))
+            if forks:
+                for index, row in enumerate(sequence.child_rows, start=1):
+                    new_rows.append(self._new_row(sequence, index, row))
+                    samples.append((position, index))
+                    sample_to.append(row)
+            if samples_now:
+                samples.append((position, sequence.index))
+                sample_to.append(sequence.row)
+                sequence.in_flight += 1
+        self._step += 1
+        self._flights.append(_Flight(self._step, entries, samples))
+        freed, self._freed_rows = self._freed_rows, []
+        return StepPlan(
+            step=self._step,
+            work=self.memory.drain(self._step),
+            rows=np.array([e.sequence.row for e in entries], dtype=np.int32),
+            starts=np.array(starts, dtype=np.int32),
+            query_lens=np.array(list(planned.values()), dtype=np.int32),
+            sample_from=np.array([position for position, _ in samples], dtype=np.int32),
+            sample_to=np.array(sample_to, dtype=np.int32),
+            prompt_logprobs=np.array(prompt_logprobs, dtype=np.int32),
+            new_rows=new_rows,
+            freed_rows=freed,
+        )
+
+    @staticmethod
+    def _new_row(sequence: Sequence, index: int, row: int) -> NewRow:
+        request = sequence.request
+        return NewRow(row, sequence.tokens, sequence.prompt_len, request.params, request.sequence_seed(index))
+
+    # -------------------------------------------------------------------- commit
+
+    def commit(self, result: StepResult, now: float) -> list[Update]:
+        """Takes in the oldest step in flight: publishes its blocks, appends its tokens, ends what has ended."""
+        flight = self._flights.popleft()
+        self.memory.retire(flight.step)
+        updates: list[Update] = []
+        for position, entry in enumerate(flight.entries):
+            if (error := result.failed.get(position)) is not None:
+                updates += self._fail(entry.sequence, error, now)
+            elif entry.sequence.table is entry.table:
+                self._commit_blocks(entry.sequence, entry.end)
+        for sample, (position, index) in enumerate(flight.samples):
+            entry = flight.entries[position]
+            sequence = entry.sequence
+            if position in result.failed or sequence.status is Status.FINISHED:
+                continue
+            unforked = sequence.request.params.n > 1 and len(sequence.tokens) == sequence.prompt_len
+            if index == sequence.index:
+                sequence.in_flight -= 1
+            if unforked and index == 0 and sequence.table is not entry.table:
+                continue  # preempted before its children could fork: its prompt runs, and forks, again
+            if index != sequence.index:
+                if sequence.table is not entry.table:
+                    continue
+                sequence = self._fork(entry, index)
+            updates.append(self._append(sequence, result.tokens[sample], sample, now))
+        return updates
+
+    def _commit_blocks(self, sequence: Sequence, length: int) -> None:
+        assert sequence.table is not None
+        self.memory.commit(sequence.table, length, sequence.tokens, sequence.digests)
+        self._resume(self._pending.computed(sequence, length // self.memory.block_size))
+
+    def _resume(self, sequences: list[Sequence]) -> None:
+        """What these waited for has been computed, or will not be."""
+        for sequence in sequences:
+            self._waiting.push(sequence)
+
+    def _fork(self, parent: _Entry, index: int) -> Sequence:
+        """The n-th sequence of a request starts from the prompt's blocks, all shared."""
+        origin = parent.sequence
+        request = origin.request
+        child = Sequence(
+            request,
+            index,
+            origin.rank._replace(index=index),
+            list(request.prompt_token_ids),
+            status=Status.RUNNING,
+            digests=origin.digests[: len(request.prompt_token_ids) // self.memory.block_size],
+            table=self.memory.fork(parent.table, parent.end),
+            row=origin.child_rows[index - 1],
+            scheduled=parent.end,
+            num_cached_tokens=origin.num_cached_tokens,
+            scheduled_s=origin.scheduled_s,
+        )
+        assert child.table is not None
+        self.memory.place(child.table, child.row)
+        insort(self._running, child, key=_rank)
+        self._requests[request.request_id].append(child)
+        if index == request.params.n - 1:
+            origin.child_rows = []
+        return child
+
+    def _append(self, sequence: Sequence, token: int, sample: int, now: float) -> Update:
+        sequence.tokens.append(token)
+        if self._shares_prefixes(sequence):
+            self._extend_digests(sequence)
+        params = sequence.request.params
+        stops = sequence.num_output_tokens >= params.min_tokens
+        reason: str | None = None
+        stop_reason: int | None = None
+        if stops and token in params.stop_token_ids:
+            reason, stop_reason = "stop", token
+        elif stops and token in self._eos and not params.ignore_eos:
+            reason = "stop"
+        elif len(sequence.tokens) >= sequence.request.max_len:
+            reason = "length"
+        if reason is not None:
+            self._finish(sequence, now, reason)
+        return Update(sequence, token, sample, reason, stop_reason)
+
+    # ----------------------------------------------------------------------- end
+
+    def _fail(self, sequence: Sequence, error: Exception, now: float) -> list[Update]:
+        """One sequence failed alone; before its prompt forked, that is the whole request."""
+        if sequence.status is Status.FINISHED:
+            return []
+        lost = range(1, sequence.request.params.n) if sequence.child_rows else ()
+        self._finish(sequence, now, "error")
+        ghosts = [Sequence(sequence.request, i, sequence.rank, [], status=Status.FINISHED) for i in lost]
+        return [Update(s, None, None, "error", error=error) for s in [sequence, *ghosts]]
+
+    def _finish(self, sequence: Sequence, now: float, reason: str) -> Update:
+        if sequence.status is Status.WAITING:
+            self.num_waiting -= 1
+        else:
+            self._release(sequence, now)
+        sequence.status = Status.FINISHED
+        siblings = self._requests[sequence.request.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._requests[sequence.request.request_id]
+        return Update(sequence, None, None, reason)
+
+    def _release(self, sequence: Sequence, now: float) -> None:
+        """Takes a running sequence's row, blocks and claims away."""
+        assert sequence.table is not None
+        self.memory.close(sequence.table, now)
+        self._resume(self._pending.drop(sequence))
+        self._running.remove(sequence)
+        rows = [sequence.row, *sequence.child_rows]
+        self._free_rows += rows
+        self._freed_rows += rows
+        sequence.table, sequence.row, sequence.child_rows = None, -1, []

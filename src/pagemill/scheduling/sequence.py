@@ -1,0 +1,95 @@
+"""Requests and sequences as the scheduler sees them: token ids, a block table, a place in the order of service."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import NamedTuple
+
+from pagemill.memory.block_table import BlockTable
+from pagemill.sampling.params import SamplingParams
+
+
+class Rank(NamedTuple):
+    """The order of service; smaller goes first.
+
+    `due` is the arrival time plus `ageing_s` per step of priority. So requests of one class are served in the order of
+    their arrival, and one that has waited `ageing_s` longer is level with a request of the next class: a static key
+    that ages without ever being updated, under which nothing starves.
+    """
+
+    due: float
+    arrival: int
+    index: int
+
+
+class Status(Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True)
+class Request:
+    """One prompt. `seed` is never None; see `sequence_seed` for the seeds of its `params.n` sequences.
+
+    `root` is the digest at the start of its prefix chain: model, KV format, numerics and namespace.
+    `max_len` is the most tokens, prompt included, that one of its sequences can reach.
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    priority: int
+    arrival_s: float
+    root: bytes
+    max_len: int
+
+    def sequence_seed(self, index: int) -> int:
+        """64 bits; sequences of one request, and those of requests with neighbouring seeds, draw unrelated numbers."""
+        return (self.seed + index * 0x9E3779B97F4A7C15) % 2**64
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One line of tokens. Waiting, it holds nothing; running, a row and a block table.
+
+    `scheduled` counts the tokens whose K/V are in the cache once all steps in flight have finished, and `in_flight` the
+    samples that those steps will bring: what is left to compute is `len(tokens) + in_flight - scheduled`.
+    """
+
+    request: Request
+    index: int
+    rank: Rank
+    tokens: list[int]
+    status: Status = Status.WAITING
+    digests: list[bytes] = field(default_factory=list)
+    table: BlockTable | None = None
+    row: int = -1
+    child_rows: list[int] = field(default_factory=list)
+    """Rows kept for the sequences that fork off when the prompt has been computed."""
+    scheduled: int = 0
+    in_flight: int = 0
+    num_cached_tokens: int = 0
+    scheduled_s: float | None = None
+    """When it first entered a step."""
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that can be computed now; 0 once the last one it may have is under way."""
+        if len(self.tokens) + self.in_flight >= self.request.max_len:
+            return 0
+        return len(self.tokens) + self.in_flight - self.scheduled
+
+    @property
+    def forks_after_prompt(self) -> bool:
+        return self.index == 0 and self.request.params.n > 1 and self.num_output_tokens + self.in_flight == 0
