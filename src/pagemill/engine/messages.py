@@ -8,7 +8,15 @@ from __future__ import annotations
 
 import msgspec
 
+from pagemill.config import EngineConfig
+from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.params import SamplingParams
+
+
+class Start(msgspec.Struct, tag=True):
+    """Load this model. The first message to an engine process."""
+
+    config: EngineConfig
 
 
 class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
@@ -25,7 +33,7 @@ class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
 
 
 class AbortRequests(msgspec.Struct, tag=True):
-    """Stop these requests and give back all that they hold. Unknown ids are ignored: they may just have finished."""
+    """Stop these requests and give back all that they hold. Unknown ids are ignored: they may have just finished."""
 
     request_ids: list[str]
 
@@ -42,15 +50,6 @@ class StatsRequest(msgspec.Struct, tag=True):
 
 class Shutdown(msgspec.Struct, tag=True):
     """Finish the step, free everything, leave."""
-
-
-class TokenLogprobs(msgspec.Struct, array_like=True):
-    """Log probabilities at one position. The first entry is the token that stands there; the rest are the most likely ones."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    rank: int
-    """Rank of the first entry in the vocabulary, 1 is the most likely."""
 
 
 class SequenceOutput(msgspec.Struct, tag=True, kw_only=True):
@@ -99,6 +98,13 @@ class StepOutputs(msgspec.Struct, tag=True):
     outputs: list[SequenceOutput]
 
 
+class LoadProgress(msgspec.Struct, tag=True):
+    """How far loading has come, in the loader's own units. Sent many times before `EngineReady`."""
+
+    done: int
+    total: int
+
+
 class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     """Sent once, when the engine has loaded."""
 
@@ -119,5 +125,5 @@ class EngineFault(msgspec.Struct, tag=True):
     message: str
 
 
-ToEngine = EngineRequest | AbortRequests | FinishSequences | StatsRequest | Shutdown
-FromEngine = StepOutputs | EngineStats | EngineReady | EngineFault
+ToEngine = Start | EngineRequest | AbortRequests | FinishSequences | StatsRequest | Shutdown
+FromEngine = StepOutputs | EngineStats | LoadProgress | EngineReady | EngineFault

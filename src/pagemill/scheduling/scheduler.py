@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -17,22 +16,11 @@ from pagemill.errors import RequestTooLargeError
 from pagemill.memory.block_table import BlockTable
 from pagemill.memory.digest import extend_chain
 from pagemill.memory.manager import MemoryManager
+from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.scheduling.pending import PendingPrefixes
 from pagemill.scheduling.sequence import Rank, Request, Sequence, Status
-from pagemill.scheduling.step_plan import NewRow, StepPlan
+from pagemill.scheduling.step_plan import NewRow, StepPlan, StepResult
 from pagemill.scheduling.waiting import WaitingQueue
-
-
-@dataclass(slots=True)
-class StepResult:
-    """What a step brought. Indices are those of the plan's arrays.
-
-    tokens: the sampled token of each of the plan's samples; ignored where the row failed.
-    failed: by index into `plan.rows`, what went wrong with that row alone.
-    """
-
-    tokens: list[int]
-    failed: dict[int, Exception] = field(default_factory=dict)
 
 
 class Update(NamedTuple):
@@ -40,8 +28,7 @@ class Update(NamedTuple):
 
     sequence: Sequence
     token: int | None
-    sample: int | None
-    """Index of the sample in the plan, from which the token came."""
+    logprobs: TokenLogprobs | None
     finish_reason: str | None
     stop_reason: int | None = None
     error: Exception | None = None
@@ -52,6 +39,7 @@ class _Entry(NamedTuple):
 
     sequence: Sequence
     table: BlockTable
+    start: int
     end: int
 
 
@@ -111,6 +99,10 @@ class Scheduler:
 
     def has_work(self) -> bool:
         return bool(self._running or self.num_waiting or self._flights)
+
+    def request_ids(self) -> list[str]:
+        """All requests that have not finished."""
+        return list(self._requests)
 
     def live(self, request_id: str) -> bool:
         return request_id in self._requests
@@ -266,20 +258,19 @@ class Scheduler:
         sample_to: list[int] = []
         new_rows: list[NewRow] = []
         prompt_logprobs: list[int] = []
-        starts: list[int] = []
         for position, (sequence, count) in enumerate(planned.items()):
             assert sequence.table is not None
             request = sequence.request
             if sequence.table.row < 0:
                 self.memory.place(sequence.table, sequence.row)
                 new_rows.append(self._new_row(sequence, sequence.index, sequence.row))
-            starts.append(sequence.scheduled)
             if request.params.prompt_logprobs is not None and sequence.num_output_tokens + sequence.in_flight == 0:
                 prompt_logprobs.append(position)
             samples_now = count == sequence.remaining
             forks = samples_now and sequence.forks_after_prompt
+            start = sequence.scheduled
             sequence.scheduled += count
-            entries.append(_Entry(sequence, sequence.table, sequence.scheduled))
+            entries.append(_Entry(sequence, sequence.table, start, sequence.scheduled))
             if forks:
                 for index, row in enumerate(sequence.child_rows, start=1):
                     new_rows.append(self._new_row(sequence, index, row))
@@ -296,8 +287,8 @@ class Scheduler:
             step=self._step,
             work=self.memory.drain(self._step),
             rows=np.array([e.sequence.row for e in entries], dtype=np.int32),
-            starts=np.array(starts, dtype=np.int32),
-            query_lens=np.array(list(planned.values()), dtype=np.int32),
+            starts=np.array([e.start for e in entries], dtype=np.int32),
+            query_lens=np.array([e.end - e.start for e in entries], dtype=np.int32),
             sample_from=np.array([position for position, _ in samples], dtype=np.int32),
             sample_to=np.array(sample_to, dtype=np.int32),
             prompt_logprobs=np.array(prompt_logprobs, dtype=np.int32),
@@ -322,6 +313,10 @@ class Scheduler:
                 updates += self._fail(entry.sequence, error, now)
             elif entry.sequence.table is entry.table:
                 self._commit_blocks(entry.sequence, entry.end)
+                if (logprobs := result.prompt_logprobs.get(position)) is not None:
+                    if entry.start == 0:
+                        entry.sequence.prompt_logprobs = [None]
+                    entry.sequence.prompt_logprobs += logprobs
         for sample, (position, index) in enumerate(flight.samples):
             entry = flight.entries[position]
             sequence = entry.sequence
@@ -336,7 +331,7 @@ class Scheduler:
                 if sequence.table is not entry.table:
                     continue
                 sequence = self._fork(entry, index)
-            updates.append(self._append(sequence, result.tokens[sample], sample, now))
+            updates.append(self._append(sequence, result.tokens[sample], result.logprobs[sample], now))
         return updates
 
     def _commit_blocks(self, sequence: Sequence, length: int) -> None:
@@ -364,6 +359,7 @@ class Scheduler:
             row=origin.child_rows[index - 1],
             scheduled=parent.end,
             num_cached_tokens=origin.num_cached_tokens,
+            prompt_logprobs=origin.prompt_logprobs,
             scheduled_s=origin.scheduled_s,
         )
         assert child.table is not None
@@ -374,7 +370,7 @@ class Scheduler:
             origin.child_rows = []
         return child
 
-    def _append(self, sequence: Sequence, token: int, sample: int, now: float) -> Update:
+    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now: float) -> Update:
         sequence.tokens.append(token)
         if self._shares_prefixes(sequence):
             self._extend_digests(sequence)
@@ -390,7 +386,7 @@ class Scheduler:
             reason = "length"
         if reason is not None:
             self._finish(sequence, now, reason)
-        return Update(sequence, token, sample, reason, stop_reason)
+        return Update(sequence, token, logprobs, reason, stop_reason)
 
     # ----------------------------------------------------------------------- end
 

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from pagemill.memory.block_table import BlockTable
+from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.params import SamplingParams
 
 
@@ -72,6 +73,7 @@ class Sequence:
     scheduled: int = 0
     in_flight: int = 0
     num_cached_tokens: int = 0
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     scheduled_s: float | None = None
     """When it first entered a step."""
 

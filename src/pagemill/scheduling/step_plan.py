@@ -1,4 +1,4 @@
-"""The step plan: all that the runner must know to carry out one step, in plain arrays.
+"""The step plan: all that the runner must know to carry out one step, in plain arrays; and the result that comes back.
 
 A row is a place in the persistent batch: state that stays on the device between steps and is edited, never rebuilt.
 """
@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagemill.memory.work import MemoryWork
+from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.params import SamplingParams
 
 
@@ -72,4 +73,34 @@ class StepPlan:
             work=MemoryWork.none(),
             new_rows=[],
             freed_rows=[],
+        )
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What a plan, or a part of one, brought. Indices are those of the plan that was run.
+
+    tokens, logprobs: by sample; meaningless where the row failed.
+    failed: by row, what went wrong with that row alone.
+    prompt_logprobs: by row, for each query token that another prompt token follows, the log probabilities of that token.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    failed: dict[int, Exception] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+    @classmethod
+    def failure(cls, plan: StepPlan, error: Exception) -> StepResult:
+        """Every row of the plan failed with this error."""
+        samples = len(plan.sample_from)
+        return cls([-1] * samples, [None] * samples, dict.fromkeys(range(len(plan.rows)), error))
+
+    def join(self, other: StepResult, rows: int) -> StepResult:
+        """The result of a plan whose first `rows` rows brought this and whose others brought `other`."""
+        return StepResult(
+            self.tokens + other.tokens,
+            self.logprobs + other.logprobs,
+            self.failed | {rows + row: error for row, error in other.failed.items()},
+            self.prompt_logprobs | {rows + row: found for row, found in other.prompt_logprobs.items()},
         )
