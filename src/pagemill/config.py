@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from pagemill.arguments import suggest_arguments
-from pagemill.errors import ConfigError
+from pagemill.errors import ConfigError, UnknownArgumentError
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -17,8 +17,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 class EngineConfig:
     """Settings of one engine; `LLM(...)`, `AsyncLLM(...)` and `pagemill serve` take the same names.
 
-    kv_memory: bytes of the KV pool: an int, "512MiB", or a share of what is free ("50%" or 0.5). None takes 40 % of free
-    memory, at most what `max_num_seqs` sequences of `max_model_len` can fill.
+    kv_memory: bytes of the KV pool: an int, "512MiB", or a share of what is free ("50%" or 0.5). None takes 40 % of
+    free memory, at most what `max_num_seqs` sequences of `max_model_len` can fill.
     kv_cache_memory_bytes, gpu_memory_utilization: vLLM's two ways to say it; at most one of the three may be given.
     """
 
@@ -46,22 +46,34 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(
-                f"block_size is {self.block_size}; it must be one of {', '.join(map(str, BLOCK_SIZES))}", param="block_size"
+                f"block_size is {self.block_size}; it must be one of {', '.join(map(str, BLOCK_SIZES))}",
+                param="block_size",
             )
         for name in ("dtype", "kv_cache_dtype"):
             if getattr(self, name) not in DTYPES:
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(DTYPES)}", param=name)
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(DTYPES)}", param=name
+                )
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1", param=name)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
-                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs ({self.max_num_seqs}): a step could "
-                f"not give every running sequence its token; raise the first or lower the second",
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs ({self.max_num_seqs}): a "
+                f"step could not give every running sequence its token; raise the first or lower the second",
                 param="max_num_batched_tokens",
             )
         ways = ("kv_memory", "kv_cache_memory_bytes", "gpu_memory_utilization")
         given = [name for name in ways if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} both size the KV pool; give one of them", param=given[1])
+
+
+def config_for(owner: str, model: str, settings: dict[str, Any]) -> EngineConfig:
+    """The config from an entry point's keyword arguments; an unknown one is reported under the entry point's name."""
+    known = [setting.name for setting in fields(EngineConfig)]
+    for name in settings:
+        if name not in known:
+            raise UnknownArgumentError.of(owner, name, known)
+    return EngineConfig(model=model, **settings)

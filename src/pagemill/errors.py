@@ -1,8 +1,8 @@
 """Every error a user can meet, as a type.
 
 A message names the value, the limit it broke, and the way out. `InvalidRequestError` and its children
-are the caller's to mend (HTTP 400 unless said otherwise); `ModelLoadError` and `ConfigError` stop the engine before it starts;
-`StepFailedError` fails one request and leaves the others running.
+are the caller's to mend (HTTP 400 unless said otherwise); `ModelLoadError` and `ConfigError` stop the engine before it
+starts; `StepFailedError` fails one request and leaves the others running.
 """
 
 from __future__ import annotations
@@ -93,6 +93,14 @@ class ModelNotFoundError(ModelLoadError):
     """No model under this path or name."""
 
 
+class ModelConfigError(ModelLoadError):
+    """A model's configuration that can not be read, or that lacks or contradicts itself in something."""
+
+
+class PullError(ModelLoadError):
+    """A model that exists but can not be fetched: no network, no space, or not the right bytes."""
+
+
 class UnsupportedModelError(ModelLoadError):
     """A model family, or a feature of one, that is not tested and therefore refused."""
 
@@ -118,3 +126,9 @@ class EngineDeadError(PagemillError):
 
     http_status: ClassVar[int] = 503
     kind: ClassVar[str] = "service_unavailable_error"
+
+
+def error_of(type_name: str, message: str) -> PagemillError:
+    """The error again, from what a message carries of it. An unknown type becomes a `PagemillError`."""
+    cls = globals().get(type_name)
+    return cls(message) if isinstance(cls, type) and issubclass(cls, PagemillError) else PagemillError(message)

@@ -82,7 +82,7 @@ class StepResult:
 
     tokens, logprobs: by sample; meaningless where the row failed.
     failed: by row, what went wrong with that row alone.
-    prompt_logprobs: by row, for each query token that another prompt token follows, the log probabilities of that token.
+    prompt_logprobs: by row, for each query token that another prompt token follows, log probabilities of that token.
     """
 
     tokens: list[int] = field(default_factory=list)

@@ -1,0 +1,154 @@
+"""Builds an engine's parts from its configuration: the model, then the KV pool in what memory is left, then the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from pagemill.attention.select import select_attention
+from pagemill.config import EngineConfig
+from pagemill.engine.messages import EngineReady
+from pagemill.engine.runner import Runner
+from pagemill.errors import ConfigError, KVMemoryError
+from pagemill.hub import resolve_model
+from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.layer_groups import LayerGroups
+from pagemill.kvcache.layout import PAGE_BYTES
+from pagemill.kvcache.sizing import device_memory, num_frames
+from pagemill.memory.manager import MemoryManager
+from pagemill.models.loading import LoadedModel, load_model
+from pagemill.ops.select import select_ops
+from pagemill.scheduling.scheduler import Scheduler
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What an `EngineCore` drives. kv_format and numerics go into the digests that name blocks."""
+
+    memory: MemoryManager
+    scheduler: Scheduler
+    runner: Runner
+    ready: EngineReady
+    fingerprint: bytes
+    kv_format: str
+    numerics: str
+
+
+def build(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Engine:
+    """Loads the model and allocates the pool. Raises `ModelLoadError` and `ConfigError` children.
+
+    progress(done, total): bytes of weights, called while they load.
+    """
+    device = _device(config.device)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    ops, attention = select_ops(device), select_attention(device)
+    model = load_model(
+        resolve_model(config.model),
+        dtype=config.dtype,
+        hf_overrides=config.hf_overrides,
+        max_model_len=config.max_model_len,
+        device=device,
+        ops=ops,
+        attention=attention,
+        progress=progress,
+    )
+    kv_dtype = model.dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
+    groups = model.decoder.groups
+    memory = _memory(config, model, groups, kv_dtype, device)
+    pool = DevicePool(
+        memory.num_frames,
+        groups,
+        model.spec.num_kv_heads,
+        model.spec.head_dim,
+        config.block_size,
+        kv_dtype,
+        device,
+    )
+    scheduler = Scheduler(
+        memory,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        eos_token_ids=frozenset(model.eos_token_ids),
+        ageing_s=config.ageing_s,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    runner = Runner(
+        model.decoder,
+        pool,
+        vocab_size=model.spec.vocab_size,
+        max_num_seqs=config.max_num_seqs,
+        max_model_len=model.max_model_len,
+    )
+    names = {name: str(value).removeprefix("torch.") for name, value in (("weights", model.dtype), ("kv", kv_dtype))}
+    return Engine(
+        memory=memory,
+        scheduler=scheduler,
+        runner=runner,
+        ready=EngineReady(
+            vocab_size=model.spec.vocab_size,
+            max_model_len=model.max_model_len,
+            block_size=config.block_size,
+            num_frames=memory.num_frames,
+            kv_bytes=pool.nbytes,
+            eos_token_ids=sorted(model.eos_token_ids),
+            description=(
+                f"{model.spec.family} on {device}, weights {names['weights']}, operators {ops.name}, attention "
+                f"{attention.name}; KV pool {pool.nbytes / 2**20:.0f} MiB: {memory.num_frames} blocks of "
+                f"{config.block_size} tokens in {names['kv']}"
+            ),
+        ),
+        fingerprint=model.fingerprint,
+        kv_format=f"{names['kv']},{config.block_size}",
+        numerics=f"{ops.name},{attention.name},{names['weights']}",
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device is {name!r}; it must be 'auto', 'cpu' or 'cuda'", param="device") from error
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise ConfigError(f"device {name!r} is not available on this machine; use 'auto' or 'cpu'", param="device")
+    return device
+
+
+def _memory(
+    config: EngineConfig, model: LoadedModel, groups: LayerGroups, kv_dtype: torch.dtype, device: torch.device
+) -> MemoryManager:
+    """The memory manager, with as many frames as the settings and the machine's memory give.
+
+    Raises `KVMemoryError` if a sequence of the `max_model_len` that was asked for could not fit.
+    """
+    windows = [group.window for group in groups.groups]
+
+    def manager(frames: int) -> MemoryManager:
+        return MemoryManager(frames, config.block_size, windows, enable_prefix_caching=config.enable_prefix_caching)
+
+    tile = 2 * model.spec.num_kv_heads * model.spec.head_dim * config.block_size * kv_dtype.itemsize
+    frame_bytes = groups.layers_per_frame * (-(-tile // PAGE_BYTES) * PAGE_BYTES)
+    needed = manager(1).blocks_needed(model.max_model_len - 1, config.max_num_batched_tokens)
+    free, total = device_memory(device)
+    frames = num_frames(
+        frame_bytes,
+        needed * config.max_num_seqs,
+        free=free,
+        total=total,
+        kv_memory=config.kv_memory,
+        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+    )
+    least = needed if config.max_model_len is not None else len(windows)
+    if frames < least:
+        raise KVMemoryError(
+            f"the KV pool has {frames} blocks ({frames * frame_bytes} bytes), but one sequence needs "
+            f"{least} ({least * frame_bytes} bytes) for max_model_len={model.max_model_len}; raise kv_memory or lower "
+            "max_model_len",
+            param="kv_memory",
+        )
+    return manager(frames)

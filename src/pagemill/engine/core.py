@@ -1,0 +1,143 @@
+"""EngineCore: one synchronous loop over schedule, run and commit. It owns the model, the KV pool and the scheduler."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable
+
+from pagemill.config import EngineConfig
+from pagemill.engine.build import Engine, build
+from pagemill.engine.messages import EngineReady, EngineRequest, EngineStats, SequenceOutput
+from pagemill.errors import InvalidRequestError, StepFailedError
+from pagemill.memory.digest import root_digest
+from pagemill.scheduling.scheduler import Update
+from pagemill.scheduling.sequence import Request
+from pagemill.scheduling.step_plan import StepPlan, StepResult
+
+
+class EngineCore:
+    """Requests in as token ids, outputs out as token ids, one step at a time. Not thread-safe.
+
+    A fault in a step fails the requests that cause it and no other. Raises `ModelLoadError` or `ConfigError` children if
+    the engine can not be built.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
+        self.config = config
+        self._engine: Engine = build(config, progress)
+        self._scheduler = self._engine.scheduler
+        self._memory = self._engine.memory
+        self._runner = self._engine.runner
+        self._random = random.Random(config.seed)
+        self._steps = self._prompt_tokens = self._generated_tokens = 0
+
+    @property
+    def ready(self) -> EngineReady:
+        return self._engine.ready
+
+    def add_request(self, request: EngineRequest) -> None:
+        """Queues a request. Raises `InvalidRequestError` children, and then holds nothing of it."""
+        if self._scheduler.live(request.request_id):
+            raise InvalidRequestError(
+                f"request id {request.request_id!r} is in use; give each request its own", param="request_id"
+            )
+        params = request.params
+        limit = self.ready.max_model_len
+        prompt_len = len(request.prompt_token_ids)
+        self._scheduler.add(
+            Request(
+                request_id=request.request_id,
+                prompt_token_ids=request.prompt_token_ids,
+                params=params,
+                seed=self._random.getrandbits(63) if params.seed is None else params.seed,
+                priority=request.priority,
+                arrival_s=request.arrival_s,
+                root=self._root(request.cache_salt),
+                max_len=limit if params.max_tokens is None else min(prompt_len + params.max_tokens, limit),
+            )
+        )
+        self._prompt_tokens += prompt_len
+
+    def abort(self, request_ids: Iterable[str]) -> None:
+        """Ends requests and takes back what they hold; unknown ids are ignored."""
+        for request_id in request_ids:
+            self._scheduler.abort(request_id, time.monotonic())
+
+    def finish(self, sequences: Iterable[tuple[str, int]]) -> None:
+        """Ends sequences `(request_id, index)` whose stop string the front end has seen; unknown ones are ignored."""
+        for request_id, index in sequences:
+            self._scheduler.finish(request_id, index, time.monotonic())
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work()
+
+    def step(self) -> list[SequenceOutput]:
+        """Plans a step, runs it and commits it. Returns what it brought; nothing if there was no work."""
+        plan = self._scheduler.schedule(time.monotonic())
+        if plan is None:
+            return []
+        result = StepResult.failure(plan, StepFailedError("the step was interrupted"))
+        try:
+            self._runner.apply(plan)
+            result = self._run(plan)
+        finally:
+            updates = self._scheduler.commit(result, time.monotonic())
+        self._steps += 1
+        if self.config.check_invariants:
+            self._memory.check()
+        return [self._output(update) for update in updates]
+
+    def stats(self) -> EngineStats:
+        memory = self._memory.stats()
+        return EngineStats(
+            running=self._scheduler.num_running,
+            waiting=self._scheduler.num_waiting,
+            preemptions=self._scheduler.preemptions,
+            steps=self._steps,
+            prompt_tokens=self._prompt_tokens,
+            generated_tokens=self._generated_tokens,
+            prefix_queried_tokens=memory.queried_tokens,
+            prefix_hit_tokens=memory.hit_tokens,
+            frames=memory.frames,
+            frames_free=memory.free,
+            frames_cached=memory.cached,
+            frames_active=memory.active,
+        )
+
+    def close(self) -> None:
+        """Ends every request."""
+        self.abort(self._scheduler.request_ids())
+
+    def _root(self, cache_salt: str) -> bytes:
+        return root_digest(self._engine.fingerprint, self._engine.kv_format, self._engine.numerics, cache_salt)
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        """Runs a plan; if that fails, runs it in halves, until the rows that can not run have failed alone."""
+        try:
+            return self._runner.run(plan)
+        except Exception as error:
+            rows = len(plan.rows)
+            if rows == 1:
+                message = f"the model could not compute this request: {type(error).__name__}: {error}"
+                return StepResult.failure(plan, StepFailedError(message))
+            half = rows // 2
+            return self._run(plan.select(0, half)).join(self._run(plan.select(half, rows)), half)
+
+    def _output(self, update: Update) -> SequenceOutput:
+        sequence = update.sequence
+        first = update.token is not None and sequence.num_output_tokens == 1
+        self._generated_tokens += update.token is not None
+        return SequenceOutput(
+            request_id=sequence.request.request_id,
+            index=sequence.index,
+            new_token_ids=[] if update.token is None else [update.token],
+            logprobs=None if update.logprobs is None else [update.logprobs],
+            finish_reason=update.finish_reason,
+            stop_reason=update.stop_reason,
+            error=None if update.error is None else str(update.error),
+            error_type=None if update.error is None else type(update.error).__name__,
+            num_cached_tokens=sequence.num_cached_tokens,
+            prompt_logprobs=sequence.prompt_logprobs if first and sequence.prompt_logprobs else None,
+            scheduled_s=sequence.scheduled_s or 0.0,
+        )

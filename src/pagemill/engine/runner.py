@@ -1,0 +1,134 @@
+"""The runner: turns a step plan into device state, runs the model over it, and samples.
+
+It keeps what persists between steps (block tables and tokens by row, the sampler's rows) and edits it as plans say.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagemill.attention.interface import AttentionBatch, GroupBatch
+from pagemill.errors import NonFiniteLogitsError
+from pagemill.kvcache.device_pool import DevicePool
+from pagemill.models.decoder import Decoder
+from pagemill.sampling.logprobs import TokenLogprobs
+from pagemill.sampling.sampler import Sampler, prompt_logprobs
+from pagemill.scheduling.step_plan import StepPlan, StepResult
+
+LOGITS_ROWS = 64
+"""Prompt log probabilities take this many rows of logits at a time: a bound on their memory."""
+
+
+class Runner:
+    """State by persistent row, and the forward pass over the rows of a plan.
+
+    _tables int32 [groups, rows, entries] on the device: frame numbers, -1 where nothing is held
+    _tokens int32 [rows, max_model_len] on the host: prompt, then what has been sampled
+    """
+
+    def __init__(
+        self, decoder: Decoder, pool: DevicePool, *, vocab_size: int, max_num_seqs: int, max_model_len: int
+    ) -> None:
+        self._decoder = decoder
+        self._pool = pool
+        self._device = pool.device
+        self._block_size = pool.block_size
+        entries = -(-max_model_len // pool.block_size)
+        shape = (len(pool.groups.groups), max_num_seqs, entries)
+        self._tables = torch.full(shape, -1, dtype=torch.int32, device=self._device)
+        self._tokens = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
+        self._prompt_lens = np.zeros(max_num_seqs, dtype=np.int32)
+        self._sampler = Sampler(max_num_seqs, vocab_size, self._device)
+
+    @torch.inference_mode()
+    def apply(self, plan: StepPlan) -> None:
+        """Carries out the plan's edits: rows that left, rows that came, frame copies, block tables."""
+        for row in plan.freed_rows:
+            self._sampler.remove_row(row)
+        for new in plan.new_rows:
+            tokens = np.array(new.token_ids, dtype=np.int32)
+            self._tokens[new.row, : len(tokens)] = tokens
+            self._prompt_lens[new.row] = new.prompt_len
+            self._sampler.add_row(new.row, new.params, new.seed, tokens[: new.prompt_len], tokens[new.prompt_len :])
+        work = plan.work
+        if len(work.copy_source):
+            self._pool.copy_frames(self._to_device(work.copy_source), self._to_device(work.copy_target))
+        if len(work.edit_row):
+            where = (self._to_device(work.edit_group), self._to_device(work.edit_row), self._to_device(work.edit_index))
+            self._tables[where] = self._to_device(work.edit_frame)
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan) -> StepResult:
+        """The forward pass over the plan's rows, and their samples. Running the same rows again gives the same."""
+        query_start = np.zeros(len(plan.rows) + 1, dtype=np.int32)
+        np.cumsum(plan.query_lens, out=query_start[1:])
+        of_row = np.repeat(np.arange(len(plan.rows)), plan.query_lens)
+        rows = plan.rows[of_row]
+        positions = np.arange(len(of_row)) - query_start[of_row] + plan.starts[of_row]
+        hidden = self._decoder.forward(
+            self._to_device(self._tokens[rows, positions].astype(np.int64)),
+            self._batch(plan, query_start, rows, positions),
+            self._pool,
+        )
+        output = self._sample(plan, hidden, query_start)
+        for index in plan.prompt_logprobs.tolist():
+            first, last = int(query_start[index]), int(query_start[index + 1])
+            start, row = int(plan.starts[index]), int(plan.rows[index])
+            output.prompt_logprobs[index] = self._prompt_logprobs(hidden[first:last], start, row)
+        return output
+
+    def _batch(
+        self, plan: StepPlan, query_start: NDArray[np.int32], rows: NDArray[np.int32], positions: NDArray[np.int64]
+    ) -> AttentionBatch:
+        size = self._block_size
+        context_lens = plan.starts + plan.query_lens
+        max_context = int(context_lens.max())
+        tables = self._tables[:, self._to_device(plan.rows.astype(np.int64)), : -(-max_context // size)]
+        of_token = (self._to_device(rows.astype(np.int64)), self._to_device(positions // size))
+        frames = self._tables[(slice(None), *of_token)].to(torch.int64)
+        offsets = self._to_device(positions % size)
+        slots = torch.where(frames < 0, -1, frames * size + offsets)
+        return AttentionBatch(
+            query_start=self._to_device(query_start),
+            context_lens=self._to_device(context_lens),
+            positions=self._to_device(positions),
+            groups=tuple(GroupBatch(tables[g], slots[g]) for g in range(len(tables))),
+            max_query_len=int(plan.query_lens.max()),
+            max_context_len=max_context,
+        )
+
+    def _sample(self, plan: StepPlan, hidden: Tensor, query_start: NDArray[np.int32]) -> StepResult:
+        if len(plan.sample_from) == 0:
+            return StepResult()
+        sampled_rows, which = np.unique(plan.sample_from, return_inverse=True)
+        logits = self._decoder.logits(hidden[self._to_device(query_start[sampled_rows + 1].astype(np.int64) - 1)])
+        if len(which) > len(sampled_rows):
+            logits = logits[self._to_device(which)]
+        sampled = self._sampler.sample(logits, plan.sample_to)
+        ends = plan.starts[plan.sample_from] + plan.query_lens[plan.sample_from]
+        fits = ends < self._tokens.shape[1]
+        self._tokens[plan.sample_to[fits], ends[fits]] = sampled.token_ids[fits]
+        failed: dict[int, Exception] = {
+            int(plan.sample_from[i]): NonFiniteLogitsError(
+                "the model's logits for this request are not finite (NaN or infinite); its weights may be damaged, or "
+                "dtype too narrow for them: try dtype='float32'"
+            )
+            for i in np.flatnonzero(~sampled.finite)
+        }
+        return StepResult(sampled.token_ids.tolist(), sampled.logprobs, failed)
+
+    def _prompt_logprobs(self, hidden: Tensor, start: int, row: int) -> list[TokenLogprobs]:
+        """For query tokens at start.. of a prompt, log probabilities of the prompt token that follows each."""
+        targets = self._tokens[row, start + 1 : min(start + 1 + len(hidden), int(self._prompt_lens[row]))]
+        found: list[TokenLogprobs] = []
+        for begin in range(0, len(targets), LOGITS_ROWS):
+            part = targets[begin : begin + LOGITS_ROWS]
+            logits = self._decoder.logits(hidden[begin : begin + len(part)])
+            found += prompt_logprobs(logits, part, self._sampler.params(row).prompt_logprobs or 0)
+        return found
+
+    def _to_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self._device, non_blocking=True)
