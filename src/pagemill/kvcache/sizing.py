@@ -78,8 +78,8 @@ def num_frames(
         wanted = int(gpu_memory_utilization * total) - used
         if wanted < frame_bytes:
             raise KVMemoryError(
-                f"gpu_memory_utilization is {value} of {total} bytes, and {used} are in use already: nothing is left for "
-                f"the KV pool; raise it above {(used + frame_bytes) / total:.2f} or free memory",
+                f"gpu_memory_utilization is {value} of {total} bytes, and {used} are in use already: nothing is left "
+                f"for the KV pool; raise it above {(used + frame_bytes) / total:.2f} or free memory",
                 param=name,
             )
     else:
