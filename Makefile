@@ -1,0 +1,66 @@
+# Everything a checkout needs. `make serve` and `make test` start from nothing but Python, git, make and a C++17 compiler.
+
+MODEL ?= smollm2-135m
+HOST ?= 127.0.0.1
+PORT ?= 8000
+SERVE_ARGS ?=
+PYTEST_ARGS ?=
+# Where torch comes from: an index URL, or "pip" for whatever pip is set up with. Empty: scripts/install decides.
+TORCH_INDEX ?=
+# The Python that makes .venv. Empty: scripts/install looks for one.
+PYTHON ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+BUILT := $(VENV)/.built
+KERNEL_SOURCES := $(shell find csrc CMakeLists.txt -type f 2>/dev/null)
+PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint requirements/lock.txt
+MODEL_READY = $(BIN)/pagemill pull $(MODEL)
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.PHONY: help serve test build lint format wheel clean distclean
+
+help:  ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "Settings: MODEL=$(MODEL) HOST=$(HOST) PORT=$(PORT) SERVE_ARGS= PYTEST_ARGS= TORCH_INDEX= PYTHON="
+
+serve: $(BUILT)  ## Install what is missing, fetch the model, serve it
+	@$(MODEL_READY)
+	@exec $(BIN)/pagemill serve $(MODEL) --host $(HOST) --port $(PORT) $(SERVE_ARGS)
+
+test: lint  ## Install what is missing, fetch the model, check style, types and arrows, run the tests
+	@$(MODEL_READY)
+	@exec $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+build: $(BUILT)  ## Make .venv, install the pinned dependencies, build the kernels
+
+lint: $(BUILT)  ## Check style (ruff), types (mypy) and the architecture's arrows (import-linter)
+	@$(BIN)/ruff check --quiet
+	@$(BIN)/ruff format --check --quiet || { echo "error: not formatted as above; run: make format" >&2; exit 1; }
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+
+format: $(BUILT)  ## Format the code and fix what ruff can fix
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+wheel: $(BUILT)  ## Build dist/*.whl and install it into an empty environment where no compiler can be found
+	@scripts/check-wheel
+
+clean:  ## Remove what was built and cached here (keeps .venv and models)
+	@rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache $(BUILT)
+
+distclean: clean  ## Remove .venv too
+	@rm -rf $(VENV)
+
+$(INSTALLED): pyproject.toml requirements/lock.txt scripts/install
+	@VENV=$(VENV) PYTHON="$(PYTHON)" TORCH_INDEX="$(TORCH_INDEX)" scripts/install
+	@touch $@
+
+# The package itself, editable: Python files are used where they are; kernels are compiled again when their sources change.
+$(BUILT): $(INSTALLED) $(KERNEL_SOURCES)
+	@echo "building the kernels and installing what is missing"
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	@touch $@

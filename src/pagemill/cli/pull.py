@@ -1,0 +1,27 @@
+"""`pagemill pull`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pagemill.hub import pull_model
+
+
+def pull(
+    model: Annotated[
+        str, typer.Argument(help="A name (smollm2-135m), a Hugging Face id (org/name, org/name:file.gguf), or a path.")
+    ],
+) -> None:
+    """Fetch a model and check it.
+
+    The name is then accepted wherever a model's path is. A model that is here already is verified, not fetched again.
+    """
+    if Path(model).expanduser().exists():
+        sys.stdout.write(f"{model} is a path on this machine: nothing to fetch\n")
+        return
+    pulled = pull_model(model)
+    sys.stdout.write(f"{model} {'is ready' if pulled.fetched else 'is already here and intact'}: {pulled.path}\n")

@@ -1,0 +1,209 @@
+"""Examines the machine for `pagemill doctor`: processor, memory, GPU, kernels, versions, pulled models.
+
+Reads files and package metadata; torch is imported only where there is a GPU to ask it about.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pagemill
+from pagemill.hub.registry import cache_dir, pulled_models
+
+# What kernels choose by, in the words of /proc/cpuinfo (x86 flags, ARM features).
+_CPU_FEATURES = (
+    "avx",
+    "avx2",
+    "fma",
+    "f16c",
+    "avx512f",
+    "avx512bw",
+    "avx512vl",
+    "avx512_vnni",
+    "avx_vnni",
+    "avx512_bf16",
+    "avx512_fp16",
+    "amx_tile",
+    "amx_int8",
+    "amx_bf16",
+    "asimd",
+    "asimdhp",
+    "asimddp",
+    "i8mm",
+    "bf16",
+    "sve",
+    "sve2",
+    "sme",
+)
+_PACKAGES = (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "huggingface-hub",
+    "safetensors",
+    "gguf",
+    "numpy",
+    "msgspec",
+    "fastapi",
+    "uvicorn",
+    "triton",
+)
+_SMI_TIMEOUT_S = 10
+
+
+def examine() -> dict[str, Any]:
+    """Everything found: sections of names and values (texts, bytes as int, lists of texts, None for not found)."""
+    return {
+        "pagemill": {
+            "version": pagemill.__version__,
+            "installed in": str(Path(pagemill.__file__).parent),
+            "kernels": _kernels(),
+        },
+        "machine": {
+            "system": platform.platform(),
+            "cpu": _cpu_model(),
+            "cpu features": _cpu_features(),
+            "cores": os.cpu_count(),
+            "cores for this process": len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count(),
+            **_memory(),
+        },
+        "gpu": _gpu(),
+        "software": {
+            "python": f"{platform.python_version()} ({sys.executable})",
+            **{name: _version(name) for name in _PACKAGES},
+        },
+        "settings": {name: value for name, value in sorted(os.environ.items()) if _is_setting(name)},
+        "models": {
+            "cache": str(cache_dir()),
+            **{name: f"{path} ({path.stat().st_size:,} bytes)" for name, path in pulled_models().items()},
+        },
+    }
+
+
+def as_markdown(report: dict[str, Any]) -> str:
+    """The report as Markdown lists, byte counts in GiB."""
+    lines = []
+    for section, entries in report.items():
+        lines += [f"### {section}", ""]
+        lines += [f"- {name}: {_shown(name, value)}" for name, value in entries.items()] or ["- none"]
+        lines.append("")
+    return "\n".join(lines).rstrip()
+
+
+def _shown(name: str, value: Any) -> str:
+    if value is None:
+        return "not found"
+    if isinstance(value, list):
+        return ", ".join(value) or "none"
+    return f"{value / 2**30:.1f} GiB" if name.startswith("memory") else str(value)
+
+
+def _kernels() -> str:
+    try:
+        kernels = importlib.import_module("pagemill._kernels")
+    except ImportError as error:
+        return f"not usable ({error}); `make` in a checkout, with a C++17 compiler, builds them"
+    return str(kernels.isa())
+
+
+def _cpu_model() -> str | None:
+    fields = _proc("cpuinfo")
+    if "model name" in fields:
+        return fields["model name"]
+    if sys.platform == "darwin":
+        return _output(["sysctl", "-n", "machdep.cpu.brand_string"])
+    return platform.processor() or platform.machine() or None
+
+
+def _cpu_features() -> list[str]:
+    fields = _proc("cpuinfo")
+    present = set((fields.get("flags") or fields.get("Features") or "").split())
+    return [feature for feature in _CPU_FEATURES if feature in present]
+
+
+def _memory() -> dict[str, int | None]:
+    """Bytes. A container's limit counts where it is lower than the machine's memory."""
+    fields = _proc("meminfo")
+    sizes = {name: int(text.split()[0]) * 1024 for name, text in fields.items() if text.endswith("kB")}
+    total: int | None = sizes.get("MemTotal")
+    if total is None and "SC_PHYS_PAGES" in os.sysconf_names:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    limit = _container_limit()
+    memory = {"memory": total, "memory available": sizes.get("MemAvailable")}
+    return {**memory, "memory limit of the container": limit} if limit is not None else memory
+
+
+def _container_limit() -> int | None:
+    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
+        text = _read(file).strip()
+        if text.isdigit() and int(text) < 1 << 60:  # version 1 writes a huge number for "no limit"
+            return int(text)
+    return None
+
+
+def _gpu() -> dict[str, str]:
+    smi = shutil.which("nvidia-smi")
+    found = (smi and _output([smi, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"])) or ""
+    gpus = {f"gpu {i}": line.strip() for i, line in enumerate(found.splitlines()) if line.strip()}
+    return {**gpus, "torch": _torch_on_gpu()} if gpus else {}
+
+
+def _torch_on_gpu() -> str:
+    try:
+        import torch
+    except ImportError as error:
+        return f"can not be imported ({error})"
+    if not torch.cuda.is_available():
+        return f"{torch.__version__} can not use the GPU (a build for CPU only, or a driver too old for it)"
+    major, minor = torch.cuda.get_device_capability(0)
+    return f"{torch.__version__}, CUDA {torch.version.cuda}, compute capability {major}.{minor}"
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _is_setting(name: str) -> bool:
+    """Variables that change what pagemill does. Tokens and keys stay out: the report is for pasting."""
+    return bool(
+        re.match(r"(PAGEMILL|OMP|KMP|MKL|CUDA)_|HF_(HOME|ENDPOINT|HUB_OFFLINE|HUB_CACHE)$", name)
+    ) and not re.search(r"KEY|TOKEN|SECRET|PASSWORD", name)
+
+
+def _proc(name: str) -> dict[str, str]:
+    """`name: value` lines of a file in /proc (empty elsewhere); the first of equal names counts."""
+    fields: dict[str, str] = {}
+    for line in _read(f"/proc/{name}").splitlines():
+        key, separator, value = line.partition(":")
+        if separator:
+            fields.setdefault(key.strip(), value.strip())
+    return fields
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text(errors="replace")
+    except OSError:
+        return ""
+
+
+def _output(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() or None

@@ -1,0 +1,121 @@
+"""Hugging Face ids: `org/name` for a folder of safetensors, `org/name:file.gguf` for one file of a GGUF repository.
+
+Only configuration, tokenizer and weights are fetched, never code or pickles. Files live in huggingface_hub's own cache.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from pagemill.errors import ModelNotFoundError, PullError
+
+_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<file>[\w./-]+\.gguf))?")
+_TIMEOUT_S = 10.0
+_SIDE_FILES = re.compile(r"[\w.-]+\.(json|jinja|model)|merges\.txt|vocab\.txt")
+_WEIGHTS = re.compile(r"model[\w.-]*\.safetensors")
+_INDEX = "model.safetensors.index.json"
+
+
+def is_hub_id(name: str) -> bool:
+    return (
+        _ID.fullmatch(name) is not None
+        and not name.startswith((".", "~"))
+        and (":" in name or not name.endswith(".gguf"))
+    )
+
+
+def cached(name: str) -> Path | None:
+    """The folder (or GGUF file) of an id in the local cache, or None if it is not there in full. Uses no network."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    repo, file = _split(name)
+    try:
+        folder = Path(snapshot_download(repo, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+    if file is not None:
+        return folder / file if (folder / file).is_file() else None
+    if _is_complete(folder):
+        return folder
+    ggufs = list(folder.glob("*.gguf"))
+    return ggufs[0] if len(ggufs) == 1 else None
+
+
+def pull(name: str) -> Path:
+    """Downloads an id into the cache; goes on where an interrupted download stopped. Returns its folder or GGUF file.
+
+    Raises ModelNotFoundError for an id that does not exist or is not a model pagemill can read, PullError if the hub
+    can not be reached or refuses.
+    """
+    from huggingface_hub import HfApi, constants, snapshot_download
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+
+    repo, file = _split(name)
+    try:
+        siblings = HfApi().model_info(repo, timeout=_TIMEOUT_S).siblings or []
+        wanted = _choose(repo, file, [sibling.rfilename for sibling in siblings])
+        folder = Path(snapshot_download(repo, allow_patterns=wanted, etag_timeout=_TIMEOUT_S))
+    except GatedRepoError as error:
+        raise PullError(
+            f"{repo} asks you to accept its terms ({constants.ENDPOINT}/{repo}); do so, then log in with: hf auth login"
+        ) from error
+    except RepositoryNotFoundError as error:
+        raise ModelNotFoundError(
+            f"{constants.ENDPOINT} has no model {repo!r} that you may see; check the id, or log in with: hf auth login",
+            param="model",
+        ) from error
+    except ModelNotFoundError:
+        raise
+    except Exception as error:  # the HTTP library below huggingface_hub, and so its errors, changes between versions
+        first_line = (str(error).splitlines() or [""])[0]
+        raise PullError(
+            f"could not fetch {repo} from {constants.ENDPOINT} ({type(error).__name__}: {first_line}); check the "
+            "network, set HF_ENDPOINT to a mirror, or copy the model's folder here and give its path"
+        ) from error
+    ggufs = [folder / path for path in wanted if path.endswith(".gguf")]
+    return ggufs[0] if ggufs else folder
+
+
+def _split(name: str) -> tuple[str, str | None]:
+    match = _ID.fullmatch(name)
+    if match is None:
+        raise ValueError(f"{name!r} is not a Hugging Face id (org/name or org/name:file.gguf)")
+    return match["repo"], match["file"]
+
+
+def _choose(repo: str, file: str | None, files: list[str]) -> list[str]:
+    """Which files of a repository to fetch: the weights in one form, and all that describes them."""
+    side = [path for path in files if _SIDE_FILES.fullmatch(path)]
+    ggufs = sorted(path for path in files if path.endswith(".gguf"))
+    if file is not None:
+        if file not in ggufs:
+            raise ModelNotFoundError(
+                f"{repo} has no file {file!r}; it has: {', '.join(ggufs) or 'no GGUF file'}", param="model"
+            )
+        return [file]
+    weights = [path for path in files if _WEIGHTS.fullmatch(path)]
+    if weights:
+        return side + weights
+    if len(ggufs) == 1:
+        return ggufs
+    if ggufs:
+        raise ModelNotFoundError(
+            f"{repo} has {len(ggufs)} GGUF files; name one, as in {repo}:{ggufs[0]}. They are: {', '.join(ggufs)}",
+            param="model",
+        )
+    raise ModelNotFoundError(
+        f"{repo} has neither safetensors nor GGUF weights, and pagemill reads only these", param="model"
+    )
+
+
+def _is_complete(folder: Path) -> bool:
+    if not (folder / "config.json").is_file():
+        return False
+    index = folder / _INDEX
+    if index.is_file():
+        shards = set(json.loads(index.read_text())["weight_map"].values())
+        return all((folder / shard).is_file() for shard in shards)
+    return (folder / "model.safetensors").is_file()

