@@ -16,10 +16,12 @@ def _empty() -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class MemoryWork:
-    """Plain arrays, int32, in order of application: copies, then table edits.
+    """Plain arrays, int32, in order of application: copies, then table edits; all before the step writes anything.
 
-    copies: `copy_source[i]` -> `copy_target[i]`, whole frames, every layer of the frame's group.
-    edits:  device table of `edit_row[i]`, group `edit_group[i]`, entry `edit_index[i]` becomes frame `edit_frame[i]` (-1: none).
+    copies: `copy_source[i]` -> `copy_target[i]`, whole frames, every layer of the frame's group. One after the other: a
+            frame may be a source of one copy and, since it was freed, the target of a later one.
+    edits:  device table of `edit_row[i]`, group `edit_group[i]`, entry `edit_index[i]` becomes frame `edit_frame[i]`
+            (-1: none). Each (row, group, entry) appears once.
     """
 
     copy_source: Ints

@@ -1,0 +1,78 @@
+"""FramePool: which frames of one tier are free.
+
+Knows places only, nothing of what lies in them. A sequence reads faster when its frames are neighbours, so the pool
+gives neighbours where it can, and leaves room for each sequence to grow into.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+REGION = 32
+"""Frames between two places where the pool likes to start a sequence, so that one can grow before it meets the next."""
+
+
+class FramePool:
+    """Frames 0 .. num_frames - 1, each free or taken. `take` and `give` cost O(1) per frame, however large the pool.
+
+    Free frames are marked in a byte map, and listed on one of two stacks: those at a region's start, where sequences
+    preferably begin, and the rest. A frame taken as a neighbour stays listed; whoever pops it later sees in the map
+    that it is taken, and drops it. Each frame is listed at most once, so a popped entry is paid for by the `give` that
+    listed it.
+    """
+
+    def __init__(self, num_frames: int) -> None:
+        self.num_frames = num_frames
+        self.num_free = num_frames
+        self._free = bytearray(b"\1" * num_frames + b"\0")  # the last byte ends every run
+        self._listed = bytearray(b"\1" * num_frames)
+        self._starts = array("i", range((num_frames - 1) // REGION * REGION, -1, -REGION))
+        self._others = array("i", [frame for frame in range(num_frames - 1, -1, -1) if frame % REGION])
+
+    def take(self, count: int, after: int | None = None) -> list[int] | None:
+        """`count` free frames, in the order in which they are best used; None, and nothing taken, if there are fewer.
+
+        Begins at the frame following `after` where that is free, and goes on with neighbours as long as it can.
+        """
+        if count > self.num_free:
+            return None
+        self.num_free -= count
+        free = self._free
+        taken: list[int] = []
+        frame = self.num_frames if after is None else after + 1
+        while count:
+            end = free.find(0, frame, frame + count)
+            run = count if end < 0 else end - frame
+            if run:
+                free[frame : frame + run] = bytes(run)
+                taken += range(frame, frame + run)
+                count -= run
+            if count:
+                frame = self._pop()
+        return taken
+
+    def give(self, frames: Sequence[int]) -> None:
+        """Makes frames free again. Runs given from their end to their beginning are taken from their beginning on."""
+        free, listed = self._free, self._listed
+        for frame in frames:
+            free[frame] = 1
+            if not listed[frame]:
+                listed[frame] = 1
+                (self._others if frame % REGION else self._starts).append(frame)
+        self.num_free += len(frames)
+
+    def is_free(self, frame: int) -> bool:
+        return bool(self._free[frame])
+
+    def count_free(self) -> int:
+        """Counted from the map, O(num_frames); equals `num_free` unless the books are wrong."""
+        return self._free.count(1)
+
+    def _pop(self) -> int:
+        """A free frame with, preferably, free ones after it. There must be one."""
+        while True:
+            frame = (self._starts or self._others).pop()
+            self._listed[frame] = 0
+            if self._free[frame]:
+                return frame

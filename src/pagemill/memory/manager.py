@@ -1,0 +1,427 @@
+"""MemoryManager: the one door into the memory system.
+
+It gives block tables their blocks, shares what is equal, copies what is shared before it is written, keeps what can
+be found again until its frame is needed, and tells the device what to do. It calls its parts (frames, blocks, prefix
+index, eviction policy); its parts do not call each other.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from pagemill.memory.block_table import BlockTable, first_entry_in_window
+from pagemill.memory.blocks import Blocks
+from pagemill.memory.digest import TOKEN_BYTES, pack_tokens
+from pagemill.memory.eviction import EvictionPolicy, Lru
+from pagemill.memory.frames import FramePool
+from pagemill.memory.prefix_index import PrefixIndex
+from pagemill.memory.work import MemoryWork
+
+
+class Opened(NamedTuple):
+    """A new table, and how many tokens of it were found in the cache (its length)."""
+
+    table: BlockTable
+    num_cached_tokens: int
+
+
+class Shortage(NamedTuple):
+    """Frames that a `reserve` needed, and those that it could have had (free, or cached and therefore evictable)."""
+
+    needed: int
+    available: int
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStats:
+    """Frames now, and sums since the start. frames = frames_free + frames_cached + frames_active.
+
+    Tokens are those that `open` looked up, and found.
+    """
+
+    frames: int
+    frames_free: int
+    frames_cached: int
+    frames_active: int
+    evictions: int
+    copies: int
+    queried_tokens: int
+    hit_tokens: int
+
+
+class MemoryManager:
+    """Block tables over one pool of frames. Not thread-safe; every operation is O(1) per block that it touches.
+
+    num_frames: frames in the device pool, for the blocks of all groups.
+    block_size: tokens per block.
+    windows:    by layer group, the attention window in tokens, or None for full attention.
+    policy:     order of eviction; the least recently used by default.
+
+    A state is derived, not stored. A frame is free or occupied by one block. A block is *active* while it is
+    referenced, by tables or by a step in flight under which a table let go of it; else *cached* if the index finds it,
+    until the policy picks it; else it ends.
+    """
+
+    def __init__(
+        self,
+        num_frames: int,
+        block_size: int,
+        windows: Sequence[int | None],
+        enable_prefix_caching: bool = True,
+        policy: EvictionPolicy | None = None,
+    ) -> None:
+        if num_frames < 1 or block_size < 1 or not windows or any(w is not None and w < 1 for w in windows):
+            raise ValueError(f"need frames, a block size and groups: {num_frames=}, {block_size=}, {windows=}")
+        self.num_frames = num_frames
+        self.block_size = block_size
+        self.windows = tuple(windows)
+        self._caching = enable_prefix_caching
+        self._pool = FramePool(num_frames)
+        self._blocks = Blocks(num_frames)
+        self._index = PrefixIndex(num_frames, block_size, windows)
+        self._policy: EvictionPolicy = Lru() if policy is None else policy
+        self._tables: set[BlockTable] = set()
+        self._held: deque[tuple[int, list[int]]] = deque()  # steps, and the blocks released while they were in flight
+        self._copies: list[tuple[int, int]] = []
+        # By row, then by entry * groups + group: the frame. A later edit of an entry replaces an earlier one.
+        self._edits: dict[int, dict[int, int]] = {}
+        self._drained = self._retired = -1
+        self._now = 0.0
+        self._evictions = self._num_copies = self._queried = self._hits = 0
+
+    # Tables come and go
+
+    def open(self, token_ids: Sequence[int], digests: Sequence[bytes], root: bytes, now: float, limit: int) -> Opened:
+        """A table for a sequence, holding the longest prefix of at most `limit` tokens that can be found.
+
+        Takes references, no frames. `limit` below the sequence's length leaves tokens to compute. `digests` are of the
+        full blocks of `token_ids`, all or the leading ones; `root` begins their chain.
+        """
+        self._now = now
+        if self._caching:
+            length, blocks, first_held = self._index.match(digests, root, token_ids, min(limit, len(token_ids)))
+        else:
+            length, blocks, first_held = 0, [[] for _ in self.windows], [0] * len(self.windows)
+        table = BlockTable(root, blocks, first_held, length)
+        table.published = length // self.block_size
+        for entries, first in zip(blocks, first_held, strict=True):
+            self._hold(entries[first:])
+        self._tables.add(table)
+        self._queried += len(token_ids)
+        self._hits += length
+        return Opened(table, length)
+
+    def peek(self, digests: Sequence[bytes], root: bytes) -> int:
+        """How many leading full blocks `open` would find now. Changes nothing."""
+        if not self._caching:
+            return 0
+        return self._index.match(digests, root, (), len(digests) * self.block_size).num_tokens // self.block_size
+
+    def fork(self, table: BlockTable, length: int) -> BlockTable:
+        """A table that shares the first `length` committed tokens and takes no frame: writing copies, see `reserve`.
+
+        Raises ValueError if `length` exceeds the table's, or if blocks that its window needs were given back.
+        """
+        if length > table.length:
+            raise ValueError(f"can not fork at {length}: only {table.length} tokens are committed")
+        self._require_window(table, length)
+        entries = -(-length // self.block_size)
+        child = BlockTable(table.root, [held[:entries] for held in table.blocks], table.first_held.copy(), length)
+        child.published = min(table.published, length // self.block_size)
+        self._blocks.hold(child.tail_first(0))
+        self._tables.add(child)
+        return child
+
+    def truncate(self, table: BlockTable, length: int) -> None:
+        """Gives back all entries behind the first `length` tokens, reserved or committed.
+
+        Raises ValueError if blocks that the window at `length` needs were given back.
+        """
+        self._require_window(table, length)
+        entries = -(-length // self.block_size)
+        released = table.tail_first(entries)
+        for group, held in enumerate(table.blocks):
+            self._edit(table, group, entries, [-1] * (len(held) - entries))
+            del held[entries:]
+        table.length = min(table.length, length)
+        table.published = min(table.published, length // self.block_size)
+        self._release(released)
+
+    def close(self, table: BlockTable, now: float) -> None:
+        """Gives back all that the table holds, and its row. Raises KeyError if it is not open."""
+        self._tables.remove(table)
+        self._now = now
+        released = table.tail_first(0)
+        table.blocks = [[] for _ in self.windows]
+        table.first_held = [0] * len(self.windows)
+        table.length = table.published = 0
+        if table.row >= 0:
+            self._edits.pop(table.row, None)
+            table.row = -1
+        self._release(released)
+
+    def place(self, table: BlockTable, row: int) -> None:
+        """Gives the table a row of the persistent batch; the device learns all of its entries with the next `drain`."""
+        table.row = row
+        self._edits[row] = {}
+        for group, entries in enumerate(table.blocks):
+            self._edit(table, group, 0, self._frames_of(entries))
+
+    # A step: reserve, drain, (the device works,) commit, retire
+
+    def reserve(self, table: BlockTable, up_to: int) -> Shortage | None:
+        """Makes positions table.length .. up_to - 1 writable in every group, or changes nothing and says what it lacks.
+
+        New blocks where there are none; and a copy of the block in which the first of these positions lies, if others
+        hold it or it is published. Evicts cached blocks as needed, and never takes from a table.
+        """
+        if up_to <= table.length:
+            return None
+        held = table.num_entries
+        tail = table.length // self.block_size
+        new = max(0, -(-up_to // self.block_size) - held)
+        unwritable = []
+        if tail < held:
+            references, digest = self._blocks.references, self._index.digest
+            for group, entries in enumerate(table.blocks):
+                block = entries[tail]
+                if references[block] > 1 or digest[block]:
+                    unwritable.append(group)
+        if not new and not unwritable:
+            return None
+
+        needed = new * len(self.windows) + len(unwritable)
+        available = self._pool.num_free + len(self._policy)
+        if needed > available:
+            # Where the table is the only holder, the published block itself can be what makes room: instead of copying
+            # it and evicting it, take it back from the index. So a sequence alone in the pool never fails here.
+            own = [group for group in unwritable if references[table.blocks[group][tail]] == 1]
+            missing = needed - available
+            if missing > len(own):
+                return Shortage(needed, available)
+            for group in own[:missing]:
+                self._index.forget(table.blocks[group][tail], group)
+                unwritable.remove(group)
+                self._evictions += 1
+            needed = available
+        if needed > self._pool.num_free:
+            self._evict(needed - self._pool.num_free)
+        for group in unwritable:
+            self._copy(table, group, tail)
+        if new:
+            for group in range(len(self.windows)):
+                self._append(table, group, new)
+        return None
+
+    def commit(self, table: BlockTable, length: int, token_ids: Sequence[int], digests: Sequence[bytes]) -> None:
+        """Tokens up to `length` are now in the cache: publishes full blocks, gives back those out of their window.
+
+        A block is published once its digest is given, at this commit or a later one. If an equal block of another
+        sequence is published already, the table takes that one instead of its own: equal digests mean equal bits, a
+        frame comes back, and all that a published block hangs on stays findable. Raises ValueError if `length` goes
+        back (see `truncate`) or beyond what was reserved.
+        """
+        if not table.length <= length <= table.num_entries * self.block_size:
+            raise ValueError(
+                f"can not commit up to {length}: {table.length} tokens are committed, "
+                f"{table.num_entries * self.block_size} are reserved"
+            )
+        table.length = length
+        full = min(length // self.block_size, len(digests))
+        if self._caching and table.published < full:
+            self._publish(table, full, token_ids, digests)
+        for group, window in enumerate(self.windows):
+            if window is not None:
+                first, now_first = table.first_held[group], first_entry_in_window(length, window, self.block_size)
+                if first < now_first:
+                    entries = table.blocks[group]
+                    released = entries[first:now_first]
+                    gone = [-1] * (now_first - first)
+                    entries[first:now_first] = gone
+                    table.first_held[group] = now_first
+                    self._edit(table, group, first, gone)
+                    self._release(released)
+
+    def drain(self, step: int) -> MemoryWork:
+        """What the device must do before this step, since the last drain. The step is in flight from now on.
+
+        Until it retires, it holds whatever is released, so that nothing under a running step becomes something else.
+        Raises ValueError unless steps rise.
+        """
+        if step <= self._drained:
+            raise ValueError(f"step {step} can not follow step {self._drained}: steps must rise")
+        self._drained = step
+        if not self._copies and not self._edits:
+            return MemoryWork.none()
+        copies = np.array(self._copies, dtype=np.int32).reshape(-1, 2)
+        rows = np.fromiter(self._edits, np.int32, len(self._edits))
+        counts = np.fromiter(map(len, self._edits.values()), np.int32, len(self._edits))
+        total = int(counts.sum())
+        places = np.fromiter(chain.from_iterable(self._edits.values()), np.int32, total)
+        frames = np.fromiter(chain.from_iterable(e.values() for e in self._edits.values()), np.int32, total)
+        index, group = np.divmod(places, np.int32(len(self.windows)))
+        self._copies.clear()
+        self._edits.clear()
+        return MemoryWork(
+            copy_source=copies[:, 0].copy(),
+            copy_target=copies[:, 1].copy(),
+            edit_row=np.repeat(rows, counts),
+            edit_group=group,
+            edit_index=index,
+            edit_frame=frames,
+        )
+
+    def retire(self, step: int) -> None:
+        """This step and all before it have finished and hold nothing any more."""
+        self._retired = max(self._retired, step)
+        while self._held and self._held[0][0] <= step:
+            self._drop(self._held.popleft()[1])
+
+    # Figures
+
+    @property
+    def num_available(self) -> int:
+        """Frames that `reserve` can have: free, or cached and therefore evictable."""
+        return self._pool.num_free + len(self._policy)
+
+    def blocks_needed(self, num_tokens: int, chunk: int) -> int:
+        """The most frames that one sequence may hold at once, over all groups, while it grows to `num_tokens` in steps
+        of 1 to `chunk` tokens, wherever these begin. With that many frames it always gets there, alone in the pool;
+        with fewer, there are steps with which it does not.
+
+        A step from s to e holds, by group, the entries from the first that position s sees to the one of e - 1. The
+        maximum is reached by the largest step that just enters the last entry.
+        """
+        if num_tokens < 1:
+            return 0
+        last = (num_tokens - 1) // self.block_size
+        start = max(0, last * self.block_size + 1 - chunk)
+        return sum(last + 1 - first_entry_in_window(start, window, self.block_size) for window in self.windows)
+
+    def stats(self) -> MemoryStats:
+        free, cached = self._pool.num_free, len(self._policy)
+        return MemoryStats(
+            frames=self.num_frames,
+            frames_free=free,
+            frames_cached=cached,
+            frames_active=self.num_frames - free - cached,
+            evictions=self._evictions,
+            copies=self._num_copies,
+            queried_tokens=self._queried,
+            hit_tokens=self._hits,
+        )
+
+    def check(self) -> None:
+        """Recounts everything, O(pool and tables). Raises MemoryInvariantError, which names the broken invariant."""
+        from pagemill.memory.recount import recount
+
+        recount(self)
+
+    # Blocks of a table
+
+    def _append(self, table: BlockTable, group: int, count: int) -> None:
+        """New blocks at the table's end, next to the last one if possible. The frames must be there."""
+        entries = table.blocks[group]
+        start = len(entries)
+        frames = self._take(count, entries[-1] if entries else -1)
+        entries += self._blocks.new(group, frames)
+        self._edit(table, group, start, frames)
+
+    def _copy(self, table: BlockTable, group: int, entry: int) -> None:
+        """Puts a copy of its own in the place of a block that others hold or may find. The frame must be there."""
+        entries = table.blocks[group]
+        source = entries[entry]
+        frames = self._take(1, entries[entry - 1] if entry else -1)
+        self._copies.append((self._blocks.frame[source], frames[0]))
+        self._num_copies += 1
+        entries[entry : entry + 1] = self._blocks.new(group, frames)
+        self._edit(table, group, entry, frames)
+        self._release([source])
+
+    def _publish(self, table: BlockTable, full: int, token_ids: Sequence[int], digests: Sequence[bytes]) -> None:
+        size, index = self.block_size, self._index
+        first = table.published
+        packed = pack_tokens(token_ids[first * size : full * size])
+        stride = size * TOKEN_BYTES
+        for entry in range(first, full):
+            digest = digests[entry]
+            parent = digests[entry - 1] if entry else table.root
+            tokens = packed[(entry - first) * stride : (entry - first + 1) * stride]
+            for group, entries in enumerate(table.blocks):
+                block = entries[entry]
+                if block < 0 or index.digest[block]:
+                    continue
+                published = index.by_digest[group].get(digest)
+                if published is None:
+                    index.publish(block, group, digest, parent, tokens)
+                else:
+                    self._hold([published])
+                    entries[entry] = published
+                    self._edit(table, group, entry, [self._blocks.frame[published]])
+                    self._release([block])
+        table.published = full
+
+    def _require_window(self, table: BlockTable, length: int) -> None:
+        for first, window in zip(table.first_held, self.windows, strict=True):
+            if first_entry_in_window(length, window, self.block_size) < first:
+                raise ValueError(
+                    f"can not go back to {length} tokens: a window of {window} needs blocks that were given back; "
+                    f"the table holds positions from {first * self.block_size} on"
+                )
+
+    def _edit(self, table: BlockTable, group: int, start: int, frames: Sequence[int]) -> None:
+        """The device's copy of these entries, from `start` on, must change, if it has one."""
+        if table.row >= 0 and frames:
+            groups = len(self.windows)
+            places = range(start * groups + group, (start + len(frames)) * groups, groups)
+            self._edits.setdefault(table.row, {}).update(zip(places, frames, strict=True))
+
+    def _frames_of(self, blocks: Sequence[int]) -> list[int]:
+        frame = self._blocks.frame
+        return [frame[block] if block >= 0 else -1 for block in blocks]
+
+    # States of blocks and frames
+
+    def _take(self, count: int, after: int) -> list[int]:
+        """Frames, preferably behind that of block `after` (-1: none)."""
+        frames = self._pool.take(count, self._blocks.frame[after] if after >= 0 else None)
+        assert frames is not None
+        return frames
+
+    def _hold(self, blocks: Sequence[int]) -> None:
+        for block in self._blocks.hold(blocks):
+            self._policy.remove(block)
+
+    def _release(self, blocks: list[int]) -> None:
+        """A table lets go of blocks; the last step in flight, if any, holds them instead."""
+        if self._drained > self._retired:
+            self._held.append((self._drained, blocks))
+        else:
+            self._drop(blocks)
+
+    def _drop(self, blocks: Sequence[int]) -> None:
+        """Takes references back. Blocks without any are cached if they can be found, else ended."""
+        digest, add, now = self._index.digest, self._policy.add, self._now
+        ended = []
+        for block in self._blocks.drop(blocks):
+            if digest[block]:
+                add(block, now)
+            else:
+                ended.append(block)
+        if ended:
+            self._pool.give(self._blocks.end(ended))
+
+    def _evict(self, count: int) -> None:
+        """Ends the `count` cached blocks that the policy gives up first."""
+        victim, forget, group = self._policy.victim, self._index.forget, self._blocks.group
+        victims = [victim() for _ in range(count)]
+        for block in victims:
+            forget(block, group[block])
+        self._evictions += count
+        self._pool.give(self._blocks.end(victims))

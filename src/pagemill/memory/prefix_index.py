@@ -1,0 +1,170 @@
+"""PrefixIndex: finds published blocks by what they hold.
+
+One hash map per layer group from digest to block, and the tree of blocks, parent to children, so that a match can go on
+inside one more block. A block is published if and only if it is in here.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from pagemill.memory.block_table import first_entry_in_window
+from pagemill.memory.digest import TOKEN_BYTES, pack_tokens
+
+MAX_CANDIDATES = 8
+"""Children of one parent, beginning with the same token, that are compared; the latest published come first."""
+
+
+class Match(NamedTuple):
+    """What was found of a prefix: its length in tokens, and by group its blocks, -1 before the group's window."""
+
+    num_tokens: int
+    blocks: list[list[int]]
+    first_held: list[int]
+
+
+class PrefixIndex:
+    """Columns are indexed by block id; b"" for a block that is not published.
+
+    digest: its name; parent: digest of the block before it, or the chain's root; tokens: its tokens, packed (bytes, not
+    integers: a published block costs about 0.4 KB, and the garbage collector has nothing to visit).
+
+    Children are linked for one group only, the leading one: a full-attention group where there is one, since a match
+    needs all of its blocks. Siblings form a doubly linked list through two arrays; its head is found by parent's digest
+    and first token.
+    """
+
+    def __init__(self, capacity: int, block_size: int, windows: Sequence[int | None]) -> None:
+        self.digest = [b""] * capacity
+        self.parent = [b""] * capacity
+        self.tokens = [b""] * capacity
+        self.by_digest: tuple[dict[bytes, int], ...] = tuple({} for _ in windows)
+        self._children: dict[bytes, int] = {}
+        self._next = array("i", [-1]) * capacity
+        self._previous = array("i", [-1]) * capacity
+        self._block_size = block_size
+        self._windows = tuple(windows)
+        self._full = tuple(self.by_digest[group] for group, window in enumerate(windows) if window is None)
+        self._windowed = tuple(
+            (window, self.by_digest[group]) for group, window in enumerate(windows) if window is not None
+        )
+        self.leading = self._windows.index(None) if None in self._windows else 0
+
+    def publish(self, block: int, group: int, digest: bytes, parent: bytes, tokens: bytes) -> None:
+        """Makes a block findable. Its digest must not be published in its group, nor the block under another."""
+        self.by_digest[group][digest] = block
+        self.digest[block] = digest
+        self.parent[block] = parent
+        self.tokens[block] = tokens
+        if group == self.leading:
+            key = parent + tokens[:TOKEN_BYTES]
+            sibling = self._children.get(key, -1)
+            self._children[key] = block
+            self._previous[block] = -1
+            self._next[block] = sibling
+            if sibling >= 0:
+                self._previous[sibling] = block
+
+    def forget(self, block: int, group: int) -> None:
+        """Makes a published block unfindable."""
+        digest, parent, tokens = self.digest[block], self.parent[block], self.tokens[block]
+        del self.by_digest[group][digest]
+        self.digest[block] = self.parent[block] = self.tokens[block] = b""
+        if group == self.leading:
+            before, after = self._previous[block], self._next[block]
+            if after >= 0:
+                self._previous[after] = before
+            if before >= 0:
+                self._next[before] = after
+            elif after >= 0:
+                self._children[parent + tokens[:TOKEN_BYTES]] = after
+            else:
+                del self._children[parent + tokens[:TOKEN_BYTES]]
+
+    def count_children(self) -> int:
+        """Blocks that can be reached as somebody's child, counted along the links, O(published)."""
+        count = 0
+        for block in self._children.values():
+            while block >= 0:
+                count += 1
+                block = self._next[block]
+        return count
+
+    def match(self, digests: Sequence[bytes], root: bytes, token_ids: Sequence[int], limit: int) -> Match:
+        """The longest prefix of `token_ids[:limit]` that can be found: whole blocks, then inside one more.
+
+        digests: of the full blocks, as many as are known. In groups with full attention a match needs all blocks; in a
+        group with a window, only those that the next query (at position num_tokens) still sees.
+        """
+        size = self._block_size
+        whole = min(len(digests), limit // size)
+        for published in self._full:
+            for count in range(whole):
+                if digests[count] not in published:
+                    whole = count
+                    break
+        chain = list(digests[:whole])
+        length = whole * size
+        tail = token_ids[length : min(limit, length + size)]
+        if tail:
+            inside, digest = self._inside(chain[-1] if chain else root, tail)
+            if inside:
+                length += inside
+                chain.append(digest)
+        if self._windowed:
+            length = self._fit_windows(chain, length)
+        entries = -(-length // size)
+        first_held = [first_entry_in_window(length, window, size) for window in self._windows]
+        blocks = [
+            [-1] * first + [published[digest] for digest in chain[first:entries]]
+            for first, published in zip(first_held, self.by_digest, strict=True)
+        ]
+        return Match(length, blocks, first_held)
+
+    def _inside(self, parent: bytes, token_ids: Sequence[int]) -> tuple[int, bytes]:
+        """(tokens, digest): how far `token_ids` agree with the best child of `parent`, and that child's digest."""
+        wanted = pack_tokens(token_ids)
+        best, best_digest = 0, b""
+        for block in self._siblings(parent + wanted[:TOKEN_BYTES]):
+            tokens, digest = self.tokens[block], self.digest[block]
+            common = _common_tokens(tokens, wanted)
+            if common > best and all(digest in published for published in self._full):
+                best, best_digest = common, digest
+        return best, best_digest
+
+    def _siblings(self, key: bytes) -> Iterator[int]:
+        block = self._children.get(key, -1)
+        for _ in range(MAX_CANDIDATES):
+            if block < 0:
+                return
+            yield block
+            block = self._next[block]
+
+    def _fit_windows(self, chain: Sequence[bytes], length: int) -> int:
+        """The largest length, at most `length`, at which every window's blocks are published; O(1) per entry.
+
+        Where an entry is missing, every length that reaches beyond it and still sees it is ruled out; a shorter one
+        sees no later entries, so the search goes on below.
+        """
+        size = self._block_size
+        widest = max(window for window, _ in self._windowed)
+        entry = len(chain)
+        while entry > first_entry_in_window(length, widest, size):
+            entry -= 1
+            for window, published in self._windowed:
+                if entry >= first_entry_in_window(length, window, size) and chain[entry] not in published:
+                    length = entry * size
+                    break
+        return length
+
+
+def _common_tokens(tokens: bytes, wanted: bytes) -> int:
+    """How many leading tokens two packed runs share."""
+    if tokens.startswith(wanted):
+        return len(wanted) // TOKEN_BYTES
+    for byte, (a, b) in enumerate(zip(tokens, wanted, strict=False)):
+        if a != b:
+            return byte // TOKEN_BYTES
+    return min(len(tokens), len(wanted)) // TOKEN_BYTES

@@ -1,0 +1,100 @@
+"""Recounts a memory manager's books from nothing, for tests and for `check_invariants` in production."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from pagemill.errors import MemoryInvariantError
+from pagemill.memory.block_table import first_entry_in_window
+from pagemill.memory.digest import TOKEN_BYTES
+
+if TYPE_CHECKING:
+    from pagemill.memory.manager import MemoryManager
+
+
+def recount(manager: MemoryManager) -> None:
+    """Raises MemoryInvariantError at the first disagreement. O(pool + tables)."""
+    _frames(manager)
+    _references(manager)
+    _tables(manager)
+    _published(manager)
+    _states(manager)
+
+
+def _require(holds: bool, invariant: str, detail: str) -> None:
+    if not holds:
+        raise MemoryInvariantError(f"{invariant}: {detail}")
+
+
+def _frames(manager: MemoryManager) -> None:
+    rule = "every frame is free or occupied by one block"
+    pool, frame_of = manager._pool, manager._blocks.frame
+    occupied = Counter(frame_of[block] for block in manager._blocks.in_use())
+    for frame, blocks in occupied.items():
+        _require(
+            blocks == 1 and not pool.is_free(frame), rule, f"frame {frame}: {blocks} blocks, {pool.is_free(frame)=}"
+        )
+    free = pool.count_free()
+    _require(free == pool.num_free, rule, f"{free} frames are marked free, {pool.num_free} counted")
+    _require(free + len(occupied) == manager.num_frames, rule, f"{free} free + {len(occupied)} of {manager.num_frames}")
+
+
+def _references(manager: MemoryManager) -> None:
+    rule = "a block's references are the table entries that name it and the steps in flight that hold it"
+    named = Counter(b for table in manager._tables for entries in table.blocks for b in entries if b >= 0)
+    named.update(block for _, blocks in manager._held for block in blocks)
+    for block, count in enumerate(manager._blocks.references):
+        _require(count == named[block], rule, f"block {block} has {count}, named by {named[block]}")
+
+
+def _tables(manager: MemoryManager) -> None:
+    blocks, size = manager._blocks, manager.block_size
+    rows = Counter(table.row for table in manager._tables if table.row >= 0)
+    for row, tables in rows.items():
+        _require(tables == 1, "a row belongs to one table", f"row {row} belongs to {tables}")
+    for table in manager._tables:
+        entries = table.num_entries
+        _require(table.length <= entries * size, "committed tokens have blocks", f"{table.length=}, {entries=}")
+        for group, held in enumerate(table.blocks):
+            first = table.first_held[group]
+            seen = first_entry_in_window(table.length, manager.windows[group], size)
+            _require(len(held) == entries, "groups have equally many entries", f"{len(held)}, {entries}")
+            _require(first <= seen, "what a window sees is held", f"group {group} from {first}, sees from {seen}")
+            for entry, block in enumerate(held):
+                _require((block < 0) == (entry < first), "only entries out of the window are empty", f"entry {entry}")
+                if block >= 0:
+                    detail = f"entry {entry}, block {block}"
+                    _require(blocks.frame[block] >= 0, "no table names an ended block", detail)
+                    _require(blocks.group[block] == group, "a block belongs to one group", detail)
+                if entry * size >= table.length:
+                    alone = blocks.references[block] == 1 and not manager._index.digest[block]
+                    _require(alone, "what will be written is held by one table and not published", f"block {block}")
+
+
+def _published(manager: MemoryManager) -> None:
+    rule = "a block is published if and only if its digest finds it"
+    index, blocks = manager._index, manager._blocks
+    published = [block for block, digest in enumerate(index.digest) if digest]
+    _require(len(published) == sum(map(len, index.by_digest)), rule, "the maps hold others")
+    children = 0
+    for block in published:
+        digest, tokens, group = index.digest[block], index.tokens[block], blocks.group[block]
+        _require(index.by_digest[group].get(digest) == block and blocks.frame[block] >= 0, rule, f"block {block}")
+        whole = len(tokens) == manager.block_size * TOKEN_BYTES
+        _require(whole and index.parent[block] != b"", rule, f"block {block} has no parent or tokens")
+        children += group == index.leading
+    _require(children == index.count_children(), "each published block is among its parent's children", f"{children}")
+
+
+def _states(manager: MemoryManager) -> None:
+    rule = "a block is cached if and only if it has no references"
+    cached = 0
+    for block in manager._blocks.in_use():
+        references, in_policy = manager._blocks.references[block], block in manager._policy
+        cached += in_policy
+        _require(in_policy == (references == 0), rule, f"block {block}: {references=}, {in_policy=}")
+        _require(not in_policy or manager._index.digest[block] != b"", "what is cached can be found", f"block {block}")
+    _require(cached == len(manager._policy), rule, f"{cached} blocks, {len(manager._policy)} in the policy")
+    for step, _ in manager._held:
+        _require(step > manager._retired, "a retired step holds nothing", f"step {step}")
