@@ -102,13 +102,14 @@ class Sampler:
             raise KeyError(f"no sequence in row {row}")
         return params
 
-    def sample(self, logits: torch.Tensor, rows: npt.NDArray[np.integer]) -> Sampled:
+    def sample(self, logits: torch.Tensor, rows: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> Sampled:
         """Choose the next token of each of `rows` ([m], distinct) from `logits` (float32 [m, vocab], on this device).
 
         `logits` is overwritten.
         """
-        rows = np.asarray(rows, np.int64)
-        logits = logits.contiguous()
+        return self._sample(logits.contiguous(), rows.astype(np.int64))
+
+    def _sample(self, logits: torch.Tensor, rows: npt.NDArray[np.int64]) -> Sampled:
         greedy = self._greedy[rows]
         constrained = [(i, c) for i, row in enumerate(rows.tolist()) if (c := self._constraints[row]) is not None]
         asked = np.flatnonzero(self._logprobs[rows] >= 0)
@@ -133,7 +134,8 @@ class Sampler:
             index = np.flatnonzero(greedy)
             if len(index):
                 tokens[index] = _argmax(self._select(logits, index))[0]
-            self._draw(logits, rows, np.flatnonzero(~greedy), tokens)
+            drawn = np.flatnonzero(~greedy)
+            tokens[drawn] = self._draw(logits, rows[drawn], drawn)
 
         chosen = finite & ~exhausted
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
@@ -149,28 +151,26 @@ class Sampler:
         return Sampled(tokens.astype(np.int32), logprobs, finite, exhausted)
 
     def _draw(
-        self,
-        logits: torch.Tensor,
-        rows: npt.NDArray[np.int64],
-        places: npt.NDArray[np.int64],
-        tokens: npt.NDArray[np.int64],
-    ) -> None:
-        """Fill `tokens` at the rows of `logits` in `places`, which are drawn at random."""
+        self, logits: torch.Tensor, rows: npt.NDArray[np.int64], places: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
+        """A token for each of `rows`, drawn at random from the rows of `logits` at `places`."""
+        tokens = np.zeros(len(rows), np.int64)
         uniforms = uniform(self._seeds[rows], self._positions[rows])
-        for kind in (False, True):
-            same = places[self._truncated[rows[places]] == kind]
-            chunk = max(1, _CHUNK // self.vocab_size)
+        chunk = max(1, _CHUNK // self.vocab_size)
+        for truncated in (False, True):
+            same = np.flatnonzero(self._truncated[rows] == truncated)
             for index in (same[i : i + chunk] for i in range(0, len(same), chunk)):
                 taken = rows[index]
-                scaled = self._select(logits, index) / self._to_device(self._temperature[taken])[:, None]
+                scaled = self._select(logits, places[index]) / self._to_device(self._temperature[taken])[:, None]
                 probabilities = torch.softmax(scaled, -1)
                 u = self._to_device(uniforms[index])
-                if kind:
+                if truncated:
                     top_k, top_p, min_p = (self._to_device(x[taken]) for x in (self._top_k, self._top_p, self._min_p))
-                    drawn = draw_truncated(scaled, probabilities, top_k, top_p, min_p, u)
+                    chosen = draw_truncated(scaled, probabilities, top_k, top_p, min_p, u)
                 else:
-                    drawn = draw(probabilities, u)
-                tokens[index] = drawn.cpu().numpy()
+                    chosen = draw(probabilities, u)
+                tokens[index] = chosen.cpu().numpy()
+        return tokens
 
     def _select(self, logits: torch.Tensor, index: npt.NDArray[np.int64]) -> torch.Tensor:
         """Rows `index` of `logits`; the tensor itself if these are all."""

@@ -1,0 +1,173 @@
+"""Chat templates: a conversation becomes the text that a model was trained on.
+
+Templates are Jinja programs that come with models, so they run in Jinja's immutable sandbox and see plain data only.
+They get what transformers' `apply_chat_template` gives them, and render the same text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+
+from pagemill.errors import InvalidRequestError
+
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
+"""Names under which clients send a message's reasoning; templates read the first one, or the second."""
+_CONTINUE_MARK = "\u2063continue\u2063here\u2063"
+
+
+class ChatTemplate:
+    """A compiled template. Raises `jinja2.TemplateSyntaxError` for source that does not parse."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
+        self._template = _environment().from_string(source)
+        self._special_tokens = dict(special_tokens)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        **variables: Any,
+    ) -> str:
+        """The text of `messages`, each with a `role` and mostly a `content`. `variables` are the template's own
+        options.
+
+        continue_final_message: leave the last message open at its end, so that the model goes on with it.
+        Raises `InvalidRequestError` where the template refuses the messages, or there are none.
+        """
+        conversation = [_message(message) for message in messages]
+        if not conversation:
+            raise InvalidRequestError("messages is empty; give at least one message", param="messages")
+        if continue_final_message:
+            if add_generation_prompt:
+                raise InvalidRequestError(
+                    "add_generation_prompt and continue_final_message are both set: one opens a new message, the other "
+                    "goes on with the last; set one of them to False",
+                    param="continue_final_message",
+                )
+            _append_to_content(conversation[-1], _CONTINUE_MARK)
+        try:
+            text = self._template.render(
+                {
+                    **self._special_tokens,
+                    **_plain(variables),
+                    "messages": conversation,
+                    "tools": _plain(tools),
+                    "documents": _plain(documents),
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+            raise InvalidRequestError(
+                f"the chat template refuses these messages: {error}; send roles and contents that the model knows, "
+                f"or another chat_template",
+                param="messages",
+            ) from error
+        return _cut_at_mark(text) if continue_final_message else text
+
+
+def _message(message: object) -> dict[str, Any]:
+    """Plain data without the keys whose value is None (templates test for a missing key)."""
+    if not isinstance(message, Mapping):
+        raise InvalidRequestError(
+            f"a message is of type {type(message).__name__}; it must be a dict with a role and a content",
+            param="messages",
+        )
+    plain = {key: _plain(value) for key, value in message.items() if value is not None}
+    reasoning = next((plain[key] for key in _REASONING_KEYS if key in plain), None)
+    if reasoning is not None:
+        plain.setdefault("thinking", reasoning)
+        plain["reasoning_content"] = reasoning
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """Rebuilt from JSON's own types, so that a template can not call methods of anything else."""
+    if value is None or type(value) in (str, int, float, bool):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    for kind in (str, int, float):
+        if isinstance(value, kind):
+            return kind(value)
+    raise InvalidRequestError(
+        f"a value of type {type(value).__name__} can not go into a chat template; send text, numbers, lists and dicts",
+        param="messages",
+    )
+
+
+def _append_to_content(message: dict[str, Any], mark: str) -> None:
+    content = message.get("content")
+    if isinstance(content, str):
+        message["content"] = content + mark
+        return
+    texts = [part for part in content or [] if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    if not texts:
+        raise InvalidRequestError(
+            "continue_final_message is set, but the last message has no text to go on with; give it a content",
+            param="continue_final_message",
+        )
+    texts[-1]["text"] += mark
+
+
+def _cut_at_mark(text: str) -> str:
+    place = text.rfind(_CONTINUE_MARK)
+    if place < 0:
+        raise InvalidRequestError(
+            "continue_final_message is set, but this chat template leaves the last message's end out; set it to False",
+            param="continue_final_message",
+        )
+    return text[:place]
+
+
+def _environment() -> jinja2.Environment:
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    functions: dict[str, Callable[..., Any]] = {"raise_exception": _raise, "strftime_now": _now}
+    environment.globals.update(functions)
+    return environment
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}…{% endgeneration %}` marks what a model writes, for training; here it is only a scope."""
+
+    tags = {"generation"}  # noqa: RUF012 (a class attribute of Jinja's)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
+
+
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Jinja's own filter would escape `<` and `&` for HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _now(form: str) -> str:
+    return datetime.now().strftime(form)

@@ -1,0 +1,155 @@
+"""Tokens to text as they come: O(1) per token, never half a character, and in the end exactly what decoding all would
+give.
+
+Two kinds of tokenizers, each by its own nature. Byte-level ones: a token is bytes, a UTF-8 decoder joins them. All
+others: a token is a piece of text that depends on its neighbours in two ways only, as the very first one (a leading
+space may be dropped) and inside a run of byte tokens (`<0xE2>`), which becomes text when the run has ended.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import tokenizers
+
+    from pagemill.text.tokenizer import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+_CONTEXT = 16
+"""Tokens of the prompt that are looked at: more than the 4 bytes that one character can be cut into."""
+
+
+class TokenTexts:
+    """What single tokens of one tokenizer contribute to a text; shared by all its detokenizers.
+
+    byte_level: whether tokens are bytes. If so `bytes_of` speaks, else `text_of` and `is_byte`.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer) -> None:
+        self.byte_level = _is_byte_level(backend)
+        self._backend = backend
+        self._special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str] = {}
+        self._anchor = 0 if self.byte_level else self._find_anchor()
+        self._anchor_text = "" if self.byte_level else self.decode([self._anchor])
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special
+
+    def is_byte(self, token_id: int) -> bool:
+        return _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token_id) or "") is not None
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Decode as the beginning of a text, special tokens included."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=False))
+
+    def bytes_of(self, token_id: int) -> bytes:
+        found = self._bytes.get(token_id)
+        if found is None:
+            token = self._backend.id_to_token(token_id) or ""
+            mapped = [_BYTE_OF.get(character, -1) for character in token]
+            found = self._bytes[token_id] = token.encode() if -1 in mapped else bytes(mapped)
+        return found
+
+    def text_of(self, token_id: int) -> str:
+        """The token's text anywhere but at the beginning."""
+        found = self._texts.get(token_id)
+        if found is None:
+            found = self._texts[token_id] = self.text_of_run([token_id])
+        return found
+
+    def text_of_run(self, token_ids: Sequence[int]) -> str:
+        return self.decode([self._anchor, *token_ids])[len(self._anchor_text) :]
+
+    def _find_anchor(self) -> int:
+        """A token that stands for "some text came before": it has text even as the first, and is no byte."""
+        for token_id in range(self._backend.get_vocab_size()):
+            if not self.is_special(token_id) and not self.is_byte(token_id) and self.decode([token_id]).strip():
+                return token_id
+        return 0
+
+
+class Detokenizer:
+    """Text of one sequence. `prompt_token_ids` come before it: its first token is not the beginning of a text.
+
+    Token ids that the tokenizer does not have (a model's vocabulary may be padded) give no text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True
+    ) -> None:
+        self._texts = tokenizer.token_texts
+        self._skip = skip_special_tokens
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._beginning = True
+        self._head: list[int] = []
+        self._run: list[int] = []
+        context = prompt_token_ids[-_CONTEXT:]
+        if self._texts.byte_level:
+            self._decode_bytes(context)
+        elif context:
+            self._beginning = not self._texts.decode([i for i in context if not self._skipped(i)])
+
+    def add(self, token_ids: Iterable[int]) -> str:
+        """The text that is certain now."""
+        if self._texts.byte_level:
+            return self._decode_bytes(token_ids)
+        return "".join(self._piece(token_id) for token_id in token_ids if not self._skipped(token_id))
+
+    def finish(self) -> str:
+        """The rest, when no token follows: U+FFFD for bytes that make no character."""
+        if self._texts.byte_level:
+            return self._decoder.decode(b"", final=True)
+        return self._flush([])
+
+    def _skipped(self, token_id: int) -> bool:
+        return self._skip and self._texts.is_special(token_id)
+
+    def _decode_bytes(self, token_ids: Iterable[int]) -> str:
+        return self._decoder.decode(b"".join(self._texts.bytes_of(i) for i in token_ids if not self._skipped(i)))
+
+    def _piece(self, token_id: int) -> str:
+        if self._texts.is_byte(token_id):
+            self._run.append(token_id)
+            return ""
+        if self._run or self._beginning:
+            return self._flush([token_id])
+        return self._texts.text_of(token_id)
+
+    def _flush(self, token_ids: list[int]) -> str:
+        """Text of the run of byte tokens that ends here, and of `token_ids` after it."""
+        run, self._run = self._run + token_ids, []
+        if not self._beginning:
+            return self._texts.text_of_run(run) if run else ""
+        self._head += run
+        text = self._texts.decode(self._head)
+        self._beginning = not text
+        return text
+
+
+def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
+    """Whether the decoder is ByteLevel, alone or in a sequence with nothing that changes text."""
+    if backend.decoder is None:
+        return False
+    state = backend.decoder.__getstate__()
+    decoder = json.loads(state)
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    return [step["type"] for step in steps if step["type"] != "Fuse"] == ["ByteLevel"]
+
+
+def _byte_of_character() -> dict[str, int]:
+    """GPT-2's map: printable Latin-1 characters stand for their own byte, the other bytes for U+0100 and on, in
+    order.
+    """
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_of_character()

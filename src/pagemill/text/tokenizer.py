@@ -1,0 +1,155 @@
+"""Tokenizer: text to tokens and back, and conversations to text, for one model.
+
+It gives what transformers' AutoTokenizer gives for the same files, but imports neither transformers nor torch (except
+the first time it sees a model, see `tokenizer_files`).
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jinja2
+import tokenizers
+
+from pagemill.errors import InvalidRequestError, TokenizerError
+from pagemill.hub.resolve import resolve_model
+from pagemill.text.chat_template import ChatTemplate
+from pagemill.text.detokenizer import TokenTexts
+from pagemill.text.tokenizer_files import TokenizerSettings, load_with_transformers, read_tokenizer
+
+if TYPE_CHECKING:
+    from pagemill.config import EngineConfig
+
+
+class Tokenizer:
+    """Everything here may be called from several threads at once."""
+
+    def __init__(self, backend: tokenizers.Tokenizer, settings: TokenizerSettings, path: Path | None = None) -> None:
+        self._backend = backend
+        self._backend.encode_special_tokens = settings.split_special_tokens
+        self._settings = settings
+        self._path = path
+        self._compiled = functools.lru_cache(maxsize=16)(self._compile)
+
+    @classmethod
+    def load(cls, config: EngineConfig) -> Tokenizer:
+        """The tokenizer of an engine: `config.tokenizer`, else the model's own. Raises as `from_path`."""
+        return cls.from_path(config.tokenizer or config.model)
+
+    @classmethod
+    def from_path(cls, name_or_path: str | os.PathLike[str]) -> Tokenizer:
+        """The tokenizer of a Hugging Face folder, a GGUF file, or a name that `pagemill pull` knows.
+
+        Raises `TokenizerError` if it is missing or can not be read, `ModelNotFoundError` if there is nothing of this
+        name.
+        """
+        path = resolve_model(name_or_path)
+        if path.name == "tokenizer.json":
+            path = path.parent
+        return cls(*read_tokenizer(path), path)
+
+    @property
+    def bos_token_id(self) -> int | None:
+        return self._settings.bos_token_id
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._settings.eos_token_id
+
+    @property
+    def pad_token_id(self) -> int | None:
+        return self._settings.pad_token_id
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included. A model may have more logits than that."""
+        return int(self._backend.get_vocab_size())
+
+    @property
+    def chat_template(self) -> str | dict[str, str] | None:
+        """Source of the model's template, or several by name, or None."""
+        return self._settings.chat_template
+
+    @functools.cached_property
+    def token_texts(self) -> TokenTexts:
+        """What single tokens contribute to a text; shared by the detokenizers of all sequences."""
+        return TokenTexts(self._backend)
+
+    @functools.cached_property
+    def hf(self) -> Any:
+        """transformers' tokenizer for the same files, imported on first use."""
+        if self._path is None:
+            raise TokenizerError("this tokenizer was not loaded from files, so transformers can not load it")
+        return load_with_transformers(self._path)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`. Raises `InvalidRequestError` for text that is not Unicode (lone surrogates)."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise InvalidRequestError(
+                f"the text has {text[error.start]!r} at character {error.start}, half of a surrogate pair; "
+                f"send valid Unicode",
+                param="prompt",
+            ) from None
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
+        """Text of tokens taken as the beginning of a text. Ids that the tokenizer does not have give nothing."""
+        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+
+    def token(self, token_id: int) -> str | None:
+        """The token as the vocabulary spells it; None if there is none of this id."""
+        found: str | None = self._backend.id_to_token(token_id)
+        return found
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **options: Any
+    ) -> str:
+        """The text of a conversation, ready for `encode(text, add_special_tokens=False)`.
+
+        chat_template: Jinja source, or the name of one of the model's own. Options: `add_generation_prompt` (default
+        True), `continue_final_message`, `tools`, `documents`, and what the template itself knows (`enable_thinking`,
+        …). Raises `TokenizerError` if the model has no template, or a broken one; `InvalidRequestError` if it, or what
+        the caller gave, refuses these messages.
+        """
+        return self._compiled(chat_template, options.get("tools") is not None).render(messages, **options)
+
+    def bad_words_token_ids(self, words: Sequence[str]) -> list[list[int]]:
+        """The token sequences that would write one of `words`: as it stands, and after a space. As vLLM's `bad_words`.
+
+        Each word is banned in these spellings only; a model may still write it with other tokens.
+        """
+        sequences: list[list[int]] = []
+        for word in words:
+            for spelling in (word.lstrip(), " " + word.lstrip()):
+                ids = self.encode(spelling, add_special_tokens=False)
+                if ids and ids not in sequences:
+                    sequences.append(ids)
+        return sequences
+
+    def _compile(self, given: str | None, with_tools: bool) -> ChatTemplate:
+        own = self._settings.chat_template
+        named = own if isinstance(own, dict) else {}
+        source = named.get(given, given) if given is not None else None
+        if given is None:
+            source = own if isinstance(own, str) else (with_tools and named.get("tool_use")) or named.get("default")
+        if not source:
+            has = f"has only named chat templates ({', '.join(sorted(named))})" if named else "has no chat template"
+            raise TokenizerError(
+                f"{os.fspath(self._path or 'this tokenizer')!r} {has}; pass --chat-template (chat_template=), "
+                f"or send a prompt instead of messages",
+                param="chat_template",
+            )
+        try:
+            return ChatTemplate(source, self._settings.special_tokens)
+        except jinja2.TemplateSyntaxError as error:
+            message = f"the chat template does not parse, line {error.lineno}: {error.message}"
+            if given is not None:
+                raise InvalidRequestError(f"{message}; correct it", param="chat_template") from error
+            raise TokenizerError(f"{message}; pass --chat-template (chat_template=) with one that does") from error

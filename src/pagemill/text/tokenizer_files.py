@@ -1,0 +1,139 @@
+"""From a model's files to a `tokenizers` tokenizer and its settings.
+
+Models come with tokenizers in many forms (tokenizer.json, SentencePiece, vocab and merges, GGUF metadata), and
+transformers knows them all but takes seconds to import and convert. So it is asked once for each model; what it made is
+kept in pagemill's cache, and every later start reads that in a fraction of a second, without importing transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tokenizers
+
+from pagemill.errors import TokenizerError
+from pagemill.hub.registry import cache_dir
+
+_FORM = 1
+"""Raise it when what is kept, or how it is made, changes."""
+_SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
+_ALSO_READ = (
+    *("tokenizer_config.json", "config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
+    *("chat_template.json", "chat_template.jinja", "additional_chat_templates"),
+)
+_WAY_OUT = "pass --tokenizer (tokenizer=) with a folder or GGUF file that has one"
+
+
+class TokenizerSettings(msgspec.Struct, kw_only=True):
+    """What a tokenizer is, apart from its tokenizer.json."""
+
+    special_tokens: dict[str, str]
+    """By role, such as `eos_token`: what chat templates see."""
+    bos_token_id: int | None = None
+    eos_token_id: int | None = None
+    pad_token_id: int | None = None
+    chat_template: str | dict[str, str] | None = None
+    """One template, or several by name."""
+    split_special_tokens: bool = False
+    """Whether special tokens written out in a text are taken for plain text."""
+
+
+def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, TokenizerSettings]:
+    """The tokenizer of a Hugging Face folder or a GGUF file. Raises `TokenizerError` if it has none that can be
+    read.
+    """
+    kept = cache_dir() / "tokenizers" / _identity(path)
+    try:
+        return _read_kept(kept)
+    except (OSError, msgspec.DecodeError, ValueError):
+        shutil.rmtree(kept, ignore_errors=True)  # absent, or damaged
+    text, settings = _convert(path)
+    _keep(kept, text, settings)
+    return tokenizers.Tokenizer.from_str(text), settings
+
+
+def load_with_transformers(path: Path) -> Any:
+    """transformers' own tokenizer object for the same files. Imports transformers, and for a GGUF file torch."""
+    from transformers import AutoTokenizer
+
+    if path.is_dir():
+        return AutoTokenizer.from_pretrained(path, local_files_only=True)
+    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+
+
+def _identity(path: Path) -> str:
+    """Digest of what the kept form was made from: a folder's files by content, a GGUF file by place, size and time."""
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "tokenizers")]
+    digest = hashlib.sha256(repr([_FORM, *versions]).encode())
+    if path.is_file():
+        stat = path.stat()
+        digest.update(repr((os.fspath(path.resolve()), stat.st_size, stat.st_mtime_ns)).encode())
+        return digest.hexdigest()
+    if not path.is_dir():
+        raise TokenizerError(f"there is no tokenizer at {os.fspath(path)!r}: no such file or folder; {_WAY_OUT}")
+    if not any((path / name).is_file() for name in _SOURCES):
+        raise TokenizerError(f"{os.fspath(path)!r} has no tokenizer (none of {', '.join(_SOURCES)}); {_WAY_OUT}")
+    for name in (*_SOURCES, *_ALSO_READ):
+        place = path / name
+        for file in sorted(place.iterdir()) if place.is_dir() else [place]:
+            if file.is_file():
+                content = file.read_bytes()
+                digest.update(repr((os.fspath(file.relative_to(path)), len(content))).encode())
+                digest.update(content)
+    return digest.hexdigest()
+
+
+def _convert(path: Path) -> tuple[str, TokenizerSettings]:
+    try:
+        made = load_with_transformers(path)
+        backend = made.backend_tokenizer
+        backend.no_truncation()
+        backend.no_padding()
+        if not backend.get_vocab_size():
+            raise ValueError("its vocabulary is empty")
+        settings = TokenizerSettings(
+            special_tokens={
+                role: str(token) for role, token in made.special_tokens_map.items() if isinstance(token, str)
+            },
+            bos_token_id=made.bos_token_id,
+            eos_token_id=made.eos_token_id,
+            pad_token_id=made.pad_token_id,
+            chat_template=made.chat_template,
+            split_special_tokens=bool(made.split_special_tokens),
+        )
+        return backend.to_str(), settings
+    except Exception as error:  # transformers and its parsers raise anything at all for files that they can not read
+        raise TokenizerError(
+            f"the tokenizer of {os.fspath(path)!r} can not be read: {type(error).__name__}: {error}; "
+            f"fetch the model again, or {_WAY_OUT}"
+        ) from error
+
+
+def _read_kept(folder: Path) -> tuple[tokenizers.Tokenizer, TokenizerSettings]:
+    settings = msgspec.json.decode((folder / "settings.json").read_bytes(), type=TokenizerSettings)
+    text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+    try:
+        return tokenizers.Tokenizer.from_str(text), settings
+    except Exception as error:  # tokenizers raises a bare Exception for a file that it can not parse
+        raise ValueError(str(error)) from error
+
+
+def _keep(folder: Path, text: str, settings: TokenizerSettings) -> None:
+    """Write a folder in one step. A cache that can not be written only costs the next start its time."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as temporary:
+            made = Path(temporary) / "made"
+            made.mkdir()
+            (made / "tokenizer.json").write_text(text, encoding="utf-8")
+            (made / "settings.json").write_bytes(msgspec.json.encode(settings))
+            os.replace(made, folder)
+    except OSError:
+        return
