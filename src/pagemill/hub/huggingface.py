@@ -28,14 +28,16 @@ def is_hub_id(name: str) -> bool:
 
 def cached(name: str) -> Path | None:
     """The folder (or GGUF file) of an id in the local cache, or None if it is not there in full. Uses no network."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
 
     repo, file = _split(name)
-    try:
-        folder = Path(snapshot_download(repo, local_files_only=True))
-    except LocalEntryNotFoundError:
+    # The documented layout of the cache. snapshot_download(local_files_only=True) would miss the files left out on purpose.
+    root = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
+    ref = root / "refs" / "main"
+    if not ref.is_file():
         return None
+    folder = root / "snapshots" / ref.read_text().strip()
     if file is not None:
         return folder / file if (folder / file).is_file() else None
     if _is_complete(folder):
