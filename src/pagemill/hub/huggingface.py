@@ -32,7 +32,7 @@ def cached(name: str) -> Path | None:
     from huggingface_hub.file_download import repo_folder_name
 
     repo, file = _split(name)
-    # The documented layout of the cache. snapshot_download(local_files_only=True) would miss the files left out on purpose.
+    # The cache's documented layout: snapshot_download(local_files_only=True) would miss the files left out on purpose.
     root = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
     ref = root / "refs" / "main"
     if not ref.is_file():

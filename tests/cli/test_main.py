@@ -1,0 +1,124 @@
+"""The command line as a user meets it: in a process of its own."""
+
+import inspect
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import pytest
+
+import pagemill
+from pagemill.cli import main
+from pagemill.cli.ports import require_free_port
+from pagemill.errors import ConfigError
+from pagemill.hub.registry import REGISTRY
+
+
+def run(*args, **env):
+    return subprocess.run(
+        [sys.executable, "-m", "pagemill", *args],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, "COLUMNS": "120", **env},
+    )
+
+
+def test_version():
+    assert run("--version").stdout == f"pagemill {pagemill.__version__}\n"
+
+
+def test_help_lists_every_command():
+    shown = run("--help").stdout
+    for name, line in main.COMMANDS.items():
+        assert re.search(rf"{name} +{re.escape(line)}", shown)
+
+
+@pytest.mark.parametrize("name", main.COMMANDS)
+def test_help_of_a_command_begins_as_in_the_list(name):
+    """The list is written by hand so that it imports no command."""
+    command = main._load(name)
+    assert inspect.cleandoc(command.help).startswith(main.COMMANDS[name])
+
+
+def test_bare_command_shows_help():
+    assert "pull" in run().stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["pul"], "Did you mean 'pull'"),
+        (["doctor", "--jsn"], "--json"),
+        (["pull"], "Missing argument"),
+    ],
+)
+def test_wrong_usage_exits_with_2_and_suggests(args, message):
+    done = run(*args)
+    assert done.returncode == 2
+    assert message in re.sub(r"\s+", " ", done.stderr)
+    assert "Traceback" not in done.stderr
+
+
+def test_error_is_one_line_on_stderr():
+    done = run("pull", "smolm2-135m")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: there is no model 'smolm2-135m'; did you mean 'smollm2-135m'?")
+    assert done.stderr.count("\n") == 1
+
+
+def test_pull_of_a_path_has_nothing_to_do(tmp_path):
+    assert "nothing to fetch" in run("pull", str(tmp_path)).stdout
+
+
+@pytest.mark.parametrize("args", [["--help"], ["--version"], ["doctor"], ["pull", "nothing"], ["pull", "--help"]])
+def test_torch_is_not_loaded(args, monkeypatch, tmp_path):
+    """A torch that can not be imported stands in for one that takes two seconds."""
+    (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
+    done = run(*args, PYTHONPATH=os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
+    assert "torch was imported" not in done.stdout + done.stderr
+
+
+def test_doctor_json_holds_what_a_bug_report_needs(tmp_path):
+    report = json.loads(run("doctor", "--json", PAGEMILL_HOME=str(tmp_path), PAGEMILL_API_KEY="secret").stdout)
+    assert report["pagemill"]["version"] == pagemill.__version__
+    assert report["pagemill"]["kernels"]
+    assert report["machine"]["cores"] == os.cpu_count()
+    assert report["machine"]["memory"] > 2**28
+    assert report["software"]["python"].startswith(sys.version.split()[0])
+    assert report["settings"]["PAGEMILL_HOME"] == str(tmp_path)
+    assert report["models"] == {"cache": str(tmp_path)}
+    assert "secret" not in json.dumps(report)
+
+
+def test_doctor_prints_markdown_with_the_pulled_models(tmp_path):
+    model = REGISTRY["smollm2-135m"]
+    file = tmp_path / "models" / model.name / model.file.name
+    file.parent.mkdir(parents=True)
+    with file.open("wb") as sparse:
+        sparse.truncate(model.size)
+    shown = run("doctor", PAGEMILL_HOME=str(tmp_path)).stdout
+    assert "### machine" in shown
+    assert re.search(r"^- memory: \d+\.\d GiB$", shown, re.MULTILINE)
+    assert f"- smollm2-135m: {file} (98,362,432 bytes)" in shown
+
+
+def test_a_taken_port_is_refused_with_a_free_one():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"port {port} on 127.0.0.1 is in use; .*--port \d+") as raised:
+            require_free_port("127.0.0.1", port)
+    require_free_port("127.0.0.1", port)
+    require_free_port("127.0.0.1", int(str(raised.value).split()[-1]))
+
+
+def test_an_address_of_another_machine_is_refused():
+    with pytest.raises(ConfigError, match="choose another --host"):
+        require_free_port("192.0.2.1", 8000)
