@@ -1,4 +1,4 @@
-"""Builds an engine's parts from its configuration: the model, then the KV pool in what memory is left, then the rest."""
+"""Builds an engine's parts from its configuration: the model, the KV pool in what memory is left, then the rest."""
 
 from __future__ import annotations
 

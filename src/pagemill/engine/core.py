@@ -19,8 +19,8 @@ from pagemill.scheduling.step_plan import StepPlan, StepResult
 class EngineCore:
     """Requests in as token ids, outputs out as token ids, one step at a time. Not thread-safe.
 
-    A fault in a step fails the requests that cause it and no other. Raises `ModelLoadError` or `ConfigError` children if
-    the engine can not be built.
+    A fault in a step fails the requests that cause it and no other. Raises `ModelLoadError` or `ConfigError` children
+    if the engine can not be built.
     """
 
     def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
@@ -100,9 +100,9 @@ class EngineCore:
             prefix_queried_tokens=memory.queried_tokens,
             prefix_hit_tokens=memory.hit_tokens,
             frames=memory.frames,
-            frames_free=memory.free,
-            frames_cached=memory.cached,
-            frames_active=memory.active,
+            frames_free=memory.frames_free,
+            frames_cached=memory.frames_cached,
+            frames_active=memory.frames_active,
         )
 
     def close(self) -> None:

@@ -178,7 +178,6 @@ class Scheduler:
         self.preemptions += 1
         self._release(sequence, now)
         sequence.status = Status.WAITING
-        sequence.scheduled = 0
         self._waiting.push(sequence)
         self.num_waiting += 1
 
@@ -230,8 +229,7 @@ class Scheduler:
         )
         found = opened.num_cached_tokens
         chunk = min(len(tokens) - found, budget)
-        held = self.memory.frames_held(opened.table)
-        need = self.memory.blocks_needed(len(tokens), self.max_num_batched_tokens) - held
+        need = self.memory.blocks_needed(len(tokens), self.max_num_batched_tokens) - opened.table.num_held
         headroom = len(self._running)
         if need + headroom > self.memory.num_available or self.memory.reserve(opened.table, found + chunk) is not None:
             self.memory.close(opened.table, now)

@@ -1,0 +1,89 @@
+"""A device that carries out step plans on symbols: each slot holds a digest of the tokens up to its position.
+
+It checks what a real device can not: that every slot a query may read holds exactly what was computed for these tokens.
+The next token is a function of the sequence's seed and tokens alone, so any fault of memory or scheduling shows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+
+from pagemill.scheduling.step_plan import StepPlan, StepResult
+
+VOCAB = 50
+
+
+def next_token(seed: int, tokens: list[int]) -> int:
+    digest = hashlib.blake2b(repr((seed, tokens)).encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") % VOCAB
+
+
+def content(tokens: list[int]) -> bytes:
+    return hashlib.blake2b(repr(tokens).encode(), digest_size=8).digest()
+
+
+class SimulatedDevice:
+    def __init__(self, block_size: int, windows: list[int | None]) -> None:
+        self.block_size = block_size
+        self.windows = windows
+        self.frames: dict[int, dict[int, bytes]] = defaultdict(dict)
+        self.tables: dict[tuple[int, int, int], int] = {}
+        self.tokens: dict[int, list[int]] = {}
+        self.seeds: dict[int, int] = {}
+        self.computed_tokens = 0
+
+    def apply(self, plan: StepPlan) -> None:
+        for row in plan.freed_rows:
+            self.tokens.pop(row, None)
+        for new in plan.new_rows:
+            assert new.row not in self.tokens, "a row was given twice"
+            self.tokens[new.row] = list(new.token_ids)
+            self.seeds[new.row] = new.seed
+        work = plan.work
+        copies = [
+            (int(s), int(t), dict(self.frames[int(s)])) for s, t in zip(work.copy_source, work.copy_target, strict=True)
+        ]
+        for _, target, slots in copies:
+            self.frames[target] = slots
+        for row, group, index, frame in zip(
+            work.edit_row, work.edit_group, work.edit_index, work.edit_frame, strict=True
+        ):
+            self.tables[int(group), int(row), int(index)] = int(frame)
+
+    def run(self, plan: StepPlan, faulty: frozenset[int] = frozenset()) -> StepResult:
+        """faulty: rows (persistent) whose forward pass fails."""
+        result = StepResult()
+        for index, row in enumerate(plan.rows.tolist()):
+            if row in faulty:
+                result.failed[index] = RuntimeError(f"row {row} failed")
+        for row, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.query_lens.tolist(), strict=True):
+            tokens = self.tokens[row]
+            assert start + count <= len(tokens), "a token is computed before it is known"
+            for position in range(start, start + count):
+                for group in range(len(self.windows)):
+                    frame = self.tables[group, row, position // self.block_size]
+                    assert frame >= 0
+                    self.frames[frame][position % self.block_size] = content(tokens[: position + 1])
+            self.computed_tokens += count
+        for row, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.query_lens.tolist(), strict=True):
+            for position in range(start, start + count):
+                self._read(row, position)
+        for at, to in zip(plan.sample_from.tolist(), plan.sample_to.tolist(), strict=True):
+            end = int(plan.starts[at] + plan.query_lens[at])
+            context = self.tokens[int(plan.rows[at])][:end]
+            token = next_token(self.seeds[to], context)
+            self.tokens[to] = [*context, token]
+            result.tokens.append(token)
+            result.logprobs.append(None)
+        return result
+
+    def _read(self, row: int, position: int) -> None:
+        tokens = self.tokens[row]
+        for group, window in enumerate(self.windows):
+            first = 0 if window is None else max(0, position - window + 1)
+            for at in range(first, position + 1):
+                frame = self.tables[group, row, at // self.block_size]
+                assert self.frames[frame].get(at % self.block_size) == content(tokens[: at + 1]), (
+                    f"row {row}, group {group}: position {at} holds something else than what was computed for it"
+                )

@@ -1,0 +1,273 @@
+"""The scheduler with the real memory manager over a simulated device: random loads against a model that knows the answer."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from simulated_device import VOCAB, SimulatedDevice, next_token
+
+from pagemill.errors import RequestTooLargeError
+from pagemill.memory.digest import root_digest
+from pagemill.memory.manager import MemoryManager
+from pagemill.sampling.params import SamplingParams
+from pagemill.scheduling.scheduler import Scheduler
+from pagemill.scheduling.sequence import Request
+from pagemill.scheduling.step_plan import StepResult
+
+EOS = 7
+
+
+def make_request(name, prompt, max_tokens, *, n=1, seed=1, priority=0, salt="", ignore_eos=False, arrival_s=0.0):
+    return Request(
+        request_id=name,
+        prompt_token_ids=list(prompt),
+        params=SamplingParams(n=n, max_tokens=max_tokens, ignore_eos=ignore_eos),
+        seed=seed,
+        priority=priority,
+        arrival_s=arrival_s,
+        root=root_digest(b"model", "f32", "sim", salt),
+        max_len=len(prompt) + max_tokens,
+    )
+
+
+def expected(request: Request, index: int) -> list[int]:
+    tokens = list(request.prompt_token_ids)
+    while len(tokens) < request.max_len:
+        tokens.append(next_token(request.sequence_seed(index), tokens))
+        if tokens[-1] == EOS and not request.params.ignore_eos:
+            break
+    return tokens[len(request.prompt_token_ids) :]
+
+
+class Bench:
+    """A scheduler, its memory and a device, with up to `depth` steps planned ahead of the commit."""
+
+    def __init__(self, *, frames=64, block_size=4, windows=(None,), max_num_seqs=8, budget=16, caching=True, depth=1):
+        self.memory = MemoryManager(frames, block_size, list(windows), enable_prefix_caching=caching)
+        self.scheduler = Scheduler(
+            self.memory,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            eos_token_ids=frozenset([EOS]),
+            ageing_s=10.0,
+            enable_prefix_caching=caching,
+        )
+        self.device = SimulatedDevice(block_size, list(windows))
+        self.depth = depth
+        self.flights: deque[StepResult] = deque()
+        self.outputs: dict[tuple[str, int], list[int]] = {}
+        self.reasons: dict[tuple[str, int], str] = {}
+        self.first_step: dict[str, int] = {}
+        self.steps = 0
+        self.now = 0.0
+
+    def step(self, faulty=frozenset()) -> None:
+        self.now += 1.0
+        plan = self.scheduler.schedule(self.now)
+        if plan is not None:
+            assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
+            assert len(set(plan.rows.tolist())) == len(plan.rows)
+            self.steps += 1
+            self.device.apply(plan)
+            self.flights.append(self.device.run(plan, faulty))
+        if self.flights and (plan is None or len(self.flights) >= self.depth):
+            for update in self.scheduler.commit(self.flights.popleft(), self.now):
+                key = (update.sequence.request.request_id, update.sequence.index)
+                if update.token is not None:
+                    self.outputs.setdefault(key, []).append(update.token)
+                    self.first_step.setdefault(key[0], self.steps)
+                if update.finish_reason is not None:
+                    assert key not in self.reasons
+                    self.reasons[key] = update.finish_reason
+        self.memory.check()
+
+    def run(self, limit=5000) -> None:
+        for _ in range(limit):
+            if not self.scheduler.has_work():
+                break
+            self.step()
+        assert not self.scheduler.has_work(), "it does not end"
+        self.assert_all_free()
+
+    def assert_all_free(self) -> None:
+        stats = self.memory.stats()
+        assert stats.frames_active == 0
+        assert stats.frames_free + stats.frames_cached == stats.frames
+        assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        assert sorted(self.scheduler._free_rows) == list(range(self.scheduler.max_num_seqs))
+        assert not self.scheduler._pending._owner
+        assert not self.scheduler._pending._waiters
+
+
+prefixes = st.sampled_from([[], [1] * 9, [1] * 9 + [2] * 8, [3, 4] * 10])
+prompts = st.builds(lambda a, b: (a + b) or [5], prefixes, st.lists(st.integers(0, VOCAB - 1), max_size=12))
+requests = st.lists(
+    st.tuples(
+        prompts, st.integers(1, 20), st.integers(1, 3), st.integers(0, 3), st.integers(0, 2), st.sampled_from("ab")
+    ),
+    min_size=1,
+    max_size=10,
+)
+
+
+scripts = st.lists(
+    st.tuples(st.integers(0, 6), st.sampled_from(["add", "add", "abort", "fault", "finish"]), st.integers(0, 9)),
+    max_size=20,
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    loads=requests,
+    script=scripts,
+    frames=st.integers(19, 40),
+    windows=st.sampled_from([(None,), (5,), (None, 6), (3, 9, None)]),
+    max_num_seqs=st.integers(3, 6),
+    budget=st.sampled_from([6, 17, 64]),
+    caching=st.booleans(),
+    depth=st.sampled_from([1, 2, 3]),
+)
+def test_any_load_gives_the_tokens_of_a_lone_run(loads, script, frames, windows, max_num_seqs, budget, caching, depth):
+    """Same request, same tokens: beside any others, with preemptions, prefix hits, forks, faults, aborts, steps ahead."""
+    bench = Bench(
+        frames=frames * len(windows),
+        windows=windows,
+        max_num_seqs=max_num_seqs,
+        budget=budget,
+        caching=caching,
+        depth=depth,
+    )
+    waiting = [
+        make_request(f"r{i}", prompt, max_tokens, n=n, seed=seed, priority=priority, salt=salt)
+        for i, (prompt, max_tokens, n, seed, priority, salt) in enumerate(loads)
+    ]
+    all_requests = list(waiting)
+    disturbed: set[str] = set()
+
+    def add() -> None:
+        if waiting:
+            request = waiting.pop()
+            request.arrival_s = bench.now
+            bench.scheduler.add(request)
+
+    for steps, action, pick in script:
+        for _ in range(steps):
+            bench.step()
+        live = bench.scheduler.request_ids()
+        if action == "add":
+            add()
+        elif action == "fault":
+            bench.step(frozenset([pick % max_num_seqs]))
+        elif live:
+            name = live[pick % len(live)]
+            disturbed.add(name)
+            if action == "abort":
+                bench.scheduler.abort(name, bench.now)
+            else:
+                bench.scheduler.finish(name, 0, bench.now)
+            bench.memory.check()
+    while waiting:
+        add()
+    bench.run()
+    for request in all_requests:
+        for index in range(request.params.n):
+            tokens = bench.outputs.get((request.request_id, index), [])
+            want = expected(request, index)
+            if request.request_id in disturbed or bench.reasons.get((request.request_id, index)) == "error":
+                assert tokens == want[: len(tokens)]
+            else:
+                assert tokens == want
+                assert bench.reasons[request.request_id, index] == ("stop" if want[-1] == EOS else "length")
+
+
+def test_prefix_computed_by_another_request_is_waited_for():
+    bench = Bench(budget=64)
+    shared = [1, 2, 3, 4] * 8
+    for i in range(4):
+        bench.scheduler.add(make_request(f"r{i}", [*shared, 10 + i], 3, ignore_eos=True))
+    bench.run()
+    once = len(shared) + 4 * 3
+    assert bench.device.computed_tokens == once
+
+
+def test_waiting_requests_with_other_prompts_pass_those_that_wait_for_a_prefix():
+    bench = Bench(budget=8)
+    shared = [1, 2, 3, 4] * 8
+    bench.scheduler.add(make_request("owner", [*shared, 9], 2, ignore_eos=True))
+    bench.scheduler.add(make_request("same", [*shared, 8], 2, ignore_eos=True))
+    bench.scheduler.add(make_request("other", [30, 31], 2, ignore_eos=True))
+    bench.run()
+    assert bench.first_step["other"] <= bench.first_step["same"]
+
+
+def test_a_fork_takes_no_block_until_it_diverges():
+    bench = Bench(frames=32, budget=64)
+    bench.scheduler.add(make_request("r", [1] * 10, 6, n=3, ignore_eos=True))
+    bench.step()
+    assert bench.memory.stats().frames_active == 3
+    bench.step()
+    assert bench.memory.stats().frames_active == 5  # two of the three wrote into the shared partial block: two copies
+    assert bench.memory.stats().copies == 2
+    bench.run()
+
+
+def test_first_come_first_served_within_a_class():
+    bench = Bench(max_num_seqs=2, budget=8)
+    for i in range(6):
+        bench.scheduler.add(make_request(f"r{i}", [10 + i, 20 + i], 4, ignore_eos=True, arrival_s=0.0))
+    bench.run()
+    order = sorted(bench.first_step, key=lambda name: (bench.first_step[name], name))
+    assert order == [f"r{i}" for i in range(6)]
+
+
+def test_urgent_class_goes_first_but_ageing_lets_nobody_starve():
+    bench = Bench(max_num_seqs=1, budget=8)
+    bench.scheduler.add(make_request("patient", [5, 6], 2, priority=2, ignore_eos=True, arrival_s=0.0))
+    for i in range(60):
+        bench.scheduler.add(make_request(f"urgent{i}", [10, i], 2, ignore_eos=True, arrival_s=float(i)))
+    bench.run()
+    overtakers = [name for name, step in bench.first_step.items() if step < bench.first_step["patient"]]
+    assert len(overtakers) == 20  # those that arrived within 2 classes * 10 s after it
+    assert "urgent0" in overtakers
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 3), st.integers(1, 3), st.integers(1, 12), st.integers(4, 40))
+def test_bounded_wait(priority, max_num_seqs, max_tokens, prompt_len):
+    """Under a stream of more urgent requests without end, a request of any class starts within a bound of steps."""
+    bench = Bench(frames=80, max_num_seqs=max_num_seqs, budget=16)
+    prompt = list(range(prompt_len))
+    bench.scheduler.add(make_request("low", prompt, max_tokens, priority=priority, ignore_eos=True, arrival_s=0.0))
+    bound = 10.0 * priority + (max_num_seqs + 2) * (max_tokens + prompt_len)
+    while ("low", 0) not in bench.reasons:
+        arrival = make_request(
+            f"u{bench.now}", [*prompt, bench.steps], max_tokens, ignore_eos=True, arrival_s=bench.now
+        )
+        bench.scheduler.add(arrival)
+        bench.step()
+        assert bench.now <= bound + 10.0 * priority * (max_tokens + prompt_len), "starved"
+
+
+def test_when_blocks_run_out_the_youngest_is_preempted_and_recomputed():
+    bench = Bench(frames=10, block_size=4, max_num_seqs=4, budget=32, caching=False)
+    for i in range(3):
+        bench.scheduler.add(make_request(f"r{i}", [10 + i] * 4, 20, ignore_eos=True))
+    bench.run()
+    assert bench.scheduler.preemptions > 0
+    for i in range(3):
+        assert bench.outputs[f"r{i}", 0] == expected(make_request(f"r{i}", [10 + i] * 4, 20, ignore_eos=True), 0)
+    assert list(bench.reasons) == [("r0", 0), ("r1", 0), ("r2", 0)]
+
+
+def test_what_can_never_fit_is_refused_at_once():
+    bench = Bench(frames=4, block_size=4, max_num_seqs=2)
+    with pytest.raises(RequestTooLargeError, match=r"may grow to 20 tokens, which takes 5 KV blocks .* the pool has 4"):
+        bench.scheduler.add(make_request("big", [1] * 10, 10))
+    with pytest.raises(RequestTooLargeError, match="n is 3, but max_num_seqs"):
+        bench.scheduler.add(make_request("wide", [1], 1, n=3))
+    bench.scheduler.add(make_request("fits", [1] * 10, 7, ignore_eos=True))
+    bench.run()
+    assert len(bench.outputs["fits", 0]) == 7
