@@ -1,0 +1,111 @@
+"""The one decoder definition, driven by `DecoderSpec`: the torch executor, on the ops and attention it is given."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pagemill.attention.interface import AttentionBackend, AttentionBatch, LayerCache
+from pagemill.kvcache.layer_groups import group_layers
+from pagemill.models.moe import apply_experts, apply_mlp
+from pagemill.models.spec import DecoderSpec, LayerSpec
+from pagemill.models.weights import DecoderWeights, Experts, LayerWeights
+from pagemill.ops.interface import Ops
+
+Angles = tuple[Tensor, Tensor]
+
+
+class LayerCaches(Protocol):
+    """What a decoder needs of the device pool."""
+
+    def layer(self, index: int) -> LayerCache: ...
+
+
+class Decoder:
+    """Runs one step: token ids in, hidden states out, K/V written to and read from the pool's frames.
+
+    groups: the layer groups that `AttentionBatch.groups` and the pool must follow.
+    """
+
+    def __init__(
+        self, spec: DecoderSpec, weights: DecoderWeights, ops: Ops, attention: AttentionBackend, dtype: torch.dtype
+    ) -> None:
+        self.spec = spec
+        self.weights = weights
+        self.ops = ops
+        self.attention = attention
+        self.dtype = dtype
+        self.device = weights.embedding.device
+        self.groups = group_layers([layer.window for layer in spec.layers])
+        self._group_of = [self.groups.place(index)[0] for index in range(len(spec.layers))]
+        self._inv_freqs = [torch.tensor(rope.inv_freq, dtype=torch.float32, device=self.device) for rope in spec.ropes]
+        # The reference rounds the scale to the weights' dtype before it multiplies.
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype, device=self.device)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, pool: LayerCaches) -> Tensor:
+        """token_ids int64 [tokens], in the batch's order -> hidden states [tokens, hidden], final norm applied."""
+        x = self.weights.embedding[token_ids]
+        if self.spec.embedding_scale != 1.0:
+            x = x * self._embedding_scale
+        angles = [self._angles(index, batch.positions) for index in range(len(self.spec.ropes))]
+        for index, (layer, weights) in enumerate(zip(self.spec.layers, self.weights.layers, strict=True)):
+            x = x + self._attend(x, layer, weights, angles, batch, self._group_of[index], pool.layer(index))
+            x = x + self._mlp(x, weights)
+        return self.ops.rms_norm(x, self.weights.final_norm, self.spec.norm_eps)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [rows, hidden] from `forward` -> float32 [rows, vocab], final soft cap applied."""
+        logits = self.weights.lm_head(hidden).float()
+        cap = self.spec.final_soft_cap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def _angles(self, rope: int, positions: Tensor) -> Angles:
+        """cos and sin, fp32 [tokens, rotary_dim / 2], the attention factor counted in."""
+        angles = positions.unsqueeze(-1).float() * self._inv_freqs[rope]
+        factor = self.spec.ropes[rope].factor
+        return torch.cos(angles) * factor, torch.sin(angles) * factor
+
+    def _attend(
+        self,
+        x: Tensor,
+        layer: LayerSpec,
+        weights: LayerWeights,
+        angles: list[Angles],
+        batch: AttentionBatch,
+        group: int,
+        cache: LayerCache,
+    ) -> Tensor:
+        spec, ops, tokens = self.spec, self.ops, x.shape[0]
+        heads = weights.qkv(ops.rms_norm(x, weights.input_norm, spec.norm_eps)).view(tokens, -1, spec.head_dim)
+        q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
+        if weights.q_norm is not None and weights.k_norm is not None:
+            q = ops.rms_norm(q, weights.q_norm, spec.norm_eps)
+            k = ops.rms_norm(k, weights.k_norm, spec.norm_eps)
+        if layer.rope is not None:
+            cos, sin = angles[layer.rope]
+            ops.rotate(q, cos, sin)
+            ops.rotate(k, cos, sin)
+        self.attention.write(k, v, cache, batch.groups[group].slots)
+        out, _ = self.attention.attend(
+            q, cache, batch, group, scale=spec.scale, window=layer.window, soft_cap=spec.attention_soft_cap
+        )
+        out = weights.o(out.reshape(tokens, -1))
+        if weights.post_attention_norm is not None:
+            out = ops.rms_norm(out, weights.post_attention_norm, spec.norm_eps)
+        return out
+
+    def _mlp(self, x: Tensor, weights: LayerWeights) -> Tensor:
+        spec, ops = self.spec, self.ops
+        h = ops.rms_norm(x, weights.pre_mlp_norm, spec.norm_eps)
+        if isinstance(weights.mlp, Experts):
+            assert spec.moe is not None
+            out = apply_experts(h, weights.mlp, spec.moe, spec.activation, ops)
+        else:
+            out = apply_mlp(h, weights.mlp, spec.activation, ops)
+        if weights.post_mlp_norm is not None:
+            out = ops.rms_norm(out, weights.post_mlp_norm, spec.norm_eps)
+        return out

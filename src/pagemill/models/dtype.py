@@ -1,0 +1,62 @@
+"""Which dtype a model computes in, and whether this machine has instructions for it."""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from pagemill.errors import ConfigError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_X86 = {torch.bfloat16: {"avx512_bf16", "amx_bf16"}, torch.float16: {"avx512_fp16", "amx_fp16"}}
+_ARM = {torch.bfloat16: {"bf16", "svebf16"}, torch.float16: {"asimdhp"}}
+
+
+@cache
+def cpu_features() -> frozenset[str]:
+    """The CPU's features as Linux names them (`flags` or `Features`); elsewhere what can be told without asking it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        # Every Apple CPU has half-precision arithmetic; bfloat16 came later and is not assumed.
+        apple = platform.system() == "Darwin" and platform.machine() == "arm64"
+        return frozenset({"asimdhp"}) if apple else frozenset()
+    words = [line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))]
+    return frozenset(words[0]) if words else frozenset()
+
+
+def is_native(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether matrix products in `dtype` have instructions of their own on `device`."""
+    if dtype == torch.float32:
+        return True
+    if device.type == "cuda":
+        return dtype == torch.float16 or torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cpu":
+        return dtype == torch.float16
+    table = _ARM if platform.machine().lower() in ("aarch64", "arm64") else _X86
+    return not table[dtype].isdisjoint(cpu_features())
+
+
+def resolve_dtype(
+    requested: str, stored: dict[torch.dtype, int], *, quantized: bool, device: torch.device
+) -> torch.dtype:
+    """The dtype to compute in.
+
+    requested: "auto", "float32", "bfloat16" or "float16".
+    stored:    bytes of the checkpoint by dtype; auto takes the most frequent if the device has instructions for it.
+    quantized: dequantized weights fit no 16-bit format exactly: auto takes float32 on CPU, and elsewhere 16 bits, which
+               are faster there.
+    """
+    if requested != "auto":
+        if requested not in DTYPES:
+            raise ConfigError(f"dtype is {requested!r}; it must be one of auto, {', '.join(DTYPES)}", param="dtype")
+        return DTYPES[requested]
+    if quantized:
+        if device.type == "cpu":
+            return torch.float32
+        return torch.bfloat16 if is_native(torch.bfloat16, device) else torch.float16
+    dtype = max(stored, key=lambda kind: stored[kind], default=torch.float32)
+    return dtype if is_native(dtype, device) else torch.float32

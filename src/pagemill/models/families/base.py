@@ -1,0 +1,184 @@
+"""What the families share: typed access to a configuration, and the parts of a `DecoderSpec` filled in alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from pagemill.errors import ConfigError, ModelConfigError, UnsupportedModelError
+from pagemill.models.names import HUGGING_FACE, WeightNames
+from pagemill.models.rope import resolve_rope, scaled_max_position
+from pagemill.models.spec import DecoderSpec, LayerSpec, RopeSpec
+
+_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+}
+
+
+class ModelConfig:
+    """A normalised configuration (all of transformers' defaults filled in) with typed look-ups.
+
+    Every look-up raises ModelConfigError, naming the key and what it holds, if the value is missing or of a wrong type.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self.values = dict(values)
+
+    def get(self, key: str) -> Any:
+        return self.values.get(key)
+
+    def integer(self, key: str, minimum: int = 1) -> int:
+        value = self.values.get(key)
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            raise ModelConfigError(
+                f"{key} is {value!r} in the model's configuration; it must be an integer of at least {minimum}",
+                param=key,
+            )
+        return value
+
+    def number(self, key: str) -> float:
+        value = self.values.get(key)
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise ModelConfigError(
+                f"{key} is {value!r} in the model's configuration; it must be a positive number", param=key
+            )
+        return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        return None if self.values.get(key) is None else self.number(key)
+
+    def flag(self, key: str) -> bool:
+        value = self.values.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise ModelConfigError(
+                f"{key} is {value!r} in the model's configuration; it must be true or false", param=key
+            )
+        return bool(value)
+
+    def sequence(self, key: str, length: int) -> list[Any]:
+        value = self.values.get(key)
+        if not isinstance(value, list | tuple) or len(value) < length:
+            raise ModelConfigError(
+                f"{key} is {value!r} in the model's configuration; it must list one value for each of {length} layers",
+                param=key,
+            )
+        return list(value[:length])
+
+    def refuse(self, key: str, *supported: Any) -> None:
+        """Refuses the model unless `key` is absent, None, or one of `supported`."""
+        value = self.values.get(key)
+        if value is not None and value not in supported:
+            shown = " or ".join(map(repr, supported)) or "nothing"
+            raise UnsupportedModelError(
+                f"{key} is {value!r}; this model family is supported with {shown} only", param=key
+            )
+
+
+@dataclass(frozen=True)
+class Family:
+    """architecture: the transformers class a checkpoint of this family names.
+
+    describe: (configuration, max_model_len or None for the longest) -> spec.
+    """
+
+    architecture: str
+    describe: Callable[[ModelConfig, int | None], DecoderSpec]
+    names: WeightNames = HUGGING_FACE
+
+
+def windows_by_type(config: ModelConfig) -> list[int | None]:
+    """Each layer's window, from `layer_types` (`full_attention` or `sliding_attention`) and `sliding_window`."""
+    count = config.integer("num_hidden_layers")
+    windows: list[int | None] = []
+    for kind in config.sequence("layer_types", count):
+        if kind not in ("full_attention", "sliding_attention"):
+            raise UnsupportedModelError(
+                f"layer type {kind!r} is not supported; supported are full_attention and sliding_attention",
+                param="layer_types",
+            )
+        windows.append(config.integer("sliding_window") if kind == "sliding_attention" else None)
+    return windows
+
+
+def window_of_all(config: ModelConfig) -> list[int | None]:
+    """The same window, or none, for every layer."""
+    config.refuse("layer_types")
+    window = None if config.get("sliding_window") is None else config.integer("sliding_window")
+    return [window] * config.integer("num_hidden_layers")
+
+
+def head_dim_of(config: ModelConfig) -> int:
+    if config.get("head_dim") is not None:
+        return config.integer("head_dim")
+    return config.integer("hidden_size") // config.integer("num_attention_heads")
+
+
+def check_model_len(max_model_len: int | None, max_position: int) -> int:
+    """The context length to prepare for; raises ConfigError over what the model declares."""
+    if max_model_len is not None and max_model_len > max_position:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, over the {max_position} positions that the model declares; lower it, "
+            f"or give hf_overrides a larger max_position_embeddings or a rope_scaling if the model was made for that",
+            param="max_model_len",
+        )
+    return max_model_len or max_position
+
+
+def one_rope(config: ModelConfig, max_model_len: int | None, *, partial: bool = False) -> tuple[RopeSpec, int]:
+    """The single rotary embedding of a model without kinds of layers, and the longest context."""
+    parameters = config.get("rope_parameters")
+    if not isinstance(parameters, dict):
+        raise ModelConfigError(
+            f"rope_parameters is {parameters!r}; it must be a table of parameters", param="rope_parameters"
+        )
+    declared = config.integer("max_position_embeddings")
+    max_position = scaled_max_position(parameters, declared)
+    length = check_model_len(max_model_len, max_position)
+    rope = resolve_rope(parameters, head_dim_of(config), max_position=declared, max_model_len=length, partial=partial)
+    return rope, max_position
+
+
+def describe_decoder(
+    config: ModelConfig,
+    layers: list[LayerSpec],
+    ropes: tuple[RopeSpec, ...],
+    max_position: int,
+    *,
+    activation_key: str = "hidden_act",
+    scale: float | None = None,
+    **features: Any,
+) -> DecoderSpec:
+    """The spec with all common sizes; `features` are the fields in which the family differs."""
+    activation = config.get(activation_key)
+    if activation not in _ACTIVATIONS:
+        raise UnsupportedModelError(
+            f"{activation_key} is {activation!r}; supported are {', '.join(sorted(_ACTIVATIONS))}", param=activation_key
+        )
+    heads, kv_heads = config.integer("num_attention_heads"), config.integer("num_key_value_heads")
+    if heads % kv_heads:
+        raise ModelConfigError(
+            f"num_attention_heads is {heads}, not a multiple of num_key_value_heads ({kv_heads})",
+            param="num_key_value_heads",
+        )
+    head_dim = head_dim_of(config)
+    return DecoderSpec(
+        family=str(config.get("model_type")),
+        vocab_size=config.integer("vocab_size"),
+        hidden_size=config.integer("hidden_size"),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=config.integer("intermediate_size"),
+        layers=tuple(layers),
+        ropes=ropes,
+        norm_eps=config.number("rms_norm_eps"),
+        activation=_ACTIVATIONS[activation],
+        scale=head_dim**-0.5 if scale is None else scale,
+        max_position=max_position,
+        tied_embeddings=config.flag("tie_word_embeddings"),
+        **features,
+    )

@@ -1,0 +1,45 @@
+"""Qwen2 (bias on q, k, v), Qwen3 (norms on q and k) and its mixture of experts."""
+
+from __future__ import annotations
+
+from pagemill.models.families.base import Family, ModelConfig, describe_decoder, one_rope, windows_by_type
+from pagemill.models.spec import DecoderSpec, LayerSpec, MoESpec
+
+
+def _qwen2(config: ModelConfig, max_model_len: int | None) -> DecoderSpec:
+    rope, max_position = one_rope(config, max_model_len)
+    layers = [LayerSpec(window, 0) for window in windows_by_type(config)]
+    return describe_decoder(config, layers, (rope,), max_position, qkv_bias=True)
+
+
+def _qwen3(config: ModelConfig, max_model_len: int | None) -> DecoderSpec:
+    rope, max_position = one_rope(config, max_model_len)
+    layers = [LayerSpec(window, 0) for window in windows_by_type(config)]
+    bias = config.flag("attention_bias")
+    return describe_decoder(config, layers, (rope,), max_position, qkv_bias=bias, o_bias=bias, qk_norm=True)
+
+
+def _qwen3_moe(config: ModelConfig, max_model_len: int | None) -> DecoderSpec:
+    rope, max_position = one_rope(config, max_model_len)
+    config.refuse("layer_types")
+    window = config.integer("sliding_window") if config.flag("use_sliding_window") else None
+    dense, step = config.get("mlp_only_layers") or [], config.integer("decoder_sparse_step")
+    layers = [
+        LayerSpec(window, 0, moe=index not in dense and (index + 1) % step == 0)
+        for index in range(config.integer("num_hidden_layers"))
+    ]
+    bias = config.flag("attention_bias")
+    experts = MoESpec(
+        num_experts=config.integer("num_experts"),
+        experts_per_token=config.integer("num_experts_per_tok"),
+        intermediate_size=config.integer("moe_intermediate_size"),
+        normalize=config.flag("norm_topk_prob"),
+    )
+    return describe_decoder(
+        config, layers, (rope,), max_position, qkv_bias=bias, o_bias=bias, qk_norm=True, moe=experts
+    )
+
+
+QWEN2 = Family("Qwen2ForCausalLM", _qwen2)
+QWEN3 = Family("Qwen3ForCausalLM", _qwen3)
+QWEN3_MOE = Family("Qwen3MoeForCausalLM", _qwen3_moe)

@@ -1,0 +1,192 @@
+"""Builds a decoder's weights from a checkpoint, tensor by tensor: read, convert, join, check, pack, let go.
+
+At any time at most one joined matrix exists beside what has been packed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from pagemill.errors import CorruptWeightsError, UnsupportedModelError
+from pagemill.models.loading.checkpoint import Checkpoint
+from pagemill.models.names import WeightNames
+from pagemill.models.spec import DecoderSpec
+from pagemill.models.weights import DecoderWeights, Experts, GatedMLP, LayerWeights
+from pagemill.ops.interface import Linear, Ops
+
+Progress = Callable[[int, int], None]
+
+
+class Assembler:
+    """One load. `progress(done_bytes, total_bytes)` is called after each tensor, in stored bytes."""
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        spec: DecoderSpec,
+        names: WeightNames,
+        ops: Ops,
+        dtype: torch.dtype,
+        device: torch.device,
+        progress: Progress | None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._spec = spec
+        self._names = names
+        self._ops = ops
+        self._dtype = dtype
+        self._device = device
+        self._progress = progress
+        self._used: set[str] = set()
+        self._done = 0
+        self._total = sum(info.nbytes for name, info in checkpoint.tensors.items() if not self._ignored(name))
+
+    def assemble(self) -> DecoderWeights:
+        """Raises CorruptWeightsError (missing, wrong shape, not finite), UnsupportedModelError (dtype, unused)."""
+        spec, names = self._spec, self._names
+        embedding = self._matrix((names.embedding,), (spec.vocab_size,), spec.hidden_size)
+        layers = tuple(self._layer(index) for index in range(len(spec.layers)))
+        final_norm = self._norm(names.final_norm, spec.hidden_size)
+        if spec.tied_embeddings:
+            lm_head = self._ops.pack_linear(embedding)
+        else:
+            lm_head = self._linear((names.lm_head,), (spec.vocab_size,), spec.hidden_size)
+        self._refuse_unused()
+        return DecoderWeights(embedding, layers, final_norm, lm_head)
+
+    def _layer(self, index: int) -> LayerWeights:
+        spec, names = self._spec, self._names
+        prefix = names.layer.format(layer=index)
+        queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+
+        def norm(name: str, size: int, present: bool = True) -> Tensor | None:
+            return self._norm(prefix + name, size) if present else None
+
+        def names_of(parts: Sequence[str]) -> list[str]:
+            return [prefix + part for part in parts]
+
+        mlp: GatedMLP | Experts
+        if spec.layers[index].moe:
+            mlp = self._experts(prefix)
+        else:
+            mlp = self._mlp(names_of(names.gate_up), prefix + names.down, spec.intermediate_size)
+        return LayerWeights(
+            input_norm=self._norm(prefix + names.input_norm, spec.hidden_size),
+            qkv=self._linear(
+                names_of(names.qkv),
+                (queries, keys, keys),
+                spec.hidden_size,
+                spec.qkv_bias,
+                unpair=(spec.num_heads, spec.num_kv_heads) if names.paired_rope else (),
+            ),
+            o=self._linear(names_of((names.o,)), (spec.hidden_size,), queries, spec.o_bias),
+            pre_mlp_norm=self._norm(prefix + names.pre_mlp_norm, spec.hidden_size),
+            mlp=mlp,
+            q_norm=norm(names.q_norm, spec.head_dim, spec.qk_norm),
+            k_norm=norm(names.k_norm, spec.head_dim, spec.qk_norm),
+            post_attention_norm=norm(names.post_attention_norm, spec.hidden_size, spec.post_norms),
+            post_mlp_norm=norm(names.post_mlp_norm, spec.hidden_size, spec.post_norms),
+        )
+
+    def _mlp(self, gate_up: Sequence[str], down: str, size: int) -> GatedMLP:
+        hidden, bias = self._spec.hidden_size, self._spec.mlp_bias
+        return GatedMLP(
+            self._linear(gate_up, (size, size), hidden, bias),
+            self._linear((down,), (hidden,), size, bias),
+        )
+
+    def _experts(self, prefix: str) -> Experts:
+        spec, names = self._spec, self._names
+        assert spec.moe is not None
+        router = self._matrix((prefix + names.router,), (spec.moe.num_experts,), spec.hidden_size, dtype=torch.float32)
+        experts = []
+        for expert in range(spec.moe.num_experts):
+            gate_up = [prefix + part.format(expert=expert) for part in names.expert_gate_up]
+            down = prefix + names.expert_down.format(expert=expert)
+            experts.append(self._mlp(gate_up, down, spec.moe.intermediate_size))
+        return Experts(self._ops.pack_linear(router), tuple(experts))
+
+    def _linear(
+        self,
+        parts: Sequence[str],
+        rows: tuple[int, ...],
+        columns: int,
+        bias: bool = False,
+        unpair: tuple[int, ...] = (),
+    ) -> Linear:
+        weight = self._matrix(parts, rows, columns, unpair=unpair)
+        offsets = self._matrix(parts, rows, 0, unpair=unpair, dtype=torch.float32) if bias else None
+        return self._ops.pack_linear(weight, offsets)
+
+    def _matrix(
+        self,
+        parts: Sequence[str],
+        rows: tuple[int, ...],
+        columns: int,
+        *,
+        unpair: tuple[int, ...] = (),
+        dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """The parts joined by rows, [sum(rows), columns]; biases, [sum(rows)], where columns is 0.
+
+        unpair: heads of the leading parts whose rotary pairs lie side by side.
+        """
+        if len(parts) == 1:
+            rows = (sum(rows),)
+        shape = (sum(rows), columns) if columns else (sum(rows),)
+        joined = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+        begin = 0
+        for index, (part, count) in enumerate(zip(parts, rows, strict=True)):
+            out = joined[begin : begin + count]
+            self._read(f"{part}.weight" if columns else f"{part}.bias", out)
+            if index < len(unpair):
+                pairs = out.view(unpair[index], -1, 2, *out.shape[1:])
+                out.copy_(pairs.transpose(1, 2).reshape(out.shape))
+            begin += count
+        return joined
+
+    def _norm(self, name: str, size: int) -> Tensor:
+        weight = torch.empty(size, dtype=torch.float32, device=self._device)
+        self._read(f"{name}.weight", weight)
+        return weight + self._names.norm_offset if self._names.norm_offset else weight
+
+    def _read(self, name: str, out: Tensor) -> None:
+        info = self._checkpoint.tensors.get(name)
+        path = self._checkpoint.path
+        if info is None:
+            raise CorruptWeightsError(
+                f"{path} has no tensor {name!r}, which its configuration asks for; download it again"
+            )
+        if info.shape != tuple(out.shape):
+            raise CorruptWeightsError(
+                f"tensor {name!r} in {path} has shape {list(info.shape)}, but the configuration asks for "
+                f"{list(out.shape)}; weights and configuration belong to different models"
+            )
+        self._checkpoint.read_into(name, out)
+        low, high = torch.aminmax(out)  # NaN goes through; cheaper than a mask of all elements
+        if not (math.isfinite(low) and math.isfinite(high)):
+            dtype = str(out.dtype).removeprefix("torch.")
+            raise CorruptWeightsError(
+                f"tensor {name!r} in {path} has values that are not finite in {dtype} (from {low:g} to {high:g}); "
+                f"download it again, or load it with dtype='float32' if it is sound"
+            )
+        self._used.add(name)
+        self._done += info.nbytes
+        if self._progress is not None:
+            self._progress(self._done, self._total)
+
+    def _ignored(self, name: str) -> bool:
+        tied_head = self._spec.tied_embeddings and name == f"{self._names.lm_head}.weight"
+        return tied_head or name.endswith(self._names.ignored)
+
+    def _refuse_unused(self) -> None:
+        unused = sorted(name for name in self._checkpoint.tensors if name not in self._used and not self._ignored(name))
+        if unused:
+            raise UnsupportedModelError(
+                f"{self._checkpoint.path} has {len(unused)} tensors that a {self._spec.family} decoder does not use, "
+                f"first {unused[0]!r}; ignoring them would change the model's answers"
+            )

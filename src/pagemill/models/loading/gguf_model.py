@@ -1,0 +1,217 @@
+"""Checkpoints in GGUF: its metadata become the configuration that the families read, its quantized weights float32.
+
+What llama.cpp hard-codes for an architecture instead of storing it (Gemma's window pattern and local RoPE base) is
+filled in here.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf.constants import GGMLQuantizationType as Kind
+from torch import Tensor
+
+from pagemill.errors import ModelConfigError, UnsupportedModelError
+from pagemill.models.loading.checkpoint import PIECE_BYTES, MappedFile, TensorInfo, copy_stored
+from pagemill.models.loading.gguf_file import GGUFFile
+from pagemill.models.loading.overrides import apply_overrides, check_overrides
+from pagemill.models.names import GGUF, WeightNames
+
+_PLAIN = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
+_QUANTIZED = {Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K}
+_MODEL_TYPES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma2": "gemma2",
+    "gemma3": "gemma3_text",
+    "phi3": "phi3",
+}
+_KEYS = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+    "attention.key_length": "head_dim",
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+}
+_USED_OTHERWISE = {
+    "attention.value_length",
+    "attention.sliding_window",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.freq_base_swa",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.attn_factor",
+    "rope.scaling.original_context_length",
+}
+_WITHOUT_EFFECT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
+_NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "pooling_type": 0}
+
+
+class GGUFModel:
+    """Opens the container and builds the configuration; weights are read later."""
+
+    def __init__(self, path: Path, overrides: Mapping[str, Any]) -> None:
+        container = GGUFFile(path)
+        self.path = path
+        self.files = [MappedFile(path)]
+        self._stored = container.tensors
+        self.tensors = {
+            name: TensorInfo(tensor.shape, tensor.kind.name, tensor.nbytes)
+            for name, tensor in container.tensors.items()
+        }
+        self.quantized = any(tensor.kind in _QUANTIZED for tensor in container.tensors.values())
+        metadata = container.metadata
+        self.config = apply_overrides(self._configure(metadata), overrides)
+        check_overrides(overrides, self.config)
+        model_type = self.config["model_type"]
+        self.names: WeightNames | None = replace(GGUF, paired_rope=model_type == "llama")
+        if model_type == "phi3":
+            self.names = replace(GGUF, qkv=("attn_qkv",), gate_up=("ffn_up",))
+        ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
+        self.eos_token_ids = tuple(dict.fromkeys(end for end in ends if isinstance(end, int)))
+
+    def float_dtypes(self) -> dict[torch.dtype, int]:
+        sizes: Counter[torch.dtype] = Counter()
+        for tensor in self._stored.values():
+            sizes[_PLAIN.get(tensor.kind, torch.float32)] += tensor.nbytes
+        return dict(sizes)
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        tensor, file = self._stored[name], self.files[0]
+        if tensor.kind in _PLAIN:
+            copy_stored(file, tensor.begin, _PLAIN[tensor.kind], out)
+            return
+        if tensor.kind not in _QUANTIZED:
+            supported = sorted(kind.name for kind in _QUANTIZED | _PLAIN.keys())
+            raise UnsupportedModelError(
+                f"tensor {name!r} in {file.path} is stored as {tensor.kind.name}; supported are {', '.join(supported)}",
+                param="dtype",
+            )
+        from gguf.quants import dequantize
+
+        rows = out.view(-1, out.shape[-1])
+        row_bytes = tensor.nbytes // rows.shape[0]
+        step = max(1, PIECE_BYTES // (4 * rows.shape[1]))
+        for start in range(0, rows.shape[0], step):
+            stop = min(start + step, rows.shape[0])
+            first, last = tensor.begin + start * row_bytes, tensor.begin + stop * row_bytes
+            piece = dequantize(file.view(first, last).reshape(stop - start, row_bytes), tensor.kind)
+            rows[start:stop].copy_(torch.from_numpy(piece))
+            file.forget(first, last)
+
+    def _configure(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
+        """transformers' normalised form of the configuration, from llama.cpp's metadata."""
+        architecture = metadata.get("general.architecture")
+        if architecture not in _MODEL_TYPES:
+            raise UnsupportedModelError(
+                f"{self.path} is of GGUF architecture {architecture!r}; supported are {', '.join(_MODEL_TYPES)}",
+                param="general.architecture",
+            )
+        if metadata.get("split.count", 1) > 1:
+            raise UnsupportedModelError(
+                f"{self.path} is one of {metadata['split.count']} parts; merge them with llama.cpp's gguf-split --merge"
+            )
+        prefix = f"{architecture}."
+        found = {key[len(prefix) :]: value for key, value in metadata.items() if key.startswith(prefix)}
+        for key, value in found.items():
+            if key not in _KEYS and key not in _USED_OTHERWISE | _WITHOUT_EFFECT and _NEUTRAL.get(key) != value:
+                raise UnsupportedModelError(
+                    f"{self.path} has {prefix}{key} = {value!r}, which is not supported; use the Hugging Face folder",
+                    param=prefix + key,
+                )
+        config: dict[str, Any] = dict.fromkeys(_KEYS.values())
+        config |= {_KEYS[key]: value for key, value in found.items() if key in _KEYS}
+        embedding = self.tensors.get("token_embd.weight")
+        config |= {
+            "model_type": _MODEL_TYPES[architecture],
+            "vocab_size": embedding.shape[0] if embedding else None,
+            "tie_word_embeddings": "output.weight" not in self.tensors,
+            "attention_bias": architecture == "llama" and "blk.0.attn_q.bias" in self.tensors,
+            "mlp_bias": "blk.0.ffn_up.bias" in self.tensors,
+            "hidden_act": "silu",
+            "sliding_window": found.get("attention.sliding_window") or None,
+            "rope_parameters": self._rope(found),
+        }
+        heads = config["num_attention_heads"]
+        if not isinstance(heads, int) or heads < 1:
+            raise ModelConfigError(
+                f"{prefix}attention.head_count is {heads!r} in {self.path}; it must be an integer of at least 1"
+            )
+        config["num_key_value_heads"] = config["num_key_value_heads"] or heads
+        config["head_dim"] = config["head_dim"] or int(config["hidden_size"] or 0) // heads
+        if found.get("attention.value_length", config["head_dim"]) != config["head_dim"]:
+            raise UnsupportedModelError(
+                f"{self.path} has keys of {config['head_dim']} and values of {found['attention.value_length']} "
+                f"dimensions per head; only equal sizes are supported"
+            )
+        config["rope_parameters"]["partial_rotary_factor"] = (
+            found.get("rope.dimension_count", config["head_dim"]) / config["head_dim"]
+        )
+        return self._complete(config, found)
+
+    def _complete(self, config: dict[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
+        """Adds what differs by family."""
+        layers, model_type = int(config["num_hidden_layers"] or 0), config["model_type"]
+        if model_type in ("qwen2", "qwen3"):
+            config["sliding_window"] = None
+            config["layer_types"] = ["full_attention"] * layers
+        if model_type in ("gemma2", "gemma3_text"):
+            period = 2 if model_type == "gemma2" else 6
+            kinds = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(layers)]
+            # The largest of each generation scales its scores by hidden_size / heads instead of the head's size.
+            largest = layers == (46 if model_type == "gemma2" else 62)
+            config |= {
+                "hidden_activation": "gelu_pytorch_tanh",
+                "layer_types": kinds,
+                "query_pre_attn_scalar": config["hidden_size"] // config["num_attention_heads"]
+                if largest
+                else config["head_dim"],
+            }
+        if model_type == "gemma3_text":
+            full = config["rope_parameters"]
+            local = {"rope_type": "default", "rope_theta": found.get("rope.freq_base_swa", 10000.0)}
+            config["rope_parameters"] = {"full_attention": full, "sliding_attention": local}
+        return config
+
+    def _rope(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        kind = found.get("rope.scaling.type", "none")
+        parameters: dict[str, Any] = {"rope_type": "default", "rope_theta": found.get("rope.freq_base", 10000.0)}
+        trained = found.get("rope.scaling.original_context_length")
+        if "rope_factors_long.weight" in self.tensors:
+            return parameters | {
+                "rope_type": "longrope",
+                "long_factor": self._floats("rope_factors_long.weight"),
+                "short_factor": self._floats("rope_factors_short.weight"),
+                "original_max_position_embeddings": trained,
+                "attention_factor": found.get("rope.scaling.attn_factor") or None,
+            }
+        if "rope_freqs.weight" in self.tensors:
+            return parameters | {"rope_type": "frequency_factors", "factors": self._floats("rope_freqs.weight")}
+        if kind == "none":
+            return parameters
+        return parameters | {
+            "rope_type": kind,
+            "factor": found.get("rope.scaling.factor"),
+            "original_max_position_embeddings": trained if kind == "yarn" else None,
+            "attention_factor": found.get("rope.scaling.attn_factor"),
+        }
+
+    def _floats(self, name: str) -> list[float]:
+        if name not in self.tensors:
+            raise ModelConfigError(f"{self.path} has no tensor {name!r}; download it again")
+        values = torch.empty(self.tensors[name].shape, dtype=torch.float32)
+        self.read_into(name, values)
+        result: list[float] = values.tolist()
+        return result

@@ -1,0 +1,206 @@
+"""Checkpoints in Hugging Face's form: a folder with config.json and safetensors files, one or sharded with an index.
+
+The safetensors header is read here, with every bound checked against the file, so that a damaged file is told apart
+from an unsupported one and named.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagemill.errors import CorruptWeightsError, ModelConfigError, ModelNotFoundError, UnsupportedModelError
+from pagemill.models.families import find_family
+from pagemill.models.loading.checkpoint import MappedFile, TensorInfo, copy_stored
+from pagemill.models.loading.overrides import apply_overrides, check_overrides
+from pagemill.models.names import WeightNames
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_OTHER_DTYPES = {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F64", "C64"}
+_OTHER_FLOATS = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4"}
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+class HuggingFaceFolder:
+    """Opens headers and configuration; weights are read later. Raises a ModelLoadError that names the file at fault."""
+
+    names: WeightNames | None = None
+    quantized = False
+
+    def __init__(self, path: Path, overrides: Mapping[str, Any]) -> None:
+        self.path = path
+        raw = _read_json(path / "config.json")
+        self.config = _normalise(apply_overrides(raw, overrides), path / "config.json")
+        check_overrides(overrides, self.config)
+        self.eos_token_ids = _eos_token_ids(path, self.config)
+        self.tensors: dict[str, TensorInfo] = {}
+        self._places: dict[str, tuple[MappedFile, int]] = {}
+        self.files = [self._open(file) for file in self._weight_files()]
+        if self._declared and (missing := sorted(set(self._declared) - set(self.tensors))):
+            raise CorruptWeightsError(
+                f"{path / _INDEX} lists {len(missing)} tensors that no file holds, first {missing[0]!r} in "
+                f"{self._declared[missing[0]]}; download the model again"
+            )
+
+    def float_dtypes(self) -> dict[torch.dtype, int]:
+        sizes: Counter[torch.dtype] = Counter()
+        for info in self.tensors.values():
+            if info.dtype in _DTYPES:
+                sizes[_DTYPES[info.dtype]] += info.nbytes
+        return dict(sizes)
+
+    def read_into(self, name: str, out: Tensor) -> None:
+        file, begin = self._places[name]
+        dtype = self.tensors[name].dtype
+        if dtype not in _DTYPES:
+            raise UnsupportedModelError(
+                f"tensor {name!r} in {file.path} is stored as {dtype}; supported are {', '.join(_DTYPES)}",
+                param="dtype",
+            )
+        copy_stored(file, begin, _DTYPES[dtype], out)
+
+    def _weight_files(self) -> list[Path]:
+        self._declared: dict[str, str] = {}
+        index = self.path / _INDEX
+        if index.exists():
+            weight_map = _read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+                raise CorruptWeightsError(f"{index} has no weight_map from tensors to files; download it again")
+            self._declared = weight_map
+            files = [self.path / name for name in sorted(set(weight_map.values()))]
+            if lost := [file.name for file in files if not file.is_file()]:
+                raise CorruptWeightsError(
+                    f"{index} names {len(lost)} files that are not there, first {lost[0]}; download the model again"
+                )
+            return files
+        if (self.path / _SINGLE).is_file():
+            return [self.path / _SINGLE]
+        raise ModelNotFoundError(
+            f"{self.path} holds no weights: neither {_SINGLE} nor {_INDEX} is there; other formats (pytorch_model.bin) "
+            f"are not read, convert them to safetensors"
+        )
+
+    def _open(self, path: Path) -> MappedFile:
+        file = MappedFile(path)
+        for name, (info, begin) in read_safetensors_header(file).items():
+            if name in self.tensors:
+                raise CorruptWeightsError(
+                    f"tensor {name!r} is in {path.name} and in {self._places[name][0].path.name}; keep one of the files"
+                )
+            self.tensors[name] = info
+            self._places[name] = (file, begin)
+        return file
+
+
+def read_safetensors_header(file: MappedFile) -> dict[str, tuple[TensorInfo, int]]:
+    """Tensor name -> (what it is, its first byte in the file).
+
+    Checks that shapes, dtypes and byte ranges agree and that the tensors cover the file without gaps, as the format
+    demands. Raises CorruptWeightsError otherwise.
+    """
+
+    def corrupt(what: str) -> CorruptWeightsError:
+        return CorruptWeightsError(f"{file.path} is truncated or corrupt: {what}; download it again")
+
+    if file.size < 8:
+        raise corrupt(f"it has {file.size} bytes, fewer than the 8 that hold the header's length")
+    length = int.from_bytes(file.view(0, 8).tobytes(), "little")
+    if length > file.size - 8:
+        raise corrupt(f"its header should have {length} bytes, but only {file.size - 8} follow")
+    try:
+        header = json.loads(file.view(8, 8 + length).tobytes().decode())
+        entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        ranges: list[tuple[int, int, str, str, tuple[int, ...]]] = []
+        for name, entry in entries.items():
+            begin, end = map(_size, entry["data_offsets"])
+            if begin > end:
+                raise ValueError(f"tensor {name!r} ends at {end}, before it begins at {begin}")
+            ranges.append((begin, end, name, str(entry["dtype"]), tuple(map(_size, entry["shape"]))))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise corrupt(f"its header can not be read ({error})") from error
+    tensors: dict[str, tuple[TensorInfo, int]] = {}
+    expected = 0
+    for begin, end, name, dtype, shape in sorted(ranges):
+        if begin != expected:
+            raise corrupt(f"tensor {name!r} begins at byte {begin} of the data instead of {expected}")
+        if dtype in _DTYPES:
+            if math.prod(shape) * _DTYPES[dtype].itemsize != end - begin:
+                raise corrupt(f"tensor {name!r} has shape {list(shape)} of {dtype} but {end - begin} bytes")
+        elif dtype not in _OTHER_DTYPES | _OTHER_FLOATS:
+            raise corrupt(f"tensor {name!r} has the unknown dtype {dtype!r}")
+        expected = end
+        tensors[name] = (TensorInfo(shape, dtype, end - begin), 8 + length + begin)
+    if 8 + length + expected != file.size:
+        raise corrupt(f"it has {file.size} bytes, but its header describes {8 + length + expected}")
+    return tensors
+
+
+def _size(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is not a size")
+    return value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelNotFoundError(
+            f"there is no {path.name} in {path.parent}; give a folder that a model was saved to, or a .gguf file"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ModelConfigError(f"{path} can not be read: {error}; download it again") from error
+    if not isinstance(content, dict):
+        raise ModelConfigError(f"{path} holds a {type(content).__name__} instead of a table; download it again")
+    return content
+
+
+def _normalise(raw: dict[str, Any], path: Path) -> dict[str, Any]:
+    """config.json with the defaults of its family, old spellings brought into today's form, by transformers."""
+    model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        raise ModelConfigError(
+            f"{path} has no model_type (it is {model_type!r}); download it again", param="model_type"
+        )
+    architectures = raw.get("architectures")
+    find_family(model_type, architectures if isinstance(architectures, list) else None)
+    if raw.get("quantization_config"):
+        method = raw["quantization_config"].get("quant_method") if isinstance(raw["quantization_config"], dict) else "?"
+        raise UnsupportedModelError(
+            f"{path} says that the weights are quantized ({method}); use the original weights, or a GGUF file",
+            param="quantization_config",
+        )
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # takes over a second; GGUF needs none of it
+
+    settings = {key: value for key, value in raw.items() if key not in ("model_type", "transformers_version")}
+    try:
+        config: dict[str, Any] = CONFIG_MAPPING[model_type](**settings).to_dict()
+    except Exception as error:  # each configuration class raises its own kinds
+        raise ModelConfigError(f"{path} is not a valid configuration of {model_type!r}: {error}") from error
+    return config
+
+
+def _eos_token_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
+    """End-of-sequence ids of generation_config.json, then of config.json, each once."""
+    found: list[int] = []
+    with contextlib.suppress(ModelNotFoundError):
+        found += _ids(_read_json(path / "generation_config.json").get("eos_token_id"))
+    return tuple(dict.fromkeys(found + _ids(config.get("eos_token_id"))))
+
+
+def _ids(value: Any) -> list[int]:
+    return (
+        [value]
+        if isinstance(value, int)
+        else [i for i in value if isinstance(i, int)]
+        if isinstance(value, list)
+        else []
+    )

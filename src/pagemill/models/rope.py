@@ -1,0 +1,178 @@
+"""Rotary embeddings: a checkpoint's rope parameters become inverse frequencies and one attention factor.
+
+Arithmetic is float32 in the order of the reference implementations, so that angles at far positions have their bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pagemill.errors import ModelConfigError, UnsupportedModelError
+from pagemill.models.spec import RopeSpec
+
+Parameters = Mapping[str, Any]
+_COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+
+
+def resolve_rope(
+    parameters: Parameters, head_dim: int, *, max_position: int, max_model_len: int, partial: bool = False
+) -> RopeSpec:
+    """`parameters` is transformers' normalised `rope_parameters` of one kind of layer.
+
+    partial: whether the family honours `partial_rotary_factor`.
+    Raises UnsupportedModelError for an unknown type or parameter, ModelConfigError for one that is missing.
+    """
+    kind = parameters.get("rope_type", "default")
+    if kind not in _SCALINGS:
+        raise UnsupportedModelError(
+            f"RoPE type {kind!r} is not supported; supported are {', '.join(sorted(_SCALINGS))}", param="rope_type"
+        )
+    scale, known = _SCALINGS[kind]
+    given = {key for key, value in parameters.items() if value is not None}
+    if unknown := given - known - _COMMON:
+        raise UnsupportedModelError(
+            f"RoPE type {kind!r} with {', '.join(sorted(unknown))} is not supported; known parameters are "
+            f"{', '.join(sorted(known | _COMMON))}",
+            param="rope_parameters",
+        )
+    share = parameters.get("partial_rotary_factor") or 1.0
+    if share != 1.0 and not partial:
+        raise UnsupportedModelError(
+            f"partial_rotary_factor is {share}; this family is supported with 1.0 only", param="partial_rotary_factor"
+        )
+    rotary_dim = int(head_dim * share)
+    try:
+        exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
+        wavelengths = float(parameters["rope_theta"]) ** exponent
+        inv_freq, factor = scale(wavelengths, {**parameters, "max_position": max_position}, max_model_len)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ModelConfigError(
+            f"the parameters of RoPE type {kind!r} are incomplete or of a wrong type ({error!r}); given: "
+            f"{dict(parameters)}; compare config.json with the model's original",
+            param="rope_parameters",
+        ) from error
+    if inv_freq.shape != wavelengths.shape:
+        raise ModelConfigError(
+            f"RoPE type {kind!r} has {inv_freq.numel()} factors for {wavelengths.numel()} frequencies "
+            f"(half of {rotary_dim} rotary dimensions)",
+            param="rope_parameters",
+        )
+    return RopeSpec(rotary_dim, tuple(inv_freq.tolist()), factor)
+
+
+def scaled_max_position(parameters: Parameters, max_position: int) -> int:
+    """The longest context once the scaling is counted in: linear and yarn multiply what the model was trained with.
+
+    llama3 and longrope checkpoints declare the scaled length already.
+    """
+    factor = parameters.get("factor") or 1.0
+    if parameters.get("rope_type") == "linear":
+        return int(max_position * factor)
+    if parameters.get("rope_type") == "yarn":
+        return max(max_position, int(parameters.get("original_max_position_embeddings", max_position) * factor))
+    return max_position
+
+
+def _default(wavelengths: Tensor, _: Parameters, __: int) -> tuple[Tensor, float]:
+    return 1.0 / wavelengths, 1.0
+
+
+def _linear(wavelengths: Tensor, parameters: Parameters, _: int) -> tuple[Tensor, float]:
+    return 1.0 / wavelengths / parameters["factor"], 1.0
+
+
+def _frequency_factors(wavelengths: Tensor, parameters: Parameters, _: int) -> tuple[Tensor, float]:
+    """One divisor per frequency, as GGUF files carry it in `rope_freqs.weight`."""
+    return 1.0 / wavelengths / torch.tensor(parameters["factors"], dtype=torch.float32), 1.0
+
+
+def _llama3(wavelengths: Tensor, parameters: Parameters, _: int) -> tuple[Tensor, float]:
+    """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between blended."""
+    factor, low, high = (parameters[key] for key in ("factor", "low_freq_factor", "high_freq_factor"))
+    trained = parameters["original_max_position_embeddings"]
+    inv_freq = 1.0 / wavelengths
+    period = 2 * math.pi / inv_freq
+    blend = (trained / period - low) / (high - low)
+    blended = (1 - blend) * inv_freq / factor + blend * inv_freq
+    scaled = torch.where(period > trained / low, inv_freq / factor, blended)
+    return torch.where(period < trained / high, inv_freq, scaled), 1.0
+
+
+def _yarn(wavelengths: Tensor, parameters: Parameters, _: int) -> tuple[Tensor, float]:
+    """YaRN (Peng et al. 2023, section 3.2): interpolate slow frequencies, keep fast ones, ramp in between."""
+    trained = parameters["original_max_position_embeddings"]
+    factor = parameters.get("factor") or parameters["max_position"] / trained
+    theta, dim = float(parameters["rope_theta"]), 2 * wavelengths.numel()
+
+    def dimension_with(rotations: float) -> float:
+        return dim * math.log(trained / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = dimension_with(parameters.get("beta_fast") or 32)
+    high = dimension_with(parameters.get("beta_slow") or 1)
+    if parameters.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    span = high - low if high != low else 0.001
+    keep = 1 - torch.clamp((torch.arange(dim // 2, dtype=torch.float32) - low) / span, 0, 1)
+    inv_freq = 1.0 / (factor * wavelengths) * (1 - keep) + 1.0 / wavelengths * keep
+
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        mscale, all_dim = parameters.get("mscale"), parameters.get("mscale_all_dim")
+
+        def magnitude(weight: float) -> float:
+            return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+        attention_factor = magnitude(mscale) / magnitude(all_dim) if mscale and all_dim else magnitude(1.0)
+    return inv_freq, float(attention_factor)
+
+
+def _longrope(wavelengths: Tensor, parameters: Parameters, max_model_len: int) -> tuple[Tensor, float]:
+    """LongRoPE: one factor per frequency, from the short list or the long one.
+
+    The choice is made once, by `max_model_len`: long iff it exceeds the trained length (as vLLM does). A choice by each
+    sequence's length would change the keys of a sequence that grows, and with them every cached block.
+    """
+    trained = parameters["original_max_position_embeddings"]
+    factors = parameters["long_factor" if max_model_len > trained else "short_factor"]
+    inv_freq = 1.0 / (torch.tensor(factors, dtype=torch.float32) * wavelengths)
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        factor = parameters.get("factor") or parameters["max_position"] / trained
+        attention_factor = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
+    return inv_freq, float(attention_factor)
+
+
+_SCALINGS: dict[str, tuple[Callable[[Tensor, Parameters, int], tuple[Tensor, float]], frozenset[str]]] = {
+    "default": (_default, frozenset()),
+    "linear": (_linear, frozenset({"factor"})),
+    "frequency_factors": (_frequency_factors, frozenset({"factors"})),
+    "llama3": (
+        _llama3,
+        frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    ),
+    "yarn": (
+        _yarn,
+        frozenset(
+            {
+                "factor",
+                "original_max_position_embeddings",
+                "attention_factor",
+                "beta_fast",
+                "beta_slow",
+                "mscale",
+                "mscale_all_dim",
+                "truncate",
+            }
+        ),
+    ),
+    "longrope": (
+        _longrope,
+        frozenset({"short_factor", "long_factor", "original_max_position_embeddings", "attention_factor", "factor"}),
+    ),
+}
