@@ -1,3 +1,50 @@
 """pagemill: an LLM inference and serving engine with a virtual-memory system for the KV cache."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pagemill.config import EngineConfig
+    from pagemill.engine.async_llm import AsyncLLM
+    from pagemill.engine.llm import LLM
+    from pagemill.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from pagemill.errors import PagemillError
+    from pagemill.sampling.params import SamplingParams
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "Logprob",
+    "PagemillError",
+    "RequestMetrics",
+    "RequestOutput",
+    "SamplingParams",
+    "__version__",
+]
+
+_HOMES = {
+    "LLM": "pagemill.engine.llm",
+    "AsyncLLM": "pagemill.engine.async_llm",
+    "CompletionOutput": "pagemill.engine.outputs",
+    "EngineConfig": "pagemill.config",
+    "Logprob": "pagemill.engine.outputs",
+    "PagemillError": "pagemill.errors",
+    "RequestMetrics": "pagemill.engine.outputs",
+    "RequestOutput": "pagemill.engine.outputs",
+    "SamplingParams": "pagemill.sampling.params",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Names are imported when they are first used: `import pagemill` itself costs nothing."""
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'pagemill' has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(home), name)
+    return value

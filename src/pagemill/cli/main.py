@@ -17,6 +17,10 @@ from pagemill.errors import PagemillError
 
 # The function COMMAND in pagemill.cli.COMMAND, and its line in `pagemill --help` (the first line of its docstring).
 COMMANDS = {
+    "generate": "Continue one or more prompts.",
+    "chat": "Talk to a model in the terminal.",
+    "serve": "Serve a model through OpenAI's API.",
+    "bench": "Measure throughput and latency on a workload.",
     "pull": "Fetch a model and check it.",
     "doctor": "Show what this machine offers, for bug reports.",
 }

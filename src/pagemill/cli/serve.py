@@ -1,0 +1,62 @@
+"""`pagemill serve`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pagemill.cli.options import ModelArgument, engine_options
+from pagemill.cli.ports import require_free_port
+
+if TYPE_CHECKING:
+    from pagemill.engine.messages import EngineReady
+
+
+@engine_options
+def serve(
+    model: ModelArgument,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 takes any free one.")] = 8000,
+    served_model_name: Annotated[
+        str | None, typer.Option("--served-model-name", help="The model's name in the API. Default: MODEL.")
+    ] = None,
+    *,
+    settings: dict[str, Any],
+) -> None:
+    """Serve a model through OpenAI's API."""
+    require_free_port(host, port)
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    with socket.create_server((host, port), family=family) as sock:
+        try:
+            asyncio.run(_serve(model, served_model_name or model, sock, settings))
+        except KeyboardInterrupt:
+            raise typer.Exit(130) from None
+
+
+async def _serve(model: str, name: str, sock: socket.socket, settings: dict[str, Any]) -> None:
+    from pagemill.cli.loading import LoadingBar, messages
+    from pagemill.engine.async_llm import AsyncLLM
+    from pagemill.server.run import run_server
+
+    host, port = sock.getsockname()[:2]
+    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    messages.print(f"listening on {address}, loading {name} …")
+
+    with LoadingBar(name) as bar:
+
+        def announce(ready: EngineReady) -> None:
+            bar.stop()
+            messages.print(ready.description, style="dim")
+            question = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]})
+            messages.print(
+                f"\n[bold]{name}[/bold] is served at [bold]{address}/v1[/bold]. Try it:\n\n"
+                f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{question}'\n\n"
+                "Ctrl-C stops the server.",
+                soft_wrap=True,
+            )
+
+        await run_server(AsyncLLM(model, on_progress=bar, **settings), name, sock, announce)

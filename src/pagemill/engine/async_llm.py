@@ -1,0 +1,347 @@
+"""AsyncLLM: generation as async iterators, with the engine in a process of its own.
+
+Everything here runs in one event loop, except tokenizing, which has a thread. The loop of this class takes what the
+engine sends, detokenizes it and checks stop strings at once; a slow consumer finds all that has gathered in one delta.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import itertools
+import signal
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from pagemill.config import config_for
+from pagemill.engine.client import EngineClient
+from pagemill.engine.input_processor import InputProcessor, Prompt
+from pagemill.engine.messages import (
+    AbortRequests,
+    EngineFault,
+    EngineReady,
+    EngineStats,
+    FinishSequences,
+    LoadProgress,
+    StatsRequest,
+    StepOutputs,
+)
+from pagemill.engine.output_processor import OutputProcessor, RequestState
+from pagemill.engine.outputs import RequestOutput
+from pagemill.errors import EngineDeadError, InvalidRequestError, PagemillError, error_of
+from pagemill.hub import resolve_model
+from pagemill.sampling.params import SamplingParams
+from pagemill.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
+
+
+class RequestStream:
+    """The answer to one request as it comes: an async iterator of deltas, for one consumer.
+
+    Raises the request's own error, or `EngineDeadError`. Leaving it early must be said with `aclose()`.
+    """
+
+    def __init__(self, llm: AsyncLLM, state: RequestState) -> None:
+        self._llm = llm
+        self._state = state
+        self._changed = asyncio.Event()
+        self._error: PagemillError | None = None
+        self._ended = False
+
+    @property
+    def request_id(self) -> str:
+        return self._state.request_id
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self._state.prompt_token_ids
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._ended:
+            raise StopAsyncIteration
+        await self._changed.wait()
+        self._changed.clear()
+        error = self._error or self._state.error
+        if error is not None:
+            self.close()
+            raise error
+        output = self._state.take_delta()
+        self._ended = output.finished
+        return output
+
+    def close(self) -> None:
+        """Aborts the request if it still runs; the engine gives back all that it held."""
+        self._ended = True
+        self._llm._release(self.request_id)
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def abort(self) -> None:
+        """Ends the iterator with `finish_reason` "abort"."""
+        self._state.abort()
+        self.wake()
+
+    def wake(self, error: PagemillError | None = None) -> None:
+        """Something has changed: new tokens, the end, or this error."""
+        self._error = self._error or error
+        self._changed.set()
+
+
+class AsyncLLM:
+    """Serves one model from a child process, which starts loading at once.
+
+    Settings are `EngineConfig`'s. `on_progress(done, total)` is told how loading goes, in the event loop.
+    Raises `ModelNotFoundError`, `ConfigError` and `UnknownArgumentError` here, everything else about
+    the model from `ready()`.
+    Use it as `async with AsyncLLM(model) as llm`, or call `shutdown()`.
+    """
+
+    def __init__(self, model: str, *, on_progress: Callable[[int, int], None] | None = None, **settings: Any) -> None:
+        self.config = config_for("AsyncLLM", model, settings)
+        self.config.model = str(resolve_model(model))
+        self.load_progress: tuple[int, int] | None = None
+        self._on_progress = on_progress
+        self._client = EngineClient(self.config)
+        self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._loading_tokenizer = self._tokenizer_thread.submit(Tokenizer.load, self.config)
+        self._input: InputProcessor | None = None
+        self._output = OutputProcessor()
+        self._streams: dict[str, RequestStream] = {}
+        self._stats_waiters: deque[asyncio.Future[EngineStats]] = deque()
+        self._request_ids = itertools.count()
+        self._receiving: asyncio.Task[None] | None = None
+        self._loaded = asyncio.Event()
+        self._dead: PagemillError | None = None
+        self._died = asyncio.Event()
+
+    # --- life ---
+
+    async def ready(self) -> EngineReady:
+        """Waits until the model is loaded. Raises what kept it from loading, or `EngineDeadError`."""
+        return (await self._inputs()).ready
+
+    @property
+    def is_ready(self) -> bool:
+        return self._input is not None and self._dead is None
+
+    @property
+    def max_model_len(self) -> int | None:
+        """None until the model is loaded."""
+        return None if self._input is None else self._input.ready.max_model_len
+
+    @property
+    def engine_pid(self) -> int:
+        """Process id of the engine."""
+        return self._client.pid
+
+    async def wait_dead(self) -> PagemillError:
+        """Waits until this engine can not serve any more, and says why."""
+        await self._died.wait()
+        assert self._dead is not None
+        return self._dead
+
+    @property
+    def error(self) -> PagemillError | None:
+        """Why this engine can not serve any more; None while it can."""
+        return self._dead
+
+    async def shutdown(self) -> None:
+        """Ends the engine process and waits for it. What still runs gets `EngineDeadError`. May be called twice."""
+        loaded = self.is_ready
+        self._die(EngineDeadError("the engine was shut down"))
+        await self._client.close(now=not loaded)
+        if self._receiving is not None:
+            self._receiving.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._receiving
+        self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
+
+    # --- requests ---
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields what is new, as it comes; the last output is `finished`. Leaving the iterator aborts the request.
+
+        A smaller `priority` is more urgent. Raises `InvalidRequestError`, `StepFailedError` or `EngineDeadError`.
+        """
+        stream = await self.submit(prompt, sampling_params, request_id, priority=priority)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.close()
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+    ) -> RequestStream:
+        """As `generate`, but the request is checked and under way when this returns."""
+        arrival_s = time.monotonic()
+        inputs = await self._inputs()
+        if request_id is None:
+            request_id = f"request-{next(self._request_ids)}"
+        self._check_unused(request_id)
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        processed = await self._tokenize(
+            inputs.process, prompt, params, request_id, priority=priority, arrival_s=arrival_s
+        )
+        self._check_unused(request_id)
+        if self._dead is not None:
+            raise self._dead
+        stream = RequestStream(self, self._output.add(processed, inputs.tokenizer))
+        self._streams[request_id] = stream
+        self._client.send(processed.request)
+        return stream
+
+    async def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, cache_salt: str = "", **template: Any
+    ) -> Prompt:
+        """A conversation as a prompt for `generate`; see `InputProcessor.render_chat`."""
+        inputs = await self._inputs()
+        return await self._tokenize(inputs.render_chat, messages, cache_salt=cache_salt, **template)
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests; their iterators finish with `finish_reason` "abort". Unknown ids are ignored."""
+        for name in [request_id] if isinstance(request_id, str) else list(request_id):
+            stream = self._streams.get(name)
+            if stream is not None:
+                self._release(name)
+                stream.abort()
+
+    async def stats(self) -> EngineStats:
+        """A snapshot taken between two steps."""
+        await self._inputs()
+        waiter: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
+        self._stats_waiters.append(waiter)
+        self._client.send(StatsRequest())
+        return await waiter
+
+    async def tokenizer(self) -> Tokenizer:
+        """The one that this engine uses."""
+        return (await self._inputs()).tokenizer
+
+    # --- inside ---
+
+    async def _inputs(self) -> InputProcessor:
+        if self._receiving is None and self._dead is None:
+            self._receiving = asyncio.create_task(self._receive())
+        await self._loaded.wait()
+        if self._dead is not None:
+            raise self._dead
+        assert self._input is not None
+        return self._input
+
+    async def _tokenize(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """In the one thread that encodes: a long prompt must not hold up everybody's events."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizer_thread, functools.partial(function, *args, **kwargs))
+
+    def _check_unused(self, request_id: str) -> None:
+        if request_id in self._streams:
+            raise InvalidRequestError(
+                f"a request with the id {request_id!r} is still running; give each its own", param="request_id"
+            )
+
+    def _release(self, request_id: str) -> None:
+        """Forgets the request; one that the engine still runs is aborted."""
+        if self._streams.pop(request_id, None) is None:
+            return
+        state = self._output.remove(request_id)
+        if state is not None and not state.finished:
+            self._client.send(AbortRequests([request_id]))
+
+    async def _receive(self) -> None:
+        """Takes everything the engine sends, until it ends."""
+        try:
+            await self._client.connect()
+            fault: EngineFault | None = None
+            while (message := await self._client.receive()) is not None:
+                match message:
+                    case StepOutputs():
+                        self._distribute(message)
+                    case EngineStats():
+                        waiter = self._stats_waiters.popleft()
+                        if not waiter.done():
+                            waiter.set_result(message)
+                    case LoadProgress():
+                        self.load_progress = (message.done, message.total)
+                        if self._on_progress is not None:
+                            self._on_progress(message.done, message.total)
+                    case EngineReady():
+                        self._input = InputProcessor(await asyncio.wrap_future(self._loading_tokenizer), message)
+                        self._loaded.set()
+                    case EngineFault():
+                        fault = message
+            status = await self._client.wait()
+            self._die(_cause_of_death(fault, status, loaded=self._input is not None))
+        except PagemillError as error:
+            self._die(error)
+            await self._client.close(now=True)
+        except Exception as error:
+            self._die(EngineDeadError(f"the front end failed: {type(error).__name__}: {error}"))
+            await self._client.close(now=True)
+            raise
+
+    def _distribute(self, message: StepOutputs) -> None:
+        update = self._output.process(message.outputs)
+        if update.stopped:
+            self._client.send(FinishSequences(update.stopped))
+        for state in update.changed:
+            stream = self._streams[state.request_id]
+            stream.wake()
+            if state.finished:
+                self._release(state.request_id)
+
+    def _die(self, error: PagemillError) -> None:
+        if self._dead is not None:
+            return
+        self._dead = error
+        self._died.set()
+        self._loaded.set()
+        streams, self._streams = self._streams, {}
+        for stream in streams.values():
+            stream.wake(error)
+        for waiter in self._stats_waiters:
+            if not waiter.done():
+                waiter.set_exception(error)
+        self._stats_waiters.clear()
+
+
+def _cause_of_death(fault: EngineFault | None, status: int, *, loaded: bool) -> PagemillError:
+    """Before it has loaded, the engine's own error is the answer; afterwards its users get `EngineDeadError`."""
+    if fault is not None and not loaded:
+        return error_of(fault.error_type, fault.message)
+    if fault is not None:
+        why = f"{fault.error_type}: {fault.message}"
+    elif status < 0:
+        why = f"killed by {signal.Signals(-status).name}"
+        if status == -signal.SIGKILL:
+            why += ", perhaps for want of memory: lower kv_memory or max_num_batched_tokens"
+    else:
+        why = f"exit status {status}, see its messages on stderr"
+    return EngineDeadError(f"the engine process is gone ({why}); start a new one")

@@ -1,0 +1,178 @@
+"""From what a caller writes to an `EngineRequest`: prompt forms, tokenizing, and every check that needs no engine.
+
+Nothing is shortened or clamped in silence: what can not be served as it was asked for is an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import operator
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from pagemill.engine.messages import EngineReady, EngineRequest
+from pagemill.errors import (
+    EmptyPromptError,
+    InvalidRequestError,
+    PromptTooLongError,
+    SamplingParamsError,
+    TokenOutOfVocabularyError,
+    UnknownArgumentError,
+)
+from pagemill.sampling.params import SamplingParams, check_vocabulary
+from pagemill.text.tokenizer import Tokenizer
+
+Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
+"""Text, token ids, or a dict: `{"prompt": text}` or `{"prompt_token_ids": ids}`, either with a `"cache_salt"`.
+
+Where a dict has both, the ids count and the text is only kept for the output.
+"""
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessedInput:
+    """A request that is ready for the engine, and the text it came from (None if it came as tokens)."""
+
+    request: EngineRequest
+    prompt: str | None
+
+
+class InputProcessor:
+    """Holds what the checks need of the loaded model."""
+
+    def __init__(self, tokenizer: Tokenizer, ready: EngineReady) -> None:
+        self.tokenizer = tokenizer
+        self.ready = ready
+
+    def process(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        arrival_s: float | None = None,
+    ) -> ProcessedInput:
+        """Raises `InvalidRequestError` or one of its children; `params` is never changed."""
+        text, token_ids, salt = self._read(prompt)
+        self._check_prompt(token_ids)
+        request = EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=self._fit_params(params, len(token_ids)),
+            arrival_s=time.monotonic() if arrival_s is None else arrival_s,
+            priority=priority,
+            cache_salt=salt,
+        )
+        return ProcessedInput(request, text)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, cache_salt: str = "", **template: Any) -> Prompt:
+        """A conversation as a prompt, through the model's chat template (or `chat_template` among `template`).
+
+        Raises `TokenizerError` if there is no template, `InvalidRequestError` if it refuses these messages.
+        """
+        text = self.tokenizer.apply_chat_template(messages, **template)
+        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": cache_salt}
+
+    def _read(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
+        salt = ""
+        text: Any = None
+        token_ids: Any = None
+        if isinstance(prompt, str):
+            text = prompt
+        elif isinstance(prompt, Mapping):
+            for key in prompt:
+                if key not in PROMPT_KEYS:
+                    raise UnknownArgumentError.of("a prompt", str(key), PROMPT_KEYS)
+            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            salt = prompt.get("cache_salt") or ""
+            if text is None and token_ids is None:
+                raise InvalidRequestError('a prompt dict needs "prompt" (text) or "prompt_token_ids"', param="prompt")
+            if not isinstance(salt, str):
+                raise InvalidRequestError(f"cache_salt is {salt!r}; it must be a string", param="cache_salt")
+        else:
+            token_ids = prompt
+        if text is not None and not isinstance(text, str):
+            raise InvalidRequestError(f"the prompt is of type {type(text).__name__}; it must be text", param="prompt")
+        if token_ids is not None:
+            return text, _integers(token_ids), salt
+        assert text is not None
+        return text, self.tokenizer.encode(text), salt
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        if not token_ids:
+            raise EmptyPromptError("the prompt has no tokens; give it at least one", param="prompt")
+        limit = self.ready.max_model_len
+        if len(token_ids) >= limit:
+            raise PromptTooLongError(
+                f"the prompt has {len(token_ids)} tokens; max_model_len is {limit}, and one must be for the answer; "
+                f"shorten the prompt to {limit - 1} tokens or raise max_model_len",
+                param="prompt",
+            )
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self.ready.vocab_size:
+                raise TokenOutOfVocabularyError(
+                    f"the prompt has the token id {token_id}; this model's are 0 to {self.ready.vocab_size - 1}; "
+                    f"take them from this model's tokenizer",
+                    param="prompt",
+                )
+
+    def _fit_params(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
+        """A copy that says in numbers what the engine must do: `max_tokens` filled in, bad words as tokens."""
+        params = copy.copy(params)
+        limit = self.ready.max_model_len
+        room = limit - prompt_len
+        if params.max_tokens is None:
+            params.max_tokens = room
+            if params.min_tokens > room:
+                raise PromptTooLongError(
+                    f"min_tokens is {params.min_tokens}, but after the prompt's {prompt_len} tokens only {room} fit "
+                    f"into max_model_len ({limit}); lower min_tokens or raise max_model_len",
+                    param="min_tokens",
+                )
+        elif params.max_tokens > room:
+            raise PromptTooLongError(
+                f"the prompt's {prompt_len} tokens and max_tokens {params.max_tokens} make "
+                f"{prompt_len + params.max_tokens}, over max_model_len ({limit}); ask for at most {room} tokens, or "
+                f"leave max_tokens out to use what is left",
+                param="max_tokens",
+            )
+        if params.bad_words:
+            params.bad_words_token_ids = self.tokenizer.bad_words_token_ids(params.bad_words)
+        check_vocabulary(params, self.ready.vocab_size)
+        return params
+
+
+def _integers(values: Any) -> list[int]:
+    try:
+        return [operator.index(value) for value in values]
+    except TypeError:
+        raise InvalidRequestError(
+            f"prompt_token_ids must be a list of integers, not {values!r:.100}", param="prompt_token_ids"
+        ) from None
+
+
+def as_list_of_prompts(prompts: Any) -> list[Prompt]:
+    """One prompt or many, as a list: a list of integers is one prompt of token ids."""
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    listed: list[Prompt] = list(prompts)
+    if listed and all(isinstance(item, int) for item in listed):
+        return [prompts]
+    return listed
+
+
+def one_per_prompt(values: Any, count: int, name: str) -> list[Any]:
+    """A single value for all prompts, or a list of as many as there are prompts."""
+    if not isinstance(values, (list, tuple)):
+        return [values] * count
+    if len(values) != count:
+        raise SamplingParamsError(
+            f"{len(values)} {name} were given for {count} prompts; give one, or one each", param=name
+        )
+    return list(values)

@@ -1,0 +1,184 @@
+"""LLM: generation in this process, for scripts and notebooks. Method and argument names are vLLM's."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import signal
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+from pagemill.config import config_for
+from pagemill.engine.input_processor import InputProcessor, ProcessedInput, Prompt, as_list_of_prompts, one_per_prompt
+from pagemill.engine.messages import EngineStats
+from pagemill.engine.output_processor import OutputProcessor
+from pagemill.engine.outputs import RequestOutput
+from pagemill.errors import EngineDeadError
+from pagemill.hub import resolve_model
+from pagemill.sampling.params import SamplingParams
+from pagemill.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class LLM:
+    """One loaded model. Settings are `EngineConfig`'s. Not thread-safe.
+
+    Raises `UnknownArgumentError`, `ConfigError` and `ModelLoadError` children. Close it, or use it as a context
+    manager, to give its memory back before the process ends.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self.config = config_for("LLM", model, settings)
+        self.config.model = str(resolve_model(model))
+        tokenizer = Tokenizer.load(self.config)
+        from pagemill.engine.core import EngineCore
+
+        with tqdm(desc="Loading weights", unit="B", unit_scale=True, leave=False, disable=None) as bar:
+
+            def progress(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            self._core: EngineCore | None = EngineCore(self.config, progress)
+        self._input = InputProcessor(tokenizer, self._core.ready)
+        self._output = OutputProcessor()
+        self._request_ids = itertools.count()
+        logger.info("%s", self._core.ready.description)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+    ) -> list[RequestOutput]:
+        """Continues prompts: text, `{"prompt": …}`, `{"prompt_token_ids": …}`, token ids, or a list of any of these.
+
+        Parameters are one for all prompts or one each (default `SamplingParams()`); a smaller `priority` is more
+        urgent. Outputs are in the order of the prompts. If any prompt or parameter is wrong, `InvalidRequestError` (or
+        a child) is raised before anything runs. A request that fails while it runs has `finish_reason` "error" and its
+        `error`; the others go on. Ctrl-C ends all requests of this call after the step that is running.
+        """
+        listed = as_list_of_prompts(prompts)
+        params = one_per_prompt(SamplingParams() if sampling_params is None else sampling_params, len(listed), "params")
+        priorities = one_per_prompt(priority, len(listed), "priorities")
+        processed = [
+            self._input.process(prompt, each, f"request-{next(self._request_ids)}", priority=rank)
+            for prompt, each, rank in zip(listed, params, priorities, strict=True)
+        ]
+        return self._run(processed, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str = "",
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answers one conversation (a list of `{"role", "content"}`) or a list of them, through the chat template.
+
+        `template` goes to the template: `add_generation_prompt`, `chat_template`, `tools`, and its own variables.
+        """
+        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [
+            self._input.render_chat(conversation, cache_salt=cache_salt, **template) for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The one that this engine uses."""
+        return self._input.tokenizer
+
+    def get_tokenizer(self) -> Any:
+        """transformers' tokenizer for the same files, as vLLM gives it."""
+        return self._input.tokenizer.hf
+
+    def stats(self) -> EngineStats:
+        """Counters since the start, and the pool's state now."""
+        stats: EngineStats = self._engine().stats()
+        return stats
+
+    def close(self) -> None:
+        """Gives the model and the KV pool back. May be called twice; `generate` then raises `EngineDeadError`."""
+        if self._core is not None:
+            self._core.close()
+            self._core = None
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _engine(self) -> Any:
+        if self._core is None:
+            raise EngineDeadError("this LLM is closed; make a new one")
+        return self._core
+
+    def _run(self, processed: list[ProcessedInput], use_tqdm: bool) -> list[RequestOutput]:
+        core = self._engine()
+        states = []
+        generated = 0
+        try:
+            with (
+                _interrupts_after_steps() as interrupted,
+                tqdm(total=len(processed), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar,
+            ):
+                for item in processed:
+                    states.append(self._output.add(item, self._input.tokenizer))
+                    core.add_request(item.request)
+                while core.has_work():
+                    outputs = core.step()
+                    update = self._output.process(outputs)
+                    core.finish(update.stopped)
+                    generated += sum(len(output.new_token_ids) for output in outputs)
+                    finished = sum(state.finished for state in update.changed)
+                    if finished:
+                        elapsed = bar.format_dict["elapsed"] or 1e-9
+                        bar.set_postfix_str(f"{generated / elapsed:.1f} tokens/s", refresh=False)
+                        bar.update(finished)
+                    if interrupted.is_set():
+                        raise KeyboardInterrupt
+            for state in states:
+                if state.error is not None:
+                    logger.warning("%s failed: %s", state.request_id, state.error)
+            return [state.whole() for state in states]
+        finally:
+            core.abort([state.request_id for state in states if not state.finished])
+            for state in states:
+                self._output.remove(state.request_id)
+
+
+@contextlib.contextmanager
+def _interrupts_after_steps() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event, so that it ends the loop between two steps, never in the middle of one.
+
+    Only where Ctrl-C would raise `KeyboardInterrupt`: in the main thread, with Python's own handler.
+    """
+    interrupted = threading.Event()
+
+    def remember(_: int, __: FrameType | None) -> None:
+        interrupted.set()
+
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if ours:
+        signal.signal(signal.SIGINT, remember)
+    try:
+        yield interrupted
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

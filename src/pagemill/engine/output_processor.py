@@ -1,0 +1,242 @@
+"""From the engine's tokens to what callers see: text, stop strings, log probabilities, finish reasons.
+
+State is kept per request and read from outside: `take_delta` gives what is new, `whole` everything. Nothing is sent
+from here: `OutputProcessor.process` says which sequences a stop string has ended, and the caller tells the engine.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from pagemill.engine.input_processor import ProcessedInput
+from pagemill.engine.messages import SequenceOutput
+from pagemill.engine.outputs import CompletionOutput, Logprob, LogprobsOfPosition, RequestMetrics, RequestOutput
+from pagemill.errors import PagemillError, error_of
+from pagemill.sampling.logprobs import TokenLogprobs
+from pagemill.sampling.params import SamplingParams
+from pagemill.text.detokenizer import Detokenizer
+from pagemill.text.stop import StopStrings
+from pagemill.text.tokenizer import Tokenizer
+
+
+class SequenceState:
+    """One of a request's sequences: what it has produced and how much of that has been handed out."""
+
+    def __init__(self, index: int, params: SamplingParams, prompt_token_ids: list[int], tokenizer: Tokenizer) -> None:
+        self.index = index
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.logprobs: list[LogprobsOfPosition] | None = None if params.logprobs is None else []
+        self.cumulative_logprob: float | None = None if params.logprobs is None else 0.0
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self.error: PagemillError | None = None
+        self._params = params
+        self._tokenizer = tokenizer
+        self._detokenizer = (
+            Detokenizer(tokenizer, prompt_token_ids, skip_special_tokens=params.skip_special_tokens)
+            if params.detokenize
+            else None
+        )
+        self._stops = StopStrings(params.stop, include=params.include_stop_str_in_output)
+        self._given_tokens = 0
+        self._given_chars = 0
+        self._given_end = False
+
+    def add(self, output: SequenceOutput) -> bool:
+        """Takes one step's tokens. True if a stop string has ended the sequence and the engine does not know it yet."""
+        last = len(output.new_token_ids) - 1
+        for position, token_id in enumerate(output.new_token_ids):
+            self.token_ids.append(token_id)
+            if output.logprobs is not None and self.logprobs is not None and self.cumulative_logprob is not None:
+                entry = output.logprobs[position]
+                self.logprobs.append(decode_logprobs(entry, self._tokenizer))
+                self.cumulative_logprob += entry.logprobs[0]
+            ends_it = position == last and output.finish_reason == "stop"
+            if not ends_it or self._params.include_stop_str_in_output:
+                self._add_text(token_id)
+            if self._stops.matched is not None:
+                self._finish("stop", self._stops.matched)
+                return output.finish_reason is None
+        if output.finish_reason is not None:
+            if output.error is not None:
+                self.error = error_of(output.error_type or "", output.error)
+            self._finish(output.finish_reason, output.stop_reason)
+        return False
+
+    def abort(self) -> None:
+        if self.finish_reason is None:
+            self._finish("abort", None)
+
+    @property
+    def has_news(self) -> bool:
+        return len(self.token_ids) > self._given_tokens or (self.finish_reason is not None and not self._given_end)
+
+    def take_delta(self) -> CompletionOutput:
+        """What is new since the last call."""
+        tokens, chars = self._given_tokens, self._given_chars
+        self._given_tokens, self._given_chars = len(self.token_ids), len(self.text)
+        self._given_end = self.finish_reason is not None
+        return self._output(
+            self.text[chars:], self.token_ids[tokens:], None if self.logprobs is None else self.logprobs[tokens:]
+        )
+
+    def whole(self) -> CompletionOutput:
+        return self._output(self.text, self.token_ids, self.logprobs)
+
+    def _output(self, text: str, token_ids: list[int], logprobs: list[LogprobsOfPosition] | None) -> CompletionOutput:
+        return CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=token_ids,
+            cumulative_logprob=self.cumulative_logprob,
+            logprobs=logprobs,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+            error=self.error,
+        )
+
+    def _add_text(self, token_id: int) -> None:
+        if self._detokenizer is not None:
+            can_stop = len(self.token_ids) > self._params.min_tokens
+            self.text += self._stops.add(self._detokenizer.add([token_id]), can_stop=can_stop)
+
+    def _finish(self, reason: str, stop_reason: int | str | None) -> None:
+        """No token follows: what was held back is text after all."""
+        self.finish_reason = reason
+        self.stop_reason = stop_reason
+        if self._detokenizer is not None and self._stops.matched is None:
+            self.text += self._stops.add(self._detokenizer.finish(), can_stop=False) + self._stops.finish()
+
+
+class RequestState:
+    """One request: its sequences, and what belongs to all of them."""
+
+    def __init__(self, processed: ProcessedInput, tokenizer: Tokenizer) -> None:
+        request = processed.request
+        self.request_id = request.request_id
+        self.prompt_token_ids = request.prompt_token_ids
+        self.metrics = RequestMetrics(arrival_time=request.arrival_s)
+        self.sequences = [
+            SequenceState(index, request.params, request.prompt_token_ids, tokenizer)
+            for index in range(request.params.n)
+        ]
+        self._prompt = processed.prompt
+        self._tokenizer = tokenizer
+        self._num_cached_tokens = 0
+        self._prompt_logprobs: list[LogprobsOfPosition | None] | None = None
+        self._prompt_logprobs_given = False
+
+    @property
+    def finished(self) -> bool:
+        return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    @property
+    def error(self) -> PagemillError | None:
+        """The first failed sequence's error."""
+        return next((sequence.error for sequence in self.sequences if sequence.error is not None), None)
+
+    def add(self, output: SequenceOutput, now: float) -> bool:
+        """See `SequenceState.add`. What still arrives for a sequence that has ended is dropped."""
+        sequence = self.sequences[output.index]
+        if sequence.finish_reason is not None:
+            return False
+        self._num_cached_tokens = max(self._num_cached_tokens, output.num_cached_tokens)
+        if output.prompt_logprobs is not None and self._prompt_logprobs is None:
+            self._prompt_logprobs = [
+                None if entry is None else decode_logprobs(entry, self._tokenizer) for entry in output.prompt_logprobs
+            ]
+        if output.scheduled_s and self.metrics.first_scheduled_time is None:
+            self.metrics.first_scheduled_time = output.scheduled_s
+        if output.new_token_ids:
+            self.metrics.last_token_time = now
+            if self.metrics.first_token_time is None:
+                self.metrics.first_token_time = now
+        stopped = sequence.add(output)
+        if self.finished:
+            self.metrics.finished_time = now
+        return stopped
+
+    def abort(self) -> None:
+        for sequence in self.sequences:
+            sequence.abort()
+        self.metrics.finished_time = time.monotonic()
+
+    def take_delta(self) -> RequestOutput:
+        """What is new since the last call; prompt log probabilities come once."""
+        outputs = [sequence.take_delta() for sequence in self.sequences if sequence.has_news]
+        prompt_logprobs = None if self._prompt_logprobs_given else self._prompt_logprobs
+        self._prompt_logprobs_given = self._prompt_logprobs is not None
+        return self._output(outputs, prompt_logprobs)
+
+    def whole(self) -> RequestOutput:
+        return self._output([sequence.whole() for sequence in self.sequences], self._prompt_logprobs)
+
+    def _output(
+        self, outputs: list[CompletionOutput], prompt_logprobs: list[LogprobsOfPosition | None] | None
+    ) -> RequestOutput:
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self._prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=prompt_logprobs,
+            outputs=outputs,
+            finished=self.finished,
+            metrics=self.metrics,
+            num_cached_tokens=self._num_cached_tokens,
+        )
+
+
+@dataclass(slots=True)
+class Update:
+    """What one step has brought: the requests that have something new, each once, and the sequences to be ended."""
+
+    changed: list[RequestState] = field(default_factory=list)
+    stopped: list[tuple[str, int]] = field(default_factory=list)
+
+
+class OutputProcessor:
+    """The requests that are running, by id. Outputs for others are dropped: their end has just crossed with a step."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, RequestState] = {}
+
+    def add(self, processed: ProcessedInput, tokenizer: Tokenizer) -> RequestState:
+        state = RequestState(processed, tokenizer)
+        self._requests[state.request_id] = state
+        return state
+
+    def process(self, outputs: Iterable[SequenceOutput]) -> Update:
+        now = time.monotonic()
+        update = Update()
+        changed: dict[str, RequestState] = {}
+        for output in outputs:
+            state = self._requests.get(output.request_id)
+            if state is None:
+                continue
+            if state.add(output, now):
+                update.stopped.append((output.request_id, output.index))
+            changed[output.request_id] = state
+        update.changed.extend(changed.values())
+        return update
+
+    def remove(self, request_id: str) -> RequestState | None:
+        """Forgets a request, finished or not."""
+        return self._requests.pop(request_id, None)
+
+
+def decode_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer) -> LogprobsOfPosition:
+    """The token that stands there first, under its own rank; then the most likely ones, ranked 1, 2, …"""
+    chosen = entry.token_ids[0]
+    decoded = {chosen: Logprob(entry.logprobs[0], entry.rank, _text_of(chosen, tokenizer))}
+    likely = zip(entry.token_ids[1:], entry.logprobs[1:], strict=True)
+    for rank, (token_id, logprob) in enumerate(likely, start=1):
+        if token_id != chosen:
+            decoded[token_id] = Logprob(logprob, rank, _text_of(token_id, tokenizer))
+    return decoded
+
+
+def _text_of(token_id: int, tokenizer: Tokenizer) -> str:
+    return tokenizer.decode([token_id], skip_special_tokens=False)

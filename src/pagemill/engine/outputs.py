@@ -1,0 +1,75 @@
+"""What a caller gets back: RequestOutput and its parts, under vLLM's names.
+
+`LLM` returns whole outputs; `AsyncLLM` yields the same type holding only what is new since the last one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagemill.errors import PagemillError
+
+
+@dataclass(frozen=True, slots=True)
+class Logprob:
+    """One token's log probability (natural logarithm) at one position."""
+
+    logprob: float
+    rank: int
+    """Place in the vocabulary at this position, 1 is the most likely."""
+    decoded_token: str
+
+
+LogprobsOfPosition = dict[int, Logprob]
+"""By token id: first the token that stands at the position, then the most likely ones."""
+
+
+@dataclass(slots=True)
+class CompletionOutput:
+    """One of a request's `n` sequences."""
+
+    index: int
+    text: str
+    token_ids: list[int]
+    cumulative_logprob: float | None = None
+    """Sum over all tokens so far, also in a delta; None unless logprobs were asked for."""
+    logprobs: list[LogprobsOfPosition] | None = None
+    finish_reason: str | None = None
+    """`"stop"`, `"length"`, `"abort"` or `"error"`; None while it runs."""
+    stop_reason: int | str | None = None
+    """The stop token or stop string that ended it; None for the model's own end of sequence."""
+    error: PagemillError | None = None
+    """Why, when `finish_reason` is `"error"`."""
+
+
+@dataclass(slots=True)
+class RequestMetrics:
+    """Times of one request, in seconds of `time.monotonic()`; None for what has not happened."""
+
+    arrival_time: float
+    first_scheduled_time: float | None = None
+    first_token_time: float | None = None
+    last_token_time: float | None = None
+    finished_time: float | None = None
+
+    @property
+    def time_in_queue(self) -> float | None:
+        return None if self.first_scheduled_time is None else self.first_scheduled_time - self.arrival_time
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """The answer to one prompt, or, from `AsyncLLM`, what is new of it."""
+
+    request_id: str
+    prompt: str | None
+    """The text that was given; None when the prompt came as token ids."""
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[LogprobsOfPosition | None] | None
+    """One entry per prompt token, None for the first; only with `SamplingParams.prompt_logprobs`."""
+    outputs: list[CompletionOutput]
+    """In order of `index`. A delta holds only the sequences that have something new."""
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0
+    """Prompt tokens whose K/V were found in the prefix cache."""

@@ -1,0 +1,124 @@
+"""The engine process: EngineCore in a loop, with messages from and to the front end over an inherited socket.
+
+Started by `EngineClient`. It takes every message that has come before each step, and sleeps on the socket when there
+is no work. It ends when told to, or when the front end is gone; Ctrl-C is left to the front end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import socket
+import time
+import traceback
+from typing import TYPE_CHECKING
+
+from pagemill.config import EngineConfig
+from pagemill.engine.messages import (
+    AbortRequests,
+    EngineFault,
+    EngineRequest,
+    FinishSequences,
+    LoadProgress,
+    SequenceOutput,
+    Shutdown,
+    Start,
+    StatsRequest,
+    StepOutputs,
+    ToEngine,
+)
+from pagemill.engine.wire import Channel
+from pagemill.errors import InvalidRequestError, PagemillError
+
+if TYPE_CHECKING:
+    from pagemill.engine.core import EngineCore
+
+PROGRESS_PERIOD_S = 0.05
+
+
+def main(descriptor: int) -> int:
+    """Runs an engine for the front end at the other end of this socket. Returns the exit status."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with socket.socket(fileno=descriptor) as sock:
+        channel: Channel[ToEngine] = Channel(sock, ToEngine)
+        first = channel.receive(block=True)
+        if not first or not isinstance(first[0], Start):
+            return 1
+        try:
+            core = _load(first[0].config, channel)
+            try:
+                channel.send(core.ready)
+                serve(core, channel)
+            finally:
+                core.close()
+        except (BrokenPipeError, ConnectionError):
+            return 1
+        except PagemillError as error:
+            return _report(channel, EngineFault(type(error).__name__, error.message))
+        except Exception as error:
+            traceback.print_exc()
+            return _report(channel, EngineFault("PagemillError", f"{type(error).__name__}: {error}"))
+    return 0
+
+
+def serve(core: EngineCore, channel: Channel[ToEngine]) -> None:
+    """Steps until a `Shutdown`, or until the front end is gone."""
+    while True:
+        messages = channel.receive(block=not core.has_work())
+        if messages is None:
+            return
+        for message in messages:
+            match message:
+                case EngineRequest():
+                    _add(core, channel, message)
+                case AbortRequests():
+                    core.abort(message.request_ids)
+                case FinishSequences():
+                    core.finish(message.sequences)
+                case StatsRequest():
+                    channel.send(core.stats())
+                case Shutdown():
+                    return
+        if core.has_work():
+            outputs = core.step()
+            if outputs:
+                channel.send(StepOutputs(outputs))
+
+
+def _add(core: EngineCore, channel: Channel[ToEngine], request: EngineRequest) -> None:
+    try:
+        core.add_request(request)
+    except InvalidRequestError as error:
+        refusals = [
+            SequenceOutput(
+                request_id=request.request_id,
+                index=index,
+                new_token_ids=[],
+                finish_reason="error",
+                error=error.message,
+                error_type=type(error).__name__,
+            )
+            for index in range(request.params.n)
+        ]
+        channel.send(StepOutputs(refusals))
+
+
+def _load(config: EngineConfig, channel: Channel[ToEngine]) -> EngineCore:
+    from pagemill.engine.core import EngineCore
+
+    reported = 0.0
+
+    def progress(done: int, total: int) -> None:
+        nonlocal reported
+        now = time.monotonic()
+        if done >= total or now - reported >= PROGRESS_PERIOD_S:
+            reported = now
+            channel.send(LoadProgress(done, total))
+
+    return EngineCore(config, progress)
+
+
+def _report(channel: Channel[ToEngine], fault: EngineFault) -> int:
+    with contextlib.suppress(OSError):
+        channel.send(fault)
+    return 1

@@ -1,0 +1,62 @@
+"""Frames on the socket between front end and engine process: 4 bytes of length (little endian), then msgpack."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+T = TypeVar("T")
+
+HEADER = struct.Struct("<I")
+_RECEIVE_BYTES = 1 << 18
+_encoder = msgspec.msgpack.Encoder()
+
+
+def frame(message: Any) -> bytes:
+    """The message with its length before it, ready to be sent."""
+    payload = _encoder.encode(message)
+    return HEADER.pack(len(payload)) + payload
+
+
+class Channel(Generic[T]):
+    """One end of the socket, used without asyncio. Not thread-safe."""
+
+    def __init__(self, sock: socket.socket, received: Any) -> None:
+        """received: the type (or union) of what comes in."""
+        self._socket = sock
+        self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(received)
+        self._buffer = bytearray()
+
+    def send(self, message: Any) -> None:
+        """Blocks while the other side is behind. Raises `OSError` when it is gone."""
+        self._socket.sendall(frame(message))
+
+    def receive(self, *, block: bool) -> list[T] | None:
+        """All messages that are there, in order; with `block`, at least one. None when the other side is gone."""
+        messages = list(self._take())
+        while not messages or not block:
+            try:
+                data = self._socket.recv(_RECEIVE_BYTES, 0 if block else socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                break
+            except ConnectionError:
+                return None
+            if not data:
+                return None
+            self._buffer += data
+            messages.extend(self._take())
+        return messages
+
+    def _take(self) -> Iterator[T]:
+        while len(self._buffer) >= HEADER.size:
+            (length,) = HEADER.unpack_from(self._buffer)
+            end = HEADER.size + length
+            if len(self._buffer) < end:
+                return
+            payload = bytes(self._buffer[HEADER.size : end])
+            del self._buffer[:end]
+            yield self._decoder.decode(payload)

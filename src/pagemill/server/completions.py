@@ -1,0 +1,157 @@
+"""`/v1/completions`: prompts in, text out, whole or as a stream of chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator, Sequence
+
+from pagemill.engine.async_llm import AsyncLLM
+from pagemill.engine.input_processor import Prompt
+from pagemill.engine.outputs import LogprobsOfPosition
+from pagemill.errors import PagemillError
+from pagemill.server.errors import error_response
+from pagemill.server.events import DONE, event
+from pagemill.server.generation import Generation
+from pagemill.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+
+
+class CompletionCall:
+    """One call. `run` or, after `prepare_stream`, `stream`; what it started ends with either."""
+
+    def __init__(self, llm: AsyncLLM, request: CompletionRequest, model: str) -> None:
+        self._llm = llm
+        self._request = request
+        self._model = model
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._num_choices = request.n or 1
+        self._echoes: list[str] = []
+        self._first_tokens: list[str] = []
+
+    async def run(self) -> Completion:
+        """Raises `PagemillError` children."""
+        generation = await self._start()
+        try:
+            results = await generation.finish()
+        finally:
+            await generation.close()
+        choices = []
+        for position, result in enumerate(results):
+            for index, answer in enumerate(result.answers):
+                logprobs = _Logprobs(self._request.logprobs)
+                if self._request.echo:
+                    logprobs.add_prompt(self._first_tokens[position], result.prompt_logprobs)
+                logprobs.add(answer.logprobs or [])
+                choices.append(
+                    CompletionChoice(
+                        index=position * self._num_choices + index,
+                        text=self._echo(position) + answer.text,
+                        logprobs=logprobs.take(),
+                        finish_reason=answer.finish_reason,
+                        stop_reason=answer.stop_reason,
+                    )
+                )
+        return self._body(choices).model_copy(update={"usage": generation.usage()})
+
+    async def prepare_stream(self) -> AsyncGenerator[str, None]:
+        """The events of the answer, once its first part is there: until then, errors are raised."""
+        generation = await self._start()
+        try:
+            await generation.wait_for_first()
+        except BaseException:
+            await generation.close()
+            raise
+        return self._events(generation)
+
+    async def _start(self) -> Generation:
+        prompts: Sequence[str | list[int]] = self._request.prompts()
+        params = self._request.sampling_params()
+        salt = self._request.cache_salt
+        salted: list[Prompt] = [
+            {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": salt}
+            for prompt in prompts
+        ]
+        generation = await Generation.start(
+            self._llm, salted, params, request_id=self._id, priority=self._request.priority
+        )
+        if self._request.echo:
+            tokenizer = await self._llm.tokenizer()
+            self._echoes = [
+                prompt if isinstance(prompt, str) else tokenizer.decode(prompt, skip_special_tokens=True)
+                for prompt in prompts
+            ]
+            self._first_tokens = [tokenizer.decode(stream.prompt_token_ids[:1]) for stream in generation.streams]
+        return generation
+
+    async def _events(self, generation: Generation) -> AsyncGenerator[str, None]:
+        logprobs = [_Logprobs(self._request.logprobs) for _ in range(len(generation.streams) * self._num_choices)]
+        begun: set[int] = set()
+        try:
+            async for position, output in generation.deltas():
+                for new in output.outputs:
+                    index = position * self._num_choices + new.index
+                    text = new.text
+                    if self._request.echo and index not in begun:
+                        text = self._echo(position) + text
+                        logprobs[index].add_prompt(
+                            self._first_tokens[position], generation.results[position].prompt_logprobs
+                        )
+                    begun.add(index)
+                    logprobs[index].add(new.logprobs or [])
+                    if not (text or new.finish_reason or new.logprobs):
+                        continue
+                    choice = CompletionChoice(
+                        index=index,
+                        text=text,
+                        logprobs=logprobs[index].take(),
+                        finish_reason=new.finish_reason,
+                        stop_reason=new.stop_reason,
+                    )
+                    yield event(self._body([choice]))
+            if self._request.include_usage:
+                yield event(self._body([]).model_copy(update={"usage": generation.usage()}))
+        except PagemillError as error:
+            yield event(error_response(error))
+        finally:
+            await generation.close()
+        yield DONE
+
+    def _echo(self, position: int) -> str:
+        return self._echoes[position] if self._echoes else ""
+
+    def _body(self, choices: list[CompletionChoice]) -> Completion:
+        return Completion(id=self._id, created=self._created, model=self._model, choices=choices)
+
+
+class _Logprobs:
+    """Gathers positions into OpenAI's parallel lists; offsets go on across chunks."""
+
+    def __init__(self, wanted: int | None) -> None:
+        self._wanted = wanted
+        self._offset = 0
+        self._lists = CompletionLogprobs()
+
+    def add_prompt(self, first_token: str, positions: Sequence[LogprobsOfPosition | None] | None) -> None:
+        """An echoed prompt; nothing stands before its first token, which therefore has no probability."""
+        if positions:
+            self._append(first_token, None, None)
+            self.add([position for position in positions if position is not None])
+
+    def add(self, positions: Sequence[LogprobsOfPosition]) -> None:
+        for position in positions:
+            chosen = next(iter(position.values()))
+            likely = {entry.decoded_token: entry.logprob for entry in position.values()}
+            self._append(chosen.decoded_token, chosen.logprob, likely)
+
+    def _append(self, token: str, logprob: float | None, likely: dict[str, float] | None) -> None:
+        self._lists.tokens.append(token)
+        self._lists.token_logprobs.append(logprob)
+        self._lists.top_logprobs.append(likely)
+        self._lists.text_offset.append(self._offset)
+        self._offset += len(token)
+
+    def take(self) -> CompletionLogprobs | None:
+        """What has been added since the last call; None if none were asked for."""
+        taken, self._lists = self._lists, CompletionLogprobs()
+        return None if self._wanted is None else taken

@@ -1,0 +1,87 @@
+"""Errors as OpenAI's clients expect them: `{"error": {"message", "type", "param", "code"}}`, for every failure."""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from pagemill.errors import InvalidRequestError, ModelNotServedError, PagemillError, PromptTooLongError
+from pagemill.server.disconnect import ClientGone
+from pagemill.server.protocol import ErrorBody, ErrorResponse
+
+logger = logging.getLogger(__name__)
+
+CODES: dict[type[PagemillError], str] = {
+    PromptTooLongError: "context_length_exceeded",
+    ModelNotServedError: "model_not_found",
+}
+"""OpenAI's machine-readable codes, where it has one."""
+
+CLIENT_CLOSED_REQUEST = 499
+
+
+def error_response(error: PagemillError) -> ErrorResponse:
+    return ErrorResponse(
+        error=ErrorBody(message=error.message, type=error.kind, param=error.param, code=CODES.get(type(error)))
+    )
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    app.add_exception_handler(PagemillError, _pagemill_error)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientGone, _client_gone)
+    app.add_exception_handler(Exception, _unexpected_error)
+
+
+def _json(status: int, response: ErrorResponse) -> JSONResponse:
+    return JSONResponse(response.model_dump(), status_code=status)
+
+
+async def _pagemill_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, PagemillError)
+    return _json(error.http_status, error_response(error))
+
+
+async def _validation_error(request: Request, error: Exception) -> Response:
+    """The first of pydantic's findings; those raised by our own checks are typed already."""
+    assert isinstance(error, RequestValidationError)
+    finding = error.errors()[0]
+    typed = finding.get("ctx", {}).get("error")
+    if not isinstance(typed, PagemillError):
+        place = [str(part) for part in finding["loc"] if part != "body"]
+        if finding["type"] == "json_invalid":
+            typed = InvalidRequestError(f"the body is not JSON: {finding['ctx']['error']}")
+        else:
+            name = place[0] if place else None
+            if isinstance(finding.get("input"), bytes):
+                finding["msg"] = "it must be a JSON object, sent with Content-Type: application/json"
+            where = ".".join(place) or "the body"
+            typed = InvalidRequestError(f"{where}: {finding['msg']} (given: {finding.get('input')!r:.100})", param=name)
+    return await _pagemill_error(request, typed)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """404, 405 and their like, from the router."""
+    assert isinstance(error, HTTPException)
+    phrase = HTTPStatus(error.status_code).phrase
+    kind = "not_found_error" if error.status_code == HTTPStatus.NOT_FOUND else "invalid_request_error"
+    body = ErrorBody(message=f"{request.method} {request.url.path}: {phrase}; see /docs for what is served", type=kind)
+    response = _json(error.status_code, ErrorResponse(error=body))
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _client_gone(_: Request, __: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _unexpected_error(request: Request, error: Exception) -> Response:
+    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    body = ErrorBody(message="the server failed on this request; its log says why", type=PagemillError.kind)
+    return _json(HTTPStatus.INTERNAL_SERVER_ERROR, ErrorResponse(error=body))
