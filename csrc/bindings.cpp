@@ -1,0 +1,134 @@
+// Python's view of the kernels: addresses and strides as integers, checked by the callers in pagemill.ops and
+// pagemill.attention. The interpreter lock is released while a kernel runs.
+#include "kernels.h"
+#include "threads.h"
+
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+
+namespace nb = nanobind;
+using namespace pagemill;
+
+namespace {
+
+using Address = uintptr_t;
+template <class T> T* at(Address address) { return reinterpret_cast<T*>(address); }
+DType dtype(int type) { return static_cast<DType>(type); }
+
+struct Run {
+    nb::gil_scoped_release released;
+    Exclusive exclusive;
+};
+
+struct Linear {
+    PackedLinear weight;
+    const Kernels& set;  // the panels' format is this set's
+
+    Linear(Address data, Address bias, int64_t n, int64_t k, int type) : set(kernels()) {
+        weight.n = n;
+        weight.k = k;
+        weight.type = dtype(type);
+        Run run;
+        if (!set.pack_linear(weight, at<void>(data), at<float>(bias))) {
+            release(weight);
+            throw std::bad_alloc();
+        }
+    }
+    ~Linear() { release(weight); }
+    Linear(const Linear&) = delete;
+
+    void call(Address x, int64_t x_row, Address y, int64_t y_row, int type, int64_t rows) {
+        Run run;
+        set.linear(weight, at<void>(x), x_row, at<void>(y), y_row, dtype(type), rows);
+    }
+};
+
+using Strides = std::tuple<int64_t, int64_t, int64_t, int64_t>;
+CacheView view(Address data, const Strides& s) {
+    return {at<void>(data), std::get<0>(s), std::get<1>(s), std::get<2>(s), std::get<3>(s)};
+}
+
+// One layer's cache as the kernels need it, made once per layer.
+struct Cache {
+    CacheView key, value;
+    DType type;
+    int kv_heads, block_size, head_dim;
+
+    Cache(Address key_data, const Strides& key_strides, Address value_data, const Strides& value_strides, int type,
+          int kv_heads, int block_size, int head_dim)
+        : key(view(key_data, key_strides)), value(view(value_data, value_strides)), type(dtype(type)), kv_heads(kv_heads),
+          block_size(block_size), head_dim(head_dim) {}
+
+    void write(Address k, int64_t k_token, int64_t k_head, Address v, int64_t v_token, int64_t v_head, int source, Address slots,
+               int64_t tokens) const {
+        Run run;
+        kernels().write_kv({at<void>(k), at<void>(v), dtype(source), k_token, k_head, v_token, v_head, key, value, type,
+                            at<int64_t>(slots), tokens, kv_heads, head_dim, block_size});
+    }
+
+    void attend(Address query, int query_type, int64_t query_token, int64_t query_head, int heads, Address output, Address lse,
+                Address tables, int64_t table_stride, Address query_start, Address context_lens, Address positions,
+                Address key_start, Address key_end, int rows, float scale, int64_t window, float soft_cap) const {
+        Run run;
+        kernels().attend({at<void>(query), dtype(query_type), query_token, query_head, at<void>(output), at<float>(lse), key,
+                          value, type, at<int32_t>(tables), table_stride, at<int32_t>(query_start), at<int32_t>(context_lens),
+                          at<int64_t>(positions), at<int32_t>(key_start), at<int32_t>(key_end), rows, heads, kv_heads,
+                          head_dim, block_size, scale, window, soft_cap});
+    }
+};
+
+}  // namespace
+
+NB_MODULE(_kernels, m) {
+    m.doc() = "CPU kernels. Arguments are addresses, strides in elements and dtypes (0 fp32, 1 bf16, 2 fp16).";
+    m.def("isa", [] { return std::string(kernels().isa); }, "Name of the instruction set whose kernels run.");
+    m.def("available_isas", [] {
+        nb::list names;
+        for (auto name = available_isas(); *name; ++name) names.append(*name);
+        return names;
+    }, "Instruction sets of this CPU that there are kernels for, best first.");
+    m.def("use_isa", [](const std::string& name) {
+        if (!use_isa(name.c_str())) throw std::invalid_argument("this CPU has no kernels named " + name);
+    }, "Makes another set's kernels run; weights packed before keep theirs.");
+    m.def("num_threads", &num_threads);
+    m.def("set_num_threads", [](int count) {
+        if (count < 1) throw std::invalid_argument("num_threads must be at least 1, not " + std::to_string(count));
+        Run run;
+        set_num_threads(count);
+    });
+    m.def("rms_norm", [](Address x, int64_t x_outer, int64_t x_inner, Address weight, float eps, Address y, int type, int64_t outer,
+                         int64_t inner, int64_t n) {
+        Run run;
+        kernels().rms_norm(at<void>(x), x_outer, x_inner, at<float>(weight), eps, at<void>(y), dtype(type), outer, inner, n);
+    });
+    m.def("rotate", [](Address x, int64_t x_token, int64_t x_head, int type, Address cos, Address sin, int64_t tokens,
+                       int64_t heads, int64_t half) {
+        Run run;
+        kernels().rotate(at<void>(x), x_token, x_head, dtype(type), at<float>(cos), at<float>(sin), tokens, heads, half);
+    });
+    m.def("gated", [](Address x, int64_t x_row, Address y, int type, int activation, int64_t rows, int64_t n) {
+        Run run;
+        kernels().gated(at<void>(x), x_row, at<void>(y), dtype(type), static_cast<Activation>(activation), rows, n);
+    });
+    m.def("exp", [](Address x, Address y, int64_t n) { kernels().exp(at<float>(x), at<float>(y), n); });
+    m.def("tanh", [](Address x, Address y, int64_t n) { kernels().tanh(at<float>(x), at<float>(y), n); });
+    m.def("copy_frames", [](Address base, int64_t pieces, int64_t piece_stride, int64_t frame_stride, int64_t bytes,
+                            Address source, Address target, int64_t count) {
+        Run run;
+        copy_frames(at<void>(base), pieces, piece_stride, frame_stride, bytes, at<int64_t>(source), at<int64_t>(target), count);
+    }, "Strides in bytes; see kernels.h.");
+    nb::class_<Linear>(m, "Linear")
+        .def(nb::init<Address, Address, int64_t, int64_t, int>(), "weight", "bias", "n", "k", "dtype")
+        .def("__call__", &Linear::call)
+        .def_prop_ro("nbytes", [](const Linear& linear) { return linear.weight.bytes; });
+    nb::class_<Cache>(m, "Cache")
+        .def(nb::init<Address, const Strides&, Address, const Strides&, int, int, int, int>())
+        .def("write", &Cache::write)
+        .def("attend", &Cache::attend);
+}

@@ -1,0 +1,206 @@
+// One vector type `F` of W floats per instruction set, and the few operations the kernels need. Included once per
+// translation unit inside an anonymous namespace, so that no code of one instruction set is ever linked into another.
+// fma() is one rounding where the hardware has it; the compiler contracts nothing by itself (-ffp-contract=off).
+#define INLINE inline __attribute__((always_inline))
+
+struct bf16 { uint16_t bits; };
+struct f16 { uint16_t bits; };
+
+INLINE uint32_t bits_of(float x) { uint32_t u; std::memcpy(&u, &x, 4); return u; }
+INLINE float float_of(uint32_t u) { float x; std::memcpy(&x, &u, 4); return x; }
+template <class T> INLINE T lesser(T a, T b) { return b < a ? b : a; }
+template <class T> INLINE T greater(T a, T b) { return a < b ? b : a; }
+constexpr float kInf = __builtin_inff();
+
+#if defined(__AVX512F__)
+
+constexpr int W = 16;
+struct F { __m512 v; };
+INLINE F zero() { return {_mm512_setzero_ps()}; }
+INLINE F broadcast(float x) { return {_mm512_set1_ps(x)}; }
+INLINE F load(const float* p) { return {_mm512_loadu_ps(p)}; }
+INLINE F load(const bf16* p) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+INLINE F load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+INLINE void store(float* p, F x) { _mm512_storeu_ps(p, x.v); }
+INLINE void store(bf16* p, F x) {
+    __m512i u = _mm512_castps_si512(x.v);
+    __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
+    __m512i r = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
+    r = _mm512_mask_mov_epi32(r, _mm512_cmp_ps_mask(x.v, x.v, _CMP_UNORD_Q), _mm512_set1_epi32(0x7fc0));
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(r));
+}
+INLINE void store(f16* p, F x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT)); }
+INLINE F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+INLINE F operator+(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
+INLINE F operator-(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
+INLINE F operator*(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
+INLINE F operator/(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
+INLINE F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
+INLINE F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
+INLINE F abs(F a) { return {_mm512_abs_ps(a.v)}; }
+INLINE F with_sign_of(F a, F s) {
+    return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(s.v),
+                                                          _mm512_set1_epi32(int(0x80000000u)), 0xD8))};
+}
+INLINE F select_less(F a, F b, F yes, F no) {
+    return {_mm512_mask_mov_ps(no.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), yes.v)};
+}
+// 2^(n - 1) for n whole, -125 <= n <= 128
+INLINE F half_power_of_two(F n) {
+    __m512i e = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(126));
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(e, 23))};
+}
+
+#elif defined(__AVX2__)
+
+constexpr int W = 8;
+struct F { __m256 v; };
+INLINE F zero() { return {_mm256_setzero_ps()}; }
+INLINE F broadcast(float x) { return {_mm256_set1_ps(x)}; }
+INLINE F load(const float* p) { return {_mm256_loadu_ps(p)}; }
+INLINE F load(const bf16* p) {
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
+}
+INLINE F load(const f16* p) { return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p))}; }
+INLINE void store(float* p, F x) { _mm256_storeu_ps(p, x.v); }
+INLINE void store(bf16* p, F x) {
+    __m256i u = _mm256_castps_si256(x.v);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
+    __m256i r = _mm256_srli_epi32(_mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x.v, x.v, _CMP_UNORD_Q));
+    r = _mm256_blendv_epi8(r, _mm256_set1_epi32(0x7fc0), nan);
+    r = _mm256_permute4x64_epi64(_mm256_packus_epi32(r, r), 0x08);
+    _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(r));
+}
+INLINE void store(f16* p, F x) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT)); }
+INLINE F fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
+INLINE F operator+(F a, F b) { return {_mm256_add_ps(a.v, b.v)}; }
+INLINE F operator-(F a, F b) { return {_mm256_sub_ps(a.v, b.v)}; }
+INLINE F operator*(F a, F b) { return {_mm256_mul_ps(a.v, b.v)}; }
+INLINE F operator/(F a, F b) { return {_mm256_div_ps(a.v, b.v)}; }
+INLINE F max(F a, F b) { return {_mm256_max_ps(a.v, b.v)}; }
+INLINE F min(F a, F b) { return {_mm256_min_ps(a.v, b.v)}; }
+INLINE F abs(F a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
+INLINE F with_sign_of(F a, F s) {
+    __m256 sign = _mm256_set1_ps(-0.0f);
+    return {_mm256_or_ps(_mm256_andnot_ps(sign, a.v), _mm256_and_ps(sign, s.v))};
+}
+INLINE F select_less(F a, F b, F yes, F no) {
+    return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
+}
+INLINE F half_power_of_two(F n) {
+    __m256i e = _mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(126));
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(e, 23))};
+}
+
+#else  // compiler vectors: SSE2 on x86-64, NEON on ARM
+
+constexpr int W = 4;
+typedef float Floats __attribute__((vector_size(16)));
+typedef int32_t Ints __attribute__((vector_size(16)));
+struct F { Floats v; };
+INLINE F zero() { return {Floats{}}; }
+INLINE F broadcast(float x) { return {Floats{x, x, x, x}}; }
+INLINE F load(const float* p) { F x; std::memcpy(&x.v, p, 16); return x; }
+INLINE F load(const bf16* p) {
+    return {Floats{float_of(uint32_t(p[0].bits) << 16), float_of(uint32_t(p[1].bits) << 16),
+                   float_of(uint32_t(p[2].bits) << 16), float_of(uint32_t(p[3].bits) << 16)}};
+}
+INLINE float widen(f16 x) {
+    const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, exponent = (x.bits >> 10) & 31, mantissa = x.bits & 0x3ff;
+    if (exponent == 31) return float_of(sign | 0x7f800000 | mantissa << 13);
+    if (exponent) return float_of(sign | (exponent + 112) << 23 | mantissa << 13);
+    return float_of(sign | bits_of(float(mantissa) * 0x1p-24f));
+}
+INLINE f16 narrow(float x) {
+    const uint32_t u = bits_of(x), sign = u >> 16 & 0x8000, magnitude = u & 0x7fffffff;
+    if (magnitude > 0x7f800000) return {uint16_t(sign | 0x7e00)};
+    if (magnitude >= 0x477ff000) return {uint16_t(sign | 0x7c00)};  // rounds beyond 65504
+    if (magnitude < 0x38800000)  // subnormal: let the adder round at 2^-24
+        return {uint16_t(sign | (bits_of(float_of(magnitude) + 0.5f) - 0x3f000000))};
+    return {uint16_t(sign | (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13)};
+}
+INLINE F load(const f16* p) { return {Floats{widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])}}; }
+INLINE void store(float* p, F x) { std::memcpy(p, &x.v, 16); }
+INLINE void store(bf16* p, F x) {
+    for (int i = 0; i < W; ++i) {
+        const uint32_t u = bits_of(x.v[i]);
+        p[i].bits = x.v[i] != x.v[i] ? 0x7fc0 : uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
+    }
+}
+INLINE void store(f16* p, F x) { for (int i = 0; i < W; ++i) p[i] = narrow(x.v[i]); }
+#if defined(__aarch64__)
+INLINE F fma(F a, F b, F c) { return {(Floats)vfmaq_f32((float32x4_t)c.v, (float32x4_t)a.v, (float32x4_t)b.v)}; }
+#else
+INLINE F fma(F a, F b, F c) { return {a.v * b.v + c.v}; }
+#endif
+INLINE F operator+(F a, F b) { return {a.v + b.v}; }
+INLINE F operator-(F a, F b) { return {a.v - b.v}; }
+INLINE F operator*(F a, F b) { return {a.v * b.v}; }
+INLINE F operator/(F a, F b) { return {a.v / b.v}; }
+INLINE Floats blend(Ints mask, Floats yes, Floats no) { return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no)); }
+INLINE F max(F a, F b) { return {blend(a.v > b.v, a.v, b.v)}; }
+INLINE F min(F a, F b) { return {blend(a.v < b.v, a.v, b.v)}; }
+INLINE F abs(F a) { return {(Floats)((Ints)a.v & 0x7fffffff)}; }
+INLINE F with_sign_of(F a, F s) {
+    const Ints sign = (Ints)broadcast(-0.0f).v;
+    return {(Floats)(((Ints)a.v & ~sign) | ((Ints)s.v & sign))};
+}
+INLINE F select_less(F a, F b, F yes, F no) { return {blend(a.v < b.v, yes.v, no.v)}; }
+INLINE F half_power_of_two(F n) { return {(Floats)((__builtin_convertvector(n.v, Ints) + 126) << 23)}; }
+
+#endif
+
+// The first n (0 < n < W) elements; the others are 0 when loaded and untouched when stored.
+template <class T> INLINE F load_first(const T* p, int n) {
+    T all[W] = {};
+    for (int i = 0; i < n; ++i) all[i] = p[i];
+    return load(all);
+}
+template <class T> INLINE void store_first(T* p, F x, int n) {
+    T all[W];
+    store(all, x);
+    for (int i = 0; i < n; ++i) p[i] = all[i];
+}
+
+// Sums and maxima across lanes, always in the same order.
+INLINE float sum(F x) {
+    float lane[W];
+    store(lane, x);
+    for (int width = W / 2; width; width /= 2)
+        for (int i = 0; i < width; ++i) lane[i] += lane[i + width];
+    return lane[0];
+}
+INLINE float maximum(F x) {
+    float lane[W];
+    store(lane, x);
+    for (int width = W / 2; width; width /= 2)
+        for (int i = 0; i < width; ++i) lane[i] = lane[i] < lane[i + width] ? lane[i + width] : lane[i];
+    return lane[0];
+}
+
+// One element as a vector operation would convert it.
+template <class T> INLINE float widen_one(const T* p) {
+    T all[W] = {};
+    all[0] = *p;
+    float wide[W];
+    store(wide, load(all));
+    return wide[0];
+}
+template <class T> INLINE void narrow_one(T* p, float x) { store_first(p, broadcast(x), 1); }
+INLINE float widen_one(const float* p) { return *p; }
+INLINE void narrow_one(float* p, float x) { *p = x; }
+INLINE float widen_one(const bf16* p) { return float_of(uint32_t(p->bits) << 16); }
+
+// Calls body(T*) with the element type of `type`.
+template <class Body> INLINE void with_type(DType type, Body&& body) {
+    switch (type) {
+        case DType::f32: body((float*)nullptr); break;
+        case DType::bf16: body((bf16*)nullptr); break;
+        case DType::f16: body((f16*)nullptr); break;
+    }
+}

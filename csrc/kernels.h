@@ -1,0 +1,100 @@
+// The CPU kernels: plain functions over pointers and strides, no Python. One table of them per instruction set, all with
+// the same meaning; strides are in elements. Every row's result is bitwise independent of the other rows, of how they are
+// cut into calls, and of the number of threads. Instruction sets may differ from each other in the last bits.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace pagemill {
+
+enum class DType : int { f32 = 0, bf16 = 1, f16 = 2 };
+
+inline size_t item_size(DType type) { return type == DType::f32 ? 4 : 2; }
+
+// A weight [n, k] packed into panels of neighbouring outputs: panel, then k, then output. Made by Kernels::pack_linear.
+struct PackedLinear {
+    int64_t n = 0, k = 0;
+    DType type = DType::f32;
+    void* panels = nullptr;  // page-aligned, dtype `type`, outputs padded with zeros to whole panels
+    float* bias = nullptr;   // [padded n] or null
+    size_t bytes = 0;
+};
+
+// One layer's keys or values: element (frame, head, token, dim) at data + frame * frame_stride + ...
+struct CacheView {
+    void* data;
+    int64_t frame, head, token, dim;
+};
+
+struct AttentionArgs {
+    const void* query;  // [tokens, heads, head_dim], the last dimension contiguous
+    DType query_type;
+    int64_t query_token, query_head;
+    void* output;  // [tokens, heads, head_dim], contiguous, dtype of the query
+    float* lse;    // [tokens, heads] or null
+    CacheView key, value;
+    DType cache_type;
+    const int32_t* tables;  // [rows, ...]
+    int64_t table_stride;
+    const int32_t* query_start;  // [rows + 1]
+    const int32_t* context_lens; // [rows]
+    const int64_t* positions;    // [tokens]
+    const int32_t* key_start;    // [rows] or null
+    const int32_t* key_end;      // [rows] or null
+    int rows, heads, kv_heads, head_dim, block_size;
+    float scale;
+    int64_t window;  // 0: none
+    float soft_cap;  // 0: none
+};
+
+struct WriteArgs {
+    const void *key, *value;  // [tokens, kv_heads, head_dim], the last dimension contiguous
+    DType type;
+    int64_t key_token, key_head, value_token, value_head;
+    CacheView key_cache, value_cache;
+    DType cache_type;
+    const int64_t* slots;  // [tokens]; negative: not written
+    int64_t tokens;
+    int kv_heads, head_dim, block_size;
+};
+
+enum class Activation : int { silu = 0, gelu_tanh = 1 };
+
+struct Kernels {
+    const char* isa;
+
+    // weight [n, k] contiguous in `type`; bias [n] fp32 or null. Memory for the panels is allocated; false: out of memory.
+    bool (*pack_linear)(PackedLinear&, const void* weight, const float* bias);
+    // y [m, n] = x [m, k] · weight^T + bias; rows of x and y at row_stride; both of dtype `type`.
+    void (*linear)(const PackedLinear&, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m);
+    void (*attend)(const AttentionArgs&);
+    void (*write_kv)(const WriteArgs&);
+    // x [outer, inner, n], the last dimension contiguous; y the same, contiguous; weight [n] fp32
+    void (*rms_norm)(const void* x, int64_t x_outer, int64_t x_inner, const float* weight, float eps, void* y, DType type,
+                     int64_t outer, int64_t inner, int64_t n);
+    // In place: x [tokens, heads, ...] halves convention over 2 * half leading dimensions; cos, sin [tokens, half] fp32
+    void (*rotate)(void* x, int64_t x_token, int64_t x_head, DType type, const float* cos, const float* sin,
+                   int64_t tokens, int64_t heads, int64_t half);
+    // x [rows, 2 n] (gate, up) -> y [rows, n] = activation(gate) * up
+    void (*gated)(const void* x, int64_t x_row, void* y, DType type, Activation activation, int64_t rows, int64_t n);
+    // Elementwise exp and tanh as the kernels use them, for tests.
+    void (*exp)(const float* x, float* y, int64_t n);
+    void (*tanh)(const float* x, float* y, int64_t n);
+};
+
+// The kernels that run: the best of this CPU, or what PAGEMILL_ISA (generic, avx2, avx512) asks for, if the CPU has it.
+const Kernels& kernels();
+// Switches to another instruction set that this CPU has; false if it has not. Packed weights belong to the set that packed.
+bool use_isa(const char* name);
+// Names of the instruction sets of this CPU, best first; null-terminated.
+const char* const* available_isas();
+
+void release(PackedLinear&);
+
+// Copies frames source[i] -> target[i] in each of `pieces` regions (piece_stride bytes apart) of frames of `bytes` bytes
+// that lie frame_stride bytes apart.
+void copy_frames(void* base, int64_t pieces, int64_t piece_stride, int64_t frame_stride, int64_t bytes,
+                 const int64_t* source, const int64_t* target, int64_t count);
+
+}  // namespace pagemill

@@ -1,0 +1,74 @@
+# The compiled CPU kernels (csrc/bindings.cpp). Addresses are integers, strides are in elements, dtypes 0 fp32, 1 bf16, 2 fp16.
+
+def isa() -> str: ...
+def available_isas() -> list[str]: ...
+def use_isa(name: str) -> None: ...
+def num_threads() -> int: ...
+def set_num_threads(count: int) -> None: ...
+def rms_norm(
+    x: int, x_outer: int, x_inner: int, weight: int, eps: float, y: int, dtype: int, outer: int, inner: int, size: int
+) -> None: ...
+def rotate(
+    x: int, x_token: int, x_head: int, dtype: int, cos: int, sin: int, tokens: int, heads: int, half: int
+) -> None: ...
+def gated(x: int, x_row: int, y: int, dtype: int, activation: int, rows: int, size: int) -> None: ...
+def exp(x: int, y: int, size: int) -> None: ...
+def tanh(x: int, y: int, size: int) -> None: ...
+def copy_frames(
+    base: int, pieces: int, piece_stride: int, frame_stride: int, nbytes: int, source: int, target: int, count: int
+) -> None:
+    """Strides in bytes; source and target are addresses of int64 [count]."""
+
+class Linear:
+    def __init__(self, weight: int, bias: int, n: int, k: int, dtype: int) -> None: ...
+    def __call__(self, x: int, x_row: int, y: int, y_row: int, dtype: int, rows: int) -> None: ...
+    @property
+    def nbytes(self) -> int: ...
+
+class Cache:
+    """One layer's cache: strides (frame, head, token, dim) of keys and of values."""
+
+    def __init__(
+        self,
+        key: int,
+        key_strides: tuple[int, ...],
+        value: int,
+        value_strides: tuple[int, ...],
+        dtype: int,
+        kv_heads: int,
+        block_size: int,
+        head_dim: int,
+    ) -> None: ...
+    def write(
+        self,
+        key: int,
+        key_token: int,
+        key_head: int,
+        value: int,
+        value_token: int,
+        value_head: int,
+        dtype: int,
+        slots: int,
+        tokens: int,
+    ) -> None: ...
+    def attend(
+        self,
+        query: int,
+        dtype: int,
+        query_token: int,
+        query_head: int,
+        heads: int,
+        output: int,
+        lse: int,
+        tables: int,
+        table_stride: int,
+        query_start: int,
+        context_lens: int,
+        positions: int,
+        key_start: int,
+        key_end: int,
+        rows: int,
+        scale: float,
+        window: int,
+        soft_cap: float,
+    ) -> None: ...

@@ -1,0 +1,91 @@
+"""Paged attention on CPU: the C++ kernel behind `AttentionBackend`. See `csrc/isa/attention.h` for why equal rows get equal
+bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagemill import _kernels
+from pagemill.attention.interface import AttentionBatch, LayerCache
+from pagemill.ops.cpu_ops import DTYPES, dtype_code, kernel_name
+
+
+class CpuAttention:
+    def __init__(self) -> None:
+        self.name = kernel_name()
+        self._caches: dict[int, tuple[LayerCache, _kernels.Cache]] = {}
+
+    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        tokens = slots.shape[0]
+        expected = (tokens, cache.key.shape[1], cache.key.shape[3])
+        if key.shape != expected or value.shape != expected or key.stride(2) != 1 or value.stride(2) != 1:
+            raise ValueError(
+                f"key {tuple(key.shape)} and value {tuple(value.shape)} must be {expected}, the last dimension contiguous"
+            )
+        if value.dtype != key.dtype:
+            raise TypeError(f"key is {key.dtype} and value {value.dtype}; they must be equal")
+        _check("slots", slots, torch.int64, tokens)
+        self._native(cache).write(
+            key.data_ptr(), key.stride(0), key.stride(1), value.data_ptr(), value.stride(0), value.stride(1),
+            dtype_code(key), slots.data_ptr(), tokens,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        batch: AttentionBatch,
+        group: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        key_start: Tensor | None = None,
+        key_end: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        tokens, heads, head_dim = query.shape
+        tables = batch.groups[group].tables
+        rows = batch.context_lens.shape[0]
+        if head_dim != cache.key.shape[3] or heads % cache.key.shape[1] or query.stride(2) != 1:
+            raise ValueError(
+                f"query is {tuple(query.shape)}; heads must be a multiple of {cache.key.shape[1]}, head_dim must be "
+                f"{cache.key.shape[3]} and contiguous"
+            )
+        if tables.dtype != torch.int32 or tables.shape[0] < rows or tables.stride(1) != 1:
+            raise ValueError(f"tables must be int32 [{rows}, entries], not {tables.dtype} {tuple(tables.shape)}")
+        _check("query_start", batch.query_start, torch.int32, rows + 1)
+        _check("context_lens", batch.context_lens, torch.int32, rows)
+        _check("positions", batch.positions, torch.int64, tokens)
+        for name, limit in (("key_start", key_start), ("key_end", key_end)):
+            if limit is not None:
+                _check(name, limit, torch.int32, rows)
+        output = torch.empty(query.shape, dtype=query.dtype)
+        lse = torch.empty(tokens, heads) if return_lse else None
+        self._native(cache).attend(
+            query.data_ptr(), dtype_code(query), query.stride(0), query.stride(1), heads, output.data_ptr(),
+            0 if lse is None else lse.data_ptr(), tables.data_ptr(), tables.stride(0), batch.query_start.data_ptr(),
+            batch.context_lens.data_ptr(), batch.positions.data_ptr(), 0 if key_start is None else key_start.data_ptr(),
+            0 if key_end is None else key_end.data_ptr(), rows, scale, window or 0, soft_cap or 0.0,
+        )  # fmt: skip
+        return output, lse
+
+    def _native(self, cache: LayerCache) -> _kernels.Cache:
+        known = self._caches.get(id(cache.key))
+        if known is None or known[0].key is not cache.key or known[0].value is not cache.value:
+            key, value = cache
+            if key.shape != value.shape or key.dtype != value.dtype or key.dtype not in DTYPES or not key.is_cpu:
+                raise ValueError(f"the cache must be two equal CPU tensors, not {key.dtype} and {value.dtype}")
+            _, kv_heads, block_size, head_dim = key.shape
+            native = _kernels.Cache(
+                key.data_ptr(), key.stride(), value.data_ptr(), value.stride(), DTYPES[key.dtype], kv_heads, block_size, head_dim
+            )  # fmt: skip
+            known = self._caches[id(cache.key)] = (cache, native)
+        return known[1]
+
+
+def _check(name: str, tensor: Tensor, dtype: torch.dtype, size: int) -> None:
+    if tensor.dtype != dtype or tensor.shape != (size,) or not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous {dtype} [{size}], not {tensor.dtype} {tuple(tensor.shape)}")

@@ -1,0 +1,125 @@
+"""The operators on CPU: the C++ kernels behind `Ops`. Checks here cost the same whatever the size; the kernels trust them.
+
+Every row's result is bitwise independent of the other rows and of the number of threads.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pagemill import _kernels
+
+KERNEL_VERSION = 1
+"""Raised whenever a kernel's arithmetic changes: stored K/V of other bits must not be found."""
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+
+
+def kernel_name() -> str:
+    return f"cpu-{_kernels.isa()}-{KERNEL_VERSION}"
+
+
+def default_num_threads() -> int:
+    """Physical cores that this process may run on, within its control group's quota."""
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = set()
+    for cpu in cpus:
+        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+        try:
+            cores.add(tuple((topology / name).read_text() for name in ("physical_package_id", "core_id")))
+        except OSError:
+            cores.add((str(cpu),))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(len(cores), math.ceil(int(quota) / int(period))))
+    except (OSError, ValueError):  # no control group, or "max": no quota
+        return max(1, len(cores))
+
+
+def dtype_code(tensor: Tensor) -> int:
+    """The kernels' number of a tensor's dtype. Raises TypeError for a dtype without kernels."""
+    code = DTYPES.get(tensor.dtype)
+    if code is None:
+        raise TypeError(f"the CPU kernels take float32, bfloat16 and float16, not {tensor.dtype}")
+    return code
+
+
+class CpuLinear:
+    """A weight in panels, in the dtype it came in; the original is not kept. See `csrc/isa/linear.h`."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.out_features, self.in_features = weight.shape
+        self.dtype = weight.dtype
+        weight = weight.contiguous()
+        bias = None if bias is None else bias.float().contiguous()
+        address = 0 if bias is None else bias.data_ptr()
+        self._packed = _kernels.Linear(
+            weight.data_ptr(), address, self.out_features, self.in_features, dtype_code(weight)
+        )
+
+    @property
+    def nbytes(self) -> int:
+        return self._packed.nbytes
+
+    def __call__(self, x: Tensor) -> Tensor:
+        rows, columns = x.shape
+        if columns != self.in_features or x.stride(1) != 1:
+            raise ValueError(f"x is {tuple(x.shape)}; it must be [tokens, {self.in_features}] with contiguous rows")
+        y = torch.empty(rows, self.out_features, dtype=x.dtype)
+        self._packed(x.data_ptr(), x.stride(0), y.data_ptr(), self.out_features, dtype_code(x), rows)
+        return y
+
+
+class CpuOps:
+    def __init__(self) -> None:
+        self.name = kernel_name()
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
+        return CpuLinear(weight, bias)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        size = x.shape[-1]
+        if weight.dtype != torch.float32 or weight.shape != (size,) or not weight.is_contiguous():
+            raise ValueError(f"weight is {weight.dtype} {tuple(weight.shape)}; it must be contiguous float32 [{size}]")
+        if x.dim() > 3 or x.stride(-1) != 1:
+            x = x.reshape(-1, size).contiguous()
+        y = torch.empty(x.shape, dtype=x.dtype)
+        outer, inner = x.shape[0], x.shape[1] if x.dim() == 3 else 1
+        strides = x.stride(0), x.stride(1) if x.dim() == 3 else 0
+        _kernels.rms_norm(
+            x.data_ptr(), *strides, weight.data_ptr(), eps, y.data_ptr(), dtype_code(x), outer, inner, size
+        )
+        return y
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+        tokens, heads, size = x.shape
+        half = cos.shape[1]
+        for table in (cos, sin):
+            if table.dtype != torch.float32 or table.shape != (tokens, half) or not table.is_contiguous():
+                raise ValueError(
+                    f"cos and sin must be contiguous float32 [{tokens}, {half}], not {table.dtype} {tuple(table.shape)}"
+                )
+        if 2 * half > size or x.stride(2) != 1:
+            raise ValueError(
+                f"x is {tuple(x.shape)}; its contiguous last dimension must hold the {2 * half} that rotate"
+            )
+        _kernels.rotate(
+            x.data_ptr(), x.stride(0), x.stride(1), dtype_code(x), cos.data_ptr(), sin.data_ptr(), tokens, heads, half
+        )
+
+    def gated(self, x: Tensor, activation: Literal["silu", "gelu_tanh"]) -> Tensor:
+        rows, columns = x.shape
+        if columns % 2 or x.stride(1) != 1:
+            raise ValueError(f"x is {tuple(x.shape)}; it must be [tokens, 2 n] with contiguous rows")
+        y = torch.empty(rows, columns // 2, dtype=x.dtype)
+        _kernels.gated(
+            x.data_ptr(), x.stride(0), y.data_ptr(), dtype_code(x), _ACTIVATIONS[activation], rows, columns // 2
+        )
+        return y
