@@ -23,5 +23,5 @@ def suggest_arguments(cls: type[T]) -> type[T]:
                 raise UnknownArgumentError.of(cls.__name__, name, known)
         original(self, *args, **kwargs)
 
-    cls.__init__ = init  # type: ignore[method-assign]
+    cls.__init__ = init  # type: ignore[assignment, method-assign]
     return cls

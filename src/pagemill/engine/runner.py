@@ -87,8 +87,8 @@ class Runner:
         context_lens = plan.starts + plan.query_lens
         max_context = int(context_lens.max())
         tables = self._tables[:, self._to_device(plan.rows.astype(np.int64)), : -(-max_context // size)]
-        of_token = (self._to_device(rows.astype(np.int64)), self._to_device(positions // size))
-        frames = self._tables[(slice(None), *of_token)].to(torch.int64)
+        of_token = (slice(None), self._to_device(rows.astype(np.int64)), self._to_device(positions // size))
+        frames = self._tables[of_token].to(torch.int64)
         offsets = self._to_device(positions % size)
         slots = torch.where(frames < 0, -1, frames * size + offsets)
         return AttentionBatch(
@@ -127,7 +127,7 @@ class Runner:
         for begin in range(0, len(targets), LOGITS_ROWS):
             part = targets[begin : begin + LOGITS_ROWS]
             logits = self._decoder.logits(hidden[begin : begin + len(part)])
-            found += prompt_logprobs(logits, part, self._sampler.params(row).prompt_logprobs or 0)
+            found += prompt_logprobs(logits, part.tolist(), self._sampler.params(row).prompt_logprobs or 0)
         return found
 
     def _to_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
