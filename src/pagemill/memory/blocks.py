@@ -1,7 +1,8 @@
 """Blocks: handles for contents, apart from the frames in which these lie.
 
 A block is `block_size` tokens of K and V of one layer group. Tables name blocks, never frames, so a content can move
-without its holders noticing. Who holds a block and where it is stands here; what makes it findable, in the prefix index.
+without its holders noticing. Here stands who holds a block and where it is, and in the prefix index what makes it
+findable.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections.abc import Iterable, Sequence
 class Blocks:
     """One id space for the blocks of all groups. O(1) per block; columns are indexed by block id.
 
-    references: block tables that name the block, and steps in flight that hold it. 0 for a block that is only findable, and for an unused id.
+    references: block tables that name the block, and steps in flight that hold it. 0 for a block that is only findable,
+                and for an unused id.
     frame:      its place, -1 for an unused id.
     group:      its layer group.
     """

@@ -105,7 +105,7 @@ class MemoryManager:
         """
         self._now = now
         if self._caching:
-            length, blocks, first_held = self._index.match(digests, root, token_ids, min(limit, len(token_ids)))
+            length, blocks, first_held = self._index.match(digests, root, token_ids, max(0, min(limit, len(token_ids))))
         else:
             length, blocks, first_held = 0, [[] for _ in self.windows], [0] * len(self.windows)
         table = BlockTable(root, blocks, first_held, length)

@@ -1,0 +1,325 @@
+"""The memory system against a simulated device, under random sequences of operations.
+
+The device is as dumb as a real one: frames of slots, and tables by row, changed only by the work that `drain` describes
+and by what a step writes through the tables. A slot's content is everything that its K and V depend on: namespace and
+all tokens up to its position. So "what a table reads is what was computed for these tokens" is compared, not assumed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from dataclasses import dataclass, field
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from pagemill.memory.block_table import BlockTable, first_entry_in_window
+from pagemill.memory.digest import extend_chain, root_digest
+from pagemill.memory.manager import MemoryManager
+
+ROOTS = [root_digest(b"model", "float32", "reference", namespace) for namespace in ("", "tenant")]
+TOKENS = st.integers(0, 2)
+LONGEST = 40
+
+
+@dataclass(eq=False)
+class Sequence:
+    root: bytes
+    tokens: list[int]
+    table: BlockTable
+    digests: list[bytes] = field(default_factory=list)
+    scheduled: int = 0  # tokens written, or being written by a step in flight
+    row: int = -1
+
+    def content(self, position: int):
+        return (self.root, *self.tokens[: position + 1])
+
+
+@dataclass
+class Step:
+    number: int
+    commits: list[tuple[Sequence, int]]
+    reads: list[tuple[Sequence, int, int, object]]  # sequence, frame, offset, content
+
+
+class Device:
+    def __init__(self, frames: int, block_size: int, groups: int) -> None:
+        self.slots = [["garbage"] * block_size for _ in range(frames)]
+        self.writer = [[None] * block_size for _ in range(frames)]
+        self.tables: dict[tuple[int, int], dict[int, int]] = {}
+
+    def apply(self, work) -> None:
+        for source, target in zip(work.copy_source.tolist(), work.copy_target.tolist(), strict=True):
+            self.slots[target] = list(self.slots[source])
+            self.writer[target] = [None] * len(self.slots[source])
+        columns = (work.edit_row, work.edit_group, work.edit_index, work.edit_frame)
+        edits = list(zip(*(column.tolist() for column in columns), strict=True))
+        assert len({edit[:3] for edit in edits}) == len(edits), "an entry is edited twice"
+        for row, group, index, frame in edits:
+            self.tables.setdefault((row, group), {})[index] = frame
+
+
+class MemoryMachine(RuleBasedStateMachine):
+    @initialize(
+        frames=st.integers(4, 48),
+        block_size=st.sampled_from([2, 4]),
+        windows=st.sampled_from([[None], [None], [3], [None, 5], [7, None], [1, 6], [None, None], [2, None, 9]]),
+        caching=st.sampled_from([True, True, True, False]),
+        depth=st.integers(1, 2),
+    )
+    def start(self, frames, block_size, windows, caching, depth) -> None:
+        self.size, self.windows, self.caching, self.depth = block_size, windows, caching, depth
+        self.memory = MemoryManager(frames, block_size, windows, enable_prefix_caching=caching)
+        self.device = Device(frames, block_size, len(windows))
+        self.sequences: list[Sequence] = []
+        self.past: list[tuple[bytes, list[int]]] = []
+        self.flying: list[Step] = []
+        self.step_number = 0
+        self.time = 0.0
+
+    # Sequences come and go
+
+    @rule(data=st.data(), root=st.sampled_from(ROOTS), fresh=st.lists(TOKENS, min_size=1, max_size=12))
+    def open(self, data, root, fresh) -> None:
+        if len(self.sequences) >= 5:
+            return
+        tokens = fresh
+        if self.past and data.draw(st.booleans()):
+            root, before = data.draw(st.sampled_from(self.past[-6:]))
+            tokens = (before[: data.draw(st.integers(0, len(before)))] + fresh)[:LONGEST]
+        self.time += 1
+        digests: list[bytes] = []
+        if self.caching:
+            extend_chain(digests, root, tokens, self.size)
+        limit = data.draw(st.sampled_from([len(tokens) - 1, len(tokens) - 1, len(tokens) // 2]))
+        findable = self.findable()
+        found = self.memory.peek(digests, root)
+        table, num_cached = self.memory.open(tokens, digests, root, self.time, limit)
+        assert table.length == num_cached <= limit
+        self.verify_match(root, tokens, limit, findable, num_cached, found)
+        sequence = Sequence(root, list(tokens), table, digests, scheduled=num_cached)
+        self.sequences.append(sequence)
+        self.past.append((root, list(tokens)))
+
+    def findable(self) -> list[set]:
+        """By group, contents of the last slot of each published block, read from the device."""
+        memory = self.memory
+        return [
+            {self.device.slots[memory._blocks.frame[block]][-1] for block in published.values()}
+            for published in memory._index.by_digest
+        ]
+
+    def verify_match(self, root, tokens, limit, findable, num_cached, found) -> None:
+        def matches(length: int, partial: bool) -> bool:
+            entries = -(-length // self.size)
+            chains = [(root, *tokens[: (entry + 1) * self.size]) for entry in range(length // self.size)]
+            if length % self.size:
+                if not partial:
+                    return False
+                last = (root, *tokens[:length])
+                common = set.intersection(*findable)
+                chains.append(
+                    next((c for c in common if len(c) == entries * self.size + 1 and c[: len(last)] == last), None)
+                )
+            return all(
+                chain in findable[group]
+                for group, window in enumerate(self.windows)
+                for chain in chains[first_entry_in_window(length, window, self.size) :]
+            )
+
+        whole = max(n for n in range(0, limit + 1, self.size) if matches(n, False))
+        best = max(n for n in range(limit + 1) if matches(n, True))
+        assert whole <= num_cached <= best
+        if self.windows == [None]:
+            assert num_cached == best
+        full = len(tokens) // self.size * self.size
+        assert found * self.size == max(n for n in range(0, full + 1, self.size) if matches(n, False)) * self.caching
+
+    @rule(data=st.data())
+    def fork(self, data) -> None:
+        if not 1 <= len(self.sequences) < 5:
+            return
+        parent = data.draw(st.sampled_from(self.sequences))
+        length = data.draw(st.integers(max(0, parent.table.length - 3), parent.table.length))
+        before = self.memory.stats()
+        if self.out_of_window(parent.table, length):
+            self.refused(lambda: self.memory.fork(parent.table, length))
+            return
+        child = self.memory.fork(parent.table, length)
+        assert self.memory.stats() == before, "a fork takes no frame"
+        self.sequences.append(
+            Sequence(parent.root, parent.tokens[:length], child, parent.digests[: length // self.size], length)
+        )
+
+    @rule(data=st.data())
+    def truncate(self, data) -> None:
+        if not self.sequences:
+            return
+        sequence = data.draw(st.sampled_from(self.sequences))
+        if sequence.scheduled != sequence.table.length:
+            return
+        length = data.draw(st.integers(max(0, sequence.table.length - 4), sequence.table.length))
+        if self.out_of_window(sequence.table, length):
+            self.refused(lambda: self.memory.truncate(sequence.table, length))
+            return
+        self.memory.truncate(sequence.table, length)
+        assert sequence.table.num_entries == -(-length // self.size)
+        self.past.append((sequence.root, list(sequence.tokens)))
+        del sequence.tokens[length:]
+        del sequence.digests[length // self.size :]
+        sequence.scheduled = length
+
+    def out_of_window(self, table, length) -> bool:
+        return any(
+            first > first_entry_in_window(length, window, self.size)
+            for first, window in zip(table.first_held, self.windows, strict=True)
+        )
+
+    def refused(self, call) -> None:
+        before = self.memory.stats()
+        with pytest.raises(ValueError, match="given back"):
+            call()
+        assert self.memory.stats() == before
+
+    @rule(data=st.data())
+    def close(self, data) -> None:
+        if self.sequences:
+            self.drop(data.draw(st.sampled_from(self.sequences)))
+
+    def drop(self, sequence: Sequence) -> None:
+        self.time += 1
+        self.memory.close(sequence.table, self.time)
+        self.sequences.remove(sequence)
+        self.past.append((sequence.root, list(sequence.tokens)))
+        for step in self.flying:
+            step.commits = [(other, length) for other, length in step.commits if other is not sequence]
+
+    # Steps
+
+    @rule(data=st.data())
+    def step(self, data) -> None:
+        if not self.sequences or len(self.flying) == self.depth:
+            return
+        running: list[tuple[Sequence, int, int]] = []
+        for sequence in data.draw(st.permutations(self.sequences)):
+            if sequence not in self.sequences or data.draw(st.integers(0, 3)) == 0:
+                continue
+            if len(sequence.tokens) == sequence.scheduled:
+                if len(sequence.tokens) >= LONGEST:
+                    continue
+                sequence.tokens.append(data.draw(TOKENS))
+            begin = sequence.scheduled
+            end = data.draw(st.integers(begin + 1, min(len(sequence.tokens), begin + 9)))
+            if self.reserve(sequence, end + data.draw(st.sampled_from([0, 0, 0, 3]))):
+                running.append((sequence, begin, end))
+            elif not any(sequence is other for other, _, _ in running) and data.draw(st.booleans()):
+                self.drop(sequence)
+        self.step_number += 1
+        free_rows = [row for row in range(6) if all(row != sequence.row for sequence in self.sequences)]
+        for sequence, _, _ in running:
+            if sequence.row < 0:
+                sequence.row = free_rows.pop(0)
+                self.memory.place(sequence.table, sequence.row)
+        self.device.apply(self.memory.drain(self.step_number))
+        step = Step(self.step_number, [], [])
+        for sequence, begin, end in running:
+            self.write(sequence, begin, end)
+        for sequence, begin, end in running:
+            self.read(sequence, begin, end, step)
+            step.commits.append((sequence, end))
+            sequence.scheduled = end
+        self.flying.append(step)
+
+    def reserve(self, sequence: Sequence, up_to: int) -> bool:
+        before, blocks = self.memory.stats(), copy.deepcopy(sequence.table.blocks)
+        shortage = self.memory.reserve(sequence.table, up_to)
+        if shortage is None:
+            return True
+        assert shortage.needed > shortage.available == before.frames_free + before.frames_cached
+        assert self.memory.stats() == before, "a shortage changed something"
+        assert sequence.table.blocks == blocks, "a shortage changed the table"
+        return False
+
+    def write(self, sequence: Sequence, begin: int, end: int) -> None:
+        memory = self.memory
+        named = Counter(b for other in self.sequences for entries in other.table.blocks for b in entries)
+        for group, entries in enumerate(sequence.table.blocks):
+            for position in range(begin, end):
+                block = entries[position // self.size]
+                frame = self.device.tables[sequence.row, group][position // self.size]
+                assert frame == memory._blocks.frame[block], "the device's table is not the table"
+                assert named[block] == 1, "a slot that two tables can read is written"
+                assert block not in memory._index.by_digest[group].values(), "a published slot is written"
+                self.device.slots[frame][position % self.size] = sequence.content(position)
+                self.device.writer[frame][position % self.size] = sequence
+
+    def read(self, sequence: Sequence, begin: int, end: int, step: Step) -> None:
+        for group, window in enumerate(self.windows):
+            first = 0 if window is None else max(0, begin - window + 1)
+            for position in range(first, end):
+                frame = self.device.tables[sequence.row, group][position // self.size]
+                content = self.device.slots[frame][position % self.size]
+                assert content == sequence.content(position), f"group {group}, position {position}"
+                step.reads.append((sequence, frame, position % self.size, content))
+
+    @rule(late_digests=st.booleans(), commit_first=st.booleans())
+    def finish(self, late_digests, commit_first) -> None:
+        if not self.flying:
+            return
+        step = self.flying.pop(0)
+        for sequence, frame, offset, content in step.reads:
+            if self.device.slots[frame][offset] != content:
+                assert self.device.writer[frame][offset] is sequence, (
+                    "a frame under a running step was used for another"
+                )
+        if not commit_first:
+            self.memory.retire(step.number)
+        for sequence, length in step.commits:
+            if self.caching and not late_digests:
+                extend_chain(sequence.digests, sequence.root, sequence.tokens[:length], self.size)
+            self.memory.commit(sequence.table, length, sequence.tokens, sequence.digests)
+        if commit_first:
+            self.memory.retire(step.number)
+
+    # What always holds
+
+    @invariant()
+    def books_agree(self) -> None:
+        if not hasattr(self, "memory"):
+            return
+        self.memory.check()
+        stats = self.memory.stats()
+        assert stats.frames == stats.frames_free + stats.frames_cached + stats.frames_active
+        for sequence in self.sequences:
+            for group, entries in enumerate(sequence.table.blocks):
+                seen = first_entry_in_window(sequence.table.length, self.windows[group], self.size)
+                if not self.flying:
+                    assert sequence.table.first_held[group] == min(seen, len(entries)), (
+                        "out of the window and still held"
+                    )
+
+    def teardown(self) -> None:
+        if not hasattr(self, "memory"):
+            return
+        while self.sequences:
+            self.drop(self.sequences[-1])
+        self.memory.retire(self.step_number)
+        self.memory.check()
+        stats = self.memory.stats()
+        assert stats.frames_active == 0, "something is still held"
+        # All that is cached can be evicted: a sequence that fills the whole pool gets every frame.
+        table, _ = self.memory.open([], [], ROOTS[0], self.time, 0)
+        groups = len(self.windows)
+        assert self.memory.reserve(table, stats.frames // groups * self.size) is None
+        self.memory.close(table, self.time)
+        assert self.memory.stats().frames_free >= stats.frames // groups * groups
+        self.memory.check()
+
+
+TestMemory = MemoryMachine.TestCase
+TestMemory.settings = settings(
+    max_examples=200, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
