@@ -88,8 +88,7 @@ def _message(message: object) -> dict[str, Any]:
     plain = {key: _plain(value) for key, value in message.items() if value is not None}
     reasoning = next((plain[key] for key in _REASONING_KEYS if key in plain), None)
     if reasoning is not None:
-        plain.setdefault("thinking", reasoning)
-        plain["reasoning_content"] = reasoning
+        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
     return plain
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import codecs
 import json
-import re
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
     from pagemill.text.tokenizer import Tokenizer
 
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _CONTEXT = 16
 """Tokens of the prompt that are looked at: more than the 4 bytes that one character can be cut into."""
 
@@ -34,6 +32,8 @@ class TokenTexts:
         self.byte_level = _is_byte_level(backend)
         self._backend = backend
         self._special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        spellings = (spelling for byte in range(256) for spelling in (f"<0x{byte:02X}>", f"<0x{byte:02x}>"))
+        self._byte_tokens = {i for s in spellings if (i := backend.token_to_id(s)) is not None}
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}
         self._anchor = 0 if self.byte_level else self._find_anchor()
@@ -43,7 +43,10 @@ class TokenTexts:
         return token_id in self._special
 
     def is_byte(self, token_id: int) -> bool:
-        return _BYTE_TOKEN.fullmatch(self._backend.id_to_token(token_id) or "") is not None
+        return token_id in self._byte_tokens
+
+    def exists(self, token_id: int) -> bool:
+        return self._backend.id_to_token(token_id) is not None
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Decode as the beginning of a text, special tokens included."""
@@ -119,7 +122,7 @@ class Detokenizer:
             self._run.append(token_id)
             return ""
         if self._run or self._beginning:
-            return self._flush([token_id])
+            return self._flush([token_id]) if self._texts.exists(token_id) else ""
         return self._texts.text_of(token_id)
 
     def _flush(self, token_ids: list[int]) -> str:

@@ -1,0 +1,285 @@
+"""Tokenizers and chat templates equal transformers' on the same files; missing or broken ones are typed errors."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from small_tokenizers import byte_fallback, byte_level, wrap
+
+from pagemill.config import EngineConfig
+from pagemill.errors import InvalidRequestError, ModelNotFoundError, TokenizerError
+from pagemill.hub.registry import REGISTRY
+from pagemill.text import tokenizer_files
+from pagemill.text.tokenizer import Tokenizer
+
+MODEL = "smollm2-135m"
+TEXTS = [
+    "",
+    " ",
+    "   leading and trailing   ",
+    "The quick brown fox jumps over the lazy dog. It's 12:30, isn't it? $1,234.56 (≈ €1.130,99)",
+    "def f(x):\n\treturn x ** 2  # tabs\r\n\r\n\n\n    pass\n",
+    "emoji 🎉👩‍👩‍👧‍👦🏳️‍🌈 and flags 🇩🇪🇯🇵",
+    "日本語のテキスト、中文字符，한국어 텍스트",
+    "combining: e\u0301 a\u0308\u0323 \u1e69 vs s\u0323\u0307, ligature ﬁ, full width ＡＢＣ",
+    "العربية עברית हिन्दी ไทย \u202ebidi\u202c zero\u200bwidth\ufeff",
+    "<|im_start|>user\nhi<|im_end|>\n<|endoftext|> <|im_start|x <repo_name>",
+    "\x00\x01\x7f\x80 control \u2028 \u2029 \x85",
+    "𝕄𝕒𝕥𝕙 ∑∫√ \U0010ffff \ufffd \ufffe",
+    "a" * 500 + " " * 100 + "\n" * 50,
+]
+MESSAGES = [
+    [{"role": "user", "content": "Hello"}],
+    [
+        {"role": "system", "content": "Be short. <|im_end|> 🎉"},
+        {"role": "user", "content": " 日本 "},
+        {"role": "assistant", "content": "ok", "tool_calls": None},
+        {"role": "user", "content": "and?"},
+    ],
+]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "<&>'": "é"}}}]
+FEATURES = """{{- bos_token }}{%- if tools %}{{ tools | tojson(indent=2) }}{% endif %}
+{%- set ns = namespace(count=0) %}
+{%- for message in messages %}
+    {%- if message.role == 'skip' %}{% continue %}{% endif %}
+    {%- if message.role == 'robot' %}{{ raise_exception('bad role ' + message.role) }}{% endif %}
+    {%- set ns.count = ns.count + 1 %}
+    {%- generation %}{{ message | tojson }}{% endgeneration %}
+    {%- if ns.count == 3 %}{% break %}{% endif %}
+    {%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
+{%- endfor %}
+{{ strftime_now('%Y') }} {{ documents }} {{ custom is defined and custom.x }}
+{%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}{{ eos_token }}"""
+
+
+@functools.cache
+def real_tokenizer() -> Tokenizer:
+    return Tokenizer.from_path(MODEL)
+
+
+@pytest.fixture
+def real() -> Tokenizer:
+    return real_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    real_tokenizer().hf.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A Hugging Face folder with the real tokenizer, as transformers saves it."""
+    return shutil.copytree(saved, tmp_path / "model")
+
+
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """An empty cache, so that nothing that other tests made is found. The pulled model stays where it is."""
+    monkeypatch.setattr(tokenizer_files, "cache_dir", lambda: tmp_path / "cache")
+    return tmp_path / "cache" / "tokenizers"
+
+
+@pytest.mark.parametrize("text", TEXTS)
+@pytest.mark.parametrize("special", [True, False])
+def test_encodes_and_decodes_as_transformers(real, text, special):
+    ids = real.encode(text, add_special_tokens=special)
+    assert ids == real.hf.encode(text, add_special_tokens=special)
+    for skip in (True, False):
+        assert real.decode(ids, skip_special_tokens=skip) == real.hf.decode(ids, skip_special_tokens=skip)
+
+
+@given(text=st.text(alphabet=st.characters(exclude_categories=("Cs",)), max_size=50))
+@settings(max_examples=200, deadline=None)
+def test_encodes_any_text_as_transformers(text):
+    assert real_tokenizer().encode(text) == real_tokenizer().hf.encode(text)
+
+
+@pytest.mark.parametrize("messages", MESSAGES)
+@pytest.mark.parametrize("add_generation_prompt", [True, False])
+def test_chat_template_as_transformers(real, messages, add_generation_prompt):
+    text = real.apply_chat_template(messages, add_generation_prompt=add_generation_prompt)
+    options = {"add_generation_prompt": add_generation_prompt, "return_dict": False}
+    assert text == real.hf.apply_chat_template(messages, tokenize=False, **options)
+    assert real.encode(text, add_special_tokens=False) == real.hf.apply_chat_template(messages, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"tools": TOOLS},
+        {"documents": [{"title": "t", "text": "x"}], "custom": {"x": 3}},
+        {"add_generation_prompt": False, "continue_final_message": True},
+    ],
+)
+def test_template_features_as_transformers(real, options):
+    messages = [
+        {"role": "skip", "content": "no"},
+        {"role": "user", "content": "a < b & 'c' \" ü"},
+        {"role": "assistant", "content": "x", "thinking": "hm"},
+    ]
+    options = {"add_generation_prompt": True, **options}
+    expected = real.hf.apply_chat_template(messages, chat_template=FEATURES, tokenize=False, **options)
+    assert real.apply_chat_template(messages, chat_template=FEATURES, **options) == expected
+
+
+def test_template_that_refuses_is_the_callers_error(real):
+    with pytest.raises(InvalidRequestError, match="bad role robot") as caught:
+        real.apply_chat_template([{"role": "robot", "content": ""}], chat_template=FEATURES)
+    assert caught.value.param == "messages"
+    with pytest.raises(InvalidRequestError, match="empty"):
+        real.apply_chat_template([])
+    with pytest.raises(InvalidRequestError, match="must be a dict"):
+        real.apply_chat_template(["hi"])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ messages.__class__.__mro__ }}",
+        "{{ ''.__class__.__base__.__subclasses__() }}",
+        "{% set _ = messages.append(1) %}",
+        "{{ cycler.__init__.__globals__ }}",
+    ],
+)
+def test_templates_are_sandboxed(real, source):
+    with pytest.raises(InvalidRequestError, match=r"unsafe|undefined|access|not allowed"):
+        real.apply_chat_template(MESSAGES[0], chat_template=source)
+
+
+def test_settings_come_with_the_tokenizer(real):
+    assert (real.bos_token_id, real.eos_token_id, real.pad_token_id) == (1, 2, 2)
+    assert real.vocab_size == len(real.hf) == 49152
+    assert real.token(2) == "<|im_end|>"
+    assert real.token(10**6) is None
+
+
+def test_a_folder_and_a_gguf_file_of_the_same_model_agree(real, folder):
+    tokenizer = Tokenizer.load(EngineConfig(model="unused", tokenizer=str(folder)))
+    for text in TEXTS:
+        assert tokenizer.encode(text) == real.encode(text)
+    assert tokenizer.apply_chat_template(MESSAGES[1]) == real.apply_chat_template(MESSAGES[1])
+    assert tokenizer.eos_token_id == real.eos_token_id
+
+
+@pytest.mark.parametrize("backend", [byte_fallback, byte_level])
+def test_a_plain_folder_equals_transformers(tmp_path, own_cache, backend):
+    """tokenizer.json with a post-processor of its own, and several named templates."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    made = PreTrainedTokenizerFast(tokenizer_object=backend())
+    made.add_special_tokens({"bos_token": "<bos>", "eos_token": "<eos>"})
+    made.chat_template = {"default": "D{{ bos_token }}{{ messages[0].content }}", "tool_use": "T{{ tools | length }}"}
+    made.save_pretrained(tmp_path / "m")
+    tokenizer, expected = Tokenizer.from_path(tmp_path / "m"), AutoTokenizer.from_pretrained(tmp_path / "m")
+    for text in [*TEXTS, "<bos>Hello world<eos>", "Hello", "  a b"]:
+        assert tokenizer.encode(text) == expected.encode(text)
+    assert tokenizer.apply_chat_template(MESSAGES[0]) == "D<bos>Hello"
+    assert tokenizer.apply_chat_template(MESSAGES[0], tools=TOOLS) == "T1"
+    assert tokenizer.apply_chat_template(MESSAGES[0], chat_template="tool_use", tools=[]) == "T0"
+
+
+def test_kept_form_is_used_checked_and_renewed(folder, own_cache):
+    first = Tokenizer.from_path(folder).encode("Hello 🎉")
+    (kept,) = own_cache.iterdir()
+    settings_file = kept / "settings.json"
+    made = settings_file.stat().st_mtime_ns
+    assert Tokenizer.from_path(folder).encode("Hello 🎉") == first
+    assert settings_file.stat().st_mtime_ns == made, "the second load should read what the first one kept"
+
+    (kept / "tokenizer.json").write_text("{broken")
+    assert Tokenizer.from_path(folder).encode("Hello 🎉") == first
+    json.loads((kept / "tokenizer.json").read_text())
+
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**config, "eos_token": "<|endoftext|>"}))
+    assert Tokenizer.from_path(folder).eos_token_id == 0, "another configuration is another tokenizer"
+
+
+def test_a_cache_that_can_not_be_written_is_no_obstacle(folder, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setattr(tokenizer_files, "cache_dir", lambda: tmp_path / "file")
+    assert Tokenizer.from_path(folder).encode("Hello") == [19556]
+
+
+def test_loading_again_imports_neither_torch_nor_transformers(real):
+    code = (
+        "import sys; from pagemill.text.tokenizer import Tokenizer; "
+        f"print(Tokenizer.from_path({MODEL!r}).encode('Hello')); "
+        "print([m for m in ('torch', 'transformers', 'gguf') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split("\n")[:2] == ["[19556]", "[]"]
+
+
+def test_missing_tokenizers_are_named(tmp_path, own_cache):
+    with pytest.raises(ModelNotFoundError):
+        Tokenizer.from_path(tmp_path / "nothing")
+    with pytest.raises(TokenizerError, match=r"no tokenizer .*--tokenizer"):
+        Tokenizer.from_path(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["", "{", '{"model": {}}', "\x00\x01"])
+def test_corrupt_tokenizer_json(folder, own_cache, content):
+    (folder / "tokenizer.json").write_text(content)
+    with pytest.raises(TokenizerError, match="can not be read"):
+        Tokenizer.from_path(folder)
+
+
+def test_corrupt_gguf(tmp_path, own_cache):
+    source = REGISTRY[MODEL].file
+    with source.open("rb") as file:
+        (tmp_path / "cut.gguf").write_bytes(file.read(100_000))
+    with pytest.raises(TokenizerError, match=r"can not be read.*--tokenizer"):
+        Tokenizer.from_path(tmp_path / "cut.gguf")
+    assert not own_cache.exists()
+
+
+def test_missing_and_broken_chat_templates(folder):
+    shutil.rmtree(folder / "additional_chat_templates", ignore_errors=True)
+    (folder / "chat_template.jinja").unlink()
+    tokenizer = Tokenizer.from_path(folder)
+    with pytest.raises(TokenizerError, match=r"has no chat template; pass --chat-template"):
+        tokenizer.apply_chat_template(MESSAGES[0])
+    assert tokenizer.apply_chat_template(MESSAGES[0], chat_template="{{ messages[0].content }}") == "Hello"
+    with pytest.raises(InvalidRequestError, match="line 2"):
+        tokenizer.apply_chat_template(MESSAGES[0], chat_template="\n{% if %}")
+    (folder / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(TokenizerError, match="does not parse"):
+        Tokenizer.from_path(folder).apply_chat_template(MESSAGES[0])
+
+
+def test_lone_surrogates_are_the_callers_error(real):
+    with pytest.raises(InvalidRequestError, match="character 1"):
+        real.encode("a\ud800b")
+
+
+def test_threads_encode_alike(real):
+    expected = [real.encode(text) for text in TEXTS]
+    with ThreadPoolExecutor(8) as pool:
+        for found in pool.map(lambda _: [real.encode(text) for text in TEXTS], range(40)):
+            assert found == expected
+
+
+def test_bad_words_with_and_without_a_space(real):
+    sequences = real.bad_words_token_ids(["Paris", " the end"])
+    texts = [real.decode(ids) for ids in sequences]
+    assert texts == ["Paris", " Paris", "the end", " the end"]
+
+
+def test_bad_words_of_a_sentencepiece_tokenizer():
+    tokenizer = wrap(byte_fallback())
+    sequences = tokenizer.bad_words_token_ids(["ab", "ab"])
+    assert len(sequences) == len({tuple(ids) for ids in sequences})
+    assert {tokenizer.decode(ids).strip() for ids in sequences} == {"ab"}
