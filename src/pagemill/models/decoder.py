@@ -82,7 +82,9 @@ class Decoder:
         spec, ops, tokens = self.spec, self.ops, x.shape[0]
         heads = weights.qkv(ops.rms_norm(x, weights.input_norm, spec.norm_eps)).view(tokens, -1, spec.head_dim)
         q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
-        if weights.q_norm is not None and weights.k_norm is not None:
+        if spec.qk_norm:
+            assert weights.q_norm is not None
+            assert weights.k_norm is not None
             q = ops.rms_norm(q, weights.q_norm, spec.norm_eps)
             k = ops.rms_norm(k, weights.k_norm, spec.norm_eps)
         if layer.rope is not None:
@@ -94,7 +96,8 @@ class Decoder:
             q, cache, batch, group, scale=spec.scale, window=layer.window, soft_cap=spec.attention_soft_cap
         )
         out = weights.o(out.reshape(tokens, -1))
-        if weights.post_attention_norm is not None:
+        if spec.post_norms:
+            assert weights.post_attention_norm is not None
             out = ops.rms_norm(out, weights.post_attention_norm, spec.norm_eps)
         return out
 
@@ -106,6 +109,7 @@ class Decoder:
             out = apply_experts(h, weights.mlp, spec.moe, spec.activation, ops)
         else:
             out = apply_mlp(h, weights.mlp, spec.activation, ops)
-        if weights.post_mlp_norm is not None:
+        if spec.post_norms:
+            assert weights.post_mlp_norm is not None
             out = ops.rms_norm(out, weights.post_mlp_norm, spec.norm_eps)
         return out

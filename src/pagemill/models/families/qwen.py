@@ -30,7 +30,7 @@ def _qwen3_moe(config: ModelConfig, max_model_len: int | None) -> DecoderSpec:
     ]
     bias = config.flag("attention_bias")
     experts = MoESpec(
-        num_experts=config.integer("num_experts"),
+        num_experts=config.integer("num_experts" if config.get("num_experts") is not None else "num_local_experts"),
         experts_per_token=config.integer("num_experts_per_tok"),
         intermediate_size=config.integer("moe_intermediate_size"),
         normalize=config.flag("norm_topk_prob"),

@@ -1,7 +1,7 @@
-"""The GGUF container: metadata and tensor table, read with every bound checked. Imports no torch, so that front ends
-can take the tokenizer from it. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""The GGUF container: metadata and tensor table, read with every bound checked.
 
-The `gguf` package's own reader makes NumPy arrays of each of a vocabulary's strings, which takes seconds.
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package's own reader makes NumPy arrays of
+every string of a vocabulary, which takes seconds.
 """
 
 from __future__ import annotations
