@@ -79,9 +79,9 @@ def randomize(model: torch.nn.Module) -> None:
         elif weight.dim() == 1:  # norms: about 1, or about 0 where the model adds 1
             weight.add_(torch.randn_like(weight) * 0.3)
         elif "embed" in name or "lm_head" in name:
-            weight.normal_(0, 3 * weight.shape[-1] ** -0.5)
+            weight.normal_(0, 2 * weight.shape[-1] ** -0.5)
         elif any(part in name for part in ("q_proj", "k_proj", "qkv_proj")):
-            weight.normal_(0, 1.6 * weight.shape[-1] ** -0.5)
+            weight.normal_(0, 1.4 * weight.shape[-1] ** -0.5)
         else:
             weight.normal_(0, weight.shape[-1] ** -0.5)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -17,6 +18,7 @@ _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
+MAX_POSITION = 2**31 - 1
 
 
 class ModelConfig:
@@ -31,18 +33,20 @@ class ModelConfig:
     def get(self, key: str) -> Any:
         return self.values.get(key)
 
-    def integer(self, key: str, minimum: int = 1) -> int:
+    def integer(self, key: str, maximum: int = 2**24) -> int:
         value = self.values.get(key)
-        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+        if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
             raise ModelConfigError(
-                f"{key} is {value!r} in the model's configuration; it must be an integer of at least {minimum}",
-                param=key,
+                f"{key} is {value!r} in the model's configuration; it must be an integer from 1 to {maximum}", param=key
             )
         return value
 
+    def layer_count(self) -> int:
+        return self.integer("num_hidden_layers", maximum=10_000)
+
     def number(self, key: str) -> float:
         value = self.values.get(key)
-        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
             raise ModelConfigError(
                 f"{key} is {value!r} in the model's configuration; it must be a positive number", param=key
             )
@@ -92,7 +96,7 @@ class Family:
 
 def windows_by_type(config: ModelConfig) -> list[int | None]:
     """Each layer's window, from `layer_types` (`full_attention` or `sliding_attention`) and `sliding_window`."""
-    count = config.integer("num_hidden_layers")
+    count = config.layer_count()
     windows: list[int | None] = []
     for kind in config.sequence("layer_types", count):
         if kind not in ("full_attention", "sliding_attention"):
@@ -100,15 +104,15 @@ def windows_by_type(config: ModelConfig) -> list[int | None]:
                 f"layer type {kind!r} is not supported; supported are full_attention and sliding_attention",
                 param="layer_types",
             )
-        windows.append(config.integer("sliding_window") if kind == "sliding_attention" else None)
+        windows.append(config.integer("sliding_window", MAX_POSITION) if kind == "sliding_attention" else None)
     return windows
 
 
 def window_of_all(config: ModelConfig) -> list[int | None]:
     """The same window, or none, for every layer."""
     config.refuse("layer_types")
-    window = None if config.get("sliding_window") is None else config.integer("sliding_window")
-    return [window] * config.integer("num_hidden_layers")
+    window = None if config.get("sliding_window") is None else config.integer("sliding_window", MAX_POSITION)
+    return [window] * config.layer_count()
 
 
 def head_dim_of(config: ModelConfig) -> int:
@@ -135,7 +139,7 @@ def one_rope(config: ModelConfig, max_model_len: int | None, *, partial: bool = 
         raise ModelConfigError(
             f"rope_parameters is {parameters!r}; it must be a table of parameters", param="rope_parameters"
         )
-    declared = config.integer("max_position_embeddings")
+    declared = config.integer("max_position_embeddings", MAX_POSITION)
     max_position = scaled_max_position(parameters, declared)
     length = check_model_len(max_model_len, max_position)
     rope = resolve_rope(parameters, head_dim_of(config), max_position=declared, max_model_len=length, partial=partial)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pagemill.errors import ModelConfigError
 from pagemill.models.families.base import (
+    MAX_POSITION,
     Family,
     ModelConfig,
     check_model_len,
@@ -51,7 +52,7 @@ def _gemma2(config: ModelConfig, max_model_len: int | None) -> DecoderSpec:
 
 
 def _gemma3(config: ModelConfig, max_model_len: int | None) -> DecoderSpec:
-    max_position = config.integer("max_position_embeddings")  # counts the scaling already
+    max_position = config.integer("max_position_embeddings", MAX_POSITION)  # counts the scaling already
     length = check_model_len(max_model_len, max_position)
     parameters = config.get("rope_parameters")
 

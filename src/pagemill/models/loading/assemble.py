@@ -137,12 +137,14 @@ class Assembler:
         """
         if len(parts) == 1:
             rows = (sum(rows),)
-        shape = (sum(rows), columns) if columns else (sum(rows),)
-        joined = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
+        kind, tail = ("weight", (columns,)) if columns else ("bias", ())
+        for part, count in zip(parts, rows, strict=True):
+            self._expect(f"{part}.{kind}", (count, *tail))
+        joined = torch.empty((sum(rows), *tail), dtype=dtype or self._dtype, device=self._device)
         begin = 0
         for index, (part, count) in enumerate(zip(parts, rows, strict=True)):
             out = joined[begin : begin + count]
-            self._read(f"{part}.weight" if columns else f"{part}.bias", out)
+            self._read(f"{part}.{kind}", out)
             if index < len(unpair):
                 pairs = out.view(unpair[index], -1, 2, *out.shape[1:])
                 out.copy_(pairs.transpose(1, 2).reshape(out.shape))
@@ -150,32 +152,36 @@ class Assembler:
         return joined
 
     def _norm(self, name: str, size: int) -> Tensor:
+        self._expect(f"{name}.weight", (size,))
         weight = torch.empty(size, dtype=torch.float32, device=self._device)
         self._read(f"{name}.weight", weight)
         return weight + self._names.norm_offset if self._names.norm_offset else weight
 
-    def _read(self, name: str, out: Tensor) -> None:
+    def _expect(self, name: str, shape: tuple[int, ...]) -> None:
+        """Checks a tensor before memory is taken for it."""
         info = self._checkpoint.tensors.get(name)
         path = self._checkpoint.path
         if info is None:
             raise CorruptWeightsError(
                 f"{path} has no tensor {name!r}, which its configuration asks for; download it again"
             )
-        if info.shape != tuple(out.shape):
+        if info.shape != shape:
             raise CorruptWeightsError(
                 f"tensor {name!r} in {path} has shape {list(info.shape)}, but the configuration asks for "
-                f"{list(out.shape)}; weights and configuration belong to different models"
+                f"{list(shape)}; weights and configuration belong to different models"
             )
+
+    def _read(self, name: str, out: Tensor) -> None:
         self._checkpoint.read_into(name, out)
         low, high = torch.aminmax(out)  # NaN goes through; cheaper than a mask of all elements
         if not (math.isfinite(low) and math.isfinite(high)):
             dtype = str(out.dtype).removeprefix("torch.")
             raise CorruptWeightsError(
-                f"tensor {name!r} in {path} has values that are not finite in {dtype} (from {low:g} to {high:g}); "
+                f"tensor {name!r} in {self._checkpoint.path} is not finite in {dtype} (from {low:g} to {high:g}); "
                 f"download it again, or load it with dtype='float32' if it is sound"
             )
         self._used.add(name)
-        self._done += info.nbytes
+        self._done += self._checkpoint.tensors[name].nbytes
         if self._progress is not None:
             self._progress(self._done, self._total)
 

@@ -17,6 +17,7 @@ from gguf.constants import GGMLQuantizationType as Kind
 from torch import Tensor
 
 from pagemill.errors import ModelConfigError, UnsupportedModelError
+from pagemill.models.families import ModelConfig
 from pagemill.models.loading.checkpoint import PIECE_BYTES, MappedFile, TensorInfo, copy_stored
 from pagemill.models.loading.gguf_file import GGUFFile
 from pagemill.models.loading.overrides import apply_overrides, check_overrides
@@ -144,13 +145,9 @@ class GGUFModel:
             "sliding_window": found.get("attention.sliding_window") or None,
             "rope_parameters": self._rope(found),
         }
-        heads = config["num_attention_heads"]
-        if not isinstance(heads, int) or heads < 1:
-            raise ModelConfigError(
-                f"{prefix}attention.head_count is {heads!r} in {self.path}; it must be an integer of at least 1"
-            )
+        heads, hidden = (ModelConfig(config).integer(key) for key in ("num_attention_heads", "hidden_size"))
         config["num_key_value_heads"] = config["num_key_value_heads"] or heads
-        config["head_dim"] = config["head_dim"] or int(config["hidden_size"] or 0) // heads
+        config["head_dim"] = config["head_dim"] or hidden // heads
         if found.get("attention.value_length", config["head_dim"]) != config["head_dim"]:
             raise UnsupportedModelError(
                 f"{self.path} has keys of {config['head_dim']} and values of {found['attention.value_length']} "
@@ -163,7 +160,7 @@ class GGUFModel:
 
     def _complete(self, config: dict[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
         """Adds what differs by family."""
-        layers, model_type = int(config["num_hidden_layers"] or 0), config["model_type"]
+        layers, model_type = ModelConfig(config).layer_count(), config["model_type"]
         if model_type in ("qwen2", "qwen3"):
             config["sliding_window"] = None
             config["layer_types"] = ["full_attention"] * layers

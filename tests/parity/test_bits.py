@@ -1,0 +1,46 @@
+"""On CPU the same sequence gives the same bits, whatever runs beside it and however it is cut; and bfloat16 is as close
+to float32 as transformers' own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from random_models import CASES, reference_logits
+from transformers import AutoModelForCausalLM
+
+from harness import PagedSequences
+from pagemill.attention.select import select_attention
+from pagemill.models.loading import load_model
+from pagemill.ops.select import select_ops
+
+BY_NAME = {case.name: case for case in CASES}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["llama3", "gemma3", "phi3-partial", "mixtral", "qwen3-moe"])
+def test_same_bits(name, dtype, tmp_path):
+    case = BY_NAME[name]
+    case.save(tmp_path)
+    prompts = case.prompts()
+    model = load_model(tmp_path, ops=select_ops("cpu"), attention=select_attention("cpu"), dtype=dtype)
+    whole = PagedSequences(model.decoder, prompts).run()
+    for other in (
+        PagedSequences(model.decoder, prompts, seed=5).run_mixed(seed=5),
+        PagedSequences(model.decoder, prompts[:1], seed=6).run(11) + whole[1:],
+    ):
+        for a, b in zip(whole, other, strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["llama3", "gemma2", "qwen3"])
+def test_bfloat16_is_as_close_as_transformers(name, tmp_path):
+    case = BY_NAME[name]
+    case.save(tmp_path)
+    prompts = case.prompts()
+    exact = torch.cat(reference_logits(tmp_path, prompts))
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.bfloat16).eval()
+    with torch.no_grad():
+        their = torch.cat([theirs(torch.tensor([prompt]), use_cache=False).logits[0].float() for prompt in prompts])
+    model = load_model(tmp_path, ops=select_ops("cpu"), attention=select_attention("cpu"), dtype="bfloat16")
+    ours = torch.cat(PagedSequences(model.decoder, prompts).run())
+    assert (ours - exact).pow(2).mean().sqrt() <= 1.1 * (their - exact).pow(2).mean().sqrt()
