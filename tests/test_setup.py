@@ -1,5 +1,7 @@
 """What a stranger meets first: scripts/install on a machine that lacks something, and what the package declares."""
 
+import ast
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -123,18 +125,44 @@ def test_locked_versions_lie_in_the_declared_ranges():
             requirement = Requirement(line)
             pin = next(iter(requirement.specifier)).version
             locked.setdefault(requirement.name.lower(), []).append(pin)
-    declared = [Requirement(text) for text in re.findall(r'^  "([a-z].*)",?$', _requirements(), re.MULTILINE)]
+    declared = _declared("dependencies") + _declared("dev")
     assert len(declared) > 20
-    for requirement in declared:
+    for requirement in map(Requirement, declared):
         for pin in locked[requirement.name]:
             assert requirement.specifier.contains(pin), f"{requirement} excludes the locked {pin}"
 
 
-def _requirements():
-    text = (ROOT / "pyproject.toml").read_text()
-    runtime = re.search(r"^dependencies = \[.*?^\]", text, re.MULTILINE | re.DOTALL)[0]
-    dev = re.search(r"^dev = \[.*?^\]", text, re.MULTILINE | re.DOTALL)[0]
-    return runtime + "\n" + dev
+@pytest.mark.parametrize(
+    ("folders", "lists"),
+    [(["src"], ["dependencies"]), (["tests", "benchmarks"], ["dependencies", "dev"])],
+    ids=["package", "development"],
+)
+def test_what_is_imported_is_declared(folders, lists):
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    declared = {canonicalize_name(Requirement(text).name) for name in lists for text in _declared(name)}
+    files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
+    own = {"pagemill", *(file.stem for file in files)}
+    providers = importlib.metadata.packages_distributions()
+    for file in files:
+        for module in _imported(file) - sys.stdlib_module_names - own:
+            assert declared & set(map(canonicalize_name, providers[module])), f"{file} imports {module}: not declared"
+
+
+def _imported(file):
+    modules = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name.partition(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            modules.add(node.module.partition(".")[0])
+    return modules
+
+
+def _declared(name):
+    text = re.search(rf"^{name} = \[(.*?)^\]", (ROOT / "pyproject.toml").read_text(), re.MULTILINE | re.DOTALL)[1]
+    return re.findall(r'^  "(.*)",$', text, re.MULTILINE)
 
 
 FRONT_END = (
