@@ -44,7 +44,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
     device = _device(config.device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
-    ops, attention = select_ops(device), select_attention(device)
+    ops, attention = select_ops(device, config.num_threads), select_attention(device)
     model = load_model(
         resolve_model(config.model),
         dtype=config.dtype,

@@ -1,0 +1,54 @@
+"""Engines on the real model. Weights are loaded once per dtype and shared: an engine never changes them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from pagemill.config import EngineConfig
+from pagemill.engine import build
+from pagemill.engine.core import EngineCore
+from pagemill.hub import resolve_model
+from pagemill.models.loading import LoadedModel
+from pagemill.text.tokenizer import Tokenizer
+
+MODEL = "smollm2-135m"
+PROMPTS = Path(__file__).parents[1] / "data" / "prompts.txt"
+
+
+@pytest.fixture(scope="session")
+def model_path() -> Path:
+    return resolve_model(MODEL)
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model_path):
+    return Tokenizer.from_path(model_path)
+
+
+@pytest.fixture(scope="session")
+def prompts(tokenizer) -> list[list[int]]:
+    texts = [line.replace("\\n", "\n") for line in PROMPTS.read_text().splitlines()]
+    return [tokenizer.encode(text) for text in texts]
+
+
+@pytest.fixture(scope="session")
+def make_engine():
+    """make_engine(**settings) -> EngineCore on the real model, with the invariants checked after every step."""
+    load = build.load_model
+    kept: dict[str, LoadedModel] = {}
+
+    def load_shared(path, *, dtype, max_model_len, **settings):
+        if dtype not in kept:
+            kept[dtype] = load(path, dtype=dtype, **settings)
+        return replace(kept[dtype], max_model_len=max_model_len or kept[dtype].max_model_len)
+
+    def make(**settings) -> EngineCore:
+        settings = {"max_model_len": 1024, "max_num_seqs": 16, "dtype": "float32", "kv_memory": "256MiB"} | settings
+        return EngineCore(EngineConfig(model=MODEL, check_invariants=True, **settings))
+
+    build.load_model = load_shared
+    yield make
+    build.load_model = load

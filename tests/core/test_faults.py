@@ -1,0 +1,122 @@
+"""What goes wrong in a step fails the requests that cause it, gives back all they held, and leaves the others as they are."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from drive import drive, request
+
+from pagemill.errors import InvalidRequestError, KVMemoryError, RequestTooLargeError
+from pagemill.sampling.params import SamplingParams
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
+
+
+MARK = 40_000
+"""A token that only the prompt of r2 has, and that no continuation comes to."""
+
+
+@pytest.fixture
+def core(make_engine):
+    return make_engine(enable_prefix_caching=False)
+
+
+@pytest.fixture
+def requests(prompts):
+    return [request(f"r{i}", prompts[i] + [MARK] * (i == 2), GREEDY) for i in range(6)]
+
+
+def poison(core, monkeypatch, act):
+    """Lets `act(token_ids, hidden)` meddle with the forward pass."""
+    forward = core._runner._decoder.forward
+
+    def meddling(token_ids, batch, pool):
+        return act(token_ids, batch, forward(token_ids, batch, pool))
+
+    monkeypatch.setattr(core._runner._decoder, "forward", meddling)
+
+
+def assert_only_r2_failed(run, expected, error_type) -> None:
+    assert run.last["r2", 0].error_type == error_type
+    assert [key for key, last in run.last.items() if last.finish_reason == "error"] == [("r2", 0)]
+    assert {key: tokens for key, tokens in run.tokens.items() if key[0] != "r2"} == {
+        key: tokens for key, tokens in expected.items() if key[0] != "r2"
+    }
+
+
+def test_a_row_that_breaks_the_step_fails_alone(core, requests, monkeypatch):
+    expected = drive(core, requests).tokens
+
+    def act(token_ids, batch, hidden):
+        if MARK in token_ids.tolist():
+            raise RuntimeError("device assert")
+        return hidden
+
+    poison(core, monkeypatch, act)
+    run = drive(core, requests)
+    assert_only_r2_failed(run, expected, "StepFailedError")
+    assert "RuntimeError: device assert" in run.last["r2", 0].error
+
+
+def test_logits_that_are_not_finite_fail_their_request_only(core, requests, monkeypatch):
+    expected = drive(core, requests).tokens
+
+    def act(token_ids, batch, hidden):
+        return torch.where((token_ids == MARK).unsqueeze(-1), torch.full_like(hidden, float("nan")), hidden)
+
+    poison(core, monkeypatch, act)
+    assert_only_r2_failed(drive(core, requests), expected, "NonFiniteLogitsError")
+
+
+def test_an_interrupted_step_gives_everything_back(core, requests, monkeypatch):
+    def act(token_ids, batch, hidden):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        poison(core, patch, act)
+        for one in requests:
+            core.add_request(one)
+        with pytest.raises(KeyboardInterrupt):
+            core.step()
+    assert core.stats().frames_active == 0
+    assert core.stats().running == 0
+    assert len(drive(core, requests).tokens) == 6
+
+
+def test_abort_gives_everything_back_and_leaves_the_others(core, requests):
+    expected = drive(core, requests).tokens
+    for one in requests:
+        core.add_request(one)
+    outputs = core.step()
+    core.abort(["r1", "r4", "never seen"])
+    while core.has_work():
+        outputs += core.step()
+    tokens = {f"r{i}": [t for o in outputs if o.request_id == f"r{i}" for t in o.new_token_ids] for i in range(6)}
+    for i in (0, 2, 3, 5):
+        assert tokens[f"r{i}"] == expected[f"r{i}", 0]
+    assert len(tokens["r1"]) <= 1
+    assert core.stats().frames_active == 0
+
+
+def test_a_request_id_in_use_is_refused(core, requests):
+    core.add_request(requests[0])
+    with pytest.raises(InvalidRequestError, match="'r0' is in use"):
+        core.add_request(requests[0])
+    core.close()
+    assert not core.has_work()
+
+
+def test_a_pool_too_small_for_one_sequence_is_refused(make_engine):
+    with pytest.raises(
+        KVMemoryError, match=r"the KV pool has 14 blocks .* one sequence needs 64 .* raise kv_memory or"
+    ):
+        make_engine(kv_memory="10MiB", max_model_len=1024)
+
+
+def test_a_request_that_can_never_fit_is_refused_and_the_engine_goes_on(make_engine, prompts):
+    core = make_engine(kv_memory="10MiB", max_model_len=None)
+    with pytest.raises(
+        RequestTooLargeError, match=r"may grow to 405 tokens, which takes 26 KV blocks .* the pool has 14"
+    ):
+        core.add_request(request("big", prompts[0], SamplingParams(max_tokens=400)))
+    assert drive(core, [request("small", prompts[0], GREEDY)]).last["small", 0].finish_reason == "length"

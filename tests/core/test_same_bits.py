@@ -1,0 +1,103 @@
+"""Same request, same bits: on CPU, what runs beside a request and how it is cut up change no bit of its logits."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from drive import drive, request
+
+from pagemill.sampling.params import SamplingParams
+
+FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
+"""One block of 16 tokens of SmolLM2-135M in fp32."""
+
+
+@pytest.fixture(scope="module")
+def load(prompts):
+    """Requests of many kinds: greedy and seeded, forked, of 3 to 330 prompt tokens, some with a common prefix."""
+    rng = random.Random(5)
+    joined = [token for prompt in prompts for token in prompt]
+    shared = joined[:100]
+    cases = [
+        ("greedy-short", prompts[0], SamplingParams(temperature=0.0, max_tokens=12)),
+        ("greedy-long", joined[:330], SamplingParams(temperature=0.0, max_tokens=16)),
+        ("seeded", prompts[4], SamplingParams(temperature=0.9, seed=7, max_tokens=24)),
+        ("filtered", joined[50:230], SamplingParams(temperature=1.3, top_p=0.8, top_k=40, seed=8, max_tokens=20)),
+        ("penalised", prompts[9], SamplingParams(temperature=0.7, repetition_penalty=1.3, seed=9, max_tokens=24)),
+        ("forked", [*shared, *prompts[3]], SamplingParams(temperature=1.0, n=3, seed=10, max_tokens=20)),
+        ("sharing", [*shared, *prompts[2]], SamplingParams(temperature=1.0, min_p=0.05, seed=11, max_tokens=20)),
+        ("prefix", [*shared, *rng.sample(joined, 60)], SamplingParams(temperature=0.0, max_tokens=12)),
+    ]
+    for _, _, params in cases:
+        params.ignore_eos = True
+    return [request(name, prompt, params) for name, prompt, params in cases]
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def alone(request, load, make_engine):
+    """Every request on its own, without the prefix cache: (dtype, tokens, logits)."""
+    core = make_engine(dtype=request.param, enable_prefix_caching=False)
+    runs = [drive(core, [one], record=True) for one in load]
+    tokens = {key: value for run in runs for key, value in run.tokens.items()}
+    logits = {key: value for run in runs for key, value in run.logits.items()}
+    return request.param, tokens, logits
+
+
+def assert_same(run, alone_tokens, alone_logits) -> None:
+    assert run.tokens == alone_tokens
+    assert run.logits.keys() == alone_logits.keys()
+    for key, logits in run.logits.items():
+        assert torch.equal(logits, alone_logits[key]), f"other bits at {key}"
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_batched_tokens": 512},
+        {"max_num_batched_tokens": 37, "max_num_seqs": 5},
+        {"max_num_batched_tokens": 160, "num_threads": 1},
+        {"enable_prefix_caching": False, "max_num_batched_tokens": 100},
+    ],
+    ids=["together", "small chunks", "one thread", "no sharing"],
+)
+def test_any_batch_gives_the_same_bits(alone, load, make_engine, settings):
+    dtype, tokens, logits = alone
+    core = make_engine(dtype=dtype, **settings)
+    assert_same(drive(core, load, every=2, record=True), tokens, logits)
+
+
+def test_prefix_hits_give_the_same_bits(alone, load, make_engine):
+    dtype, tokens, logits = alone
+    core = make_engine(dtype=dtype)
+    drive(core, load)
+    again = drive(core, load, record=True)
+    assert all(count > 0 for name, count in again.cached.items() if name != "greedy-short")
+    assert again.cached["greedy-long"] == 329  # all but the last prompt token, the last partial block included
+    assert_same(again, tokens, logits)
+
+
+def test_preemption_gives_the_same_bits(alone, load, make_engine):
+    dtype, tokens, logits = alone
+    kv_memory = 26 * FRAME_BYTES // (1 if dtype == "float32" else 2)
+    core = make_engine(dtype=dtype, kv_memory=kv_memory, max_model_len=352, max_num_batched_tokens=64)
+    run = drive(core, load, record=True)
+    assert core.stats().preemptions > 0
+    assert_same(run, tokens, logits)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_random_mixes_give_the_same_bits(alone, load, make_engine, seed):
+    dtype, tokens, logits = alone
+    rng = random.Random(seed)
+    core = make_engine(
+        dtype=dtype,
+        max_num_batched_tokens=rng.randint(16, 200),
+        max_num_seqs=rng.randint(3, 12),
+        num_threads=rng.choice([1, 2]),
+        kv_memory=rng.randint(30, 80) * FRAME_BYTES,
+        max_model_len=352,
+    )
+    order = rng.sample(load, len(load))
+    assert_same(drive(core, order, every=rng.randint(0, 4), record=True), tokens, logits)
