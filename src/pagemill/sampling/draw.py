@@ -7,11 +7,14 @@ path is chosen by what other rows hold. Cumulative sums are float64.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 _PIECE = 256
 """Probabilities are summed in pieces of this many, then the piece that holds the draw is looked at closely."""
+_SHARES = (100, 3000)
+"""top_p is looked for among the tokens above (1 - top_p) / share, first for a small share, then for larger ones."""
 _WIDTHS = (256, 2048, 16384)
 """Rows are sorted together with others that have about as many candidates, so that one flat row costs only itself."""
 
@@ -48,7 +51,7 @@ def draw_truncated(
     equally likely are kept or dropped together, so the kept set does not depend on an order among them.
     """
     vocab_size = scaled.shape[1]
-    likeliest, place = scaled.max(-1)
+    likeliest, largest_p = scaled.amax(-1), probabilities.amax(-1)
     floor = torch.full_like(likeliest, torch.finfo(torch.float32).min)
     cut = torch.maximum(floor, likeliest + min_p.log())
     if bool((top_k > 0).any()):
@@ -64,11 +67,10 @@ def draw_truncated(
     if len(some):
         tokens[some], _ = _draw_above(scaled, probabilities, some, cut, top_p, uniforms, closed=True)
     some = (~closed).nonzero()[:, 0]
-    # Only top_p: tokens below (1 - top_p) / vocab can not matter, and mostly those below (1 - top_p) / 1000 do not.
-    for share in (1000, vocab_size):
+    # Only top_p: tokens below (1 - top_p) / vocab can not matter, and mostly those below (1 - top_p) / 100 do not.
+    for share in (*(share for share in _SHARES if share < vocab_size), vocab_size):
         if not len(some):
             break
-        largest_p = probabilities.gather(1, place[:, None])[:, 0]
         cut = torch.maximum(floor, likeliest + ((1 - top_p) / share / largest_p).log().clamp_(max=0))
         tokens[some], enough = _draw_above(scaled, probabilities, some, cut, top_p, uniforms, closed=False)
         some = some[~enough]
@@ -82,7 +84,7 @@ def candidates_above(values: torch.Tensor, rows: torch.Tensor, cut: torch.Tensor
     counts [r].
     """
     chosen = values if len(rows) == len(values) else values[rows]
-    where_row, where_column = (chosen >= cut[rows][:, None]).nonzero(as_tuple=True)
+    where_row, where_column = _not_below(chosen, cut[rows])
     counts = torch.bincount(where_row, minlength=len(rows))
     starts = counts.cumsum(0) - counts
     found = chosen[where_row, where_column]
@@ -135,6 +137,17 @@ def _draw_above(
         place = torch.searchsorted(sums, _below(uniforms[row][:, None] * kept, kept), right=True)
         tokens[group] = indices.gather(1, place)[:, 0]
     return tokens, enough
+
+
+def _not_below(values: torch.Tensor, cut: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows and columns of the entries of `values` [m, n] that are at least the row's `cut` [m], in order."""
+    if values.device.type != "cpu":
+        row_of, column_of = torch.where(values >= cut[:, None])
+        return row_of, column_of
+    # Measured: NumPy compares and finds five times as fast as torch here.
+    places = np.flatnonzero(values.numpy() >= cut.numpy()[:, None])
+    rows, columns = np.divmod(places, values.shape[1])
+    return torch.from_numpy(rows), torch.from_numpy(columns)
 
 
 def _below(target: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.params import SamplingParams
 from pagemill.sampling.random import uniform
 
-_CHUNK = 1 << 22
+_CHUNK = 1 << 21
 """Rows are drawn, and prompt logprobs made, in chunks of at most this many logits (or one row): bounds the memory."""
 
 
