@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from pagemill.errors import RequestTooLargeError
-from pagemill.memory.block_table import BlockTable
 from pagemill.memory.digest import extend_chain
 from pagemill.memory.manager import MemoryManager
 from pagemill.sampling.logprobs import TokenLogprobs
@@ -35,10 +34,9 @@ class Update(NamedTuple):
 
 
 class _Entry(NamedTuple):
-    """One row of a step in flight, with the table it had then: a sequence that was preempted since has another."""
+    """One row of a step in flight: the sequence, and which of its tokens are computed."""
 
     sequence: Sequence
-    table: BlockTable
     start: int
     end: int
 
@@ -62,7 +60,7 @@ class Scheduler:
     blocks run out, the running sequence of the worst rank loses its own and waits to be recomputed.
 
     Invariants: a running sequence has a table and a row, and no other has; rows in use and free rows add up to
-    `max_num_seqs`; `_running` is sorted by rank.
+    `max_num_seqs`; `_running` is sorted by rank; no sequence is preempted while a step is in flight.
     """
 
     def __init__(
@@ -155,7 +153,9 @@ class Scheduler:
     def _continue_running(self, now: float) -> dict[Sequence, int]:
         """Gives running sequences their tokens: generating ones first, then begun prompts, by rank.
 
-        Where blocks run out, the running sequence of the worst rank is preempted, which may be the one that asks.
+        Where blocks run out, the running sequence of the worst rank is preempted, which may be the one that asks. Not
+        while a step is in flight, though: blocks given back under it come free only when it retires, so whoever lacks
+        one sits this step out.
         """
         planned: dict[Sequence, int] = {}
         budget = self.max_num_batched_tokens
@@ -164,6 +164,8 @@ class Scheduler:
             if count == 0 or sequence.table is None:
                 continue
             while self.memory.reserve(sequence.table, sequence.scheduled + count) is not None:
+                if self._flights:
+                    break
                 victim = self._running[-1]
                 budget += planned.pop(victim, 0)
                 self._preempt(victim, now)
@@ -184,16 +186,12 @@ class Scheduler:
     def _admit(self, planned: dict[Sequence, int], now: float) -> None:
         """Lets waiting sequences in while there is budget, a row and memory for the whole prompt."""
         budget = self.max_num_batched_tokens - sum(planned.values())
-        deferred = []
         while budget > 0 and (sequence := self._waiting.pop()) is not None:
             if self._computed_elsewhere(sequence):
                 continue
-            if sequence.in_flight:
-                deferred.append(sequence)
-                continue
             rows = sequence.request.params.n if sequence.forks_after_prompt else 1
             if len(self._free_rows) < rows or not self._open(sequence, budget, now):
-                deferred.append(sequence)
+                self._waiting.push(sequence)
                 break
             sequence.row, *sequence.child_rows = (self._free_rows.pop() for _ in range(rows))
             sequence.status = Status.RUNNING
@@ -203,8 +201,6 @@ class Scheduler:
             budget -= planned[sequence]
             if sequence.scheduled_s is None:
                 sequence.scheduled_s = now
-        for sequence in deferred:
-            self._waiting.push(sequence)
 
     def _computed_elsewhere(self, sequence: Sequence) -> bool:
         """Whether a running sequence is computing the very next block that this one needs; then it waits for it."""
@@ -268,7 +264,7 @@ class Scheduler:
             forks = samples_now and sequence.forks_after_prompt
             start = sequence.scheduled
             sequence.scheduled += count
-            entries.append(_Entry(sequence, sequence.table, start, sequence.scheduled))
+            entries.append(_Entry(sequence, start, sequence.scheduled))
             if forks:
                 for index, row in enumerate(sequence.child_rows, start=1):
                     new_rows.append(self._new_row(sequence, index, row))
@@ -309,7 +305,7 @@ class Scheduler:
         for position, entry in enumerate(flight.entries):
             if (error := result.failed.get(position)) is not None:
                 updates += self._fail(entry.sequence, error, now)
-            elif entry.sequence.table is entry.table:
+            elif entry.sequence.status is not Status.FINISHED:
                 self._commit_blocks(entry.sequence, entry.end)
                 if (logprobs := result.prompt_logprobs.get(position)) is not None:
                     if entry.start == 0:
@@ -320,14 +316,9 @@ class Scheduler:
             sequence = entry.sequence
             if position in result.failed or sequence.status is Status.FINISHED:
                 continue
-            unforked = sequence.request.params.n > 1 and len(sequence.tokens) == sequence.prompt_len
             if index == sequence.index:
                 sequence.in_flight -= 1
-            if unforked and index == 0 and sequence.table is not entry.table:
-                continue  # preempted before its children could fork: its prompt runs, and forks, again
-            if index != sequence.index:
-                if sequence.table is not entry.table:
-                    continue
+            else:
                 sequence = self._fork(entry, index)
             updates.append(self._append(sequence, result.tokens[sample], result.logprobs[sample], now))
         return updates
@@ -345,15 +336,16 @@ class Scheduler:
     def _fork(self, parent: _Entry, index: int) -> Sequence:
         """The n-th sequence of a request starts from the prompt's blocks, all shared."""
         origin = parent.sequence
+        assert origin.table is not None
         request = origin.request
         child = Sequence(
             request,
             index,
-            origin.rank._replace(index=index),
+            origin.rank._replace(branch=index),
             list(request.prompt_token_ids),
             status=Status.RUNNING,
             digests=origin.digests[: len(request.prompt_token_ids) // self.memory.block_size],
-            table=self.memory.fork(parent.table, parent.end),
+            table=self.memory.fork(origin.table, parent.end),
             row=origin.child_rows[index - 1],
             scheduled=parent.end,
             num_cached_tokens=origin.num_cached_tokens,

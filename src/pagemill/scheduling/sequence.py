@@ -21,7 +21,7 @@ class Rank(NamedTuple):
 
     due: float
     arrival: int
-    index: int
+    branch: int
 
 
 class Status(Enum):
