@@ -230,7 +230,6 @@ def test_a_shortage_says_what_was_needed_and_changes_nothing():
 def test_a_step_in_flight_holds_what_is_released():
     engine = Engine(4)
     table, _ = engine.prefill(tokens_of(12))
-    shared = engine.memory.fork(table, 10)
     engine.memory.drain(10)
     engine.memory.drain(11)
     engine.close(table)
@@ -238,13 +237,48 @@ def test_a_step_in_flight_holds_what_is_released():
     assert engine.memory.reserve(other, 2 * SIZE) == Shortage(2, 1)
     engine.memory.retire(10)
     assert engine.memory.reserve(other, 2 * SIZE) == Shortage(2, 1)
-    # The step may read the block that `shared` wants to write: it is copied, not written.
-    assert engine.memory.reserve(shared, 11) is None
-    assert engine.memory.stats().copies == 1
-    engine.memory.close(shared, 9.0)
+    # It can be found, meanwhile, and stays found.
+    again, found = engine.open(tokens_of(12))
+    assert found == 11
     engine.memory.retire(11)
+    assert engine.memory.reserve(other, 2 * SIZE) == Shortage(2, 1)
+    engine.close(again)
     assert engine.memory.reserve(other, 4 * SIZE) is None
     engine.memory.check()
+
+
+def test_what_a_step_in_flight_may_read_is_not_written_by_another():
+    engine = Engine(16)
+    table, _ = engine.prefill(tokens_of(7))
+    fork = engine.memory.fork(table, 6)
+    engine.memory.drain(10)
+    engine.close(table)
+    assert engine.memory.reserve(fork, 7) is None
+    assert engine.memory.stats().copies == 1
+
+
+def test_growing_sequences_keep_to_neighbouring_frames():
+    engine = Engine(256)
+    tables = [engine.open([]).table for _ in range(4)]
+    for length in range(1, 25 * SIZE):
+        for table in tables:
+            engine.memory.reserve(table, length)
+    for table in tables:
+        frames = engine.frames(table)
+        assert frames == list(range(frames[0], frames[0] + 25))
+
+
+@pytest.mark.parametrize("back", ["fork", "truncate"])
+def test_what_is_written_after_going_back_is_published_too(back):
+    engine = Engine(16)
+    table, _ = engine.prefill(tokens_of(12))
+    if back == "fork":
+        table = engine.memory.fork(table, 6)
+    else:
+        engine.memory.truncate(table, 6)
+    tokens = [*tokens_of(6), *tokens_of(6, 90)]
+    engine.step(table, tokens, 12)
+    assert engine.open(tokens).num_cached_tokens == 11
 
 
 def test_placing_tells_the_device_every_entry_and_closing_forgets_what_was_not_told():
@@ -257,8 +291,17 @@ def test_placing_tells_the_device_every_entry_and_closing_forgets_what_was_not_t
     assert set(work.edit_row.tolist()) == {5}
     assert told.tolist() == [engine.frames(table), [-1, -1, engine.frames(table, 1)[2]]]
     engine.memory.reserve(table, 16)
+    engine.memory.drain(41)
+    engine.memory.truncate(table, 12)
+    work = engine.memory.drain(42)
+    assert sorted(zip(work.edit_group.tolist(), work.edit_index.tolist(), work.edit_frame.tolist(), strict=True)) == [
+        (0, 3, -1),
+        (1, 3, -1),
+    ]
+    engine.memory.retire(42)
+    engine.memory.reserve(table, 16)
     engine.close(table)
-    assert len(engine.memory.drain(41).edit_row) == 0
+    assert len(engine.memory.drain(43).edit_row) == 0
 
 
 def test_blocks_leave_with_the_window():
@@ -277,31 +320,41 @@ def test_blocks_leave_with_the_window():
         engine.memory.truncate(table, 20)
 
 
+def forget(engine: Engine, tokens, group: int, entry: int) -> None:
+    """Evicts one cached block by hand."""
+    digests: list[bytes] = []
+    extend_chain(digests, ROOT, tokens, SIZE)
+    memory = engine.memory
+    block = memory._index.by_digest[group][digests[entry]]
+    memory._policy.remove(block)
+    memory._index.forget(block, group)
+    memory._pool.give(memory._blocks.end([block]))
+    memory.check()
+
+
+def test_a_match_needs_the_block_in_every_full_group():
+    engine = Engine(16, windows=(None, None))
+    engine.close(engine.prefill(tokens_of(12))[0])
+    forget(engine, tokens_of(12), 1, 2)
+    assert engine.open(tokens_of(12)).num_cached_tokens == 8
+    forget(engine, tokens_of(12), 0, 2)
+    assert engine.open(tokens_of(12)).num_cached_tokens == 8
+
+
 def test_a_window_group_needs_only_what_the_next_query_sees():
     engine = Engine(32, windows=(None, 5))
     engine.close(engine.prefill(tokens_of(24))[0])
-    memory = engine.memory
-
-    def forget(group: int, entry: int) -> None:
-        digests: list[bytes] = []
-        extend_chain(digests, ROOT, tokens_of(24), SIZE)
-        block = memory._index.by_digest[group][digests[entry]]
-        memory._policy.remove(block)
-        memory._index.forget(block, group)
-        memory._pool.give(memory._blocks.end([block]))
-        memory.check()
-
-    forget(1, 0)
+    forget(engine, tokens_of(24), 1, 0)
     table, found = engine.open(tokens_of(25))
     assert found == 24
     assert [block >= 0 for block in table.blocks[1]] == [False] * 5 + [True]
     engine.close(table)
     # A query at 23 sees 19 .. 23: entry 4. Without it, nothing that sees entry 4 and lies behind it is left.
-    forget(1, 4)
+    forget(engine, tokens_of(24), 1, 4)
     table, found = engine.open(tokens_of(24))
     assert found == 16
     engine.close(table)
-    forget(0, 2)
+    forget(engine, tokens_of(24), 0, 2)
     assert engine.open(tokens_of(24)).num_cached_tokens == 8
 
 

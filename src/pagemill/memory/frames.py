@@ -17,9 +17,9 @@ class FramePool:
     """Frames 0 .. num_frames - 1, each free or taken. `take` and `give` cost O(1) per frame, however large the pool.
 
     Free frames are marked in a byte map, and listed on one of two stacks: those at a region's start, where sequences
-    preferably begin, and the rest. A frame taken as a neighbour stays listed; whoever pops it later sees in the map
-    that it is taken, and drops it. Each frame is listed at most once, so a popped entry is paid for by the `give` that
-    listed it.
+    preferably begin, and the rest. A frame taken as a neighbour stays listed; whoever pops it later finds a run of no
+    free frames there, and pops the next. Each frame is listed at most once, so the `give` that listed it has paid for
+    the pop in vain.
     """
 
     def __init__(self, num_frames: int) -> None:
@@ -39,6 +39,9 @@ class FramePool:
             return None
         self.num_free -= count
         free = self._free
+        if count == 1 and after is not None and free[after + 1]:  # a growing sequence, by far the most frequent
+            free[after + 1] = 0
+            return [after + 1]
         taken: list[int] = []
         frame = self.num_frames if after is None else after + 1
         while count:
@@ -49,7 +52,8 @@ class FramePool:
                 taken += range(frame, frame + run)
                 count -= run
             if count:
-                frame = self._pop()
+                frame = (self._starts or self._others).pop()
+                self._listed[frame] = 0
         return taken
 
     def give(self, frames: Sequence[int]) -> None:
@@ -68,11 +72,3 @@ class FramePool:
     def count_free(self) -> int:
         """Counted from the map, O(num_frames); equals `num_free` unless the books are wrong."""
         return self._free.count(1)
-
-    def _pop(self) -> int:
-        """A free frame with, preferably, free ones after it. There must be one."""
-        while True:
-            frame = (self._starts or self._others).pop()
-            self._listed[frame] = 0
-            if self._free[frame]:
-                return frame

@@ -183,9 +183,9 @@ class MemoryManager:
         """
         if up_to <= table.length:
             return None
-        held = table.num_entries
+        held = len(table.blocks[0])
         tail = table.length // self.block_size
-        new = max(0, -(-up_to // self.block_size) - held)
+        new = -(-up_to // self.block_size) - held
         unwritable = []
         if tail < held:
             references, digest = self._blocks.references, self._index.digest
@@ -193,30 +193,35 @@ class MemoryManager:
                 block = entries[tail]
                 if references[block] > 1 or digest[block]:
                     unwritable.append(group)
-        if not new and not unwritable:
-            return None
+        if new <= 0:
+            if not unwritable:
+                return None
+            new = 0
 
         needed = new * len(self.windows) + len(unwritable)
-        available = self._pool.num_free + len(self._policy)
-        if needed > available:
-            # Where the table is the only holder, the published block itself can be what makes room: instead of copying
-            # it and evicting it, take it back from the index. So a sequence alone in the pool never fails here.
-            own = [group for group in unwritable if references[table.blocks[group][tail]] == 1]
-            missing = needed - available
-            if missing > len(own):
-                return Shortage(needed, available)
-            for group in own[:missing]:
-                self._index.forget(table.blocks[group][tail], group)
-                unwritable.remove(group)
-                self._evictions += 1
-            needed = available
         if needed > self._pool.num_free:
+            available = self._pool.num_free + len(self._policy)
+            if needed > available:
+                # Where the table is the only holder, the published block itself can make room: instead of copying it
+                # and evicting it, take it back from the index. So a sequence alone in the pool never fails here.
+                own = [group for group in unwritable if references[table.blocks[group][tail]] == 1]
+                missing = needed - available
+                if missing > len(own):
+                    return Shortage(needed, available)
+                for group in own[:missing]:
+                    self._index.forget(table.blocks[group][tail], group)
+                    unwritable.remove(group)
+                    self._evictions += 1
+                needed = available
             self._evict(needed - self._pool.num_free)
         for group in unwritable:
             self._copy(table, group, tail)
         if new:
-            for group in range(len(self.windows)):
-                self._append(table, group, new)
+            for group, entries in enumerate(table.blocks):
+                frames = self._take(new, entries[-1] if entries else -1)
+                entries += self._blocks.new(group, frames)
+                if table.row >= 0:
+                    self._edit(table, group, held, frames)
         return None
 
     def commit(self, table: BlockTable, length: int, token_ids: Sequence[int], digests: Sequence[bytes]) -> None:
@@ -324,14 +329,6 @@ class MemoryManager:
         recount(self)
 
     # Blocks of a table
-
-    def _append(self, table: BlockTable, group: int, count: int) -> None:
-        """New blocks at the table's end, next to the last one if possible. The frames must be there."""
-        entries = table.blocks[group]
-        start = len(entries)
-        frames = self._take(count, entries[-1] if entries else -1)
-        entries += self._blocks.new(group, frames)
-        self._edit(table, group, start, frames)
 
     def _copy(self, table: BlockTable, group: int, entry: int) -> None:
         """Puts a copy of its own in the place of a block that others hold or may find. The frame must be there."""
