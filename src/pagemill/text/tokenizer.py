@@ -96,7 +96,9 @@ class Tokenizer:
                 f"send valid Unicode",
                 param="prompt",
             ) from None
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        # A batch of one, because `encode` holds the interpreter's lock and `encode_batch_fast` lets other threads run.
+        (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        ids: list[int] = encoded.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:

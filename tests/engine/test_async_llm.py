@@ -1,0 +1,220 @@
+"""AsyncLLM with a real engine process: deltas, aborts, faults, and that the process never outlives its use."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+
+from pagemill import AsyncLLM, SamplingParams, errors
+
+LONG = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
+SHORT = SamplingParams(temperature=0.0, max_tokens=4)
+
+
+async def read(llm, prompt, params, *args, **kwargs):
+    return [output async for output in llm.generate(prompt, params, *args, **kwargs)]
+
+
+def alive(pid):
+    """A process that has ended is dead even where nobody has taken note of it (a zombie)."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    state = Path(f"/proc/{pid}/stat")
+    return not (state.exists() and state.read_text().rpartition(")")[2].split()[0] == "Z")
+
+
+def test_deltas_add_up(served):
+    params = SamplingParams(n=2, seed=1, max_tokens=6, logprobs=0)
+    outputs = served.run(read(served.llm, "My name is", params, "the-id"))
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    assert {output.request_id for output in outputs} == {"the-id"}
+    for index in (0, 1):
+        deltas = [new for output in outputs for new in output.outputs if new.index == index]
+        tokens = [token for new in deltas for token in new.token_ids]
+        assert len(deltas) > 1
+        assert len(tokens) == 6
+        assert len([position for new in deltas for position in new.logprobs]) == 6
+        tokenizer = served.run(served.llm.tokenizer())
+        assert "".join(new.text for new in deltas) == tokenizer.decode(tokens)
+        assert deltas[-1].finish_reason == "length"
+    served.wait_until_idle()
+
+
+def test_requests_run_together_and_do_not_mix(served):
+    prompts = [f"{word} is a" for word in ("Paris", "Tokyo", "Bach", "Gold")]
+
+    async def together():
+        return await asyncio.gather(*(read(served.llm, prompt, SHORT) for prompt in prompts))
+
+    texts = ["".join(new.text for output in outputs for new in output.outputs) for outputs in served.run(together())]
+    for prompt, text in zip(prompts[:2], texts, strict=False):
+        alone = served.run(read(served.llm, prompt, SHORT))
+        assert "".join(new.text for output in alone for new in output.outputs) == text
+
+
+def test_abort_ends_the_iterator_and_gives_everything_back(served):
+    async def aborted():
+        outputs = []
+        async for output in served.llm.generate("Once", LONG, "to-abort"):
+            outputs.append(output)
+            await served.llm.abort("to-abort")
+        return outputs
+
+    outputs = served.run(aborted())
+    assert outputs[-1].finished
+    assert outputs[-1].outputs[0].finish_reason == "abort"
+    assert sum(len(output.outputs[0].token_ids) for output in outputs) < 1000
+    served.wait_until_idle()
+
+
+@pytest.mark.parametrize("how", ["leave", "cancel", "close"])
+def test_whoever_leaves_early_leaves_nothing_behind(served, how):
+    async def leave():
+        if how == "cancel":
+            task = asyncio.ensure_future(read(served.llm, "Once", LONG))
+            await asyncio.sleep(0.2)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+        elif how == "leave":
+            async for _ in served.llm.generate("Once", LONG):
+                break
+        else:
+            stream = await served.llm.submit("Once", LONG)
+            await anext(stream)
+            stream.close()
+            with pytest.raises(StopAsyncIteration):
+                await anext(stream)
+
+    served.run(leave())
+    served.wait_until_idle()
+
+
+def test_a_slow_consumer_gets_what_has_gathered_in_one_delta(served):
+    async def slow():
+        stream = await served.llm.submit("Count:", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
+        await anext(stream)
+        while not stream._state.finished:
+            await asyncio.sleep(0.01)
+        return [output async for output in stream]
+
+    (rest,) = served.run(slow())
+    assert rest.finished
+    assert len(rest.outputs[0].token_ids) == 7
+
+
+@pytest.mark.parametrize(
+    ("prompt", "error"),
+    [
+        ("", errors.EmptyPromptError),
+        ([49152], errors.TokenOutOfVocabularyError),
+        ([5] * 4096, errors.PromptTooLongError),
+    ],
+)
+def test_bad_input_has_its_own_error(served, prompt, error):
+    with pytest.raises(error):
+        served.run(read(served.llm, prompt, SHORT))
+
+
+def test_an_id_in_use_is_refused(served):
+    async def twice():
+        stream = await served.llm.submit("Once", LONG, "same")
+        try:
+            with pytest.raises(errors.InvalidRequestError, match="'same' is still running"):
+                await served.llm.submit("Once", LONG, "same")
+        finally:
+            stream.close()
+
+    served.run(twice())
+    served.wait_until_idle()
+
+
+def test_the_engine_process_ignores_ctrl_c(served):
+    os.kill(served.llm.engine_pid, signal.SIGINT)
+    assert served.run(read(served.llm, "Hi", SHORT))[-1].finished
+
+
+def test_a_killed_engine_fails_everybody_and_leaves_nothing(recwarn):
+    async def killed():
+        llm = AsyncLLM("smollm2-135m", max_model_len=256, kv_memory="16MiB", max_num_seqs=8)
+        reading = [
+            asyncio.ensure_future(read(llm, "Once", SamplingParams(max_tokens=200, ignore_eos=True))) for _ in "ab"
+        ]
+        waiting = asyncio.ensure_future(llm.stats())
+        await llm.ready()
+        await waiting
+        os.kill(llm.engine_pid, signal.SIGKILL)
+        for task in reading:
+            with pytest.raises(errors.EngineDeadError, match="SIGKILL"):
+                await task
+        with pytest.raises(errors.EngineDeadError):
+            await llm.stats()
+        with pytest.raises(errors.EngineDeadError):
+            await llm.submit("x", SHORT)
+        assert not llm.is_ready
+        await llm.shutdown()
+        assert not alive(llm.engine_pid)
+        await llm.shutdown()
+
+    asyncio.run(killed())
+    assert [str(warning.message) for warning in recwarn if issubclass(warning.category, ResourceWarning)] == []
+
+
+def test_a_model_that_does_not_exist_is_said_at_once():
+    with pytest.raises(errors.ModelNotFoundError, match="no-such-model"):
+        AsyncLLM("no-such-model")
+
+
+def test_an_error_while_loading_arrives_with_its_type():
+    async def load():
+        async with AsyncLLM("smollm2-135m", device="warp") as llm:
+            await llm.ready()
+
+    with pytest.raises(errors.ConfigError, match="device is 'warp'"):
+        asyncio.run(load())
+
+
+def test_shutdown_while_loading_is_quick_and_leaves_no_process():
+    async def leave():
+        llm = AsyncLLM("smollm2-135m", max_model_len=256, kv_memory="16MiB", max_num_seqs=8)
+        waiting = asyncio.ensure_future(llm.ready())
+        await asyncio.sleep(0.1)
+        await llm.shutdown()
+        with pytest.raises(errors.EngineDeadError, match="shut down"):
+            await waiting
+        return llm.engine_pid
+
+    started = time.monotonic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pid = asyncio.run(leave())
+    assert time.monotonic() - started < 5
+    assert not alive(pid)
+
+
+def test_the_engine_process_ends_with_its_parent_and_the_parent_needs_no_torch():
+    script = (
+        "import asyncio, os, sys\n"
+        "from pagemill import AsyncLLM\n"
+        "async def main():\n"
+        "    llm = AsyncLLM('smollm2-135m', max_model_len=256, kv_memory='16MiB', max_num_seqs=8)\n"
+        "    async for _ in llm.generate('Hi'): pass\n"
+        "    print(llm.engine_pid, 'torch' in sys.modules, 'transformers' in sys.modules, flush=True)\n"
+        "    os._exit(0)\n"
+        "asyncio.run(main())\n"
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True)
+    pid, *imported = result.stdout.split()
+    assert imported == ["False", "False"]
+    deadline = time.monotonic() + 10
+    while alive(int(pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not alive(int(pid))

@@ -1,0 +1,115 @@
+"""Every form of prompt becomes the same request; everything that can not be served is refused with its own error."""
+
+import copy
+
+import numpy as np
+import pytest
+
+from pagemill import errors
+from pagemill.engine.input_processor import InputProcessor, as_list_of_prompts, one_per_prompt
+from pagemill.engine.messages import EngineReady
+from pagemill.sampling.params import SamplingParams
+from pagemill.text.tokenizer import Tokenizer
+
+VOCAB_SIZE = 49152
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    ready = EngineReady(
+        vocab_size=VOCAB_SIZE,
+        max_model_len=32,
+        block_size=16,
+        num_frames=4,
+        kv_bytes=4096,
+        eos_token_ids=[2],
+        description="",
+    )
+    return InputProcessor(Tokenizer.from_path("smollm2-135m"), ready)
+
+
+def test_all_forms_of_a_prompt_mean_the_same(inputs):
+    text = "The capital of France"
+    ids = inputs.tokenizer.encode(text)
+    for form in (text, {"prompt": text}):
+        processed = inputs.process(form, SamplingParams(), "r")
+        assert (processed.request.prompt_token_ids, processed.prompt) == (ids, text)
+    for form in (ids, tuple(ids), np.array(ids), {"prompt_token_ids": ids}):
+        processed = inputs.process(form, SamplingParams(), "r")
+        assert (processed.request.prompt_token_ids, processed.prompt) == (ids, None)
+
+
+def test_salt_and_priority_reach_the_request(inputs):
+    request = inputs.process({"prompt": "x", "cache_salt": "s"}, SamplingParams(), "r", priority=-3).request
+    assert (request.cache_salt, request.priority) == ("s", -3)
+
+
+def test_a_rendered_chat_gets_no_second_set_of_special_tokens(inputs):
+    prompt = inputs.render_chat([{"role": "user", "content": "Hi"}], cache_salt="s")
+    request = inputs.process(prompt, SamplingParams(max_tokens=1), "r").request
+    assert inputs.tokenizer.decode(request.prompt_token_ids) == prompt["prompt"]
+    assert prompt["prompt"].endswith("<|im_start|>assistant\n")
+    assert request.cache_salt == "s"
+
+
+def test_no_maximum_means_what_is_left(inputs):
+    params = SamplingParams(max_tokens=None)
+    before = copy.deepcopy(params)
+    assert inputs.process([5] * 30, params, "r").request.params.max_tokens == 2
+    assert params == before
+
+
+def test_bad_words_become_tokens_in_a_copy(inputs):
+    params = SamplingParams(bad_words=["cat"])
+    request = inputs.process("x", params, "r").request
+    assert inputs.tokenizer.encode(" cat") in request.params.bad_words_token_ids
+    assert params.bad_words_token_ids is None
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "error", "words"),
+    [
+        ("", {}, errors.EmptyPromptError, ["no tokens"]),
+        ([], {}, errors.EmptyPromptError, ["no tokens"]),
+        ([5] * 32, {}, errors.PromptTooLongError, ["32 tokens", "max_model_len is 32", "31"]),
+        ([5] * 20, {"max_tokens": 13}, errors.PromptTooLongError, ["20 tokens", "33", "(32)", "at most 12"]),
+        ([5] * 20, {"max_tokens": None, "min_tokens": 13}, errors.PromptTooLongError, ["13", "20", "(32)"]),
+        ([5, -1], {}, errors.TokenOutOfVocabularyError, ["-1", str(VOCAB_SIZE - 1)]),
+        ([VOCAB_SIZE, 5], {}, errors.TokenOutOfVocabularyError, [str(VOCAB_SIZE)]),
+        ("x", {"stop_token_ids": [VOCAB_SIZE]}, errors.TokenOutOfVocabularyError, ["stop_token_ids"]),
+        ("x", {"allowed_token_ids": [VOCAB_SIZE]}, errors.TokenOutOfVocabularyError, ["allowed_token_ids"]),
+        ("x", {"logit_bias": {VOCAB_SIZE: 1.0}}, errors.TokenOutOfVocabularyError, ["logit_bias"]),
+        ({"promt": "x"}, {}, errors.UnknownArgumentError, ["promt", "did you mean 'prompt'"]),
+        ({"cache_salt": "x"}, {}, errors.InvalidRequestError, ["prompt_token_ids"]),
+        ({"prompt": "x", "cache_salt": 5}, {}, errors.InvalidRequestError, ["cache_salt"]),
+        ({"prompt": 5}, {}, errors.InvalidRequestError, ["int"]),
+        ([5, 1.5], {}, errors.InvalidRequestError, ["list of integers"]),
+        (5, {}, errors.InvalidRequestError, ["list of integers"]),
+        ("\ud800", {}, errors.InvalidRequestError, ["surrogate"]),
+    ],
+)
+def test_what_can_not_be_served_is_refused(inputs, prompt, params, error, words):
+    with pytest.raises(error) as caught:
+        inputs.process(prompt, SamplingParams(**params), "r")
+    assert type(caught.value) is error
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_the_longest_prompt_and_the_longest_answer_fit(inputs):
+    assert len(inputs.process([5] * 31, SamplingParams(max_tokens=1), "r").request.prompt_token_ids) == 31
+    assert inputs.process([5], SamplingParams(max_tokens=31), "r").request.params.max_tokens == 31
+
+
+def test_a_list_of_integers_is_one_prompt():
+    assert as_list_of_prompts([1, 2]) == [[1, 2]]
+    assert as_list_of_prompts([[1], [2]]) == [[1], [2]]
+    assert as_list_of_prompts("ab") == ["ab"]
+    assert as_list_of_prompts({"prompt": "a"}) == [{"prompt": "a"}]
+    assert as_list_of_prompts([]) == []
+
+
+def test_as_many_values_as_prompts():
+    assert one_per_prompt(3, 2, "priorities") == [3, 3]
+    with pytest.raises(errors.InvalidRequestError, match="1 priorities were given for 2 prompts"):
+        one_per_prompt([3], 2, "priorities")

@@ -1,0 +1,133 @@
+"""The LLM class on the default model: what it accepts, returns, refuses, and that nothing stays behind."""
+
+import signal
+import threading
+
+import pytest
+
+from pagemill import LLM, SamplingParams, errors
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("smollm2-135m", max_model_len=256, kv_memory="64MiB", max_num_seqs=16) as llm:
+        yield llm
+    llm.close()
+    with pytest.raises(errors.EngineDeadError, match="closed"):
+        llm.generate("x", use_tqdm=False)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_behind(request):
+    yield
+    if "llm" in request.fixturenames:
+        stats = request.getfixturevalue("llm").stats()
+        assert (stats.running, stats.waiting, stats.frames_active) == (0, 0, 0)
+
+
+def test_outputs_are_in_the_order_of_the_prompts(llm):
+    prompts = ["The capital of France is", "1, 2, 3, 4,", {"prompt_token_ids": llm.tokenizer.encode("Once upon a")}]
+    params = [GREEDY, SamplingParams(temperature=0.0, max_tokens=2), GREEDY]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.prompt for output in outputs] == [prompts[0], prompts[1], None]
+    assert [len(output.outputs[0].token_ids) for output in outputs] == [4, 2, 4]
+    assert outputs[0].outputs[0].text.startswith(" Paris")
+    assert outputs[0].outputs[0].finish_reason == "length"
+    for output in outputs:
+        assert output.finished
+        assert output.outputs[0].text == llm.tokenizer.decode(output.outputs[0].token_ids)
+        metrics = output.metrics
+        assert metrics.arrival_time <= metrics.first_scheduled_time <= metrics.first_token_time
+        assert metrics.first_token_time <= metrics.last_token_time <= metrics.finished_time
+    alone = llm.generate(prompts[1], params[1], use_tqdm=False)
+    assert alone[0].outputs == outputs[1].outputs
+
+
+def test_n_sequences_come_in_order_and_a_seed_repeats_them(llm):
+    params = SamplingParams(n=3, seed=7, max_tokens=4, logprobs=1, prompt_logprobs=0)
+    first, second = (llm.generate("My favourite", params, use_tqdm=False)[0] for _ in range(2))
+    assert [output.index for output in first.outputs] == [0, 1, 2]
+    assert len({tuple(output.token_ids) for output in first.outputs}) > 1
+    assert [output.token_ids for output in first.outputs] == [output.token_ids for output in second.outputs]
+    output = first.outputs[0]
+    assert [next(iter(position)) for position in output.logprobs] == output.token_ids
+    assert output.cumulative_logprob == pytest.approx(sum(next(iter(p.values())).logprob for p in output.logprobs))
+    assert first.prompt_logprobs[0] is None
+    assert [next(iter(p)) for p in first.prompt_logprobs[1:]] == first.prompt_token_ids[1:]
+
+
+def test_chat_takes_one_conversation_or_several(llm):
+    conversation = [{"role": "user", "content": "What is the capital of France?"}]
+    one = llm.chat(conversation, GREEDY, use_tqdm=False)
+    two = llm.chat([conversation, conversation], GREEDY, use_tqdm=False)
+    assert len(one) == 1
+    assert [output.outputs[0].text for output in two] == [one[0].outputs[0].text] * 2
+    assert one[0].prompt.count("<|im_start|>") == 3  # the template's own system message, the question, the answer
+
+
+def test_a_stop_string_ends_its_request_alone(llm):
+    whole = llm.generate("The capital of France is", SamplingParams(temperature=0.0, max_tokens=12), use_tqdm=False)
+    text = whole[0].outputs[0].text
+    stop = text[4:9]
+    stopped, other = llm.generate(
+        ["The capital of France is"] * 2,
+        [
+            SamplingParams(temperature=0.0, max_tokens=12, stop=stop),
+            SamplingParams(temperature=0.0, max_tokens=12),
+        ],
+        use_tqdm=False,
+    )
+    assert stopped.outputs[0].text == text[: text.index(stop)]
+    assert (stopped.outputs[0].finish_reason, stopped.outputs[0].stop_reason) == ("stop", stop)
+    assert other.outputs[0].text == text
+
+
+def test_a_repeated_prompt_is_found_in_the_prefix_cache_unless_salted_otherwise(llm):
+    prompt = "A rather long prompt about nothing at all, " * 4
+    llm.generate({"prompt": prompt, "cache_salt": "mine"}, GREEDY, use_tqdm=False)
+    again = llm.generate({"prompt": prompt, "cache_salt": "mine"}, GREEDY, use_tqdm=False)[0]
+    other = llm.generate({"prompt": prompt, "cache_salt": "theirs"}, GREEDY, use_tqdm=False)[0]
+    assert again.num_cached_tokens >= 16
+    assert other.num_cached_tokens == 0
+    assert again.outputs[0].token_ids == other.outputs[0].token_ids
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        ("", errors.EmptyPromptError),
+        ([49152], errors.TokenOutOfVocabularyError),
+        ([5] * 256, errors.PromptTooLongError),
+        ({"prompt": "x", "salt": ""}, errors.UnknownArgumentError),
+    ],
+)
+def test_one_bad_prompt_stops_the_list_before_anything_runs(llm, bad, error):
+    before = llm.stats()
+    with pytest.raises(error):
+        llm.generate(["good", bad], GREEDY, use_tqdm=False)
+    assert llm.stats() == before
+    assert llm.generate("good", GREEDY, use_tqdm=False)[0].finished
+
+
+def test_as_many_parameters_as_prompts(llm):
+    with pytest.raises(errors.InvalidRequestError, match="1 params were given for 2 prompts"):
+        llm.generate(["a", "b"], [GREEDY], use_tqdm=False)
+
+
+def test_an_unknown_setting_names_the_nearest():
+    with pytest.raises(
+        errors.UnknownArgumentError, match="LLM has no argument 'max_modellen'; did you mean 'max_model_len'"
+    ):
+        LLM("smollm2-135m", max_modellen=5)
+
+
+def test_ctrl_c_ends_the_call_and_gives_everything_back(llm):
+    timer = threading.Timer(0.3, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(["a", "b"], SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
+    timer.join()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert llm.generate("good", GREEDY, use_tqdm=False)[0].finished

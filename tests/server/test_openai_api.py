@@ -1,0 +1,296 @@
+"""OpenAI's own client against a real server: answers, streams, errors, and clients that go away."""
+
+import concurrent.futures
+import json
+import time
+
+import httpx
+import openai
+import pytest
+
+MODEL = "smollm2-135m"
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
+GREEDY = {"temperature": 0, "max_tokens": 6}
+
+
+@pytest.fixture(scope="module")
+def client(served):
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def http(served):
+    with httpx.Client(base_url=served.url, timeout=60) as http:
+        yield http
+
+
+def test_what_is_served(client, http):
+    (model,) = client.models.list().data
+    assert model.id == client.models.retrieve(MODEL).id == MODEL
+    assert model.max_model_len == 2048
+    assert http.get("/health").json() == {"status": "ok"}
+    assert http.get("/version").json()["version"]
+    assert "/v1/chat/completions" in http.get("/openapi.json").json()["paths"]
+
+
+def test_chat(client):
+    answer = client.chat.completions.create(**CHAT, **GREEDY)
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant"
+    assert "Paris" in choice.message.content
+    assert choice.finish_reason in ("length", "stop")
+    assert answer.object == "chat.completion"
+    usage = answer.usage
+    assert usage.completion_tokens <= 6
+    assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+    again = client.chat.completions.create(**CHAT, **GREEDY)
+    assert again.choices[0].message.content == choice.message.content
+    assert again.usage.prompt_tokens_details.cached_tokens >= 16
+
+
+def test_a_chat_stream_is_the_same_answer_in_pieces(client):
+    whole = client.chat.completions.create(**CHAT, **GREEDY)
+    chunks = list(client.chat.completions.create(**CHAT, **GREEDY, stream=True, stream_options={"include_usage": True}))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == whole.choices[0].message.content
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
+    assert sum(c.choices[0].finish_reason is not None for c in chunks if c.choices) == 1
+    assert chunks[-1].choices == []
+    assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+def test_n_choices_stream_side_by_side(client):
+    common = {**CHAT, "n": 3, "seed": 5, "max_tokens": 5, "temperature": 1.0}
+    whole = client.chat.completions.create(**common)
+    texts = ["", "", ""]
+    for chunk in client.chat.completions.create(**common, stream=True):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == [choice.message.content for choice in whole.choices]
+    assert len(set(texts)) > 1
+
+
+def test_chat_logprobs(client):
+    answer = client.chat.completions.create(**CHAT, **GREEDY, logprobs=True, top_logprobs=2)
+    content = answer.choices[0].logprobs.content
+    assert len(content) == answer.usage.completion_tokens
+    for token in content:
+        assert len(token.top_logprobs) == 2
+        assert token.top_logprobs[0].token == token.token  # greedy: the most likely token was taken
+        assert token.top_logprobs[0].logprob >= token.top_logprobs[1].logprob
+        assert bytes(token.bytes).decode() == token.token
+    bare = client.chat.completions.create(**CHAT, **GREEDY, logprobs=True)
+    assert all(token.top_logprobs == [] for token in bare.choices[0].logprobs.content)
+
+
+def test_content_parts_a_developer_and_answers_given_back(client):
+    answer = client.chat.completions.create(**CHAT, **GREEDY).choices[0].message
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "What is the capital "}, {"type": "text", "text": "of France?"}],
+        },
+        answer.model_dump(),
+        {"role": "user", "content": "And of Japan?"},
+    ]
+    assert client.chat.completions.create(model=MODEL, messages=messages, **GREEDY).choices[0].message.content
+
+
+def test_completions_of_several_prompts(client):
+    answer = client.completions.create(model=MODEL, prompt=["The capital of France is", "1, 2, 3, 4,"], **GREEDY)
+    assert [choice.index for choice in answer.choices] == [0, 1]
+    assert answer.choices[0].text.startswith(" Paris")
+    assert "5" in answer.choices[1].text
+    assert answer.usage.completion_tokens == 12
+    as_tokens = client.completions.create(model=MODEL, prompt=[504, 3575], **GREEDY)
+    assert as_tokens.usage.prompt_tokens == 2
+
+
+def test_completions_default_to_sixteen_tokens(client):
+    answer = client.completions.create(model=MODEL, prompt="Once", extra_body={"ignore_eos": True}, temperature=0)
+    assert answer.usage.completion_tokens == 16
+
+
+def test_a_completion_stream_with_a_stop_string(client):
+    prompt = "The capital of France is"
+    whole = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=12)
+    stop = whole.choices[0].text[5:10]
+    chunks = list(
+        client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=12, stop=stop, stream=True)
+    )
+    text = "".join(chunk.choices[0].text for chunk in chunks)
+    assert text == whole.choices[0].text.split(stop)[0]
+    assert chunks[-1].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices[0].stop_reason == stop
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_with_logprobs_covers_prompt_and_answer(client, stream):
+    asked = {"model": MODEL, "prompt": "The capital of France", "echo": True, "logprobs": 1, "temperature": 0}
+    answers = client.completions.create(**asked, max_tokens=3, stream=stream)
+    choices = [chunk.choices[0] for chunk in answers] if stream else answers.choices
+    text = "".join(choice.text for choice in choices)
+    tokens = [token for choice in choices for token in choice.logprobs.tokens]
+    values = [value for choice in choices for value in choice.logprobs.token_logprobs]
+    offsets = [offset for choice in choices for offset in choice.logprobs.text_offset]
+    assert "".join(tokens) == text
+    assert text.startswith("The capital of France")
+    assert values[0] is None
+    assert all(value <= 0 for value in values[1:])
+    assert [text[offset : offset + len(token)] for offset, token in zip(offsets, tokens, strict=True)] == tokens
+
+
+def test_vllms_extra_fields(client):
+    def ask(**extra):
+        return client.completions.create(
+            model=MODEL, prompt="The capital of France is", max_tokens=3, temperature=0, extra_body=extra
+        ).choices[0]
+
+    plain = ask()
+    assert ask(allowed_token_ids=[504]).text == "The" * 3
+    assert ask(bad_words=["Paris"]).text != plain.text
+    assert ask(top_k=1, min_p=0.1, repetition_penalty=1.1, cache_salt="x", priority=2, skip_special_tokens=False).text
+    stopped = ask(stop_token_ids=[7042])
+    assert (stopped.text, stopped.finish_reason, stopped.stop_reason) == ("", "stop", 7042)
+    assert ask(stop_token_ids=[7042], min_tokens=2).text != ""
+
+
+def test_habits_of_clients_change_nothing(client):
+    plain = client.chat.completions.create(**CHAT, **GREEDY).choices[0].message.content
+    habits = client.chat.completions.create(
+        **CHAT,
+        temperature=0,
+        max_completion_tokens=6,
+        user="me",
+        metadata={"a": "b"},
+        store=False,
+        tools=[],
+        tool_choice="none",
+        response_format={"type": "text"},
+        service_tier="auto",
+        logit_bias=None,
+        parallel_tool_calls=False,
+    )
+    assert habits.choices[0].message.content == plain
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param", "words"),
+    [
+        ("chat/completions", {"model": "other"}, 404, "model", "'smollm2-135m'"),
+        ("chat/completions", {"temperature": -1}, 400, "temperature", "at least 0"),
+        ("chat/completions", {"temprature": 1}, 400, "temprature", "did you mean 'temperature'"),
+        ("chat/completions", {"n": "two"}, 400, "n", "integer"),
+        ("chat/completions", {"max_tokens": 5000}, 400, "max_tokens", "max_model_len (2048)"),
+        ("chat/completions", {"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_tokens", "the same"),
+        ("chat/completions", {"top_logprobs": 2}, 400, "top_logprobs", "logprobs"),
+        ("chat/completions", {"stream_options": {"include_usage": True}}, 400, "stream_options", "stream"),
+        ("chat/completions", {"messages": []}, 400, "messages", "at least 1"),
+        ("chat/completions", {"messages": [{"role": "king", "content": "x"}]}, 400, "messages", "role"),
+        ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages", "tool"),
+        (
+            "chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            400,
+            "messages",
+            "image_url",
+        ),
+        ("chat/completions", {"tools": [{"type": "function"}]}, 400, "tools", "does not serve"),
+        ("chat/completions", {"response_format": {"type": "json_object"}}, 400, "response_format", "does not serve"),
+        ("chat/completions", {"store": True}, 400, "store", "does not serve"),
+        ("completions", {"prompt": ""}, 400, "prompt", "no tokens"),
+        ("completions", {"prompt": []}, 400, "prompt", "at least one"),
+        ("completions", {"prompt": ["fine", ""]}, 400, "prompt", "no tokens"),
+        ("completions", {"prompt": [49152]}, 400, "prompt", "49151"),
+        ("completions", {"prompt": [5] * 3000}, 400, "prompt", "max_model_len is 2048"),
+        ("completions", {}, 400, "prompt", "required"),
+        ("completions", {"prompt": "x", "logprobs": 99}, 400, "logprobs", "20"),
+        ("completions", {"prompt": "x", "best_of": 3}, 400, "best_of", "does not serve"),
+        ("nothing", {}, 404, None, "Not Found"),
+        ("models", {}, 405, None, "Method Not Allowed"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_refusal_has_openais_shape(served, http, path, body, status, param, words, stream):
+    if path == "chat/completions":
+        body = {**CHAT, **body}
+    response = http.post(f"/v1/{path}", json={**body, "stream": stream} if "stream_options" not in body else body)
+    assert response.status_code == status
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert words in error["message"]
+    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+
+
+@pytest.mark.parametrize("content", [b"{half", b"[1]", b""])
+def test_a_body_that_is_no_json_object(http, content):
+    response = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+def test_openais_client_raises_its_own_types(client):
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.completions.create(model="other", prompt="x")
+    assert caught.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(model=MODEL, prompt="x", max_tokens=5000)
+    assert caught.value.code == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("kind", ["stream", "whole", "several prompts"])
+def test_a_client_that_goes_away_gives_everything_back(served, kind):
+    body = {"model": MODEL, "prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True, "n": 2}
+    if kind == "several prompts":
+        body["prompt"] = ["Once", "upon"]
+    generated = served.stats().generated_tokens
+    with httpx.Client(base_url=served.url) as http:
+        if kind == "stream":
+            with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+                assert next(response.iter_lines()).startswith("data: ")
+        else:
+            with pytest.raises(httpx.ReadTimeout):
+                http.post("/v1/completions", json=body, timeout=0.5)
+    stats = served.wait_until_idle()
+    assert 0 < stats.generated_tokens - generated < 2000
+
+
+def test_many_clients_at_the_same_time(client, served):
+    def ask(number):
+        stream = client.completions.create(
+            model=MODEL, prompt=f"{number}, {number + 1},", temperature=0, max_tokens=4, stream=True
+        )
+        return "".join(chunk.choices[0].text for chunk in stream)
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        texts = list(pool.map(ask, range(8)))
+    assert texts[3] == ask(3)
+    served.wait_until_idle()
+
+
+def test_events_are_framed_as_openai_does(http):
+    body = {"model": MODEL, "prompt": "Hi", "max_tokens": 2, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as response:
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    assert all(json.loads(line[6:])["object"] == "text_completion" for line in lines[:-1])
+
+
+def test_health_stays_quick_while_a_long_prompt_is_tokenized(http, served):
+    body = {"model": MODEL, "prompt": "many words " * 400_000, "max_tokens": 1}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        refused = pool.submit(httpx.post, f"{served.url}/v1/completions", json=body, timeout=60)
+        slowest = 0.0
+        while not refused.done():
+            started = time.monotonic()
+            assert http.get("/health").status_code == 200
+            slowest = max(slowest, time.monotonic() - started)
+    assert refused.result().status_code == 400
+    assert slowest < 1.0
