@@ -81,6 +81,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
         vocab_size=model.spec.vocab_size,
         max_num_seqs=config.max_num_seqs,
         max_model_len=model.max_model_len,
+        eos_token_ids=model.eos_token_ids,
     )
     names = {name: str(value).removeprefix("torch.") for name, value in (("weights", model.dtype), ("kv", kv_dtype))}
     return Engine(

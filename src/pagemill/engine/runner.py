@@ -5,13 +5,15 @@ It keeps what persists between steps (block tables and tokens by row, the sample
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill.attention.interface import AttentionBatch, GroupBatch
-from pagemill.errors import NonFiniteLogitsError
+from pagemill.errors import NonFiniteLogitsError, SamplingParamsError
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.models.decoder import Decoder
 from pagemill.sampling.logprobs import TokenLogprobs
@@ -30,7 +32,14 @@ class Runner:
     """
 
     def __init__(
-        self, decoder: Decoder, pool: DevicePool, *, vocab_size: int, max_num_seqs: int, max_model_len: int
+        self,
+        decoder: Decoder,
+        pool: DevicePool,
+        *,
+        vocab_size: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        eos_token_ids: Iterable[int],
     ) -> None:
         self._decoder = decoder
         self._pool = pool
@@ -41,7 +50,7 @@ class Runner:
         self._tables = torch.full(shape, -1, dtype=torch.int32, device=self._device)
         self._tokens = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self._prompt_lens = np.zeros(max_num_seqs, dtype=np.int32)
-        self._sampler = Sampler(max_num_seqs, vocab_size, self._device)
+        self._sampler = Sampler(max_num_seqs, vocab_size, self._device, eos_token_ids)
 
     @torch.inference_mode()
     def apply(self, plan: StepPlan) -> None:
@@ -73,11 +82,14 @@ class Runner:
             self._batch(plan, query_start, rows, positions),
             self._pool,
         )
-        output = self._sample(plan, hidden, query_start)
+        of_prompts: dict[int, list[TokenLogprobs]] = {}
         for index in plan.prompt_logprobs.tolist():
             first, last = int(query_start[index]), int(query_start[index + 1])
             start, row = int(plan.starts[index]), int(plan.rows[index])
-            output.prompt_logprobs[index] = self._prompt_logprobs(hidden[first:last], start, row)
+            of_prompts[index] = self._prompt_logprobs(hidden[first:last], start, row)
+        # Sampling comes last: the sampler remembers what it chose, and a step that fails before may be run again.
+        output = self._sample(plan, hidden, query_start)
+        output.prompt_logprobs = of_prompts
         return output
 
     def _batch(
@@ -118,6 +130,11 @@ class Runner:
             )
             for i in np.flatnonzero(~sampled.finite)
         }
+        for i in np.flatnonzero(sampled.exhausted):
+            failed[int(plan.sample_from[i])] = SamplingParamsError(
+                "allowed_token_ids, bad_words and min_tokens together forbid every token here; loosen one of them",
+                param="allowed_token_ids",
+            )
         return StepResult(sampled.token_ids.tolist(), sampled.logprobs, failed)
 
     def _prompt_logprobs(self, hidden: Tensor, start: int, row: int) -> list[TokenLogprobs]:
