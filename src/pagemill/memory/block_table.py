@@ -6,11 +6,13 @@ changes them; others may read.
 
 from __future__ import annotations
 
+from array import array
+
 
 class BlockTable:
     """Entry i holds positions i * block_size .. (i + 1) * block_size - 1. All groups have equally many entries.
 
-    blocks:    by group, block ids; -1 where nothing is held because it fell out of the group's window.
+    blocks:    by group, block ids as int32; -1 where nothing is held because it fell out of the group's window.
     length:    tokens whose K/V are in the cache (committed). Entries may reach beyond: reserved, not yet committed.
     row:       row of the persistent batch, -1 for a table that the device does not know.
     root:      digest in which the chain of this table's namespace begins.
@@ -20,7 +22,7 @@ class BlockTable:
 
     __slots__ = ("blocks", "first_held", "length", "published", "root", "row")
 
-    def __init__(self, root: bytes, blocks: list[list[int]], first_held: list[int], length: int) -> None:
+    def __init__(self, root: bytes, blocks: list[array[int]], first_held: list[int], length: int) -> None:
         self.root = root
         self.blocks = blocks
         self.first_held = first_held

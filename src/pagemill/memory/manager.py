@@ -7,6 +7,7 @@ index, eviction policy); its parts do not call each other.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -107,7 +108,7 @@ class MemoryManager:
         if self._caching:
             length, blocks, first_held = self._index.match(digests, root, token_ids, max(0, min(limit, len(token_ids))))
         else:
-            length, blocks, first_held = 0, [[] for _ in self.windows], [0] * len(self.windows)
+            length, blocks, first_held = 0, [array("i") for _ in self.windows], [0] * len(self.windows)
         table = BlockTable(root, blocks, first_held, length)
         table.published = length // self.block_size
         for entries, first in zip(blocks, first_held, strict=True):
@@ -158,7 +159,7 @@ class MemoryManager:
         self._tables.remove(table)
         self._now = now
         released = table.tail_first(0)
-        table.blocks = [[] for _ in self.windows]
+        table.blocks = [array("i") for _ in self.windows]
         table.first_held = [0] * len(self.windows)
         table.length = table.published = 0
         if table.row >= 0:
@@ -219,7 +220,7 @@ class MemoryManager:
         if new:
             for group, entries in enumerate(table.blocks):
                 frames = self._take(new, entries[-1] if entries else -1)
-                entries += self._blocks.new(group, frames)
+                entries.extend(self._blocks.new(group, frames))
                 if table.row >= 0:
                     self._edit(table, group, held, frames)
         return None
@@ -246,9 +247,9 @@ class MemoryManager:
                 first, now_first = table.first_held[group], first_entry_in_window(length, window, self.block_size)
                 if first < now_first:
                     entries = table.blocks[group]
-                    released = entries[first:now_first]
+                    released = entries[first:now_first].tolist()
                     gone = [-1] * (now_first - first)
-                    entries[first:now_first] = gone
+                    entries[first:now_first] = array("i", gone)
                     table.first_held[group] = now_first
                     self._edit(table, group, first, gone)
                     self._release(released)
@@ -337,7 +338,7 @@ class MemoryManager:
         frames = self._take(1, entries[entry - 1] if entry else -1)
         self._copies.append((self._blocks.frame[source], frames[0]))
         self._num_copies += 1
-        entries[entry : entry + 1] = self._blocks.new(group, frames)
+        entries[entry] = self._blocks.new(group, frames)[0]
         self._edit(table, group, entry, frames)
         self._release([source])
 

@@ -21,7 +21,7 @@ class Match(NamedTuple):
     """What was found of a prefix: its length in tokens, and by group its blocks, -1 before the group's window."""
 
     num_tokens: int
-    blocks: list[list[int]]
+    blocks: list[array[int]]
     first_held: list[int]
 
 
@@ -118,7 +118,7 @@ class PrefixIndex:
         entries = -(-length // size)
         first_held = [first_entry_in_window(length, window, size) for window in self._windows]
         blocks = [
-            [-1] * first + [published[digest] for digest in chain[first:entries]]
+            array("i", [-1] * first + [published[digest] for digest in chain[first:entries]])
             for first, published in zip(first_held, self.by_digest, strict=True)
         ]
         return Match(length, blocks, first_held)
