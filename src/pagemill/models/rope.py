@@ -52,16 +52,10 @@ def resolve_rope(
         inv_freq, factor = scale(wavelengths, {**parameters, "max_position": max_position}, max_model_len)
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         raise ModelConfigError(
-            f"the parameters of RoPE type {kind!r} are incomplete or of a wrong type ({error!r}); given: "
+            f"the parameters of RoPE type {kind!r} are incomplete or wrong ({error!r}); given: "
             f"{dict(parameters)}; compare config.json with the model's original",
             param="rope_parameters",
         ) from error
-    if inv_freq.shape != wavelengths.shape:
-        raise ModelConfigError(
-            f"RoPE type {kind!r} has {inv_freq.numel()} factors for {wavelengths.numel()} frequencies "
-            f"(half of {rotary_dim} rotary dimensions)",
-            param="rope_parameters",
-        )
     return RopeSpec(rotary_dim, tuple(inv_freq.tolist()), factor)
 
 
@@ -71,6 +65,8 @@ def scaled_max_position(parameters: Parameters, max_position: int) -> int:
     llama3 and longrope checkpoints declare the scaled length already.
     """
     factor = parameters.get("factor") or 1.0
+    if not isinstance(factor, int | float) or not 0 < factor < math.inf:
+        raise ModelConfigError(f"the RoPE factor is {factor!r}; it must be a positive number", param="rope_parameters")
     if parameters.get("rope_type") == "linear":
         return int(max_position * factor)
     if parameters.get("rope_type") == "yarn":
@@ -88,7 +84,7 @@ def _linear(wavelengths: Tensor, parameters: Parameters, _: int) -> tuple[Tensor
 
 def _frequency_factors(wavelengths: Tensor, parameters: Parameters, _: int) -> tuple[Tensor, float]:
     """One divisor per frequency, as GGUF files carry it in `rope_freqs.weight`."""
-    return 1.0 / wavelengths / torch.tensor(parameters["factors"], dtype=torch.float32), 1.0
+    return 1.0 / wavelengths / _per_frequency(parameters, "factors", wavelengths), 1.0
 
 
 def _llama3(wavelengths: Tensor, parameters: Parameters, _: int) -> tuple[Tensor, float]:
@@ -139,13 +135,20 @@ def _longrope(wavelengths: Tensor, parameters: Parameters, max_model_len: int) -
     sequence's length would change the keys of a sequence that grows, and with them every cached block.
     """
     trained = parameters["original_max_position_embeddings"]
-    factors = parameters["long_factor" if max_model_len > trained else "short_factor"]
-    inv_freq = 1.0 / (torch.tensor(factors, dtype=torch.float32) * wavelengths)
+    factors = _per_frequency(parameters, "long_factor" if max_model_len > trained else "short_factor", wavelengths)
+    inv_freq = 1.0 / (factors * wavelengths)
     attention_factor = parameters.get("attention_factor")
     if attention_factor is None:
         factor = parameters.get("factor") or parameters["max_position"] / trained
         attention_factor = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
     return inv_freq, float(attention_factor)
+
+
+def _per_frequency(parameters: Parameters, key: str, wavelengths: Tensor) -> Tensor:
+    factors = torch.tensor(parameters[key], dtype=torch.float32)
+    if factors.shape != wavelengths.shape:
+        raise ValueError(f"{key} has {factors.numel()} factors for {wavelengths.numel()} frequencies")
+    return factors
 
 
 _SCALINGS: dict[str, tuple[Callable[[Tensor, Parameters, int], tuple[Tensor, float]], frozenset[str]]] = {

@@ -6,6 +6,7 @@ At any time at most one joined matrix exists beside what has been packed.
 from __future__ import annotations
 
 import math
+import mmap
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,6 +18,8 @@ from pagemill.models.names import WeightNames
 from pagemill.models.spec import DecoderSpec
 from pagemill.models.weights import DecoderWeights, Experts, GatedMLP, LayerWeights
 from pagemill.ops.interface import Linear, Ops
+
+_OWN_MAPPING_BYTES = 1 << 20
 
 Progress = Callable[[int, int], None]
 
@@ -140,7 +143,7 @@ class Assembler:
         kind, tail = ("weight", (columns,)) if columns else ("bias", ())
         for part, count in zip(parts, rows, strict=True):
             self._expect(f"{part}.{kind}", (count, *tail))
-        joined = torch.empty((sum(rows), *tail), dtype=dtype or self._dtype, device=self._device)
+        joined = _empty((sum(rows), *tail), dtype or self._dtype, self._device)
         begin = 0
         for index, (part, count) in enumerate(zip(parts, rows, strict=True)):
             out = joined[begin : begin + count]
@@ -196,3 +199,12 @@ class Assembler:
                 f"{self._checkpoint.path} has {len(unused)} tensors that a {self._spec.family} decoder does not use, "
                 f"first {unused[0]!r}; ignoring them would change the model's answers"
             )
+
+
+def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for one matrix. Large ones on CPU get a mapping of their own, which goes back to the system as a whole:
+    the C library's heap would keep holes between the packed weights (measured: a fifth of them)."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or nbytes < _OWN_MAPPING_BYTES:
+        return torch.empty(shape, dtype=dtype, device=device)
+    return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype).view(shape)

@@ -39,7 +39,7 @@ class HuggingFaceFolder:
         self.path = path
         raw = _read_json(path / "config.json")
         self.config = _normalise(apply_overrides(raw, overrides), path / "config.json")
-        check_overrides(overrides, {**raw, **self.config})
+        check_overrides(overrides, {**raw, **_normalise({"model_type": self.config["model_type"]}, path)})
         self.eos_token_ids = _eos_token_ids(path, self.config)
         self.tensors: dict[str, TensorInfo] = {}
         self._places: dict[str, tuple[MappedFile, int]] = {}

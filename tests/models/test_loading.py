@@ -1,0 +1,191 @@
+"""What a load yields: forms of checkpoints, dtypes, overrides, progress, fingerprint, memory."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from small_llama import edit_config, edit_weights, load, logits, save_llama
+
+from pagemill.errors import ConfigError, UnknownArgumentError
+from pagemill.models import dtype as dtypes
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_llama(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture
+def copy(folder, tmp_path):
+    """A copy that a test may damage."""
+    return shutil.copytree(folder, tmp_path / "copy")
+
+
+def test_shards_equal_one_file(folder, tmp_path):
+    sharded = save_llama(tmp_path, shard="30KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 3
+    assert torch.equal(logits(load(sharded)), logits(load(folder)))
+
+
+def test_tied_embeddings_need_no_head_and_ignore_one(tmp_path):
+    tied = save_llama(tmp_path, tie_word_embeddings=True)
+    expected = logits(load(tied))
+    edit_weights(tied, lm_head__weight=torch.zeros(64, 64))
+    assert torch.equal(logits(load(tied)), expected)
+
+
+def test_eos_ids_of_both_configurations(copy):
+    (copy / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 2]}))
+    assert load(copy).eos_token_ids == (7, 2)
+    (copy / "generation_config.json").unlink()
+    assert load(copy).eos_token_ids == (2,)
+
+
+def test_progress_counts_every_byte_once(folder):
+    calls = []
+    load(folder, progress=lambda done, total: calls.append((done, total)))
+    done = [d for d, _ in calls]
+    assert done == sorted(set(done))
+    assert {total for _, total in calls} == {done[-1]}
+    assert done[-1] == sum(p.nbytes for p in _tensors(folder).values())
+
+
+def _tensors(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def test_fingerprint(folder, copy):
+    mark = load(folder).fingerprint
+    assert len(mark) == 32
+    assert load(copy).fingerprint == mark
+    assert load(copy, dtype="bfloat16").fingerprint != mark
+    assert load(copy, hf_overrides={"rope_theta": 5000.0}).fingerprint != mark
+    weight = _tensors(copy)["model.embed_tokens.weight"]
+    weight[3, 3] += 1
+    edit_weights(copy, model__embed_tokens__weight=weight)
+    assert load(copy).fingerprint != mark
+
+
+def test_max_model_len(folder):
+    assert load(folder).max_model_len == 128
+    assert load(folder, max_model_len=50).max_model_len == 50
+    with pytest.raises(ConfigError, match=r"max_model_len is 129, over the 128"):
+        load(folder, max_model_len=129)
+    assert load(folder, max_model_len=129, hf_overrides={"max_position_embeddings": 512}).max_model_len == 129
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        {"rope_theta": 100.0},
+        {"rope_scaling": {"type": "linear", "factor": 4.0}},
+        {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+        {"rms_norm_eps": 0.1},
+    ],
+    ids=lambda override: next(iter(override)),
+)
+def test_overrides_have_their_effect(folder, override):
+    assert not torch.allclose(logits(load(folder, hf_overrides=override)), logits(load(folder)), atol=1e-3)
+
+
+def test_overrides_say_the_same_in_any_spelling(folder):
+    scaling = {"factor": 4.0}
+    old = load(folder, hf_overrides={"rope_scaling": {"type": "linear", **scaling}, "rope_theta": 500.0}).spec
+    new = {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, **scaling}}
+    assert load(folder, hf_overrides=new).spec == old
+
+
+def test_an_unknown_override_suggests_the_nearest(folder):
+    with pytest.raises(UnknownArgumentError, match="did you mean 'rope_theta'"):
+        load(folder, hf_overrides={"rope_thetta": 1.0})
+
+
+def test_configuration_of_an_old_transformers(copy):
+    """rope_theta and rope_scaling at top level, torch_dtype, no head_dim."""
+    edit_config(copy, rope_parameters="remove", head_dim="remove", rope_theta=500.0,
+                rope_scaling={"type": "linear", "factor": 2.0}, torch_dtype="float32")  # fmt: skip
+    spec = load(copy).spec
+    assert spec.head_dim == 16
+    assert spec.max_position == 256
+    assert spec.ropes[0].inv_freq[1] == pytest.approx(500.0 ** (-1 / 8) / 2)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("features", "stored", "expected"),
+    [
+        ({"avx512_bf16"}, torch.bfloat16, torch.bfloat16),
+        ({"amx_bf16"}, torch.bfloat16, torch.bfloat16),
+        ({"avx2", "f16c"}, torch.bfloat16, torch.float32),
+        ({"avx512_fp16"}, torch.float16, torch.float16),
+        ({"avx512_bf16"}, torch.float16, torch.float32),
+        (set(), torch.float32, torch.float32),
+    ],
+)
+def test_auto_dtype_follows_the_machine(monkeypatch, features, stored, expected):
+    monkeypatch.setattr(dtypes, "cpu_features", lambda: frozenset(features))
+    monkeypatch.setattr(dtypes.platform, "machine", lambda: "x86_64")
+    sizes = {torch.float32: 10, stored: 1000}
+    assert dtypes.resolve_dtype("auto", sizes, quantized=False, device=CPU) == expected
+    assert dtypes.resolve_dtype("auto", sizes, quantized=True, device=CPU) == torch.float32
+    assert dtypes.resolve_dtype("float16", sizes, quantized=False, device=CPU) == torch.float16
+
+
+def test_auto_dtype_on_arm(monkeypatch):
+    monkeypatch.setattr(dtypes, "cpu_features", lambda: frozenset({"asimdhp"}))
+    monkeypatch.setattr(dtypes.platform, "machine", lambda: "aarch64")
+    for stored, expected in ((torch.float16, torch.float16), (torch.bfloat16, torch.float32)):
+        assert dtypes.resolve_dtype("auto", {stored: 1}, quantized=False, device=CPU) == expected
+
+
+def test_unknown_dtype_is_refused(folder):
+    with pytest.raises(ConfigError, match="int8"):
+        load(folder, dtype="int8")
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wanted", ["float32", "bfloat16", "float16"])
+def test_weights_are_converted_exactly(tmp_path, stored, wanted):
+    save_llama(tmp_path, stored)
+    model = load(tmp_path, dtype=wanted)
+    weight = _tensors(tmp_path)["model.embed_tokens.weight"]
+    assert weight.dtype == stored
+    assert model.dtype == getattr(torch, wanted)
+    assert torch.equal(model.decoder.weights.embedding, weight.to(model.dtype))
+
+
+MEASURE = """
+import re, sys, torch
+from pathlib import Path
+from pagemill.models.loading import load_model
+from pagemill.ops.select import select_ops
+from pagemill.attention.select import select_attention
+import transformers.models.auto.configuration_auto, transformers.models.llama.configuration_llama
+peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+ops, attention, before = select_ops("cpu"), select_attention("cpu"), peak()
+model = load_model(sys.argv[1], ops=ops, attention=attention, dtype=sys.argv[2])
+print(peak() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_peak_memory_is_near_the_weights(tmp_path):
+    """Stored as float32: the mapped file must not stay in memory beside what was loaded."""
+    sizes = {"vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4}
+    save_llama(tmp_path, num_attention_heads=16, num_key_value_heads=8, **sizes)
+    stored = (tmp_path / "model.safetensors").stat().st_size
+    assert stored > 200 << 20
+    for dtype, weights in (("float32", stored), ("bfloat16", stored // 2)):
+        command = [sys.executable, "-c", MEASURE, tmp_path, dtype]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        # Beside the weights at most one joined matrix (gate and up: 24 MiB in float32) and working memory.
+        assert weights * 0.8 < int(done.stdout) < weights + (40 << 20)
