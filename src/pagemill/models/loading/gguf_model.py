@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from gguf.constants import GGMLQuantizationType as Kind
 from torch import Tensor
@@ -74,8 +75,9 @@ class GGUFModel:
         }
         self.quantized = any(tensor.kind in _QUANTIZED for tensor in container.tensors.values())
         metadata = container.metadata
-        self.config = apply_overrides(self._configure(metadata), overrides)
-        check_overrides(overrides, self.config)
+        plain = self._configure(metadata)
+        check_overrides(overrides, plain)
+        self.config = apply_overrides(plain, overrides)
         model_type = self.config["model_type"]
         self.names: WeightNames | None = replace(GGUF, paired_rope=model_type == "llama")
         if model_type == "phi3":
@@ -108,7 +110,8 @@ class GGUFModel:
         for start in range(0, rows.shape[0], step):
             stop = min(start + step, rows.shape[0])
             first, last = tensor.begin + start * row_bytes, tensor.begin + stop * row_bytes
-            piece = dequantize(file.view(first, last).reshape(stop - start, row_bytes), tensor.kind)
+            with np.errstate(all="ignore"):  # what is not finite is found, and named, by the assembler
+                piece = dequantize(file.view(first, last).reshape(stop - start, row_bytes), tensor.kind)
             rows[start:stop].copy_(torch.from_numpy(piece))
             file.forget(first, last)
 

@@ -1,0 +1,263 @@
+"""GGUF files give the same model as the Hugging Face folder that they came from, and damaged ones are named."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf_files import write_gguf
+from safetensors.torch import load_file, save_file
+from small_llama import load, logits, save_llama
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from pagemill.errors import (
+    CorruptWeightsError,
+    ModelConfigError,
+    ModelLoadError,
+    ModelNotFoundError,
+    UnknownArgumentError,
+    UnsupportedModelError,
+)
+
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 128, "num_hidden_layers": 2,
+         "initializer_range": 0.2, "pad_token_id": 0}  # fmt: skip
+LONG = {"short_factor": [1.0 + i / 8 for i in range(8)], "long_factor": [1.0 + i for i in range(8)]}
+
+
+def llama3_factors(theta: float, dim: int, factor: float, low: float, high: float, trained: int) -> list[float]:
+    """What llama.cpp's conversion stores in rope_freqs: the divisor of each frequency."""
+    factors = []
+    for wave in (2 * math.pi * theta ** (i / dim) for i in range(0, dim, 2)):
+        if wave < trained / high:
+            factors.append(1.0)
+        elif wave > trained / low:
+            factors.append(factor)
+        else:
+            smooth = (trained / wave - low) / (high - low)
+            factors.append(1 / ((1 - smooth) / factor + smooth))
+    return factors
+
+
+def array(values: list[float]) -> np.ndarray:
+    return np.array(values, dtype=np.float32)
+
+
+ARCHITECTURES = {
+    "llama": ("llama", {}, {}, {}),
+    "llama-tied": ("llama", {"tie_word_embeddings": True}, {}, {}),
+    "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
+                     {"rope.scaling.type": "linear", "rope.scaling.factor": 2.0}, {}),
+    "llama-yarn": ("llama", {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4,
+                                                 "original_max_position_embeddings": 32}},
+                   {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0,
+                    "rope.scaling.original_context_length": 32}, {}),
+    "llama3": ("llama", {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+                                             "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+                                             "rope_theta": 1e4}},
+               {}, {"rope_freqs.weight": array(llama3_factors(1e4, 16, 8.0, 1.0, 4.0, 64))}),
+    "qwen2": ("qwen2", {}, {}, {}),
+    "qwen3": ("qwen3", {"head_dim": 32}, {"attention.key_length": 32, "attention.value_length": 32}, {}),
+    "gemma2": ("gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 4,
+                          "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+               {"attention.key_length": 32, "attention.value_length": 32, "attention.sliding_window": 4,
+                "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}, {}),
+    "gemma3": ("gemma3_text", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 4,
+                               "num_hidden_layers": 7, "rope_parameters": {
+                                   "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
+                                   "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+               {"attention.key_length": 32, "attention.value_length": 32, "attention.sliding_window": 4,
+                "rope.freq_base": 1e6, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}, {}),
+    "phi3": ("phi3", {"sliding_window": 4}, {"attention.sliding_window": 4, "rope.dimension_count": 16}, {}),
+    "phi3-long": ("phi3", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, **LONG},
+                           "original_max_position_embeddings": 32},
+                  {"rope.scaling.original_context_length": 32,
+                   "rope.scaling.attn_factor": math.sqrt(1 + math.log(4) / math.log(32))},
+                  {"rope_factors_long.weight": array(LONG["long_factor"]),
+                   "rope_factors_short.weight": array(LONG["short_factor"])}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_same_model_as_the_folder(name, tmp_path):
+    model_type, settings, metadata, extra = ARCHITECTURES[name]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SIZES, **settings}))
+    with torch.no_grad():
+        for key, weight in model.named_parameters():
+            if weight.dim() == 1:
+                weight.add_(torch.randn_like(weight) * 0.3)
+            if "q_proj" in key or "k_proj" in key:
+                weight.mul_(3)
+    model.save_pretrained(tmp_path)
+    architecture = name.split("-")[0].removesuffix("3") if name == "llama3" else name.split("-")[0]
+    file = write_gguf(tmp_path, tmp_path / "model.gguf", architecture, metadata, extra=extra)
+    theirs, ours = load(tmp_path, dtype="float32"), load(file)
+    assert ours.eos_token_ids == (2, 7)
+    assert ours.max_model_len == theirs.max_model_len
+    for ours_rope, theirs_rope in zip(ours.spec.ropes, theirs.spec.ropes, strict=True):
+        assert ours_rope.inv_freq == pytest.approx(theirs_rope.inv_freq, rel=1e-6)
+    assert torch.allclose(logits(ours), logits(theirs), atol=1e-5, rtol=0)
+    assert logits(theirs).std() > 0.5
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """One layer whose rows are whole blocks of every format."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    return save_llama(tmp_path_factory.mktemp("wide"), **sizes)
+
+
+SCALES = {Kind.Q4_K: (0, 2), Kind.Q5_K: (0, 2), Kind.Q6_K: (208,)}
+"""Where the fp16 scales of a block lie, for formats that the gguf package can read but not write."""
+
+
+def encode(kind: Kind, weight: np.ndarray) -> np.ndarray:
+    if kind not in SCALES:
+        return gguf.quants.quantize(weight, kind)
+    block, size = gguf.GGML_QUANT_SIZES[kind]
+    random_bytes = np.random.default_rng(weight.size).integers(0, 256, (weight.size // block, size), dtype=np.uint8)
+    for at in SCALES[kind]:
+        random_bytes[:, at : at + 2] = np.array([2e-4], dtype=np.float16).view(np.uint8)
+    return random_bytes.reshape(weight.shape[0], -1)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [Kind.F32, Kind.F16, Kind.BF16, Kind.Q8_0,
+     Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K],
+    ids=lambda kind: kind.name,
+)  # fmt: skip
+def test_every_format(wide, tmp_path, kind):
+    """A file in the format equals a folder with the weights that the gguf package reads from it."""
+    read: dict[str, torch.Tensor] = {}
+
+    def store(name: str, weight: np.ndarray):
+        stored = encode(kind, weight)
+        read[name] = torch.from_numpy(np.array(gguf.quants.dequantize(stored, kind))).view(weight.shape)
+        return stored, kind
+
+    file = write_gguf(wide, tmp_path / "model.gguf", "llama", {}, store)
+    tensors = load_file(wide / "model.safetensors")
+    for ours, theirs in {
+        "token_embd": "model.embed_tokens",
+        "output": "lm_head",
+        "blk.0.attn_v": "model.layers.0.self_attn.v_proj",
+        "blk.0.attn_output": "model.layers.0.self_attn.o_proj",
+        "blk.0.ffn_gate": "model.layers.0.mlp.gate_proj",
+        "blk.0.ffn_up": "model.layers.0.mlp.up_proj",
+        "blk.0.ffn_down": "model.layers.0.mlp.down_proj",
+    }.items():
+        tensors[f"{theirs}.weight"] = read[f"{ours}.weight"]
+    for part, count in (("q", 4), ("k", 2)):
+        pairs = read[f"blk.0.attn_{part}.weight"].view(count, -1, 2, 256).transpose(1, 2).reshape(-1, 256)
+        tensors[f"model.layers.0.self_attn.{part}_proj.weight"] = pairs.contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text((wide / "config.json").read_text())
+    model = load(file, dtype="float32")
+    assert torch.equal(logits(model), logits(load(tmp_path, dtype="float32")))
+    if kind not in (Kind.F32, Kind.F16, Kind.BF16):
+        assert load(file).dtype == torch.float32
+
+
+def test_overrides(wide, tmp_path):
+    file = write_gguf(wide, tmp_path / "model.gguf", "llama", {})
+    assert not torch.allclose(logits(load(file, hf_overrides={"rope_theta": 10.0})), logits(load(file)), atol=1e-3)
+    with pytest.raises(UnknownArgumentError, match="rms_norm_eps"):
+        load(file, hf_overrides={"rms_norm_epsilon": 1.0})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "metadata", "named"),
+    [
+        ("mamba", {}, r"'mamba'; supported are llama"),
+        ("llama", {"expert_count": 8}, r"llama\.expert_count = 8"),
+        ("llama", {"logit_scale": 2.0}, r"llama\.logit_scale = 2"),
+        ("llama", {"rope.scaling.type": "su"}, "'su'"),
+        ("llama", {"rope.dimension_count": 32}, "partial_rotary_factor is 0.5"),
+        ("llama", {"attention.key_length": 64, "attention.value_length": 32}, "keys of 64 and values of 32"),
+        ("llama", {"attention.sliding_window": 64}, "sliding_window is 64"),
+    ],
+)
+def test_unsupported(wide, tmp_path, architecture, metadata, named):
+    with pytest.raises(UnsupportedModelError, match=named):
+        load(write_gguf(wide, tmp_path / "model.gguf", architecture, metadata))
+
+
+def test_unsupported_format(wide, tmp_path):
+    def store(name, weight):
+        return np.zeros((weight.shape[0], weight.shape[1] // 256 * 84), dtype=np.uint8), Kind.Q2_K
+
+    with pytest.raises(UnsupportedModelError, match=r"token_embd.*stored as Q2_K; supported are BF16, F16"):
+        load(write_gguf(wide, tmp_path / "model.gguf", "llama", {}, store))
+
+
+@pytest.mark.parametrize("key", ["block_count", "embedding_length", "attention.head_count", "context_length"])
+def test_missing_metadata(wide, tmp_path, key):
+    with pytest.raises(ModelConfigError, match="is None"):
+        load(write_gguf(wide, tmp_path / "model.gguf", "llama", {key: None}))
+
+
+def test_missing_tensor_and_wrong_shape(wide, tmp_path):
+    with pytest.raises(CorruptWeightsError, match=r"no tensor 'blk\.1\."):
+        load(write_gguf(wide, tmp_path / "a.gguf", "llama", {"block_count": 2}))
+    with pytest.raises(CorruptWeightsError, match=r"ffn_gate.*shape \[256, 256\].*\[128, 256\]"):
+        load(write_gguf(wide, tmp_path / "b.gguf", "llama", {"feed_forward_length": 128}))
+
+
+def test_not_a_file(tmp_path):
+    with pytest.raises(ModelNotFoundError, match=r"no model at .*x\.gguf"):
+        load(tmp_path / "x.gguf")
+
+
+@pytest.mark.parametrize("keep", [0, 3, 20, 200, 2000, -1])
+def test_truncated(wide, tmp_path, keep):
+    file = write_gguf(wide, tmp_path / "model.gguf", "llama", {})
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(CorruptWeightsError, match=r"model\.gguf is truncated or corrupt.*download"):
+        load(file)
+
+
+def test_not_gguf(tmp_path):
+    (tmp_path / "model.gguf").write_bytes(b"PK" * 50)
+    with pytest.raises(CorruptWeightsError, match="begins with b'PKPK'"):
+        load(tmp_path / "model.gguf")
+
+
+def test_a_bit_flipped_in_the_header_never_escapes_the_types(tmp_path):
+    """What changes a number that nothing contradicts (RoPE's base) can not be seen; all else is a typed error."""
+    file = write_gguf(save_llama(tmp_path / "small"), tmp_path / "model.gguf", "llama", {})
+    content, pick, refused = file.read_bytes(), random.Random(0), 0
+    end = min(tensor.data_offset for tensor in gguf.GGUFReader(file).tensors)
+    for _ in range(400):
+        bit = pick.randrange(end * 8)
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(damaged)
+        try:
+            load(file)
+        except ModelLoadError:
+            refused += 1
+    assert refused > 250
+
+
+def test_settings_reach_the_configuration(wide, tmp_path):
+    """The reader itself, against the gguf package's."""
+    from pagemill.models.loading.gguf_file import GGUFFile
+
+    file = write_gguf(wide, tmp_path / "model.gguf", "llama", {})
+    ours, theirs = GGUFFile(file), gguf.GGUFReader(file)
+    for key, field in theirs.fields.items():
+        if not key.startswith("GGUF."):
+            assert ours.metadata[key] == field.contents()
+    for tensor in theirs.tensors:
+        mine = ours.tensors[tensor.name]
+        assert (mine.begin, mine.nbytes, mine.kind) == (tensor.data_offset, tensor.n_bytes, tensor.tensor_type)
+        assert mine.shape == tuple(map(int, reversed(tensor.shape)))
+    assert json.dumps(ours.metadata)

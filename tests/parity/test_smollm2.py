@@ -1,0 +1,64 @@
+"""The real SmolLM2-135M: logits over real text equal transformers' dense float32 ones from the same GGUF file."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from harness import PagedSequences
+from pagemill.attention.select import select_attention
+from pagemill.models.loading import load_model
+from pagemill.ops.select import select_ops
+
+CACHE = Path(os.environ.get("PAGEMILL_CACHE", "~/.cache/pagemill")).expanduser()
+MODEL = CACHE / "models" / "smollm2-135m" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+TOLERANCE = 1e-3
+"""135 million weights in 30 layers add up more rounding than the small models of test_families; logits spread over 5."""
+PROMPTS = [
+    "The capital of France is Paris, and the capital of Italy is",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) +",
+    "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n",
+    "A block table maps the positions of a sequence to frames of memory, much like a page table in an operating system. "
+    "When a block is full, it may be shared between sequences that begin in the same way, and",
+]
+
+pytestmark = pytest.mark.skipif(not MODEL.is_file(), reason=f"{MODEL} is not there; `pagemill pull smollm2-135m`")
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """Token ids of the prompts and their logits."""
+    where = {"pretrained_model_name_or_path": MODEL.parent, "gguf_file": MODEL.name}
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return prompts, [model(torch.tensor([ids]), use_cache=False).logits[0] for ids in prompts]
+
+
+@pytest.fixture(scope="module")
+def model():
+    return load_model(MODEL, ops=select_ops("cpu"), attention=select_attention("cpu"))
+
+
+def test_logits(reference, model):
+    prompts, expected = reference
+    assert model.dtype == torch.float32
+    assert model.eos_token_ids == (2,)
+    assert torch.cat(expected).std() > 1
+    ours = PagedSequences(model.decoder, prompts).run_mixed()
+    for a, b in zip(ours, expected, strict=True):
+        assert (a - b).abs().max() <= TOLERANCE
+
+
+def test_it_predicts_the_text(reference, model):
+    """The model reads: a wrong RoPE or a permuted head would still give plausible logits, but not this likelihood."""
+    prompts, _ = reference
+    logits = PagedSequences(model.decoder, prompts[-1:]).run()[0]
+    chances = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(prompts[-1][1:]).unsqueeze(1))
+    assert -chances.mean() < 0.5 * math.log(model.spec.vocab_size)
