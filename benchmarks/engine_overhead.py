@@ -2,8 +2,9 @@
 
     python benchmarks/engine_overhead.py [--model smollm2-135m] [--json]
 
-For each number of running sequences, decode steps of the real model are timed by part, medians over the steps. "engine" is
-all that is neither the model's forward pass nor the sampler: scheduling, memory, table edits, batch arrays, outputs.
+For each number of running sequences, decode steps of the real model are timed by part, medians over the steps.
+"engine" is all that is neither the model's forward pass nor the sampler: scheduling, memory, table edits, batch arrays,
+outputs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What goes wrong in a step fails the requests that cause it, gives back all they held, and leaves the others as they are."""
+"""What goes wrong in a step fails the requests that cause it, gives back all they held, and leaves the others alone."""
 
 from __future__ import annotations
 

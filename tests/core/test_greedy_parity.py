@@ -22,7 +22,7 @@ def reference(model_path):
 
 
 def test_greedy_continuations_equal_the_dense_reference(make_engine, prompts, reference):
-    """Each token is held against the reference's own choice after the same tokens; a flip between close ones is counted."""
+    """Each token is held against the reference's choice after the same tokens; flips between close ones are counted."""
     assert len(prompts) >= 32
     core = make_engine(max_num_batched_tokens=128)
     params = SamplingParams(temperature=0.0, max_tokens=OUTPUT_TOKENS, ignore_eos=True)

@@ -1,4 +1,4 @@
-"""The scheduler with the real memory manager over a simulated device: random loads against a model that knows the answer."""
+"""The scheduler and the real memory manager over a simulated device: random loads, and a model with the answers."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ scripts = st.lists(
     depth=st.sampled_from([1, 2, 3]),
 )
 def test_any_load_gives_the_tokens_of_a_lone_run(loads, script, frames, windows, max_num_seqs, budget, caching, depth):
-    """Same request, same tokens: beside any others, with preemptions, prefix hits, forks, faults, aborts, steps ahead."""
+    """Same request, same tokens: beside others, with preemptions, prefix hits, forks, faults, aborts, steps ahead."""
     bench = Bench(
         frames=frames * len(windows),
         windows=windows,
