@@ -13,6 +13,7 @@ from pagemill.errors import RequestTooLargeError
 from pagemill.memory.digest import root_digest
 from pagemill.memory.manager import MemoryManager
 from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.random import sequence_seed
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.scheduling.sequence import Request
 from pagemill.scheduling.step_plan import StepResult
@@ -36,7 +37,7 @@ def make_request(name, prompt, max_tokens, *, n=1, seed=1, priority=0, salt="", 
 def expected(request: Request, index: int) -> list[int]:
     tokens = list(request.prompt_token_ids)
     while len(tokens) < request.max_len:
-        tokens.append(next_token(request.sequence_seed(index), tokens))
+        tokens.append(next_token(sequence_seed(request.seed, index), tokens))
         if tokens[-1] == EOS and not request.params.ignore_eos:
             break
     return tokens[len(request.prompt_token_ids) :]

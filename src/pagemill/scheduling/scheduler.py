@@ -16,6 +16,7 @@ from pagemill.errors import RequestTooLargeError
 from pagemill.memory.digest import extend_chain
 from pagemill.memory.manager import MemoryManager
 from pagemill.sampling.logprobs import TokenLogprobs
+from pagemill.sampling.random import sequence_seed
 from pagemill.scheduling.pending import PendingPrefixes
 from pagemill.scheduling.sequence import Rank, Request, Sequence, Status
 from pagemill.scheduling.step_plan import NewRow, StepPlan, StepResult
@@ -293,7 +294,7 @@ class Scheduler:
     @staticmethod
     def _new_row(sequence: Sequence, index: int, row: int) -> NewRow:
         request = sequence.request
-        return NewRow(row, sequence.tokens, sequence.prompt_len, request.params, request.sequence_seed(index))
+        return NewRow(row, sequence.tokens, sequence.prompt_len, request.params, sequence_seed(request.seed, index))
 
     # -------------------------------------------------------------------- commit
 

@@ -32,7 +32,7 @@ class Status(Enum):
 
 @dataclass(slots=True)
 class Request:
-    """One prompt. `seed` is never None; see `sequence_seed` for the seeds of its `params.n` sequences.
+    """One prompt. `seed` is never None; `sequence_seed` makes those of its `params.n` sequences from it.
 
     `root` is the digest at the start of its prefix chain: model, KV format, numerics and namespace.
     `max_len` is the most tokens, prompt included, that one of its sequences can reach.
@@ -46,10 +46,6 @@ class Request:
     arrival_s: float
     root: bytes
     max_len: int
-
-    def sequence_seed(self, index: int) -> int:
-        """64 bits; sequences of one request, and those of requests with neighbouring seeds, draw unrelated numbers."""
-        return (self.seed + index * 0x9E3779B97F4A7C15) % 2**64
 
 
 @dataclass(slots=True, eq=False)
