@@ -124,6 +124,14 @@ def test_bad_input_has_its_own_error(served, prompt, error):
         served.run(read(served.llm, prompt, SHORT))
 
 
+def test_a_stop_string_ends_the_sequence_in_the_engine_too(served):
+    before = served.stats().generated_tokens
+    params = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True, stop=[","])
+    outputs = served.run(read(served.llm, "1, 2, 3", params))
+    assert outputs[-1].outputs[0].stop_reason == ","
+    assert served.wait_until_idle().generated_tokens - before < 100
+
+
 def test_an_id_in_use_is_refused(served):
     async def twice():
         stream = await served.llm.submit("Once", LONG, "same")
@@ -144,12 +152,13 @@ def test_the_engine_process_ignores_ctrl_c(served):
 
 def test_a_killed_engine_fails_everybody_and_leaves_nothing(recwarn):
     async def killed():
-        llm = AsyncLLM("smollm2-135m", max_model_len=256, kv_memory="16MiB", max_num_seqs=8)
+        llm = AsyncLLM("smollm2-135m", kv_memory="16MiB", max_num_seqs=8)
+        with pytest.raises(errors.RequestTooLargeError):
+            await read(llm, [5] * 2000, SHORT)
         reading = [
             asyncio.ensure_future(read(llm, "Once", SamplingParams(max_tokens=200, ignore_eos=True))) for _ in "ab"
         ]
         waiting = asyncio.ensure_future(llm.stats())
-        await llm.ready()
         await waiting
         os.kill(llm.engine_pid, signal.SIGKILL)
         for task in reading:

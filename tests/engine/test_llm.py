@@ -84,6 +84,14 @@ def test_a_stop_string_ends_its_request_alone(llm):
     assert other.outputs[0].text == text
 
 
+def test_a_stop_string_ends_the_sequence_in_the_engine_too(llm):
+    before = llm.stats().generated_tokens
+    llm.generate(
+        "1, 2, 3", SamplingParams(temperature=0.0, max_tokens=200, ignore_eos=True, stop=[","]), use_tqdm=False
+    )
+    assert llm.stats().generated_tokens - before < 100
+
+
 def test_a_repeated_prompt_is_found_in_the_prefix_cache_unless_salted_otherwise(llm):
     prompt = "A rather long prompt about nothing at all, " * 4
     llm.generate({"prompt": prompt, "cache_salt": "mine"}, GREEDY, use_tqdm=False)

@@ -114,6 +114,11 @@ class Generation:
         )
 
     async def _merge(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        if len(self.streams) == 1:  # without a task per output
+            async for output in self.streams[0]:
+                self.results[0].add(output)
+                yield 0, output
+            return
         waiting = {asyncio.ensure_future(anext(stream)): position for position, stream in enumerate(self.streams)}
         try:
             while waiting:

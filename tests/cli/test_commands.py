@@ -1,0 +1,211 @@
+"""generate, chat, bench and serve as a user runs them: separate processes, the default model."""
+
+import concurrent.futures
+import json
+import os
+import pty
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+MODEL = "smollm2-135m"
+SMALL = ["--max-model-len", "256", "--kv-memory", "32MiB", "--max-num-seqs", "8"]
+COMMAND = [sys.executable, "-m", "pagemill"]
+
+
+def run(*args, **kwargs):
+    return subprocess.run([*COMMAND, *args], capture_output=True, text=True, timeout=120, **kwargs)
+
+
+def children(pid):
+    """Ids of the running child processes, where /proc tells."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and fields[0] != "Z":
+            found.append(int(status.parent.name))
+    return found
+
+
+def test_generate_as_json():
+    result = run("generate", MODEL, "The capital of France is", "1, 2, 3, 4,", "--max-tokens", "4", "--json", *SMALL)
+    assert result.returncode == 0, result.stderr
+    first, second = json.loads(result.stdout)
+    assert first["text"].startswith(" Paris")
+    assert (first["completion_tokens"], first["finish_reason"]) == (4, "length")
+    assert second["prompt"] == "1, 2, 3, 4,"
+    assert "KV pool" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["generate", "no-such-model", "x"], "no-such-model"),
+        (["generate", MODEL, "x", "--block-size", "17"], "block_size is 17"),
+        (["generate", MODEL, "x", "--temperature", "-1"], "temperature is -1"),
+    ],
+)
+def test_an_error_is_one_line(args, words):
+    result = run(*args)
+    assert result.returncode == 1
+    assert result.stderr.startswith("error: ")
+    assert words in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_bench_reports_what_it_did():
+    result = run(
+        *["bench", MODEL, "--num-prompts", "3", "--input-len", "8", "--output-len", "4", "--prefix-len", "32"],
+        *["--json", *SMALL],
+    )
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["workload"]["num_prompts"] == 3
+    assert report["output_tokens_per_s"] * report["duration_s"] == pytest.approx(12)
+    assert report["total_tokens_per_s"] * report["duration_s"] == pytest.approx(12 + 3 * 40)
+    assert report["cached_prompt_tokens"] >= 32
+    assert 0 < report["ttft_s"]["median"] <= report["latency_s"]["median"] <= report["latency_s"]["p99"]
+    assert report["ttft_s"]["median"] + 3 * report["tpot_s"]["median"] <= 2 * report["latency_s"]["p99"]
+
+
+class Terminal:
+    """A command with a terminal of its own, as a person would see it."""
+
+    def __init__(self, *args):
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [*COMMAND, *args], stdin=slave, stdout=slave, stderr=slave, close_fds=True, start_new_session=True
+        )
+        os.close(slave)
+        self.seen = ""
+
+    def wait_for(self, text, timeout_s=60):
+        """Reads until `text` comes; returns what came before and with it."""
+        os.set_blocking(self.master, False)
+        deadline = time.monotonic() + timeout_s
+        while text not in self.seen:
+            assert time.monotonic() < deadline, self.seen
+            try:
+                self.seen += os.read(self.master, 4096).decode()
+            except BlockingIOError:
+                time.sleep(0.02)
+        before, _, self.seen = self.seen.partition(text)
+        return before
+
+    def type(self, text):
+        os.write(self.master, text.encode())
+
+
+def test_chat_keeps_the_history_forgets_it_and_stops_on_ctrl_c():
+    terminal = Terminal("chat", MODEL, "--temperature", "0", "--system", "Be brief.", *SMALL)
+    try:
+        terminal.wait_for("> ")
+        terminal.type("My name is Ada. Say hello.\n")
+        terminal.wait_for("\n")
+        first = terminal.wait_for("> ")
+        assert first.strip()
+        terminal.type("Write a very long story about a ship.\n")
+        terminal.wait_for("\n")
+        terminal.wait_for(" ")
+        os.kill(terminal.process.pid, signal.SIGINT)
+        assert len(terminal.wait_for("> ")) < 300
+        assert terminal.process.poll() is None
+        terminal.type("/reset\n")
+        terminal.wait_for("forgotten")
+        terminal.wait_for("> ")
+        terminal.type("My name is Ada. Say hello.\n")
+        terminal.wait_for("\n")
+        assert terminal.wait_for("> ") == first
+        os.kill(terminal.process.pid, signal.SIGINT)  # at the prompt it leaves nothing but an empty line
+        terminal.wait_for("> ")
+        terminal.type("\x04")
+        assert terminal.process.wait(15) == 0
+    finally:
+        terminal.process.kill()
+        terminal.process.wait()
+        os.close(terminal.master)
+
+
+def test_serve_listens_at_once_and_ends_without_a_trace():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    url = f"http://127.0.0.1:{port}"
+    pool = concurrent.futures.ThreadPoolExecutor(1)
+    server = subprocess.Popen(
+        [*COMMAND, "serve", MODEL, "--port", str(port), "--served-model-name", "small", *SMALL],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        statuses = []
+        early = None  # a request that comes while the model loads
+        body = {"model": "small", "prompt": "Hi", "max_tokens": 2}
+        deadline = time.monotonic() + 60
+        while 200 not in statuses and time.monotonic() < deadline:
+            try:
+                response = httpx.get(f"{url}/health")
+                statuses.append(response.status_code)
+                if response.status_code == 503:
+                    assert response.json()["status"] == "loading"
+                    early = early or pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+            except httpx.ConnectError:
+                pass
+            time.sleep(0.02)
+        assert statuses[0] == 503
+        assert statuses[-1] == 200
+        busy = run("serve", MODEL, "--port", str(port))
+        assert busy.returncode == 1
+        assert f"port {port} on 127.0.0.1 is in use" in busy.stderr
+        assert busy.stderr.count("\n") == 1
+        assert early.result().json()["model"] == "small"
+        (engine,) = children(server.pid)
+        endless = {**body, "max_tokens": 200, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=endless, timeout=30) as response:
+            next(response.iter_lines())
+            server.send_signal(signal.SIGINT)
+            _, messages = server.communicate(timeout=20)
+        assert server.returncode in (0, 130)
+        assert f"curl {url}/v1/chat/completions" in messages
+        assert "Ctrl-C stops the server" in messages
+        assert "Traceback" not in messages
+        assert not Path(f"/proc/{engine}").exists()
+    finally:
+        pool.shutdown()
+        server.kill()
+        server.wait()
+
+
+def test_a_server_whose_engine_dies_says_so_and_ends():
+    url = ""
+    server = subprocess.Popen([*COMMAND, "serve", MODEL, "--port", "0", *SMALL], stderr=subprocess.PIPE, text=True)
+    try:
+        while "Ctrl-C stops" not in (line := server.stderr.readline()):
+            assert server.poll() is None
+            url = line.split()[1] if " curl " in line else url
+        (engine,) = children(server.pid)
+        body = {"messages": [{"role": "user", "content": "Count."}], "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", url, json=body, timeout=30) as response:
+            lines = response.iter_lines()
+            next(lines)
+            os.kill(engine, signal.SIGKILL)
+            events = [line for line in lines if line.startswith("data: ")]
+        error = json.loads(events[-2].removeprefix("data: "))["error"]
+        assert error["type"] == "service_unavailable_error"
+        assert events[-1] == "data: [DONE]"
+        _, messages = server.communicate(timeout=20)
+        assert server.returncode == 1
+        assert "error: the engine process is gone (killed by SIGKILL" in messages
+        assert "Traceback" not in messages
+    finally:
+        server.kill()
+        server.wait()

@@ -1,0 +1,95 @@
+"""Every engine setting is a flag of every command that starts an engine, and what is given arrives as it was meant."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from pagemill.cli.options import ENGINE_HELP, SAMPLING_HELP, engine_options, sampling_options
+from pagemill.config import EngineConfig
+from pagemill.errors import ConfigError, SamplingParamsError
+from pagemill.sampling.params import SamplingParams
+
+received: dict[str, Any] = {}
+
+
+@sampling_options(temperature=0.25, max_tokens=9)
+@engine_options
+def command(word: str, *, settings: dict[str, Any], params: SamplingParams) -> None:
+    received.update(word=word, settings=settings, params=params)
+
+
+def call(*args):
+    received.clear()
+    app = typer.Typer(pretty_exceptions_enable=False)
+    app.command()(command)
+    result = CliRunner().invoke(app, ["hello", *args])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result
+
+
+def test_every_setting_has_a_flag():
+    assert set(ENGINE_HELP) == {field.name for field in dataclasses.fields(EngineConfig)} - {"model"}
+    assert set(SAMPLING_HELP) <= {field.name for field in dataclasses.fields(SamplingParams)}
+    help_text = CliRunner(env={"COLUMNS": "300", "TERMINAL_WIDTH": "300"}).invoke(_app(), ["--help"]).output
+    for name in [*ENGINE_HELP, *SAMPLING_HELP]:
+        assert f"--{name.replace('_', '-')}" in help_text
+
+
+def _app():
+    app = typer.Typer()
+    app.command()(command)
+    return app
+
+
+def test_only_what_was_given_is_passed_on():
+    call()
+    assert received["settings"] == {}
+    assert received["params"] == SamplingParams(temperature=0.25, max_tokens=9)
+
+
+def test_values_arrive_with_their_types():
+    call(
+        *[
+            "--max-model-len",
+            "64",
+            "--kv-memory",
+            "1MiB",
+            "--no-enable-prefix-caching",
+            "--gpu-memory-utilization",
+            "0.5",
+        ],
+        *["--hf-overrides", '{"a": {"b": 1}}', "--ageing-s", "2", "--check-invariants", "--seed", "0"],
+        *["--temperature", "0", "--stop", "x", "--stop", "y", "--top-k", "3"],
+    )
+    assert received["settings"] == {
+        "max_model_len": 64,
+        "kv_memory": "1MiB",
+        "enable_prefix_caching": False,
+        "gpu_memory_utilization": 0.5,
+        "hf_overrides": {"a": {"b": 1}},
+        "ageing_s": 2.0,
+        "check_invariants": True,
+        "seed": 0,
+    }
+    assert received["params"] == SamplingParams(temperature=0.0, max_tokens=9, stop=["x", "y"], top_k=3)
+
+
+@pytest.mark.parametrize(
+    ("args", "error"),
+    [
+        (["--hf-overrides", "{half"], ConfigError),
+        (["--hf-overrides", "[1]"], ConfigError),
+        (["--temperature", "-1"], SamplingParamsError),
+    ],
+)
+def test_wrong_values_are_errors_of_their_own(args, error):
+    with pytest.raises(error):
+        call(*args)
+
+
+def test_what_is_no_number_is_wrong_usage():
+    assert call("--max-model-len", "many").exit_code == 2

@@ -1,0 +1,29 @@
+"""The front end starts quickly: it imports neither torch nor transformers, and `import pagemill` next to nothing."""
+
+import subprocess
+import sys
+
+import pytest
+
+FRONT_END = (
+    "pagemill.engine.async_llm, pagemill.server.run, pagemill.cli.main, pagemill.cli.serve, pagemill.cli.generate, "
+    "pagemill.cli.chat, pagemill.cli.bench, pagemill.cli.loading, pagemill.engine.llm"
+)
+
+
+@pytest.mark.parametrize(
+    ("modules", "heavy"),
+    [("pagemill", ["torch", "transformers", "numpy", "msgspec", "asyncio"]), (FRONT_END, ["torch", "transformers"])],
+)
+def test_imports_nothing_heavy(modules, heavy):
+    code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_every_public_name_is_there():
+    import pagemill
+
+    assert [name for name in pagemill.__all__ if not hasattr(pagemill, name)] == []
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = pagemill.Nothing
