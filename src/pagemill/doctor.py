@@ -70,7 +70,7 @@ def examine() -> dict[str, Any]:
         },
         "machine": {
             "system": platform.platform(),
-            "cpu": _cpu_model(),
+            "cpu": cpu_model(),
             "cpu features": _cpu_features(),
             "cores": os.cpu_count(),
             "cores for this process": len(os.sched_getaffinity(0))
@@ -117,7 +117,7 @@ def _kernels() -> str:
     return str(kernels.isa())
 
 
-def _cpu_model() -> str | None:
+def cpu_model() -> str | None:
     fields = _proc("cpuinfo")
     if "model name" in fields:
         return fields["model name"]
