@@ -4,12 +4,16 @@ Through the manager: sequences of 64 blocks are allocated, shared, freed, publis
 frame of the pool has been used, in the order of allocation and in random order (frames, ids and sequences shuffled
 first). Then the parts on their own. Medians over rounds, nanoseconds of this thread's CPU time per block.
 
+The garbage collector is told to leave alone what exists before the rounds (gc.freeze), as a long-lived process should:
+otherwise each of its full passes visits every published block of the pool, and sharing seems to cost twice as much.
+
     python benchmarks/memory_core.py [--frames 1024 1048576] [--blocks-per-sequence 64] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import platform
 import random
@@ -112,6 +116,8 @@ def through_the_manager(num_frames: int, per_sequence: int, rounds: int, shuffle
     def fork_all() -> None:
         shared.extend(memory.fork(table, length) for table in order(tables))
 
+    gc.collect()
+    gc.freeze()
     for _ in range(rounds + 1):
         # Without publishing
         tables = [memory.open((), (), ROOT, 0.0, 0).table for _ in range(count)]
@@ -135,6 +141,7 @@ def through_the_manager(num_frames: int, per_sequence: int, rounds: int, shuffle
         assert memory.stats().frames_active == blocks
         close_tables()
     memory.check()
+    gc.unfreeze()
     return drop_first(clock).medians()
 
 

@@ -29,7 +29,7 @@ class PrefixIndex:
     """Columns are indexed by block id; b"" for a block that is not published.
 
     digest: its name; parent: digest of the block before it, or the chain's root; tokens: its tokens, packed (bytes, not
-    integers: a published block costs about 0.4 KB, and the garbage collector has nothing to visit).
+    integers: a published block costs about 0.4 KB, and makes no object that the garbage collector tracks).
 
     Children are linked for one group only, the leading one: a full-attention group where there is one, since a match
     needs all of its blocks. Siblings form a doubly linked list through two arrays; its head is found by parent's digest
