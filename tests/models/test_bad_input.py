@@ -130,6 +130,18 @@ def test_weights_with_something_after_them(folder):
         load(folder)
 
 
+def test_two_tensors_in_one_place(folder):
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    header[QUERY]["data_offsets"] = header[QUERY.replace("q_proj", "o_proj")]["data_offsets"]
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+    with pytest.raises(CorruptWeightsError, match=r"begins at byte \d+ of the data instead of"):
+        load(folder)
+
+
 def test_a_bit_flipped_in_the_header_is_found_or_harmless(folder):
     path = folder / "model.safetensors"
     content = path.read_bytes()

@@ -224,6 +224,20 @@ def test_truncated(wide, tmp_path, keep):
         load(file)
 
 
+def test_two_tensors_in_one_place(wide, tmp_path):
+    file = write_gguf(wide, tmp_path / "model.gguf", "llama", {})
+    content = bytearray(file.read_bytes())
+
+    def offset_at(name: bytes) -> int:
+        return content.index(name) + len(name) + 4 + 2 * 8 + 4  # dimensions, shape, format
+
+    source, target = offset_at(b"blk.0.ffn_gate.weight"), offset_at(b"blk.0.ffn_up.weight")
+    content[target : target + 8] = content[source : source + 8]
+    file.write_bytes(content)
+    with pytest.raises(CorruptWeightsError, match=r"ffn_\w+\.weight' and 'blk\.0\.ffn_\w+\.weight' overlap"):
+        load(file)
+
+
 def test_not_gguf(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"PK" * 50)
     with pytest.raises(CorruptWeightsError, match="begins with b'PKPK'"):

@@ -21,8 +21,12 @@ from pagemill.ops.torch_ops import TorchOps
 
 TOLERANCE = 1e-4
 BACKENDS = {
-    f"{ops.name}+{attention.name}": (ops, attention)
-    for ops, attention in ((select_ops("cpu"), select_attention("cpu")), (TorchOps(), TorchAttention()))
+    f"{device}: {ops.name}, {attention.name}": (device, ops, attention)
+    for device, ops, attention in (
+        ("cpu", select_ops("cpu"), select_attention("cpu")),
+        ("cpu", TorchOps(), TorchAttention()),
+        *([("cuda", select_ops("cuda"), select_attention("cuda"))] if torch.cuda.is_available() else []),
+    )
 }
 
 
@@ -39,8 +43,10 @@ def model(request, tmp_path_factory):
 @pytest.fixture(params=BACKENDS)
 def loaded(request, model):
     case, folder, _, _ = model
-    ops, attention = BACKENDS[request.param]
-    return load_model(folder, ops=ops, attention=attention, dtype="float32", max_model_len=case.max_model_len)
+    device, ops, attention = BACKENDS[request.param]
+    return load_model(
+        folder, ops=ops, attention=attention, device=device, dtype="float32", max_model_len=case.max_model_len
+    )
 
 
 def furthest(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:

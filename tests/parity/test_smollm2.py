@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,19 +10,19 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from harness import PagedSequences
 from pagemill.attention.select import select_attention
+from pagemill.hub.registry import REGISTRY
 from pagemill.models.loading import load_model
 from pagemill.ops.select import select_ops
 
-CACHE = Path(os.environ.get("PAGEMILL_CACHE", "~/.cache/pagemill")).expanduser()
-MODEL = CACHE / "models" / "smollm2-135m" / "SmolLM2-135M-Instruct.Q4_1.gguf"
-TOLERANCE = 1e-3
-"""135 million weights in 30 layers add up more rounding than the small models of test_families; logits spread over 5."""
+MODEL = REGISTRY["smollm2-135m"].file
+TOLERANCE = 5e-4
+"""30 wide layers add up more rounding than the small models of test_families (measured: 1.3e-4)."""
 PROMPTS = [
     "The capital of France is Paris, and the capital of Italy is",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return fibonacci(n - 1) +",
     "<|im_start|>user\nWhy is the sky blue?<|im_end|>\n<|im_start|>assistant\n",
-    "A block table maps the positions of a sequence to frames of memory, much like a page table in an operating system. "
-    "When a block is full, it may be shared between sequences that begin in the same way, and",
+    "A block table maps the positions of a sequence to frames of memory, much like a page table in an operating "
+    "system. When a block is full, it may be shared between sequences that begin in the same way, and",
 ]
 
 pytestmark = pytest.mark.skipif(not MODEL.is_file(), reason=f"{MODEL} is not there; `pagemill pull smollm2-135m`")

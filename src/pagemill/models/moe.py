@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagemill.models.spec import MoESpec
+from pagemill.models.spec import Activation, MoESpec
 from pagemill.models.weights import Experts, GatedMLP
 from pagemill.ops.interface import Ops
 
 
-def apply_experts(x: Tensor, weights: Experts, spec: MoESpec, activation: str, ops: Ops) -> Tensor:
+def apply_experts(x: Tensor, weights: Experts, spec: MoESpec, activation: Activation, ops: Ops) -> Tensor:
     """x [tokens, hidden] -> [tokens, hidden], dtype of x.
 
     Routing is fp32. Tokens are grouped by expert, and experts add to their tokens in ascending order in fp32, so that a
@@ -29,6 +29,6 @@ def apply_experts(x: Tensor, weights: Experts, spec: MoESpec, activation: str, o
     return total.to(x.dtype)
 
 
-def apply_mlp(x: Tensor, mlp: GatedMLP, activation: str, ops: Ops) -> Tensor:
+def apply_mlp(x: Tensor, mlp: GatedMLP, activation: Activation, ops: Ops) -> Tensor:
     """down(activation(gate(x)) * up(x)); x [tokens, hidden]."""
-    return mlp.down(ops.gated(mlp.gate_up(x), activation))  # type: ignore[arg-type]
+    return mlp.down(ops.gated(mlp.gate_up(x), activation))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+Activation = Literal["silu", "gelu_tanh"]
+
 
 @dataclass(frozen=True)
 class RopeSpec:
@@ -56,7 +58,7 @@ class DecoderSpec:
     layers: tuple[LayerSpec, ...]
     ropes: tuple[RopeSpec, ...]
     norm_eps: float
-    activation: Literal["silu", "gelu_tanh"]
+    activation: Activation
     scale: float
     max_position: int
     """The longest context the checkpoint declares, scaling included."""

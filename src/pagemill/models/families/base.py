@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from pagemill.errors import ConfigError, ModelConfigError, UnsupportedModelError
 from pagemill.models.names import HUGGING_FACE, WeightNames
 from pagemill.models.rope import resolve_rope, scaled_max_position
-from pagemill.models.spec import DecoderSpec, LayerSpec, RopeSpec
+from pagemill.models.spec import Activation, DecoderSpec, LayerSpec, RopeSpec
 
-_ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {
+_ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
     "swish": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
