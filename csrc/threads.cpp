@@ -50,18 +50,22 @@ struct Pool {
     std::vector<Scratch> scratch{1};
     Scratch caller[2];
 
-    // One region: `generation` announces it, `next` hands out indices, `running` counts the threads still inside.
+    // One region. `gate` is its generation, odd while it is open, above the number of threads inside. Only threads that came
+    // in while it was open are waited for: one that the system has descheduled, or that sleeps, holds nobody up.
     Task task = nullptr;
     void* context = nullptr;
     int64_t count = 0;
-    alignas(64) std::atomic<uint64_t> generation{0};
+    alignas(64) std::atomic<uint64_t> gate{0};
     alignas(64) std::atomic<int64_t> next{0};
-    alignas(64) std::atomic<int> running{0};
     std::atomic<bool> failed{false};
     std::atomic<int> asleep{0};
     std::atomic<bool> stop{false};
     std::mutex mutex;
     std::condition_variable wake;
+
+    static constexpr int kInsideBits = 16;
+    static uint64_t generation(uint64_t gate) { return gate >> kInsideBits; }
+    static uint64_t inside(uint64_t gate) { return gate & ((uint64_t(1) << kInsideBits) - 1); }
 
     void work(int thread) {
         try {
@@ -71,39 +75,52 @@ struct Pool {
         }
     }
 
-    void loop(int thread, uint64_t seen) {
+    // Whether there is a region that a thread which was last in generation `seen` can enter.
+    bool open(uint64_t seen) const {
+        const uint64_t current = generation(gate.load());
+        return (current & 1) && current != seen;
+    }
+
+    void loop(int thread) {
+        uint64_t seen = 0;
         for (;;) {
-            for (int spin = 0; spin < kSpins && generation.load(std::memory_order_acquire) == seen; ++spin) relax();
-            if (generation.load(std::memory_order_acquire) == seen) {
+            for (int spin = 0; spin < kSpins && !open(seen) && !stop.load(); ++spin) relax();
+            if (!open(seen)) {
                 std::unique_lock<std::mutex> lock(mutex);
                 asleep.fetch_add(1);
-                wake.wait(lock, [&] { return generation.load() != seen; });
+                wake.wait(lock, [&] { return open(seen) || stop.load(); });
                 asleep.fetch_sub(1);
             }
-            seen = generation.load(std::memory_order_acquire);
             if (stop.load()) return;
-            work(thread);
-            running.fetch_sub(1, std::memory_order_release);
+            uint64_t current = gate.load();
+            while ((generation(current) & 1) && generation(current) != seen) {
+                if (!gate.compare_exchange_weak(current, current + 1)) continue;
+                seen = generation(current);
+                work(thread);
+                gate.fetch_sub(1);
+                break;
+            }
         }
     }
 
-    void announce() {
-        generation.fetch_add(1);
+    void wake_sleepers() {
         if (asleep.load() > 0) {
             { std::lock_guard<std::mutex> lock(mutex); }
             wake.notify_all();
         }
     }
 
+    // Opens a closed region, or closes an open one.
+    uint64_t turn() { return gate.fetch_add(uint64_t(1) << kInsideBits); }
+
     void resize(int wanted) {
         stop.store(true);
-        announce();
+        wake_sleepers();
         for (auto& thread : threads) thread.join();
         threads.clear();
         stop.store(false);
         if (scratch.size() < size_t(wanted)) scratch.resize(wanted);
-        const uint64_t seen = generation.load();
-        for (int i = 1; i < wanted; ++i) threads.emplace_back([this, i, seen] { loop(i, seen); });
+        for (int i = 1; i < wanted; ++i) threads.emplace_back([this, i] { loop(i); });
     }
 };
 
@@ -141,13 +158,13 @@ void parallel_for(int64_t count, Task task, void* context) {
     p.count = count;
     p.failed.store(false, std::memory_order_relaxed);
     p.next.store(0, std::memory_order_relaxed);
-    p.running.store(int(p.threads.size()), std::memory_order_relaxed);
-    p.announce();
+    p.turn();
+    p.wake_sleepers();
     p.work(0);
-    // A thread that the system has descheduled may be late: after a while, let it have this core.
-    for (int spin = 0; p.running.load(std::memory_order_acquire) > 0; ++spin) {
+    p.turn();
+    for (int spin = 0; Pool::inside(p.gate.load()) > 0; ++spin) {
         if (spin < kSpins) relax();
-        else std::this_thread::yield();
+        else std::this_thread::yield();  // one that is inside has lost its core: let it have this one
     }
     if (p.failed.load()) throw std::bad_alloc();
 }

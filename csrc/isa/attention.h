@@ -7,11 +7,13 @@
 
 constexpr int kPartition = 256;
 constexpr int kScoreRow = kPartition + 4 * W;  // a group of key vectors may end beyond the partition
-constexpr int kTileRows = 6;                   // (token, head) rows that run side by side in registers
 constexpr int kTaskRows = 48;                  // rows that share one pass over a partition's keys
+// (token, head) rows that run side by side in registers, and vectors of each row.
 #if defined(__AVX512F__)
-constexpr int vectors_beside(int) { return 4; }
+constexpr int kTileRows = 12;
+constexpr int vectors_beside(int rows) { return rows <= 6 ? 4 : 2; }
 #else
+constexpr int kTileRows = 6;
 constexpr int vectors_beside(int rows) { return rows <= 2 ? 4 : 2; }
 #endif
 

@@ -1,4 +1,5 @@
-# The compiled CPU kernels (csrc/bindings.cpp). Addresses are integers, strides are in elements, dtypes 0 fp32, 1 bf16, 2 fp16.
+# The compiled CPU kernels (csrc/bindings.cpp). Addresses are integers, strides are in elements; dtypes: 0 fp32, 1 bf16,
+# 2 fp16.
 
 def isa() -> str: ...
 def available_isas() -> list[str]: ...

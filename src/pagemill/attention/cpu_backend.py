@@ -1,6 +1,4 @@
-"""Paged attention on CPU: the C++ kernel behind `AttentionBackend`. See `csrc/isa/attention.h` for why equal rows get equal
-bits.
-"""
+"""Paged attention on CPU: the C++ kernel behind `AttentionBackend`. `csrc/isa/attention.h` says why rows keep their bits."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ class CpuAttention:
         expected = (tokens, cache.key.shape[1], cache.key.shape[3])
         if key.shape != expected or value.shape != expected or key.stride(2) != 1 or value.stride(2) != 1:
             raise ValueError(
-                f"key {tuple(key.shape)} and value {tuple(value.shape)} must be {expected}, the last dimension contiguous"
+                f"key {tuple(key.shape)} and value {tuple(value.shape)} must be {expected}, last dimension contiguous"
             )
         if value.dtype != key.dtype:
             raise TypeError(f"key is {key.dtype} and value {value.dtype}; they must be equal")
@@ -80,7 +78,8 @@ class CpuAttention:
                 raise ValueError(f"the cache must be two equal CPU tensors, not {key.dtype} and {value.dtype}")
             _, kv_heads, block_size, head_dim = key.shape
             native = _kernels.Cache(
-                key.data_ptr(), key.stride(), value.data_ptr(), value.stride(), DTYPES[key.dtype], kv_heads, block_size, head_dim
+                key.data_ptr(), key.stride(), value.data_ptr(), value.stride(), DTYPES[key.dtype], kv_heads,
+                block_size, head_dim,
             )  # fmt: skip
             known = self._caches[id(cache.key)] = (cache, native)
         return known[1]

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from pagemill import _kernels
 from pagemill.attention.interface import LayerCache
 from pagemill.errors import KVMemoryError
 from pagemill.kvcache.layer_groups import LayerGroups
@@ -75,9 +76,21 @@ class DevicePool:
 
     def copy_frames(self, source: Tensor, target: Tensor) -> None:
         """Copies frames source[i] -> target[i] (integers [n]), all places. No target is also a source."""
-        if len(source):
-            source, target = (ids.to(self.device, torch.int64) for ids in (source, target))
+        if not len(source):
+            return
+        source, target = (ids.to(self.device, torch.int64).contiguous() for ids in (source, target))
+        if self.device.type != "cpu":
             self._frames[:, target] = self._frames[:, source]
+            return
+        for ids in (source, target):
+            if int(ids.min()) < 0 or int(ids.max()) >= self.num_frames:
+                raise IndexError(f"frames {ids.tolist()} are not all in 0 .. {self.num_frames - 1}")
+        size, (pieces, _, elements) = self.dtype.itemsize, self._frames.shape
+        piece_stride, frame_stride = (stride * size for stride in self._frames.stride()[:2])
+        _kernels.copy_frames(
+            self.storage.data_ptr(), pieces, piece_stride, frame_stride, elements * size,
+            source.data_ptr(), target.data_ptr(), len(source),
+        )  # fmt: skip
 
     def _place(self, place: int, shape: tuple[int, int, int, int]) -> LayerCache:
         at = self.layout

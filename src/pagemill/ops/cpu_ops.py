@@ -1,4 +1,4 @@
-"""The operators on CPU: the C++ kernels behind `Ops`. Checks here cost the same whatever the size; the kernels trust them.
+"""The operators on CPU: the C++ kernels behind `Ops`. Checks here cost O(1) whatever the size; the kernels trust them.
 
 Every row's result is bitwise independent of the other rows and of the number of threads.
 """

@@ -1,0 +1,171 @@
+"""Every attention backend against the dense fp64 reference, on random scattered frames with poisoned slots."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from paged_case import PagedCase
+
+from pagemill import _kernels
+from pagemill.attention.cpu_backend import CpuAttention
+from pagemill.attention.interface import AttentionBackend, merge_states
+from pagemill.attention.torch_backend import TorchAttention
+from pagemill.kvcache.layout import block_major, layer_major
+
+MIXED = [(1, 1), (300, 1), (77, 33), (600, 600), (40, 0), (0, 0), (257, 2), (256, 256)]
+"""Decode, chunk, prefill, verification, rows without queries, contexts on both sides of a partition's border."""
+
+
+@pytest.fixture(params=["torch", *_kernels.available_isas()])
+def backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
+    before, threads = _kernels.isa(), _kernels.num_threads()
+    _kernels.set_num_threads(2)
+    if request.param == "torch":
+        yield TorchAttention()
+    else:
+        _kernels.use_isa(request.param)
+        yield CpuAttention()
+    _kernels.use_isa(before)
+    _kernels.set_num_threads(threads)
+
+
+def check(backend: AttentionBackend, case: PagedCase, tolerance: float = 1e-5, **options: object) -> None:
+    scale = case.head_dim**-0.5
+    case.write_all(backend)
+    query, batch = case.whole()
+    output, lse = backend.attend(query, case.cache, batch, 0, scale=scale, return_lse=True, **options)
+    expected, expected_lse = case.expected(scale=scale, **options)
+    assert output.dtype == query.dtype
+    assert output.shape == query.shape
+    assert lse is not None
+    torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+    without, none = backend.attend(query, case.cache, batch, 0, scale=scale, **options)
+    assert none is None
+    assert torch.equal(without, output)
+
+
+def test_mixed_rows(backend: AttentionBackend) -> None:
+    check(backend, PagedCase(MIXED, seed=1))
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 40, 20])
+def test_head_sizes(backend: AttentionBackend, head_dim: int) -> None:
+    check(backend, PagedCase([(290, 1), (70, 20), (30, 30)], head_dim=head_dim, seed=head_dim))
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads"), [(1, 1), (3, 3), (9, 3), (7, 1), (12, 2), (16, 2), (20, 1), (64, 8), (64, 1)]
+)
+def test_heads_that_share_keys(backend: AttentionBackend, heads: int, kv_heads: int) -> None:
+    check(backend, PagedCase([(270, 1), (20, 20), (40, 3)], heads=heads, kv_heads=kv_heads, seed=heads))
+
+
+@pytest.mark.parametrize("layout", [layer_major, block_major])
+@pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
+def test_block_sizes_and_layouts(backend: AttentionBackend, block_size: int, layout: Callable[..., object]) -> None:
+    case = PagedCase([(1, 1), (300, 1), (77, 33), (130, 130)], block_size=block_size, layout=layout, seed=block_size)
+    check(backend, case)
+    check(backend, case, window=50)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_dtypes(backend: AttentionBackend, dtype: torch.dtype, query_dtype: torch.dtype) -> None:
+    case = PagedCase([(300, 1), (77, 33), (100, 100)], dtype=dtype, query_dtype=query_dtype, heads=6, seed=3)
+    check(backend, case, {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}[query_dtype])
+
+
+@pytest.mark.parametrize("window", [1, 7, 64, 255, 256, 1000])
+def test_windows(backend: AttentionBackend, window: int) -> None:
+    check(backend, PagedCase(MIXED, seed=window), window=window)
+
+
+def test_blocks_out_of_the_window_are_not_needed(backend: AttentionBackend) -> None:
+    case = PagedCase([(600, 1), (500, 20)], seed=4)
+    case.write_all(backend)
+    query, batch = case.whole()
+    expected, _ = backend.attend(query, case.cache, batch, 0, scale=0.1, window=100)
+    case.tables[0, : (600 - 100) // 16] = -1
+    case.tables[1, : (500 - 20 + 1 - 100) // 16] = -1
+    _, batch = case.whole()
+    output, _ = backend.attend(query, case.cache, batch, 0, scale=0.1, window=100)
+    assert torch.equal(output, expected)
+
+
+@pytest.mark.parametrize("soft_cap", [0.5, 30.0])
+def test_soft_caps(backend: AttentionBackend, soft_cap: float) -> None:
+    check(backend, PagedCase(MIXED, seed=5), soft_cap=soft_cap)
+    check(backend, PagedCase(MIXED, seed=6), soft_cap=soft_cap, window=40)
+
+
+def test_key_ranges(backend: AttentionBackend) -> None:
+    start = torch.tensor([0, 256, 50, 300, 0, 0, 257, 10], dtype=torch.int32)
+    end = torch.tensor([1, 299, 60, 512, 40, 0, 500, 10], dtype=torch.int32)
+    check(backend, PagedCase(MIXED, seed=7), key_start=start)
+    check(backend, PagedCase(MIXED, seed=8), key_end=end)
+    check(backend, PagedCase(MIXED, seed=9), key_start=start, key_end=end, window=300)
+
+
+def test_parts_of_the_keys_merge_to_the_whole(backend: AttentionBackend) -> None:
+    case = PagedCase([(500, 20), (100, 1)], seed=10)
+    case.write_all(backend)
+    query, batch = case.whole()
+    border = torch.tensor([256, 120], dtype=torch.int32)
+    options = {"scale": 0.125, "return_lse": True}
+    whole, lse = backend.attend(query, case.cache, batch, 0, **options)
+    before = backend.attend(query, case.cache, batch, 0, key_end=border, **options)
+    after = backend.attend(query, case.cache, batch, 0, key_start=border, **options)
+    merged, merged_lse = merge_states(*before, *after)
+    torch.testing.assert_close(merged, whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(merged_lse, lse, rtol=1e-5, atol=1e-5)
+
+
+def test_a_long_context_split_over_threads(backend: AttentionBackend) -> None:
+    check(backend, PagedCase([(5000, 1), (3, 1), (2100, 4)], heads=6, seed=11))
+    check(backend, PagedCase([(3000, 2)], heads=2, kv_heads=1, seed=12), window=2000)
+
+
+def test_slot_minus_one_is_not_written(backend: AttentionBackend) -> None:
+    case = PagedCase([(20, 1)], seed=13)
+    slots = case.slots(0, 0, 20)
+    slots[3:7] = -1
+    backend.write(case.keys[0], case.values[0], case.cache, slots)
+    expected = 16 * case.kv_heads * case.head_dim * 2
+    assert int((~case.pool.storage.isnan()).sum()) == expected
+
+
+def test_write_converts_and_takes_strided_views(backend: AttentionBackend) -> None:
+    case = PagedCase([(40, 1)], dtype=torch.bfloat16, seed=14)
+    fused = torch.randn(40, 10, case.head_dim)
+    key, value = fused[:, 4:6], fused[:, 6:8]
+    slots = case.slots(0, 0, 40)
+    backend.write(key, value, case.cache, slots)
+    frames, offsets = slots // 16, slots % 16
+    assert torch.equal(case.cache.key[frames, :, offsets], key.bfloat16())
+    assert torch.equal(case.cache.value[frames, :, offsets], value.bfloat16())
+
+
+def test_queries_may_be_strided_views(backend: AttentionBackend) -> None:
+    case = PagedCase([(70, 50), (20, 1)], seed=15)
+    case.write_all(backend)
+    query, batch = case.whole()
+    fused = torch.randn(query.shape[0], 9, case.head_dim)
+    fused[:, 2:6] = query
+    expected, _ = backend.attend(query, case.cache, batch, 0, scale=0.1)
+    output, _ = backend.attend(fused[:, 2:6], case.cache, batch, 0, scale=0.1)
+    assert torch.equal(output, expected)
+
+
+def test_a_nan_key_spoils_its_own_row_only(backend: AttentionBackend) -> None:
+    case = PagedCase([(100, 1), (300, 40)], seed=16)
+    case.write_all(backend)
+    query, batch = case.whole()
+    clean, _ = backend.attend(query, case.cache, batch, 0, scale=0.1)
+    case.keys[0][50] = float("nan")
+    case.write_all(backend)
+    output, _ = backend.attend(query, case.cache, batch, 0, scale=0.1)
+    assert output[0].isnan().all()
+    assert torch.equal(output[1:], clean[1:])

@@ -1,0 +1,103 @@
+"""The CPU kernel gives a query the same bits alone, in any batch, in any chunk, in any frames and on any threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from paged_case import PagedCase
+
+from pagemill import _kernels
+from pagemill.attention.cpu_backend import CpuAttention
+
+OPTIONS = [{}, {"window": 300}, {"soft_cap": 20.0}, {"window": 5}]
+
+
+@pytest.fixture(params=_kernels.available_isas())
+def backend(request: pytest.FixtureRequest) -> Iterator[CpuAttention]:
+    before, threads = _kernels.isa(), _kernels.num_threads()
+    _kernels.use_isa(request.param)
+    _kernels.set_num_threads(1)
+    yield CpuAttention()
+    _kernels.use_isa(before)
+    _kernels.set_num_threads(threads)
+
+
+def run(
+    backend: CpuAttention, case: PagedCase, parts: list[tuple[int, int, int]], **options: object
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Output and log-sum-exp of each part (row, begin, end)."""
+    query, batch = case.batch(parts)
+    output, lse = backend.attend(query, case.cache, batch, 0, scale=0.125, return_lse=True, **options)
+    assert lse is not None
+    lengths = [end - begin for _, begin, end in parts]
+    return list(zip(output.split(lengths), lse.split(lengths), strict=True))
+
+
+def same(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tensor]) -> bool:
+    return torch.equal(a[0], b[0]) and torch.equal(a[1], b[1])
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize(("dtype", "head_dim", "block_size"), [(torch.float32, 64, 16), (torch.bfloat16, 80, 8)])
+def test_alone_in_batch_and_in_chunks(
+    backend: CpuAttention, dtype: torch.dtype, head_dim: int, block_size: int, options: dict[str, object]
+) -> None:
+    rows = [(700, 700), (1, 1), (520, 1), (300, 47), (600, 13)]
+    case = PagedCase(rows, heads=6, head_dim=head_dim, block_size=block_size, dtype=dtype, seed=21)
+    case.write_all(backend)
+    everything = [(row, 0, length) for row, (_, length) in enumerate(rows)]
+    whole = run(backend, case, everything, **options)
+    for part, result in zip(everything, whole, strict=True):
+        assert same(run(backend, case, [part], **options)[0], result)
+    random = torch.Generator().manual_seed(5)
+    for row, (_, length) in enumerate(rows):
+        begin = 0
+        while begin < length:  # chunks of any size, each beside other rows
+            end = min(length, begin + int(torch.randint(1, 150, (), generator=random)))
+            got = run(backend, case, [(1, 0, 1), (row, begin, end), (3, 5, 40)], **options)[1]
+            assert same(got, (whole[row][0][begin:end], whole[row][1][begin:end]))
+            begin = end
+    for token in (0, 1, 255, 256, 257, 699):  # one query at a time, as decode does
+        got = run(backend, case, [(0, token, token + 1)], **options)[0]
+        assert same(got, (whole[0][0][token : token + 1], whole[0][1][token : token + 1]))
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_threads(backend: CpuAttention, options: dict[str, object]) -> None:
+    rows = [(3000, 1), (2600, 3), (500, 500), (40, 1)]
+    case = PagedCase(rows, heads=6, seed=22)
+    case.write_all(backend)
+    everything = [(row, 0, length) for row, (_, length) in enumerate(rows)]
+    one = run(backend, case, everything, **options)
+    for threads in (2, 3, 5):
+        _kernels.set_num_threads(threads)
+        for a, b in zip(run(backend, case, everything, **options), one, strict=True):
+            assert same(a, b)
+        assert same(run(backend, case, everything[:1], **options)[0], one[0])
+
+
+def test_frames(backend: CpuAttention) -> None:
+    """The same keys in other frames."""
+    results = []
+    for seed in (1, 2):
+        case = PagedCase([(700, 30), (90, 90)], heads=6, seed=23)
+        held = case.tables >= 0
+        frames = case.tables[held]
+        case.tables[held] = frames[torch.randperm(len(frames), generator=torch.Generator().manual_seed(seed))]
+        case.write_all(backend)
+        results.append(run(backend, case, [(0, 0, 30), (1, 0, 90)]))
+    for a, b in zip(*results, strict=True):
+        assert same(a, b)
+
+
+def test_writing_in_parts_gives_the_same_cache(backend: CpuAttention) -> None:
+    case = PagedCase([(300, 1)], dtype=torch.float16, seed=24)
+    case.write_all(backend)
+    whole = case.pool.storage.clone()
+    case.pool.storage.fill_(float("nan"))
+    _kernels.set_num_threads(2)
+    for begin, end in ((0, 1), (1, 18), (18, 300)):
+        backend.write(case.keys[0][begin:end], case.values[0][begin:end], case.cache, case.slots(0, begin, end))
+    assert torch.equal(case.pool.storage.view(torch.int16), whole.view(torch.int16))

@@ -1,0 +1,90 @@
+"""Layouts as data: every element has its own place, frames are page-aligned, copies copy all of a frame and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from pagemill.errors import KVMemoryError
+from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.layer_groups import group_layers
+from pagemill.kvcache.layout import PAGE_BYTES, KVLayout, block_major, layer_major
+
+LAYOUTS = [layer_major, block_major]
+WINDOWS = [None, 64, None, 64, None, 64]
+
+
+def make(layout: Callable[..., KVLayout], dtype: torch.dtype = torch.float32, block_size: int = 8) -> DevicePool:
+    return DevicePool(5, group_layers(WINDOWS), 3, 20, block_size, dtype, layout=layout)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_two_elements_share_a_place(layout: Callable[..., KVLayout], dtype: torch.dtype) -> None:
+    pool = make(layout, dtype)
+    pool.storage.fill_(0)
+    full = [layer for layer in range(6) if pool.group_of(layer) == pool.group_of(0)]
+    for layer in full:
+        for tensor in pool.layer(layer):
+            assert tensor.shape == (5, 3, 8, 20)
+            tensor.add_(1)
+    assert pool.storage.max() == 1
+    assert int(pool.storage.sum(dtype=torch.float64)) == len(full) * 2 * 5 * 3 * 8 * 20
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_frames_begin_at_pages_and_sizes_are_as_told(layout: Callable[..., KVLayout]) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        pool = make(layout, dtype)
+        assert pool.storage.data_ptr() % PAGE_BYTES == 0
+        assert pool.nbytes == pool.layout.frame_bytes * 5 == pool.storage.nbytes
+        assert pool.layout.chunk_bytes % PAGE_BYTES == 0
+        assert pool.layout.frame_stride * dtype.itemsize % PAGE_BYTES == 0
+        assert pool.layer(0).key.data_ptr() == pool.storage.data_ptr()
+
+
+def test_groups_share_frames() -> None:
+    pool = make(layer_major)
+    assert pool.group_of(0) != pool.group_of(1)
+    assert pool.layer(0).key.data_ptr() == pool.layer(1).key.data_ptr()
+    assert pool.layer(0).key.data_ptr() != pool.layer(2).key.data_ptr()
+    with pytest.raises(KeyError):
+        pool.layer(6)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_copy_frames(layout: Callable[..., KVLayout], dtype: torch.dtype) -> None:
+    pool = make(layout, dtype)
+    pool.storage.copy_(torch.randn(len(pool.storage)))
+    layers = [0, 2, 4]
+    before = [[tensor.clone() for tensor in pool.layer(layer)] for layer in layers]
+    pool.copy_frames(torch.tensor([0, 3], dtype=torch.int32), torch.tensor([4, 1], dtype=torch.int32))
+    for layer, old in zip(layers, before, strict=True):
+        for tensor, was in zip(pool.layer(layer), old, strict=True):
+            assert torch.equal(tensor, was[[0, 3, 2, 3, 0]])
+    pool.copy_frames(torch.tensor([], dtype=torch.int32), torch.tensor([], dtype=torch.int32))
+
+
+def test_copying_refuses_frames_that_do_not_exist() -> None:
+    with pytest.raises(IndexError):
+        make(layer_major).copy_frames(torch.tensor([0]), torch.tensor([5]))
+
+
+def test_memory_that_can_not_be_had_is_a_typed_error() -> None:
+    with pytest.raises(KVMemoryError, match="kv_memory"):
+        DevicePool(1 << 40, group_layers([None]), 8, 128, 16, torch.float32)
+
+
+def test_untouched_frames_cost_nothing() -> None:
+    def resident() -> int:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * 4096
+
+    before = resident()
+    pool = DevicePool(4000, group_layers([None] * 4), 8, 64, 16, torch.float32)
+    assert pool.nbytes > 900e6
+    pool.layer(0).key[:3].fill_(1)
+    assert resident() - before < 50e6
