@@ -137,5 +137,7 @@ def test_ctrl_c_ends_the_call_and_gives_everything_back(llm):
     with pytest.raises(KeyboardInterrupt):
         llm.generate(["a", "b"], SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)
     timer.join()
+    stats = llm.stats()
+    assert (stats.running, stats.waiting, stats.frames_active) == (0, 0, 0)
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     assert llm.generate("good", GREEDY, use_tqdm=False)[0].finished
