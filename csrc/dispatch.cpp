@@ -85,10 +85,11 @@ void release(PackedLinear& weight) {
 void copy_frames(void* base, int64_t pieces, int64_t piece_stride, int64_t frame_stride, int64_t bytes,
                  const int64_t* source, const int64_t* target, int64_t count) {
     auto copy = [&](int64_t i, int) {
-        char* piece = static_cast<char*>(base) + i / count * piece_stride;
-        std::memcpy(piece + target[i % count] * frame_stride, piece + source[i % count] * frame_stride, bytes);
+        char* piece = static_cast<char*>(base) + i * piece_stride;
+        for (int64_t j = 0; j < count; ++j)
+            std::memcpy(piece + target[j] * frame_stride, piece + source[j] * frame_stride, bytes);
     };
-    parallel(pieces * count, copy);
+    parallel(pieces, copy);
 }
 
 }  // namespace pagemill

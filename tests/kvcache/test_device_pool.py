@@ -1,4 +1,4 @@
-"""Layouts as data: every element has its own place, frames are page-aligned, copies copy all of a frame and nothing else."""
+"""Layouts as data: every element has its own place, frames are page-aligned, copies copy all of a frame, no more."""
 
 from __future__ import annotations
 
@@ -66,6 +66,16 @@ def test_copy_frames(layout: Callable[..., KVLayout], dtype: torch.dtype) -> Non
         for tensor, was in zip(pool.layer(layer), old, strict=True):
             assert torch.equal(tensor, was[[0, 3, 2, 3, 0]])
     pool.copy_frames(torch.tensor([], dtype=torch.int32), torch.tensor([], dtype=torch.int32))
+
+
+@pytest.mark.parametrize("layout", [layer_major, block_major])
+def test_copies_are_made_one_after_the_other(layout: Callable[..., KVLayout]) -> None:
+    pool = make(layout)
+    pool.storage.copy_(torch.randn(len(pool.storage)))
+    before = [pool.layer(0).key[frame].clone() for frame in range(5)]
+    pool.copy_frames(torch.tensor([0, 1, 4]), torch.tensor([4, 4, 2]))
+    assert torch.equal(pool.layer(0).key[4], before[1])
+    assert torch.equal(pool.layer(0).key[2], before[1])
 
 
 def test_copying_refuses_frames_that_do_not_exist() -> None:

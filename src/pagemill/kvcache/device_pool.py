@@ -75,12 +75,13 @@ class DevicePool:
         return self._where[layer][0]
 
     def copy_frames(self, source: Tensor, target: Tensor) -> None:
-        """Copies frames source[i] -> target[i] (integers [n]), all places. No target is also a source."""
+        """Copies frames source[i] -> target[i] (integers [n]), all places, one after the other: a frame may come twice."""
         if not len(source):
             return
         source, target = (ids.to(self.device, torch.int64).contiguous() for ids in (source, target))
         if self.device.type != "cpu":
-            self._frames[:, target] = self._frames[:, source]
+            for here, there in zip(source.tolist(), target.tolist(), strict=True):
+                self._frames[:, there] = self._frames[:, here]
             return
         for ids in (source, target):
             if int(ids.min()) < 0 or int(ids.max()) >= self.num_frames:
