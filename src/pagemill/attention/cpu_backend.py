@@ -1,4 +1,4 @@
-"""Paged attention on CPU: the C++ kernel behind `AttentionBackend`. `csrc/isa/attention.h` says why rows keep their bits."""
+"""Paged attention on CPU: the C++ kernel behind `AttentionBackend`. For how rows keep their bits see attention.h."""
 
 from __future__ import annotations
 

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import os
+
 import torch
 
+from pagemill.errors import ConfigError
 from pagemill.ops.interface import Ops
 
 
 def select_ops(device: torch.device | str, num_threads: int | None = None) -> Ops:
-    """On CPU the C++ kernels, on `num_threads` threads (by default one per physical core); elsewhere torch."""
+    """On CPU the C++ kernels, on `num_threads` threads (by default one per physical core); elsewhere torch.
+
+    Raises ConfigError if the environment's PAGEMILL_ISA names kernels that this CPU can not run.
+    """
     if torch.device(device).type == "cpu":
         from pagemill import _kernels
         from pagemill.ops.cpu_ops import CpuOps, default_num_threads
 
+        asked = os.environ.get("PAGEMILL_ISA")
+        if asked and asked not in _kernels.available_isas():
+            raise ConfigError(
+                f"PAGEMILL_ISA is {asked!r}; this CPU runs {', '.join(_kernels.available_isas())}", param="PAGEMILL_ISA"
+            )
         _kernels.set_num_threads(num_threads or default_num_threads())
         return CpuOps()
     from pagemill.ops.torch_ops import TorchOps

@@ -1,0 +1,170 @@
+"""Times the CPU kernels beside torch's in the same run: python benchmarks/kernels.py [--threads N] [--quick].
+
+Linear layers are compared with `torch.nn.functional.linear` and with oneDNN on weights packed for the batch; attention
+with `scaled_dot_product_attention` on contiguous keys and values. Every figure is a median, of wall times, or on one thread
+of the thread's CPU times, which a busy machine disturbs less. The ceilings are this machine's own, taken in the same run:
+the best product of large square matrices, and a pass over a large buffer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, scaled_dot_product_attention
+
+from pagemill import _kernels
+from pagemill.attention.cpu_backend import CpuAttention
+from pagemill.attention.interface import AttentionBatch, GroupBatch
+from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.layer_groups import group_layers
+from pagemill.ops.cpu_ops import CpuOps, default_num_threads
+
+BLOCK_SIZE = 16
+
+
+def seconds(call: Callable[[], object], budget: float) -> float:
+    """Median time of one call, over seven samples that take `budget` seconds together."""
+    clock = time.thread_time if _kernels.num_threads() == 1 else time.perf_counter
+    call()
+    begin = clock()
+    call()
+    repeats = max(1, int(budget / 7 / max(clock() - begin, 1e-7)))
+    samples = []
+    for _ in range(7):
+        begin = clock()
+        for _ in range(repeats):
+            call()
+        samples.append((clock() - begin) / repeats)
+    return statistics.median(samples)
+
+
+def cpu_name() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines if ":" in line)
+    return next((value.strip() for key, value in fields.items() if key.strip() == "model name"), "unknown")
+
+
+def ceilings(budget: float) -> tuple[float, float]:
+    """(fp32 GFLOP/s of the best large product by oneDNN or the own kernel, GB/s of reading 512 MiB)."""
+    size = 2048
+    a, b = torch.randn(size, size), torch.randn(size, size)
+    own = CpuOps().pack_linear(b)
+    best = min(seconds(lambda: packed_by_onednn(b, size)(a), budget), seconds(lambda: own(a), budget))
+    buffer = torch.ones(1 << 27)
+    return 2 * size**3 / best / 1e9, buffer.nbytes / seconds(lambda: buffer.sum(), budget) / 1e9
+
+
+def packed_by_onednn(weight: Tensor, rows: int) -> Callable[[Tensor], Tensor]:
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+
+
+def bench_linear(budget: float, peak: float, bandwidth: float, quick: bool) -> None:
+    print(
+        f"\n{'linear':28} {'us':>9} {'GFLOP/s':>8} {'of peak':>8} {'GB/s':>6} {'of read':>8} "
+        f"{'F.linear':>9} {'oneDNN':>7}"
+    )
+    for dtype in (torch.float32, torch.bfloat16):
+        for n, k in ((1536, 576), (576, 1536), (4096, 4096)):
+            weight = torch.randn(n, k).to(dtype)
+            own = CpuOps().pack_linear(weight)
+            for rows in (1, 16, 256) if quick else (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
+                x = torch.randn(rows, k).to(dtype)
+                taken = seconds(lambda own=own, x=x: own(x), budget)
+                plain = seconds(lambda x=x, w=weight: linear(x, w), budget)
+                onednn = packed_by_onednn(weight, rows)
+                library = seconds(lambda onednn=onednn, x=x: onednn(x), budget)
+                flops, rate = 2 * rows * n * k / taken / 1e9, weight.nbytes / taken / 1e9
+                name = f"{str(dtype)[6:]} {n}x{k} rows {rows}"
+                print(
+                    f"{name:28} {taken * 1e6:9.1f} {flops:8.1f} {flops / peak:8.0%} {rate:6.1f} "
+                    f"{rate / bandwidth:8.0%} {plain / taken:8.2f}x {library / taken:6.2f}x",
+                    flush=True,
+                )
+
+
+def paged(rows: list[tuple[int, int]], kv_heads: int, head_dim: int, dtype: torch.dtype, scatter: bool) -> tuple:
+    """A pool filled with random keys and values, and a batch of rows (context length, query length)."""
+    held = [-(-context // BLOCK_SIZE) for context, _ in rows]
+    pool = DevicePool(sum(held), group_layers([None]), kv_heads, head_dim, BLOCK_SIZE, dtype)
+    pool.storage.view(-1, pool.layout.frame_stride).copy_(torch.randn(pool.layout.frame_stride).to(dtype))
+    frames = (torch.randperm(sum(held)) if scatter else torch.arange(sum(held))).int()
+    tables = torch.full((len(rows), max(held)), -1, dtype=torch.int32)
+    for row, part in enumerate(frames.split(held)):
+        tables[row, : len(part)] = part
+    lengths = torch.tensor([0, *(length for _, length in rows)])
+    positions = torch.cat([torch.arange(context - length, context) for context, length in rows])
+    return pool, AttentionBatch(
+        query_start=lengths.cumsum(0).int(),
+        context_lens=torch.tensor([context for context, _ in rows], dtype=torch.int32),
+        positions=positions,
+        groups=(GroupBatch(tables, torch.empty(0, dtype=torch.int64)),),
+        max_query_len=max(length for _, length in rows),
+        max_context_len=max(context for context, _ in rows),
+    )
+
+
+def bench_attention(budget: float, peak: float, bandwidth: float, quick: bool) -> None:
+    print(f"\n{'attention':44} {'us':>9} {'GFLOP/s':>8} {'of peak':>8} {'GB/s':>6} {'of read':>8} {'sdpa':>6}")
+    backend = CpuAttention()
+    steps = {
+        "prefill 2048": [(2048, 2048)],
+        "prefill 512": [(512, 512)],
+        "chunk 256 at 4096": [(4096, 256)],
+        "decode 64 x 1024": [(1024, 1)] * 64,
+        "decode 1 x 16384": [(16384, 1)],
+    }
+    for dtype in (torch.float32, torch.bfloat16):
+        for heads, kv_heads, head_dim in ((9, 3, 64), (32, 8, 128)):
+            for name, rows in list(steps.items())[:: 3 if quick else 1]:
+                for scatter in (False, True) if "decode" in name else (False,):
+                    pool, batch = paged(rows, kv_heads, head_dim, dtype, scatter)
+                    query = torch.randn(len(batch.positions), heads, head_dim).to(dtype)
+                    cache = pool.layer(0)
+                    taken = seconds(lambda q=query, c=cache, b=batch: backend.attend(q, c, b, 0, scale=0.1), budget)
+                    work = 4 * heads * head_dim * int((batch.positions + 1).sum())
+                    read = sum(context for context, _ in rows) * 2 * kv_heads * head_dim * dtype.itemsize
+                    flops, rate = work / taken / 1e9, read / taken / 1e9
+                    ratio = ""
+                    if rows[0][0] == rows[0][1]:
+                        q = query.transpose(0, 1).unsqueeze(0).contiguous()
+                        kv = torch.randn(1, kv_heads, rows[0][0], head_dim).to(dtype)
+                        other = seconds(
+                            lambda q=q, kv=kv: scaled_dot_product_attention(q, kv, kv, is_causal=True, enable_gqa=True),
+                            budget,
+                        )
+                        ratio = f"{other / taken:5.2f}x"
+                    label = f"{str(dtype)[6:]} {heads}/{kv_heads}x{head_dim} {name}{' scattered' if scatter else ''}"
+                    print(
+                        f"{label:44} {taken * 1e6:9.0f} {flops:8.1f} {flops / peak:8.0%} {rate:6.1f} "
+                        f"{rate / bandwidth:8.0%} {ratio:>6}",
+                        flush=True,
+                    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=default_num_threads())
+    parser.add_argument("--quick", action="store_true", help="fewer shapes, shorter samples")
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    torch.set_num_threads(options.threads)
+    _kernels.set_num_threads(options.threads)
+    budget = 0.05 if options.quick else 0.3
+    peak, bandwidth = ceilings(budget)
+    print(f"{cpu_name()}, {options.threads} threads, kernels {_kernels.isa()}, torch {torch.__version__}")
+    print(
+        f"ceilings: {peak:.0f} GFLOP/s fp32, {bandwidth:.1f} GB/s; columns F.linear, oneDNN, sdpa: their time over ours"
+    )
+    bench_linear(budget, peak, bandwidth, options.quick)
+    bench_attention(budget, peak, bandwidth, options.quick)
+
+
+if __name__ == "__main__":
+    main()
