@@ -209,6 +209,20 @@ def test_shutdown_while_loading_is_quick_and_leaves_no_process():
     assert not alive(pid)
 
 
+def test_shutdown_with_requests_running_fails_them_and_nothing_else():
+    async def leave():
+        async with AsyncLLM("smollm2-135m", max_model_len=512, kv_memory="32MiB", max_num_seqs=8) as llm:
+            params = SamplingParams(max_tokens=400, ignore_eos=True)
+            streams = [await llm.submit("Once", params) for _ in range(3)]
+            await asyncio.gather(*(anext(stream) for stream in streams))
+        for stream in streams:
+            with pytest.raises(errors.EngineDeadError, match="shut down"):
+                await anext(stream)
+        return llm.engine_pid
+
+    assert not alive(asyncio.run(leave()))
+
+
 def test_the_engine_process_ends_with_its_parent_and_the_parent_needs_no_torch():
     script = (
         "import asyncio, os, sys\n"

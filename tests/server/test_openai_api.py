@@ -8,6 +8,8 @@ import httpx
 import openai
 import pytest
 
+from pagemill.server.app import create_app
+
 MODEL = "smollm2-135m"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
 GREEDY = {"temperature": 0, "max_tokens": 6}
@@ -294,3 +296,21 @@ def test_health_stays_quick_while_a_long_prompt_is_tokenized(http, served):
             slowest = max(slowest, time.monotonic() - started)
     assert refused.result().status_code == 400
     assert slowest < 1.0
+
+
+def test_an_unexpected_failure_says_nothing_of_our_insides(served):
+    app = create_app(served.llm, MODEL)
+
+    @app.get("/broken")
+    async def broken():
+        raise RuntimeError("a secret")
+
+    async def get():
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.get("/broken")
+
+    response = served.run(get())
+    assert response.status_code == 500
+    assert response.json()["error"]["type"] == "internal_server_error"
+    assert "secret" not in response.text

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from pagemill.engine.async_llm import AsyncLLM
+    from pagemill.engine.input_processor import Prompt
     from pagemill.engine.messages import EngineStats
     from pagemill.text.tokenizer import Tokenizer
 
@@ -109,7 +110,9 @@ async def _bench(model: str, workload: Workload, text: Path | None, settings: di
     corpus = _corpus(text)
     async with loaded_engine(model, settings) as llm:
         prompts = make_prompts(corpus, await llm.tokenizer(), workload)
-        await _ask(llm, prompts[0][: workload.input_len], SamplingParams(max_tokens=2, temperature=0.0), "warm-up")
+        # With a salt of its own, so that the warm-up leaves no prefix that the workload could find.
+        warm_up: Prompt = {"prompt_token_ids": prompts[0], "cache_salt": "warm-up"}
+        await _ask(llm, warm_up, SamplingParams(max_tokens=2, temperature=0.0), "warm-up")
         before = await llm.stats()
         started = time.perf_counter()
         samples = await _run(llm, prompts, workload)
@@ -155,7 +158,7 @@ async def _run(llm: AsyncLLM, prompts: list[list[int]], workload: Workload) -> l
     return await asyncio.gather(*tasks)
 
 
-async def _ask(llm: AsyncLLM, prompt: list[int], params: SamplingParams, request_id: str) -> Sample:
+async def _ask(llm: AsyncLLM, prompt: Prompt, params: SamplingParams, request_id: str) -> Sample:
     started = time.perf_counter()
     first = 0.0
     tokens = cached = 0

@@ -324,6 +324,7 @@ class AsyncLLM:
         self._died.set()
         self._loaded.set()
         streams, self._streams = self._streams, {}
+        self._output = OutputProcessor()  # what the last steps still bring belongs to nobody
         for stream in streams.values():
             stream.wake(error)
         for waiter in self._stats_waiters:

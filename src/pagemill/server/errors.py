@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request
@@ -13,8 +12,6 @@ from starlette.exceptions import HTTPException
 from pagemill.errors import InvalidRequestError, ModelNotServedError, PagemillError, PromptTooLongError
 from pagemill.server.disconnect import ClientGone
 from pagemill.server.protocol import ErrorBody, ErrorResponse
-
-logger = logging.getLogger(__name__)
 
 CODES: dict[type[PagemillError], str] = {
     PromptTooLongError: "context_length_exceeded",
@@ -81,7 +78,7 @@ async def _client_gone(_: Request, __: Exception) -> Response:
     return Response(status_code=CLIENT_CLOSED_REQUEST)
 
 
-async def _unexpected_error(request: Request, error: Exception) -> Response:
-    logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+async def _unexpected_error(_: Request, __: Exception) -> Response:
+    """The client learns nothing of our insides; the HTTP server writes the traceback to its log."""
     body = ErrorBody(message="the server failed on this request; its log says why", type=PagemillError.kind)
     return _json(HTTPStatus.INTERNAL_SERVER_ERROR, ErrorResponse(error=body))
