@@ -119,6 +119,23 @@ def test_one_bad_prompt_stops_the_list_before_anything_runs(llm, bad, error):
     assert llm.generate("good", GREEDY, use_tqdm=False)[0].finished
 
 
+def test_a_request_that_fails_says_so_and_the_others_go_on(llm, monkeypatch):
+    run = llm._core._runner.run
+
+    def faulty(plan):
+        if 7 in plan.query_lens.tolist():
+            raise RuntimeError("no luck")
+        return run(plan)
+
+    monkeypatch.setattr(llm._core._runner, "run", faulty)
+    failed, fine = llm.generate([[901, 902, 903, 904, 905, 906, 907], [911, 912, 913]], GREEDY, use_tqdm=False)
+    assert failed.finished
+    assert failed.outputs[0].finish_reason == "error"
+    assert isinstance(failed.outputs[0].error, errors.StepFailedError)
+    assert "no luck" in str(failed.outputs[0].error)
+    assert (fine.outputs[0].finish_reason, fine.outputs[0].error) == ("length", None)
+
+
 def test_as_many_parameters_as_prompts(llm):
     with pytest.raises(errors.InvalidRequestError, match="1 params were given for 2 prompts"):
         llm.generate(["a", "b"], [GREEDY], use_tqdm=False)
