@@ -1,9 +1,9 @@
 """Times the CPU kernels beside torch's in the same run: python benchmarks/kernels.py [--threads N] [--quick].
 
 Linear layers are compared with `torch.nn.functional.linear` and with oneDNN on weights packed for the batch; attention
-with `scaled_dot_product_attention` on contiguous keys and values. Every figure is a median, of wall times, or on one thread
-of the thread's CPU times, which a busy machine disturbs less. The ceilings are this machine's own, taken in the same run:
-the best product of large square matrices, and a pass over a large buffer.
+with `scaled_dot_product_attention` on contiguous keys and values. Every figure is a median, of wall times, or on one
+thread of that thread's CPU times, which a busy machine disturbs less. The ceilings are this machine's own, taken in the
+same run: the best product of large square matrices, and a pass over a large buffer.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ const char* const* available_isas();
 
 void release(PackedLinear&);
 
-// Copies frames source[i] -> target[i] in each of `pieces` regions (piece_stride bytes apart) of frames of `bytes` bytes
+// Copies frames source[i] -> target[i], in ascending i, in each of `pieces` regions (piece_stride bytes apart) of frames of `bytes` bytes
 // that lie frame_stride bytes apart.
 void copy_frames(void* base, int64_t pieces, int64_t piece_stride, int64_t frame_stride, int64_t bytes,
                  const int64_t* source, const int64_t* target, int64_t count);

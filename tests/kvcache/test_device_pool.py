@@ -78,6 +78,14 @@ def test_copies_are_made_one_after_the_other(layout: Callable[..., KVLayout]) ->
     assert torch.equal(pool.layer(0).key[2], before[1])
 
 
+def test_copies_are_made_in_order() -> None:
+    pool = make(layer_major)
+    pool.storage.copy_(torch.randn(len(pool.storage)))
+    old = pool.layer(0).key.clone()
+    pool.copy_frames(torch.tensor([0, 1, 2, 3]), torch.tensor([1, 2, 3, 4]))
+    assert torch.equal(pool.layer(0).key, old[[0, 0, 0, 0, 0]])
+
+
 def test_copying_refuses_frames_that_do_not_exist() -> None:
     with pytest.raises(IndexError):
         make(layer_major).copy_frames(torch.tensor([0]), torch.tensor([5]))

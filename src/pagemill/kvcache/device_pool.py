@@ -75,7 +75,7 @@ class DevicePool:
         return self._where[layer][0]
 
     def copy_frames(self, source: Tensor, target: Tensor) -> None:
-        """Copies frames source[i] -> target[i] (integers [n]), all places, one after the other: a frame may come twice."""
+        """Copies frames source[i] -> target[i] (integers [n]), all places, in order: a frame may come twice."""
         if not len(source):
             return
         source, target = (ids.to(self.device, torch.int64).contiguous() for ids in (source, target))
