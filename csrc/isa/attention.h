@@ -102,30 +102,40 @@ INLINE Softmax softmax(float* s, int begin, int end, int from, int to, float sof
         for (int v = first; v < last; ++v) store(s + v * W, zero());
         return {-kInf, 0.0f};
     }
-    const int own_first = begin / W, own_last = (end + W - 1) / W;
+    // Pairs of vectors, for two independent chains of each reduction; what lies outside the range is masked.
+    const int own_first = begin / W / 2 * 2, own_last = (end + 2 * W - 1) / (2 * W) * 2;
     float lanes[W];
     for (int i = 0; i < W; ++i) lanes[i] = float(i);
     const F iota = load(lanes), none = broadcast(-kInf);
-    F top = none;
-    for (int v = own_first; v < own_last; ++v) {
+    auto masked = [&](int v) __attribute__((always_inline)) {
         F x = load(s + v * W);
+        const bool edge = v * W < begin || v * W + W > end;
         if (soft_cap != 0.0f) x = tanh(x * broadcast(1.0f / soft_cap)) * broadcast(soft_cap);
-        if (v * W < begin) x = select_less(iota, broadcast(float(begin - v * W)), none, x);
-        if (v * W + W > end) x = select_less(iota, broadcast(float(end - v * W)), x, none);
-        if (soft_cap != 0.0f || v == own_first || v == own_last - 1) store(s + v * W, x);
-        top = max(top, x);
+        if (edge) {
+            x = select_less(iota, broadcast(float(begin - v * W)), none, x);
+            x = select_less(iota, broadcast(float(end - v * W)), x, none);
+        }
+        if (edge || soft_cap != 0.0f) store(s + v * W, x);
+        return x;
+    };
+    F top_even = none, top_odd = none;
+    for (int v = own_first; v < own_last; v += 2) {
+        top_even = max(top_even, masked(v));
+        top_odd = max(top_odd, masked(v + 1));
     }
-    const float maximum_score = maximum(top);
+    const float maximum_score = maximum(max(top_even, top_odd));
     const F m = broadcast(maximum_score);
-    F total = zero();
-    for (int v = own_first; v < own_last; ++v) {
-        const F p = exp_nonpositive(load(s + v * W) - m);
-        total = total + p;
+    F even = zero(), odd = zero();
+    for (int v = own_first; v < own_last; v += 2) {
+        const F p = exp_nonpositive(load(s + v * W) - m), q = exp_nonpositive(load(s + v * W + W) - m);
+        even = even + p;
+        odd = odd + q;
         store(s + v * W, p);
+        store(s + v * W + W, q);
     }
     for (int v = first; v < own_first; ++v) store(s + v * W, zero());
     for (int v = own_last; v < last; ++v) store(s + v * W, zero());
-    return {maximum_score, sum(total)};
+    return {maximum_score, sum(even + odd)};
 }
 
 // A row's result so far: maximum, sum, and values weighted relative to the maximum.

@@ -168,6 +168,10 @@ template <class T> INLINE void store_first(T* p, F x, int n) {
 }
 
 // Sums and maxima across lanes, always in the same order.
+#if defined(__AVX512F__)
+INLINE float sum(F x) { return _mm512_reduce_add_ps(x.v); }
+INLINE float maximum(F x) { return _mm512_reduce_max_ps(x.v); }
+#else
 INLINE float sum(F x) {
     float lane[W];
     store(lane, x);
@@ -182,6 +186,7 @@ INLINE float maximum(F x) {
         for (int i = 0; i < width; ++i) lane[i] = lane[i] < lane[i + width] ? lane[i + width] : lane[i];
     return lane[0];
 }
+#endif
 
 // One element as a vector operation would convert it.
 template <class T> INLINE float widen_one(const T* p) {
