@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pagemill.errors import TokenizerError
 from pagemill.hub import pull_model
+from pagemill.text.tokenizer_files import read_tokenizer
 
 
 def pull(
@@ -24,4 +27,6 @@ def pull(
         sys.stdout.write(f"{model} is a path on this machine: nothing to fetch\n")
         return
     pulled = pull_model(model)
+    with contextlib.suppress(TokenizerError):  # a model without one can be served with another's
+        read_tokenizer(pulled.path)  # converted and kept now, so that the first start need not
     sys.stdout.write(f"{model} {'is ready' if pulled.fetched else 'is already here and intact'}: {pulled.path}\n")

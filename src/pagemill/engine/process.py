@@ -7,6 +7,7 @@ is no work. It ends when told to, or when the front end is gone; Ctrl-C is left 
 from __future__ import annotations
 
 import contextlib
+import gc
 import signal
 import socket
 import time
@@ -46,6 +47,8 @@ def main(descriptor: int) -> int:
             return 1
         try:
             core = _load(first[0].config, channel)
+            gc.collect()
+            gc.freeze()  # what has been built stays: no collection need visit it again
             try:
                 channel.send(core.ready)
                 serve(core, channel)
