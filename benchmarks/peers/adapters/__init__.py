@@ -1,0 +1,7 @@
+"""One file per engine. Each has a class `Engine` that is run in the engine's own environment, so imports here stay local.
+
+Engine(model, settings)     loads; model: {"name", "gguf", "checkpoint", "openvino"}, what they are: `engines.py`
+.description: str           version and configuration, for the report
+.run(prompts, max_tokens)   starts all requests at once, greedily, ignoring stop tokens; yields (request, new tokens)
+                            as they come
+"""

@@ -1,0 +1,36 @@
+"""pagemill through its engine core, in the default configuration but for the precision."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from pagemill import __version__
+from pagemill.config import EngineConfig
+from pagemill.engine.core import EngineCore
+from pagemill.engine.messages import EngineRequest
+from pagemill.sampling.params import SamplingParams
+
+
+class Engine:
+    def __init__(self, model: dict[str, str], settings: dict[str, Any]) -> None:
+        self.core = EngineCore(EngineConfig(model=model["gguf"], **settings))
+        self.description = f"pagemill {__version__}, {self.core.ready.description}"
+        self._started = 0
+
+    def run(self, prompts: list[list[int]], max_tokens: list[int]) -> Iterator[tuple[int, int]]:
+        requests = {}
+        for index, (prompt, tokens) in enumerate(zip(prompts, max_tokens, strict=True)):
+            self._started += 1
+            request_id = str(self._started)
+            requests[request_id] = index
+            params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+            self.core.add_request(
+                EngineRequest(request_id=request_id, prompt_token_ids=prompt, params=params, arrival_s=time.monotonic())
+            )
+        while self.core.has_work():
+            for output in self.core.step():
+                if output.error is not None:
+                    raise RuntimeError(output.error)
+                yield requests[output.request_id], len(output.new_token_ids)

@@ -1,0 +1,75 @@
+"""Which engines can be measured, and how each is set up: pagemill by its defaults, each peer the fastest way known."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pagemill.hub.registry import REGISTRY
+
+MODEL = "smollm2-135m"
+PEERS = Path.home() / ".cache/pagemill/peers"
+"""One environment per peer, and the model in the peers' formats; nothing of it in the repository."""
+CHECKPOINT = PEERS / "models" / MODEL / "checkpoint"
+"""The GGUF's weights as a Hugging Face folder in float32, for vLLM and transformers."""
+OPENVINO_MODEL = PEERS / "models" / MODEL / "openvino"
+"""The GGUF in OpenVINO's format, still 4-bit."""
+
+
+@dataclass(frozen=True)
+class EngineSetup:
+    """adapter: a file `adapters/ADAPTER_engine.py`; environment: None is pagemill's own, else a folder in `PEERS`."""
+
+    adapter: str
+    environment: str | None
+    precision: str
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def python(self) -> Path:
+        return Path(sys.executable) if self.environment is None else PEERS / self.environment / "bin/python"
+
+
+def _vllm(dtype: str, **settings: Any) -> EngineSetup:
+    return EngineSetup("vllm", "vllm", dtype, {"dtype": dtype, **settings})
+
+
+def _openvino(**properties: Any) -> EngineSetup:
+    scheduler = {"cache_size": 4, "enable_prefix_caching": True}
+    return EngineSetup("openvino", "openvino", "4-bit", {"scheduler": scheduler, "properties": properties})
+
+
+ENGINES = {
+    "pagemill": EngineSetup("pagemill", None, "float32", {"dtype": "float32"}),
+    "pagemill-bf16": EngineSetup("pagemill", None, "bfloat16", {"dtype": "bfloat16"}),
+    "vllm": _vllm("float32", enforce_eager=True),
+    "vllm-bf16": _vllm("bfloat16", enforce_eager=True),
+    "vllm-bf16-compiled": _vllm("bfloat16"),
+    "openvino": _openvino(),
+    "openvino-f32": _openvino(INFERENCE_PRECISION_HINT="f32"),
+    "transformers": EngineSetup("transformers", "transformers", "float32", {"dtype": "float32"}),
+}
+
+
+def model_paths() -> dict[str, str]:
+    return {"name": MODEL, "gguf": str(REGISTRY[MODEL].file), "checkpoint": str(CHECKPOINT),
+            "openvino": str(OPENVINO_MODEL)}  # fmt: skip
+
+
+def process_environment(setup: EngineSetup) -> dict[str, str]:
+    """Variables for the engine's process: all of the machine's cores, no other tuning but vLLM's."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "VLLM_"))}
+    environment["HF_HUB_OFFLINE"] = "1"
+    if setup.environment == "vllm":
+        cpus = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+        libraries = [PEERS / "vllm/lib/libiomp5.so", *(PEERS / "vllm").glob("tcmalloc/**/libtcmalloc_minimal.so.4")]
+        environment |= {
+            "VLLM_CPU_OMP_THREADS_BIND": cpus,
+            "VLLM_CPU_KVCACHE_SPACE": "4",
+            "VLLM_NO_USAGE_STATS": "1",
+            "LD_PRELOAD": ":".join(str(library) for library in libraries if library.exists()),
+        }
+    return environment

@@ -1,0 +1,41 @@
+"""What a figure has to be read with: the CPU, its cores and what else was running; and the memory of a process tree."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime, timezone
+
+import psutil
+
+from pagemill.doctor import cpu_model
+
+
+def describe_machine() -> dict[str, object]:
+    features = cpu_features()
+    known = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
+    return {
+        "cpu": cpu_model(),
+        "features": [name for name in known if name in features],
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def cpu_features() -> set[str]:
+    with open("/proc/cpuinfo") as lines:
+        return next(
+            (set(line.split(":")[1].split()) for line in lines if line.startswith(("flags", "Features"))), set()
+        )
+
+
+def resident_bytes(process: psutil.Process) -> int:
+    """Resident memory of a process and all below it, shared pages counted in each."""
+    total = 0
+    for each in [process, *process.children(recursive=True)]:
+        try:
+            total += each.memory_info().rss
+        except psutil.NoSuchProcess:
+            continue
+    return total
