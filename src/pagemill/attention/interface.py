@@ -24,7 +24,8 @@ class GroupBatch:
     """One layer group's part of a step.
 
     tables int32 [rows, entries]  frame numbers; entry i holds positions i*block_size ..; -1 where nothing is held
-    slots  int64 [tokens]         where each new token's K/V go: frame * block_size + offset; -1: do not write
+    slots  int64 [tokens]         where each new token's K/V go: frame * block_size + offset; -1: do not write;
+                                  not changed after the first `write`
     """
 
     tables: Tensor

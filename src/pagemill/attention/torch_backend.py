@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from pagemill.attention.interface import AttentionBatch, LayerCache
 
@@ -34,10 +35,11 @@ class TorchAttention:
 
     def __init__(self) -> None:
         self._planned: tuple[AttentionBatch, list[_Part]] | None = None
-        self._kept: tuple[Tensor, int, Tensor | None] | None = None
+        self._written: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        """By a step's slots, one tensor per layer group: what `_tokens_to_write` found."""
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
-        tokens = self._written(slots)
+        tokens = self._tokens_to_write(slots)
         if tokens is not None:
             key, value, slots = key[tokens], value[tokens], slots[tokens]
         block_size = cache.key.shape[2]
@@ -45,15 +47,13 @@ class TorchAttention:
         cache.key[frames, :, offsets] = key.to(cache.key.dtype)
         cache.value[frames, :, offsets] = value.to(cache.value.dtype)
 
-    def _written(self, slots: Tensor) -> Tensor | None:
-        """Indices of the tokens that are written; None: all. Off the CPU it is found once per step, as it waits."""
-        if slots.is_cpu:
-            return None if bool((slots >= 0).all()) else (slots >= 0).nonzero().squeeze(1)
-        known = self._kept
-        if known is None or known[0] is not slots or known[1] != slots._version:
+    def _tokens_to_write(self, slots: Tensor) -> Tensor | None:
+        """Indices of the tokens that are written; None: all. Found once per step and group: it waits for the device."""
+        if slots not in self._written:
             tokens = (slots >= 0).nonzero().squeeze(1)
-            known = self._kept = (slots, slots._version, tokens if len(tokens) < len(slots) else None)
-        return known[2]
+            self._written[slots] = tokens if len(tokens) < len(slots) else None
+        found: Tensor | None = self._written[slots]
+        return found
 
     def attend(
         self,
@@ -74,7 +74,7 @@ class TorchAttention:
         tables = batch.groups[group].tables
         output = torch.zeros_like(query)
         lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device) if return_lse else None
-        for rows, tokens, query_len, context in self._parts(batch, heads * head_dim):
+        for rows, tokens, query_len, context in self._parts(batch, heads, head_dim):
             frames = tables[rows, : -(-context // block_size)].clamp_min(0).long()
             position = batch.positions[tokens]
             first = torch.zeros_like(position) if window is None else position - (window - 1)
@@ -105,7 +105,7 @@ class TorchAttention:
                 lse[tokens] = part_lse.view(count, heads, query_len).transpose(1, 2)
         return output, lse
 
-    def _parts(self, batch: AttentionBatch, row_elements: int) -> list[_Part]:
+    def _parts(self, batch: AttentionBatch, heads: int, head_dim: int) -> list[_Part]:
         if self._planned is not None and self._planned[0] is batch:
             return self._planned[1]
         starts, contexts = batch.query_start.tolist(), batch.context_lens.tolist()
@@ -120,10 +120,9 @@ class TorchAttention:
             rows.sort(key=lambda row: int(contexts[row]))  # neighbours of similar length waste the least padding
             while rows:
                 context = contexts[rows[-1]]
-                # heads * keys * queries scores, and head_dim * keys of K and V: both stay under the limit
-                fit = max(1, _ELEMENTS // (context * row_elements))
+                fit = max(1, _ELEMENTS // (context * heads * head_dim))
                 taken, rows = rows[-fit:], rows[:-fit]
-                step = max(1, _ELEMENTS // (context * row_elements * len(taken)) * 16)
+                step = max(1, _ELEMENTS // (context * heads * len(taken)))
                 for begin in range(0, length, step):
                     end = min(length, begin + step)
                     tokens = [range(starts[row] + begin, starts[row] + end) for row in taken]
