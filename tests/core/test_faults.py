@@ -83,6 +83,18 @@ def test_an_interrupted_step_gives_everything_back(core, requests, monkeypatch):
     assert len(drive(core, requests).tokens) == 6
 
 
+def test_a_plan_that_can_not_be_carried_out_fails_its_requests_and_the_engine_goes_on(core, requests, monkeypatch):
+    def broken(*_):
+        raise RuntimeError("out of device memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(core._runner, "apply", broken)
+        run = drive(core, requests)
+    assert {last.error_type for last in run.last.values()} == {"StepFailedError"}
+    assert "RuntimeError: out of device memory" in run.last["r0", 0].error
+    assert {last.finish_reason for last in drive(core, requests).last.values()} == {"length"}
+
+
 def test_abort_gives_everything_back_and_leaves_the_others(core, requests):
     expected = drive(core, requests).tokens
     for one in requests:

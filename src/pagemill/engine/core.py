@@ -79,8 +79,12 @@ class EngineCore:
             return []
         result = StepResult.failure(plan, StepFailedError("the step was interrupted"))
         try:
-            self._runner.apply(plan)
-            result = self._run(plan)
+            try:
+                self._runner.apply(plan)
+            except Exception as error:
+                result = StepResult.failure(plan, _failed(error))
+            else:
+                result = self._run(plan)
         finally:
             updates = self._scheduler.commit(result, time.monotonic())
         self._steps += 1
@@ -119,8 +123,7 @@ class EngineCore:
         except Exception as error:
             rows = len(plan.rows)
             if rows == 1:
-                message = f"the model could not compute this request: {type(error).__name__}: {error}"
-                return StepResult.failure(plan, StepFailedError(message))
+                return StepResult.failure(plan, _failed(error))
             half = rows // 2
             return self._run(plan.select(0, half)).join(self._run(plan.select(half, rows)), half)
 
@@ -141,3 +144,7 @@ class EngineCore:
             prompt_logprobs=sequence.prompt_logprobs if first and sequence.prompt_logprobs else None,
             scheduled_s=sequence.scheduled_s or 0.0,
         )
+
+
+def _failed(error: Exception) -> StepFailedError:
+    return StepFailedError(f"the model could not compute this request: {type(error).__name__}: {error}")
