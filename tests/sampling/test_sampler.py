@@ -345,3 +345,13 @@ def test_uniform_numbers_are_uniform_and_fixed():
 
 
 FIXED = [0.6524484863740322, 0.36818951565166946, 0.15403342580516755]
+
+
+def test_an_end_of_sequence_token_outside_the_vocabulary_touches_no_other_row():
+    """Configurations name such ids; where min_tokens forbids them, row 0's would lie in row 1."""
+    vocab = 8
+    held_back = params_of(temperature=0.0, min_tokens=2)
+    sampler = sampler_with([(held_back, 1, (), ()), (params_of(temperature=0.0), 1, (), ())], vocab, eos=(2, vocab + 5))
+    logits = torch.zeros(2, vocab)
+    logits[0, 2], logits[:, 5] = 9.0, 3.0
+    assert sampler.sample(logits, np.arange(2)).token_ids.tolist() == [5, 5]

@@ -48,7 +48,7 @@ class Sampler:
     ) -> None:
         self.vocab_size = vocab_size
         self.device = torch.device(device)
-        self.eos_token_ids = tuple(eos_token_ids)
+        self.eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._seeds = np.zeros(max_rows, np.uint64)
         self._positions = np.zeros(max_rows, np.int64)
         self._greedy = np.ones(max_rows, np.bool_)
