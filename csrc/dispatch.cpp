@@ -7,6 +7,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(PAGEMILL_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace pagemill {
 
@@ -14,13 +18,32 @@ const Kernels& kernels_generic();
 #if defined(__x86_64__)
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx512();
+const Kernels& kernels_avx512_bf16();
+#if defined(PAGEMILL_AMX)
+const Kernels& kernels_amx_bf16();
+#endif
 #endif
 
 namespace {
 
+#if defined(PAGEMILL_AMX)
+// Tiles with bf16 products: the CPU has them, the system saves their state, and it lets this process use them, which has to
+// be asked for (once for all threads, present and future).
+bool amx_bf16() {
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    constexpr unsigned kTile = 1u << 24, kBf16 = 1u << 22, kTileState = 3u << 17;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (kTile | kBf16)) != (kTile | kBf16)) return false;
+    unsigned low = 0, high = 0;
+    __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));  // the caller has checked AVX-512, hence that this exists
+    constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM of asm/prctl.h
+    return (low & kTileState) == kTileState && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
 struct Available {
-    const Kernels* sets[4] = {};
-    const char* names[4] = {};
+    static constexpr int kMost = 5;
+    const Kernels* sets[kMost] = {};
+    const char* names[kMost + 1] = {};
     int count = 0;
 
     void add(const Kernels& set) {
@@ -34,9 +57,14 @@ struct Available {
         unsigned a = 0, b = 0, c = 0, d = 0;
         const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
         const bool avx2 = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-        if (avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-            add(kernels_avx512());
+        const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+        const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+#if defined(PAGEMILL_AMX)
+        if (bf16 && amx_bf16()) add(kernels_amx_bf16());
+#endif
+        if (bf16) add(kernels_avx512_bf16());
+        if (avx512) add(kernels_avx512());
         if (avx2) add(kernels_avx2());
 #endif
         add(kernels_generic());

@@ -12,7 +12,8 @@ enum class DType : int { f32 = 0, bf16 = 1, f16 = 2 };
 
 inline size_t item_size(DType type) { return type == DType::f32 ? 4 : 2; }
 
-// A weight [n, k] packed into panels of neighbouring outputs: panel, then k, then output. Made by Kernels::pack_linear.
+// A weight [n, k] packed into panels of neighbouring outputs: panel, then k, then output; bf16, for instructions that multiply
+// pairs: panel, then k / 2, then output, then k % 2. Made by Kernels::pack_linear.
 struct PackedLinear {
     int64_t n = 0, k = 0;
     DType type = DType::f32;
@@ -83,7 +84,8 @@ struct Kernels {
     void (*tanh)(const float* x, float* y, int64_t n);
 };
 
-// The kernels that run: the best of this CPU, or what PAGEMILL_ISA (generic, avx2, avx512) asks for, if the CPU has it.
+// The kernels that run: the best of this CPU, or what PAGEMILL_ISA (generic, avx2, avx512, avx512_bf16, amx_bf16) asks for,
+// if the CPU has it.
 const Kernels& kernels();
 // Switches to another instruction set that this CPU has; false if it has not. Packed weights belong to the set that packed.
 bool use_isa(const char* name);

@@ -1,5 +1,6 @@
 // Packed linear layers. Each output is one chain of fused multiply-adds over k in ascending order, whatever the number of
-// rows, the tile it falls in, or the thread: tiles differ only in which chains they run side by side.
+// rows, the tile it falls in, or the thread: tiles differ only in which chains they run side by side. Where the CPU
+// multiplies bf16 pairs, a link of the chain is two neighbouring k, if both weight and x are bf16 (linear_amx.h: 32 k).
 
 constexpr int NR = 2 * W;  // outputs in a panel
 #if defined(__AVX512F__)
@@ -11,6 +12,43 @@ constexpr int kMaxWide = 2;
 #endif
 constexpr int kChunk = 512;      // k in a panel's piece, which then stays in the second-level cache for all tiles
 constexpr int kBlockRows = 252;  // rows whose piece of x stays there too; a multiple of both kMaxTile
+
+// Two neighbouring k of one output, or of one row of x: what bf16 instructions take.
+struct Pair { bf16 even, odd; };
+
+#if defined(__AVX512BF16__)
+constexpr bool kHasPairs = true;
+#if defined(__AMX_BF16__)
+constexpr int64_t kPairedStep = 32;  // a tile's
+#else
+constexpr int64_t kPairedStep = 2;
+#endif
+
+INLINE F load(const Pair* p) { return load((const float*)p); }
+INLINE F multiply_add(F x, F w, F sum, const Pair*) {
+    return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_castps_si512(x.v), (__m512bh)_mm512_castps_si512(w.v))};
+}
+
+// `count` k of a panel, which begin with a pair, as fp32.
+void widen_pairs(const Pair* from, int64_t count, float* to) {
+    for (int64_t i = 0; i < count; i += 2)
+        for (int v = 0; v < NR; v += W) {
+            const __m512i pair = _mm512_loadu_si512(from + i / 2 * NR + v);
+            _mm512_storeu_si512(to + i * NR + v, _mm512_slli_epi32(pair, 16));
+            _mm512_storeu_si512(to + (i + 1) * NR + v, _mm512_and_si512(pair, _mm512_set1_epi32(int(0xffff0000u))));
+        }
+}
+#else
+constexpr bool kHasPairs = false;
+constexpr int64_t kPairedStep = 1;
+#endif
+
+template <class T> INLINE F multiply_add(F x, F w, F sum, const T*) { return fma(x, w, sum); }
+
+// Length of a packed weight's rows: bf16 in pairs has zeros up to whole steps.
+INLINE int64_t packed_k(const PackedLinear& weight) {
+    return kHasPairs && weight.type == DType::bf16 ? (weight.k + kPairedStep - 1) / kPairedStep * kPairedStep : weight.k;
+}
 
 // Weights that a tile fetches into the cache while it computes: `rows` panel rows from `at` on, one per step of k.
 struct Ahead {
@@ -26,7 +64,7 @@ INLINE void product_step(F (&acc)[MR][2 * NP], const float* a, const T* b, int64
     for (int v = 0; v < 2 * NP; ++v) w[v] = load(b + v / 2 * b_panel + i * NR + v % 2 * W);
     for (int r = 0; r < MR; ++r) {
         const F x = broadcast(a[r]);
-        for (int v = 0; v < 2 * NP; ++v) acc[r][v] = fma(x, w[v], acc[r][v]);
+        for (int v = 0; v < 2 * NP; ++v) acc[r][v] = multiply_add(x, w[v], acc[r][v], b);
     }
 }
 
@@ -82,8 +120,9 @@ INLINE void store_transposed(float* out, int64_t stride, const float* const (&ro
 #endif
 }
 
-// A tile's rows of x as fp32 [k][height].
-template <class T> void pack_rows(const T* x, int64_t x_row, int64_t k, int height, float* out) {
+// A tile's rows of x as fp32 [k][height]; rows lie `x_row` bytes apart.
+template <class T> void pack_rows(const void* x, int64_t x_row, int64_t k, int height, float* out) {
+    auto row_at = [&](int r) { return (const T*)((const char*)x + r * x_row); };
     int r = 0;
     for (; r + 4 <= height; r += 4) {
         int64_t i = 0;
@@ -91,7 +130,7 @@ template <class T> void pack_rows(const T* x, int64_t x_row, int64_t k, int heig
             float wide[4][W];
             const float* row[4];
             for (int j = 0; j < 4; ++j) {
-                store(wide[j], load(x + (r + j) * x_row + i));
+                store(wide[j], load(row_at(r + j) + i));
                 row[j] = wide[j];
             }
             for (int v = 0; v < W; v += 4) {
@@ -100,10 +139,18 @@ template <class T> void pack_rows(const T* x, int64_t x_row, int64_t k, int heig
             }
         }
         for (; i < k; ++i)
-            for (int j = 0; j < 4; ++j) out[i * height + r + j] = widen_one(x + (r + j) * x_row + i);
+            for (int j = 0; j < 4; ++j) out[i * height + r + j] = widen_one(row_at(r + j) + i);
     }
     for (; r < height; ++r)
-        for (int64_t i = 0; i < k; ++i) out[i * height + r] = widen_one(x + r * x_row + i);
+        for (int64_t i = 0; i < k; ++i) out[i * height + r] = widen_one(row_at(r) + i);
+}
+
+// The same in pairs, [k / 2][height]; an odd last k gets a zero beside it.
+void pack_pairs(const void* x, int64_t x_row, int64_t k, int height, float* out) {
+    pack_rows<float>(x, x_row, k / 2, height, out);
+    if (k % 2)
+        for (int r = 0; r < height; ++r)
+            out[k / 2 * height + r] = float_of(((const bf16*)((const char*)x + r * x_row))[k - 1].bits);
 }
 
 template <class Y> void write_tile(const float* c, int width, int height, const float* bias, Y* y, int64_t y_row, int64_t left) {
@@ -116,11 +163,12 @@ template <class Y> void write_tile(const float* c, int width, int height, const 
         }
 }
 
-template <class T> struct LinearRun {
+// T: element of the panels, Pair if they hold pairs. With `Unpair` x is fp32 all the same.
+template <class T, bool Unpair> struct LinearRun {
     const PackedLinear& weight;
     const float* x;  // packed rows
     void* y;
-    int64_t y_row, m, group;  // group: panels in a task
+    int64_t y_row, k, group;  // k: links of a chain; group: panels in a task
     DType type;
     Tiles tiles;
 
@@ -133,7 +181,7 @@ template <class T> struct LinearRun {
         const int64_t tile_begin = task / groups * tiles_per_block;
         const int64_t tile_end = lesser(tile_begin + tiles_per_block, tiles.count);
         for (int64_t panel = first; panel < last;) {
-            const bool wide = tiles.count == 1 && tiles.height(0) <= kMaxWide && panel + 2 <= last;
+            const bool wide = !Unpair && tiles.count == 1 && tiles.height(0) <= kMaxWide && panel + 2 <= last;
             const int np = wide ? 2 : 1;
             run_panels(panel, np, tile_begin, tile_end, thread);
             panel += np;
@@ -141,19 +189,20 @@ template <class T> struct LinearRun {
     }
 
     void run_panels(int64_t panel, int np, int64_t tile_begin, int64_t tile_end, int thread) {
-        const int64_t k = weight.k, panel_size = k * NR, count = tile_end - tile_begin;
+        const int64_t panel_size = (Unpair ? packed_k(weight) / 2 : k) * NR, count = tile_end - tile_begin;
         const T* b = (const T*)weight.panels + panel * panel_size;
         const int64_t row_begin = tiles.begin(tile_begin), rows = tiles.begin(tile_end) - row_begin;
         const int width = np * NR;
         // With few rows the weight is widened on its way into the registers, with many once per piece.
-        const bool widen = sizeof(T) == 2 && count > 2;
+        const bool widen = Unpair || (sizeof(T) == 2 && count > 2);
         float* c = (float*)thread_scratch(thread, sizeof(float) * (rows * width + (widen ? kChunk * NR : 0)));
         float* wide_piece = c + rows * width;
-        const int64_t chunk = count > 1 ? kChunk : k;
+        const int64_t chunk = count > 1 || Unpair ? kChunk : k;
         for (int64_t k0 = 0; k0 < k; k0 += chunk) {
             const int64_t length = lesser(chunk, k - k0);
-            const T* piece = b + k0 * NR;
-            if (widen)
+            const T* piece = b + (Unpair ? k0 / 2 : k0) * NR;
+            if constexpr (Unpair) widen_pairs(piece, length, wide_piece);
+            else if (widen)
                 for (int64_t i = 0; i < length * NR; i += W) store(wide_piece + i, load(piece + i));
             for (int64_t t = tile_begin; t < tile_end; ++t) {
                 const int height = tiles.height(t);
@@ -184,18 +233,29 @@ template <class T> struct LinearRun {
     }
 };
 
-template <class T>
+// How tasks cut the panels: enough of them that no thread waits long for the last; whole pairs of panels, which few rows
+// take two at once; small enough to share evenly.
+INLINE int64_t panels_in_task(int64_t panels, int64_t blocks, bool wide) {
+    const int64_t group = panels * blocks / (int64_t(num_threads()) * 8);
+    return group < 2 ? (wide && panels > 2 * num_threads() ? 2 : 1) : lesser<int64_t>(group, 64) & ~int64_t(1);
+}
+
+template <class T, bool Unpair = false>
 void linear_typed(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m) {
+    constexpr bool kPairs = sizeof(T) == sizeof(Pair) && !Unpair;
     const Tiles tiles(m, kMaxTile);
-    const int64_t k = weight.k;
+    const bool pairs = weight.type == DType::bf16 && kPairs;
+    const int64_t k = pairs ? (weight.k + 1) / 2 : weight.k;
     const float* packed = (const float*)x;
-    if (!(m == 1 && type == DType::f32)) {
+    if (!(m == 1 && (pairs ? weight.k % 2 == 0 : type == DType::f32))) {
         float* rows = (float*)caller_scratch(0, sizeof(float) * m * k);
+        const int64_t row_bytes = x_row * int64_t(item_size(type));
         auto pack = [&](int64_t tile, int) {
-            with_type(type, [&](auto* t) {
-                using X = Pointee<decltype(t)>;
-                pack_rows((const X*)x + tiles.begin(tile) * x_row, x_row, k, tiles.height(tile),  rows + tiles.begin(tile) * k);
-            });
+            const char* from = (const char*)x + tiles.begin(tile) * row_bytes;
+            float* to = rows + tiles.begin(tile) * k;
+            const int height = tiles.height(tile);
+            if (pairs) pack_pairs(from, row_bytes, weight.k, height, to);
+            else with_type(type, [&](auto* t) { pack_rows<Pointee<decltype(t)>>(from, row_bytes, k, height, to); });
         };
         if (tiles.count > 1) parallel(tiles.count, pack);
         else pack(0, 0);
@@ -203,22 +263,34 @@ void linear_typed(const PackedLinear& weight, const void* x, int64_t x_row, void
     }
     const int64_t panels = (weight.n + NR - 1) / NR;
     const int64_t blocks = (tiles.count + kBlockRows / kMaxTile - 1) / (kBlockRows / kMaxTile);
-    // Enough tasks that no thread waits long for the last; whole pairs of panels; small enough to share evenly.
-    int64_t group = panels * blocks / (int64_t(num_threads()) * 8);
-    group = group < 2 ? (tiles.count == 1 && tiles.height(0) <= kMaxWide && panels > 2 * num_threads() ? 2 : 1)
-                      : lesser<int64_t>(group, 64) & ~int64_t(1);
-    LinearRun<T> run{weight, packed, y, y_row, m, group, type, tiles};
+    const int64_t group = panels_in_task(panels, blocks, tiles.count == 1 && tiles.height(0) <= kMaxWide);
+    LinearRun<T, Unpair> run{weight, packed, y, y_row, k, group, type, tiles};
     parallel((panels + group - 1) / group * blocks, run);
 }
 
+#if defined(__AMX_BF16__)
+#include "linear_amx.h"
+#elif defined(__AVX512BF16__)
+void linear_pairs(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, int64_t m) {
+    linear_typed<Pair>(weight, x, x_row, y, y_row, DType::bf16, m);
+}
+#endif
+
 void linear(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m) {
     if (m <= 0) return;
+#if defined(__AVX512BF16__)
+    if (weight.type == DType::bf16) {
+        if (type == DType::bf16) linear_pairs(weight, x, x_row, y, y_row, m);
+        else linear_typed<Pair, true>(weight, x, x_row, y, y_row, type, m);
+        return;
+    }
+#endif
     with_type(weight.type, [&](auto* t) { linear_typed<Pointee<decltype(t)>>(weight, x, x_row, y, y_row, type, m); });
 }
 
 bool pack_linear(PackedLinear& packed, const void* weight, const float* bias) {
-    const int64_t n = packed.n, k = packed.k, panels = (n + NR - 1) / NR;
-    const size_t bytes = (panels * NR * k * item_size(packed.type) + 4095) / 4096 * 4096;
+    const int64_t n = packed.n, k = packed.k, padded = packed_k(packed), panels = (n + NR - 1) / NR;
+    const size_t bytes = (panels * NR * padded * item_size(packed.type) + 4095) / 4096 * 4096;
     const size_t bias_bytes = bias ? (panels * NR * sizeof(float) + 63) / 64 * 64 : 0;
     packed.panels = std::aligned_alloc(4096, bytes);
     packed.bias = bias ? (float*)std::aligned_alloc(64, bias_bytes) : nullptr;
@@ -230,13 +302,14 @@ bool pack_linear(PackedLinear& packed, const void* weight, const float* bias) {
     }
     with_type(packed.type, [&](auto* t) {
         using T = Pointee<decltype(t)>;
+        const int64_t together = kHasPairs && packed.type == DType::bf16 ? 2 : 1;  // k that lie side by side
         auto pack = [&](int64_t panel, int) {
-            T* out = (T*)packed.panels + panel * NR * k;
+            T* out = (T*)packed.panels + panel * NR * padded;
             const int64_t filled = lesser<int64_t>(NR, n - panel * NR);
-            if (filled < NR) std::memset(out, 0, NR * k * sizeof(T));
+            if (filled < NR || padded > k) std::memset(out, 0, NR * padded * sizeof(T));
             for (int64_t i = 0; i < filled; ++i) {
                 const T* row = (const T*)weight + (panel * NR + i) * k;
-                for (int64_t j = 0; j < k; ++j) out[j * NR + i] = row[j];
+                for (int64_t j = 0; j < k; ++j) out[(j / together * NR + i) * together + j % together] = row[j];
             }
         };
         parallel(panels, pack);
