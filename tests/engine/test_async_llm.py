@@ -102,7 +102,7 @@ def test_a_slow_consumer_gets_what_has_gathered_in_one_delta(served):
     async def slow():
         stream = await served.llm.submit("Count:", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
         await anext(stream)
-        while not stream._state.finished:
+        while not stream.state.finished:
             await asyncio.sleep(0.01)
         return [output async for output in stream]
 
@@ -142,6 +142,25 @@ def test_an_id_in_use_is_refused(served):
             stream.close()
 
     served.run(twice())
+    served.wait_until_idle()
+
+
+def test_a_name_that_is_used_again_brings_only_its_own_tokens(served):
+    """Steps that were under way when the first request was given up still bring tokens for it."""
+
+    async def again():
+        texts = set()
+        for _ in range(5):
+            first = await served.llm.submit("Once upon a time", LONG, "again")
+            await anext(first)
+            first.close()
+            second = await served.llm.submit("1, 2, 3,", SHORT, "again")
+            first.close()
+            texts.add("".join([new.text async for output in second for new in output.outputs]))
+        return texts
+
+    alone = served.run(read(served.llm, "1, 2, 3,", SHORT))
+    assert served.run(again()) == {"".join(new.text for output in alone for new in output.outputs)}
     served.wait_until_idle()
 
 

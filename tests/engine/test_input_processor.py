@@ -19,6 +19,8 @@ def inputs():
     ready = EngineReady(
         vocab_size=VOCAB_SIZE,
         max_model_len=32,
+        max_num_seqs=8,
+        longest_sequence=24,
         block_size=16,
         num_frames=4,
         kv_bytes=4096,
@@ -55,8 +57,25 @@ def test_a_rendered_chat_gets_no_second_set_of_special_tokens(inputs):
 def test_no_maximum_means_what_is_left(inputs):
     params = SamplingParams(max_tokens=None)
     before = copy.deepcopy(params)
-    assert inputs.process([5] * 30, params, "r").request.params.max_tokens == 2
+    assert inputs.process([5] * 20, params, "r").request.params.max_tokens == 4  # the pool holds 24
+    assert inputs.process([5] * 30, params, "r").request.params.max_tokens == 1  # which the engine refuses by its need
     assert params == before
+
+
+def test_parameters_that_were_changed_since_are_checked_again(inputs):
+    params = SamplingParams()
+    params.temperature = -1.0
+    with pytest.raises(errors.SamplingParamsError, match="temperature"):
+        inputs.process("x", params, "r")
+    params = SamplingParams()
+    params.stop = "END"
+    assert inputs.process("x", params, "r").request.params.stop == ["END"]
+
+
+@pytest.mark.parametrize("priority", [2**70, 1.5, "high"])
+def test_a_priority_is_an_integer_that_a_message_can_carry(inputs, priority):
+    with pytest.raises(errors.InvalidRequestError, match="priority is"):
+        inputs.process("x", SamplingParams(), "r", priority=priority)
 
 
 def test_bad_words_become_tokens_in_a_copy(inputs):
@@ -82,6 +101,8 @@ def test_bad_words_become_tokens_in_a_copy(inputs):
         ({"promt": "x"}, {}, errors.UnknownArgumentError, ["promt", "did you mean 'prompt'"]),
         ({"cache_salt": "x"}, {}, errors.InvalidRequestError, ["prompt_token_ids"]),
         ({"prompt": "x", "cache_salt": 5}, {}, errors.InvalidRequestError, ["cache_salt"]),
+        ({"prompt": "x", "cache_salt": "\ud800"}, {}, errors.InvalidRequestError, ["cache_salt"]),
+        ("x", {"n": 9}, errors.RequestTooLargeError, ["n is 9", "max_num_seqs", "8"]),
         ({"prompt": 5}, {}, errors.InvalidRequestError, ["int"]),
         ([5, 1.5], {}, errors.InvalidRequestError, ["list of integers"]),
         (5, {}, errors.InvalidRequestError, ["list of integers"]),

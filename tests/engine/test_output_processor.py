@@ -28,7 +28,7 @@ class Running:
     def __init__(self, tokenizer, **params):
         request = EngineRequest(request_id="r", prompt_token_ids=[5, 6], params=SamplingParams(**params), arrival_s=1.0)
         self.processor = OutputProcessor()
-        self.state = self.processor.add(ProcessedInput(request, "prompt"), tokenizer)
+        self.state = self.processor.add(ProcessedInput(request, "prompt", "r"), tokenizer)
 
     def give(self, token_ids, index=0, **fields):
         return self.processor.process(
@@ -125,7 +125,7 @@ def test_what_comes_after_the_end_is_dropped(tokenizer):
     before = running.state.whole()
     running.give([5, 5], finish_reason="length")
     assert running.state.whole() == before
-    running.processor.remove("r")
+    running.processor.remove(running.state)
     assert running.give([5]).changed == []
 
 

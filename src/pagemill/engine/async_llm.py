@@ -48,18 +48,18 @@ class RequestStream:
 
     def __init__(self, llm: AsyncLLM, state: RequestState) -> None:
         self._llm = llm
-        self._state = state
+        self.state = state
         self._changed = asyncio.Event()
         self._error: PagemillError | None = None
         self._ended = False
 
     @property
     def request_id(self) -> str:
-        return self._state.request_id
+        return self.state.request_id
 
     @property
     def prompt_token_ids(self) -> list[int]:
-        return self._state.prompt_token_ids
+        return self.state.prompt_token_ids
 
     def __aiter__(self) -> RequestStream:
         return self
@@ -69,25 +69,25 @@ class RequestStream:
             raise StopAsyncIteration
         await self._changed.wait()
         self._changed.clear()
-        error = self._error or self._state.error
+        error = self._error or self.state.error
         if error is not None:
             self.close()
             raise error
-        output = self._state.take_delta()
+        output = self.state.take_delta()
         self._ended = output.finished
         return output
 
     def close(self) -> None:
         """Aborts the request if it still runs; the engine gives back all that it held."""
         self._ended = True
-        self._llm._release(self.request_id)
+        self._llm._release(self)
 
     async def aclose(self) -> None:
         self.close()
 
     def abort(self) -> None:
         """Ends the iterator with `finish_reason` "abort"."""
-        self._state.abort()
+        self.state.abort()
         self.wake()
 
     def wake(self, error: PagemillError | None = None) -> None:
@@ -117,7 +117,7 @@ class AsyncLLM:
         self._output = OutputProcessor()
         self._streams: dict[str, RequestStream] = {}
         self._stats_waiters: deque[asyncio.Future[EngineStats]] = deque()
-        self._request_ids = itertools.count()
+        self._numbers = itertools.count()
         self._receiving: asyncio.Task[None] | None = None
         self._loaded = asyncio.Event()
         self._dead: PagemillError | None = None
@@ -204,7 +204,7 @@ class AsyncLLM:
         arrival_s = time.monotonic()
         inputs = await self._inputs()
         if request_id is None:
-            request_id = f"request-{next(self._request_ids)}"
+            request_id = f"request-{next(self._numbers)}"
         self._check_unused(request_id)
         params = sampling_params if sampling_params is not None else SamplingParams()
         processed = await self._tokenize(
@@ -213,9 +213,11 @@ class AsyncLLM:
         self._check_unused(request_id)
         if self._dead is not None:
             raise self._dead
+        # Steps under way may still bring tokens of an earlier request of this name: the engine's is never used again.
+        processed.request.request_id = f"{request_id}#{next(self._numbers)}"
+        self._client.send(processed.request)
         stream = RequestStream(self, self._output.add(processed, inputs.tokenizer))
         self._streams[request_id] = stream
-        self._client.send(processed.request)
         return stream
 
     async def render_chat(
@@ -230,7 +232,7 @@ class AsyncLLM:
         for name in [request_id] if isinstance(request_id, str) else list(request_id):
             stream = self._streams.get(name)
             if stream is not None:
-                self._release(name)
+                self._release(stream)
                 stream.abort()
 
     async def stats(self) -> EngineStats:
@@ -267,13 +269,14 @@ class AsyncLLM:
                 f"a request with the id {request_id!r} is still running; give each its own", param="request_id"
             )
 
-    def _release(self, request_id: str) -> None:
-        """Forgets the request; one that the engine still runs is aborted."""
-        if self._streams.pop(request_id, None) is None:
+    def _release(self, stream: RequestStream) -> None:
+        """Forgets the request; one that the engine still runs is aborted. Its name may be another's by now."""
+        if self._streams.get(stream.request_id) is not stream:
             return
-        state = self._output.remove(request_id)
-        if state is not None and not state.finished:
-            self._client.send(AbortRequests([request_id]))
+        del self._streams[stream.request_id]
+        self._output.remove(stream.state)
+        if not stream.state.finished:
+            self._client.send(AbortRequests([stream.state.engine_id]))
 
     async def _receive(self) -> None:
         """Takes everything the engine sends, until it ends."""
@@ -315,7 +318,7 @@ class AsyncLLM:
             stream = self._streams[state.request_id]
             stream.wake()
             if state.finished:
-                self._release(state.request_id)
+                self._release(stream)
 
     def _die(self, error: PagemillError) -> None:
         if self._dead is not None:

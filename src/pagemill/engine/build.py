@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -83,6 +84,11 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
         max_model_len=model.max_model_len,
         eos_token_ids=model.eos_token_ids,
     )
+    longest = bisect_right(  # tokens whose K/V fit; the last token of a sequence needs no place
+        range(model.max_model_len),
+        memory.num_frames,
+        key=lambda tokens: memory.blocks_needed(tokens, config.max_num_batched_tokens),
+    )
     names = {name: str(value).removeprefix("torch.") for name, value in (("weights", model.dtype), ("kv", kv_dtype))}
     return Engine(
         memory=memory,
@@ -91,6 +97,8 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
         ready=EngineReady(
             vocab_size=model.spec.vocab_size,
             max_model_len=model.max_model_len,
+            max_num_seqs=config.max_num_seqs,
+            longest_sequence=longest,
             block_size=config.block_size,
             num_frames=memory.num_frames,
             kv_bytes=pool.nbytes,
@@ -99,6 +107,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
                 f"{model.spec.family} on {device}, weights {names['weights']}, operators {ops.name}, attention "
                 f"{attention.name}; KV pool {pool.nbytes / 2**20:.0f} MiB: {memory.num_frames} blocks of "
                 f"{config.block_size} tokens in {names['kv']}"
+                + ("" if longest == model.max_model_len else f", {longest} of max_model_len={model.max_model_len} fit")
             ),
         ),
         fingerprint=model.fingerprint,

@@ -5,7 +5,7 @@ Nothing is shortened or clamped in silence: what can not be served as it was ask
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 import operator
 import time
 from collections.abc import Mapping, Sequence
@@ -17,6 +17,7 @@ from pagemill.errors import (
     EmptyPromptError,
     InvalidRequestError,
     PromptTooLongError,
+    RequestTooLargeError,
     SamplingParamsError,
     TokenOutOfVocabularyError,
     UnknownArgumentError,
@@ -31,14 +32,19 @@ Where a dict has both, the ids count and the text is only kept for the output.
 """
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+MAX_PRIORITY = 2**31 - 1
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessedInput:
-    """A request that is ready for the engine, and the text it came from (None if it came as tokens)."""
+    """A request that is ready for the engine, and the text it came from (None if it came as tokens).
+
+    request_id: the caller's name for it. `request` may go by another one, which is nobody's after its end.
+    """
 
     request: EngineRequest
     prompt: str | None
+    request_id: str
 
 
 class InputProcessor:
@@ -58,6 +64,11 @@ class InputProcessor:
         arrival_s: float | None = None,
     ) -> ProcessedInput:
         """Raises `InvalidRequestError` or one of its children; `params` is never changed."""
+        if not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+            raise InvalidRequestError(
+                f"priority is {priority!r}; it must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
+                param="priority",
+            )
         text, token_ids, salt = self._read(prompt)
         self._check_prompt(token_ids)
         request = EngineRequest(
@@ -68,7 +79,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=salt,
         )
-        return ProcessedInput(request, text)
+        return ProcessedInput(request, text, request_id)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, cache_salt: str = "", **template: Any) -> Prompt:
         """A conversation as a prompt, through the model's chat template (or `chat_template` among `template`).
@@ -93,8 +104,8 @@ class InputProcessor:
             salt = prompt.get("cache_salt") or ""
             if text is None and token_ids is None:
                 raise InvalidRequestError('a prompt dict needs "prompt" (text) or "prompt_token_ids"', param="prompt")
-            if not isinstance(salt, str):
-                raise InvalidRequestError(f"cache_salt is {salt!r}; it must be a string", param="cache_salt")
+            if not isinstance(salt, str) or not _is_unicode(salt):
+                raise InvalidRequestError(f"cache_salt is {salt!r}; it must be valid Unicode text", param="cache_salt")
         else:
             token_ids = prompt
         if text is not None and not isinstance(text, str):
@@ -123,12 +134,22 @@ class InputProcessor:
                 )
 
     def _fit_params(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
-        """A copy that says in numbers what the engine must do: `max_tokens` filled in, bad words as tokens."""
-        params = copy.copy(params)
+        """A copy that says in numbers what the engine must do: `max_tokens` filled in, bad words as tokens.
+
+        It is checked once more: the caller may have changed the parameters since they were made.
+        """
+        params = dataclasses.replace(params)
+        if params.n > self.ready.max_num_seqs:
+            raise RequestTooLargeError(
+                f"n is {params.n}, but max_num_seqs lets {self.ready.max_num_seqs} sequences run at once; ask for "
+                f"fewer or raise it",
+                param="n",
+            )
         limit = self.ready.max_model_len
         room = limit - prompt_len
         if params.max_tokens is None:
-            params.max_tokens = room
+            # At least what was asked for, so that a prompt for which the pool is too small is refused with its need.
+            params.max_tokens = max(self.ready.longest_sequence - prompt_len, params.min_tokens, 1)
             if params.min_tokens > room:
                 raise PromptTooLongError(
                     f"min_tokens is {params.min_tokens}, but after the prompt's {prompt_len} tokens only {room} fit "
@@ -146,6 +167,14 @@ class InputProcessor:
             params.bad_words_token_ids = self.tokenizer.bad_words_token_ids(params.bad_words)
         check_vocabulary(params, self.ready.vocab_size)
         return params
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _integers(values: Any) -> list[int]:

@@ -155,9 +155,9 @@ class LLM:
                     logger.warning("%s failed: %s", state.request_id, state.error)
             return [state.whole() for state in states]
         finally:
-            core.abort([state.request_id for state in states if not state.finished])
+            core.abort([state.engine_id for state in states if not state.finished])
             for state in states:
-                self._output.remove(state.request_id)
+                self._output.remove(state)
 
 
 @contextlib.contextmanager

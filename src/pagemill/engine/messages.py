@@ -110,6 +110,9 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
 
     vocab_size: int
     max_model_len: int
+    max_num_seqs: int
+    longest_sequence: int
+    """Tokens, prompt included, that one sequence can have: `max_model_len`, or fewer where the pool holds no more."""
     block_size: int
     num_frames: int
     kv_bytes: int

@@ -116,7 +116,8 @@ class RequestState:
 
     def __init__(self, processed: ProcessedInput, tokenizer: Tokenizer) -> None:
         request = processed.request
-        self.request_id = request.request_id
+        self.request_id = processed.request_id
+        self.engine_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
         self.metrics = RequestMetrics(arrival_time=request.arrival_s)
         self.sequences = [
@@ -198,14 +199,15 @@ class Update:
 
 
 class OutputProcessor:
-    """The requests that are running, by id. Outputs for others are dropped: their end has just crossed with a step."""
+    """The requests that are running, by the engine's id. Outputs for others are dropped: their end has just crossed
+    with a step."""
 
     def __init__(self) -> None:
         self._requests: dict[str, RequestState] = {}
 
     def add(self, processed: ProcessedInput, tokenizer: Tokenizer) -> RequestState:
         state = RequestState(processed, tokenizer)
-        self._requests[state.request_id] = state
+        self._requests[state.engine_id] = state
         return state
 
     def process(self, outputs: Iterable[SequenceOutput]) -> Update:
@@ -222,9 +224,9 @@ class OutputProcessor:
         update.changed.extend(changed.values())
         return update
 
-    def remove(self, request_id: str) -> RequestState | None:
+    def remove(self, state: RequestState) -> None:
         """Forgets a request, finished or not."""
-        return self._requests.pop(request_id, None)
+        self._requests.pop(state.engine_id, None)
 
 
 def decode_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer) -> LogprobsOfPosition:

@@ -17,7 +17,8 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
 GREEDY_BELOW = 1e-5
 """A temperature below this is 0: dividing by it would leave the range of float32."""
-_SEEDS = (-(2**63), 2**63 - 1)
+_INT64 = (-(2**63), 2**63 - 1)
+"""What a message between processes carries; seeds are any of these."""
 
 
 @suggest_arguments
@@ -93,8 +94,8 @@ class SamplingParams:
         self._number("temperature", 0.0, None, "0 always takes the most likely token")
         self._number("top_p", 0.0, 1.0, "1 switches it off", above=True)
         self._number("min_p", 0.0, 1.0, "0 switches it off")
-        self._integer("top_k", low=-1, way_out="0 or -1 switches it off")
-        self._integer("seed", low=_SEEDS[0], high=_SEEDS[1], none=True, way_out="None takes one from the engine's seed")
+        self._integer("top_k", low=-1, high=_INT64[1], way_out="0 or -1 switches it off")
+        self._integer("seed", low=_INT64[0], high=_INT64[1], none=True, way_out="None takes one from the engine's seed")
         self._integer("max_tokens", low=1, none=True, way_out="None goes on up to max_model_len")
         self._integer("min_tokens", low=0, way_out="0 switches it off")
         for name in ("logprobs", "prompt_logprobs"):
