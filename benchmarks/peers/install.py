@@ -2,8 +2,8 @@
 
     python -m benchmarks.peers.install [vllm] [openvino] [transformers]      (all of them without a name)
 
-Needs the same Python that pagemill runs on, 3.11 to 3.13. vLLM is faster with tcmalloc: on Debian and Ubuntu its package
-is fetched with apt-get and unpacked into the environment; elsewhere vLLM runs without.
+Needs Python 3.11 to 3.13. vLLM is faster with tcmalloc: on Debian and Ubuntu its package is fetched with apt-get and
+unpacked into the environment; elsewhere vLLM runs without.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.peers.engines import CHECKPOINT, MODEL, OPENVINO_MODEL, PEERS
+
 from pagemill.hub import resolve_model
 
 REQUIREMENTS = Path(__file__).parent / "requirements"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from datetime import datetime, timezone
 
@@ -34,8 +35,6 @@ def resident_bytes(process: psutil.Process) -> int:
     """Resident memory of a process and all below it, shared pages counted in each."""
     total = 0
     for each in [process, *process.children(recursive=True)]:
-        try:
+        with contextlib.suppress(psutil.NoSuchProcess):
             total += each.memory_info().rss
-        except psutil.NoSuchProcess:
-            continue
     return total

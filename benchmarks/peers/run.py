@@ -23,11 +23,11 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-
 from benchmarks.peers.engines import ENGINES, EngineSetup, model_paths, process_environment
 from benchmarks.peers.machine import describe_machine, resident_bytes
 from benchmarks.peers.report import write_report
 from benchmarks.peers.workloads import SHAPES, STANDARD, Workload, make, tokenize
+
 from pagemill.hub import resolve_model
 
 ROOT = Path(__file__).parents[2]
@@ -77,12 +77,16 @@ def run_engine(setup: EngineSetup, workloads: list[Workload], log: Path, timeout
             process.wait()
             os.close(read)
     for workload in workloads:
-        got = [int(request["tokens"]) for request in found["workloads"][workload.name]["requests"]]
-        if got != workload.max_tokens:
-            pairs = enumerate(zip(got, workload.max_tokens, strict=True))
-            wrong = [(index, *pair) for index, pair in pairs if pair[0] != pair[1]]
-            raise EngineFailed(f"{workload.name}: (request, tokens returned, tokens asked): {wrong[:5]}")
+        check_tokens(workload, found["workloads"][workload.name]["requests"])
     return found
+
+
+def check_tokens(workload: Workload, requests: list[dict[str, float]]) -> None:
+    """Raises EngineFailed unless every request got exactly the tokens that it asked for."""
+    pairs = enumerate(zip([int(request["tokens"]) for request in requests], workload.max_tokens, strict=True))
+    wrong = [(index, got, asked) for index, (got, asked) in pairs if got != asked]
+    if wrong:
+        raise EngineFailed(f"{workload.name}: (request, tokens returned, tokens asked): {wrong[:5]}")
 
 
 def _follow(process: subprocess.Popen[str], events: int, started: float, timeout_s: float) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The workloads that pagemill and its peers are measured on: seeded, on real text, as token ids.
 
 Every engine gets the same ids and must return exactly as many tokens as asked. Lengths are part of the workload and
-never change; `round` chooses other pieces of the text, so that a second round finds no prefix of the first in a cache.
+never change; `round` (0, 1, …) chooses other pieces of the text, so that no round finds another's prefixes in a cache.
 
     python -m benchmarks.peers.workloads        prints what there is
 """
@@ -98,12 +98,14 @@ STANDARD = ("one", "two", "mixed", "prefix", "decode", "long", "crowd")
 def make(name: str, text: Sequence[int], round: int = 0) -> Workload:
     """The workload of that name, its prompts cut out of `text` (token ids). The same arguments give the same one."""
     shape = SHAPES[name]()
-    draw = random.Random(f"{name} {round}")
     longest = max(shape.prefix, *shape.prompts)
-    if len(text) < longest + len(shape.prompts):
-        raise ValueError(f"the text has {len(text)} tokens; {name} needs {longest + len(shape.prompts)} or more")
-    # No two pieces begin at the same token: equal beginnings would be found in prefix caches.
-    starts = draw.sample(range(len(text) - longest + 1), len(shape.prompts) + 1)
+    pieces = len(shape.prompts) + 1
+    # No two pieces begin at the same token, in any round: equal beginnings would be found in prefix caches.
+    starts = list(range(len(text) - longest + 1))
+    random.Random(name).shuffle(starts)
+    starts = starts[round * pieces : (round + 1) * pieces]
+    if len(starts) < pieces:
+        raise ValueError(f"the text has {len(text)} tokens: too few for round {round} of {name}")
     prefix = list(text[starts[-1] : starts[-1] + shape.prefix])
     prompts = [prefix + list(text[at : at + length]) for at, length in zip(starts, shape.prompts, strict=False)]
     return Workload(name, prompts, shape.outputs)

@@ -1,4 +1,4 @@
-"""One file per engine. Each has a class `Engine` that is run in the engine's own environment, so imports here stay local.
+"""One file per engine, run in that engine's environment. Each has a class `Engine`:
 
 Engine(model, settings)     loads; model: {"name", "gguf", "checkpoint", "openvino"}, what they are: `engines.py`
 .description: str           version and configuration, for the report

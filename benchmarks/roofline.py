@@ -1,0 +1,272 @@
+"""This machine's ceilings, each workload's floor under them, and how close pagemill comes: its share of the floor.
+
+    python -m benchmarks.roofline [--dtype float32] [--workloads one,two,mixed] [--rounds 3] [--json FILE]
+
+Floor of a workload: the sum over the steps that the engine ran of max(weight bytes / read bandwidth, FLOP / GEMM rate)
++ distinct attended K/V bytes / read bandwidth. FLOP counts the layers for every token, the head for rows that are
+sampled, and attention. Weights count once per step, in the dtype they are held in; a K/V block that several sequences
+attend counts once. Ceilings are the best samples before and after the workloads, by the best library at hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+import torch
+from benchmarks.peers.adapters.pagemill_engine import Engine
+from benchmarks.peers.child import measure
+from benchmarks.peers.engines import MODEL
+from benchmarks.peers.machine import describe_machine
+from benchmarks.peers.workloads import STANDARD, Workload, make, tokenize
+from numpy.typing import NDArray
+
+from pagemill.engine.core import EngineCore
+from pagemill.hub import resolve_model
+from pagemill.models.decoder import Decoder
+from pagemill.models.weights import Experts
+from pagemill.ops.cpu_ops import CpuLinear, CpuOps, default_num_threads
+from pagemill.scheduling.step_plan import StepPlan, StepResult
+
+GEMM_SIZE = 2048
+BUFFER_BYTES = 1 << 30
+SAMPLES = 10
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """read_bytes_per_s: of a buffer far larger than the caches; gemm_flop_per_s: by dtype, 2048 x 2048 x 2048."""
+
+    read_bytes_per_s: float
+    gemm_flop_per_s: dict[str, float]
+
+    def best(self, other: Ceilings) -> Ceilings:
+        rates = {name: max(rate, other.gemm_flop_per_s[name]) for name, rate in self.gemm_flop_per_s.items()}
+        return Ceilings(max(self.read_bytes_per_s, other.read_bytes_per_s), rates)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Work of one step. attended: (query token, key) pairs; kv_tokens: distinct keys; both summed over layers."""
+
+    tokens: int
+    logits: int
+    attended: int
+    kv_tokens: int
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes that the floor is computed from. Bytes are as the engine holds them, scales of quantized weights too."""
+
+    layer_parameters: int
+    """Of the linear layers of all decoder layers."""
+    layer_bytes: int
+    head_parameters: int
+    head_bytes: int
+    flop_per_pair: int
+    """Of one layer's attention, for one query token and one key."""
+    kv_bytes_per_token: int
+    """Of one layer."""
+
+    @classmethod
+    def of(cls, decoder: Decoder, kv: torch.dtype) -> Model:
+        spec = decoder.spec
+        linears: list[CpuLinear] = []
+        for layer in decoder.weights.layers:
+            if isinstance(layer.mlp, Experts):
+                raise ValueError("the floor of a mixture of experts depends on which experts each step uses")
+            linears += [layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down]
+        head = decoder.weights.lm_head
+        return cls(
+            layer_parameters=sum(linear.out_features * linear.in_features for linear in linears),
+            layer_bytes=sum(linear.nbytes for linear in linears),
+            head_parameters=head.out_features * head.in_features,
+            head_bytes=head.nbytes,
+            flop_per_pair=4 * spec.num_heads * spec.head_dim,
+            kv_bytes_per_token=2 * spec.num_kv_heads * spec.head_dim * kv.itemsize,
+        )
+
+    def floor_s(self, step: Step, ceilings: Ceilings, dtype: str) -> float:
+        weight_bytes = self.layer_bytes + (step.logits > 0) * self.head_bytes
+        kv_bytes = step.kv_tokens * self.kv_bytes_per_token
+        read = ceilings.read_bytes_per_s
+        return max(weight_bytes / read, self.flop(step) / ceilings.gemm_flop_per_s[dtype]) + kv_bytes / read
+
+    def flop(self, step: Step) -> int:
+        products = 2 * (step.tokens * self.layer_parameters + step.logits * self.head_parameters)
+        return products + step.attended * self.flop_per_pair
+
+
+def measure_ceilings() -> Ceilings:
+    a, b = torch.randn(GEMM_SIZE, GEMM_SIZE), torch.randn(GEMM_SIZE, GEMM_SIZE)
+    whole = torch.ones(BUFFER_BYTES // 4)
+    read = max(whole.nbytes / best_s(lambda: whole.sum()), whole.nbytes / best_s(lambda: whole.amax()))
+    rates = {
+        "float32": products(a, b),
+        "bfloat16": products(a.bfloat16(), b.bfloat16()),
+        "int8": int8_products(a, b),
+    }
+    flop = 2 * GEMM_SIZE**3
+    return Ceilings(read, {name: flop / min(map(best_s, calls)) for name, calls in rates.items()})
+
+
+def products(a: torch.Tensor, b: torch.Tensor) -> list[Callable[[], object]]:
+    """The same product by torch, by oneDNN on packed weights, and by pagemill."""
+    packed = torch.ops.mkldnn._reorder_linear_weight(b, GEMM_SIZE)
+    own = CpuOps().pack_linear(b)
+    return [
+        lambda: torch.nn.functional.linear(a, b),
+        lambda: torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], ""),
+        lambda: own(a),
+    ]
+
+
+def int8_products(a: torch.Tensor, b: torch.Tensor) -> list[Callable[[], object]]:
+    """Integers only, and torch's dynamically quantized linear layer by each of its libraries."""
+    ints = [torch.randint(-127, 128, (GEMM_SIZE, GEMM_SIZE), dtype=torch.int8) for _ in range(2)]
+    calls: list[Callable[[], object]] = [lambda: torch._int_mm(ints[0], ints[1])]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, and the only way to these libraries' products
+        weight = torch.quantize_per_tensor(b, 0.05, 0, torch.qint8)
+    engine = torch.backends.quantized.engine
+    for library in torch.backends.quantized.supported_engines:
+        if library in ("fbgemm", "onednn"):
+            torch.backends.quantized.engine = library
+            packed = torch.ops.quantized.linear_prepack(weight, None)
+            calls.append(lambda packed=packed: torch.ops.quantized.linear_dynamic(a, packed, True))
+    torch.backends.quantized.engine = engine
+    return calls
+
+
+def best_s(call: Callable[[], object]) -> float:
+    """The shortest of several calls: whatever else runs on the machine can only lengthen one."""
+    call()
+    times = []
+    for _ in range(SAMPLES):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+class Recorder:
+    """Notes the work of every step that an engine runs, and how long the noting took."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.steps: list[Step] = []
+        self.spent_s = 0.0
+        self._runner = core._runner
+        self._groups = core._runner._decoder.groups
+        self._num_frames = core.ready.num_frames
+        self._run = core._runner.run
+        core._runner.run = self.run  # type: ignore[method-assign]
+
+    def run(self, plan: StepPlan) -> StepResult:
+        begin = time.perf_counter()
+        attended = kv_tokens = 0
+        for group, layers in enumerate(self._groups.groups):
+            tables = self._runner._tables[group].numpy()[plan.rows]
+            attended += len(layers.layers) * count_pairs(plan, layers.window)
+            kv_tokens += len(layers.layers) * self._distinct(tables, plan, layers.window)
+        self.steps.append(Step(plan.num_tokens, len(np.unique(plan.sample_from)), attended, kv_tokens))
+        self.spent_s += time.perf_counter() - begin
+        return self._run(plan)
+
+    def _distinct(self, tables: NDArray[np.int32], plan: StepPlan, window: int | None) -> int:
+        """Tokens whose K/V the step attends in one layer, each slot counted once however many rows see it."""
+        size = self._runner._block_size
+        ends = plan.starts + plan.query_lens
+        begins = np.zeros_like(ends) if window is None else np.maximum(0, plan.starts + 1 - window)
+        entries = np.arange(-(-int(ends.max()) // size)) * size
+        used = np.minimum(ends[:, None] - entries, size)
+        seen = (used > 0) & (entries + size > begins[:, None])
+        most = np.zeros(self._num_frames, dtype=np.int64)
+        np.maximum.at(most, tables[:, : len(entries)][seen], used[seen])
+        return int(most.sum())
+
+
+def count_pairs(plan: StepPlan, window: int | None) -> int:
+    """(query token, key) pairs of one layer."""
+    total = 0
+    for start, length in zip(plan.starts.tolist(), plan.query_lens.tolist(), strict=True):
+        keys = np.arange(start + 1, start + length + 1)
+        total += int((keys if window is None else np.minimum(keys, window)).sum())
+    return total
+
+
+def run_workload(engine: Engine, recorder: Recorder, workload: Workload) -> tuple[float, list[Step]]:
+    """Seconds without the recorder's own, and the steps."""
+    recorder.steps, recorder.spent_s = [], 0.0
+    begin = time.perf_counter()
+    requests = measure(engine, asdict(workload))
+    wall = time.perf_counter() - begin - recorder.spent_s
+    got = [int(request["tokens"]) for request in requests]
+    if got != workload.max_tokens:
+        raise RuntimeError(f"{workload.name}: requests got {got} tokens instead of {workload.max_tokens}")
+    return wall, recorder.steps
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--workloads", default=",".join(STANDARD))
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path, help="also write the figures here")
+    arguments = parser.parse_args()
+    torch.set_num_threads(default_num_threads())
+    machine = describe_machine()
+    ceilings = measure_ceilings()
+    engine = Engine({"gguf": str(resolve_model(MODEL))}, {"dtype": arguments.dtype})
+    decoder = engine.core._runner._decoder
+    model = Model.of(decoder, engine.core._runner._pool.dtype)
+    recorder = Recorder(engine.core)
+    text = tokenize(MODEL)
+    run_workload(engine, recorder, make("tiny", text, -1))
+    runs: dict[str, list[tuple[float, list[Step], int]]] = {}
+    for round in range(arguments.rounds):
+        for name in arguments.workloads.split(","):
+            workload = make(name, text, round)
+            runs.setdefault(name, []).append((*run_workload(engine, recorder, workload), workload.output_tokens))
+    ceilings = ceilings.best(measure_ceilings())
+    rows = {}
+    for name, rounds in runs.items():
+        floors = [sum(model.floor_s(step, ceilings, arguments.dtype) for step in steps) for _, steps, _ in rounds]
+        rows[name] = {
+            "steps": median(len(steps) for _, steps, _ in rounds),
+            "tflop": median(sum(map(model.flop, steps)) / 1e12 for _, steps, _ in rounds),
+            "floor_s": median(floors),
+            "wall_s": median(wall for wall, _, _ in rounds),
+            "tokens_per_s": median(tokens / wall for wall, _, tokens in rounds),
+            "floor_tokens_per_s": median(run[2] / floor for run, floor in zip(rounds, floors, strict=True)),
+            "share": median(floor / run[0] for run, floor in zip(rounds, floors, strict=True)),
+        }
+    report(machine, ceilings, engine.description, rows)
+    if arguments.json:
+        found = {"machine": machine, "dtype": arguments.dtype, "ceilings": asdict(ceilings), "workloads": rows}
+        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def report(machine: dict[str, object], ceilings: Ceilings, description: str, rows: dict[str, dict[str, float]]) -> None:
+    print(f"{machine['cpu']}, {machine['cores']} cores, load average {machine['load_average']}, {machine['date']}")
+    print(description)
+    rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in ceilings.gemm_flop_per_s.items())
+    print(f"read {ceilings.read_bytes_per_s / 1e9:.1f} GB/s; GEMM, GFLOP/s or GOP/s: {rates}\n")
+    print("| workload | steps | TFLOP | floor s | measured s | floor tokens/s | tokens/s | share of floor |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name, row in rows.items():
+        print(
+            f"| {name} | {row['steps']:.0f} | {row['tflop']:.2f} | {row['floor_s']:.2f} | {row['wall_s']:.2f} | "
+            f"{row['floor_tokens_per_s']:.1f} | {row['tokens_per_s']:.1f} | {row['share']:.1%} |"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The floor is computed from the work that the engine really does."""
+
+import pytest
+import torch
+from benchmarks.peers.adapters.pagemill_engine import Engine
+from benchmarks.peers.workloads import make, tokenize
+from benchmarks.roofline import Ceilings, Model, Recorder, Step, run_workload
+
+from pagemill.hub import resolve_model
+
+
+@pytest.fixture(scope="module")
+def engine():
+    made = Engine(
+        {"gguf": str(resolve_model("smollm2-135m"))}, {"kv_memory": "64MiB", "max_model_len": 1024, "dtype": "float32"}
+    )
+    yield made
+    made.core.close()
+
+
+def test_floor_of_one_step(engine):
+    model = Model.of(engine.core._runner._decoder, torch.float32)
+    # 30 layers of hidden 576: query and output 576, key and value 192 each, three products with 1536.
+    assert model.layer_parameters == 30 * 576 * (2 * 576 + 2 * 192 + 3 * 1536)
+    assert model.head_parameters == 576 * 49152
+    assert model.layer_bytes == pytest.approx(4 * model.layer_parameters, rel=0.01)
+    ceilings = Ceilings(1e9, {"float32": 1e12})
+    decode = Step(tokens=1, logits=1, attended=30 * 100, kv_tokens=30 * 100)
+    bound_by_reading = (model.layer_bytes + model.head_bytes + 30 * 100 * 2 * 192 * 4) / 1e9
+    assert model.floor_s(decode, ceilings, "float32") == pytest.approx(bound_by_reading)
+    prefill = Step(tokens=10000, logits=0, attended=30 * 10000, kv_tokens=0)
+    flop = 2 * 10000 * model.layer_parameters + 4 * 576 * 30 * 10000
+    assert model.floor_s(prefill, ceilings, "float32") == pytest.approx(flop / 1e12)
+
+
+def test_recorded_steps_are_the_workloads_work(engine):
+    workload = make("tiny", tokenize("smollm2-135m"))
+    wall, steps = run_workload(engine, Recorder(engine.core), workload)
+    assert wall > 0
+    # The shared 16-token prefix is one block, computed once; the last token of each answer is never fed back.
+    computed = workload.prompt_tokens - 3 * 16 + workload.output_tokens - 4
+    assert sum(step.tokens for step in steps) == computed
+    assert sum(step.logits for step in steps) == workload.output_tokens
+    last = steps[-1]
+    # The sequence that computed the prefix is a step ahead, so three of 40 + 7 tokens attend last, 16 of them the same.
+    assert last == Step(tokens=3, logits=3, attended=30 * 3 * 47, kv_tokens=30 * (16 + 3 * 31))
