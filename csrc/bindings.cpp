@@ -1,5 +1,6 @@
 // Python's view of the kernels: addresses and strides as integers, checked by the callers in pagemill.ops and
 // pagemill.attention. The interpreter lock is released while a kernel runs.
+#include "decoder.h"
 #include "kernels.h"
 #include "threads.h"
 
@@ -11,6 +12,7 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 namespace nb = nanobind;
 using namespace pagemill;
@@ -83,6 +85,32 @@ struct Cache {
     }
 };
 
+// One (tables, table stride, slots) per layer group, one (cos, sin, half) per rotary embedding.
+using Group = std::tuple<Address, int64_t, Address>;
+using Angles = std::tuple<Address, Address, int64_t>;
+
+// The linears and norms of its layers belong to Python, which keeps them.
+void add_layer(Decoder& decoder, Address input_norm, const Linear& qkv, const Linear& o, Address pre_mlp_norm,
+               const Linear& gate_up, const Linear& down, Address q_norm, Address k_norm, Address post_attention_norm,
+               Address post_mlp_norm, int rope, int group, int64_t window) {
+    const auto projection = [](const Linear& linear) { return Projection{&linear.weight, &linear.set}; };
+    decoder.add_layer({at<float>(input_norm), projection(qkv), projection(o), at<float>(pre_mlp_norm), projection(gate_up),
+                       projection(down), at<float>(q_norm), at<float>(k_norm), at<float>(post_attention_norm),
+                       at<float>(post_mlp_norm), rope, group, window});
+}
+
+void run_step(Decoder& decoder, Address token_ids, Address positions, int64_t tokens, int64_t max_positions,
+              Address query_start, Address context_lens, int rows, const std::vector<Group>& groups,
+              const std::vector<Angles>& angles, const std::vector<const Cache*>& caches, Address output) {
+    DecoderStep step{at<int64_t>(token_ids), at<int64_t>(positions), tokens, max_positions, at<int32_t>(query_start),
+                     at<int32_t>(context_lens), rows, {}, {}, {}, at<void>(output)};
+    for (const auto& [tables, stride, slots] : groups) step.groups.push_back({at<int32_t>(tables), stride, at<int64_t>(slots)});
+    for (const auto& [cos, sin, half] : angles) step.angles.push_back({at<float>(cos), at<float>(sin), half});
+    for (const Cache* cache : caches) step.caches.push_back({cache->key, cache->value, cache->type, cache->block_size});
+    Run run;
+    decoder.run(step);
+}
+
 }  // namespace
 
 NB_MODULE(_kernels, m) {
@@ -131,4 +159,18 @@ NB_MODULE(_kernels, m) {
         .def(nb::init<Address, const Strides&, Address, const Strides&, int, int, int, int>())
         .def("write", &Cache::write)
         .def("attend", &Cache::attend);
+    nb::class_<Decoder>(m, "Decoder")
+        .def("__init__", [](Decoder* self, Address embedding, int64_t vocab, int64_t hidden, Address final_norm, int heads,
+                            int kv_heads, int head_dim, int type, float eps, int activation, float scale, float soft_cap,
+                            float embedding_scale) {
+            new (self) Decoder({vocab, hidden, heads, kv_heads, head_dim, dtype(type), eps, static_cast<Activation>(activation),
+                                scale, soft_cap, embedding_scale}, at<void>(embedding), at<float>(final_norm));
+        })
+        .def("add_layer", &add_layer)
+        .def("run", &run_step)
+        .def_prop_ro("seconds", [](const Decoder& decoder) {
+            nb::dict seconds;
+            for (int op = 0; op < Decoder::kOperators; ++op) seconds[Decoder::kOperatorNames[op]] = decoder.seconds()[op];
+            return seconds;
+        }, "Seconds spent in each operator so far.");
 }

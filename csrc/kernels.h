@@ -60,6 +60,18 @@ struct WriteArgs {
     int kv_heads, head_dim, block_size;
 };
 
+// What lies between a layer's joined projection and attention, token by token.
+struct HeadsArgs {
+    void* qkv;                     // [tokens, heads + 2 * kv_heads, head_dim], contiguous; changed in place
+    int heads;                     // of queries; the rest, and the tokens' number, as in `write`
+    const float *q_norm, *k_norm;  // [head_dim], or null
+    float eps;
+    const float *cos, *sin;        // [positions, half] fp32, or null: not rotated
+    int64_t half;
+    const int64_t* positions;      // [tokens]
+    WriteArgs write;               // its keys and values lie in qkv
+};
+
 enum class Activation : int { silu = 0, gelu_tanh = 1 };
 
 struct Kernels {
@@ -79,6 +91,14 @@ struct Kernels {
                    int64_t tokens, int64_t heads, int64_t half);
     // x [rows, 2 n] (gate, up) -> y [rows, n] = activation(gate) * up
     void (*gated)(const void* x, int64_t x_row, void* y, DType type, Activation activation, int64_t rows, int64_t n);
+    // y [tokens, n] = table [ids[token]] * scale, all of dtype `type`
+    void (*embed)(const void* table, const int64_t* ids, float scale, void* y, DType type, int64_t tokens, int64_t n);
+    // x [rows, n] += delta, which goes through a norm of its own first if post_norm is given; y = norm(x). All contiguous and
+    // rounded to `type` in between; y may be delta.
+    void (*add_norm)(void* x, const void* delta, const float* post_norm, const float* norm, float eps, void* y, DType type,
+                     int64_t rows, int64_t n);
+    // Norms of queries and keys, rotary embedding, and keys and values to their slots.
+    void (*prepare_heads)(const HeadsArgs&);
     // Elementwise exp and tanh as the kernels use them, for tests.
     void (*exp)(const float* x, float* y, int64_t n);
     void (*tanh)(const float* x, float* y, int64_t n);

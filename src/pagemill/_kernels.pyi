@@ -73,3 +73,57 @@ class Cache:
         window: int,
         soft_cap: float,
     ) -> None: ...
+
+class Decoder:
+    """A dense decoder's step as one call (csrc/decoder.h). Keep what the addresses point to, and the linears."""
+
+    def __init__(
+        self,
+        embedding: int,
+        vocab: int,
+        hidden: int,
+        final_norm: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: int,
+        eps: float,
+        activation: int,
+        scale: float,
+        soft_cap: float,
+        embedding_scale: float,
+    ) -> None: ...
+    def add_layer(
+        self,
+        input_norm: int,
+        qkv: Linear,
+        o: Linear,
+        pre_mlp_norm: int,
+        gate_up: Linear,
+        down: Linear,
+        q_norm: int,
+        k_norm: int,
+        post_attention_norm: int,
+        post_mlp_norm: int,
+        rope: int,
+        group: int,
+        window: int,
+    ) -> None: ...
+    def run(
+        self,
+        token_ids: int,
+        positions: int,
+        tokens: int,
+        max_positions: int,
+        query_start: int,
+        context_lens: int,
+        rows: int,
+        groups: list[tuple[int, int, int]],
+        angles: list[tuple[int, int, int]],
+        caches: list[Cache],
+        output: int,
+    ) -> None:
+        """groups: (tables, stride, slots) each; angles: (cos, sin, half) each. IndexError: token id or position."""
+
+    @property
+    def seconds(self) -> dict[str, float]: ...

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from pagemill import _kernels
 from pagemill.attention.interface import AttentionBatch, LayerCache
-from pagemill.ops.cpu_ops import DTYPES, dtype_code, kernel_name
+from pagemill.ops.cpu_ops import DTYPES, check_vector, dtype_code, kernel_name
 
 
 class CpuAttention:
@@ -24,8 +24,8 @@ class CpuAttention:
             )
         if value.dtype != key.dtype:
             raise TypeError(f"key is {key.dtype} and value {value.dtype}; they must be equal")
-        _check("slots", slots, torch.int64, tokens)
-        self._native(cache).write(
+        check_vector("slots", slots, torch.int64, tokens)
+        self.native(cache).write(
             key.data_ptr(), key.stride(0), key.stride(1), value.data_ptr(), value.stride(0), value.stride(1),
             dtype_code(key), slots.data_ptr(), tokens,
         )  # fmt: skip
@@ -54,15 +54,15 @@ class CpuAttention:
             )
         if tables.dtype != torch.int32 or tables.shape[0] < rows or tables.stride(1) != 1:
             raise ValueError(f"tables must be int32 [{rows}, entries], not {tables.dtype} {tuple(tables.shape)}")
-        _check("query_start", batch.query_start, torch.int32, rows + 1)
-        _check("context_lens", batch.context_lens, torch.int32, rows)
-        _check("positions", batch.positions, torch.int64, tokens)
+        check_vector("query_start", batch.query_start, torch.int32, rows + 1)
+        check_vector("context_lens", batch.context_lens, torch.int32, rows)
+        check_vector("positions", batch.positions, torch.int64, tokens)
         for name, limit in (("key_start", key_start), ("key_end", key_end)):
             if limit is not None:
-                _check(name, limit, torch.int32, rows)
+                check_vector(name, limit, torch.int32, rows)
         output = torch.empty(query.shape, dtype=query.dtype)
         lse = torch.empty(tokens, heads) if return_lse else None
-        self._native(cache).attend(
+        self.native(cache).attend(
             query.data_ptr(), dtype_code(query), query.stride(0), query.stride(1), heads, output.data_ptr(),
             0 if lse is None else lse.data_ptr(), tables.data_ptr(), tables.stride(0), batch.query_start.data_ptr(),
             batch.context_lens.data_ptr(), batch.positions.data_ptr(), 0 if key_start is None else key_start.data_ptr(),
@@ -70,7 +70,8 @@ class CpuAttention:
         )  # fmt: skip
         return output, lse
 
-    def _native(self, cache: LayerCache) -> _kernels.Cache:
+    def native(self, cache: LayerCache) -> _kernels.Cache:
+        """The cache as the kernels take it, made once."""
         known = self._caches.get(id(cache.key))
         if known is None or known[0].key is not cache.key or known[0].value is not cache.value:
             key, value = cache
@@ -83,8 +84,3 @@ class CpuAttention:
             )  # fmt: skip
             known = self._caches[id(cache.key)] = (cache, native)
         return known[1]
-
-
-def _check(name: str, tensor: Tensor, dtype: torch.dtype, size: int) -> None:
-    if tensor.dtype != dtype or tensor.shape != (size,) or not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous {dtype} [{size}], not {tensor.dtype} {tuple(tensor.shape)}")

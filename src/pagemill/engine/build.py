@@ -105,8 +105,8 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
             eos_token_ids=sorted(model.eos_token_ids),
             description=(
                 f"{model.spec.family} on {device}, weights {names['weights']}, operators {ops.name}, attention "
-                f"{attention.name}; KV pool {pool.nbytes / 2**20:.0f} MiB: {memory.num_frames} blocks of "
-                f"{config.block_size} tokens in {names['kv']}"
+                f"{attention.name}, layers {model.decoder.executor}; KV pool {pool.nbytes / 2**20:.0f} MiB: "
+                f"{memory.num_frames} blocks of {config.block_size} tokens in {names['kv']}"
                 + ("" if longest == model.max_model_len else f", {longest} of max_model_len={model.max_model_len} fit")
             ),
         ),

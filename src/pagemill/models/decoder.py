@@ -9,12 +9,11 @@ from torch import Tensor
 
 from pagemill.attention.interface import AttentionBackend, AttentionBatch, LayerCache
 from pagemill.kvcache.layer_groups import group_layers
+from pagemill.models.angles import AngleTable
 from pagemill.models.moe import apply_experts, apply_mlp
 from pagemill.models.spec import DecoderSpec, LayerSpec
 from pagemill.models.weights import DecoderWeights, Experts, LayerWeights
 from pagemill.ops.interface import Ops
-
-Angles = tuple[Tensor, Tensor]
 
 
 class LayerCaches(Protocol):
@@ -27,7 +26,10 @@ class Decoder:
     """Runs one step: token ids in, hidden states out, K/V written to and read from the pool's frames.
 
     groups: the layer groups that `AttentionBatch.groups` and the pool must follow.
+    executor: how the layers are run, for people to read.
     """
+
+    executor = "operator by operator"
 
     def __init__(
         self, spec: DecoderSpec, weights: DecoderWeights, ops: Ops, attention: AttentionBackend, dtype: torch.dtype
@@ -40,7 +42,7 @@ class Decoder:
         self.device = weights.embedding.device
         self.groups = group_layers([layer.window for layer in spec.layers])
         self._group_of = [self.groups.place(index)[0] for index in range(len(spec.layers))]
-        self._inv_freqs = [torch.tensor(rope.inv_freq, dtype=torch.float32, device=self.device) for rope in spec.ropes]
+        self._angles = [AngleTable(rope, self.device) for rope in spec.ropes]
         # The reference rounds the scale to the weights' dtype before it multiplies.
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype, device=self.device)
 
@@ -50,7 +52,10 @@ class Decoder:
         x = self.weights.embedding[token_ids]
         if self.spec.embedding_scale != 1.0:
             x = x * self._embedding_scale
-        angles = [self._angles(index, batch.positions) for index in range(len(self.spec.ropes))]
+        angles = []
+        for table in self._angles:
+            table.reach(batch.max_context_len)
+            angles.append((table.cos[batch.positions], table.sin[batch.positions]))
         for index, (layer, weights) in enumerate(zip(self.spec.layers, self.weights.layers, strict=True)):
             x = x + self._attend(x, layer, weights, angles, batch, self._group_of[index], pool.layer(index))
             x = x + self._mlp(x, weights)
@@ -63,18 +68,12 @@ class Decoder:
         cap = self.spec.final_soft_cap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def _angles(self, rope: int, positions: Tensor) -> Angles:
-        """cos and sin, fp32 [tokens, rotary_dim / 2], the attention factor counted in."""
-        angles = positions.unsqueeze(-1).float() * self._inv_freqs[rope]
-        factor = self.spec.ropes[rope].factor
-        return torch.cos(angles) * factor, torch.sin(angles) * factor
-
     def _attend(
         self,
         x: Tensor,
         layer: LayerSpec,
         weights: LayerWeights,
-        angles: list[Angles],
+        angles: list[tuple[Tensor, Tensor]],
         batch: AttentionBatch,
         group: int,
         cache: LayerCache,

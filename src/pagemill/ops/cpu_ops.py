@@ -19,7 +19,7 @@ KERNEL_VERSION = 1
 """Raised whenever a kernel's arithmetic changes: stored K/V of other bits must not be found."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-_ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
 def kernel_name() -> str:
@@ -51,6 +51,12 @@ def dtype_code(tensor: Tensor) -> int:
     return code
 
 
+def check_vector(name: str, tensor: Tensor, dtype: torch.dtype, size: int) -> None:
+    """Raises ValueError unless `tensor` is contiguous, of `dtype` and shape [size]."""
+    if tensor.dtype != dtype or tensor.shape != (size,) or not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous {dtype} [{size}], not {tensor.dtype} {tuple(tensor.shape)}")
+
+
 class CpuLinear:
     """A weight in panels, in the dtype it came in; the original is not kept. See `csrc/isa/linear.h`."""
 
@@ -60,20 +66,20 @@ class CpuLinear:
         weight = weight.contiguous()
         bias = None if bias is None else bias.float().contiguous()
         address = 0 if bias is None else bias.data_ptr()
-        self._packed = _kernels.Linear(
+        self.packed = _kernels.Linear(
             weight.data_ptr(), address, self.out_features, self.in_features, dtype_code(weight)
         )
 
     @property
     def nbytes(self) -> int:
-        return self._packed.nbytes
+        return self.packed.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         rows, columns = x.shape
         if columns != self.in_features or x.stride(1) != 1:
             raise ValueError(f"x is {tuple(x.shape)}; it must be [tokens, {self.in_features}] with contiguous rows")
         y = torch.empty(rows, self.out_features, dtype=x.dtype)
-        self._packed(x.data_ptr(), x.stride(0), y.data_ptr(), self.out_features, dtype_code(x), rows)
+        self.packed(x.data_ptr(), x.stride(0), y.data_ptr(), self.out_features, dtype_code(x), rows)
         return y
 
 
@@ -120,6 +126,6 @@ class CpuOps:
             raise ValueError(f"x is {tuple(x.shape)}; it must be [tokens, 2 n] with contiguous rows")
         y = torch.empty(rows, columns // 2, dtype=x.dtype)
         _kernels.gated(
-            x.data_ptr(), x.stride(0), y.data_ptr(), dtype_code(x), _ACTIVATIONS[activation], rows, columns // 2
+            x.data_ptr(), x.stride(0), y.data_ptr(), dtype_code(x), ACTIVATIONS[activation], rows, columns // 2
         )
         return y

@@ -20,6 +20,7 @@ from pagemill.models.loading.checkpoint import Checkpoint
 from pagemill.models.loading.fingerprint import fingerprint
 from pagemill.models.loading.gguf_model import GGUFModel
 from pagemill.models.loading.hf_folder import HuggingFaceFolder
+from pagemill.models.select import select_decoder
 from pagemill.models.spec import DecoderSpec
 from pagemill.ops.interface import Ops
 
@@ -69,7 +70,7 @@ def load_model(
     with _one_thread():
         weights = assembler.assemble()
     return LoadedModel(
-        decoder=Decoder(spec, weights, ops, attention, chosen),
+        decoder=select_decoder(spec, weights, ops, attention, chosen),
         spec=spec,
         dtype=chosen,
         eos_token_ids=checkpoint.eos_token_ids,

@@ -1,0 +1,127 @@
+#include "decoder.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstdlib>
+#include <new>
+#include <stdexcept>
+#include <string>
+
+namespace pagemill {
+namespace {
+
+void check_range(const char* what, const int64_t* values, int64_t count, int64_t limit) {
+    for (int64_t i = 0; i < count; ++i)
+        if (values[i] < 0 || values[i] >= limit)
+            throw std::out_of_range(std::string(what) + " " + std::to_string(values[i]) + " is not in 0 .. " +
+                                    std::to_string(limit - 1));
+}
+
+// Adds the time since the last operator ended to the one that has ended now.
+struct Stopwatch {
+    using Clock = std::chrono::steady_clock;
+    double* seconds;
+    Clock::time_point last = Clock::now();
+
+    void lap(Decoder::Operator op) {
+        const auto now = Clock::now();
+        seconds[op] += std::chrono::duration<double>(now - last).count();
+        last = now;
+    }
+};
+
+void apply(const Projection& projection, const void* x, void* y, DType type, int64_t tokens) {
+    const PackedLinear& weight = *projection.weight;
+    projection.set->linear(weight, x, weight.k, y, weight.n, type, tokens);
+}
+
+}  // namespace
+
+const char* const Decoder::kOperatorNames[kOperators] = {"embedding", "norms", "qkv",        "heads", "attention",
+                                                         "o",         "gate_up", "activation", "down"};
+
+// A step's intermediate results, each [tokens, ...] and contiguous.
+struct Decoder::Workspace {
+    void* x;        // [hidden]: the residual stream
+    void* y;        // [hidden]: what has been normed, then what is to be added
+    void* wide;     // q, k and v; gate and up
+    void* context;  // attention's output; the activation's
+};
+
+Decoder::~Decoder() { std::free(memory_); }
+
+Decoder::Workspace Decoder::workspace(int64_t tokens) {
+    int64_t wide = 0, context = 0;
+    for (const DecoderLayer& layer : layers_) {
+        wide = std::max({wide, layer.qkv.weight->n, layer.gate_up.weight->n});
+        context = std::max({context, layer.o.weight->k, layer.down.weight->k});
+    }
+    const auto bytes = [&](int64_t columns) {
+        return (size_t(tokens) * columns * item_size(shape_.type) + 4095) / 4096 * 4096;
+    };
+    const size_t needed = 2 * bytes(shape_.hidden) + bytes(wide) + bytes(context);
+    if (needed > bytes_) {
+        std::free(memory_);
+        memory_ = static_cast<char*>(std::aligned_alloc(4096, needed));
+        bytes_ = memory_ ? needed : 0;
+        if (!memory_) throw std::bad_alloc();
+    }
+    char* y = memory_ + bytes(shape_.hidden);
+    char* rows = y + bytes(shape_.hidden);
+    return {memory_, y, rows, rows + bytes(wide)};
+}
+
+void Decoder::run(const DecoderStep& step) {
+    const int64_t tokens = step.tokens, hidden = shape_.hidden;
+    const DType type = shape_.type;
+    check_range("token id", step.token_ids, tokens, shape_.vocab);
+    check_range("position", step.positions, tokens, step.max_positions);
+    const Workspace at = workspace(tokens);
+    const Kernels& set = kernels();
+    const size_t head_bytes = shape_.head_dim * item_size(type);
+    const int64_t head_dim = shape_.head_dim, row = (shape_.heads + 2 * shape_.kv_heads) * head_dim;
+    char* const qkv = static_cast<char*>(at.wide);
+    char* const keys = qkv + shape_.heads * head_bytes;
+    char* const values = keys + shape_.kv_heads * head_bytes;
+
+    Stopwatch watch{seconds_};
+    set.embed(embedding_, step.token_ids, shape_.embedding_scale, at.x, type, tokens, hidden);
+    watch.lap(kEmbed);
+    set.rms_norm(at.x, hidden, 0, layers_.front().input_norm, shape_.eps, at.y, type, tokens, 1, hidden);
+    watch.lap(kNorm);
+    for (size_t i = 0; i < layers_.size(); ++i) {
+        const DecoderLayer& layer = layers_[i];
+        const GroupTables& group = step.groups[layer.group];
+        const LayerCache& cache = step.caches[i];
+        const AngleTable angles = layer.rope < 0 ? AngleTable{nullptr, nullptr, 0} : step.angles[layer.rope];
+
+        apply(layer.qkv, at.y, qkv, type, tokens);
+        watch.lap(kQkv);
+        set.prepare_heads({qkv, shape_.heads, layer.q_norm, layer.k_norm, shape_.eps, angles.cos, angles.sin, angles.half,
+                           step.positions,
+                           {keys, values, type, row, head_dim, row, head_dim, cache.key, cache.value, cache.type, group.slots,
+                            tokens, shape_.kv_heads, shape_.head_dim, cache.block_size}});
+        watch.lap(kHeads);
+        set.attend({qkv, type, row, head_dim, at.context, nullptr, cache.key, cache.value, cache.type, group.tables,
+                    group.stride, step.query_start, step.context_lens, step.positions, nullptr, nullptr, step.rows,
+                    shape_.heads, shape_.kv_heads, shape_.head_dim, cache.block_size, shape_.scale, layer.window,
+                    shape_.soft_cap});
+        watch.lap(kAttention);
+        apply(layer.o, at.context, at.y, type, tokens);
+        watch.lap(kO);
+        set.add_norm(at.x, at.y, layer.post_attention_norm, layer.pre_mlp_norm, shape_.eps, at.y, type, tokens, hidden);
+        watch.lap(kNorm);
+        apply(layer.gate_up, at.y, at.wide, type, tokens);
+        watch.lap(kGateUp);
+        set.gated(at.wide, layer.gate_up.weight->n, at.context, type, shape_.activation, tokens, layer.down.weight->k);
+        watch.lap(kActivation);
+        apply(layer.down, at.context, at.y, type, tokens);
+        watch.lap(kDown);
+        const bool last = i + 1 == layers_.size();
+        set.add_norm(at.x, at.y, layer.post_mlp_norm, last ? final_norm_ : layers_[i + 1].input_norm, shape_.eps,
+                     last ? step.output : at.y, type, tokens, hidden);
+        watch.lap(kNorm);
+    }
+}
+
+}  // namespace pagemill

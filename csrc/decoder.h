@@ -1,0 +1,102 @@
+// One step of a dense decoder as one call: embedding, all layers, final norm, over the rows of a batch. It runs the kernels
+// in the order, and rounds between them to the dtypes, of the torch executor (models/decoder.py), whose bits it has.
+#pragma once
+
+#include "kernels.h"
+
+#include <vector>
+
+namespace pagemill {
+
+// A packed weight, and the kernels that know its format.
+struct Projection {
+    const PackedLinear* weight;
+    const Kernels* set;
+};
+
+// Weights are the caller's. Norms fp32: [hidden], those of queries and keys [head_dim]; null where the model has none.
+struct DecoderLayer {
+    const float* input_norm;
+    Projection qkv, o;  // qkv: rows of q, then k, then v
+    const float* pre_mlp_norm;
+    Projection gate_up, down;  // gate_up: gate rows first
+    const float *q_norm, *k_norm, *post_attention_norm, *post_mlp_norm;
+    int rope;        // index into a step's angles; -1: without positions
+    int group;       // index into a step's groups
+    int64_t window;  // 0: none
+};
+
+struct DecoderShape {
+    int64_t vocab, hidden;
+    int heads, kv_heads, head_dim;
+    DType type;  // of weights in `embedding`, and of all that is passed from operator to operator
+    float eps;
+    Activation activation;
+    float scale, soft_cap;  // soft_cap 0: none
+    float embedding_scale;  // rounded to `type`
+};
+
+struct LayerCache {
+    CacheView key, value;
+    DType type;
+    int block_size;
+};
+
+// cos and sin by position, [positions, half] fp32 each.
+struct AngleTable {
+    const float *cos, *sin;
+    int64_t half;
+};
+
+// A layer group's part of a step.
+struct GroupTables {
+    const int32_t* tables;  // [rows, ...]
+    int64_t stride;
+    const int64_t* slots;  // [tokens]
+};
+
+// A step's batch, as in attention/interface.py.
+struct DecoderStep {
+    const int64_t* token_ids;  // [tokens]
+    const int64_t* positions;  // [tokens], each below max_positions
+    int64_t tokens, max_positions;
+    const int32_t *query_start, *context_lens;  // [rows + 1], [rows]
+    int rows;
+    std::vector<GroupTables> groups;
+    std::vector<AngleTable> angles;
+    std::vector<LayerCache> caches;  // by layer
+    void* output;                    // [tokens, hidden], dtype of the shape
+};
+
+class Decoder {
+  public:
+    enum Operator { kEmbed, kNorm, kQkv, kHeads, kAttention, kO, kGateUp, kActivation, kDown, kOperators };
+    static const char* const kOperatorNames[kOperators];
+
+    Decoder(const DecoderShape& shape, const void* embedding, const float* final_norm)
+        : shape_(shape), embedding_(embedding), final_norm_(final_norm) {}
+    ~Decoder();
+    Decoder(const Decoder&) = delete;
+
+    void add_layer(const DecoderLayer& layer) { layers_.push_back(layer); }
+    // The caller holds `Exclusive`. Throws std::out_of_range for a token id or position outside its table, before anything
+    // is written, and std::bad_alloc.
+    void run(const DecoderStep& step);
+    // Seconds spent in each operator since the decoder was made.
+    const double* seconds() const { return seconds_; }
+
+  private:
+    struct Workspace;
+
+    Workspace workspace(int64_t tokens);
+
+    DecoderShape shape_;
+    const void* embedding_;
+    const float* final_norm_;
+    std::vector<DecoderLayer> layers_;
+    char* memory_ = nullptr;  // kept between steps
+    size_t bytes_ = 0;
+    double seconds_[kOperators] = {};
+};
+
+}  // namespace pagemill

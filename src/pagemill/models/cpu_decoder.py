@@ -1,0 +1,116 @@
+"""The decoder on CPU as one call: the C++ executor (csrc/decoder.h) behind `Decoder`'s interface, with its bits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagemill import _kernels
+from pagemill.attention.cpu_backend import CpuAttention
+from pagemill.attention.interface import AttentionBatch, LayerCache
+from pagemill.models.decoder import Decoder, LayerCaches
+from pagemill.models.spec import DecoderSpec
+from pagemill.models.weights import DecoderWeights, GatedMLP, LayerWeights
+from pagemill.ops.cpu_ops import ACTIVATIONS, CpuLinear, CpuOps, check_vector, dtype_code
+from pagemill.ops.interface import Linear
+
+
+class CpuDecoder(Decoder):
+    """For dense decoders whose weights `CpuOps` packed. `forward` checks shapes in O(layers); the kernels trust it."""
+
+    executor = "one call per step"
+
+    def __init__(
+        self, spec: DecoderSpec, weights: DecoderWeights, ops: CpuOps, attention: CpuAttention, dtype: torch.dtype
+    ) -> None:
+        super().__init__(spec, weights, ops, attention, dtype)
+        self._caches: list[LayerCache] = []
+        self._native_caches: list[_kernels.Cache] = []
+        self._native_attention = attention
+        hidden = spec.hidden_size
+        if weights.embedding.shape != (spec.vocab_size, hidden) or not weights.embedding.is_contiguous():
+            raise ValueError(f"the embedding is {tuple(weights.embedding.shape)}, not [{spec.vocab_size}, {hidden}]")
+        self._native = _kernels.Decoder(
+            weights.embedding.data_ptr(), spec.vocab_size, hidden, _address(weights.final_norm, hidden), spec.num_heads,
+            spec.num_kv_heads, spec.head_dim, dtype_code(weights.embedding), spec.norm_eps,
+            ACTIVATIONS[spec.activation], spec.scale, spec.attention_soft_cap or 0.0, self._embedding_scale.item(),
+        )  # fmt: skip
+        for index, layer in enumerate(weights.layers):
+            self._add_layer(index, layer)
+
+    @torch.inference_mode()
+    def forward(self, token_ids: Tensor, batch: AttentionBatch, pool: LayerCaches) -> Tensor:
+        """As `Decoder.forward`. Raises IndexError for a token id that is not in the vocabulary."""
+        tokens, rows = token_ids.shape[0], batch.context_lens.shape[0]
+        check_vector("token_ids", token_ids, torch.int64, tokens)
+        check_vector("positions", batch.positions, torch.int64, tokens)
+        check_vector("query_start", batch.query_start, torch.int32, rows + 1)
+        check_vector("context_lens", batch.context_lens, torch.int32, rows)
+        groups = []
+        for group in batch.groups:
+            tables = group.tables
+            if tables.dtype != torch.int32 or tables.shape[0] < rows or tables.stride(1) != 1:
+                raise ValueError(f"tables must be int32 [{rows}, entries], not {tables.dtype} {tuple(tables.shape)}")
+            check_vector("slots", group.slots, torch.int64, tokens)
+            groups.append((tables.data_ptr(), tables.stride(0), group.slots.data_ptr()))
+        angles = []
+        for table in self._angles:
+            table.reach(batch.max_context_len)
+            angles.append((table.cos.data_ptr(), table.sin.data_ptr(), table.cos.shape[1]))
+        output = torch.empty(tokens, self.spec.hidden_size, dtype=self.dtype)
+        self._native.run(
+            token_ids.data_ptr(), batch.positions.data_ptr(), tokens, batch.max_context_len,
+            batch.query_start.data_ptr(), batch.context_lens.data_ptr(), rows, groups, angles, self._layers_of(pool),
+            output.data_ptr(),
+        )  # fmt: skip
+        return output
+
+    def operator_seconds(self) -> dict[str, float]:
+        """Seconds spent in each operator of `forward` so far."""
+        return self._native.seconds
+
+    def _layers_of(self, pool: LayerCaches) -> list[_kernels.Cache]:
+        caches = [pool.layer(index) for index in range(len(self.spec.layers))]
+        known = self._caches
+        if len(caches) != len(known) or any(a is not b for a, b in zip(caches, known, strict=True)):
+            shape = (self.spec.num_kv_heads, self.spec.head_dim)
+            for cache in caches:
+                if (cache.key.shape[1], cache.key.shape[3]) != shape:
+                    raise ValueError(f"the pool has {tuple(cache.key.shape)} for {shape} (KV heads, head size)")
+            self._native_caches = [self._native_attention.native(cache) for cache in caches]
+            self._caches = caches
+        return self._native_caches
+
+    def _add_layer(self, index: int, weights: LayerWeights) -> None:
+        spec, layer = self.spec, self.spec.layers[index]
+        hidden, dim = spec.hidden_size, spec.head_dim
+        if not isinstance(weights.mlp, GatedMLP):
+            raise TypeError(f"layer {index} is a mixture of experts; the C++ executor runs dense layers")
+        queries, intermediate = spec.num_heads * dim, weights.mlp.down.in_features
+        self._native.add_layer(
+            _address(weights.input_norm, hidden),
+            _packed(weights.qkv, hidden, queries + 2 * spec.num_kv_heads * dim),
+            _packed(weights.o, queries, hidden),
+            _address(weights.pre_mlp_norm, hidden),
+            _packed(weights.mlp.gate_up, hidden, 2 * intermediate),
+            _packed(weights.mlp.down, intermediate, hidden),
+            _address(weights.q_norm, dim) if spec.qk_norm else 0,
+            _address(weights.k_norm, dim) if spec.qk_norm else 0,
+            _address(weights.post_attention_norm, hidden) if spec.post_norms else 0,
+            _address(weights.post_mlp_norm, hidden) if spec.post_norms else 0,
+            -1 if layer.rope is None else layer.rope,
+            self._group_of[index],
+            layer.window or 0,
+        )
+
+
+def _address(norm: Tensor | None, size: int) -> int:
+    if norm is None or norm.dtype != torch.float32 or norm.shape != (size,) or not norm.is_contiguous():
+        raise ValueError(f"a norm's weight must be contiguous float32 [{size}], not {norm}")
+    return norm.data_ptr()
+
+
+def _packed(linear: Linear, columns: int, rows: int) -> _kernels.Linear:
+    if not isinstance(linear, CpuLinear) or (linear.in_features, linear.out_features) != (columns, rows):
+        raise TypeError(f"{linear!r} must be packed by CpuOps and map {columns} to {rows} features")
+    return linear.packed

@@ -1,0 +1,26 @@
+"""Which executor a decoder gets."""
+
+from __future__ import annotations
+
+import torch
+
+from pagemill.attention.interface import AttentionBackend
+from pagemill.models.decoder import Decoder
+from pagemill.models.spec import DecoderSpec
+from pagemill.models.weights import DecoderWeights
+from pagemill.ops.interface import Ops
+
+
+def select_decoder(
+    spec: DecoderSpec, weights: DecoderWeights, ops: Ops, attention: AttentionBackend, dtype: torch.dtype
+) -> Decoder:
+    """Dense decoders on the CPU kernels run as one C++ call; others operator by operator from Python, with equal bits
+    on equal operators."""
+    if weights.embedding.is_cpu and not any(layer.moe for layer in spec.layers):
+        from pagemill.attention.cpu_backend import CpuAttention
+        from pagemill.models.cpu_decoder import CpuDecoder
+        from pagemill.ops.cpu_ops import CpuOps
+
+        if isinstance(ops, CpuOps) and isinstance(attention, CpuAttention):
+            return CpuDecoder(spec, weights, ops, attention, dtype)
+    return Decoder(spec, weights, ops, attention, dtype)

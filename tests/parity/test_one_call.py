@@ -1,0 +1,106 @@
+"""The C++ executor has the bits of the torch executor on the same operators: same weights, same steps."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from random_models import CASES, SIZES
+
+from harness import PagedSequences
+from pagemill.attention.select import select_attention
+from pagemill.models.cpu_decoder import CpuDecoder
+from pagemill.models.decoder import Decoder
+from pagemill.models.loading import load_model
+from pagemill.ops.select import select_ops
+
+BY_NAME = {case.name: case for case in CASES}
+DENSE = [case.name for case in CASES if case.name not in ("mixtral", "qwen3-moe")]
+
+
+def load(case, folder, dtype="float32"):
+    return load_model(
+        folder, ops=select_ops("cpu"), attention=select_attention("cpu"), dtype=dtype, max_model_len=case.max_model_len
+    ).decoder
+
+
+@pytest.fixture(params=DENSE)
+def case(request, tmp_path):
+    BY_NAME[request.param].save(tmp_path)
+    return BY_NAME[request.param]
+
+
+def hidden_states(forward, decoder, steps, prompts):
+    """Of every step in `steps`, run by `forward` on a pool of its own."""
+    sequences = PagedSequences(decoder, prompts, seed=3)
+    found = []
+    for work in steps:
+        token_ids, batch = sequences.batch(work)
+        found.append(forward(decoder, token_ids, batch, sequences.pool))
+        for row, count in work:
+            sequences.done[row] += count
+            sequences._release(row)
+    return found
+
+
+def steps_of(prompts):
+    """Prefill, chunks and single tokens in one batch, in changing order, until all prompts are through."""
+    done, steps, counts = [0] * len(prompts), [], (1, 30, 1, 7, 2, 16, 1)
+    while any(d < len(p) for d, p in zip(done, prompts, strict=True)):
+        rows = [row for row in range(len(prompts)) if done[row] < len(prompts[row])]
+        rows = rows[::-1] if len(steps) % 2 else rows
+        rows = rows if len(steps) % 3 else rows[:1]
+        work = [(r, min(len(prompts[r]) - done[r], counts[(len(steps) + i) % 7])) for i, r in enumerate(rows)]
+        for row, count in work:
+            done[row] += count
+        steps.append(work)
+    return steps
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_bits(case, dtype, tmp_path):
+    decoder = load(case, tmp_path, dtype)
+    assert type(decoder) is CpuDecoder
+    prompts = case.prompts()
+    for steps in (steps_of(prompts), [[(row, len(prompt)) for row, prompt in enumerate(prompts)]]):
+        ours = hidden_states(CpuDecoder.forward, decoder, steps, prompts)
+        theirs = hidden_states(Decoder.forward, decoder, steps, prompts)
+        for a, b in zip(ours, theirs, strict=True):
+            assert a.dtype == b.dtype == decoder.dtype
+            assert torch.equal(a, b)
+            assert bool(a.isfinite().all())
+
+
+@pytest.mark.parametrize("hidden", [72, 200])
+def test_bits_at_odd_sizes(hidden, tmp_path):
+    """Sizes that are no multiple of a vector, and heads whose halves are none either."""
+    case = BY_NAME["gemma3"]
+    odd = {"hidden_size": hidden, "intermediate_size": 90, "head_dim": 40}
+    changed = type(case)(case.name, case.model_type, {**case.settings, **odd}, {}, lengths=(33, 9, 1))
+    changed.save(tmp_path)
+    decoder = load(changed, tmp_path)
+    prompts = changed.prompts()
+    steps = steps_of(prompts)
+    ours = hidden_states(CpuDecoder.forward, decoder, steps, prompts)
+    for a, b in zip(ours, hidden_states(Decoder.forward, decoder, steps, prompts), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_experts_run_on_torch(tmp_path):
+    BY_NAME["mixtral"].save(tmp_path)
+    assert type(load(BY_NAME["mixtral"], tmp_path)) is Decoder
+
+
+def test_token_outside_the_vocabulary(tmp_path):
+    case = BY_NAME["mistral"]
+    case.save(tmp_path)
+    decoder = load(case, tmp_path)
+    for wrong in (-1, SIZES["vocab_size"]):
+        sequences = PagedSequences(decoder, [[5, wrong, 7]])
+        token_ids, batch = sequences.batch([(0, 3)])
+        with pytest.raises(IndexError, match=f"token id {wrong} is not in 0 .. {SIZES['vocab_size'] - 1}"):
+            decoder.forward(token_ids, batch, sequences.pool)
+        assert bool(sequences.pool.storage.isnan().all())  # nothing was written
+    sequences = PagedSequences(decoder, [[5, 6, 7]])
+    token_ids, batch = sequences.batch([(0, 3)])
+    with pytest.raises(ValueError, match="positions must be contiguous"):
+        decoder.forward(token_ids[:2], batch, sequences.pool)
