@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -10,6 +12,7 @@ from pagemill.errors import ConfigError, UnknownArgumentError
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+_INT64 = 2**63
 
 
 @suggest_arguments
@@ -44,6 +47,9 @@ class EngineConfig:
     """Recount the whole memory system after every step (slow; for debugging, also in production)."""
 
     def __post_init__(self) -> None:
+        self.tokenizer = None if self.tokenizer is None else os.fspath(self.tokenizer)
+        self.hf_overrides = {} if self.hf_overrides is None else self.hf_overrides
+        self._check_types()
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(
                 f"block_size is {self.block_size}; it must be one of {', '.join(map(str, BLOCK_SIZES))}",
@@ -58,6 +64,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1", param=name)
+        if not 0 <= self.ageing_s < math.inf:
+            raise ConfigError(f"ageing_s is {self.ageing_s}; it must be 0 or more seconds", param="ageing_s")
+        if not -_INT64 <= self.seed < _INT64:
+            raise ConfigError(f"seed is {self.seed}; it must fit into 64 bits: -2**63 to 2**63 - 1", param="seed")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs ({self.max_num_seqs}): a "
@@ -68,6 +78,28 @@ class EngineConfig:
         given = [name for name in ways if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} both size the KV pool; give one of them", param=given[1])
+
+    def _check_types(self) -> None:
+        """Before any value is compared, and before one goes to the engine process, which would not take it."""
+        kinds: dict[type | tuple[type, ...], tuple[str, tuple[str, ...]]] = {
+            int: ("an integer", ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_threads",
+                                 "kv_cache_memory_bytes", "seed")),
+            (int, float): ("a number", ("gpu_memory_utilization", "ageing_s")),
+            (int, float, str): ("bytes, a size or a share", ("kv_memory",)),
+            str: ("a text", ("dtype", "kv_cache_dtype", "device")),
+            dict: ("a dict", ("hf_overrides",)),
+        }  # fmt: skip
+        optional = {setting.name for setting in fields(self) if setting.default is None}
+        for kind, (wanted, names) in kinds.items():
+            for name in names:
+                value = getattr(self, name)
+                if value is None and name in optional:
+                    continue
+                if not isinstance(value, kind) or isinstance(value, bool):
+                    raise ConfigError(f"{name} is {value!r}; it must be {wanted}", param=name)
+        for name in ("enable_prefix_caching", "check_invariants"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False", param=name)
 
 
 def config_for(owner: str, model: str, settings: dict[str, Any]) -> EngineConfig:

@@ -122,3 +122,9 @@ def test_a_taken_port_is_refused_with_a_free_one():
 def test_an_address_of_another_machine_is_refused():
     with pytest.raises(ConfigError, match="choose another --host"):
         require_free_port("192.0.2.1", 8000)
+
+
+def test_a_port_that_can_not_be_is_wrong_usage():
+    result = run("serve", "smollm2-135m", "--port", "70000")
+    assert result.returncode == 2
+    assert "65535" in result.stderr

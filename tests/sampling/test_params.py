@@ -23,7 +23,7 @@ WRONG = {
     "repetition_penalty": [0.0, -1.0, 2.01, NAN, INF],
     "temperature": [-0.01, NAN, INF, "hot", True, None],
     "top_p": [0.0, -0.1, 1.01, NAN, "0.5"],
-    "top_k": [-2, 1.0, "5", True],
+    "top_k": [-2, 1.0, "5", True, 2**63],
     "min_p": [-0.01, 1.01, NAN],
     "seed": [2**63, -(2**63) - 1, 1.5, "1", True],
     "stop": [[""], [1], 5, ["a", ""], {"a": 1}],

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 def serve(
     model: ModelArgument,
     host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 takes any free one.")] = 8000,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 takes any free one.")
+    ] = 8000,
     served_model_name: Annotated[
         str | None, typer.Option("--served-model-name", help="The model's name in the API. Default: MODEL.")
     ] = None,

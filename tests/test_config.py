@@ -1,0 +1,41 @@
+"""Every setting of the wrong type or out of its range is an error that names it, before anything is loaded."""
+
+import pytest
+
+from pagemill.config import EngineConfig
+from pagemill.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("block_size", 17),
+        ("block_size", "16"),
+        ("max_num_seqs", 0),
+        ("max_num_seqs", "8"),
+        ("max_num_seqs", None),
+        ("max_num_batched_tokens", 5),
+        ("max_model_len", True),
+        ("num_threads", 0),
+        ("seed", 2**63),
+        ("seed", 1.5),
+        ("ageing_s", -1),
+        ("ageing_s", float("nan")),
+        ("ageing_s", float("inf")),
+        ("gpu_memory_utilization", "0.9"),
+        ("kv_memory", [1]),
+        ("dtype", "float8"),
+        ("kv_cache_dtype", None),
+        ("device", 0),
+        ("hf_overrides", "{}"),
+        ("enable_prefix_caching", "yes"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(name, value):
+    with pytest.raises(ConfigError, match=f"^{name} is ") as caught:
+        EngineConfig(model="m", **{name: value})
+    assert caught.value.param == name
+
+
+def test_no_overrides_may_be_said_with_none():
+    assert EngineConfig(model="m", hf_overrides=None).hf_overrides == {}
