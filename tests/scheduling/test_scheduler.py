@@ -263,6 +263,16 @@ def test_when_blocks_run_out_the_youngest_is_preempted_and_recomputed():
     assert list(bench.reasons) == [("r0", 0), ("r1", 0), ("r2", 0)]
 
 
+def test_a_sequence_that_waits_for_memory_counts_as_one_look_up():
+    bench = Bench(frames=6, block_size=4, max_num_seqs=4, budget=32)
+    bench.scheduler.add(make_request("runs", [1] * 4, 14, ignore_eos=True))
+    bench.scheduler.add(make_request("waits", [2] * 17, 2, ignore_eos=True))
+    bench.run()
+    assert bench.scheduler.preemptions == 0
+    assert bench.first_step["waits"] > 10
+    assert (bench.scheduler.prefix_queried_tokens, bench.scheduler.prefix_hit_tokens) == (21, 0)
+
+
 def test_what_can_never_fit_is_refused_at_once():
     bench = Bench(frames=4, block_size=4, max_num_seqs=2)
     with pytest.raises(RequestTooLargeError, match=r"may grow to 20 tokens, which takes 5 KV blocks .* the pool has 4"):

@@ -85,6 +85,7 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     prompt_tokens: int
     generated_tokens: int
     prefix_queried_tokens: int
+    """Tokens of admitted sequences that were looked up in the prefix cache; those that were found."""
     prefix_hit_tokens: int
     frames: int
     frames_free: int

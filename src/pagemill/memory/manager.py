@@ -41,10 +41,7 @@ class Shortage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """Frames now, and sums since the start. frames = frames_free + frames_cached + frames_active.
-
-    Tokens are those that `open` looked up, and found.
-    """
+    """Frames now, and sums since the start. frames = frames_free + frames_cached + frames_active."""
 
     frames: int
     frames_free: int
@@ -52,8 +49,6 @@ class MemoryStats:
     frames_active: int
     evictions: int
     copies: int
-    queried_tokens: int
-    hit_tokens: int
 
 
 class MemoryManager:
@@ -94,7 +89,7 @@ class MemoryManager:
         self._edits: dict[int, dict[int, int]] = {}
         self._drained = self._retired = -1
         self._now = 0.0
-        self._evictions = self._num_copies = self._queried = self._hits = 0
+        self._evictions = self._num_copies = 0
 
     # Tables come and go
 
@@ -114,8 +109,6 @@ class MemoryManager:
         for entries, first in zip(blocks, first_held, strict=True):
             self._hold(entries[first:])
         self._tables.add(table)
-        self._queried += len(token_ids)
-        self._hits += length
         return Opened(table, length)
 
     def peek(self, digests: Sequence[bytes], root: bytes) -> int:
@@ -319,8 +312,6 @@ class MemoryManager:
             frames_active=self.num_frames - free - cached,
             evictions=self._evictions,
             copies=self._num_copies,
-            queried_tokens=self._queried,
-            hit_tokens=self._hits,
         )
 
     def check(self) -> None:

@@ -79,6 +79,8 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_waiting = 0
         self.preemptions = 0
+        self.prefix_queried_tokens = 0
+        self.prefix_hit_tokens = 0
         self._eos = eos_token_ids
         self._ageing_s = ageing_s
         self._caching = enable_prefix_caching
@@ -188,10 +190,11 @@ class Scheduler:
         """Lets waiting sequences in while there is budget, a row and memory for the whole prompt."""
         budget = self.max_num_batched_tokens - sum(planned.values())
         while budget > 0 and (sequence := self._waiting.pop()) is not None:
-            if self._computed_elsewhere(sequence):
-                continue
             rows = sequence.request.params.n if sequence.forks_after_prompt else 1
-            if len(self._free_rows) < rows or not self._open(sequence, budget, now):
+            enough_rows = len(self._free_rows) >= rows
+            if enough_rows and self._computed_elsewhere(sequence):
+                continue
+            if not enough_rows or not self._open(sequence, budget, now):
                 self._waiting.push(sequence)
                 break
             sequence.row, *sequence.child_rows = (self._free_rows.pop() for _ in range(rows))
@@ -237,6 +240,8 @@ class Scheduler:
             sequence.num_cached_tokens = found
         if share:
             self._pending.add(sequence, found // self.memory.block_size)
+            self.prefix_queried_tokens += len(tokens)
+            self.prefix_hit_tokens += found
         return True
 
     def _shares_prefixes(self, sequence: Sequence) -> bool:
