@@ -77,15 +77,17 @@ class EngineCore:
         plan = self._scheduler.schedule(time.monotonic())
         if plan is None:
             return []
-        result = StepResult.failure(plan, StepFailedError("the step was interrupted"))
         try:
-            try:
-                self._runner.apply(plan)
-            except Exception as error:
-                result = StepResult.failure(plan, _failed(error))
-            else:
-                result = self._run(plan)
-        finally:
+            self._runner.apply(plan)
+            result = self._run(plan)
+        except BaseException as error:
+            # The plan's edits, which may concern rows outside it, are lost: no running sequence can go on.
+            failure, now = _failed(error), time.monotonic()
+            updates = self._scheduler.commit(StepResult.failure(plan, failure), now)
+            updates += self._scheduler.fail_running(failure, now)
+            if not isinstance(error, Exception):
+                raise
+        else:
             updates = self._scheduler.commit(result, time.monotonic())
         self._steps += 1
         if self.config.check_invariants:
@@ -146,5 +148,5 @@ class EngineCore:
         )
 
 
-def _failed(error: Exception) -> StepFailedError:
+def _failed(error: BaseException) -> StepFailedError:
     return StepFailedError(f"the model could not compute this request: {type(error).__name__}: {error}")

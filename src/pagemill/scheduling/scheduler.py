@@ -143,6 +143,10 @@ class Scheduler:
                 self._finish(sequence, now, "stop")
                 return
 
+    def fail_running(self, error: Exception, now: float) -> list[Update]:
+        """Ends every running sequence, because what the device holds of them can no longer be trusted."""
+        return [update for sequence in list(self._running) for update in self._fail(sequence, error, now)]
+
     # ------------------------------------------------------------------ schedule
 
     def schedule(self, now: float) -> StepPlan | None:
