@@ -9,6 +9,8 @@ import openai
 import pytest
 
 from pagemill.server.app import create_app
+from pagemill.server.completions import CompletionCall
+from pagemill.server.protocol import CompletionRequest
 
 MODEL = "smollm2-135m"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
@@ -260,6 +262,18 @@ def test_a_client_that_goes_away_gives_everything_back(served, kind):
                 http.post("/v1/completions", json=body, timeout=0.5)
     stats = served.wait_until_idle()
     assert 0 < stats.generated_tokens - generated < 2000
+
+
+def test_a_stream_that_nobody_reads_gives_everything_back_when_it_is_closed(served):
+    body = CompletionRequest(prompt="Once upon a time", max_tokens=2000, ignore_eos=True, stream=True)
+    generated = served.stats().generated_tokens
+
+    async def unread():
+        events = await CompletionCall(served.llm, body, MODEL).prepare_stream()
+        await events.aclose()
+
+    served.run(unread())
+    assert served.wait_until_idle().generated_tokens - generated < 1000
 
 
 def test_many_clients_at_the_same_time(client, served):

@@ -11,7 +11,7 @@ from pagemill.engine.outputs import Logprob, LogprobsOfPosition
 from pagemill.errors import PagemillError
 from pagemill.server.errors import error_response
 from pagemill.server.events import DONE, event
-from pagemill.server.generation import Generation
+from pagemill.server.generation import Generation, begin
 from pagemill.server.protocol import (
     AnswerMessage,
     ChatChoice,
@@ -60,12 +60,7 @@ class ChatCall:
     async def prepare_stream(self) -> AsyncGenerator[str, None]:
         """The events of the answer, once its first part is there: until then, errors are raised."""
         generation = await self._start()
-        try:
-            await generation.wait_for_first()
-        except BaseException:
-            await generation.close()
-            raise
-        return self._events(generation)
+        return await begin(self._events(generation), generation)
 
     async def _start(self) -> Generation:
         params = self._request.sampling_params()
@@ -76,6 +71,7 @@ class ChatCall:
     async def _events(self, generation: Generation) -> AsyncGenerator[str, None]:
         begun: set[int] = set()
         try:
+            yield ""  # for `begin`
             async for _, output in generation.deltas():
                 for new in output.outputs:
                     if new.index not in begun:

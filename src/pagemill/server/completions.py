@@ -12,7 +12,7 @@ from pagemill.engine.outputs import LogprobsOfPosition
 from pagemill.errors import PagemillError
 from pagemill.server.errors import error_response
 from pagemill.server.events import DONE, event
-from pagemill.server.generation import Generation
+from pagemill.server.generation import Generation, begin
 from pagemill.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 
 
@@ -57,12 +57,7 @@ class CompletionCall:
     async def prepare_stream(self) -> AsyncGenerator[str, None]:
         """The events of the answer, once its first part is there: until then, errors are raised."""
         generation = await self._start()
-        try:
-            await generation.wait_for_first()
-        except BaseException:
-            await generation.close()
-            raise
-        return self._events(generation)
+        return await begin(self._events(generation), generation)
 
     async def _start(self) -> Generation:
         prompts: Sequence[str | list[int]] = self._request.prompts()
@@ -88,6 +83,7 @@ class CompletionCall:
         logprobs = [_Logprobs(self._request.logprobs) for _ in range(len(generation.streams) * self._num_choices)]
         begun: set[int] = set()
         try:
+            yield ""  # for `begin`
             async for position, output in generation.deltas():
                 for new in output.outputs:
                     index = position * self._num_choices + new.index

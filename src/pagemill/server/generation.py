@@ -134,3 +134,18 @@ class Generation:
             for task in waiting:
                 task.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
+
+
+async def begin(events: AsyncGenerator[str, None], generation: Generation) -> AsyncGenerator[str, None]:
+    """The events, once the first part of the answer is there; what is refused until then is raised.
+
+    `events` must yield once, anything, before its first event, inside the `try` that closes `generation`: closing a
+    generator that has not begun runs none of it, and whoever is handed these events may close them unread.
+    """
+    await anext(events)
+    try:
+        await generation.wait_for_first()
+    except BaseException:
+        await events.aclose()
+        raise
+    return events
