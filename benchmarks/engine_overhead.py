@@ -4,7 +4,8 @@
 
 For each number of running sequences, decode steps of the real model are timed by part, medians over the steps.
 "engine" is all that is neither the model's forward pass nor the sampler: scheduling, memory, table edits, batch arrays,
-outputs.
+outputs. Where the decoder runs as one call, a second table gives the model's time by operator, beside the time of
+reading the weights once at the bandwidth measured in the same run.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import time
 from collections import defaultdict
 from statistics import median
 
+import torch
+
 from pagemill.config import EngineConfig
 from pagemill.doctor import cpu_model
 from pagemill.engine.core import EngineCore
 from pagemill.engine.messages import EngineRequest
+from pagemill.models.cpu_decoder import CpuDecoder
 from pagemill.sampling.params import SamplingParams
 
 PROMPT_LEN = 64
@@ -52,11 +56,18 @@ def measure(core: EngineCore, spent, running: int) -> dict[str, float]:
     while core.stats().waiting or core.stats().generated_tokens < 3 * running + measure.before:
         core.step()
     parts = defaultdict(list)
+    decoder = core._runner._decoder
     for _ in range(STEPS - 10):
         spent.clear()
+        before = decoder.operator_seconds() if isinstance(decoder, CpuDecoder) else {}
         begin = time.perf_counter()
         core.step()
         total = time.perf_counter() - begin
+        spent["model"] = spent["forward"] + spent["head"]
+        for operator in before:
+            parts[operator].append(decoder.operator_seconds()[operator] - before[operator])
+        parts["head"].append(spent.pop("head"))
+        parts["forward"].append(spent.pop("forward"))
         for part in ("model", "sampler", "schedule", "apply", "commit"):
             parts[part].append(spent[part])
         parts["other"].append(total - sum(spent.values()))
@@ -72,6 +83,22 @@ def measure(core: EngineCore, spent, running: int) -> dict[str, float]:
 measure.before = 0
 
 
+def weight_bytes(decoder: CpuDecoder) -> int:
+    layers = decoder.weights.layers
+    linears = [linear for layer in layers for linear in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)]
+    return sum(linear.nbytes for linear in (*linears, decoder.weights.lm_head))
+
+
+def read_bandwidth() -> float:
+    """Bytes per second of reading 512 MiB, median of seven."""
+    buffer, times = torch.ones(1 << 27), []
+    for _ in range(7):
+        begin = time.perf_counter()
+        buffer.sum()
+        times.append(time.perf_counter() - begin)
+    return buffer.nbytes / median(times)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
@@ -80,15 +107,18 @@ def main() -> None:
     args = parser.parse_args()
     core = EngineCore(EngineConfig(model=args.model, max_num_seqs=max(args.running), max_model_len=512))
     spent: dict[str, float] = defaultdict(float)
-    timed(core._runner._decoder, "forward", "model", spent)
-    timed(core._runner._decoder, "logits", "model", spent)
+    decoder = core._runner._decoder
+    timed(decoder, "forward", "forward", spent)
+    timed(decoder, "logits", "head", spent)
     timed(core._runner._sampler, "sample", "sampler", spent)
     timed(core._scheduler, "schedule", "schedule", spent)
     timed(core._scheduler, "commit", "commit", spent)
     timed(core._runner, "apply", "apply", spent)
+    floor = weight_bytes(decoder) / read_bandwidth() * 1e3 if isinstance(decoder, CpuDecoder) else None
     rows = {running: measure(core, spent, running) for running in args.running}
     if args.json:
-        print(json.dumps({"cpu": cpu_model(), "python": platform.python_version(), "milliseconds": rows}, indent=2))
+        about = {"cpu": cpu_model(), "python": platform.python_version(), "weights_once_ms": floor}
+        print(json.dumps({**about, "milliseconds": rows}, indent=2))
         return
     columns = ["step", "model", "sampler", "schedule", "apply", "commit", "other", "engine"]
     print(f"{cpu_model()}, {core.ready.description}")
@@ -96,6 +126,12 @@ def main() -> None:
     print(f"{'running':>8}" + "".join(f"{c:>10}" for c in columns) + f"{'share':>9}")
     for running, row in rows.items():
         print(f"{running:>8}" + "".join(f"{row[c]:>10.3f}" for c in columns) + f"{row['share']:>9.1%}")
+    if floor is not None:
+        columns = [*decoder.operator_seconds(), "head", "forward"]
+        print(f"milliseconds by operator; reading all weights once takes {floor:.1f}")
+        print(f"{'running':>8}" + "".join(f"{c:>11}" for c in columns))
+        for running, row in rows.items():
+            print(f"{running:>8}" + "".join(f"{row[c]:>11.3f}" for c in columns))
 
 
 if __name__ == "__main__":
