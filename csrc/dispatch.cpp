@@ -63,8 +63,11 @@ struct Available {
 #if defined(PAGEMILL_AMX)
         if (bf16 && amx_bf16()) add(kernels_amx_bf16());
 #endif
-        if (bf16) add(kernels_avx512_bf16());
+        // Intel's cores multiply pairs at half the rate of fp32, AMD's at twice.
+        const bool slow_pairs = __builtin_cpu_is("intel");
+        if (bf16 && !slow_pairs) add(kernels_avx512_bf16());
         if (avx512) add(kernels_avx512());
+        if (bf16 && slow_pairs) add(kernels_avx512_bf16());
         if (avx2) add(kernels_avx2());
 #endif
         add(kernels_generic());

@@ -26,8 +26,8 @@ struct TileRows {
     int64_t row, step;
 };
 
-// c [2 * height][NR] (+)= two tiles of rows times `steps` steps of a panel.
-void amx_two_tiles(TileRows first, TileRows second, const char* b, int64_t steps, float* c, int height, bool add) {
+// c [2 * height][NR] (+)= two tiles of rows times `steps` steps of a panel. `ahead`: bytes to fetch ahead, or 0.
+void amx_two_tiles(TileRows first, TileRows second, const char* b, int64_t steps, float* c, int height, bool add, int64_t ahead) {
     constexpr int64_t kRow = NR * sizeof(float), kLine = NR * 2 * 2;
     float* below = c + height * NR;
     if (add) {
@@ -42,6 +42,7 @@ void amx_two_tiles(TileRows first, TileRows second, const char* b, int64_t steps
         _tile_zero(3);
     }
     for (int64_t s = 0; s < steps; ++s, b += kStepBytes) {
+        for (int64_t line = 0; ahead && line < kStepBytes; line += 64) __builtin_prefetch(b + ahead + line, 0, 2);
         _tile_loadd(6, b, kLine);
         _tile_loadd(4, first.data + s * first.step, first.row);
         _tile_dpbf16ps(0, 4, 6);
@@ -57,7 +58,7 @@ void amx_two_tiles(TileRows first, TileRows second, const char* b, int64_t steps
     _tile_stored(3, below + W, kRow);
 }
 
-// c [height][NP * NR] (+)= one tile of rows times NP panels, which lie b_panel bytes apart. `ahead`: bytes to fetch ahead.
+// c [height][NP * NR] (+)= one tile of rows times NP panels, which lie b_panel bytes apart.
 template <int NP>
 void amx_one_tile(TileRows x, const char* b, int64_t b_panel, int64_t steps, float* c, bool add, int64_t ahead) {
     constexpr int64_t kRow = NP * NR * sizeof(float), kLine = NR * 2 * 2;
@@ -139,10 +140,12 @@ struct AmxRun {
         for (int64_t s = 0; s < steps; s += chunk) {
             const int64_t length = lesser(chunk, steps - s);
             const char* b = panel_at(panel) + s * kStepBytes;
+            // More rows leave the memory time to follow by itself, and fetching would be in the way of x.
+            const int64_t ahead = tile_end - tile_begin <= 2 ? kAheadBytes : 0;
             for (int64_t t = tile_begin; t < tile_end; t += 2) {
                 float* out = c + (chunk < steps ? (t - tile_begin) * height() * NR : 0);
                 const bool two = t + 1 < tile_end;
-                if (two) amx_two_tiles(rows(t, s), rows(t + 1, s), b, length, out, height(), s > 0);
+                if (two) amx_two_tiles(rows(t, s), rows(t + 1, s), b, length, out, height(), s > 0, ahead);
                 else amx_one_tile<1>(rows(t, s), b, 0, length, out, s > 0, 0);
                 if (s + length < steps) continue;
                 write(out, NR, panel, t);

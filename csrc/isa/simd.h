@@ -26,6 +26,14 @@ INLINE F load(const bf16* p) {
 INLINE F load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 INLINE void store(float* p, F x) { _mm512_storeu_ps(p, x.v); }
 INLINE void store(bf16* p, F x) {
+#if defined(__AVX512BF16__)
+    // The instruction takes subnormals for zero.
+    constexpr int kSubnormal = 0x20;
+    if (__builtin_expect(_mm512_fpclass_ps_mask(x.v, kSubnormal) == 0, 1)) {
+        _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x.v));
+        return;
+    }
+#endif
     __m512i u = _mm512_castps_si512(x.v);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));
     __m512i r = _mm512_srli_epi32(_mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);

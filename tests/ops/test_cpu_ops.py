@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -59,7 +62,7 @@ def test_linear_equals_fp64(ops: CpuOps, n: int, k: int, weight_dtype: torch.dty
         weight = torch.randn(n, k).to(weight_dtype)
         bias = torch.randn(n) if m % 2 else None
         linear = ops.pack_linear(weight, bias)
-        for dtype in DTYPES if m in (1, 15) else (torch.float32,):
+        for dtype in DTYPES if m in (1, 15) else {torch.float32, weight_dtype}:
             x = torch.randn(m, k + 3).to(dtype)[:, 1 : k + 1]  # strided rows
             exact = x.double() @ weight.double().T + (0 if bias is None else bias.double())
             bound = EPS[torch.float32] * k * (x.double().abs() @ weight.double().abs().T + 1) + EPS[dtype] * exact.abs()
@@ -68,16 +71,19 @@ def test_linear_equals_fp64(ops: CpuOps, n: int, k: int, weight_dtype: torch.dty
             assert ((y.double() - exact).abs() <= bound).all()
 
 
-@pytest.mark.parametrize("weight_dtype", DTYPES)
-def test_a_rows_linear_depends_on_no_other_row_nor_thread(ops: CpuOps, weight_dtype: torch.dtype) -> None:
-    n, k = 200, 1100  # more than one piece of k, panels that do not come in pairs
+@pytest.mark.parametrize("k", [1100, 1536, 1055])
+@pytest.mark.parametrize(("weight_dtype", "dtype"), [(d, torch.float32) for d in DTYPES] + [(torch.bfloat16,) * 2])
+def test_a_rows_linear_depends_on_no_other_row_nor_thread(
+    ops: CpuOps, weight_dtype: torch.dtype, dtype: torch.dtype, k: int
+) -> None:
+    n = 200  # panels that do not come in pairs; k: more than one piece, whole and broken steps
     linear = ops.pack_linear(torch.randn(n, k).to(weight_dtype), torch.randn(n))
-    x = torch.randn(300, k)
+    x = torch.randn(300, k).to(dtype)
     _kernels.set_num_threads(1)
     whole = linear(x)
     _kernels.set_num_threads(2)
     assert torch.equal(linear(x), whole)
-    for count in (1, 2, 3, 5, 6, 7, 8, 13, 14, 15, 28, 31, 64, 253, 299):
+    for count in (1, 2, 3, 5, 6, 7, 8, 13, 14, 15, 16, 17, 28, 31, 32, 33, 64, 253, 257, 299):
         begin = int(torch.randint(0, 300 - count + 1, ()))
         assert torch.equal(linear(x[begin : begin + count]), whole[begin : begin + count]), count
 
@@ -101,15 +107,34 @@ def test_linear_does_not_keep_the_weight(ops: CpuOps) -> None:
     assert 64 * 32 * 4 <= linear.nbytes <= 64 * 32 * 4 + 4096
 
 
-def test_a_nan_in_one_row_stays_there(ops: CpuOps) -> None:
-    linear = ops.pack_linear(torch.randn(40, 30))
-    x = torch.randn(20, 30)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("k", [30, 64])
+def test_a_nan_in_one_row_stays_there(ops: CpuOps, dtype: torch.dtype, k: int) -> None:
+    linear = ops.pack_linear(torch.randn(40, k).to(dtype))
+    x = torch.randn(20, k).to(dtype)
     clean = linear(x)
-    x[7, 3] = float("nan")
-    y = linear(x)
-    assert y[7].isnan().all()
-    keep = torch.arange(20) != 7
-    assert torch.equal(y[keep], clean[keep])
+    for row in (0, 7, 10, 19):
+        poisoned = x.clone()
+        poisoned[row, 3] = float("nan")
+        y = linear(poisoned)
+        assert y[row].isnan().all()
+        keep = torch.arange(20) != row
+        assert torch.equal(y[keep], clean[keep])
+
+
+@pytest.mark.parametrize("k", [33, 64, 70])
+def test_what_lies_around_the_rows_is_not_used(ops: CpuOps, k: int) -> None:
+    """Strided bf16 rows among NaN, and scratch that earlier calls left full of it."""
+    weight = torch.randn(50, k).bfloat16()
+    linear = ops.pack_linear(weight)
+    for m in (1, 3, 17, 40):
+        around = torch.full((m, k + 40), float("nan"), dtype=torch.bfloat16)
+        ops.pack_linear(torch.randn(8, k).bfloat16())(around[:, :k])
+        x = around[:, 8 : 8 + k]
+        x.copy_(torch.randn(m, k))
+        y = linear(x)
+        assert torch.equal(y, linear(x.contiguous()))
+        close(y, x.double() @ weight.double().T, torch.bfloat16, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -125,10 +150,10 @@ def test_elementwise_operators_equal_torch_in_fp64(ops: CpuOps, dtype: torch.dty
         close(ops.gated(x, "gelu_tanh"), torch.nn.functional.gelu(gate, approximate="tanh") * up, dtype)
 
 
-def close(y: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
+def close(y: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype, atol: float = 2e-6) -> None:
     assert y.dtype == dtype
     assert y.shape == exact.shape
-    torch.testing.assert_close(y.double(), exact, rtol=2 * EPS[dtype] + 2e-6, atol=2e-6)
+    torch.testing.assert_close(y.double(), exact, rtol=2 * EPS[dtype] + 2e-6, atol=atol)
 
 
 def test_rms_norm_of_heads_in_a_strided_view(ops: CpuOps) -> None:
@@ -184,6 +209,15 @@ def test_threads_and_instruction_sets_are_checked() -> None:
     with pytest.raises(ValueError, match="mmx"):
         _kernels.use_isa("mmx")
     assert default_num_threads() >= 1
+
+
+@pytest.mark.parametrize("isa", _kernels.available_isas())
+def test_the_environment_forces_an_instruction_set(isa: str) -> None:
+    code = "from pagemill.ops.select import select_ops; print(select_ops('cpu').name)"
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PAGEMILL_ISA": isa}, capture_output=True, text=True
+    )
+    assert run.stdout.startswith(f"cpu-{isa}-"), run.stderr
 
 
 def test_the_name_tells_the_instruction_set(ops: CpuOps) -> None:
