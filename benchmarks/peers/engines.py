@@ -50,7 +50,10 @@ ENGINES = {
     "vllm-bf16-compiled": _vllm("bfloat16"),
     "openvino": _openvino(),
     "openvino-f32": _openvino(INFERENCE_PRECISION_HINT="f32"),
-    "transformers": EngineSetup("transformers", "transformers", "float32", {"dtype": "float32"}),
+    # 256 pages of 256 tokens: room for every workload. By default it takes most of the machine's memory, and is slower.
+    "transformers": EngineSetup(
+        "transformers", "transformers", "float32", {"dtype": "float32", "batching": {"num_blocks": 256}}
+    ),
 }
 
 

@@ -15,7 +15,10 @@ class Engine:
             model["checkpoint"], dtype=getattr(torch, settings["dtype"]), attn_implementation="paged|sdpa"
         )
         config = transformers.GenerationConfig(do_sample=False, eos_token_id=-1)
-        self.manager = self.model.init_continuous_batching(generation_config=config)
+        batching = transformers.ContinuousBatchingConfig(**settings["batching"])
+        self.manager = self.model.init_continuous_batching(
+            generation_config=config, continuous_batching_config=batching
+        )
         self.manager.start()
         self.description = f"transformers {transformers.__version__} continuous batching, {settings}"
         self._started = 0
