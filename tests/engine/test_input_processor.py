@@ -125,6 +125,7 @@ def test_the_longest_prompt_and_the_longest_answer_fit(inputs):
 def test_a_list_of_integers_is_one_prompt():
     assert as_list_of_prompts([1, 2]) == [[1, 2]]
     assert as_list_of_prompts([[1], [2]]) == [[1], [2]]
+    assert [list(prompt) for prompt in as_list_of_prompts(np.array([1, 2]))] == [[1, 2]]
     assert as_list_of_prompts("ab") == ["ab"]
     assert as_list_of_prompts({"prompt": "a"}) == [{"prompt": "a"}]
     assert as_list_of_prompts([]) == []

@@ -10,6 +10,7 @@ import operator
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, TypeAlias
 
 from pagemill.engine.messages import EngineReady, EngineRequest
@@ -191,7 +192,7 @@ def as_list_of_prompts(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
     listed: list[Prompt] = list(prompts)
-    if listed and all(isinstance(item, int) for item in listed):
+    if listed and all(isinstance(item, Integral) for item in listed):
         return [prompts]
     return listed
 

@@ -28,7 +28,7 @@ class SamplingParams:
 
     temperature 0 is greedy (and so is one below 1e-5); `n` must then be 1, for all sequences would be the same.
     `top_k` 0 or -1 is off. `seed` None or -1 takes one from the engine's own seed.
-    `max_tokens` None means: up to `max_model_len`. `n` sequences share one prefill.
+    `max_tokens` None means: up to `max_model_len`, or as far as the KV pool goes. `n` sequences share one prefill.
     `logprobs` and `prompt_logprobs` k give the k most likely tokens beside the token itself, at most `MAX_LOGPROBS`;
     0 gives the token's own. They are of the model's distribution, before any of these parameters changes it.
     `logit_bias` lies between -100 and 100. `stop` may be given as one string, and None stands for an empty list.
@@ -96,7 +96,7 @@ class SamplingParams:
         self._number("min_p", 0.0, 1.0, "0 switches it off")
         self._integer("top_k", low=-1, high=_INT64[1], way_out="0 or -1 switches it off")
         self._integer("seed", low=_INT64[0], high=_INT64[1], none=True, way_out="None takes one from the engine's seed")
-        self._integer("max_tokens", low=1, none=True, way_out="None goes on up to max_model_len")
+        self._integer("max_tokens", low=1, none=True, way_out="None goes on as far as fits")
         self._integer("min_tokens", low=0, way_out="0 switches it off")
         for name in ("logprobs", "prompt_logprobs"):
             self._integer(name, low=0, high=MAX_LOGPROBS, none=True, way_out="None gives none")

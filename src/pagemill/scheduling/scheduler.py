@@ -131,16 +131,16 @@ class Scheduler:
         self._waiting.push(sequence)
         self.num_waiting += 1
 
-    def abort(self, request_id: str, now: float) -> list[Update]:
+    def abort(self, request_id: str, now: float) -> None:
         """Ends all sequences of a request. Unknown ids are ignored."""
-        sequences = self._requests.get(request_id, [])
-        return [self._finish(sequence, now, "abort") for sequence in list(sequences)]
+        for sequence in list(self._requests.get(request_id, [])):
+            self._finish(sequence, now)
 
     def finish(self, request_id: str, index: int, now: float) -> None:
         """Ends one sequence whose stop the front end has seen. Unknown ones are ignored."""
         for sequence in self._requests.get(request_id, []):
             if sequence.index == index:
-                self._finish(sequence, now, "stop")
+                self._finish(sequence, now)
                 return
 
     def fail_running(self, error: Exception, now: float) -> list[Update]:
@@ -385,7 +385,7 @@ class Scheduler:
         elif len(sequence.tokens) >= sequence.request.max_len:
             reason = "length"
         if reason is not None:
-            self._finish(sequence, now, reason)
+            self._finish(sequence, now)
         return Update(sequence, token, logprobs, reason, stop_reason)
 
     # ----------------------------------------------------------------------- end
@@ -395,11 +395,11 @@ class Scheduler:
         if sequence.status is Status.FINISHED:
             return []
         lost = range(1, sequence.request.params.n) if sequence.child_rows else ()
-        self._finish(sequence, now, "error")
+        self._finish(sequence, now)
         ghosts = [Sequence(sequence.request, i, sequence.rank, [], status=Status.FINISHED) for i in lost]
         return [Update(s, None, None, "error", error=error) for s in [sequence, *ghosts]]
 
-    def _finish(self, sequence: Sequence, now: float, reason: str) -> Update:
+    def _finish(self, sequence: Sequence, now: float) -> None:
         if sequence.status is Status.WAITING:
             self.num_waiting -= 1
         else:
@@ -409,7 +409,6 @@ class Scheduler:
         siblings.remove(sequence)
         if not siblings:
             del self._requests[sequence.request.request_id]
-        return Update(sequence, None, None, reason)
 
     def _release(self, sequence: Sequence, now: float) -> None:
         """Takes a running sequence's row, blocks and claims away."""
