@@ -132,3 +132,15 @@ def test_a_request_that_can_never_fit_is_refused_and_the_engine_goes_on(make_eng
     ):
         core.add_request(request("big", prompts[0], SamplingParams(max_tokens=400)))
     assert drive(core, [request("small", prompts[0], GREEDY)]).last["small", 0].finish_reason == "length"
+
+
+def test_the_longest_sequence_is_what_the_pool_takes_and_no_token_more(make_engine, prompts):
+    core = make_engine(kv_memory="10MiB", max_model_len=None)
+    longest = core.ready.longest_sequence
+    assert longest == 14 * 16 + 1  # the last token needs no place
+    assert f"{longest} of max_model_len={core.ready.max_model_len} fit" in core.ready.description
+    room = longest - len(prompts[0])
+    core.add_request(request("fits", prompts[0], SamplingParams(max_tokens=room)))
+    with pytest.raises(RequestTooLargeError):
+        core.add_request(request("over", prompts[0], SamplingParams(max_tokens=room + 1)))
+    core.close()
