@@ -54,6 +54,9 @@ ENGINES = {
     "transformers": EngineSetup(
         "transformers", "transformers", "float32", {"dtype": "float32", "batching": {"num_blocks": 256}}
     ),
+    "transformers-static": EngineSetup(
+        "transformers_static", "transformers", "float32", {"dtype": "float32", "batch_size": 16}
+    ),
 }
 
 

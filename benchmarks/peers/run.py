@@ -146,7 +146,7 @@ def main() -> None:
     for name in engines:
         if not ENGINES[name].python.exists():
             raise SystemExit(
-                f"{name} is not installed; run: python -m benchmarks.peers.install {ENGINES[name].adapter}"
+                f"{name} is not installed; run: python -m benchmarks.peers.install {ENGINES[name].environment}"
             )
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     resolve_model(model_paths()["name"])
