@@ -355,3 +355,18 @@ def test_an_end_of_sequence_token_outside_the_vocabulary_touches_no_other_row():
     logits = torch.zeros(2, vocab)
     logits[0, 2], logits[:, 5] = 9.0, 3.0
     assert sampler.sample(logits, np.arange(2)).token_ids.tolist() == [5, 5]
+
+
+def test_penalties_count_every_token_of_a_long_answer():
+    """More distinct tokens than the counts have room for at first; told at once, as after a preemption, or one by one."""
+    params = params_of(temperature=0.0, frequency_penalty=1.0)
+    tokens = [i * i % 499 for i in range(400)]
+    sampler = sampler_with([(params, 1, (), tokens[:10]), (params, 1, (), tokens)], 500)
+    for token in tokens[10:]:
+        logits = torch.zeros(1, 500)
+        logits[0, token] = 1000.0
+        assert sampler.sample(logits, np.zeros(1, np.int64)).token_ids.tolist() == [token]
+    expected = -np.bincount(tokens, minlength=500).astype(np.float32)
+    logits = torch.zeros(2, 500)
+    sampler.sample(logits, np.arange(2))
+    np.testing.assert_array_equal(logits.numpy(), [expected, expected])

@@ -73,7 +73,8 @@ class RowConstraints:
         if self._tail_length:
             self._tail = [*self._tail, token][-self._tail_length :]
         if self.penalized:
-            self._seen_counts[self._see(token)] += 1.0
+            place = self._see(token)  # first: it may replace the arrays by longer ones
+            self._seen_counts[place] += 1.0
 
     def _see(self, token: int) -> int:
         place = self._place.get(token, -1)
