@@ -358,7 +358,7 @@ def test_an_end_of_sequence_token_outside_the_vocabulary_touches_no_other_row():
 
 
 def test_penalties_count_every_token_of_a_long_answer():
-    """More distinct tokens than the counts have room for at first; told at once, as after a preemption, or one by one."""
+    """More distinct tokens than the counts have room for at first; told at once, as after preemption, or one by one."""
     params = params_of(temperature=0.0, frequency_penalty=1.0)
     tokens = [i * i % 499 for i in range(400)]
     sampler = sampler_with([(params, 1, (), tokens[:10]), (params, 1, (), tokens)], 500)
