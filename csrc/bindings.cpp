@@ -45,6 +45,11 @@ struct Linear {
     ~Linear() { release(weight); }
     Linear(const Linear&) = delete;
 
+    void rows(Address ids, Address y, int64_t count) const {
+        Run run;
+        set.embed_packed(weight, at<int64_t>(ids), 1.0f, at<void>(y), count);
+    }
+
     void call(Address x, int64_t x_row, Address y, int64_t y_row, int type, int64_t rows) {
         Run run;
         set.linear(weight, at<void>(x), x_row, at<void>(y), y_row, dtype(type), rows);
@@ -89,11 +94,12 @@ struct Cache {
 using Group = std::tuple<Address, int64_t, Address>;
 using Angles = std::tuple<Address, Address, int64_t>;
 
+Projection projection(const Linear& linear) { return {&linear.weight, &linear.set}; }
+
 // The linears and norms of its layers belong to Python, which keeps them.
 void add_layer(Decoder& decoder, Address input_norm, const Linear& qkv, const Linear& o, Address pre_mlp_norm,
                const Linear& gate_up, const Linear& down, Address q_norm, Address k_norm, Address post_attention_norm,
                Address post_mlp_norm, int rope, int group, int64_t window) {
-    const auto projection = [](const Linear& linear) { return Projection{&linear.weight, &linear.set}; };
     decoder.add_layer({at<float>(input_norm), projection(qkv), projection(o), at<float>(pre_mlp_norm), projection(gate_up),
                        projection(down), at<float>(q_norm), at<float>(k_norm), at<float>(post_attention_norm),
                        at<float>(post_mlp_norm), rope, group, window});
@@ -154,17 +160,18 @@ NB_MODULE(_kernels, m) {
     nb::class_<Linear>(m, "Linear")
         .def(nb::init<Address, Address, int64_t, int64_t, int>(), "weight", "bias", "n", "k", "dtype")
         .def("__call__", &Linear::call)
+        .def("rows", &Linear::rows)
         .def_prop_ro("nbytes", [](const Linear& linear) { return linear.weight.bytes; });
     nb::class_<Cache>(m, "Cache")
         .def(nb::init<Address, const Strides&, Address, const Strides&, int, int, int, int>())
         .def("write", &Cache::write)
         .def("attend", &Cache::attend);
     nb::class_<Decoder>(m, "Decoder")
-        .def("__init__", [](Decoder* self, Address embedding, int64_t vocab, int64_t hidden, Address final_norm, int heads,
+        .def("__init__", [](Decoder* self, Address embedding, const Linear& head, int64_t vocab, int64_t hidden, Address final_norm, int heads,
                             int kv_heads, int head_dim, int type, float eps, int activation, float scale, float soft_cap,
                             float embedding_scale) {
             new (self) Decoder({vocab, hidden, heads, kv_heads, head_dim, dtype(type), eps, static_cast<Activation>(activation),
-                                scale, soft_cap, embedding_scale}, at<void>(embedding), at<float>(final_norm));
+                                scale, soft_cap, embedding_scale}, at<void>(embedding), projection(head), at<float>(final_norm));
         })
         .def("add_layer", &add_layer)
         .def("run", &run_step)

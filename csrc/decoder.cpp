@@ -85,7 +85,8 @@ void Decoder::run(const DecoderStep& step) {
     char* const values = keys + shape_.kv_heads * head_bytes;
 
     Stopwatch watch{seconds_};
-    set.embed(embedding_, step.token_ids, shape_.embedding_scale, at.x, type, tokens, hidden);
+    if (embedding_) set.embed(embedding_, step.token_ids, shape_.embedding_scale, at.x, type, tokens, hidden);
+    else tied_.set->embed_packed(*tied_.weight, step.token_ids, shape_.embedding_scale, at.x, tokens);
     watch.lap(kEmbed);
     set.rms_norm(at.x, hidden, 0, layers_.front().input_norm, shape_.eps, at.y, type, tokens, 1, hidden);
     watch.lap(kNorm);

@@ -73,8 +73,9 @@ class Decoder {
     enum Operator { kEmbed, kNorm, kQkv, kHeads, kAttention, kO, kGateUp, kActivation, kDown, kOperators };
     static const char* const kOperatorNames[kOperators];
 
-    Decoder(const DecoderShape& shape, const void* embedding, const float* final_norm)
-        : shape_(shape), embedding_(embedding), final_norm_(final_norm) {}
+    // The embedding [vocab, hidden] as a table, or null: the rows of `tied`.
+    Decoder(const DecoderShape& shape, const void* embedding, const Projection& tied, const float* final_norm)
+        : shape_(shape), embedding_(embedding), tied_(tied), final_norm_(final_norm) {}
     ~Decoder();
     Decoder(const Decoder&) = delete;
 
@@ -92,6 +93,7 @@ class Decoder {
 
     DecoderShape shape_;
     const void* embedding_;
+    Projection tied_;
     const float* final_norm_;
     std::vector<DecoderLayer> layers_;
     char* memory_ = nullptr;  // kept between steps

@@ -93,6 +93,8 @@ struct Kernels {
     void (*gated)(const void* x, int64_t x_row, void* y, DType type, Activation activation, int64_t rows, int64_t n);
     // y [tokens, n] = table [ids[token]] * scale, all of dtype `type`
     void (*embed)(const void* table, const int64_t* ids, float scale, void* y, DType type, int64_t tokens, int64_t n);
+    // The same from the rows of a packed weight, dtype of the weight; exactly what was packed.
+    void (*embed_packed)(const PackedLinear&, const int64_t* ids, float scale, void* y, int64_t tokens);
     // x [rows, n] += delta, which goes through a norm of its own first if post_norm is given; y = norm(x). All contiguous and
     // rounded to `type` in between; y may be delta.
     void (*add_norm)(void* x, const void* delta, const float* post_norm, const float* norm, float eps, void* y, DType type,

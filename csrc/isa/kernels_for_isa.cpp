@@ -32,7 +32,7 @@ template <int N> using Upto = typename UptoOf<N>::type;  // Sequence<0, ..., N -
 #define NAME_OF(x) #x
 #define NAME(x) NAME_OF(x)
 
-constexpr Kernels table{NAME(PAGEMILL_ISA), pack_linear, linear, attend, write_kv, rms_norm, rotate, gated, embed, add_norm,
+constexpr Kernels table{NAME(PAGEMILL_ISA), pack_linear, linear, attend, write_kv, rms_norm, rotate, gated, embed, embed_packed, add_norm,
                         prepare_heads, exp_all, tanh_all};
 
 }  // namespace

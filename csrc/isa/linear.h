@@ -288,6 +288,9 @@ void linear(const PackedLinear& weight, const void* x, int64_t x_row, void* y, i
     with_type(weight.type, [&](auto* t) { linear_typed<Pointee<decltype(t)>>(weight, x, x_row, y, y_row, type, m); });
 }
 
+// k that lie side by side in a panel.
+int64_t together(const PackedLinear& packed) { return kHasPairs && packed.type == DType::bf16 ? 2 : 1; }
+
 bool pack_linear(PackedLinear& packed, const void* weight, const float* bias) {
     const int64_t n = packed.n, k = packed.k, padded = packed_k(packed), panels = (n + NR - 1) / NR;
     const size_t bytes = (panels * NR * padded * item_size(packed.type) + 4095) / 4096 * 4096;
@@ -302,17 +305,36 @@ bool pack_linear(PackedLinear& packed, const void* weight, const float* bias) {
     }
     with_type(packed.type, [&](auto* t) {
         using T = Pointee<decltype(t)>;
-        const int64_t together = kHasPairs && packed.type == DType::bf16 ? 2 : 1;  // k that lie side by side
+        const int64_t beside = together(packed);
         auto pack = [&](int64_t panel, int) {
             T* out = (T*)packed.panels + panel * NR * padded;
             const int64_t filled = lesser<int64_t>(NR, n - panel * NR);
             if (filled < NR || padded > k) std::memset(out, 0, NR * padded * sizeof(T));
             for (int64_t i = 0; i < filled; ++i) {
                 const T* row = (const T*)weight + (panel * NR + i) * k;
-                for (int64_t j = 0; j < k; ++j) out[(j / together * NR + i) * together + j % together] = row[j];
+                for (int64_t j = 0; j < k; ++j) out[(j / beside * NR + i) * beside + j % beside] = row[j];
             }
         };
         parallel(panels, pack);
     });
     return true;
+}
+
+void embed_packed(const PackedLinear& packed, const int64_t* ids, float scale, void* y, int64_t tokens) {
+    with_type(packed.type, [&](auto* t) {
+        using T = Pointee<decltype(t)>;
+        const int64_t k = packed.k, beside = together(packed);
+        auto unpack = [&](int64_t token, int) {
+            const T* panel = (const T*)packed.panels + ids[token] / NR * NR * packed_k(packed);
+            T* out = (T*)y + token * k;
+            const int64_t i = ids[token] % NR;
+            for (int64_t j = 0; j < k; ++j) out[j] = panel[(j / beside * NR + i) * beside + j % beside];
+            for (int64_t j = 0; j < k; j += W) {
+                const int left = int(lesser<int64_t>(W, k - j));
+                if (left == W) store(out + j, load(out + j) * broadcast(scale));
+                else store_first(out + j, load_first(out + j, left) * broadcast(scale), left);
+            }
+        };
+        parallel(tokens, unpack);
+    });
 }

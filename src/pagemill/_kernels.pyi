@@ -23,6 +23,9 @@ def copy_frames(
 class Linear:
     def __init__(self, weight: int, bias: int, n: int, k: int, dtype: int) -> None: ...
     def __call__(self, x: int, x_row: int, y: int, y_row: int, dtype: int, rows: int) -> None: ...
+    def rows(self, ids: int, y: int, count: int) -> None:
+        """y [count, k] in the weight's dtype = weight[ids]; ids int64."""
+
     @property
     def nbytes(self) -> int: ...
 
@@ -75,11 +78,15 @@ class Cache:
     ) -> None: ...
 
 class Decoder:
-    """A dense decoder's step as one call (csrc/decoder.h). Keep what the addresses point to, and the linears."""
+    """A dense decoder's step as one call (csrc/decoder.h). Keep what the addresses point to, and the linears.
+
+    embedding 0: the rows of `head`.
+    """
 
     def __init__(
         self,
         embedding: int,
+        head: Linear,
         vocab: int,
         hidden: int,
         final_norm: int,

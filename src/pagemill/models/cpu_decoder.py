@@ -11,7 +11,7 @@ from pagemill.attention.interface import AttentionBatch, LayerCache
 from pagemill.models.decoder import Decoder, LayerCaches
 from pagemill.models.spec import DecoderSpec
 from pagemill.models.weights import DecoderWeights, GatedMLP, LayerWeights
-from pagemill.ops.cpu_ops import ACTIVATIONS, CpuLinear, CpuOps, check_vector, dtype_code
+from pagemill.ops.cpu_ops import ACTIVATIONS, DTYPES, CpuLinear, CpuOps, check_vector
 from pagemill.ops.interface import Linear
 
 
@@ -27,12 +27,13 @@ class CpuDecoder(Decoder):
         self._caches: list[LayerCache] = []
         self._native_caches: list[_kernels.Cache] = []
         self._native_attention = attention
-        hidden = spec.hidden_size
-        if weights.embedding.shape != (spec.vocab_size, hidden) or not weights.embedding.is_contiguous():
-            raise ValueError(f"the embedding is {tuple(weights.embedding.shape)}, not [{spec.vocab_size}, {hidden}]")
+        hidden, table = spec.hidden_size, weights.embedding
+        if table is not None and (table.shape != (spec.vocab_size, hidden) or not table.is_contiguous()):
+            raise ValueError(f"the embedding is {tuple(table.shape)}, not contiguous [{spec.vocab_size}, {hidden}]")
         self._native = _kernels.Decoder(
-            weights.embedding.data_ptr(), spec.vocab_size, hidden, _address(weights.final_norm, hidden), spec.num_heads,
-            spec.num_kv_heads, spec.head_dim, dtype_code(weights.embedding), spec.norm_eps,
+            0 if table is None else table.data_ptr(), _packed(weights.lm_head, hidden, spec.vocab_size),
+            spec.vocab_size, hidden, _address(weights.final_norm, hidden), spec.num_heads,
+            spec.num_kv_heads, spec.head_dim, DTYPES[dtype], spec.norm_eps,
             ACTIVATIONS[spec.activation], spec.scale, spec.attention_soft_cap or 0.0, self._embedding_scale.item(),
         )  # fmt: skip
         for index, layer in enumerate(weights.layers):

@@ -39,7 +39,7 @@ class Decoder:
         self.ops = ops
         self.attention = attention
         self.dtype = dtype
-        self.device = weights.embedding.device
+        self.device = weights.final_norm.device
         self.groups = group_layers([layer.window for layer in spec.layers])
         self._group_of = [self.groups.place(index)[0] for index in range(len(spec.layers))]
         self._angles = [AngleTable(rope, self.device) for rope in spec.ropes]
@@ -49,7 +49,8 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, token_ids: Tensor, batch: AttentionBatch, pool: LayerCaches) -> Tensor:
         """token_ids int64 [tokens], in the batch's order -> hidden states [tokens, hidden], final norm applied."""
-        x = self.weights.embedding[token_ids]
+        embedding = self.weights.embedding
+        x = self.weights.lm_head.rows(token_ids) if embedding is None else embedding[token_ids]
         if self.spec.embedding_scale != 1.0:
             x = x * self._embedding_scale
         angles = []

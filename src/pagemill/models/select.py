@@ -16,7 +16,7 @@ def select_decoder(
 ) -> Decoder:
     """Dense decoders on the CPU kernels run as one C++ call; others operator by operator from Python, with equal bits
     on equal operators."""
-    if weights.embedding.is_cpu and not any(layer.moe for layer in spec.layers):
+    if weights.final_norm.is_cpu and not any(layer.moe for layer in spec.layers):
         from pagemill.attention.cpu_backend import CpuAttention
         from pagemill.models.cpu_decoder import CpuDecoder
         from pagemill.ops.cpu_ops import CpuOps

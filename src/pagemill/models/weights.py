@@ -45,9 +45,12 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """embedding [vocab, hidden] in the model's dtype; lm_head: hidden -> vocab."""
+    """embedding [vocab, hidden] in the model's dtype; None where it is tied: the rows of lm_head.
 
-    embedding: Tensor
+    lm_head: hidden -> vocab.
+    """
+
+    embedding: Tensor | None
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     lm_head: Linear

@@ -82,6 +82,14 @@ class CpuLinear:
         self.packed(x.data_ptr(), x.stride(0), y.data_ptr(), self.out_features, dtype_code(x), rows)
         return y
 
+    def rows(self, ids: Tensor) -> Tensor:
+        check_vector("ids", ids, torch.int64, ids.numel())
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.out_features:
+            raise IndexError(f"ids {ids.tolist()} are not all in 0 .. {self.out_features - 1}")
+        y = torch.empty(ids.numel(), self.in_features, dtype=self.dtype)
+        self.packed.rows(ids.data_ptr(), y.data_ptr(), ids.numel())
+        return y
+
 
 class CpuOps:
     def __init__(self) -> None:

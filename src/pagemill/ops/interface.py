@@ -21,6 +21,10 @@ class Linear(Protocol):
         """x [tokens, in_features] -> [tokens, out_features], dtype of x, accumulated in fp32."""
         ...
 
+    def rows(self, ids: Tensor) -> Tensor:
+        """Rows of the weight as it was before packing: ids int64 [n] -> [n, in_features], dtype of the weight."""
+        ...
+
 
 class Ops(Protocol):
     name: str

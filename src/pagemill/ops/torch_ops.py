@@ -24,6 +24,9 @@ class TorchLinear:
     def __call__(self, x: Tensor) -> Tensor:
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
 
+    def rows(self, ids: Tensor) -> Tensor:
+        return self.weight[ids]
+
 
 class TorchOps:
     name = f"torch-{torch.__version__}"

@@ -51,12 +51,14 @@ class Assembler:
     def assemble(self) -> DecoderWeights:
         """Raises CorruptWeightsError (missing, wrong shape, not finite), UnsupportedModelError (dtype, unused)."""
         spec, names = self._spec, self._names
-        embedding = self._matrix((names.embedding,), (spec.vocab_size,), spec.hidden_size)
+        embedding: Tensor | None = self._matrix((names.embedding,), (spec.vocab_size,), spec.hidden_size)
+        if spec.tied_embeddings:
+            assert embedding is not None
+            lm_head = self._ops.pack_linear(embedding)
+            embedding = None
         layers = tuple(self._layer(index) for index in range(len(spec.layers)))
         final_norm = self._norm(names.final_norm, spec.hidden_size)
-        if spec.tied_embeddings:
-            lm_head = self._ops.pack_linear(embedding)
-        else:
+        if not spec.tied_embeddings:
             lm_head = self._linear((names.lm_head,), (spec.vocab_size,), spec.hidden_size)
         self._refuse_unused()
         return DecoderWeights(embedding, layers, final_norm, lm_head)
