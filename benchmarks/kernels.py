@@ -50,14 +50,22 @@ def cpu_name() -> str:
     return next((value.strip() for key, value in fields.items() if key.strip() == "model name"), "unknown")
 
 
-def ceilings(budget: float) -> tuple[float, float]:
-    """(fp32 GFLOP/s of the best large product by oneDNN or the own kernel, GB/s of reading 512 MiB)."""
+def ceilings(budget: float) -> tuple[dict[torch.dtype, float], float]:
+    """(GFLOP/s of the best large product by oneDNN or an own kernel, by dtype; GB/s of reading 512 MiB)."""
     size = 2048
-    a, b = torch.randn(size, size), torch.randn(size, size)
-    own = CpuOps().pack_linear(b)
-    best = min(seconds(lambda: packed_by_onednn(b, size)(a), budget), seconds(lambda: own(a), budget))
+    peaks = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        a, b = torch.randn(size, size).to(dtype), torch.randn(size, size).to(dtype)
+        onednn, own = packed_by_onednn(b, size), CpuOps().pack_linear(b)
+        best = min(seconds(lambda a=a, call=call: call(a), budget) for call in (onednn, own))
+        peaks[dtype] = 2 * size**3 / best / 1e9
     buffer = torch.ones(1 << 27)
-    return 2 * size**3 / best / 1e9, buffer.nbytes / seconds(lambda: buffer.sum(), budget) / 1e9
+    return peaks, buffer.nbytes / seconds(lambda: buffer.sum(), budget) / 1e9
+
+
+def bf16_isas() -> list[str]:
+    """The chosen instruction set, and those of this CPU that multiply bf16 as it is."""
+    return [_kernels.isa(), *(i for i in _kernels.available_isas() if i.endswith("bf16") and i != _kernels.isa())]
 
 
 def packed_by_onednn(weight: Tensor, rows: int) -> Callable[[Tensor], Tensor]:
@@ -65,28 +73,35 @@ def packed_by_onednn(weight: Tensor, rows: int) -> Callable[[Tensor], Tensor]:
     return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
 
 
-def bench_linear(budget: float, peak: float, bandwidth: float, quick: bool) -> None:
+def bench_linear(budget: float, peaks: dict[torch.dtype, float], bandwidth: float, quick: bool) -> None:
     print(
-        f"\n{'linear':28} {'us':>9} {'GFLOP/s':>8} {'of peak':>8} {'GB/s':>6} {'of read':>8} "
+        f"\n{'linear':42} {'us':>9} {'GFLOP/s':>8} {'of peak':>8} {'GB/s':>6} {'of read':>8} "
         f"{'F.linear':>9} {'oneDNN':>7}"
     )
+    chosen = _kernels.isa()
     for dtype in (torch.float32, torch.bfloat16):
+        isas = bf16_isas() if dtype == torch.bfloat16 else [chosen]
         for n, k in ((1536, 576), (576, 1536), (4096, 4096)):
             weight = torch.randn(n, k).to(dtype)
-            own = CpuOps().pack_linear(weight)
+            owns = {}
+            for isa in isas:
+                _kernels.use_isa(isa)
+                owns[isa] = CpuOps().pack_linear(weight)
             for rows in (1, 16, 256) if quick else (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
                 x = torch.randn(rows, k).to(dtype)
-                taken = seconds(lambda own=own, x=x: own(x), budget)
                 plain = seconds(lambda x=x, w=weight: linear(x, w), budget)
                 onednn = packed_by_onednn(weight, rows)
                 library = seconds(lambda onednn=onednn, x=x: onednn(x), budget)
-                flops, rate = 2 * rows * n * k / taken / 1e9, weight.nbytes / taken / 1e9
-                name = f"{str(dtype)[6:]} {n}x{k} rows {rows}"
-                print(
-                    f"{name:28} {taken * 1e6:9.1f} {flops:8.1f} {flops / peak:8.0%} {rate:6.1f} "
-                    f"{rate / bandwidth:8.0%} {plain / taken:8.2f}x {library / taken:6.2f}x",
-                    flush=True,
-                )
+                for isa, own in owns.items():
+                    taken = seconds(lambda own=own, x=x: own(x), budget)
+                    flops, rate = 2 * rows * n * k / taken / 1e9, weight.nbytes / taken / 1e9
+                    name = f"{isa} {str(dtype)[6:]} {n}x{k} rows {rows}"
+                    print(
+                        f"{name:42} {taken * 1e6:9.1f} {flops:8.1f} {flops / peaks[dtype]:8.0%} {rate:6.1f} "
+                        f"{rate / bandwidth:8.0%} {plain / taken:8.2f}x {library / taken:6.2f}x",
+                        flush=True,
+                    )
+    _kernels.use_isa(chosen)
 
 
 def paged(rows: list[tuple[int, int]], kv_heads: int, head_dim: int, dtype: torch.dtype, scatter: bool) -> tuple:
@@ -157,13 +172,14 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     _kernels.set_num_threads(options.threads)
     budget = 0.05 if options.quick else 0.3
-    peak, bandwidth = ceilings(budget)
+    peaks, bandwidth = ceilings(budget)
     print(f"{cpu_name()}, {options.threads} threads, kernels {_kernels.isa()}, torch {torch.__version__}")
     print(
-        f"ceilings: {peak:.0f} GFLOP/s fp32, {bandwidth:.1f} GB/s; columns F.linear, oneDNN, sdpa: their time over ours"
+        f"ceilings: {peaks[torch.float32]:.0f} GFLOP/s fp32, {peaks[torch.bfloat16]:.0f} bf16, {bandwidth:.1f} GB/s; "
+        f"attention's share is of fp32's; columns F.linear, oneDNN, sdpa: their time over ours"
     )
-    bench_linear(budget, peak, bandwidth, options.quick)
-    bench_attention(budget, peak, bandwidth, options.quick)
+    bench_linear(budget, peaks, bandwidth, options.quick)
+    bench_attention(budget, peaks[torch.float32], bandwidth, options.quick)
 
 
 if __name__ == "__main__":

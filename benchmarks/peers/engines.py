@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ class EngineSetup:
     environment: str | None
     precision: str
     settings: dict[str, Any] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
+    """Environment variables of its process."""
 
     @property
     def python(self) -> Path:
@@ -46,6 +48,10 @@ ENGINES = {
     "pagemill": EngineSetup("pagemill", None, "float32", {"dtype": "float32"}),
     "pagemill-bf16": EngineSetup("pagemill", None, "bfloat16", {"dtype": "bfloat16"}),
     "vllm": _vllm("float32", enforce_eager=True),
+    # Without a process of its own for the engine core: two cores may have better things to do than to pass messages.
+    "vllm-one-process": replace(
+        _vllm("float32", enforce_eager=True), variables={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    ),
     "vllm-bf16": _vllm("bfloat16", enforce_eager=True),
     "vllm-bf16-compiled": _vllm("bfloat16"),
     "openvino": _openvino(),
@@ -78,4 +84,4 @@ def process_environment(setup: EngineSetup) -> dict[str, str]:
             "VLLM_NO_USAGE_STATS": "1",
             "LD_PRELOAD": ":".join(str(library) for library in libraries if library.exists()),
         }
-    return environment
+    return environment | setup.variables
