@@ -2,11 +2,10 @@
 // one chain of them over k in ascending order, and its bits depend on its own row and column of the operands only. The
 // panels are those of pairs: 16 lines of a panel, two tiles wide, are 32 k.
 
-constexpr int64_t kStep = 32;         // k in a tile product
-constexpr int kTileHeight = 16;       // rows
-constexpr int kBlockTiles = 16;       // tiles whose rows of x stay in the second-level cache
-constexpr int64_t kTileChunk = 512;   // k in a panel's piece, if a panel has more than
-constexpr int64_t kWholePanel = 1024; // this
+constexpr int64_t kStep = 32;  // k in a tile product
+constexpr int kTileHeight = 16;
+constexpr int64_t kBlockTiles = 16;  // at most so many tiles' rows of x pass over a panel together,
+constexpr int64_t kBlockBytes = 1 << 20;  // or so many bytes of them: they stay in the second-level cache
 constexpr int64_t kStepBytes = kStep * NR * 2;  // of a panel
 
 // Tiles 0-3 accumulate, 4 and 5 hold x, 6 and 7 a panel's step.
@@ -26,21 +25,14 @@ struct TileRows {
     int64_t row, step;
 };
 
-// c [2 * height][NR] (+)= two tiles of rows times `steps` steps of a panel. `ahead`: bytes to fetch ahead, or 0.
-void amx_two_tiles(TileRows first, TileRows second, const char* b, int64_t steps, float* c, int height, bool add, int64_t ahead) {
+// c [2 * height][NR] = two tiles of rows times `steps` steps of a panel. `ahead`: bytes to fetch ahead, or 0.
+void amx_two_tiles(TileRows first, TileRows second, const char* b, int64_t steps, float* c, int height, int64_t ahead) {
     constexpr int64_t kRow = NR * sizeof(float), kLine = NR * 2 * 2;
     float* below = c + height * NR;
-    if (add) {
-        _tile_loadd(0, c, kRow);
-        _tile_loadd(1, c + W, kRow);
-        _tile_loadd(2, below, kRow);
-        _tile_loadd(3, below + W, kRow);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
     for (int64_t s = 0; s < steps; ++s, b += kStepBytes) {
         for (int64_t line = 0; ahead && line < kStepBytes; line += 64) __builtin_prefetch(b + ahead + line, 0, 2);
         _tile_loadd(6, b, kLine);
@@ -58,21 +50,14 @@ void amx_two_tiles(TileRows first, TileRows second, const char* b, int64_t steps
     _tile_stored(3, below + W, kRow);
 }
 
-// c [height][NP * NR] (+)= one tile of rows times NP panels, which lie b_panel bytes apart.
+// c [height][NP * NR] = one tile of rows times NP panels, which lie b_panel bytes apart.
 template <int NP>
-void amx_one_tile(TileRows x, const char* b, int64_t b_panel, int64_t steps, float* c, bool add, int64_t ahead) {
+void amx_one_tile(TileRows x, const char* b, int64_t b_panel, int64_t steps, float* c, int64_t ahead) {
     constexpr int64_t kRow = NP * NR * sizeof(float), kLine = NR * 2 * 2;
-    if (add) {
-        _tile_loadd(0, c, kRow);
-        _tile_loadd(1, c + W, kRow);
-        if (NP == 2) _tile_loadd(2, c + 2 * W, kRow);
-        if (NP == 2) _tile_loadd(3, c + 3 * W, kRow);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
     for (int64_t s = 0; s < steps; ++s, b += kStepBytes) {
         for (int p = 0; p < NP; ++p)
             for (int64_t line = 0; ahead && line < kStepBytes; line += 64)
@@ -100,21 +85,21 @@ struct AmxRun {
     TileRows x;
     int64_t tile_bytes;  // between tiles of packed rows; 0: rows lie where they were given
     bf16* y;
-    int64_t y_row, group;
+    int64_t y_row, group, block;  // panels and tiles in a task
     Tiles tiles;
     TileConfig config;
 
     int64_t panels() const { return (weight.n + NR - 1) / NR; }
     int height() const { return config.rows[0]; }
-    TileRows rows(int64_t tile, int64_t step) const {
-        return {x.data + (tile_bytes ? tile * tile_bytes : tiles.begin(tile) * x.row) + step * x.step, x.row, x.step};
+    TileRows rows(int64_t tile) const {
+        return {x.data + (tile_bytes ? tile * tile_bytes : tiles.begin(tile) * x.row), x.row, x.step};
     }
 
     void operator()(int64_t task, int thread) {
         const int64_t groups = (panels() + group - 1) / group;
         const int64_t first = task % groups * group, last = lesser(first + group, panels());
-        const int64_t tile_begin = task / groups * kBlockTiles, tile_end = lesser(tile_begin + kBlockTiles, tiles.count);
-        float* c = (float*)thread_scratch(thread, sizeof(float) * (tile_end - tile_begin + 1) * kTileHeight * NR);
+        const int64_t tile_begin = task / groups * block, tile_end = lesser(tile_begin + block, tiles.count);
+        float* c = (float*)thread_scratch(thread, sizeof(float) * 2 * kTileHeight * NR);
         _tile_loadconfig(&config);
         if (tiles.count == 1) few_rows(first, last, c);
         else for (int64_t panel = first; panel < last; ++panel) many_rows(panel, tile_begin, tile_end, c);
@@ -127,8 +112,8 @@ struct AmxRun {
         const int64_t steps = packed_k(weight) / kStep, panel_bytes = steps * kStepBytes;
         for (int64_t panel = first; panel < last;) {
             const int np = panel + 2 <= last ? 2 : 1;
-            if (np == 2) amx_one_tile<2>(rows(0, 0), panel_at(panel), panel_bytes, steps, c, false, kAheadBytes);
-            else amx_one_tile<1>(rows(0, 0), panel_at(panel), panel_bytes, steps, c, false, kAheadBytes);
+            if (np == 2) amx_one_tile<2>(rows(0), panel_at(panel), panel_bytes, steps, c, kAheadBytes);
+            else amx_one_tile<1>(rows(0), panel_at(panel), panel_bytes, steps, c, kAheadBytes);
             write(c, np * NR, panel, 0);
             panel += np;
         }
@@ -136,21 +121,14 @@ struct AmxRun {
 
     void many_rows(int64_t panel, int64_t tile_begin, int64_t tile_end, float* c) const {
         const int64_t steps = packed_k(weight) / kStep;
-        const int64_t chunk = (packed_k(weight) <= kWholePanel ? packed_k(weight) : kTileChunk) / kStep;
-        for (int64_t s = 0; s < steps; s += chunk) {
-            const int64_t length = lesser(chunk, steps - s);
-            const char* b = panel_at(panel) + s * kStepBytes;
-            // More rows leave the memory time to follow by itself, and fetching would be in the way of x.
-            const int64_t ahead = tile_end - tile_begin <= 2 ? kAheadBytes : 0;
-            for (int64_t t = tile_begin; t < tile_end; t += 2) {
-                float* out = c + (chunk < steps ? (t - tile_begin) * height() * NR : 0);
-                const bool two = t + 1 < tile_end;
-                if (two) amx_two_tiles(rows(t, s), rows(t + 1, s), b, length, out, height(), s > 0, ahead);
-                else amx_one_tile<1>(rows(t, s), b, 0, length, out, s > 0, 0);
-                if (s + length < steps) continue;
-                write(out, NR, panel, t);
-                if (two) write(out + height() * NR, NR, panel, t + 1);
-            }
+        // More rows leave the memory time to follow by itself, and fetching would be in the way of x.
+        const int64_t ahead = tile_end - tile_begin <= 2 ? kAheadBytes : 0;
+        for (int64_t t = tile_begin; t < tile_end; t += 2) {
+            const bool two = t + 1 < tile_end;
+            if (two) amx_two_tiles(rows(t), rows(t + 1), panel_at(panel), steps, c, height(), ahead);
+            else amx_one_tile<1>(rows(t), panel_at(panel), 0, steps, c, ahead);
+            write(c, NR, panel, t);
+            if (two) write(c + height() * NR, NR, panel, t + 1);
         }
     }
 
@@ -168,7 +146,7 @@ void linear_pairs(const PackedLinear& weight, const void* x, int64_t x_row, void
     const Tiles tiles(m, kTileHeight);
     const int height = int((m + tiles.count - 1) / tiles.count);
     const int64_t padded = packed_k(weight), row_bytes = x_row * 2;
-    AmxRun run{weight, {(const char*)x, row_bytes, kStep * 2}, 0, (bf16*)y, y_row, 0, tiles, TileConfig(height)};
+    AmxRun run{weight, {(const char*)x, row_bytes, kStep * 2}, 0, (bf16*)y, y_row, 0, 0, tiles, TileConfig(height)};
     if (padded > weight.k || (height > 8 && row_bytes % 1024 == 0)) {
         run.tile_bytes = height * padded * 2;
         run.x = {(const char*)caller_scratch(0, tiles.count * run.tile_bytes), kStep * 2, height * kStep * 2};
@@ -188,7 +166,8 @@ void linear_pairs(const PackedLinear& weight, const void* x, int64_t x_row, void
         if (tiles.count > 1) parallel(tiles.count, pack);
         else pack(0, 0);
     }
-    const int64_t blocks = (tiles.count + kBlockTiles - 1) / kBlockTiles;
+    run.block = lesser(kBlockTiles, greater<int64_t>(2, kBlockBytes / (height * padded * 2) / 2 * 2));
+    const int64_t blocks = (tiles.count + run.block - 1) / run.block;
     run.group = panels_in_task(run.panels(), blocks, tiles.count == 1);
     __asm__ volatile("" ::: "memory");  // the tile intrinsics do not tell the compiler what they read
     parallel((run.panels() + run.group - 1) / run.group * blocks, run);
