@@ -8,6 +8,7 @@ import torch
 
 from pagemill.engine.core import EngineCore
 from pagemill.engine.messages import EngineRequest, SequenceOutput
+from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.params import SamplingParams
 
 
@@ -17,10 +18,13 @@ def request(name: str, prompt: list[int], params: SamplingParams, **fields) -> E
 
 @dataclass
 class Run:
-    """By (request id, index): the tokens and what else came; by (request id, index, position): the logits."""
+    """By (request id, index): tokens, log probabilities (of the prompt first), the last output; by request id: prompt
+    tokens found in the cache; by (request id, index, position): the logits.
+    """
 
     tokens: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     last: dict[tuple[str, int], SequenceOutput] = field(default_factory=dict)
+    logprobs: dict[tuple[str, int], list[TokenLogprobs | None]] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
     logits: dict[tuple[str, int, int], torch.Tensor] = field(default_factory=dict)
 
@@ -28,6 +32,8 @@ class Run:
         for output in outputs:
             key = (output.request_id, output.index)
             self.tokens.setdefault(key, []).extend(output.new_token_ids)
+            found = self.logprobs.setdefault(key, [])
+            found += [*(output.prompt_logprobs or []), *(output.logprobs or [])]
             self.cached[output.request_id] = output.num_cached_tokens
             if output.finish_reason is not None:
                 assert key not in self.last, "a sequence ended twice"

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from drive import drive, request
+from drive import Run, drive, request
 
 from pagemill.sampling.params import SamplingParams
 
@@ -28,6 +28,22 @@ def load(prompts):
         ("penalised", prompts[9], SamplingParams(temperature=0.7, repetition_penalty=1.3, seed=9, max_tokens=24)),
         ("forked", [*shared, *prompts[3]], SamplingParams(temperature=1.0, n=3, seed=10, max_tokens=20)),
         ("sharing", [*shared, *prompts[2]], SamplingParams(temperature=1.0, min_p=0.05, seed=11, max_tokens=20)),
+        (
+            "everything",
+            joined[20:90],
+            SamplingParams(
+                temperature=1.2,
+                n=2,
+                seed=12,
+                presence_penalty=0.6,
+                frequency_penalty=0.4,
+                logit_bias={prompts[0][0]: 2.0},
+                bad_words_token_ids=[prompts[1][:1], prompts[2][:2]],
+                logprobs=3,
+                prompt_logprobs=2,
+                max_tokens=80,
+            ),
+        ),
         ("prefix", [*shared, *rng.sample(joined, 60)], SamplingParams(temperature=0.0, max_tokens=12)),
     ]
     for _, _, params in cases:
@@ -37,19 +53,22 @@ def load(prompts):
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
 def alone(request, load, make_engine):
-    """Every request on its own, without the prefix cache: (dtype, tokens, logits)."""
+    """Every request on its own, without the prefix cache: (dtype, expected)."""
     core = make_engine(dtype=request.param, enable_prefix_caching=False)
     runs = [drive(core, [one], record=True) for one in load]
     tokens = {key: value for run in runs for key, value in run.tokens.items()}
     logits = {key: value for run in runs for key, value in run.logits.items()}
-    return request.param, tokens, logits
+    assert len(set(tokens["everything", 0])) > 64, "penalties are to count many different tokens"
+    logprobs = {key: value for run in runs for key, value in run.logprobs.items()}
+    return request.param, Run(tokens, logits=logits, logprobs=logprobs)
 
 
-def assert_same(run, alone_tokens, alone_logits) -> None:
-    assert run.tokens == alone_tokens
-    assert run.logits.keys() == alone_logits.keys()
+def assert_same(run: Run, alone: Run) -> None:
+    assert run.tokens == alone.tokens
+    assert run.logprobs == alone.logprobs
+    assert run.logits.keys() == alone.logits.keys()
     for key, logits in run.logits.items():
-        assert torch.equal(logits, alone_logits[key]), f"other bits at {key}"
+        assert torch.equal(logits, alone.logits[key]), f"other bits at {key}"
 
 
 @pytest.mark.parametrize(
@@ -63,33 +82,33 @@ def assert_same(run, alone_tokens, alone_logits) -> None:
     ids=["together", "small chunks", "one thread", "no sharing"],
 )
 def test_any_batch_gives_the_same_bits(alone, load, make_engine, settings):
-    dtype, tokens, logits = alone
+    dtype, expected = alone
     core = make_engine(dtype=dtype, **settings)
-    assert_same(drive(core, load, every=2, record=True), tokens, logits)
+    assert_same(drive(core, load, every=2, record=True), expected)
 
 
 def test_prefix_hits_give_the_same_bits(alone, load, make_engine):
-    dtype, tokens, logits = alone
+    dtype, expected = alone
     core = make_engine(dtype=dtype)
     drive(core, load)
     again = drive(core, load, record=True)
-    assert all(count > 0 for name, count in again.cached.items() if name != "greedy-short")
-    assert again.cached["greedy-long"] == 329  # all but the last prompt token, the last partial block included
-    assert_same(again, tokens, logits)
+    assert all(count > 0 for name, count in again.cached.items() if name not in ("greedy-short", "everything"))
+    assert again.cached["greedy-long"] == 329  # all but the last prompt token
+    assert_same(again, expected)
 
 
 def test_preemption_gives_the_same_bits(alone, load, make_engine):
-    dtype, tokens, logits = alone
+    dtype, expected = alone
     kv_memory = 26 * FRAME_BYTES // (1 if dtype == "float32" else 2)
     core = make_engine(dtype=dtype, kv_memory=kv_memory, max_model_len=352, max_num_batched_tokens=64)
     run = drive(core, load, record=True)
     assert core.stats().preemptions > 0
-    assert_same(run, tokens, logits)
+    assert_same(run, expected)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_mixes_give_the_same_bits(alone, load, make_engine, seed):
-    dtype, tokens, logits = alone
+    dtype, expected = alone
     rng = random.Random(seed)
     core = make_engine(
         dtype=dtype,
@@ -100,4 +119,4 @@ def test_random_mixes_give_the_same_bits(alone, load, make_engine, seed):
         max_model_len=352,
     )
     order = rng.sample(load, len(load))
-    assert_same(drive(core, order, every=rng.randint(0, 4), record=True), tokens, logits)
+    assert_same(drive(core, order, every=rng.randint(0, 4), record=True), expected)
