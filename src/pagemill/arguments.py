@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from pagemill.errors import UnknownArgumentError
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 def suggest_arguments(cls: type[T]) -> type[T]:
@@ -25,3 +28,17 @@ def suggest_arguments(cls: type[T]) -> type[T]:
 
     cls.__init__ = init  # type: ignore[assignment, method-assign]
     return cls
+
+
+def suggest_keywords(function: F) -> F:
+    """The same for a function or method without `**kwargs`."""
+    known = [name for name in inspect.signature(function).parameters if name != "self"]
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in known:
+                raise UnknownArgumentError.of(function.__qualname__, name, known)
+        return function(*args, **kwargs)
+
+    return call  # type: ignore[return-value]

@@ -12,6 +12,7 @@ from pagemill.errors import ConfigError, UnknownArgumentError
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 _INT64 = 2**63
 
 
@@ -49,7 +50,13 @@ class EngineConfig:
     def __post_init__(self) -> None:
         self.tokenizer = None if self.tokenizer is None else os.fspath(self.tokenizer)
         self.hf_overrides = {} if self.hf_overrides is None else self.hf_overrides
+        if not isinstance(self.model, (str, os.PathLike)) or not os.fspath(self.model):
+            raise ConfigError(
+                f"model is {self.model!r}; it must be a path, a name such as 'smollm2-135m', or a Hugging Face id",
+                param="model",
+            )
         self._check_types()
+        self.dtype = DTYPE_ALIASES.get(self.dtype, self.dtype)
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(
                 f"block_size is {self.block_size}; it must be one of {', '.join(map(str, BLOCK_SIZES))}",

@@ -141,6 +141,30 @@ def test_as_many_parameters_as_prompts(llm):
         llm.generate(["a", "b"], [GREEDY], use_tqdm=False)
 
 
+def test_an_unknown_argument_of_generate_names_the_nearest(llm):
+    with pytest.raises(errors.UnknownArgumentError, match="'use_tqmd'; did you mean 'use_tqdm'"):
+        llm.generate("a", use_tqmd=False)
+
+
+def test_prompts_and_parameters_of_a_wrong_type_are_refused_by_name(llm):
+    with pytest.raises(errors.InvalidRequestError, match="prompts is None; it must be a text"):
+        llm.generate(None)
+    with pytest.raises(errors.SamplingParamsError, match=r"\{'max_tokens': 2\}; it must be SamplingParams"):
+        llm.generate("a", {"max_tokens": 2})
+
+
+@pytest.mark.parametrize("model", [None, "", 7])
+def test_a_model_that_is_no_name_is_refused(model):
+    with pytest.raises(errors.ConfigError, match="it must be a path, a name"):
+        LLM(model)
+
+
+def test_the_pool_is_printed_and_vllms_short_dtypes_are_known(capsys):
+    with LLM("smollm2-135m", dtype="half", max_model_len=64, kv_memory="4MiB") as small:
+        assert small.config.dtype == "float16"
+    assert "KV pool 4 MiB" in capsys.readouterr().err
+
+
 def test_an_unknown_setting_names_the_nearest():
     with pytest.raises(
         errors.UnknownArgumentError, match="LLM has no argument 'max_modellen'; did you mean 'max_model_len'"

@@ -139,6 +139,10 @@ class InputProcessor:
 
         It is checked once more: the caller may have changed the parameters since they were made.
         """
+        if not isinstance(params, SamplingParams):
+            raise SamplingParamsError(
+                f"sampling_params is {params!r}; it must be SamplingParams(...)", param="sampling_params"
+            )
         params = dataclasses.replace(params)
         if params.n > self.ready.max_num_seqs:
             raise RequestTooLargeError(
@@ -191,7 +195,13 @@ def as_list_of_prompts(prompts: Any) -> list[Prompt]:
     """One prompt or many, as a list: a list of integers is one prompt of token ids."""
     if isinstance(prompts, (str, Mapping)):
         return [prompts]
-    listed: list[Prompt] = list(prompts)
+    try:
+        listed: list[Prompt] = list(prompts)
+    except TypeError as error:
+        raise InvalidRequestError(
+            f"prompts is {prompts!r}; it must be a text, token ids, a dict with one of them, or a list of these",
+            param="prompts",
+        ) from error
     if listed and all(isinstance(item, Integral) for item in listed):
         return [prompts]
     return listed

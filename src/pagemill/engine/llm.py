@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import logging
 import signal
+import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from types import FrameType
@@ -13,6 +14,7 @@ from typing import Any
 
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
+from pagemill.arguments import suggest_keywords
 from pagemill.config import config_for
 from pagemill.engine.input_processor import InputProcessor, ProcessedInput, Prompt, as_list_of_prompts, one_per_prompt
 from pagemill.engine.messages import EngineStats
@@ -35,7 +37,7 @@ class LLM:
 
     def __init__(self, model: str, **settings: Any) -> None:
         self.config = config_for("LLM", model, settings)
-        self.config.model = str(resolve_model(model))
+        self.config.model = str(resolve_model(self.config.model))
         tokenizer = Tokenizer.load(self.config)
         from pagemill.engine.core import EngineCore
 
@@ -49,8 +51,9 @@ class LLM:
         self._input = InputProcessor(tokenizer, self._core.ready)
         self._output = OutputProcessor()
         self._request_ids = itertools.count()
-        logger.info("%s", self._core.ready.description)
+        sys.stderr.write(f"pagemill: {self._core.ready.description}\n")
 
+    @suggest_keywords
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
