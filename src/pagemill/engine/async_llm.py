@@ -261,7 +261,14 @@ class AsyncLLM:
     async def _tokenize(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """In the one thread that encodes: a long prompt must not hold up everybody's events."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._tokenizer_thread, functools.partial(function, *args, **kwargs))
+        work = loop.run_in_executor(self._tokenizer_thread, functools.partial(function, *args, **kwargs))
+        try:
+            await asyncio.wait({work})
+        finally:
+            work.cancel()
+        if work.cancelled():  # by `shutdown`, which leaves nothing in the thread's queue
+            raise self._dead or EngineDeadError("the engine was shut down")
+        return work.result()
 
     def _check_unused(self, request_id: str) -> None:
         if request_id in self._streams:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import socket
+import time
 from collections.abc import Callable
+from types import FrameType
 
 import uvicorn
 
@@ -14,8 +17,11 @@ from pagemill.engine.messages import EngineReady
 from pagemill.errors import PagemillError
 from pagemill.server.app import create_app
 
-GRACE_S = 5
-"""How long running answers may go on after the first request to stop."""
+GRACE_S = 5.0
+"""How long running answers may go on after the first request to stop. A second request ends them at once."""
+
+ANSWER_S = 2.0
+"""How long a client may take to read the error that ends its request."""
 
 
 async def run_server(
@@ -23,12 +29,11 @@ async def run_server(
 ) -> None:
     """Serves on a socket that already listens, until SIGINT or SIGTERM, or until the engine is gone.
 
-    `on_ready` is called when the model is loaded. Raises what kept it from loading, or `EngineDeadError`.
+    `on_ready` is called when the model is loaded. Raises what kept it from loading, or `EngineDeadError`; returns after
+    a signal.
     """
-    config = uvicorn.Config(
-        create_app(llm, served_model_name), log_level="warning", lifespan="off", timeout_graceful_shutdown=GRACE_S
-    )
-    server = uvicorn.Server(config)
+    config = uvicorn.Config(create_app(llm, served_model_name), log_level="warning", lifespan="off")
+    server = _Server(config, llm)
 
     async def watch() -> PagemillError:
         try:
@@ -43,9 +48,44 @@ async def run_server(
         watcher = asyncio.create_task(watch())
         try:
             await server.serve(sockets=[sock])
-            if watcher.done():
+            if watcher.done() and not server.num_signals:
                 raise watcher.result()
         finally:
             watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher
+
+
+class _Server(uvicorn.Server):
+    """Ends open requests by ending the engine: each gets its error as an answer, which a cancelled task can not give.
+
+    uvicorn's own `timeout_graceful_shutdown` must stay unset, for it cancels. Signals are not raised again after the
+    end, as uvicorn would: a server that was asked to stop, and did, has succeeded.
+    """
+
+    def __init__(self, config: uvicorn.Config, llm: AsyncLLM) -> None:
+        super().__init__(config)
+        self._llm = llm
+        self.num_signals = 0
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        self.num_signals += 1
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        await asyncio.gather(super().shutdown(sockets), self._end_requests())
+
+    async def _end_requests(self) -> None:
+        """While uvicorn, which no longer accepts, waits for the last connection to close."""
+        if self._llm.is_ready:  # else nothing runs that could finish
+            await self._connections_closed(GRACE_S, until_signal=2)
+        await self._llm.shutdown()
+        await self._connections_closed(ANSWER_S)
+        for connection in list(self.server_state.connections):  # of clients that neither read nor go
+            connection.transport.abort()
+
+    async def _connections_closed(self, timeout_s: float, until_signal: float = math.inf) -> None:
+        """Or the time is over, or so many signals have come."""
+        deadline = time.monotonic() + timeout_s
+        while self.server_state.connections and time.monotonic() < deadline and self.num_signals < until_signal:
+            await asyncio.sleep(0.05)
