@@ -14,9 +14,8 @@ from pagemill.engine.messages import EngineReady
 from pagemill.engine.runner import Runner
 from pagemill.errors import ConfigError, KVMemoryError
 from pagemill.hub import resolve_model
-from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.device_pool import DevicePool, default_layout
 from pagemill.kvcache.layer_groups import LayerGroups
-from pagemill.kvcache.layout import PAGE_BYTES
 from pagemill.kvcache.sizing import device_memory, num_frames
 from pagemill.memory.manager import MemoryManager
 from pagemill.models.loading import LoadedModel, load_model
@@ -140,8 +139,14 @@ def _memory(
     def manager(frames: int) -> MemoryManager:
         return MemoryManager(frames, config.block_size, windows, enable_prefix_caching=config.enable_prefix_caching)
 
-    tile = 2 * model.spec.num_kv_heads * model.spec.head_dim * config.block_size * kv_dtype.itemsize
-    frame_bytes = groups.layers_per_frame * (-(-tile // PAGE_BYTES) * PAGE_BYTES)
+    frame_bytes = default_layout(device)(
+        places=groups.layers_per_frame,
+        frames=1,
+        kv_heads=model.spec.num_kv_heads,
+        block_size=config.block_size,
+        head_dim=model.spec.head_dim,
+        itemsize=kv_dtype.itemsize,
+    ).frame_bytes
     needed = manager(1).blocks_needed(model.max_model_len - 1, config.max_num_batched_tokens)
     free, total = device_memory(device)
     frames = num_frames(

@@ -41,7 +41,7 @@ class DevicePool:
         self.block_size = block_size
         self.dtype = dtype
         self.device = torch.device(device)
-        make = layout or (layer_major if self.device.type == "cpu" else block_major)
+        make = layout or default_layout(self.device)
         self.layout = make(
             places=groups.layers_per_frame,
             frames=num_frames,
@@ -99,6 +99,11 @@ class DevicePool:
         key = torch.as_strided(self.storage, shape, (at.frame_stride, at.head_stride, at.key_token, at.key_dim), base)
         strides = (at.frame_stride, at.head_stride, at.value_token, at.value_dim)
         return LayerCache(key, torch.as_strided(self.storage, shape, strides, base + at.value_offset))
+
+
+def default_layout(device: torch.device) -> Callable[..., KVLayout]:
+    """The constructor of the layout that a device reads fastest."""
+    return layer_major if device.type == "cpu" else block_major
 
 
 def _allocate(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
