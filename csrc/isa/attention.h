@@ -5,162 +5,6 @@
 // tile, a task or a call covers therefore changes no bit: masked keys contribute an exact zero, and each sum is one chain
 // in key order. The queries of all heads that share a KV head are computed together, so K and V are read once.
 
-constexpr int kPartition = 256;
-constexpr int kScoreRow = kPartition + 4 * W;  // a group of key vectors may end beyond the partition
-constexpr int kTaskRows = 48;                  // rows that share one pass over a partition's keys
-// (token, head) rows that run side by side in registers, and vectors of each row.
-#if defined(__AVX512F__)
-constexpr int kTileRows = 12;
-constexpr int vectors_beside(int rows) { return rows <= 6 ? 4 : 2; }
-#else
-constexpr int kTileRows = 6;
-constexpr int vectors_beside(int rows) { return rows <= 2 ? 4 : 2; }
-#endif
-
-// scores [MR][kScoreRow] = q [dims][MR] · NV vectors of W keys; vector v of dimension d lies at key[v] + d * key_dim.
-template <int MR, class T>
-void score_tile(const float* q, const T* const* key, int64_t key_dim, int dims, float* scores) {
-    constexpr int NV = vectors_beside(MR);
-    F acc[MR][NV];
-    for (int r = 0; r < MR; ++r)
-        for (int v = 0; v < NV; ++v) acc[r][v] = zero();
-    const T* at[NV];
-    for (int v = 0; v < NV; ++v) at[v] = key[v];
-    for (int d = 0; d < dims; ++d) {
-        F k[NV];
-        for (int v = 0; v < NV; ++v) k[v] = load(at[v] + d * key_dim);
-        for (int r = 0; r < MR; ++r) {
-            const F x = broadcast(q[d * MR + r]);
-            for (int v = 0; v < NV; ++v) acc[r][v] = fma(x, k[v], acc[r][v]);
-        }
-    }
-    for (int r = 0; r < MR; ++r)
-        for (int v = 0; v < NV; ++v) store(scores + r * kScoreRow + v * W, acc[r][v]);
-}
-
-// Where a partition's values lie: token t of the partition at block[t / tokens] + t % tokens * stride.
-template <class T> struct Values {
-    const T* block[kPartition / 8];
-    int64_t stride;
-    int tokens;
-};
-
-// out [MR][row] = sum over keys begin .. end - 1 of weights [MR][kScoreRow] * NV vectors of values from dimension `dim` on.
-template <int MR, int NV, class T>
-void value_tile(const float* weights, const Values<T>& values, int dim, int begin, int end, float* out, int64_t row) {
-    F acc[MR][NV];
-    for (int r = 0; r < MR; ++r)
-        for (int v = 0; v < NV; ++v) acc[r][v] = zero();
-    for (int key = begin; key < end;) {
-        const int block = key / values.tokens;
-        const int stop = lesser(end, (block + 1) * values.tokens);
-        const T* at = values.block[block] + (key - block * values.tokens) * values.stride + dim;
-        for (; key < stop; ++key, at += values.stride) {
-            F x[NV];
-            for (int v = 0; v < NV; ++v) x[v] = load(at + v * W);
-            for (int r = 0; r < MR; ++r) {
-                const F w = broadcast(weights[r * kScoreRow + key]);
-                for (int v = 0; v < NV; ++v) acc[r][v] = fma(w, x[v], acc[r][v]);
-            }
-        }
-    }
-    for (int r = 0; r < MR; ++r)
-        for (int v = 0; v < NV; ++v) store(out + r * row + v * W, acc[r][v]);
-}
-
-template <int MR, class T>
-void value_rows(const float* weights, const Values<T>& values, int dims, int begin, int end, float* out) {
-    constexpr int NV = vectors_beside(MR);
-    int dim = 0;
-    for (; dim + NV * W <= dims; dim += NV * W) value_tile<MR, NV>(weights, values, dim, begin, end, out + dim, dims);
-    switch ((dims - dim) / W) {
-        case 3: value_tile<MR, (NV > 3 ? 3 : 1)>(weights, values, dim, begin, end, out + dim, dims); break;
-        case 2: value_tile<MR, (NV > 2 ? 2 : 1)>(weights, values, dim, begin, end, out + dim, dims); break;
-        case 1: value_tile<MR, 1>(weights, values, dim, begin, end, out + dim, dims); break;
-        default: break;
-    }
-}
-
-template <class T> struct TileKernels {
-    void (*score)(const float*, const T* const*, int64_t, int, float*);
-    void (*value)(const float*, const Values<T>&, int, int, int, float*);
-    int vectors;
-};
-
-template <class T, int... R> const TileKernels<T>& tile_kernels(int rows, Sequence<R...>) {
-    static constexpr TileKernels<T> table[] = {{score_tile<R + 1, T>, value_rows<R + 1, T>, vectors_beside(R + 1)}...};
-    return table[rows - 1];
-}
-
-// Scores of keys [begin, end) of a partition become weights exp(score - maximum) in place, zero over the rest of
-// [from, to). Returns maximum and sum; -inf and 0 for an empty range.
-struct Softmax { float maximum, sum; };
-
-INLINE Softmax softmax(float* s, int begin, int end, int from, int to, float soft_cap) {
-    const int first = from / W, last = (to + W - 1) / W;
-    if (begin >= end) {
-        for (int v = first; v < last; ++v) store(s + v * W, zero());
-        return {-kInf, 0.0f};
-    }
-    // Pairs of vectors, for two independent chains of each reduction; what lies outside the range is masked.
-    const int own_first = begin / W / 2 * 2, own_last = (end + 2 * W - 1) / (2 * W) * 2;
-    float lanes[W];
-    for (int i = 0; i < W; ++i) lanes[i] = float(i);
-    const F iota = load(lanes), none = broadcast(-kInf);
-    auto masked = [&](int v) __attribute__((always_inline)) {
-        F x = load(s + v * W);
-        const bool edge = v * W < begin || v * W + W > end;
-        if (soft_cap != 0.0f) x = tanh(x * broadcast(1.0f / soft_cap)) * broadcast(soft_cap);
-        if (edge) {
-            x = select_less(iota, broadcast(float(begin - v * W)), none, x);
-            x = select_less(iota, broadcast(float(end - v * W)), x, none);
-        }
-        if (edge || soft_cap != 0.0f) store(s + v * W, x);
-        return x;
-    };
-    F top_even = none, top_odd = none;
-    for (int v = own_first; v < own_last; v += 2) {
-        top_even = max(top_even, masked(v));
-        top_odd = max(top_odd, masked(v + 1));
-    }
-    const float maximum_score = maximum(max(top_even, top_odd));
-    const F m = broadcast(maximum_score);
-    F even = zero(), odd = zero();
-    for (int v = own_first; v < own_last; v += 2) {
-        const F p = exp_nonpositive(load(s + v * W) - m), q = exp_nonpositive(load(s + v * W + W) - m);
-        even = even + p;
-        odd = odd + q;
-        store(s + v * W, p);
-        store(s + v * W + W, q);
-    }
-    for (int v = first; v < own_first; ++v) store(s + v * W, zero());
-    for (int v = own_last; v < last; ++v) store(s + v * W, zero());
-    return {maximum_score, sum(even + odd)};
-}
-
-// A row's result so far: maximum, sum, and values weighted relative to the maximum.
-INLINE void fold(float& maximum, float& sum, float* values, float part_maximum, float part_sum, const float* part_values,
-                 int dims) {
-    const float top = maximum < part_maximum ? part_maximum : maximum;
-    float factor[W] = {};
-    factor[0] = maximum - top;
-    factor[1] = part_maximum - top;
-    store(factor, exp_nonpositive(load(factor)));
-    const F a = broadcast(factor[0]), b = broadcast(factor[1]);
-    for (int d = 0; d < dims; d += W) store(values + d, fma(load(values + d), a, load(part_values + d) * b));
-    sum = sum * factor[0] + part_sum * factor[1];
-    maximum = top;
-}
-
-// Query tokens of one row, some KV heads, some partitions. With `partial` >= 0 each partition's state goes to that place of
-// the shared buffer and is folded afterwards; else the task folds and writes the output itself.
-struct AttentionTask {
-    int row, token, tokens, head, heads;
-    int64_t part_begin, part_end, partial;
-};
-
-struct KeyRange { int64_t begin, end; };
-
 template <class T> struct Attention {
     const AttentionArgs& args;
     const AttentionTask* tasks;
@@ -168,15 +12,6 @@ template <class T> struct Attention {
     int group, padded;  // query heads per KV head; head_dim rounded up to whole vectors
 
     int64_t state_size() const { return padded + 2; }
-
-    KeyRange range(int row, int64_t token) const {
-        const int64_t position = args.positions[token];
-        int64_t begin = args.window ? greater<int64_t>(0, position - args.window + 1) : 0;
-        int64_t end = lesser<int64_t>(position + 1, args.context_lens[row]);
-        if (args.key_start) begin = greater<int64_t>(begin, args.key_start[row]);
-        if (args.key_end) end = lesser<int64_t>(end, args.key_end[row]);
-        return {begin, greater(begin, end)};
-    }
 
     // Whether key vectors, and values, can be read where they lie.
     bool direct_keys() const { return args.key.token == 1 && args.block_size % W == 0; }
@@ -280,7 +115,7 @@ template <class T> struct Attention {
         KeyRange ranges[kTaskRows];
         int begin = kPartition, end = 0;
         for (int t = 0; t < task.tokens; ++t) {
-            KeyRange r = range(task.row, task.token + t);
+            KeyRange r = key_range(args, task.row, task.token + t);
             r.begin = greater<int64_t>(r.begin - base, 0);
             r.end = lesser<int64_t>(r.end - base, kPartition);
             ranges[t] = r;
@@ -389,7 +224,7 @@ template <class T> struct Attention {
             for (int64_t p = task.part_begin; p < task.part_end; ++p) {
                 const float* from = partials + (task.partial + ((p - task.part_begin) * task.heads + h) * rows) * state_size();
                 for (int i = 0; i < rows; ++i, from += state_size()) {
-                    const KeyRange r = range(task.row, task.token + i / group);
+                    const KeyRange r = key_range(args, task.row, task.token + i / group);
                     if (greater(r.begin, p * kPartition) >= lesser(r.end, (p + 1) * kPartition)) continue;
                     float* state = states + i * state_size();
                     fold(state[0], state[1], state + 2, from[0], from[1], from + 2, padded);
@@ -399,68 +234,6 @@ template <class T> struct Attention {
         }
     }
 };
-
-// A step cut into tasks of about equal work (keys x rows of queries). Without memory it only counts.
-struct AttentionPlan {
-    AttentionTask *tasks, *merges;
-    int64_t num_tasks = 0, num_merges = 0, partials = 0;
-
-    void add(const AttentionTask& task) {
-        if (tasks) tasks[num_tasks] = task;
-        ++num_tasks;
-    }
-    void add_merge(const AttentionTask& task) {
-        if (merges) merges[num_merges] = task;
-        ++num_merges;
-    }
-};
-
-// Many query rows over one KV head are split by head, few over a long context by partitions.
-template <class T> void plan_tile(const Attention<T>& run, AttentionPlan& plan, AttentionTask task, int64_t target) {
-    const int kv_heads = run.args.kv_heads, rows = task.tokens * run.group;
-    KeyRange all{0, 0};
-    for (int64_t t = task.token; t < task.token + task.tokens; ++t) {
-        const KeyRange r = run.range(task.row, t);
-        if (r.begin < r.end) all = all.begin >= all.end ? r : KeyRange{lesser(all.begin, r.begin), greater(all.end, r.end)};
-    }
-    const int64_t first = all.begin / kPartition, last = (all.end + kPartition - 1) / kPartition, count = last - first;
-    const int64_t head_work = (all.end - all.begin) * rows, work = head_work * kv_heads;
-    task.part_begin = first;
-    task.part_end = last;
-    task.heads = kv_heads;
-    task.partial = -1;
-    if (work <= target) {
-        plan.add(task);
-    } else if (rows > kTaskRows / 2 || count == 1 || head_work <= target) {
-        task.heads = 1;
-        for (task.head = 0; task.head < kv_heads; ++task.head) plan.add(task);
-    } else {
-        const int64_t pieces = lesser(count, (work + target - 1) / target), start = plan.partials;
-        task.partial = start;
-        plan.add_merge(task);
-        plan.partials += count * kv_heads * rows;
-        for (int64_t i = 0; i < pieces; ++i) {
-            task.part_begin = first + count * i / pieces;
-            task.part_end = first + count * (i + 1) / pieces;
-            task.partial = start + (task.part_begin - first) * kv_heads * rows;
-            plan.add(task);
-        }
-    }
-}
-
-template <class T> AttentionPlan plan_attention(const Attention<T>& run, AttentionTask* tasks, AttentionTask* merges, int64_t target) {
-    const AttentionArgs& args = run.args;
-    AttentionPlan plan{tasks, merges};
-    const int per_tile = greater(1, kTaskRows / run.group);
-    // Later queries see more keys: they come first, so that the last task to end is a short one.
-    for (int row = args.rows - 1; row >= 0; --row)
-        for (int end = args.query_start[row + 1]; end > args.query_start[row];) {
-            const int begin = greater(args.query_start[row], end - per_tile);
-            plan_tile(run, plan, {row, begin, end - begin, 0, 0, 0, 0, -1}, target);
-            end = begin;
-        }
-    return plan;
-}
 
 template <class T> void attend_typed(const AttentionArgs& args) {
     Attention<T> run{args, nullptr, nullptr, args.heads / args.kv_heads, (args.head_dim + W - 1) / W * W};
@@ -474,9 +247,9 @@ template <class T> void attend_typed(const AttentionArgs& args) {
         }
         target = greater<int64_t>(work / (num_threads() * 6), 4096);
     }
-    const AttentionPlan size = plan_attention(run, nullptr, nullptr, target);
+    const AttentionPlan size = plan_attention(args, nullptr, nullptr, target);
     auto* tasks = (AttentionTask*)caller_scratch(0, sizeof(AttentionTask) * (size.num_tasks + size.num_merges));
-    const AttentionPlan plan = plan_attention(run, tasks, tasks + size.num_tasks, target);
+    const AttentionPlan plan = plan_attention(args, tasks, tasks + size.num_tasks, target);
     run.tasks = tasks;
     run.partials = (float*)caller_scratch(1, sizeof(float) * plan.partials * run.state_size());
     parallel(plan.num_tasks, run);
@@ -486,59 +259,4 @@ template <class T> void attend_typed(const AttentionArgs& args) {
 
 void attend(const AttentionArgs& args) {
     with_type(args.cache_type, [&](auto* t) { attend_typed<Pointee<decltype(t)>>(args); });
-}
-
-// One head of keys or values to its slot, any layout.
-template <class S, class T> INLINE void write_head(const S* from, T* to, int64_t stride, int head_dim) {
-    int d = 0;
-    if (stride == 1)
-        for (; d + W <= head_dim; d += W) store(to + d, load(from + d));
-    for (; d + W <= head_dim; d += W) {
-        T lanes[W];
-        store(lanes, load(from + d));
-        for (int i = 0; i < W; ++i) to[(d + i) * stride] = lanes[i];
-    }
-    for (; d < head_dim; ++d) narrow_one(to + d * stride, widen_one(from + d));
-}
-
-template <class S, class T> INLINE void write_token(const WriteArgs& args, int64_t token) {
-    const int64_t slot = args.slots[token];
-    if (slot < 0) return;
-    const int64_t frame = slot / args.block_size, offset = slot % args.block_size;
-    const CacheView &k = args.key_cache, &v = args.value_cache;
-    for (int head = 0; head < args.kv_heads; ++head) {
-        write_head((const S*)args.key + token * args.key_token + head * args.key_head,
-                   (T*)k.data + frame * k.frame + head * k.head + offset * k.token, k.dim, args.head_dim);
-        write_head((const S*)args.value + token * args.value_token + head * args.value_head,
-                   (T*)v.data + frame * v.frame + head * v.head + offset * v.token, v.dim, args.head_dim);
-    }
-}
-
-void write_kv(const WriteArgs& args) {
-    with_type(args.type, [&](auto* s) {
-        with_type(args.cache_type, [&](auto* t) {
-            for_rows(args.tokens, 2 * int64_t(args.kv_heads) * args.head_dim,
-                     [&](int64_t token) { write_token<Pointee<decltype(s)>, Pointee<decltype(t)>>(args, token); });
-        });
-    });
-}
-
-void prepare_heads(const HeadsArgs& args) {
-    const WriteArgs& write = args.write;
-    const int64_t row = (args.heads + 2 * int64_t(write.kv_heads)) * write.head_dim;
-    with_type(write.type, [&](auto* s) {
-        using S = Pointee<decltype(s)>;
-        with_type(write.cache_type, [&](auto* t) {
-            for_rows(write.tokens, row, [&](int64_t token) {
-                S* at = (S*)args.qkv + token * row;
-                for (int head = 0; head < args.heads + write.kv_heads; ++head, at += write.head_dim) {
-                    const float* norm = head < args.heads ? args.q_norm : args.k_norm;
-                    const int64_t angle = args.positions[token] * args.half;
-                    if (norm) norm_row(at, norm, args.eps, at, write.head_dim);
-                    if (args.cos) rotate_head(at, args.cos + angle, args.sin + angle, args.half);
-                }
-                write_token<S, Pointee<decltype(t)>>(write, token);
-            });
-        });
-    });
 }

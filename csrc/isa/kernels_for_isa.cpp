@@ -27,7 +27,10 @@ template <int N> using Upto = typename UptoOf<N>::type;  // Sequence<0, ..., N -
 #include "math.h"
 #include "linear.h"
 #include "elementwise.h"
+#include "attention_tiles.h"
+#include "attention_plan.h"
 #include "attention.h"
+#include "kv_write.h"
 
 #define NAME_OF(x) #x
 #define NAME(x) NAME_OF(x)

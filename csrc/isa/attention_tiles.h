@@ -1,0 +1,148 @@
+// What attention is made of: tiles of scores and of weighted values, softmax over a partition, and the folding of partitions.
+
+constexpr int kPartition = 256;
+constexpr int kScoreRow = kPartition + 4 * W;  // a group of key vectors may end beyond the partition
+constexpr int kTaskRows = 48;                  // rows that share one pass over a partition's keys
+// (token, head) rows that run side by side in registers, and vectors of each row.
+#if defined(__AVX512F__)
+constexpr int kTileRows = 12;
+constexpr int vectors_beside(int rows) { return rows <= 6 ? 4 : 2; }
+#else
+constexpr int kTileRows = 6;
+constexpr int vectors_beside(int rows) { return rows <= 2 ? 4 : 2; }
+#endif
+
+// scores [MR][kScoreRow] = q [dims][MR] · NV vectors of W keys; vector v of dimension d lies at key[v] + d * key_dim.
+template <int MR, class T>
+void score_tile(const float* q, const T* const* key, int64_t key_dim, int dims, float* scores) {
+    constexpr int NV = vectors_beside(MR);
+    F acc[MR][NV];
+    for (int r = 0; r < MR; ++r)
+        for (int v = 0; v < NV; ++v) acc[r][v] = zero();
+    const T* at[NV];
+    for (int v = 0; v < NV; ++v) at[v] = key[v];
+    for (int d = 0; d < dims; ++d) {
+        F k[NV];
+        for (int v = 0; v < NV; ++v) k[v] = load(at[v] + d * key_dim);
+        for (int r = 0; r < MR; ++r) {
+            const F x = broadcast(q[d * MR + r]);
+            for (int v = 0; v < NV; ++v) acc[r][v] = fma(x, k[v], acc[r][v]);
+        }
+    }
+    for (int r = 0; r < MR; ++r)
+        for (int v = 0; v < NV; ++v) store(scores + r * kScoreRow + v * W, acc[r][v]);
+}
+
+// Where a partition's values lie: token t of the partition at block[t / tokens] + t % tokens * stride.
+template <class T> struct Values {
+    const T* block[kPartition / 8];
+    int64_t stride;
+    int tokens;
+};
+
+// out [MR][row] = sum over keys begin .. end - 1 of weights [MR][kScoreRow] * NV vectors of values from dimension `dim` on.
+template <int MR, int NV, class T>
+void value_tile(const float* weights, const Values<T>& values, int dim, int begin, int end, float* out, int64_t row) {
+    F acc[MR][NV];
+    for (int r = 0; r < MR; ++r)
+        for (int v = 0; v < NV; ++v) acc[r][v] = zero();
+    for (int key = begin; key < end;) {
+        const int block = key / values.tokens;
+        const int stop = lesser(end, (block + 1) * values.tokens);
+        const T* at = values.block[block] + (key - block * values.tokens) * values.stride + dim;
+        for (; key < stop; ++key, at += values.stride) {
+            F x[NV];
+            for (int v = 0; v < NV; ++v) x[v] = load(at + v * W);
+            for (int r = 0; r < MR; ++r) {
+                const F w = broadcast(weights[r * kScoreRow + key]);
+                for (int v = 0; v < NV; ++v) acc[r][v] = fma(w, x[v], acc[r][v]);
+            }
+        }
+    }
+    for (int r = 0; r < MR; ++r)
+        for (int v = 0; v < NV; ++v) store(out + r * row + v * W, acc[r][v]);
+}
+
+template <int MR, class T>
+void value_rows(const float* weights, const Values<T>& values, int dims, int begin, int end, float* out) {
+    constexpr int NV = vectors_beside(MR);
+    int dim = 0;
+    for (; dim + NV * W <= dims; dim += NV * W) value_tile<MR, NV>(weights, values, dim, begin, end, out + dim, dims);
+    switch ((dims - dim) / W) {
+        case 3: value_tile<MR, (NV > 3 ? 3 : 1)>(weights, values, dim, begin, end, out + dim, dims); break;
+        case 2: value_tile<MR, (NV > 2 ? 2 : 1)>(weights, values, dim, begin, end, out + dim, dims); break;
+        case 1: value_tile<MR, 1>(weights, values, dim, begin, end, out + dim, dims); break;
+        default: break;
+    }
+}
+
+template <class T> struct TileKernels {
+    void (*score)(const float*, const T* const*, int64_t, int, float*);
+    void (*value)(const float*, const Values<T>&, int, int, int, float*);
+    int vectors;
+};
+
+template <class T, int... R> const TileKernels<T>& tile_kernels(int rows, Sequence<R...>) {
+    static constexpr TileKernels<T> table[] = {{score_tile<R + 1, T>, value_rows<R + 1, T>, vectors_beside(R + 1)}...};
+    return table[rows - 1];
+}
+
+// Scores of keys [begin, end) of a partition become weights exp(score - maximum) in place, zero over the rest of
+// [from, to). Returns maximum and sum; -inf and 0 for an empty range.
+struct Softmax { float maximum, sum; };
+
+INLINE Softmax softmax(float* s, int begin, int end, int from, int to, float soft_cap) {
+    const int first = from / W, last = (to + W - 1) / W;
+    if (begin >= end) {
+        for (int v = first; v < last; ++v) store(s + v * W, zero());
+        return {-kInf, 0.0f};
+    }
+    // Pairs of vectors, for two independent chains of each reduction; what lies outside the range is masked.
+    const int own_first = begin / W / 2 * 2, own_last = (end + 2 * W - 1) / (2 * W) * 2;
+    float lanes[W];
+    for (int i = 0; i < W; ++i) lanes[i] = float(i);
+    const F iota = load(lanes), none = broadcast(-kInf);
+    auto masked = [&](int v) __attribute__((always_inline)) {
+        F x = load(s + v * W);
+        const bool edge = v * W < begin || v * W + W > end;
+        if (soft_cap != 0.0f) x = tanh(x * broadcast(1.0f / soft_cap)) * broadcast(soft_cap);
+        if (edge) {
+            x = select_less(iota, broadcast(float(begin - v * W)), none, x);
+            x = select_less(iota, broadcast(float(end - v * W)), x, none);
+        }
+        if (edge || soft_cap != 0.0f) store(s + v * W, x);
+        return x;
+    };
+    F top_even = none, top_odd = none;
+    for (int v = own_first; v < own_last; v += 2) {
+        top_even = max(top_even, masked(v));
+        top_odd = max(top_odd, masked(v + 1));
+    }
+    const float maximum_score = maximum(max(top_even, top_odd));
+    const F m = broadcast(maximum_score);
+    F even = zero(), odd = zero();
+    for (int v = own_first; v < own_last; v += 2) {
+        const F p = exp_nonpositive(load(s + v * W) - m), q = exp_nonpositive(load(s + v * W + W) - m);
+        even = even + p;
+        odd = odd + q;
+        store(s + v * W, p);
+        store(s + v * W + W, q);
+    }
+    for (int v = first; v < own_first; ++v) store(s + v * W, zero());
+    for (int v = own_last; v < last; ++v) store(s + v * W, zero());
+    return {maximum_score, sum(even + odd)};
+}
+
+// A row's result so far: maximum, sum, and values weighted relative to the maximum.
+INLINE void fold(float& maximum, float& sum, float* values, float part_maximum, float part_sum, const float* part_values,
+                 int dims) {
+    const float top = maximum < part_maximum ? part_maximum : maximum;
+    float factor[W] = {};
+    factor[0] = maximum - top;
+    factor[1] = part_maximum - top;
+    store(factor, exp_nonpositive(load(factor)));
+    const F a = broadcast(factor[0]), b = broadcast(factor[1]);
+    for (int d = 0; d < dims; d += W) store(values + d, fma(load(values + d), a, load(part_values + d) * b));
+    sum = sum * factor[0] + part_sum * factor[1];
+    maximum = top;
+}
