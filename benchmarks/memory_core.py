@@ -184,7 +184,7 @@ def parts(num_blocks: int, per_sequence: int, rounds: int, shuffled: bool) -> di
     def publish() -> None:
         parent = ROOT
         for block, digest, words in zip(ids, chain, packed, strict=True):
-            index.publish(block, 0, digest, parent, words)
+            index.publish(block, 0, digest, parent, words, 0)
             parent = digest
 
     def match() -> None:

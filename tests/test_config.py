@@ -29,6 +29,7 @@ from pagemill.errors import ConfigError
         ("device", 0),
         ("hf_overrides", "{}"),
         ("enable_prefix_caching", "yes"),
+        ("eviction_policy", "fifo"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(name, value):

@@ -11,6 +11,7 @@ from pagemill.arguments import suggest_arguments
 from pagemill.errors import ConfigError, UnknownArgumentError
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
+EVICTION_POLICIES = ("lru", "lfu", "cost")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 _INT64 = 2**63
@@ -38,6 +39,9 @@ class EngineConfig:
     gpu_memory_utilization: float | None = None
     kv_cache_dtype: str = "auto"
     enable_prefix_caching: bool = True
+    eviction_policy: str = "lru"
+    """Which cached blocks make room first: "lru" the least recently used; "lfu" the least often used; "cost" those that
+    are the least work to compute again, times their uses. The last two age."""
     seed: int = 0
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     device: str = "auto"
@@ -67,6 +71,11 @@ class EngineConfig:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(DTYPES)}", param=name
                 )
+        if self.eviction_policy not in EVICTION_POLICIES:
+            raise ConfigError(
+                f"eviction_policy is {self.eviction_policy!r}; it must be one of {', '.join(EVICTION_POLICIES)}",
+                param="eviction_policy",
+            )
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -93,7 +102,7 @@ class EngineConfig:
                                  "kv_cache_memory_bytes", "seed")),
             (int, float): ("a number", ("gpu_memory_utilization", "ageing_s")),
             (int, float, str): ("bytes, a size or a share", ("kv_memory",)),
-            str: ("a text", ("dtype", "kv_cache_dtype", "device")),
+            str: ("a text", ("dtype", "kv_cache_dtype", "eviction_policy", "device")),
             dict: ("a dict", ("hf_overrides",)),
         }  # fmt: skip
         optional = {setting.name for setting in fields(self) if setting.default is None}

@@ -117,6 +117,7 @@ def test_random_mixes_give_the_same_bits(alone, load, make_engine, seed):
         num_threads=rng.choice([1, 2]),
         kv_memory=rng.randint(30, 80) * FRAME_BYTES,
         max_model_len=352,
+        eviction_policy=("lru", "lfu", "cost")[seed],
     )
     order = rng.sample(load, len(load))
     assert_same(drive(core, order, every=rng.randint(0, 4), record=True), expected)

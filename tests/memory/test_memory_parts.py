@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from pagemill.memory.digest import extend_chain, pack_tokens, root_digest
-from pagemill.memory.eviction import Lru
+from pagemill.memory.eviction import GreedyDual, Lru
 from pagemill.memory.frames import REGION, FramePool
 from pagemill.memory.prefix_index import MAX_CANDIDATES, PrefixIndex
 
@@ -120,7 +120,7 @@ def test_siblings_come_and_go_in_any_order():
                 index.forget(block, 0)
                 del live[block]
             else:
-                index.publish(block, 0, names[block][0], root, names[block][1])
+                index.publish(block, 0, names[block][0], root, names[block][1], 0)
                 live[block] = names[block]
             assert index.count_children() == len(live) == len(index.by_digest[0])
         shuffle(order)
@@ -134,7 +134,7 @@ def test_only_so_many_candidates_are_compared():
     index = PrefixIndex(64, 4, [None])
     root = bytes(32)
     for block in range(MAX_CANDIDATES + 1):
-        index.publish(block, 0, bytes([block]) * 32, root, pack_tokens([7, block, block, block]))
+        index.publish(block, 0, bytes([block]) * 32, root, pack_tokens([7, block, block, block]), 0)
     assert index.match([], root, [7, 1, 1], 3).num_tokens == 3
     assert index.match([], root, [7, 0, 0], 3).num_tokens == 1
 
@@ -151,3 +151,76 @@ def test_lru_gives_the_oldest_and_what_is_used_again_is_new():
         policy.victim()
     with pytest.raises(KeyError):
         policy.remove(3)
+
+
+class Line:
+    """Blocks in one chain, block i at depth i; or, with `loose`, each alone."""
+
+    def __init__(self, loose: bool = False) -> None:
+        self.loose = loose
+
+    def depth(self, block: int) -> int:
+        return block
+
+    def parent(self, block: int) -> int:
+        return -1 if self.loose else block - 1
+
+
+def test_greedy_dual_gives_the_least_uses_times_cost_and_ages():
+    policy = GreedyDual(Line(loose=True), lambda depth: 1.0 + depth)
+    for block, uses in ((0, 4), (1, 1), (2, 2)):  # worth 4, 2, 6
+        for _ in range(uses):
+            policy.add(block, 0.0)
+            policy.remove(block)
+        with pytest.raises(KeyError):
+            policy.remove(block)
+    for block in (2, 0, 1):  # one use more each: worth 9, 5, 4
+        policy.add(block, 0.0)
+    assert (len(policy), 1 in policy, 3 in policy) == (3, True, False)
+    assert [policy.victim(), policy.victim()] == [1, 0]
+    policy.add(1, 0.0)  # 5, the last victim's, and 2 for its only use since it ended
+    policy.add(4, 0.0)
+    assert [policy.victim() for _ in range(3)] == [1, 2, 4]
+    with pytest.raises(KeyError):
+        policy.victim()
+
+
+def test_greedy_dual_forgets_uses_of_what_can_not_be_found_any_more():
+    policy = GreedyDual(Line(loose=True), lambda depth: 1.0)
+    for _ in range(5):
+        policy.add(7, 0.0)
+        policy.remove(7)
+    policy.forget(7)
+    policy.add(7, 0.0)
+    policy.add(8, 0.0)
+    assert policy.victim() == 7
+
+
+def test_greedy_dual_keeps_what_others_hang_on():
+    policy = GreedyDual(Line(), lambda depth: 1.0 + depth)
+    for block in (5, 4, 3, 2, 1, 0):
+        policy.add(block, 0.0)
+    assert [policy.victim() for _ in range(6)] == [5, 4, 3, 2, 1, 0]
+
+
+def test_greedy_dual_agrees_with_sorting_and_keeps_no_more_than_it_holds():
+    random_ = random.Random(5)
+    policy = GreedyDual(Line(loose=True), lambda depth: 1.0 + depth % 7)
+    age, serial, uses, cached = 0.0, 0, {}, {}
+    for _ in range(20000):
+        block = random_.randrange(200)
+        if block in cached:
+            policy.remove(block)
+            del cached[block]
+        elif random_.random() < 0.7 or not cached:
+            uses[block] = uses.get(block, 0) + 1
+            serial += 1
+            cached[block] = (age + uses[block] * (1.0 + block % 7), serial)
+            policy.add(block, 0.0)
+        else:
+            first = min(cached, key=cached.__getitem__)
+            age = cached.pop(first)[0]
+            del uses[first]
+            assert policy.victim() == first
+        assert len(policy) == len(cached)
+        assert len(policy._heap) <= 2 * 200 + 65

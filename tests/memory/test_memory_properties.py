@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pagemill.memory.block_table import BlockTable, first_entry_in_window
 from pagemill.memory.digest import extend_chain, root_digest
+from pagemill.memory.eviction import cheapest_to_recompute, least_frequently_used, least_recently_used
 from pagemill.memory.manager import MemoryManager
 
 ROOTS = [root_digest(b"model", "float32", "reference", namespace) for namespace in ("", "tenant")]
@@ -68,11 +69,12 @@ class MemoryMachine(RuleBasedStateMachine):
         block_size=st.sampled_from([2, 4]),
         windows=st.sampled_from([[None], [None], [3], [None, 5], [7, None], [1, 6], [None, None], [2, None, 9]]),
         caching=st.sampled_from([True, True, True, False]),
+        policy=st.sampled_from([least_recently_used, least_frequently_used, cheapest_to_recompute(0.5)]),
         depth=st.integers(1, 2),
     )
-    def start(self, frames, block_size, windows, caching, depth) -> None:
+    def start(self, frames, block_size, windows, caching, policy, depth) -> None:
         self.size, self.windows, self.caching, self.depth = block_size, windows, caching, depth
-        self.memory = MemoryManager(frames, block_size, windows, enable_prefix_caching=caching)
+        self.memory = MemoryManager(frames, block_size, windows, caching, policy)
         self.device = Device(frames, block_size, len(windows))
         self.sequences: list[Sequence] = []
         self.past: list[tuple[bytes, list[int]]] = []

@@ -37,6 +37,7 @@ ENGINE_HELP = {
     "gpu_memory_utilization": "The same as the share of a device's memory that the whole engine may use (vLLM's name).",
     "kv_cache_dtype": "Of the KV cache: auto (as the weights), float32, bfloat16 or float16.",
     "enable_prefix_caching": "Share the KV cache of equal prefixes.",
+    "eviction_policy": "Which cached blocks make room first: lru, lfu or cost (of computing them again).",
     "seed": "The same seed gives the same answers to the same requests.",
     "hf_overrides": "JSON object that replaces entries of the model's configuration.",
     "device": "auto, cpu or cuda.",

@@ -17,6 +17,12 @@ from pagemill.hub import resolve_model
 from pagemill.kvcache.device_pool import DevicePool, default_layout
 from pagemill.kvcache.layer_groups import LayerGroups
 from pagemill.kvcache.sizing import device_memory, num_frames
+from pagemill.memory.eviction import (
+    PolicyFactory,
+    cheapest_to_recompute,
+    least_frequently_used,
+    least_recently_used,
+)
 from pagemill.memory.manager import MemoryManager
 from pagemill.models.loading import LoadedModel, load_model
 from pagemill.ops.select import select_ops
@@ -136,8 +142,15 @@ def _memory(
     """
     windows = [group.window for group in groups.groups]
 
+    policies: dict[str, PolicyFactory] = {
+        "lru": least_recently_used,
+        "lfu": least_frequently_used,
+        "cost": cheapest_to_recompute(model.spec.attention_share(config.block_size)),
+    }
+
     def manager(frames: int) -> MemoryManager:
-        return MemoryManager(frames, config.block_size, windows, enable_prefix_caching=config.enable_prefix_caching)
+        policy = policies[config.eviction_policy]
+        return MemoryManager(frames, config.block_size, windows, config.enable_prefix_caching, policy)
 
     frame_bytes = default_layout(device)(
         places=groups.layers_per_frame,

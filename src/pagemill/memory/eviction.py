@@ -1,13 +1,27 @@
 """Eviction policies: in which order cached blocks, those that are only findable, make room.
 
-A policy orders blocks and knows nothing else of them. Blocks come in the order in which they were released, a
-sequence's last first, so equal rank must mean first come, first evicted: leaves go before what they hang on.
+A policy orders blocks. Blocks come in the order in which they were released, a sequence's last first, and what a block
+hangs on must not go before it: without its parent no look-up reaches it.
 """
 
 from __future__ import annotations
 
+import heapq
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Protocol
+
+
+class Chains(Protocol):
+    """Where published blocks stand."""
+
+    def depth(self, block: int) -> int:
+        """Blocks before it in its chain."""
+        ...
+
+    def parent(self, block: int) -> int:
+        """The block before it, -1 if there is none or it can not be found."""
+        ...
 
 
 class EvictionPolicy(Protocol):
@@ -22,7 +36,11 @@ class EvictionPolicy(Protocol):
         ...
 
     def victim(self) -> int:
-        """Takes out the block that goes first. Raises KeyError if there is none."""
+        """Takes out the block that goes first, which ends. Raises KeyError if there is none."""
+        ...
+
+    def forget(self, block: int) -> None:
+        """A block that is not cached can no longer be found: what was known of it holds no more."""
         ...
 
     def __len__(self) -> int: ...
@@ -46,8 +64,86 @@ class Lru:
     def victim(self) -> int:
         return self._order.popitem(last=False)[0]
 
+    def forget(self, block: int) -> None:
+        pass
+
     def __len__(self) -> int:
         return len(self._order)
 
     def __contains__(self, block: object) -> bool:
         return block in self._order
+
+
+class GreedyDual:
+    """The block of least value goes first: age + uses * cost of computing it again. O(log n).
+
+    The age is the value of the last victim, so what was used often long ago falls behind what is used now. A block is
+    worth at least as much as every cached block behind it in a chain. With equal costs this is LFU with dynamic aging,
+    with their own costs GreedyDual-Size-Frequency, all blocks being of one size (Arlitt et al., "Evaluating content
+    management techniques for web proxy caches", 2000).
+
+    cost: of a block by its depth, in any unit.
+    """
+
+    def __init__(self, chains: Chains, cost: Callable[[int], float]) -> None:
+        self._chains = chains
+        self._cost = cost
+        self._age = 0.0
+        self._serial = 0
+        self._heap: list[tuple[float, int, int]] = []  # value, serial, block; outdated ones stay until they come up
+        self._entries: dict[int, tuple[float, int]] = {}
+        self._uses: dict[int, int] = {}
+        self._least: dict[int, float] = {}  # the most that a block behind it was worth
+
+    def add(self, block: int, now: float) -> None:
+        uses = self._uses[block] = self._uses.get(block, 0) + 1
+        value = max(self._age + uses * self._cost(self._chains.depth(block)), self._least.get(block, 0.0))
+        parent = self._chains.parent(block)
+        if parent >= 0:
+            self._least[parent] = max(self._least.get(parent, 0.0), value)
+        self._serial += 1
+        self._entries[block] = value, self._serial
+        heapq.heappush(self._heap, (value, self._serial, block))
+        if len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap = [(*entry, cached) for cached, entry in self._entries.items()]
+            heapq.heapify(self._heap)
+
+    def remove(self, block: int) -> None:
+        del self._entries[block]
+
+    def victim(self) -> int:
+        while self._heap:
+            value, serial, block = heapq.heappop(self._heap)
+            if self._entries.get(block) == (value, serial):
+                del self._entries[block]
+                self.forget(block)
+                self._age = value
+                return block
+        raise KeyError("no block is cached")
+
+    def forget(self, block: int) -> None:
+        self._uses.pop(block, None)
+        self._least.pop(block, None)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._entries
+
+
+PolicyFactory = Callable[[Chains], EvictionPolicy]
+
+
+def least_recently_used(chains: Chains) -> Lru:
+    return Lru()
+
+
+def least_frequently_used(chains: Chains) -> GreedyDual:
+    return GreedyDual(chains, lambda depth: 1.0)
+
+
+def cheapest_to_recompute(attention_share: float) -> PolicyFactory:
+    """The block goes first that costs least to compute again, times its uses. attention_share: the work of attending to
+    one block, as a share of the other work of computing one; block i of a chain costs 1 + i * attention_share."""
+    return lambda chains: GreedyDual(chains, lambda depth: 1.0 + depth * attention_share)

@@ -19,7 +19,7 @@ import numpy as np
 from pagemill.memory.block_table import BlockTable, first_entry_in_window
 from pagemill.memory.blocks import Blocks
 from pagemill.memory.digest import TOKEN_BYTES, pack_tokens
-from pagemill.memory.eviction import EvictionPolicy, Lru
+from pagemill.memory.eviction import EvictionPolicy, PolicyFactory, least_recently_used
 from pagemill.memory.frames import FramePool
 from pagemill.memory.prefix_index import PrefixIndex
 from pagemill.memory.work import MemoryWork
@@ -51,6 +51,20 @@ class MemoryStats:
     copies: int
 
 
+class _Chains:
+    """What an eviction policy may know of published blocks."""
+
+    def __init__(self, blocks: Blocks, index: PrefixIndex) -> None:
+        self._blocks = blocks
+        self._index = index
+
+    def depth(self, block: int) -> int:
+        return self._index.depth[block]
+
+    def parent(self, block: int) -> int:
+        return self._index.by_digest[self._blocks.group[block]].get(self._index.parent[block], -1)
+
+
 class MemoryManager:
     """Block tables over one pool of frames. Not thread-safe; every operation is O(1) per block that it touches.
 
@@ -70,7 +84,7 @@ class MemoryManager:
         block_size: int,
         windows: Sequence[int | None],
         enable_prefix_caching: bool = True,
-        policy: EvictionPolicy | None = None,
+        policy: PolicyFactory = least_recently_used,
     ) -> None:
         if num_frames < 1 or block_size < 1 or not windows or any(w is not None and w < 1 for w in windows):
             raise ValueError(f"need frames, a block size and groups: {num_frames=}, {block_size=}, {windows=}")
@@ -81,7 +95,7 @@ class MemoryManager:
         self._pool = FramePool(num_frames)
         self._blocks = Blocks(num_frames)
         self._index = PrefixIndex(num_frames, block_size, windows)
-        self._policy: EvictionPolicy = Lru() if policy is None else policy
+        self._policy: EvictionPolicy = policy(_Chains(self._blocks, self._index))
         self._tables: set[BlockTable] = set()
         self._held: deque[tuple[int, list[int]]] = deque()  # steps, and the blocks released while they were in flight
         self._copies: list[tuple[int, int]] = []
@@ -204,6 +218,7 @@ class MemoryManager:
                     return Shortage(needed, available)
                 for group in own[:missing]:
                     self._index.forget(table.blocks[group][tail], group)
+                    self._policy.forget(table.blocks[group][tail])
                     unwritable.remove(group)
                     self._evictions += 1
                 needed = available
@@ -348,7 +363,7 @@ class MemoryManager:
                     continue
                 published = index.by_digest[group].get(digest)
                 if published is None:
-                    index.publish(block, group, digest, parent, tokens)
+                    index.publish(block, group, digest, parent, tokens, entry)
                 else:
                     self._hold([published])
                     entries[entry] = published

@@ -26,10 +26,11 @@ class Match(NamedTuple):
 
 
 class PrefixIndex:
-    """Columns are indexed by block id; b"" for a block that is not published.
+    """Columns are indexed by block id; digest, parent and tokens are b"" for a block that is not published.
 
     digest: its name; parent: digest of the block before it, or the chain's root; tokens: its tokens, packed (bytes, not
-    integers: a published block costs about 0.4 KB, and makes no object that the garbage collector tracks).
+    integers: a published block costs about 0.4 KB, and makes no object that the garbage collector tracks); depth: how
+    many blocks stand before it in its chain.
 
     Children are linked for one group only, the leading one: a full-attention group where there is one, since a match
     needs all of its blocks. Siblings form a doubly linked list through two arrays; its head is found by parent's digest
@@ -40,6 +41,7 @@ class PrefixIndex:
         self.digest = [b""] * capacity
         self.parent = [b""] * capacity
         self.tokens = [b""] * capacity
+        self.depth = array("i", bytes(4 * capacity))
         self.by_digest: tuple[dict[bytes, int], ...] = tuple({} for _ in windows)
         self._children: dict[bytes, int] = {}
         self._next = array("i", [-1]) * capacity
@@ -52,12 +54,13 @@ class PrefixIndex:
         )
         self.leading = self._windows.index(None) if None in self._windows else 0
 
-    def publish(self, block: int, group: int, digest: bytes, parent: bytes, tokens: bytes) -> None:
+    def publish(self, block: int, group: int, digest: bytes, parent: bytes, tokens: bytes, depth: int) -> None:
         """Makes a block findable. Its digest must not be published in its group, nor the block under another."""
         self.by_digest[group][digest] = block
         self.digest[block] = digest
         self.parent[block] = parent
         self.tokens[block] = tokens
+        self.depth[block] = depth
         if group == self.leading:
             key = parent + tokens[:TOKEN_BYTES]
             sibling = self._children.get(key, -1)

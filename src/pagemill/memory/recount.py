@@ -84,6 +84,8 @@ def _published(manager: MemoryManager) -> None:
         whole = len(tokens) == manager.block_size * TOKEN_BYTES
         _require(whole and index.parent[block] != b"", rule, f"block {block} has no parent or tokens")
         children += group == index.leading
+        reached = index.depth[block] == 0 or index.parent[block] in index.by_digest[group]
+        _require(reached or manager.windows[group] is not None, "what a block hangs on can be found", f"block {block}")
     _require(children == index.count_children(), "each published block is among its parent's children", f"{children}")
 
 

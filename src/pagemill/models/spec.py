@@ -73,3 +73,16 @@ class DecoderSpec:
     embedding_scale: float = 1.0
     tied_embeddings: bool = False
     moe: MoESpec | None = None
+
+    def attention_share(self, num_keys: int) -> float:
+        """Work of attending from one token to `num_keys` keys, as a share of all other work of its layers."""
+        hidden, queries = self.hidden_size, self.num_heads * self.head_dim
+        products = 0
+        for layer in self.layers:
+            products += hidden * (2 * queries + 2 * self.num_kv_heads * self.head_dim)
+            if layer.moe and self.moe is not None:
+                products += self.moe.experts_per_token * 3 * hidden * self.moe.intermediate_size
+            else:
+                products += 3 * hidden * self.intermediate_size
+        full = sum(layer.window is None for layer in self.layers)
+        return full * 2 * queries * num_keys / products
