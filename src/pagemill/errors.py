@@ -132,6 +132,14 @@ class EngineDeadError(PagemillError):
     kind: ClassVar[str] = "service_unavailable_error"
 
 
+class TraceError(PagemillError, ValueError):
+    """A trace of requests that is missing, can not be read, or has nothing in the part asked for."""
+
+
+class CalibrationError(PagemillError, ValueError):
+    """Step times that can not be read, or too few steps to fit them to."""
+
+
 def error_of(type_name: str, message: str) -> PagemillError:
     """The error again, from what a message carries of it. An unknown type becomes a `PagemillError`."""
     cls = globals().get(type_name)

@@ -1,0 +1,37 @@
+"""Replays of real traces: `python -m benchmarks.replay COMMAND --help`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from importlib import import_module
+
+from pagemill.errors import PagemillError
+
+COMMANDS = {
+    "waste": "KV memory that is reserved and holds nothing, by block size",
+    "calibrate": "fit the step-time model to steps of the real engine on this machine",
+    "confirm": "serve a slice of a trace for real, and hold the simulation against it",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.replay", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    chosen = sys.argv[1] if len(sys.argv) > 1 else ""
+    for name, about in COMMANDS.items():
+        command = commands.add_parser(name, help=about)
+        if name == chosen:  # the others' imports, torch among them, are not needed
+            module = import_module(f"benchmarks.replay.{name}")
+            command.description, command.formatter_class = module.__doc__, argparse.RawDescriptionHelpFormatter
+            module.add_arguments(command)
+            command.set_defaults(run=module.main)
+    arguments = parser.parse_args()
+    try:
+        arguments.run(arguments)
+    except PagemillError as error:
+        sys.exit(f"error: {error.message}")
+
+
+if __name__ == "__main__":
+    main()

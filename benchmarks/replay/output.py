@@ -1,0 +1,74 @@
+"""Where results go: tables as JSON, plots as PNG, named after the command."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+
+
+def write_table(
+    arguments: argparse.Namespace, name: str, about: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]
+) -> None:
+    settings = {key: str(value) for key, value in vars(arguments).items() if key not in ("run", "command")}
+    _write(arguments.out / f"{name}.json", json.dumps({"settings": settings, "about": about, "rows": rows}, indent=1))
+
+
+def bars(
+    arguments: argparse.Namespace,
+    name: str,
+    labels: Sequence[str],
+    series: Mapping[str, Sequence[float]],
+    x_label: str,
+    y_label: str,
+) -> None:
+    """Groups of bars, one group per label."""
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    width = 0.8 / len(series)
+    for index, (label, values) in enumerate(series.items()):
+        places = [place + (index - (len(series) - 1) / 2) * width for place in range(len(labels))]
+        axes.bar_label(axes.bar(places, values, width, label=label), fmt="%.3g", fontsize=7)
+    axes.set_xticks(range(len(labels)), labels)
+    _finish(arguments, name, figure, axes, x_label, y_label)
+
+
+def lines(
+    arguments: argparse.Namespace,
+    name: str,
+    xs: Sequence[float],
+    series: Mapping[str, Sequence[float]],
+    x_label: str,
+    y_label: str,
+) -> None:
+    """One line per series over a logarithmic x."""
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    for label, values in series.items():
+        axes.plot(xs, values, marker="o", markersize=3, label=label)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(xs, [f"{x:g}" for x in xs])
+    _finish(arguments, name, figure, axes, x_label, y_label)
+
+
+def _finish(arguments: argparse.Namespace, name: str, figure: Any, axes: Any, x_label: str, y_label: str) -> None:
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
+    axes.grid(axis="y", alpha=0.3)
+    axes.legend(fontsize=8)
+    path = arguments.out / f"{name}.png"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=140)
+    pyplot.close(figure)
+    print(f"wrote {path}")
+
+
+def _write(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text + "\n")
+    print(f"\nwrote {path}")

@@ -1,0 +1,93 @@
+"""KV memory that is reserved and holds nothing, over a replayed trace, by block size.
+
+    python -m benchmarks.replay waste TRACE [--block-sizes 8,16,32,64,128,256] [--seconds 3600] [--rate 0.1]
+
+Counted in every step by the running allocator, weighted by the step's time: bytes of the frames that sequences hold,
+padding and the slots reserved for the running step included, each shared block once. Cached blocks that no sequence
+holds are not counted: they make room when asked. "waste" is the share in which no token is or is being written;
+"uncommitted" also counts the slots that the running step writes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from benchmarks.replay.output import bars, write_table
+from benchmarks.replay.setup import (
+    Setup,
+    add_engine_arguments,
+    add_output_argument,
+    add_trace_arguments,
+    chosen_setup,
+    chosen_trace,
+    describe,
+)
+
+from pagemill.simulate.simulator import replay
+from pagemill.simulate.step_time import StepTimes
+from pagemill.simulate.trace import TracedRequest
+from pagemill.simulate.waste import WasteMeter
+
+
+@dataclass(frozen=True)
+class Row:
+    block_size: int
+    waste: float
+    uncommitted: float
+    mean_running: float
+    most_running: int
+    preemptions: int
+    busy: float
+    """Share of the simulated time."""
+    replayed_s: float
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_trace_arguments(parser, seconds=3600, rate=0.1)
+    add_engine_arguments(parser)
+    add_output_argument(parser)
+    parser.add_argument("--block-sizes", default="8,16,32,64,128,256")
+
+
+def main(arguments: argparse.Namespace) -> None:
+    step_times, trace = StepTimes.load(arguments.calibration), chosen_trace(arguments)
+    print(describe(arguments, step_times, trace), flush=True)
+    rows = [
+        measure(trace, chosen_setup(arguments, size), step_times) for size in map(int, arguments.block_sizes.split(","))
+    ]
+    print("\n| block size | waste | uncommitted | mean running | most | preemptions | busy | replayed in |")
+    print("| ---: |" + " ---: |" * 7)
+    for row in rows:
+        print(
+            f"| {row.block_size} | {row.waste:.2%} | {row.uncommitted:.2%} | {row.mean_running:.1f} | "
+            f"{row.most_running} | {row.preemptions} | {row.busy:.0%} | {row.replayed_s:.0f} s |"
+        )
+    write_table(arguments, "waste", step_times.about, [asdict(row) for row in rows])
+    bars(
+        arguments,
+        "waste",
+        [str(row.block_size) for row in rows],
+        {"waste": [100 * row.waste for row in rows], "uncommitted": [100 * row.uncommitted for row in rows]},
+        "block size, tokens",
+        "share of reserved bytes, %",
+    )
+
+
+def measure(trace: Sequence[TracedRequest], setup: Setup, step_times: StepTimes) -> Row:
+    memory = setup.memory(step_times)
+    meter = WasteMeter(memory, step_times.shape)
+    begin = time.perf_counter()
+    outcome = replay(trace, setup.scheduler(memory), step_times, [meter])
+    return Row(
+        block_size=setup.block_size,
+        waste=meter.waste,
+        uncommitted=meter.uncommitted,
+        mean_running=outcome.running_s / outcome.busy_s,
+        most_running=outcome.most_running,
+        preemptions=outcome.preemptions,
+        busy=outcome.busy_s / outcome.end_s,
+        replayed_s=time.perf_counter() - begin,
+    )

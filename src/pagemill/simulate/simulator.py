@@ -1,0 +1,150 @@
+"""The engine's loop over simulated time: the real scheduler and the real memory manager, and a step-time model.
+
+schedule, run, commit, as `engine.core` does it; only that running takes no time and moves `now` by what the model says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from pagemill.errors import RequestTooLargeError
+from pagemill.memory.digest import root_digest
+from pagemill.sampling.params import SamplingParams
+from pagemill.scheduling.scheduler import Scheduler
+from pagemill.scheduling.sequence import Request
+from pagemill.scheduling.step_plan import StepPlan, StepResult
+from pagemill.simulate.step_time import StepTimes, work_of
+from pagemill.simulate.trace import TracedRequest
+
+ROOT = root_digest(b"simulated", "simulated", "simulated", "")
+OUTPUT_TOKENS = 1 << 31
+"""Generated tokens are numbered from here: no prompt has them, and no two requests the same."""
+
+Observer = Callable[[StepPlan, float], None]
+"""Called in every step, between plan and commit, with the plan and the seconds that the step takes."""
+
+
+@dataclass(slots=True)
+class Served:
+    """What became of one request. Times are simulated seconds; None: not yet, or never."""
+
+    request: TracedRequest
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    starts: int = 0
+    """Times that it entered the batch; each one after the first follows a preemption."""
+    refused: bool = False
+    """It could never run in this pool."""
+
+    @property
+    def ttft_s(self) -> float:
+        assert self.first_token_s is not None
+        return self.first_token_s - self.request.arrival_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per token after the first."""
+        assert self.first_token_s is not None
+        assert self.finished_s is not None
+        return (self.finished_s - self.first_token_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+
+@dataclass(slots=True)
+class Replay:
+    """A trace, replayed. busy_s: simulated seconds in steps; running_s: their sum over running sequences."""
+
+    served: list[Served] = field(default_factory=list)
+    steps: int = 0
+    end_s: float = 0.0
+    busy_s: float = 0.0
+    running_s: float = 0.0
+    most_running: int = 0
+    preemptions: int = 0
+
+    @property
+    def finished(self) -> list[Served]:
+        return [one for one in self.served if one.finished_s is not None]
+
+    @property
+    def output_tokens_per_s(self) -> float:
+        return sum(one.num_tokens for one in self.served) / self.end_s if self.end_s else 0.0
+
+
+def replay(
+    trace: Sequence[TracedRequest],
+    scheduler: Scheduler,
+    step_times: StepTimes,
+    observe: Sequence[Observer] = (),
+    *,
+    root: Callable[[TracedRequest], bytes] = lambda request: ROOT,
+    until_s: float = float("inf"),
+) -> Replay:
+    """Serves the trace (in order of arrival), each request for exactly its output length, until all have ended.
+
+    root: where a request's prefix chain begins, one for all by default: all may share.
+    until_s: stops there, simulated, with whatever is still running.
+    """
+    outcome = Replay()
+    served = outcome.served
+    index_of_row: dict[int, int] = {}
+    groups = step_times.shape.groups
+    now = 0.0
+    while now < until_s:
+        while len(served) < len(trace) and trace[len(served)].arrival_s <= now:
+            _submit(scheduler, served, trace[len(served)], root)
+        plan = scheduler.schedule(now)
+        if plan is None:
+            assert not scheduler.has_work(), "requests wait, and nothing can run"
+            if len(served) == len(trace):
+                break
+            now = trace[len(served)].arrival_s
+            continue
+        for new in plan.new_rows:
+            index_of_row[new.row] = new.seed
+            served[new.seed].starts += 1
+        seconds = step_times.seconds(work_of(plan, groups))
+        for observer in observe:
+            observer(plan, seconds)
+        now += seconds
+        outcome.steps += 1
+        outcome.busy_s += seconds
+        outcome.running_s += seconds * scheduler.num_running
+        outcome.most_running = max(outcome.most_running, scheduler.num_running)
+        tokens = [OUTPUT_TOKENS + index_of_row[row] for row in plan.sample_to.tolist()]
+        for update in scheduler.commit(StepResult(tokens, [None] * len(tokens)), now):
+            one = served[update.sequence.request.seed]
+            one.num_tokens += 1
+            if one.first_token_s is None:
+                one.first_token_s = now
+                one.num_cached_tokens = update.sequence.num_cached_tokens
+            if update.finish_reason is not None:
+                one.finished_s = now
+    outcome.end_s = now
+    outcome.preemptions = scheduler.preemptions
+    return outcome
+
+
+def _submit(
+    scheduler: Scheduler, served: list[Served], request: TracedRequest, root: Callable[[TracedRequest], bytes]
+) -> None:
+    """The index in `served` is the request's id and seed, by which steps' results find back to it."""
+    index = len(served)
+    served.append(Served(request))
+    try:
+        scheduler.add(
+            Request(
+                request_id=str(index),
+                prompt_token_ids=request.prompt(),
+                params=SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True),
+                seed=index,
+                priority=0,
+                arrival_s=request.arrival_s,
+                root=root(request),
+                max_len=request.length,
+            )
+        )
+    except RequestTooLargeError:
+        served[index].refused = True

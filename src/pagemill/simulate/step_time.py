@@ -1,0 +1,174 @@
+"""How long a step takes: a sum of costs of the work in it, fitted to steps that a real engine ran."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill.errors import CalibrationError
+from pagemill.kvcache.layer_groups import LayerGroups, group_layers
+from pagemill.kvcache.layout import layer_major
+from pagemill.scheduling.step_plan import StepPlan
+
+
+@dataclass(frozen=True)
+class KVShape:
+    """What the bytes of K/V and the work of attending depend on. windows: by layer, None for full attention."""
+
+    windows: tuple[int | None, ...]
+    num_kv_heads: int
+    head_dim: int
+    itemsize: int
+
+    @property
+    def groups(self) -> LayerGroups:
+        return group_layers(self.windows)
+
+    @property
+    def slot_bytes(self) -> float:
+        """K and V of one token in one layer group, without padding; the mean where groups differ."""
+        layers = len(self.windows) / len(self.groups.groups)
+        return 2 * layers * self.num_kv_heads * self.head_dim * self.itemsize
+
+    def frame_bytes(self, block_size: int) -> int:
+        """Of a frame as it lies in the pool on CPU, padding included."""
+        return layer_major(
+            places=self.groups.layers_per_frame,
+            frames=1,
+            kv_heads=self.num_kv_heads,
+            block_size=block_size,
+            head_dim=self.head_dim,
+            itemsize=self.itemsize,
+        ).frame_bytes
+
+
+class StepWork(NamedTuple):
+    """What a step computes. logits: rows whose logits are needed; pairs: (query token, key) pairs; keys: keys that rows
+    attend, each once per row; both summed over layers."""
+
+    rows: int
+    tokens: int
+    logits: int
+    pairs: int
+    keys: int
+
+
+def work_of(plan: StepPlan, groups: LayerGroups) -> StepWork:
+    starts, lens = plan.starts.astype(np.int64), plan.query_lens.astype(np.int64)
+    ends = starts + lens
+    pairs = keys = 0
+    for group in groups.groups:
+        layers = len(group.layers)
+        if group.window is None:
+            pairs += layers * int((lens * (starts + ends + 1) // 2).sum())
+            keys += layers * int(ends.sum())
+        else:
+            # Query tokens before position `window` see all keys, later ones a window of them.
+            early = np.clip(group.window - starts, 0, lens)
+            seen = early * (2 * starts + early + 1) // 2 + (lens - early) * group.window
+            pairs += layers * int(seen.sum())
+            keys += layers * int(np.minimum(ends, lens + group.window - 1).sum())
+    return StepWork(len(plan.rows), plan.num_tokens, len(np.unique(plan.sample_from)), pairs, keys)
+
+
+KNEES = (8, 32, 128)
+"""Where the cost of one more token changes: reading the weights bounds steps of few tokens, products those of many."""
+COSTS = ("step", "row", *(f"token to {knee}" for knee in KNEES), "token beyond", "logits", "pair", "key")
+
+
+def _amounts(works: Sequence[StepWork]) -> NDArray[np.float64]:
+    """[steps, COSTS]: how much of each there is in a step."""
+    rows, tokens, logits, pairs, keys = np.array(works, dtype=np.float64).reshape(-1, 5).T
+    knees = (0, *KNEES, np.inf)
+    pieces = [np.clip(tokens, low, high) - low for low, high in pairwise(knees)]
+    return np.stack([np.ones_like(rows), rows, *pieces, logits, pairs, keys], axis=1)
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of a step, and what they were fitted to.
+
+    seconds_of: by name in COSTS, the seconds that one of it takes.
+    about:      the machine, the model and its precision, how well the fit holds; for people.
+    """
+
+    seconds_of: dict[str, float]
+    shape: KVShape
+    about: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        if set(self.seconds_of) != set(COSTS):
+            raise CalibrationError(f"the calibration has costs {sorted(self.seconds_of)}; it must have {sorted(COSTS)}")
+
+    def seconds(self, work: StepWork) -> float:
+        cost = self.seconds_of
+        total = cost["step"] + cost["row"] * work.rows + cost["logits"] * work.logits
+        total += cost["pair"] * work.pairs + cost["key"] * work.keys
+        low = 0
+        for knee in KNEES:
+            if work.tokens <= low:
+                return total
+            total += cost[f"token to {knee}"] * (min(work.tokens, knee) - low)
+            low = knee
+        return total + cost["token beyond"] * max(0, work.tokens - low)
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> StepTimes:
+        """Raises CalibrationError for a file that is missing or is no calibration."""
+        try:
+            found = json.loads(path.read_text())
+            shape = KVShape(**{**found["shape"], "windows": tuple(found["shape"]["windows"])})
+            return cls(found["seconds_of"], shape, found["about"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise CalibrationError(
+                f"{path} can not be read as a calibration: {type(error).__name__}: {error}; make one with "
+                "python -m benchmarks.replay calibrate"
+            ) from error
+
+
+def fit(works: Sequence[StepWork], seconds: Sequence[float]) -> dict[str, float]:
+    """The costs, none below 0, with the least sum of squared relative errors over these steps.
+
+    Raises CalibrationError if there are fewer steps than costs.
+    """
+    if len(works) < len(COSTS):
+        raise CalibrationError(f"{len(works)} steps can not fix {len(COSTS)} costs; measure more steps")
+    measured = np.array(seconds, dtype=np.float64)
+    relative = _amounts(works) / measured[:, None]
+    scale = np.maximum(np.abs(relative).max(axis=0), 1e-30)
+    costs = _nonnegative(relative / scale, np.ones(len(measured))) / scale
+    return dict(zip(COSTS, costs.tolist(), strict=True))
+
+
+def _nonnegative(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+    """x >= 0 with the least |a x - b| (Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23)."""
+    x = np.zeros(a.shape[1])
+    free = np.zeros(a.shape[1], dtype=bool)
+    tolerance = 1e-10 * len(b)
+    while True:
+        gradient = a.T @ (b - a @ x)
+        gradient[free] = -np.inf
+        if gradient.max() <= tolerance:
+            return x
+        free[gradient.argmax()] = True
+        while True:
+            wanted = np.zeros_like(x)
+            wanted[free] = np.linalg.lstsq(a[:, free], b, rcond=None)[0]
+            if wanted[free].min() > 0:
+                x = wanted
+                break
+            falling = free & (wanted <= 0)
+            step = (x[falling] / (x[falling] - wanted[falling])).min()
+            x = x + step * (wanted - x)
+            free &= x > 1e-15
+            x[~free] = 0.0

@@ -1,0 +1,126 @@
+"""Traces of real services: when requests came, how long they were, which prefixes they shared. No text.
+
+Two formats are read. Azure's CSV (`TIMESTAMP,ContextTokens,GeneratedTokens`, Azure Public Dataset) has lengths only.
+Mooncake's JSON lines (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`) name the prefix blocks too.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pagemill.errors import TraceError
+
+MOONCAKE_BLOCK = 512
+"""Tokens that one of Mooncake's hash ids stands for; the last of a prompt may stand for fewer."""
+SOURCES = (
+    "public traces: github.com/Azure/AzurePublicDataset (AzureLLMInferenceTrace_conv.csv) and "
+    "github.com/kvcache-ai/Mooncake (FAST25-release/traces/conversation_trace.jsonl)"
+)
+
+
+@dataclass(frozen=True)
+class TracedRequest:
+    """One request. `hash_ids` name the prompt's blocks of 512 tokens: equal ids mean equal prompts up to that block's
+    end; empty for a prompt that shares nothing. `number` is its place in the whole trace."""
+
+    number: int
+    arrival_s: float
+    prompt_len: int
+    output_len: int
+    hash_ids: tuple[int, ...] = ()
+
+    @property
+    def length(self) -> int:
+        return self.prompt_len + self.output_len
+
+    def prompt(self) -> list[int]:
+        """Synthetic token ids, equal where the trace says that prompts are equal, and nowhere else.
+
+        Each block repeats one token: a number of its own, since what it hangs on tells equal blocks apart.
+        """
+        if not self.hash_ids:
+            return [2 * self.number] * self.prompt_len
+        tokens: list[int] = []
+        for hash_id in self.hash_ids:
+            tokens += [2 * hash_id + 1] * min(MOONCAKE_BLOCK, self.prompt_len - len(tokens))
+        return tokens
+
+
+def read_trace(path: Path) -> list[TracedRequest]:
+    """The requests in order of arrival, the first at 0 s. Raises TraceError for a file that is missing or is neither
+    format."""
+    readers: dict[str, Callable[[Path], list[TracedRequest]]] = {".csv": _read_azure, ".jsonl": _read_mooncake}
+    if path.suffix not in readers:
+        raise TraceError(f"{path} is neither .csv (Azure) nor .jsonl (Mooncake); {SOURCES}")
+    if not path.is_file():
+        raise TraceError(f"there is no trace {path}; give the path of one; {SOURCES}")
+    try:
+        requests = readers[path.suffix](path)
+    except (KeyError, ValueError, TypeError) as error:
+        raise TraceError(f"{path} can not be read as a trace: {type(error).__name__}: {error}; {SOURCES}") from error
+    if not requests:
+        raise TraceError(f"{path} has no requests; {SOURCES}")
+    requests.sort(key=lambda request: request.arrival_s)
+    return shift(requests)
+
+
+def shift(requests: list[TracedRequest]) -> list[TracedRequest]:
+    """The same, with the first arriving at 0 s."""
+    start = requests[0].arrival_s
+    return [replace(request, arrival_s=request.arrival_s - start) for request in requests]
+
+
+def slice_of(requests: list[TracedRequest], start_s: float, seconds: float, rate: float = 1.0) -> list[TracedRequest]:
+    """Those that arrive in `seconds` from `start_s` on, arriving `rate` times as fast. Raises TraceError if none do."""
+    if rate <= 0:
+        raise TraceError(f"rate is {rate:g}; it must be above 0: 1 keeps the trace's own arrivals, 0.1 slows them down")
+    chosen = [request for request in requests if start_s <= request.arrival_s < start_s + seconds]
+    if not chosen:
+        raise TraceError(
+            f"no request arrives from {start_s:g} s to {start_s + seconds:g} s; the trace ends at "
+            f"{requests[-1].arrival_s:.0f} s"
+        )
+    return [replace(request, arrival_s=request.arrival_s / rate) for request in shift(chosen)]
+
+
+def _read_azure(path: Path) -> list[TracedRequest]:
+    with path.open(newline="") as lines:
+        return [
+            TracedRequest(
+                number=number,
+                # Python reads microseconds; the trace has a seventh digit.
+                arrival_s=datetime.fromisoformat(row["TIMESTAMP"][:26]).timestamp(),
+                prompt_len=_at_least_one(row["ContextTokens"]),
+                output_len=_at_least_one(row["GeneratedTokens"]),
+            )
+            for number, row in enumerate(csv.DictReader(lines))
+        ]
+
+
+def _read_mooncake(path: Path) -> list[TracedRequest]:
+    requests = []
+    with path.open() as lines:
+        for number, line in enumerate(lines):
+            row: dict[str, Any] = json.loads(line)
+            prompt_len, hash_ids = _at_least_one(row["input_length"]), tuple(map(int, row["hash_ids"]))
+            if len(hash_ids) != -(-prompt_len // MOONCAKE_BLOCK):
+                raise ValueError(f"request {number} has {prompt_len} prompt tokens and {len(hash_ids)} hash ids")
+            requests.append(
+                TracedRequest(
+                    number, row["timestamp"] / 1000, prompt_len, _at_least_one(row["output_length"]), hash_ids
+                )
+            )
+    return requests
+
+
+def _at_least_one(text: str | int) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError(f"a length is {value}")
+    return value
