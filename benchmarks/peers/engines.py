@@ -44,9 +44,15 @@ def _openvino(**properties: Any) -> EngineSetup:
     return EngineSetup("openvino", "openvino", "4-bit", {"scheduler": scheduler, "properties": properties})
 
 
+SMALL_KV = {"dtype": "float32", "kv_memory": "512MiB", "max_model_len": 2048}
+"""Half of what the requests of mixed fill together, and five times `max_model_len`."""
+
 ENGINES = {
     "pagemill": EngineSetup("pagemill", None, "float32", {"dtype": "float32"}),
     "pagemill-bf16": EngineSetup("pagemill", None, "bfloat16", {"dtype": "bfloat16"}),
+    # What paging itself brings: the same kernels and the same KV memory, paged and reserved for each request.
+    "pagemill-512MiB": EngineSetup("pagemill", None, "float32, 512 MiB of KV memory", SMALL_KV),
+    "pagemill-contiguous": EngineSetup("pagemill_contiguous", None, "float32, 512 MiB of KV memory", SMALL_KV),
     "vllm": _vllm("float32", enforce_eager=True),
     # Without a process of its own for the engine core: two cores may have better things to do than to pass messages.
     "vllm-one-process": replace(

@@ -1,4 +1,4 @@
-"""Turns measured runs into a report: JSON with everything, a Markdown table of medians, ratios and a plot."""
+"""Turns measured runs into a report: JSON with everything, Markdown tables of medians with goals, and a plot."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import json
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from benchmarks.peers.goals import GOALS, START_S
+from benchmarks.peers.plots import plot_speeds
 
 Row = dict[str, Any]
 
@@ -15,7 +18,7 @@ def write_report(result: dict[str, Any], out: Path) -> None:
     rows = summarize(result["runs"])
     out.with_suffix(".json").write_text(json.dumps({**result, "summary": rows}, indent=1) + "\n")
     out.with_suffix(".md").write_text(markdown(result, rows))
-    plot(rows, f"{result['model']} on {result['machine']['cpu']}", out.with_suffix(".png"))
+    plot_speeds(rows, f"{result['model']} on {describe_cpu(result['machine'])}", out.with_suffix(".png"))
 
 
 def summarize(runs: list[dict[str, Any]]) -> list[Row]:
@@ -32,14 +35,23 @@ def summarize(runs: list[dict[str, Any]]) -> list[Row]:
 
 
 def figures(measured: dict[str, Any]) -> Row:
-    """Of one workload on one engine. ttft_*: time to the first token; tpot_*: per later token, by request."""
+    """Of one workload on one engine. ttft_*: from a request's arrival to its first token; tpot_*: per later token.
+
+    Of a workload that was stopped after `stopped_s`, tokens_per_s is a bound that the engine stayed under, and other
+    figures are None.
+    """
+    if "stopped_s" in measured:
+        unknown = dict.fromkeys(("ttft_median_s", "ttft_p99_s", "tpot_median_s", "tpot_p99_s", "peak_bytes"))
+        stopped = measured["stopped_s"]
+        return {"tokens_per_s": measured["output_tokens"] / stopped, "stopped_s": stopped, **unknown}
     requests = measured["requests"]
-    first = [request["first_s"] for request in requests]
+    first = [request["first_s"] - request["arrival_s"] for request in requests]
     # An engine that returns whole answers shows no time per token.
     longer = [request for request in requests if request["last_s"] > request["first_s"]]
     each = [(request["last_s"] - request["first_s"]) / (request["tokens"] - 1) for request in longer]
     return {
         "tokens_per_s": sum(request["tokens"] for request in requests) / measured["wall_s"],
+        "stopped_s": None,
         "ttft_median_s": median(first),
         "ttft_p99_s": _p99(first),
         "tpot_median_s": median(each) if each else None,
@@ -48,89 +60,113 @@ def figures(measured: dict[str, Any]) -> Row:
     }
 
 
-def ratios(rows: list[Row]) -> dict[tuple[str, str], dict[str, float]]:
-    """(pagemill's setup, peer) -> workload -> pagemill's output tokens per second over the peer's."""
-    speed = {(row["engine"], row["workload"]): row["tokens_per_s"] for row in rows}
-    found: dict[tuple[str, str], dict[str, float]] = {}
-    for (engine, workload), own in speed.items():
-        for (peer, other_workload), other in speed.items():
-            if engine.startswith("pagemill") and not peer.startswith("pagemill") and workload == other_workload:
-                found.setdefault((engine, peer), {})[workload] = own / other
-    return found
+def speed(measured: dict[str, Any]) -> str:
+    return _speed(figures(measured))
+
+
+def ratio(rows: list[Row], workload: str, engine: str, against: tuple[str, ...]) -> tuple[float, Row] | None:
+    """`engine`'s output tokens per second over those of the fastest of `against`, and that one's row."""
+    by_engine = {row["engine"]: row for row in rows if row["workload"] == workload}
+    others = [by_engine[name] for name in against if name in by_engine]
+    if engine not in by_engine or not others:
+        return None
+    fastest = max(others, key=lambda row: float(row["tokens_per_s"]))
+    return by_engine[engine]["tokens_per_s"] / fastest["tokens_per_s"], fastest
 
 
 def markdown(result: dict[str, Any], rows: list[Row]) -> str:
-    machine = result["machine"]
-    load = ", ".join(map(str, machine["load_average"]))
+    load = max(run["load_average"] for run in result["runs"])
     lines = [
         f"# {result['model']}, side by side",
         "",
-        f"{machine['cpu']} ({', '.join(machine['features'])}), {machine['cores']} cores, {machine['memory_gib']} GiB. "
-        f"{machine['date']}; load average at the start {load}, before each run up to "
-        f"{max(run['load_average'] for run in result['runs']):.2f}.",
+        f"{describe_machine_line(result['machine'])}; load average before a run up to {load:.2f}.",
         "",
-        "Output tokens per second of the whole workload, prefill included. Medians over the rounds.",
+        "Output tokens per second of the whole workload, prefill included; medians over the rounds. "
+        "TTFT: time to first token. TPOT: time per output token after the first. Both in milliseconds, over requests.",
     ]
-    head = ["workload", "engine", "precision", "tokens/s", "TTFT ms", "p99", "TPOT ms", "p99", "peak MiB",
-            "start to first token s", "rounds"]  # fmt: skip
-    table = [
-        [
-            row["workload"],
-            row["engine"],
-            row["precision"],
-            f"{row['tokens_per_s']:.1f}",
-            *(_ms(row[name]) for name in ("ttft_median_s", "ttft_p99_s", "tpot_median_s", "tpot_p99_s")),
-            f"{row['peak_bytes'] / 2**20:.0f}",
-            f"{row['first_token_s']:.1f}",
-            str(row["rounds"]),
-        ]
-        for row in sorted(rows, key=lambda row: [each["workload"] for each in rows].index(row["workload"]))
-    ]
-    lines += ["", *_table(head, table)]
-    compared = ratios(rows)
-    if compared:
-        workloads = list(dict.fromkeys(row["workload"] for row in rows))
-        table = [
-            [f"{own} / {peer}", *(f"{by[workload]:.2f}x" if workload in by else "" for workload in workloads)]
-            for (own, peer), by in compared.items()
-        ]
-        lines += ["", "Ratios of output tokens per second", "", *_table(["", *workloads], table)]
+    goals = _goals(rows)
+    if goals:
+        head = ["workload", "engine", "tokens/s", "against", "tokens/s", "ratio", "goal", ""]
+        lines += ["", "## Goals", "", *table(head, goals)]
+    for precision in dict.fromkeys(row["precision"] for row in rows):
+        lines += ["", f"## {precision}", "", *_precision(rows, precision)]
+    lines += ["", "## Start to first token", "", *table(["engine", "seconds", "goal"], _starts(rows)), ""]
     descriptions = {run["engine"]: run["description"] for run in result["runs"]}
-    lines += ["", *(f"- **{engine}**: {description}" for engine, description in descriptions.items())]
+    lines += [f"- **{engine}**: {description}" for engine, description in descriptions.items()]
     return "\n".join(lines) + "\n"
 
 
-def plot(rows: list[Row], title: str, path: Path) -> None:
-    """Bars of output tokens per second, one group of engines per workload, each workload on its own scale."""
-    import matplotlib
+def describe_cpu(machine: dict[str, Any]) -> str:
+    return f"{machine['cpu']}, {machine['cores']} cores"
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    workloads = list(dict.fromkeys(row["workload"] for row in rows))
-    engines = list(dict.fromkeys(row["engine"] for row in rows))
-    figure, axes = pyplot.subplots(1, len(workloads), figsize=(2 + 1.8 * len(workloads), 3.6), squeeze=False)
-    for axis, workload in zip(axes[0], workloads, strict=True):
-        for row in rows:
-            if row["workload"] == workload:
-                at = engines.index(row["engine"])
-                bar = axis.bar(at, row["tokens_per_s"], color=f"C{at}", label=row["engine"])
-                axis.bar_label(bar, fmt="%.0f", fontsize=7)
-        axis.set_title(workload, fontsize=9)
-        axis.set_xticks([])
-        axis.tick_params(labelsize=7)
-        axis.spines[["top", "right"]].set_visible(False)
-    axes[0][0].set_ylabel("output tokens per second")
-    handles = [pyplot.Rectangle((0, 0), 1, 1, color=f"C{at}") for at in range(len(engines))]
-    figure.legend(handles, engines, loc="lower center", ncols=min(len(engines), 2 * len(workloads)), fontsize=8)
-    figure.suptitle(title, fontsize=10)
-    figure.tight_layout(rect=(0, 0.08, 1, 1))
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+def describe_machine_line(machine: dict[str, Any]) -> str:
+    features = ", ".join(machine["features"])
+    return f"{describe_cpu(machine)} ({features}), {machine['memory_gib']} GiB; {machine['date']}"
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]
+
+
+def _goals(rows: list[Row]) -> list[list[str]]:
+    found = []
+    speeds = {(row["workload"], row["engine"]): _speed(row) for row in rows}
+    for goal in GOALS:
+        measured = ratio(rows, goal.workload, goal.engine, goal.against)
+        if measured is not None:
+            times, fastest = measured
+            reached = "reached" if times >= goal.at_least else f"{times / goal.at_least:.0%} of it"
+            found.append(
+                [goal.workload, goal.engine, speeds[goal.workload, goal.engine], fastest["engine"], _speed(fastest),
+                 _times(times, fastest), f"{goal.at_least:g}x", reached]
+            )  # fmt: skip
+    return found
+
+
+def _precision(rows: list[Row], precision: str) -> list[str]:
+    """All engines of one precision by workload; "pagemill is": its speed over that engine's."""
+    chosen = [row for row in rows if row["precision"] == precision]
+    own = next((row["engine"] for row in chosen if row["engine"].startswith("pagemill")), None)
+    head = ["workload", "engine", "tokens/s", f"{own} is" if own else "", "TTFT", "p99", "TPOT", "p99", "peak MiB",
+            "rounds"]  # fmt: skip
+    lines = []
+    for workload in dict.fromkeys(row["workload"] for row in chosen):
+        here = [row for row in chosen if row["workload"] == workload]
+        for row in sorted(here, key=lambda row: (row["engine"] != own, -row["tokens_per_s"])):
+            measured = ratio(here, workload, own, (row["engine"],)) if own and row["engine"] != own else None
+            name = f"**{row['engine']}**" if row["engine"] == own else row["engine"]
+            lines.append(
+                [workload, name, _speed(row), _times(*measured) if measured else ""]
+                + [_ms(row[name]) for name in ("ttft_median_s", "ttft_p99_s", "tpot_median_s", "tpot_p99_s")]
+                + ["" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 2**20:.0f}", str(row["rounds"])]
+            )
+    return table(head, lines)
+
+
+def _starts(rows: list[Row]) -> list[list[str]]:
+    """The median over an engine's rounds, which is the same in each of its rows."""
+    seconds = {row["engine"]: row["first_token_s"] for row in rows}
+    return [
+        [engine, f"{time:.1f}", f"under {START_S:g}" if engine.startswith("pagemill") else ""]
+        for engine, time in seconds.items()
+    ]
+
+
+def _speed(row: Row) -> str:
+    if row["stopped_s"] is not None:
+        return f"under {row['tokens_per_s']:.1f} (stopped after {row['stopped_s']:.0f} s)"
+    return f"{row['tokens_per_s']:.1f}"
+
+
+def _times(times: float, other: Row) -> str:
+    return f"{'over ' if other['stopped_s'] is not None else ''}{times:.2f}x"
 
 
 def _middle(values: list[Any]) -> Any:
-    return median(values) if all(isinstance(value, int | float) for value in values) else values[0]
+    """The median of figures, leaving out those that are unknown; of names, the one that they all are."""
+    known = [value for value in values if value is not None]
+    return median(known) if known and all(isinstance(value, int | float) for value in known) else values[0]
 
 
 def _p99(values: list[float]) -> float:
@@ -140,7 +176,3 @@ def _p99(values: list[float]) -> float:
 
 def _ms(seconds: float | None) -> str:
     return "" if seconds is None else f"{1000 * seconds:.1f}"
-
-
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
-    return ["| " + " | ".join(cells) + " |" for cells in (head, ["---"] * len(head), *rows)]

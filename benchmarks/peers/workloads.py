@@ -19,11 +19,12 @@ TEXT = Path(__file__).parent / "alice.txt"
 
 @dataclass(frozen=True)
 class Workload:
-    """Requests that all arrive at once: prompts as token ids, and how many tokens each must get."""
+    """Requests: prompts as token ids, how many tokens each must get, and when each arrives, seconds from the start."""
 
     name: str
     prompts: list[list[int]]
     max_tokens: list[int]
+    arrivals_s: list[float]
 
     @property
     def prompt_tokens(self) -> int:
@@ -98,17 +99,42 @@ STANDARD = ("one", "two", "mixed", "prefix", "decode", "long", "crowd")
 def make(name: str, text: Sequence[int], round: int = 0) -> Workload:
     """The workload of that name, its prompts cut out of `text` (token ids). The same arguments give the same one."""
     shape = SHAPES[name]()
-    longest = max(shape.prefix, *shape.prompts)
-    pieces = len(shape.prompts) + 1
-    # No two pieces begin at the same token, in any round: equal beginnings would be found in prefix caches.
-    starts = list(range(len(text) - longest + 1))
-    random.Random(name).shuffle(starts)
-    starts = starts[round * pieces : (round + 1) * pieces]
-    if len(starts) < pieces:
-        raise ValueError(f"the text has {len(text)} tokens: too few for round {round} of {name}")
-    prefix = list(text[starts[-1] : starts[-1] + shape.prefix])
-    prompts = [prefix + list(text[at : at + length]) for at, length in zip(starts, shape.prompts, strict=False)]
-    return Workload(name, prompts, shape.outputs)
+    pieces = cut(text, name, [*shape.prompts, shape.prefix], round * (len(shape.prompts) + 1))
+    *prompts, prefix = pieces
+    return Workload(name, [prefix + prompt for prompt in prompts], shape.outputs, [0.0] * len(prompts))
+
+
+def make_poisson(text: Sequence[int], rate: float, seconds: float, first_piece: int) -> Workload:
+    """Requests of mixed's lengths that arrive for `seconds`, independently of each other, `rate` a second on average.
+
+    The same draws serve every rate, so that a higher one has the same requests, closer together, and then more of them.
+    `first_piece` counts the pieces of text that earlier workloads of the same engine have taken.
+    """
+    draw = random.Random("poisson")
+    lengths = _mixed()
+    prompts: list[int] = []
+    outputs: list[int] = []
+    arrivals: list[float] = []
+    at = draw.expovariate(1.0) / rate
+    while at < seconds:
+        if len(arrivals) == len(prompts):
+            # Each 64 requests have exactly mixed's lengths, in an order of their own.
+            prompts += draw.sample(lengths.prompts, 64)
+            outputs += draw.sample(lengths.outputs, 64)
+        arrivals.append(at)
+        at += draw.expovariate(1.0) / rate
+    pieces = cut(text, "poisson", prompts[: len(arrivals)], first_piece)
+    return Workload(f"poisson {rate:.2f}/s", pieces, outputs[: len(arrivals)], arrivals)
+
+
+def cut(text: Sequence[int], seed: str, lengths: Sequence[int], first_piece: int) -> list[list[int]]:
+    """Pieces of the text of these lengths. No two of a seed, whatever their numbers, begin at the same token."""
+    starts = list(range(len(text) - max(lengths) + 1))
+    random.Random(seed).shuffle(starts)
+    starts = starts[first_piece : first_piece + len(lengths)]
+    if len(starts) < len(lengths):
+        raise ValueError(f"the text has {len(text)} tokens: too few for pieces {first_piece} and on of {seed}")
+    return [list(text[at : at + length]) for at, length in zip(starts, lengths, strict=True)]
 
 
 def tokenize(model: str) -> list[int]:

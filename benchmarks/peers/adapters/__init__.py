@@ -1,7 +1,8 @@
 """One file per engine, run in that engine's environment. Each has a class `Engine`:
 
-Engine(model, settings)     loads; model: {"name", "gguf", "checkpoint", "openvino"}, what they are: `engines.py`
-.description: str           version and configuration, for the report
-.run(prompts, max_tokens)   starts all requests at once, greedily, ignoring stop tokens; yields (request, new tokens)
-                            as they come
+Engine(model, settings)         loads; model: {"name", "gguf", "checkpoint", "openvino"}, what they are: `engines.py`
+.description: str               version and configuration, for the report
+.add(key, prompt, max_tokens)   a request arrives: greedy, stop tokens ignored; keys (integers) are used once
+.has_work() -> bool             whether a request is unfinished
+.step()                         works on; yields (key, new tokens) for what came of it, as soon as it is there
 """

@@ -20,23 +20,31 @@ class Engine:
             model["openvino"], scheduler, "CPU", settings["properties"]
         )
         self.description = f"OpenVINO GenAI {openvino_genai.__version__}, {settings}"
-        self._started = 0
+        self._open: dict[int, tuple[Any, int]] = {}
+        """By key: the request's handle, and how many tokens it has still to bring."""
 
-    def run(self, prompts: list[list[int]], max_tokens: list[int]) -> Iterator[tuple[int, int]]:
-        handles = []
-        for prompt, tokens in zip(prompts, max_tokens, strict=True):
-            config = openvino_genai.GenerationConfig()
-            config.max_new_tokens = tokens
-            config.ignore_eos = True
-            config.do_sample = False
-            self._started += 1
-            ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
-            handles.append(self.pipeline.add_request(self._started, ids, config))
-        while self.pipeline.has_non_finished_requests():
-            self.pipeline.step()
-            for index, handle in enumerate(handles):
-                while handle.can_read():
-                    yield index, sum(len(output.generated_ids) for output in handle.read().values())
+    def add(self, key: int, prompt: list[int], max_tokens: int) -> None:
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens = max_tokens
+        config.ignore_eos = True
+        config.do_sample = False
+        ids = openvino.Tensor(np.array([prompt], dtype=np.int64))
+        self._open[key] = self.pipeline.add_request(key, ids, config), max_tokens
+
+    def has_work(self) -> bool:
+        return bool(self.pipeline.has_non_finished_requests())
+
+    def step(self) -> Iterator[tuple[int, int]]:
+        self.pipeline.step()
+        for key, (handle, missing) in list(self._open.items()):
+            while handle.can_read():
+                new = sum(len(output.generated_ids) for output in handle.read().values())
+                missing -= new
+                yield key, new
+            if missing > 0:
+                self._open[key] = handle, missing
+            else:
+                del self._open[key]
 
 
 def convert(gguf: Path, folder: Path) -> None:

@@ -17,20 +17,18 @@ class Engine:
     def __init__(self, model: dict[str, str], settings: dict[str, Any]) -> None:
         self.core = EngineCore(EngineConfig(model=model["gguf"], **settings))
         self.description = f"pagemill {__version__}, {self.core.ready.description}"
-        self._started = 0
 
-    def run(self, prompts: list[list[int]], max_tokens: list[int]) -> Iterator[tuple[int, int]]:
-        requests = {}
-        for index, (prompt, tokens) in enumerate(zip(prompts, max_tokens, strict=True)):
-            self._started += 1
-            request_id = str(self._started)
-            requests[request_id] = index
-            params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-            self.core.add_request(
-                EngineRequest(request_id=request_id, prompt_token_ids=prompt, params=params, arrival_s=time.monotonic())
-            )
-        while self.core.has_work():
-            for output in self.core.step():
-                if output.error is not None:
-                    raise RuntimeError(output.error)
-                yield requests[output.request_id], len(output.new_token_ids)
+    def add(self, key: int, prompt: list[int], max_tokens: int) -> None:
+        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
+        self.core.add_request(
+            EngineRequest(request_id=str(key), prompt_token_ids=prompt, params=params, arrival_s=time.monotonic())
+        )
+
+    def has_work(self) -> bool:
+        return self.core.has_work()
+
+    def step(self) -> Iterator[tuple[int, int]]:
+        for output in self.core.step():
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            yield int(output.request_id), len(output.new_token_ids)

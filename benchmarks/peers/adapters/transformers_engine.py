@@ -21,21 +21,22 @@ class Engine:
         )
         self.manager.start()
         self.description = f"transformers {transformers.__version__} continuous batching, {settings}"
-        self._started = 0
+        self._seen: dict[str, int] = {}
+        """Tokens that each unfinished request has brought."""
 
-    def run(self, prompts: list[list[int]], max_tokens: list[int]) -> Iterator[tuple[int, int]]:
-        requests = {}
-        for index, (prompt, tokens) in enumerate(zip(prompts, max_tokens, strict=True)):
-            self._started += 1
-            requests[str(self._started)] = index
-            self.manager.add_request(prompt, str(self._started), max_new_tokens=tokens, streaming=True)
-        seen = [0] * len(prompts)
-        running = len(prompts)
-        while running:
-            output = self.manager.get_result(timeout=300)
-            if output is None or output.error is not None:
-                raise RuntimeError(output.error if output else "no result within 300 s")
-            index = requests[output.request_id]
-            new, seen[index] = len(output.generated_tokens) - seen[index], len(output.generated_tokens)
-            running -= output.is_finished()
-            yield index, new
+    def add(self, key: int, prompt: list[int], max_tokens: int) -> None:
+        self._seen[str(key)] = 0
+        self.manager.add_request(prompt, str(key), max_new_tokens=max_tokens, streaming=True)
+
+    def has_work(self) -> bool:
+        return bool(self._seen)
+
+    def step(self) -> Iterator[tuple[int, int]]:
+        output = self.manager.get_result(timeout=300)
+        if output is None or output.error is not None:
+            raise RuntimeError(output.error if output else "no result within 300 s")
+        tokens = len(output.generated_tokens)
+        new, self._seen[output.request_id] = tokens - self._seen[output.request_id], tokens
+        if output.is_finished():
+            del self._seen[output.request_id]
+        yield int(output.request_id), new

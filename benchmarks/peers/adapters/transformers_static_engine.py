@@ -19,19 +19,25 @@ class Engine:
         )
         self.batch_size = settings["batch_size"]
         self.description = f"transformers {transformers.__version__} generate, {settings}"
+        self._waiting: list[tuple[int, list[int], int]] = []
 
-    def run(self, prompts: list[list[int]], max_tokens: list[int]) -> Iterator[tuple[int, int]]:
-        for begin in range(0, len(prompts), self.batch_size):
-            end = min(begin + self.batch_size, len(prompts))
-            longest = max(map(len, prompts[begin:end]))
-            ids = torch.zeros(end - begin, longest, dtype=torch.int64)
-            mask = torch.zeros_like(ids)
-            for row, prompt in enumerate(prompts[begin:end]):
-                ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-                mask[row, longest - len(prompt) :] = 1
-            config = transformers.GenerationConfig(
-                do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(max_tokens[begin:end])
-            )
-            generated = self.model.generate(ids, attention_mask=mask, generation_config=config).shape[1] - longest
-            for index in range(begin, end):
-                yield index, min(generated, max_tokens[index])
+    def add(self, key: int, prompt: list[int], max_tokens: int) -> None:
+        self._waiting.append((key, prompt, max_tokens))
+
+    def has_work(self) -> bool:
+        return bool(self._waiting)
+
+    def step(self) -> Iterator[tuple[int, int]]:
+        batch, self._waiting = self._waiting[: self.batch_size], self._waiting[self.batch_size :]
+        longest = max(len(prompt) for _, prompt, _ in batch)
+        ids = torch.zeros(len(batch), longest, dtype=torch.int64)
+        mask = torch.zeros_like(ids)
+        for row, (_, prompt, _) in enumerate(batch):
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
+        config = transformers.GenerationConfig(
+            do_sample=False, eos_token_id=-1, pad_token_id=0, max_new_tokens=max(tokens for _, _, tokens in batch)
+        )
+        generated = self.model.generate(ids, attention_mask=mask, generation_config=config).shape[1] - longest
+        for key, _, max_tokens in batch:
+            yield key, min(generated, max_tokens)

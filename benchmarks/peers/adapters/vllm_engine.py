@@ -14,22 +14,20 @@ class Engine:
         llm = vllm.LLM(model=model["checkpoint"], skip_tokenizer_init=True, disable_log_stats=True, **settings)
         self.engine = llm.llm_engine
         self.description = f"vLLM {vllm.__version__}, {settings}"
-        self._started = 0
 
-    def run(self, prompts: list[list[int]], max_tokens: list[int]) -> Iterator[tuple[int, int]]:
-        requests = {}
-        for index, (prompt, tokens) in enumerate(zip(prompts, max_tokens, strict=True)):
-            self._started += 1
-            request_id = str(self._started)
-            requests[request_id] = index
-            params = vllm.SamplingParams(
-                temperature=0.0,
-                max_tokens=tokens,
-                ignore_eos=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
-            )
-            self.engine.add_request(request_id, {"prompt_token_ids": prompt}, params)
-        while self.engine.has_unfinished_requests():
-            for output in self.engine.step():
-                yield requests[output.request_id], len(output.outputs[0].token_ids)
+    def add(self, key: int, prompt: list[int], max_tokens: int) -> None:
+        params = vllm.SamplingParams(
+            temperature=0.0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        self.engine.add_request(str(key), {"prompt_token_ids": prompt}, params)
+
+    def has_work(self) -> bool:
+        return bool(self.engine.has_unfinished_requests())
+
+    def step(self) -> Iterator[tuple[int, int]]:
+        for output in self.engine.step():
+            yield int(output.request_id), len(output.outputs[0].token_ids)

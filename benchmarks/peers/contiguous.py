@@ -1,0 +1,30 @@
+"""What PagedAttention replaced: memory for a request's longest possible sequence, reserved in one piece at once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pagemill.memory.block_table import BlockTable
+from pagemill.memory.manager import MemoryManager, Shortage
+
+
+class ContiguousMemory(MemoryManager):
+    """Takes the blocks of `reservation` tokens for a table at its first use; it neither grows nor shares.
+
+    So a request is admitted only while that many tokens are free, and runs to its end.
+    """
+
+    def __init__(self, *arguments: Any, reservation: int, **settings: Any) -> None:
+        super().__init__(*arguments, **settings)
+        self.reservation = reservation
+
+    def blocks_needed(self, num_tokens: int, chunk: int) -> int:
+        return super().blocks_needed(self.reservation, self.reservation)
+
+    def reserve(self, table: BlockTable, up_to: int) -> Shortage | None:
+        return super().reserve(table, max(up_to, self.reservation))
+
+    @property
+    def num_available(self) -> int:
+        """The scheduler leaves one block free for each running sequence to grow into, which none of these needs."""
+        return super().num_available + len(self._tables) - 1
