@@ -44,6 +44,8 @@ def _openvino(**properties: Any) -> EngineSetup:
     return EngineSetup("openvino", "openvino", "4-bit", {"scheduler": scheduler, "properties": properties})
 
 
+LLAMACPP = {"n_seq_max": 32, "n_batch": 512, "n_ubatch": 512, "n_ctx": 1 << 16}
+
 SMALL_KV = {"dtype": "float32", "kv_memory": "512MiB", "max_model_len": 2048}
 """Half of what the requests of mixed fill together, and five times `max_model_len`."""
 
@@ -62,6 +64,9 @@ ENGINES = {
     "vllm-bf16-compiled": _vllm("bfloat16"),
     "openvino": _openvino(),
     "openvino-f32": _openvino(INFERENCE_PRECISION_HINT="f32"),
+    # The cache cut into one part of 2,048 tokens per sequence, too short for long; and one for all sequences together.
+    "llamacpp": EngineSetup("llamacpp", "llamacpp", "4-bit", {"context": LLAMACPP}),
+    "llamacpp-unified": EngineSetup("llamacpp", "llamacpp", "4-bit", {"context": LLAMACPP | {"kv_unified": True}}),
     # 256 pages of 256 tokens: room for every workload. By default it takes most of the machine's memory, and is slower.
     "transformers": EngineSetup(
         "transformers", "transformers", "float32", {"dtype": "float32", "batching": {"num_blocks": 256}}

@@ -1,14 +1,16 @@
 """Makes one environment per peer under ~/.cache/pagemill/peers, with pinned versions, and the model in its format.
 
-    python -m benchmarks.peers.install [vllm] [openvino] [transformers]      (all of them without a name)
+    python -m benchmarks.peers.install [vllm] [openvino] [transformers] [llamacpp]      (all of them without a name)
 
 Needs Python 3.11 to 3.13. vLLM is faster with tcmalloc: on Debian and Ubuntu its package is fetched with apt-get and
-unpacked into the environment; elsewhere vLLM runs without.
+unpacked into the environment; elsewhere vLLM runs without. llama.cpp is compiled for this machine's processor, which
+takes a C++ compiler and about ten minutes on two cores (CMAKE_BUILD_PARALLEL_LEVEL=1 leaves one to others).
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -20,6 +22,12 @@ from pagemill.hub import resolve_model
 
 REQUIREMENTS = Path(__file__).parent / "requirements"
 ROOT = Path(__file__).parents[2]
+BUILD_VARIABLES = {
+    # GCC 12 takes the instruction that loads a tile configuration for one that reads 8 bytes of it, and drops the
+    # stores of the other 56; on processors with AMX the first product then faults.
+    "llamacpp": {"CMAKE_ARGS": "-DLLAVA_BUILD=OFF -DGGML_NATIVE=ON -DCMAKE_CXX_FLAGS='-fno-dse -fno-tree-dse'"}
+}
+"""Environment variables for what an environment compiles."""
 
 
 def make_environment(name: str, torch_index: str | None) -> None:
@@ -35,7 +43,8 @@ def make_environment(name: str, torch_index: str | None) -> None:
     if torch and torch_index:
         subprocess.run([*pip, *torch, "--index-url", torch_index], check=True)
     # Everything is pinned, so pip has nothing to resolve, and vLLM's unused requirements stay out.
-    subprocess.run([*pip, "--requirement", requirements], check=True)
+    variables = os.environ | BUILD_VARIABLES.get(name, {})
+    subprocess.run([*pip, "--requirement", requirements], check=True, env=variables)
     shutil.copy(requirements, installed)
 
 
@@ -95,7 +104,7 @@ def main() -> None:
             add_tcmalloc()
         if name == "openvino":
             make_openvino_model()
-        else:
+        elif name != "llamacpp":
             make_checkpoint()
 
 
