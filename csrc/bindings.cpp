@@ -157,6 +157,11 @@ NB_MODULE(_kernels, m) {
         Run run;
         copy_frames(at<void>(base), pieces, piece_stride, frame_stride, bytes, at<int64_t>(source), at<int64_t>(target), count);
     }, "Strides in bytes; see kernels.h.");
+    m.def("dequantize", [](int format, Address blocks, Address out, int64_t weights) {
+        Run run;
+        if (!dequantize(format, at<void>(blocks), at<float>(out), weights))
+            throw std::invalid_argument("no GGUF format has the number " + std::to_string(format));
+    }, "From whole blocks of a GGUF format, by its number, to fp32.");
     nb::class_<Linear>(m, "Linear")
         .def(nb::init<Address, Address, int64_t, int64_t, int>(), "weight", "bias", "n", "k", "dtype")
         .def("__call__", &Linear::call)

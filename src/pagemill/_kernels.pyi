@@ -20,6 +20,9 @@ def copy_frames(
 ) -> None:
     """Strides in bytes; source and target are addresses of int64 [count]."""
 
+def dequantize(format: int, blocks: int, out: int, weights: int) -> None:
+    """From whole blocks of a GGUF format, by its number, to fp32."""
+
 class Linear:
     def __init__(self, weight: int, bias: int, n: int, k: int, dtype: int) -> None: ...
     def __call__(self, x: int, x_row: int, y: int, y_row: int, dtype: int, rows: int) -> None: ...

@@ -272,6 +272,6 @@ def test_settings_reach_the_configuration(wide, tmp_path):
             assert ours.metadata[key] == field.contents()
     for tensor in theirs.tensors:
         mine = ours.tensors[tensor.name]
-        assert (mine.begin, mine.nbytes, mine.kind) == (tensor.data_offset, tensor.n_bytes, tensor.tensor_type)
+        assert (mine.begin, mine.nbytes, mine.kind.number) == (tensor.data_offset, tensor.n_bytes, tensor.tensor_type)
         assert mine.shape == tuple(map(int, reversed(tensor.shape)))
     assert json.dumps(ours.metadata)

@@ -1,7 +1,7 @@
 """The GGUF container: metadata and tensor table, read with every bound checked.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package's own reader makes NumPy arrays of
-every string of a vocabulary, which takes seconds.
+every string of a vocabulary, which takes seconds; importing the package alone takes a tenth of one.
 """
 
 from __future__ import annotations
@@ -12,15 +12,41 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from typing import Any, NamedTuple
 
 from pagemill.errors import CorruptWeightsError, ModelNotFoundError, UnsupportedModelError
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
+_LENGTH = struct.Struct("<Q")
 _VERSIONS = (2, 3)
+
+
+class Format(NamedTuple):
+    """How a tensor is stored: `number` in the file, `block` weights in `nbytes` bytes."""
+
+    number: int
+    name: str
+    block: int
+    nbytes: int
+
+
+FORMATS = {
+    form.number: form
+    for form in (
+        Format(0, "F32", 1, 4), Format(1, "F16", 1, 2), Format(30, "BF16", 1, 2), Format(28, "F64", 1, 8),
+        Format(24, "I8", 1, 1), Format(25, "I16", 1, 2), Format(26, "I32", 1, 4), Format(27, "I64", 1, 8),
+        Format(2, "Q4_0", 32, 18), Format(3, "Q4_1", 32, 20), Format(6, "Q5_0", 32, 22), Format(7, "Q5_1", 32, 24),
+        Format(8, "Q8_0", 32, 34), Format(9, "Q8_1", 32, 40),
+        Format(10, "Q2_K", 256, 84), Format(11, "Q3_K", 256, 110), Format(12, "Q4_K", 256, 144),
+        Format(13, "Q5_K", 256, 176), Format(14, "Q6_K", 256, 210), Format(15, "Q8_K", 256, 292),
+        Format(16, "IQ2_XXS", 256, 66), Format(17, "IQ2_XS", 256, 74), Format(22, "IQ2_S", 256, 82),
+        Format(18, "IQ3_XXS", 256, 98), Format(21, "IQ3_S", 256, 110), Format(19, "IQ1_S", 256, 50),
+        Format(29, "IQ1_M", 256, 56), Format(20, "IQ4_NL", 32, 18), Format(23, "IQ4_XS", 256, 136),
+        Format(34, "TQ1_0", 256, 54), Format(35, "TQ2_0", 256, 66), Format(39, "MXFP4", 32, 17),
+        Format(40, "NVFP4", 64, 36), Format(41, "Q1_0", 128, 18),
+    )
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +55,7 @@ class GGUFTensor:
 
     name: str
     shape: tuple[int, ...]
-    kind: GGMLQuantizationType
+    kind: Format
     begin: int
     nbytes: int
 
@@ -100,20 +126,18 @@ class GGUFFile:
         return metadata, tensors
 
     def _tensor(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> GGUFTensor:
-        try:
-            quantization = GGMLQuantizationType(kind)
-        except ValueError:
+        form = FORMATS.get(kind)
+        if form is None:
             raise UnsupportedModelError(
                 f"tensor {name!r} in {self.path} has the unknown format {kind}: the file is corrupt, or newer than "
                 f"this program; download it again, or take another quantization"
-            ) from None
-        block, size = GGML_QUANT_SIZES[quantization]
-        if not shape or shape[-1] % block:
-            raise self._corrupt(
-                f"tensor {name!r} has shape {list(shape)}, whose rows are not whole blocks of {block} "
-                f"({quantization.name})"
             )
-        return GGUFTensor(name, shape, quantization, begin, math.prod(shape) // block * size)
+        if not shape or shape[-1] % form.block:
+            raise self._corrupt(
+                f"tensor {name!r} has shape {list(shape)}, whose rows are not whole blocks of {form.block} "
+                f"({form.name})"
+            )
+        return GGUFTensor(name, shape, form, begin, math.prod(shape) // form.block * form.nbytes)
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -124,7 +148,9 @@ class GGUFFile:
                 return list(self._scalars(_SCALARS[item], count))
             if count > self._size:
                 raise self._corrupt(f"an array claims {count} elements")
-            return [self._value(item) for _ in range(count)]
+            return (
+                [self._string() for _ in range(count)] if item == _STRING else [self._value(item) for _ in range(count)]
+            )
         if kind not in _SCALARS:
             raise self._corrupt(f"a metadata value has the unknown type {kind}")
         return self._scalar(_SCALARS[kind])
@@ -137,7 +163,7 @@ class GGUFFile:
         return struct.unpack_from(f"<{count}{code}", self._data, begin)
 
     def _string(self) -> str:
-        length = self._scalar("Q")
+        (length,) = _LENGTH.unpack_from(self._data, self._take(8))
         begin = self._take(length)
         try:
             return self._data[begin : begin + length].decode()

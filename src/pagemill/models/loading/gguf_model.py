@@ -12,11 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from gguf.constants import GGMLQuantizationType as Kind
 from torch import Tensor
 
+from pagemill import _kernels
 from pagemill.errors import ModelConfigError, UnsupportedModelError
 from pagemill.models.families import ModelConfig
 from pagemill.models.loading.checkpoint import PIECE_BYTES, MappedFile, TensorInfo, copy_stored
@@ -24,8 +23,8 @@ from pagemill.models.loading.gguf_file import GGUFFile
 from pagemill.models.loading.overrides import apply_overrides, check_overrides
 from pagemill.models.names import GGUF, WeightNames
 
-_PLAIN = {Kind.F32: torch.float32, Kind.F16: torch.float16, Kind.BF16: torch.bfloat16}
-_QUANTIZED = {Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K}
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_QUANTIZED = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}
 _MODEL_TYPES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -73,7 +72,7 @@ class GGUFModel:
             name: TensorInfo(tensor.shape, tensor.kind.name, tensor.nbytes)
             for name, tensor in container.tensors.items()
         }
-        self.quantized = any(tensor.kind in _QUANTIZED for tensor in container.tensors.values())
+        self.quantized = any(tensor.kind.name in _QUANTIZED for tensor in container.tensors.values())
         metadata = container.metadata
         plain = self._configure(metadata)
         check_overrides(overrides, plain)
@@ -88,31 +87,32 @@ class GGUFModel:
     def float_dtypes(self) -> dict[torch.dtype, int]:
         sizes: Counter[torch.dtype] = Counter()
         for tensor in self._stored.values():
-            sizes[_PLAIN.get(tensor.kind, torch.float32)] += tensor.nbytes
+            sizes[_PLAIN.get(tensor.kind.name, torch.float32)] += tensor.nbytes
         return dict(sizes)
 
     def read_into(self, name: str, out: Tensor) -> None:
         tensor, file = self._stored[name], self.files[0]
-        if tensor.kind in _PLAIN:
-            copy_stored(file, tensor.begin, _PLAIN[tensor.kind], out)
+        if tensor.kind.name in _PLAIN:
+            copy_stored(file, tensor.begin, _PLAIN[tensor.kind.name], out)
             return
-        if tensor.kind not in _QUANTIZED:
-            supported = sorted(kind.name for kind in _QUANTIZED | _PLAIN.keys())
+        if tensor.kind.name not in _QUANTIZED:
+            supported = ", ".join(sorted(_QUANTIZED | _PLAIN.keys()))
             raise UnsupportedModelError(
-                f"tensor {name!r} in {file.path} is stored as {tensor.kind.name}; supported are {', '.join(supported)}",
+                f"tensor {name!r} in {file.path} is stored as {tensor.kind.name}; supported are {supported}",
                 param="dtype",
             )
-        from gguf.quants import dequantize
-
-        rows = out.view(-1, out.shape[-1])
-        row_bytes = tensor.nbytes // rows.shape[0]
-        step = max(1, PIECE_BYTES // (4 * rows.shape[1]))
-        for start in range(0, rows.shape[0], step):
-            stop = min(start + step, rows.shape[0])
-            first, last = tensor.begin + start * row_bytes, tensor.begin + stop * row_bytes
-            with np.errstate(all="ignore"):  # what is not finite is found, and named, by the assembler
-                piece = dequantize(file.view(first, last).reshape(stop - start, row_bytes), tensor.kind)
-            rows[start:stop].copy_(torch.from_numpy(piece))
+        flat = out.view(-1)
+        in_place = out.is_cpu and out.dtype == torch.float32
+        step = PIECE_BYTES // 4 // tensor.kind.block * tensor.kind.block
+        for start in range(0, flat.numel(), step):
+            here = flat[start : start + step]
+            piece = here if in_place else torch.empty(here.numel())
+            first = tensor.begin + start // tensor.kind.block * tensor.kind.nbytes
+            last = first + here.numel() // tensor.kind.block * tensor.kind.nbytes
+            blocks = file.view(first, last)
+            _kernels.dequantize(tensor.kind.number, blocks.ctypes.data, piece.data_ptr(), here.numel())
+            if not in_place:
+                here.copy_(piece)
             file.forget(first, last)
 
     def _configure(self, metadata: Mapping[str, Any]) -> dict[str, Any]:

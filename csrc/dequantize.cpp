@@ -1,0 +1,169 @@
+// GGUF's quantized formats widened to fp32, one rounding per product and per sum as the formats' definition has them.
+#include "kernels.h"
+#include "threads.h"
+
+#include <cstring>
+
+namespace pagemill {
+
+namespace {
+
+using Byte = unsigned char;
+
+float half(const Byte* p) {
+    uint16_t h;
+    std::memcpy(&h, p, 2);
+    const uint32_t magnitude = h & 0x7fffu, sign = uint32_t(h & 0x8000u) << 16;
+    uint32_t bits = magnitude << 13;
+    float x;
+    std::memcpy(&x, &bits, 4);
+    x *= 0x1p112f;  // exact, for subnormal halves too
+    std::memcpy(&bits, &x, 4);
+    if (magnitude >= 0x7c00u) bits = 0x7f800000u | magnitude << 13;
+    bits |= sign;
+    std::memcpy(&x, &bits, 4);
+    return x;
+}
+
+uint32_t word(const Byte* p) {
+    uint32_t bits;
+    std::memcpy(&bits, p, 4);
+    return bits;
+}
+
+// 32 weights of 4 bits: the first half of them in the low nibbles.
+struct Q4_0 {
+    static constexpr int kWeights = 32, kBytes = 18;
+    static void widen(const Byte* b, float* y) {
+        const float d = half(b);
+        for (int i = 0; i < 16; ++i) y[i] = d * float((b[2 + i] & 15) - 8);
+        for (int i = 0; i < 16; ++i) y[16 + i] = d * float((b[2 + i] >> 4) - 8);
+    }
+};
+
+struct Q4_1 {
+    static constexpr int kWeights = 32, kBytes = 20;
+    static void widen(const Byte* b, float* y) {
+        const float d = half(b), m = half(b + 2);
+        for (int i = 0; i < 16; ++i) y[i] = d * float(b[4 + i] & 15) + m;
+        for (int i = 0; i < 16; ++i) y[16 + i] = d * float(b[4 + i] >> 4) + m;
+    }
+};
+
+// The same with fifth bits in a word of their own.
+struct Q5_0 {
+    static constexpr int kWeights = 32, kBytes = 22;
+    static void widen(const Byte* b, float* y) {
+        const float d = half(b);
+        const uint32_t high = word(b + 2);
+        for (int i = 0; i < 16; ++i) y[i] = d * float(int((b[6 + i] & 15) | (high >> i & 1) << 4) - 16);
+        for (int i = 0; i < 16; ++i) y[16 + i] = d * float(int((b[6 + i] >> 4) | (high >> (16 + i) & 1) << 4) - 16);
+    }
+};
+
+struct Q5_1 {
+    static constexpr int kWeights = 32, kBytes = 24;
+    static void widen(const Byte* b, float* y) {
+        const float d = half(b), m = half(b + 2);
+        const uint32_t high = word(b + 4);
+        for (int i = 0; i < 16; ++i) y[i] = d * float(int((b[8 + i] & 15) | (high >> i & 1) << 4)) + m;
+        for (int i = 0; i < 16; ++i) y[16 + i] = d * float(int((b[8 + i] >> 4) | (high >> (16 + i) & 1) << 4)) + m;
+    }
+};
+
+struct Q8_0 {
+    static constexpr int kWeights = 32, kBytes = 34;
+    static void widen(const Byte* b, float* y) {
+        const float d = half(b);
+        for (int i = 0; i < 32; ++i) y[i] = d * float(static_cast<signed char>(b[2 + i]));
+    }
+};
+
+// Scale and minimum of the j-th of eight groups of 32 weights, six bits each, in twelve bytes.
+void group_scale(const Byte* packed, int j, int& scale, int& minimum) {
+    if (j < 4) {
+        scale = packed[j] & 63;
+        minimum = packed[j + 4] & 63;
+    } else {
+        scale = (packed[j + 4] & 15) | (packed[j - 4] >> 6) << 4;
+        minimum = (packed[j + 4] >> 4) | (packed[j] >> 6) << 4;
+    }
+}
+
+struct Q4_K {
+    static constexpr int kWeights = 256, kBytes = 144;
+    static void widen(const Byte* b, float* y) {
+        const float d = half(b), m = half(b + 2);
+        for (int j = 0; j < 8; ++j) {
+            int scale, minimum;
+            group_scale(b + 4, j, scale, minimum);
+            const float by = d * float(scale), less = m * float(minimum);
+            const Byte* q = b + 16 + j / 2 * 32;
+            for (int i = 0; i < 32; ++i) y[j * 32 + i] = by * float(q[i] >> j % 2 * 4 & 15) - less;
+        }
+    }
+};
+
+struct Q5_K {
+    static constexpr int kWeights = 256, kBytes = 176;
+    static void widen(const Byte* b, float* y) {
+        const float d = half(b), m = half(b + 2);
+        for (int j = 0; j < 8; ++j) {
+            int scale, minimum;
+            group_scale(b + 4, j, scale, minimum);
+            const float by = d * float(scale), less = m * float(minimum);
+            const Byte *high = b + 16, *q = b + 48 + j / 2 * 32;
+            for (int i = 0; i < 32; ++i)
+                y[j * 32 + i] = by * float((q[i] >> j % 2 * 4 & 15) | (high[i] >> j & 1) << 4) - less;
+        }
+    }
+};
+
+// Two halves of 128 weights: four rows of 32 share 64 low bytes and 32 high ones; a scale for each 16 weights.
+struct Q6_K {
+    static constexpr int kWeights = 256, kBytes = 210;
+    static void widen(const Byte* b, float* y) {
+        const float d = half(b + 208);
+        const auto* scales = reinterpret_cast<const signed char*>(b + 192);
+        for (int j = 0; j < 8; ++j) {
+            const int part = j / 4, row = j % 4;
+            const Byte *low = b + part * 64 + row % 2 * 32, *high = b + 128 + part * 32;
+            for (int i = 0; i < 32; ++i) {
+                const int q = (low[i] >> row / 2 * 4 & 15) | (high[i] >> row * 2 & 3) << 4;
+                y[j * 32 + i] = d * float(scales[j * 2 + i / 16]) * float(q - 32);
+            }
+        }
+    }
+};
+
+constexpr int64_t kWeightsInTask = 1 << 16;
+
+template <class Format> bool widen_all(const void* blocks, float* out, int64_t weights) {
+    constexpr int64_t kBlocks = kWeightsInTask / Format::kWeights;
+    const int64_t count = weights / Format::kWeights;
+    auto task = [&](int64_t i, int) {
+        const int64_t last = (i + 1) * kBlocks < count ? (i + 1) * kBlocks : count;
+        for (int64_t block = i * kBlocks; block < last; ++block)
+            Format::widen(static_cast<const Byte*>(blocks) + block * Format::kBytes, out + block * Format::kWeights);
+    };
+    parallel((count + kBlocks - 1) / kBlocks, task);
+    return true;
+}
+
+}  // namespace
+
+bool dequantize(int format, const void* blocks, float* out, int64_t weights) {
+    switch (format) {
+        case 2: return widen_all<Q4_0>(blocks, out, weights);
+        case 3: return widen_all<Q4_1>(blocks, out, weights);
+        case 6: return widen_all<Q5_0>(blocks, out, weights);
+        case 7: return widen_all<Q5_1>(blocks, out, weights);
+        case 8: return widen_all<Q8_0>(blocks, out, weights);
+        case 12: return widen_all<Q4_K>(blocks, out, weights);
+        case 13: return widen_all<Q5_K>(blocks, out, weights);
+        case 14: return widen_all<Q6_K>(blocks, out, weights);
+        default: return false;
+    }
+}
+
+}  // namespace pagemill
