@@ -6,14 +6,18 @@ import sys
 import pytest
 
 FRONT_END = (
-    "pagemill.engine.async_llm, pagemill.server.run, pagemill.cli.main, pagemill.cli.serve, pagemill.cli.generate, "
-    "pagemill.cli.chat, pagemill.cli.bench, pagemill.cli.loading, pagemill.engine.llm"
+    "pagemill.engine.async_llm, pagemill.server.run, pagemill.cli.main, pagemill.cli.app, pagemill.cli.serve, "
+    "pagemill.cli.generate, pagemill.cli.chat, pagemill.cli.bench, pagemill.cli.loading, pagemill.engine.llm"
 )
 
 
 @pytest.mark.parametrize(
     ("modules", "heavy"),
-    [("pagemill", ["torch", "transformers", "numpy", "msgspec", "asyncio"]), (FRONT_END, ["torch", "transformers"])],
+    [
+        ("pagemill", ["torch", "transformers", "numpy", "msgspec", "asyncio"]),
+        ("pagemill.cli.main, pagemill.engine.spawn", ["typer", "numpy", "msgspec", "asyncio"]),
+        (FRONT_END, ["torch", "transformers"]),
+    ],
 )
 def test_imports_nothing_heavy(modules, heavy):
     code = f"import sys, {modules}; print([name for name in {heavy} if name in sys.modules])"

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import pagemill
-from pagemill.cli import main
+from pagemill.cli import app
 from pagemill.cli.ports import require_free_port
 from pagemill.errors import ConfigError
 from pagemill.hub.registry import REGISTRY
@@ -34,15 +34,15 @@ def test_version():
 
 def test_help_lists_every_command():
     shown = run("--help").stdout
-    for name, line in main.COMMANDS.items():
+    for name, line in app.COMMANDS.items():
         assert re.search(rf"{name} +{re.escape(line)}", shown)
 
 
-@pytest.mark.parametrize("name", main.COMMANDS)
+@pytest.mark.parametrize("name", app.COMMANDS)
 def test_help_of_a_command_begins_as_in_the_list(name):
     """The list is written by hand so that it imports no command."""
-    command = main._load(name)
-    assert inspect.cleandoc(command.help).startswith(main.COMMANDS[name])
+    command = app._load(name)
+    assert inspect.cleandoc(command.help).startswith(app.COMMANDS[name])
 
 
 def test_bare_command_shows_help():

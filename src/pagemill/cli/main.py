@@ -1,75 +1,23 @@
-"""The `pagemill` command: finds the sub-command's module when it is asked for, and turns errors into one line.
-
-Nothing here, and nothing that a sub-command's module imports at its top, loads torch: help and errors come at once.
-"""
+"""The `pagemill` command: starts an engine's process at once where one is needed, and turns errors into one line."""
 
 from __future__ import annotations
 
-import importlib
 import sys
-from typing import Annotated, Any
 
-import typer
-from typer.core import TyperCommand, TyperGroup
-
-import pagemill
-from pagemill.errors import PagemillError
-
-# The function COMMAND in pagemill.cli.COMMAND, and its line in `pagemill --help` (the first line of its docstring).
-COMMANDS = {
-    "generate": "Continue one or more prompts.",
-    "chat": "Talk to a model in the terminal.",
-    "serve": "Serve a model through OpenAI's API.",
-    "bench": "Measure throughput and latency on a workload.",
-    "pull": "Fetch a model and check it.",
-    "doctor": "Show what this machine offers, for bug reports.",
-}
-
-
-class LazyGroup(TyperGroup):
-    """Lists commands by name and one line of help; imports the module of the one that runs."""
-
-    def __init__(self, **attrs: Any) -> None:
-        super().__init__(**attrs)
-        self.commands = {name: TyperCommand(name, help=line) for name, line in COMMANDS.items()}
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        name, _, rest = super().resolve_command(ctx, args)
-        return name, _load(name), rest
-
-
-def _load(name: str | None) -> Any:
-    function = getattr(importlib.import_module(f"pagemill.cli.{name}"), str(name))
-    single = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
-    single.command(name)(function)
-    return typer.main.get_command(single)
-
-
-def _show_version(asked: bool) -> None:
-    if asked:
-        sys.stdout.write(f"pagemill {pagemill.__version__}\n")
-        raise typer.Exit
-
-
-app = typer.Typer(
-    cls=LazyGroup,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-@app.callback()
-def pagemill_command(
-    version: Annotated[
-        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
-    ] = False,
-) -> None:
-    """LLM inference and serving with a real virtual-memory system for the KV cache."""
+START_AN_ENGINE = ("generate", "chat", "serve", "bench")
 
 
 def main(args: list[str] | None = None) -> None:
     """Runs the command line and exits: 0 done, 1 an error of pagemill's own (one line on stderr), 2 wrong usage."""
+    given = sys.argv[1:] if args is None else args
+    if given and given[0] in START_AN_ENGINE and given[1:] and not {"-h", "--help"} & set(given):
+        from pagemill.engine.spawn import spawn_ahead
+
+        spawn_ahead()
+
+    from pagemill.cli.app import app
+    from pagemill.errors import PagemillError
+
     try:
         app(args=args, prog_name="pagemill")
     except PagemillError as error:

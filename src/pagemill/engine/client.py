@@ -1,57 +1,32 @@
-"""The front end's hold on an engine process: starts it, speaks with it over a socket pair, and ends it.
-
-The child is started afresh (no fork of this process, no second import of `__main__`), so this process needs no torch.
-It has its own process session: a Ctrl-C in the terminal reaches the front end alone.
-"""
+"""The front end's hold on an engine process: speaks with it over a socket pair, and ends it."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import socket
 import subprocess
-import sys
-import weakref
 from typing import Any
 
 import msgspec
 
 from pagemill.config import EngineConfig
 from pagemill.engine.messages import FromEngine, Shutdown, Start
+from pagemill.engine.spawn import spawn
 from pagemill.engine.wire import HEADER, frame
 
-SOCKET_BUFFER_BYTES = 1 << 20
 SHUTDOWN_TIMEOUT_S = 10.0
-
-_CHILD = (
-    "import sys; sys.path[:] = sys.argv[2:]; from pagemill.engine.process import main; sys.exit(main(int(sys.argv[1])))"
-)
 
 
 class EngineClient:
     """One engine process. Loading begins with construction; all coroutines belong to one event loop."""
 
     def __init__(self, config: EngineConfig) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            for end in (ours, theirs):
-                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
-            # The child gets this process's module path, so that it finds the same package wherever it was started from.
-            # What it prints goes to stderr: stdout may be somebody's JSON.
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", _CHILD, str(theirs.fileno()), *(path or os.getcwd() for path in sys.path)],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=2,
-                start_new_session=True,
-            )
-        self._socket = ours
+        self._child = spawn()
+        self._process, self._socket = self._child.process, self._child.socket
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
-        self._finalizer = weakref.finalize(self, _end, self._process, ours)
-        ours.sendall(frame(Start(config)))
+        self._socket.sendall(frame(Start(config)))
 
     @property
     def pid(self) -> int:
@@ -94,12 +69,4 @@ class EngineClient:
             self._writer.close()
             with contextlib.suppress(OSError):
                 await self._writer.wait_closed()
-        self._finalizer()
-
-
-def _end(process: subprocess.Popen[bytes], sock: socket.socket) -> None:
-    """For an engine that nobody closed, and at interpreter exit: no orphan, no zombie."""
-    sock.close()
-    if process.poll() is None:
-        process.kill()
-        process.wait()
+        self._child.end()

@@ -1,0 +1,67 @@
+"""The `pagemill` command's flags and help: finds the sub-command's module when it is asked for.
+
+Nothing here, and nothing that a sub-command's module imports at its top, loads torch: help and errors come at once.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+import pagemill
+
+# The function COMMAND in pagemill.cli.COMMAND, and its line in `pagemill --help` (the first line of its docstring).
+COMMANDS = {
+    "generate": "Continue one or more prompts.",
+    "chat": "Talk to a model in the terminal.",
+    "serve": "Serve a model through OpenAI's API.",
+    "bench": "Measure throughput and latency on a workload.",
+    "pull": "Fetch a model and check it.",
+    "doctor": "Show what this machine offers, for bug reports.",
+}
+
+
+class LazyGroup(TyperGroup):
+    """Lists commands by name and one line of help; imports the module of the one that runs."""
+
+    def __init__(self, **attrs: Any) -> None:
+        super().__init__(**attrs)
+        self.commands = {name: TyperCommand(name, help=line) for name, line in COMMANDS.items()}
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, _, rest = super().resolve_command(ctx, args)
+        return name, _load(name), rest
+
+
+def _load(name: str | None) -> Any:
+    function = getattr(importlib.import_module(f"pagemill.cli.{name}"), str(name))
+    single = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+    single.command(name)(function)
+    return typer.main.get_command(single)
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        sys.stdout.write(f"pagemill {pagemill.__version__}\n")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    cls=LazyGroup,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+@app.callback()
+def pagemill_command(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """LLM inference and serving with a real virtual-memory system for the KV cache."""

@@ -1,0 +1,68 @@
+"""Starts engine processes, on request ahead of their use. Imports little: it runs before anything else does.
+
+The child is started afresh (no fork of this process, no second import of `__main__`), so this process needs no torch.
+It has its own process session: a Ctrl-C in the terminal reaches the front end alone.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import weakref
+from dataclasses import dataclass
+
+SOCKET_BUFFER_BYTES = 1 << 20
+
+_CHILD = "import sys; sys.path[:] = sys.argv[2:]; from pagemill.engine.process import run; run(int(sys.argv[1]))"
+
+
+@dataclass(eq=False)
+class Child:
+    """An engine process and this process's end of the socket to it. `end` kills it if it still runs, as does the
+    interpreter's exit."""
+
+    process: subprocess.Popen[bytes]
+    socket: socket.socket
+
+    def __post_init__(self) -> None:
+        self.end = weakref.finalize(self, _end, self.process, self.socket)
+
+
+_ahead: list[Child] = []
+
+
+def spawn_ahead() -> None:
+    """Starts the process that the next `spawn` will return: it imports torch while this one imports the rest."""
+    _ahead.append(_start())
+
+
+def spawn() -> Child:
+    """An engine process that waits for its `Start`."""
+    return _ahead.pop() if _ahead else _start()
+
+
+def _start() -> Child:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        for end in (ours, theirs):
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
+        # The child gets this process's module path, so that it finds the same package wherever it was started from.
+        # What it prints goes to stderr: stdout may be somebody's JSON.
+        process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, str(theirs.fileno()), *(path or os.getcwd() for path in sys.path)],
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=2,
+            start_new_session=True,
+        )
+    return Child(process, ours)
+
+
+def _end(process: subprocess.Popen[bytes], sock: socket.socket) -> None:
+    """For an engine that nobody closed, and at interpreter exit: no orphan, no zombie."""
+    sock.close()
+    if process.poll() is None:
+        process.kill()
+        process.wait()

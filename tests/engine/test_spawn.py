@@ -1,0 +1,35 @@
+"""An engine process started ahead of its use is the one that is used, and none outlives the front end."""
+
+import os
+import subprocess
+import sys
+import time
+
+from pagemill.engine.spawn import spawn, spawn_ahead
+
+
+def test_the_process_started_ahead_is_taken_once():
+    spawn_ahead()
+    first, second = spawn(), spawn()
+    try:
+        assert first.process.pid < second.process.pid
+        assert first.process.poll() is None
+    finally:
+        first.end()
+        second.end()
+    assert first.process.returncode == second.process.returncode == -9
+
+
+def test_one_that_nobody_took_ends_with_the_interpreter():
+    code = (
+        "from pagemill.engine import spawn; import sys; spawn.spawn_ahead(); "
+        "print(spawn._ahead[0].process.pid, 'typer' in sys.modules, 'asyncio' in sys.modules)"
+    )
+    pid, *heavy = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.split()
+    assert heavy == ["False", "False"]
+    deadline = time.monotonic() + 10
+    while os.path.exists(f"/proc/{pid}") and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not os.path.exists(f"/proc/{pid}")
