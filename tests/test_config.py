@@ -1,8 +1,10 @@
 """Every setting of the wrong type or out of its range is an error that names it, before anything is loaded."""
 
+import dataclasses
+
 import pytest
 
-from pagemill.config import EngineConfig
+from pagemill.config import FIXED, EngineConfig, config_for
 from pagemill.errors import ConfigError
 
 
@@ -40,3 +42,20 @@ def test_a_wrong_setting_is_refused_by_name(name, value):
 
 def test_no_overrides_may_be_said_with_none():
     assert EngineConfig(model="m", hf_overrides=None).hf_overrides == {}
+
+
+@pytest.mark.parametrize("name", FIXED)
+def test_an_argument_without_a_choice_is_accepted_as_it_is_and_refused_otherwise(name):
+    accepted, _ = FIXED[name]
+    for value in accepted:
+        assert config_for("LLM", "m", {name: value, "seed": 3}) == EngineConfig(model="m", seed=3)
+    other = {bool: "yes", int: 2, str: "other"}[type(accepted[0])]
+    for value in (other, None, not accepted[0]):
+        if value not in accepted or type(value) is not type(accepted[0]):
+            with pytest.raises(ConfigError, match=f"^{name} is {value!r}; .*leave it out$") as caught:
+                config_for("LLM", "m", {name: value})
+            assert caught.value.param == name
+
+
+def test_no_setting_is_also_fixed():
+    assert not FIXED.keys() & {setting.name for setting in dataclasses.fields(EngineConfig)}

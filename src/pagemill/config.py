@@ -16,6 +16,25 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 _INT64 = 2**63
 
+FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tensor_parallel_size": ((1,), "runs on one device"),
+    "pipeline_parallel_size": ((1,), "runs on one device"),
+    "data_parallel_size": ((1,), "runs on one device"),
+    "enforce_eager": ((True, False), "captures no graphs"),
+    "trust_remote_code": ((False,), "runs no code of a model's"),
+    "enable_chunked_prefill": ((True,), "always computes long prompts in chunks"),
+    "disable_sliding_window": ((False,), "keeps a model's windows"),
+    "disable_log_stats": ((True,), "logs no statistics; stats() returns them"),
+    "enable_lora": ((False,), "has no adapters"),
+    "skip_tokenizer_init": ((False,), "always loads the tokenizer"),
+    "swap_space": ((0,), "does not swap"),
+    "cpu_offload_gb": ((0,), "keeps all weights on the device"),
+    "tokenizer_mode": (("auto",), "has one tokenizer for each model"),
+    "load_format": (("auto",), "tells a model's format from its files"),
+    "runner": (("auto", "generate"), "generates text"),
+}
+"""vLLM's arguments that leave no choice here: the values that ask for what pagemill does anyway, and what that is."""
+
 
 @suggest_arguments
 @dataclass(kw_only=True)
@@ -119,9 +138,23 @@ class EngineConfig:
 
 
 def config_for(owner: str, model: str, settings: dict[str, Any]) -> EngineConfig:
-    """The config from an entry point's keyword arguments; an unknown one is reported under the entry point's name."""
+    """The config from an entry point's keyword arguments; an unknown one is reported under the entry point's name.
+
+    Arguments in `FIXED` are accepted with the values that change nothing.
+    """
     known = [setting.name for setting in fields(EngineConfig)]
-    for name in settings:
-        if name not in known:
+    for name, value in settings.items():
+        if name in FIXED:
+            _check_fixed(name, value)
+        elif name not in known:
             raise UnknownArgumentError.of(owner, name, known)
-    return EngineConfig(model=model, **settings)
+    return EngineConfig(model=model, **{name: value for name, value in settings.items() if name not in FIXED})
+
+
+def _check_fixed(name: str, value: Any) -> None:
+    accepted, what = FIXED[name]
+    if not any(value == other and isinstance(value, bool) is isinstance(other, bool) for other in accepted):
+        raise ConfigError(
+            f"{name} is {value!r}; pagemill {what}, so it can only be {' or '.join(map(repr, accepted))}; leave it out",
+            param=name,
+        )

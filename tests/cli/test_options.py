@@ -93,3 +93,14 @@ def test_wrong_values_are_errors_of_their_own(args, error):
 
 def test_what_is_no_number_is_wrong_usage():
     assert call("--max-model-len", "many").exit_code == 2
+
+
+def test_flags_without_a_choice_are_passed_on_and_not_shown():
+    call("--tensor-parallel-size", "1", "--enforce-eager", "--no-trust-remote-code", "--load-format", "auto")
+    assert received["settings"] == {
+        "tensor_parallel_size": 1,
+        "enforce_eager": True,
+        "trust_remote_code": False,
+        "load_format": "auto",
+    }
+    assert "enforce-eager" not in CliRunner(env={"COLUMNS": "300"}).invoke(_app(), ["--help"]).output

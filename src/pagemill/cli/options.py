@@ -11,12 +11,12 @@ import inspect
 import json
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 import typer
 
-from pagemill.config import EngineConfig
+from pagemill.config import FIXED, EngineConfig
 from pagemill.errors import ConfigError
 from pagemill.sampling.params import SamplingParams
 
@@ -60,14 +60,17 @@ Command = Callable[..., Any]
 
 
 def engine_options(command: Command) -> Command:
-    """Gives a command a flag per engine setting; what was given arrives as the dict `settings`."""
+    """Gives a command a flag per engine setting; what was given arrives as the dict `settings`.
+
+    vLLM's flags that leave no choice here are taken too, but not shown.
+    """
 
     def collect(given: dict[str, Any]) -> dict[str, Any]:
         if "hf_overrides" in given:
             given["hf_overrides"] = _json_object(given["hf_overrides"])
         return given
 
-    return _with_options(command, "settings", EngineConfig, ENGINE_HELP, "Engine", collect)
+    return _with_options(command, "settings", EngineConfig, ENGINE_HELP, "Engine", collect, hidden=FIXED)
 
 
 def sampling_options(**defaults: Any) -> Callable[[Command], Command]:
@@ -90,26 +93,27 @@ def _with_options(
     panel: str,
     collect: Callable[[dict[str, Any]], Any],
     defaults: dict[str, Any] | None = None,
+    hidden: Mapping[str, tuple[tuple[Any, ...], str]] = types.MappingProxyType({}),
 ) -> Command:
-    """Replaces the command's parameter `target` by one flag per entry of `helps`, typed as the field of `source`."""
+    """Replaces the command's parameter `target` by one flag per entry of `helps`, typed as the field of `source`, and
+    one per entry of `hidden`, typed as the values that it accepts."""
     hints = typing.get_type_hints(source)
     own_defaults = {field.name: field.default for field in dataclasses.fields(source)} | {"max_tokens": None}
     own_defaults |= defaults or {}
+    flags = {name: _option(name, hints[name], text, own_defaults[name], panel) for name, text in helps.items()}
+    flags |= {name: _option(name, type(values[0]), None, None, panel) for name, (values, _) in hidden.items()}
     options = [
         inspect.Parameter(
-            f"{panel.lower()}_{name}",
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=_option(name, hints[name], text, own_defaults[name], panel),
+            f"{panel.lower()}_{name}", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
         )
-        for name, text in helps.items()
+        for name, annotation in flags.items()
     ]
     signature = inspect.signature(command, eval_str=True)
     kept = [parameter for parameter in signature.parameters.values() if parameter.name != target]
 
     @functools.wraps(command)
     def with_flags(**arguments: Any) -> Any:
-        given = {name: arguments.pop(option.name) for name, option in zip(helps, options, strict=True)}
+        given = {name: arguments.pop(option.name) for name, option in zip(flags, options, strict=True)}
         value = collect({name: value for name, value in given.items() if value not in (None, [])})
         return command(**arguments, **{target: value})
 
@@ -118,13 +122,16 @@ def _with_options(
     return with_flags
 
 
-def _option(name: str, hint: Any, text: str, default: Any, panel: str) -> Any:
-    """Every flag is optional: what is not given is left to the defaults of the config or the parameters."""
+def _option(name: str, hint: Any, text: str | None, default: Any, panel: str) -> Any:
+    """Every flag is optional: what is not given is left to the defaults of the config or the parameters. One without a
+    text is not shown."""
     flag = f"--{name.replace('_', '-')}"
     kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     kind: Any = next((kind for kind in (bool, list[str], str, float, int) if kind in kinds), str)
     if kind is bool:
         flag = f"{flag}/--no-{flag[2:]}"
+    if text is None:
+        return Annotated[kind | None, typer.Option(flag, hidden=True)]
     if default is not None and default is not dataclasses.MISSING:
         text += f" Default: {str(default).lower() if kind is bool else default}."
     return Annotated[kind | None, typer.Option(flag, help=text, show_default=False, rich_help_panel=panel)]
