@@ -130,22 +130,26 @@ class EngineCore:
             return self._run(plan.select(0, half)).join(self._run(plan.select(half, rows)), half)
 
     def _output(self, update: Update) -> SequenceOutput:
-        sequence = update.sequence
-        first = update.token is not None and sequence.num_output_tokens == 1
-        self._generated_tokens += update.token is not None
-        return SequenceOutput(
+        sequence, token, logprobs, finish_reason, stop_reason, error = update
+        output = SequenceOutput(
             request_id=sequence.request.request_id,
             index=sequence.index,
-            new_token_ids=[] if update.token is None else [update.token],
-            logprobs=None if update.logprobs is None else [update.logprobs],
-            finish_reason=update.finish_reason,
-            stop_reason=update.stop_reason,
-            error=None if update.error is None else str(update.error),
-            error_type=None if update.error is None else type(update.error).__name__,
+            new_token_ids=[] if token is None else [token],
+            finish_reason=finish_reason,
             num_cached_tokens=sequence.num_cached_tokens,
-            prompt_logprobs=sequence.prompt_logprobs if first and sequence.prompt_logprobs else None,
             scheduled_s=sequence.scheduled_s or 0.0,
         )
+        if token is not None:
+            self._generated_tokens += 1
+            if sequence.prompt_logprobs and sequence.num_output_tokens == 1:
+                output.prompt_logprobs = sequence.prompt_logprobs
+        if logprobs is not None:
+            output.logprobs = [logprobs]
+        if finish_reason is not None:
+            output.stop_reason = stop_reason
+        if error is not None:
+            output.error, output.error_type = str(error), type(error).__name__
+        return output
 
 
 def _failed(error: BaseException) -> StepFailedError:

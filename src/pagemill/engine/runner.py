@@ -6,6 +6,7 @@ It keeps what persists between steps (block tables and tokens by row, the sample
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,8 +28,11 @@ LOGITS_ROWS = 64
 class Runner:
     """State by persistent row, and the forward pass over the rows of a plan.
 
-    _tables int32 [groups, rows, entries] on the device: frame numbers, -1 where nothing is held
-    _tokens int32 [rows, max_model_len] on the host: prompt, then what has been sampled
+    _tables int32 [groups, rows, entries]: frame numbers, -1 where nothing is held
+    _tokens int32 [rows, max_model_len]: prompt, then what has been sampled
+
+    Both lie on the host, where a step's few rows and tokens are picked out of them by NumPy: torch would wake its own
+    threads for that, beside the kernels'.
     """
 
     def __init__(
@@ -47,7 +51,7 @@ class Runner:
         self._block_size = pool.block_size
         entries = -(-max_model_len // pool.block_size)
         shape = (len(pool.groups.groups), max_num_seqs, entries)
-        self._tables = torch.full(shape, -1, dtype=torch.int32, device=self._device)
+        self._tables = np.full(shape, -1, dtype=np.int32)
         self._tokens = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self._prompt_lens = np.zeros(max_num_seqs, dtype=np.int32)
         self._sampler = Sampler(max_num_seqs, vocab_size, self._device, eos_token_ids)
@@ -66,8 +70,7 @@ class Runner:
         if len(work.copy_source):
             self._pool.copy_frames(self._to_device(work.copy_source), self._to_device(work.copy_target))
         if len(work.edit_row):
-            where = (self._to_device(work.edit_group), self._to_device(work.edit_row), self._to_device(work.edit_index))
-            self._tables[where] = self._to_device(work.edit_frame)
+            self._tables[work.edit_group, work.edit_row, work.edit_index] = work.edit_frame
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
@@ -98,16 +101,16 @@ class Runner:
         size = self._block_size
         context_lens = plan.starts + plan.query_lens
         max_context = int(context_lens.max())
-        tables = self._tables[:, self._to_device(plan.rows.astype(np.int64)), : -(-max_context // size)]
-        of_token = (slice(None), self._to_device(rows.astype(np.int64)), self._to_device(positions // size))
-        frames = self._tables[of_token].to(torch.int64)
-        offsets = self._to_device(positions % size)
-        slots = torch.where(frames < 0, -1, frames * size + offsets)
+        tables = self._tables[:, plan.rows, : -(-max_context // size)]
+        entries, offsets = np.divmod(positions, size)
+        frames = self._tables[:, rows, entries].astype(np.int64)
+        slots = np.where(frames < 0, -1, frames * size + offsets)
+        groups = (GroupBatch(self._to_device(t), self._to_device(s)) for t, s in zip(tables, slots, strict=True))
         return AttentionBatch(
             query_start=self._to_device(query_start),
             context_lens=self._to_device(context_lens),
             positions=self._to_device(positions),
-            groups=tuple(GroupBatch(tables[g], slots[g]) for g in range(len(tables))),
+            groups=tuple(groups),
             max_query_len=int(plan.query_lens.max()),
             max_context_len=max_context,
         )
@@ -115,10 +118,12 @@ class Runner:
     def _sample(self, plan: StepPlan, hidden: Tensor, query_start: NDArray[np.int32]) -> StepResult:
         if len(plan.sample_from) == 0:
             return StepResult()
-        sampled_rows, which = np.unique(plan.sample_from, return_inverse=True)
-        logits = self._decoder.logits(hidden[self._to_device(query_start[sampled_rows + 1].astype(np.int64) - 1)])
-        if len(which) > len(sampled_rows):
-            logits = logits[self._to_device(which)]
+        sampled_tokens, which = np.unique(query_start[plan.sample_from + 1] - 1, return_inverse=True)
+        logits = self._decoder.logits(
+            hidden if len(sampled_tokens) == len(hidden) else _take_rows(hidden, sampled_tokens)
+        )
+        if len(which) > len(sampled_tokens):  # several answers begin from one row
+            logits = _take_rows(logits, which)
         sampled = self._sampler.sample(logits, plan.sample_to)
         ends = plan.starts[plan.sample_from] + plan.query_lens[plan.sample_from]
         fits = ends < self._tokens.shape[1]
@@ -149,3 +154,9 @@ class Runner:
 
     def _to_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _take_rows(x: Tensor, index: NDArray[np.integer[Any]]) -> Tensor:
+    if not x.is_cpu:
+        return x[torch.from_numpy(index).to(x.device)]
+    return torch.from_numpy(x.view(torch.uint8).numpy()[index]).view(x.dtype)

@@ -18,9 +18,10 @@ class BlockTable:
     root:      digest in which the chain of this table's namespace begins.
     published: leading blocks that need no more publishing.
     first_held: by group, the first entry that is not -1.
+    writable:  positions from `length` up to this one are known to be reserved, and nobody else's.
     """
 
-    __slots__ = ("blocks", "first_held", "length", "published", "root", "row")
+    __slots__ = ("blocks", "first_held", "length", "published", "root", "row", "writable")
 
     def __init__(self, root: bytes, blocks: list[array[int]], first_held: list[int], length: int) -> None:
         self.root = root
@@ -29,6 +30,7 @@ class BlockTable:
         self.length = length
         self.row = -1
         self.published = 0
+        self.writable = 0
 
     @property
     def num_entries(self) -> int:

@@ -91,6 +91,7 @@ class MemoryManager:
         self.num_frames = num_frames
         self.block_size = block_size
         self.windows = tuple(windows)
+        self._windowed = [(group, window) for group, window in enumerate(windows) if window is not None]
         self._caching = enable_prefix_caching
         self._pool = FramePool(num_frames)
         self._blocks = Blocks(num_frames)
@@ -142,6 +143,7 @@ class MemoryManager:
         entries = -(-length // self.block_size)
         child = BlockTable(table.root, [held[:entries] for held in table.blocks], table.first_held.copy(), length)
         child.published = min(table.published, length // self.block_size)
+        table.writable = 0
         self._blocks.hold(child.tail_first(0))
         self._tables.add(child)
         return child
@@ -159,6 +161,7 @@ class MemoryManager:
             del held[entries:]
         table.length = min(table.length, length)
         table.published = min(table.published, length // self.block_size)
+        table.writable = 0
         self._release(released)
 
     def close(self, table: BlockTable, now: float) -> None:
@@ -168,7 +171,7 @@ class MemoryManager:
         released = table.tail_first(0)
         table.blocks = [array("i") for _ in self.windows]
         table.first_held = [0] * len(self.windows)
-        table.length = table.published = 0
+        table.length = table.published = table.writable = 0
         if table.row >= 0:
             self._edits.pop(table.row, None)
             table.row = -1
@@ -189,7 +192,7 @@ class MemoryManager:
         New blocks where there are none; and a copy of the block in which the first of these positions lies, if others
         hold it or it is published. Evicts cached blocks as needed, and never takes from a table.
         """
-        if up_to <= table.length:
+        if up_to <= table.writable or up_to <= table.length:
             return None
         held = len(table.blocks[0])
         tail = table.length // self.block_size
@@ -203,6 +206,7 @@ class MemoryManager:
                     unwritable.append(group)
         if new <= 0:
             if not unwritable:
+                table.writable = held * self.block_size
                 return None
             new = 0
 
@@ -231,6 +235,7 @@ class MemoryManager:
                 entries.extend(self._blocks.new(group, frames))
                 if table.row >= 0:
                     self._edit(table, group, held, frames)
+        table.writable = (held + new) * self.block_size
         return None
 
     def commit(self, table: BlockTable, length: int, token_ids: Sequence[int], digests: Sequence[bytes]) -> None:
@@ -241,26 +246,27 @@ class MemoryManager:
         frame comes back, and all that a published block hangs on stays findable. Raises ValueError if `length` goes
         back (see `truncate`) or beyond what was reserved.
         """
-        if not table.length <= length <= table.num_entries * self.block_size:
+        size = self.block_size
+        if not table.length <= length <= table.num_entries * size:
             raise ValueError(
                 f"can not commit up to {length}: {table.length} tokens are committed, "
-                f"{table.num_entries * self.block_size} are reserved"
+                f"{table.num_entries * size} are reserved"
             )
         table.length = length
-        full = min(length // self.block_size, len(digests))
-        if self._caching and table.published < full:
-            self._publish(table, full, token_ids, digests)
-        for group, window in enumerate(self.windows):
-            if window is not None:
-                first, now_first = table.first_held[group], first_entry_in_window(length, window, self.block_size)
-                if first < now_first:
-                    entries = table.blocks[group]
-                    released = entries[first:now_first].tolist()
-                    gone = [-1] * (now_first - first)
-                    entries[first:now_first] = array("i", gone)
-                    table.first_held[group] = now_first
-                    self._edit(table, group, first, gone)
-                    self._release(released)
+        if self._caching and table.published < length // size:
+            full = min(length // size, len(digests))
+            if table.published < full:
+                self._publish(table, full, token_ids, digests)
+        for group, window in self._windowed:
+            first, now_first = table.first_held[group], first_entry_in_window(length, window, size)
+            if first < now_first:
+                entries = table.blocks[group]
+                released = entries[first:now_first].tolist()
+                gone = [-1] * (now_first - first)
+                entries[first:now_first] = array("i", gone)
+                table.first_held[group] = now_first
+                self._edit(table, group, first, gone)
+                self._release(released)
 
     def drain(self, step: int) -> MemoryWork:
         """What the device must do before this step, since the last drain. The step is in flight from now on.

@@ -56,6 +56,7 @@ def _tables(manager: MemoryManager) -> None:
     for table in manager._tables:
         entries = table.num_entries
         _require(table.length <= entries * size, "committed tokens have blocks", f"{table.length=}, {entries=}")
+        _require(table.writable <= entries * size, "what is writable has blocks", f"{table.writable=}, {entries=}")
         for group, held in enumerate(table.blocks):
             first = table.first_held[group]
             seen = first_entry_in_window(table.length, manager.windows[group], size)
@@ -67,7 +68,7 @@ def _tables(manager: MemoryManager) -> None:
                     detail = f"entry {entry}, block {block}"
                     _require(blocks.frame[block] >= 0, "no table names an ended block", detail)
                     _require(blocks.group[block] == group, "a block belongs to one group", detail)
-                if entry * size >= table.length:
+                if entry * size >= table.length or table.length < min(table.writable, (entry + 1) * size):
                     alone = blocks.references[block] == 1 and not manager._index.digest[block]
                     _require(alone, "what will be written is held by one table and not published", f"block {block}")
 

@@ -166,8 +166,10 @@ class Scheduler:
         """
         planned: dict[Sequence, int] = {}
         budget = self.max_num_batched_tokens
-        for sequence in sorted(self._running, key=lambda s: s.remaining > 1):
-            count = min(sequence.remaining, budget)
+        wanted = [(sequence.remaining, sequence) for sequence in self._running]
+        order = [w for w in wanted if w[0] == 1] + [w for w in wanted if w[0] > 1]
+        for remaining, sequence in order:
+            count = min(remaining, budget)
             if count == 0 or sequence.table is None:
                 continue
             while self.memory.reserve(sequence.table, sequence.scheduled + count) is not None:
@@ -264,23 +266,22 @@ class Scheduler:
         prompt_logprobs: list[int] = []
         for position, (sequence, count) in enumerate(planned.items()):
             assert sequence.table is not None
-            request = sequence.request
+            start = sequence.scheduled
+            end = sequence.scheduled = start + count
+            entries.append(_Entry(sequence, start, end))
+            known = len(sequence.tokens) + sequence.in_flight
             if sequence.table.row < 0:
                 self.memory.place(sequence.table, sequence.row)
                 new_rows.append(self._new_row(sequence, sequence.index, sequence.row))
-            if request.params.prompt_logprobs is not None and sequence.num_output_tokens + sequence.in_flight == 0:
-                prompt_logprobs.append(position)
-            samples_now = count == sequence.remaining
-            forks = samples_now and sequence.forks_after_prompt
-            start = sequence.scheduled
-            sequence.scheduled += count
-            entries.append(_Entry(sequence, start, sequence.scheduled))
-            if forks:
-                for index, row in enumerate(sequence.child_rows, start=1):
-                    new_rows.append(self._new_row(sequence, index, row))
-                    samples.append((position, index))
-                    sample_to.append(row)
-            if samples_now:
+            if known == sequence.prompt_len:
+                if sequence.request.params.prompt_logprobs is not None:
+                    prompt_logprobs.append(position)
+                if end == known and sequence.forks_after_prompt:
+                    for index, row in enumerate(sequence.child_rows, start=1):
+                        new_rows.append(self._new_row(sequence, index, row))
+                        samples.append((position, index))
+                        sample_to.append(row)
+            if end == known:
                 samples.append((position, sequence.index))
                 sample_to.append(sequence.row)
                 sequence.in_flight += 1
@@ -312,31 +313,35 @@ class Scheduler:
         flight = self._flights.popleft()
         self.memory.retire(flight.step)
         updates: list[Update] = []
+        failed = result.failed
         for position, entry in enumerate(flight.entries):
-            if (error := result.failed.get(position)) is not None:
-                updates += self._fail(entry.sequence, error, now)
+            if failed and position in failed:
+                updates += self._fail(entry.sequence, failed[position], now)
             elif entry.sequence.status is not Status.FINISHED:
-                self._commit_blocks(entry.sequence, entry.end)
-                if (logprobs := result.prompt_logprobs.get(position)) is not None:
-                    if entry.start == 0:
-                        entry.sequence.prompt_logprobs = [None]
-                    entry.sequence.prompt_logprobs += logprobs
-        for sample, (position, index) in enumerate(flight.samples):
-            entry = flight.entries[position]
-            sequence = entry.sequence
-            if position in result.failed or sequence.status is Status.FINISHED:
+                self._commit_blocks(entry)
+        for position, of_prompt in result.prompt_logprobs.items():
+            sequence, start, _ = flight.entries[position]
+            if start == 0:
+                sequence.prompt_logprobs = [None]
+            sequence.prompt_logprobs += of_prompt
+        for (position, index), token, logprobs in zip(flight.samples, result.tokens, result.logprobs, strict=True):
+            sequence = flight.entries[position].sequence
+            if sequence.status is Status.FINISHED or (failed and position in failed):
                 continue
             if index == sequence.index:
                 sequence.in_flight -= 1
             else:
-                sequence = self._fork(entry, index)
-            updates.append(self._append(sequence, result.tokens[sample], result.logprobs[sample], now))
+                sequence = self._fork(flight.entries[position], index)
+            updates.append(self._append(sequence, token, logprobs, now))
         return updates
 
-    def _commit_blocks(self, sequence: Sequence, length: int) -> None:
+    def _commit_blocks(self, entry: _Entry) -> None:
+        sequence, start, end = entry
         assert sequence.table is not None
-        self.memory.commit(sequence.table, length, sequence.tokens, sequence.digests)
-        self._resume(self._pending.computed(sequence, length // self.memory.block_size))
+        self.memory.commit(sequence.table, end, sequence.tokens, sequence.digests)
+        size = self.memory.block_size
+        if end // size > start // size:
+            self._resume(self._pending.computed(sequence, end // size))
 
     def _resume(self, sequences: list[Sequence]) -> None:
         """What these waited for has been computed, or will not be."""
@@ -371,18 +376,19 @@ class Scheduler:
         return child
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now: float) -> Update:
-        sequence.tokens.append(token)
-        if self._shares_prefixes(sequence):
+        tokens, request = sequence.tokens, sequence.request
+        tokens.append(token)
+        if len(tokens) % self.memory.block_size == 0 and self._shares_prefixes(sequence):
             self._extend_digests(sequence)
-        params = sequence.request.params
-        stops = sequence.num_output_tokens >= params.min_tokens
+        params = request.params
         reason: str | None = None
         stop_reason: int | None = None
-        if stops and token in params.stop_token_ids:
-            reason, stop_reason = "stop", token
-        elif stops and token in self._eos and not params.ignore_eos:
-            reason = "stop"
-        elif len(sequence.tokens) >= sequence.request.max_len:
+        if (params.stop_token_ids or token in self._eos) and sequence.num_output_tokens >= params.min_tokens:
+            if token in params.stop_token_ids:
+                reason, stop_reason = "stop", token
+            elif token in self._eos and not params.ignore_eos:
+                reason = "stop"
+        if reason is None and len(tokens) >= request.max_len:
             reason = "length"
         if reason is not None:
             self._finish(sequence, now)

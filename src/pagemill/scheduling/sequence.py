@@ -84,9 +84,8 @@ class Sequence:
     @property
     def remaining(self) -> int:
         """Tokens that can be computed now; 0 once the last one it may have is under way."""
-        if len(self.tokens) + self.in_flight >= self.request.max_len:
-            return 0
-        return len(self.tokens) + self.in_flight - self.scheduled
+        known = len(self.tokens) + self.in_flight
+        return known - self.scheduled if known < self.request.max_len else 0
 
     @property
     def forks_after_prompt(self) -> bool:
