@@ -162,6 +162,18 @@ NB_MODULE(_kernels, m) {
         if (!dequantize(format, at<void>(blocks), at<float>(out), weights))
             throw std::invalid_argument("no GGUF format has the number " + std::to_string(format));
     }, "From whole blocks of a GGUF format, by its number, to fp32.");
+    m.def("choose_tokens", [](Address logits, int64_t n, Address places, int64_t items, Address temperature, Address top_k,
+                              Address top_p, Address min_p, Address uniforms, Address tokens) {
+        Run run;
+        kernels().choose_tokens({at<float>(logits), n, at<int64_t>(places), items, at<float>(temperature), at<int64_t>(top_k),
+                                 at<float>(top_p), at<float>(min_p), at<double>(uniforms), at<int64_t>(tokens)});
+    });
+    m.def("log_probabilities", [](Address logits, int64_t n, Address places, int64_t items, int64_t k, Address tokens, Address own,
+                                  Address ranks, Address likely, Address likely_logprobs) {
+        Run run;
+        kernels().log_probabilities({at<float>(logits), n, at<int64_t>(places), items, k, at<int64_t>(tokens), at<float>(own),
+                                     at<int64_t>(ranks), at<int64_t>(likely), at<float>(likely_logprobs)});
+    });
     nb::class_<Linear>(m, "Linear")
         .def(nb::init<Address, Address, int64_t, int64_t, int>(), "weight", "bias", "n", "k", "dtype")
         .def("__call__", &Linear::call)

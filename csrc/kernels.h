@@ -74,6 +74,35 @@ struct HeadsArgs {
 
 enum class Activation : int { silu = 0, gelu_tanh = 1 };
 
+// Instead of a token: a logit is NaN or +inf; all are -inf.
+constexpr int64_t kNotFinite = -1, kAllForbidden = -2;
+
+// A token for each of `items`, which are rows `places` of logits [.., n]. See pagemill/sampling/draw.py for what is kept.
+struct ChooseArgs {
+    const float* logits;
+    int64_t n;
+    const int64_t* places;
+    int64_t items;
+    const float* temperature;      // [items]; 0: the likeliest, the first of equals
+    const int64_t* top_k;          // [items]; 0: off
+    const float *top_p, *min_p;    // [items]; 1 and 0: off
+    const double* uniforms;        // [items], in [0, 1)
+    int64_t* tokens;               // [items]
+};
+
+// Log probabilities of a token in each row, its rank, and the k likeliest; all NaN where no token could be chosen.
+struct LogprobArgs {
+    const float* logits;
+    int64_t n;
+    const int64_t* places;
+    int64_t items, k;              // k at most n
+    const int64_t* tokens;         // [items]
+    float* own;                    // [items]
+    int64_t* ranks;                // [items]
+    int64_t* likely;               // [items, k], the likeliest first, then by token
+    float* likely_logprobs;        // [items, k]
+};
+
 struct Kernels {
     const char* isa;
 
@@ -101,6 +130,8 @@ struct Kernels {
                      int64_t rows, int64_t n);
     // Norms of queries and keys, rotary embedding, and keys and values to their slots.
     void (*prepare_heads)(const HeadsArgs&);
+    void (*choose_tokens)(const ChooseArgs&);
+    void (*log_probabilities)(const LogprobArgs&);
     // Elementwise exp and tanh as the kernels use them, for tests.
     void (*exp)(const float* x, float* y, int64_t n);
     void (*tanh)(const float* x, float* y, int64_t n);

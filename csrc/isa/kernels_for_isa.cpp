@@ -31,12 +31,13 @@ template <int N> using Upto = typename UptoOf<N>::type;  // Sequence<0, ..., N -
 #include "attention_plan.h"
 #include "attention.h"
 #include "kv_write.h"
+#include "sampling.h"
 
 #define NAME_OF(x) #x
 #define NAME(x) NAME_OF(x)
 
 constexpr Kernels table{NAME(PAGEMILL_ISA), pack_linear, linear, attend, write_kv, rms_norm, rotate, gated, embed, embed_packed, add_norm,
-                        prepare_heads, exp_all, tanh_all};
+                        prepare_heads, choose_tokens, log_probabilities, exp_all, tanh_all};
 
 }  // namespace
 

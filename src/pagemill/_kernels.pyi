@@ -23,6 +23,31 @@ def copy_frames(
 def dequantize(format: int, blocks: int, out: int, weights: int) -> None:
     """From whole blocks of a GGUF format, by its number, to fp32."""
 
+def choose_tokens(
+    logits: int,
+    n: int,
+    places: int,
+    items: int,
+    temperature: int,
+    top_k: int,
+    top_p: int,
+    min_p: int,
+    uniforms: int,
+    tokens: int,
+) -> None: ...
+def log_probabilities(
+    logits: int,
+    n: int,
+    places: int,
+    items: int,
+    k: int,
+    tokens: int,
+    own: int,
+    ranks: int,
+    likely: int,
+    likely_logprobs: int,
+) -> None: ...
+
 class Linear:
     def __init__(self, weight: int, bias: int, n: int, k: int, dtype: int) -> None: ...
     def __call__(self, x: int, x_row: int, y: int, y_row: int, dtype: int, rows: int) -> None: ...

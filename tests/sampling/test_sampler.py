@@ -9,11 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_sampling import kept_probabilities, modified_logits
 
+from pagemill.sampling.cpu_passes import CpuPasses
 from pagemill.sampling.params import SamplingParams
 from pagemill.sampling.random import sequence_seed, uniform
 from pagemill.sampling.sampler import Sampler, prompt_logprobs
+from pagemill.sampling.torch_passes import TorchPasses
 
 NONE = np.zeros(0, np.int32)
+
+
+@pytest.fixture(params=[CpuPasses, TorchPasses], scope="module", autouse=True)
+def passes(request):
+    """Every test here runs on the kernels and on torch's operators."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pagemill.sampling.sampler.passes_on", lambda device: request.param())
+        yield request.param()
 
 
 def params_of(**kwargs) -> SamplingParams:

@@ -1,4 +1,4 @@
-"""Drawing tokens from rows of logits by inverse CDF, with or without top_k, top_p and min_p.
+"""The passes over logits with torch operators, for any device; see `passes.py` for what a token is drawn from.
 
 Every result of a row is a function of that row's own numbers: only elementwise operations that IEEE 754 rounds in one
 way, exact ones (maximum, comparison, counting, sorting) and reductions within fixed pieces of a row are used, and no
@@ -11,12 +11,71 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from pagemill.sampling.logprobs import TokenLogprobs
+from pagemill.sampling.passes import ALL_FORBIDDEN, NOT_FINITE, Choices, Ids
+
+_CHUNK = 1 << 21
+"""Rows are drawn in chunks of at most this many logits (or one row): bounds the memory."""
 _PIECE = 256
 """Probabilities are summed in pieces of this many, then the piece that holds the draw is looked at closely."""
 _SHARES = (100, 3000)
 """top_p is looked for among the tokens above (1 - top_p) / share, first for a small share, then for larger ones."""
 _WIDTHS = (256, 2048, 16384)
 """Rows are sorted together with others that have about as many candidates, so that one flat row costs only itself."""
+
+
+class TorchPasses:
+    def choose(self, logits: torch.Tensor, places: Ids, choices: Choices) -> Ids:
+        device = logits.device
+        rows = torch.from_numpy(places).to(device)
+        chosen = logits[rows]
+        largest, best = chosen.max(-1)
+        tokens = best.masked_fill(largest == -torch.inf, ALL_FORBIDDEN)
+        tokens = tokens.masked_fill(~(largest < torch.inf), NOT_FINITE)
+        truncated = (choices.top_k > 0) | (choices.top_p < 1) | (choices.min_p > 0)
+        drawn = (choices.temperature > 0) & (tokens >= 0).cpu().numpy()
+        chunk = max(1, _CHUNK // logits.shape[1])
+        for which in (drawn & ~truncated, drawn & truncated):
+            same = np.flatnonzero(which)
+            for index in (same[i : i + chunk] for i in range(0, len(same), chunk)):
+                temperature, top_k, top_p, min_p, u = (torch.from_numpy(c[index]).to(device) for c in choices)
+                at = torch.from_numpy(index).to(device)
+                scaled = chosen[at] / temperature[:, None]
+                probabilities = torch.softmax(scaled, -1)
+                tokens[at] = (
+                    draw_truncated(scaled, probabilities, top_k, top_p, min_p, u)
+                    if truncated[index[0]]
+                    else draw(probabilities, u)
+                )
+        return tokens.cpu().numpy()
+
+    def log_probabilities(self, logits: torch.Tensor, places: Ids, tokens: Ids, counts: Ids) -> list[TokenLogprobs]:
+        made: list[TokenLogprobs] = []
+        chunk = max(1, _CHUNK // logits.shape[1])
+        for start in range(0, len(places), chunk):
+            part = slice(start, start + chunk)
+            raw = torch.log_softmax(logits[torch.from_numpy(places[part]).to(logits.device)], -1)
+            made += _log_probabilities(raw, tokens[part], counts[part])
+        return made
+
+
+def _log_probabilities(raw: torch.Tensor, tokens: Ids, counts: Ids) -> list[TokenLogprobs]:
+    """From log probabilities `raw` float32 [m, vocab]."""
+    own = raw.gather(1, torch.from_numpy(tokens).to(raw.device)[:, None])
+    ranks = ((raw > own).sum(-1) + 1).tolist()
+    made = [
+        TokenLogprobs([token], [value], rank)
+        for token, value, rank in zip(tokens.tolist(), own[:, 0].tolist(), ranks, strict=True)
+    ]
+    counts = np.minimum(counts, raw.shape[1])
+    most = int(counts.max(initial=0))
+    if most:
+        cut = raw.topk(most, dim=-1).values[:, -1]
+        for group, values, indices, _ in candidates_above(raw, torch.arange(len(raw), device=raw.device), cut):
+            for row, ids, logprobs in zip(group.tolist(), indices.tolist(), values.tolist(), strict=True):
+                made[row].token_ids += ids[: counts[row]]
+                made[row].logprobs += logprobs[: counts[row]]
+    return made
 
 
 def draw(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
@@ -45,10 +104,6 @@ def draw_truncated(
 
     scaled: logits over temperature, float32 [m, vocab]; probabilities: their softmax.
     top_k int64 [m], 0 is off; top_p and min_p float32 [m], 1 and 0 are off; uniforms float64 [m]. Returns int64 [m].
-
-    A token is kept if it is not less likely than the k-th, has at least min_p of the likeliest one's probability, and
-    if the tokens more likely than it have together less than top_p of what the first two rules left. Tokens that are
-    equally likely are kept or dropped together, so the kept set does not depend on an order among them.
     """
     vocab_size = scaled.shape[1]
     likeliest, largest_p = scaled.amax(-1), probabilities.amax(-1)
@@ -141,13 +196,8 @@ def _draw_above(
 
 def _not_below(values: torch.Tensor, cut: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows and columns of the entries of `values` [m, n] that are at least the row's `cut` [m], in order."""
-    if values.device.type != "cpu":
-        row_of, column_of = torch.where(values >= cut[:, None])
-        return row_of, column_of
-    # Measured: NumPy compares and finds five times as fast as torch here.
-    places = np.flatnonzero(values.numpy() >= cut.numpy()[:, None])
-    rows, columns = np.divmod(places, values.shape[1])
-    return torch.from_numpy(rows), torch.from_numpy(columns)
+    row_of, column_of = torch.where(values >= cut[:, None])
+    return row_of, column_of
 
 
 def _below(target: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
