@@ -1,6 +1,6 @@
 """Where the time of a decode step goes: the model, the sampler, and the engine's own Python around them.
 
-    python benchmarks/engine_overhead.py [--model smollm2-135m] [--json]
+    python benchmarks/engine_overhead.py [--model smollm2-135m] [--dtype bfloat16] [--json]
 
 For each number of running sequences, decode steps of the real model are timed by part, medians over the steps.
 "engine" is all that is neither the model's forward pass nor the sampler: scheduling, memory, table edits, batch arrays,
@@ -102,10 +102,12 @@ def read_bandwidth() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--running", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    core = EngineCore(EngineConfig(model=args.model, max_num_seqs=max(args.running), max_model_len=512))
+    settings = {"dtype": args.dtype, "max_num_seqs": max(args.running), "max_model_len": 512}
+    core = EngineCore(EngineConfig(model=args.model, **settings))
     spent: dict[str, float] = defaultdict(float)
     decoder = core._runner._decoder
     timed(decoder, "forward", "forward", spent)
