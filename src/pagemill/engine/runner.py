@@ -54,6 +54,7 @@ class Runner:
         self._tables = np.full(shape, -1, dtype=np.int32)
         self._tokens = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
         self._prompt_lens = np.zeros(max_num_seqs, dtype=np.int32)
+        self._logits = torch.empty(0, vocab_size)
         self._sampler = Sampler(max_num_seqs, vocab_size, self._device, eos_token_ids)
 
     @torch.inference_mode()
@@ -118,11 +119,13 @@ class Runner:
     def _sample(self, plan: StepPlan, hidden: Tensor, query_start: NDArray[np.int32]) -> StepResult:
         if len(plan.sample_from) == 0:
             return StepResult()
-        sampled_tokens, which = np.unique(query_start[plan.sample_from + 1] - 1, return_inverse=True)
-        logits = self._decoder.logits(
-            hidden if len(sampled_tokens) == len(hidden) else _take_rows(hidden, sampled_tokens)
-        )
-        if len(which) > len(sampled_tokens):  # several answers begin from one row
+        tokens = query_start[plan.sample_from + 1] - 1
+        several = len(tokens) > 1 and bool((tokens[1:] == tokens[:-1]).any())  # answers that begin from one row
+        if several:
+            tokens, which = np.unique(tokens, return_inverse=True)
+        last = hidden if len(tokens) == len(hidden) else _take_rows(hidden, tokens)
+        logits = self._decoder.logits(last, self._logits_of(len(last)))
+        if several:
             logits = _take_rows(logits, which)
         sampled = self._sampler.sample(logits, plan.sample_to)
         ends = plan.starts[plan.sample_from] + plan.query_lens[plan.sample_from]
@@ -142,6 +145,14 @@ class Runner:
             )
         return StepResult(sampled.token_ids.tolist(), sampled.logprobs, failed)
 
+    def _logits_of(self, rows: int) -> Tensor | None:
+        """Memory for logits, kept between steps. NumPy's comes in huge pages."""
+        if self._device.type != "cpu":
+            return None
+        if rows > len(self._logits):
+            self._logits = torch.from_numpy(np.empty((rows, self._logits.shape[1]), dtype=np.float32))
+        return self._logits[:rows]
+
     def _prompt_logprobs(self, hidden: Tensor, start: int, row: int) -> list[TokenLogprobs]:
         """For query tokens at start.. of a prompt, log probabilities of the prompt token that follows each."""
         targets = self._tokens[row, start + 1 : min(start + 1 + len(hidden), int(self._prompt_lens[row]))]
@@ -153,7 +164,8 @@ class Runner:
         return found
 
     def _to_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
-        return torch.from_numpy(array).to(self._device, non_blocking=True)
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
 
 
 def _take_rows(x: Tensor, index: NDArray[np.integer[Any]]) -> Tensor:

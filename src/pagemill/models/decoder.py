@@ -63,11 +63,16 @@ class Decoder:
         return self.ops.rms_norm(x, self.weights.final_norm, self.spec.norm_eps)
 
     @torch.inference_mode()
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [rows, hidden] from `forward` -> float32 [rows, vocab], final soft cap applied."""
-        logits = self.weights.lm_head(hidden).float()
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden [rows, hidden] from `forward` -> float32 [rows, vocab], final soft cap applied.
+
+        What is widened to that lies in `out`, float32 [rows, vocab], if given: fresh memory costs page faults.
+        """
+        logits = self.weights.lm_head(hidden)
         cap = self.spec.final_soft_cap
-        return logits if cap is None else cap * torch.tanh(logits / cap)
+        if cap is not None:
+            return cap * torch.tanh(logits.float() / cap)
+        return logits.float() if out is None or logits.dtype == torch.float32 else out.copy_(logits)
 
     def _attend(
         self,
