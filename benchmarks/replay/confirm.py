@@ -61,7 +61,7 @@ def figures(outcome: Replay) -> dict[str, float]:
         "end, s": outcome.end_s,
         "steps": outcome.steps,
         "busy, s": outcome.busy_s,
-        "mean rows": outcome.running_s / outcome.busy_s,
+        "mean rows": outcome.mean_running,
         "most rows": outcome.most_running,
         "preemptions": outcome.preemptions,
         "TTFT median, ms": 1e3 * found["ttft_median_s"],

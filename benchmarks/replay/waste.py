@@ -85,7 +85,7 @@ def measure(trace: Sequence[TracedRequest], setup: Setup, step_times: StepTimes)
         block_size=setup.block_size,
         waste=meter.waste,
         uncommitted=meter.uncommitted,
-        mean_running=outcome.running_s / outcome.busy_s,
+        mean_running=outcome.mean_running,
         most_running=outcome.most_running,
         preemptions=outcome.preemptions,
         busy=outcome.busy_s / outcome.end_s,

@@ -17,12 +17,7 @@ from pagemill.hub import resolve_model
 from pagemill.kvcache.device_pool import DevicePool, default_layout
 from pagemill.kvcache.layer_groups import LayerGroups
 from pagemill.kvcache.sizing import device_memory, num_frames
-from pagemill.memory.eviction import (
-    PolicyFactory,
-    cheapest_to_recompute,
-    least_frequently_used,
-    least_recently_used,
-)
+from pagemill.memory.eviction import POLICIES
 from pagemill.memory.manager import MemoryManager
 from pagemill.models.loading import LoadedModel, load_model
 from pagemill.ops.select import select_ops
@@ -142,14 +137,9 @@ def _memory(
     """
     windows = [group.window for group in groups.groups]
 
-    policies: dict[str, PolicyFactory] = {
-        "lru": least_recently_used,
-        "lfu": least_frequently_used,
-        "cost": cheapest_to_recompute(model.spec.attention_share(config.block_size)),
-    }
+    policy = POLICIES[config.eviction_policy](model.spec.attention_share(config.block_size))
 
     def manager(frames: int) -> MemoryManager:
-        policy = policies[config.eviction_policy]
         return MemoryManager(frames, config.block_size, windows, config.enable_prefix_caching, policy)
 
     frame_bytes = default_layout(device)(

@@ -147,3 +147,11 @@ def cheapest_to_recompute(attention_share: float) -> PolicyFactory:
     """The block goes first that costs least to compute again, times its uses. attention_share: the work of attending to
     one block, as a share of the other work of computing one; block i of a chain costs 1 + i * attention_share."""
     return lambda chains: GreedyDual(chains, lambda depth: 1.0 + depth * attention_share)
+
+
+POLICIES: dict[str, Callable[[float], PolicyFactory]] = {
+    "lru": lambda attention_share: least_recently_used,
+    "lfu": lambda attention_share: least_frequently_used,
+    "cost": cheapest_to_recompute,
+}
+"""By name (`config.EVICTION_POLICIES`), given the share that attending to one block has in computing one."""

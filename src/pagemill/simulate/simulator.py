@@ -69,6 +69,10 @@ class Replay:
         return [one for one in self.served if one.finished_s is not None]
 
     @property
+    def mean_running(self) -> float:
+        return self.running_s / self.busy_s if self.busy_s else 0.0
+
+    @property
     def output_tokens_per_s(self) -> float:
         return sum(one.num_tokens for one in self.served) / self.end_s if self.end_s else 0.0
 
