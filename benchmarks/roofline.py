@@ -5,7 +5,11 @@
 Floor of a workload: the sum over the steps that the engine ran of max(weight bytes / read bandwidth, FLOP / GEMM rate)
 + distinct attended K/V bytes / read bandwidth. FLOP counts the layers for every token, the head for rows that are
 sampled, and attention. Weights count once per step, in the dtype they are held in; a K/V block that several sequences
-attend counts once. Ceilings are the best samples before and after the workloads, by the best library at hand.
+attend counts once. Ceilings are the best samples before and after the workloads, by the best library at hand; weights
+are held against the faster of two rates, of a buffer far larger than the caches and of one as large as the weights,
+which a cache that other machines share may partly keep.
+
+A second table says where the measured time went: the decoder's operators, the head, the sampler, and the engine itself.
 """
 
 from __future__ import annotations
@@ -14,13 +18,16 @@ import argparse
 import json
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 import torch
+from benchmarks.engine_overhead import timed
 from benchmarks.peers.adapters.pagemill_engine import Engine
 from benchmarks.peers.child import measure
 from benchmarks.peers.engines import MODEL
@@ -30,26 +37,35 @@ from numpy.typing import NDArray
 
 from pagemill.engine.core import EngineCore
 from pagemill.hub import resolve_model
+from pagemill.models.cpu_decoder import CpuDecoder
 from pagemill.models.decoder import Decoder
 from pagemill.models.weights import Experts
 from pagemill.ops.cpu_ops import CpuLinear, CpuOps, default_num_threads
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
 GEMM_SIZE = 2048
-BUFFER_BYTES = 1 << 30
+BUFFER_BYTES = 2 << 30
 SAMPLES = 10
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """read_bytes_per_s: of a buffer far larger than the caches; gemm_flop_per_s: by dtype, 2048 x 2048 x 2048."""
+    """read_bytes_per_s: of a buffer far larger than the caches; gemm_flop_per_s: by dtype, 2048 x 2048 x 2048.
+
+    weight_bytes_per_s: of a buffer as large as the weights, read again and again; never below read_bytes_per_s.
+    """
 
     read_bytes_per_s: float
+    weight_bytes_per_s: float
     gemm_flop_per_s: dict[str, float]
 
     def best(self, other: Ceilings) -> Ceilings:
         rates = {name: max(rate, other.gemm_flop_per_s[name]) for name, rate in self.gemm_flop_per_s.items()}
-        return Ceilings(max(self.read_bytes_per_s, other.read_bytes_per_s), rates)
+        return Ceilings(
+            max(self.read_bytes_per_s, other.read_bytes_per_s),
+            max(self.weight_bytes_per_s, other.weight_bytes_per_s),
+            rates,
+        )
 
 
 @dataclass(frozen=True)
@@ -95,27 +111,36 @@ class Model:
         )
 
     def floor_s(self, step: Step, ceilings: Ceilings, dtype: str) -> float:
-        weight_bytes = self.layer_bytes + (step.logits > 0) * self.head_bytes
-        kv_bytes = step.kv_tokens * self.kv_bytes_per_token
-        read = ceilings.read_bytes_per_s
-        return max(weight_bytes / read, self.flop(step) / ceilings.gemm_flop_per_s[dtype]) + kv_bytes / read
+        weights_s = (self.layer_bytes + (step.logits > 0) * self.head_bytes) / ceilings.weight_bytes_per_s
+        kv_s = step.kv_tokens * self.kv_bytes_per_token / ceilings.read_bytes_per_s
+        return max(weights_s, self.flop(step) / ceilings.gemm_flop_per_s[dtype]) + kv_s
 
     def flop(self, step: Step) -> int:
         products = 2 * (step.tokens * self.layer_parameters + step.logits * self.head_parameters)
         return products + step.attended * self.flop_per_pair
 
 
-def measure_ceilings() -> Ceilings:
+def measure_ceilings(weight_bytes: int) -> Ceilings:
     a, b = torch.randn(GEMM_SIZE, GEMM_SIZE), torch.randn(GEMM_SIZE, GEMM_SIZE)
-    whole = torch.ones(BUFFER_BYTES // 4)
-    read = max(whole.nbytes / best_s(lambda: whole.sum()), whole.nbytes / best_s(lambda: whole.amax()))
+    read = read_rate(BUFFER_BYTES)
+    weights = max(read, read_rate(weight_bytes))
     rates = {
         "float32": products(a, b),
         "bfloat16": products(a.bfloat16(), b.bfloat16()),
         "int8": int8_products(a, b),
     }
     flop = 2 * GEMM_SIZE**3
-    return Ceilings(read, {name: flop / min(map(best_s, calls)) for name, calls in rates.items()})
+    return Ceilings(read, weights, {name: flop / min(map(best_s, calls)) for name, calls in rates.items()})
+
+
+def read_rate(num_bytes: int) -> float:
+    """Bytes per second of reading a buffer, by the fastest of several ways: one stream per thread, and several."""
+    columns = 1 << 14
+    whole = torch.ones(max(1, num_bytes // (4 * columns)), columns)
+    ones = torch.ones(columns)
+    flat = whole.view(-1)
+    calls: list[Callable[[], object]] = [flat.sum, flat.amax, lambda: flat.dot(flat), lambda: whole.mv(ones)]
+    return whole.nbytes / min(map(best_s, calls))
 
 
 def products(a: torch.Tensor, b: torch.Tensor) -> list[Callable[[], object]]:
@@ -158,16 +183,40 @@ def best_s(call: Callable[[], object]) -> float:
 
 
 class Recorder:
-    """Notes the work of every step that an engine runs, and how long the noting took."""
+    """Notes the work of every step that an engine runs, how long its parts and the noting took."""
 
     def __init__(self, core: EngineCore) -> None:
         self.steps: list[Step] = []
         self.spent_s = 0.0
+        self._parts: dict[str, float] = defaultdict(float)
+        self._decoder = core._runner._decoder
+        timed(self._decoder, "forward", "layers", self._parts)
+        timed(self._decoder, "logits", "head", self._parts)
+        timed(core._runner._sampler, "sample", "sampler", self._parts)
         self._runner = core._runner
         self._groups = core._runner._decoder.groups
         self._num_frames = core.ready.num_frames
         self._run = core._runner.run
         core._runner.run = self.run  # type: ignore[method-assign]
+
+    def reset(self) -> None:
+        self.steps, self.spent_s = [], 0.0
+        self._parts.clear()
+        self._operators = self._operator_seconds()
+
+    def parts(self, wall_s: float) -> dict[str, float]:
+        """Seconds since the reset by part; together they are `wall_s`.
+
+        The decoder's operators by name where it runs as one call, "layers" what else there is of it; "engine": all that
+        is neither the model nor the sampler.
+        """
+        found = {name: total - self._operators[name] for name, total in self._operator_seconds().items()}
+        layers = self._parts["layers"] - sum(found.values())
+        found |= {"layers": layers, "head": self._parts["head"], "sampler": self._parts["sampler"]}
+        return found | {"engine": wall_s - sum(found.values())}
+
+    def _operator_seconds(self) -> dict[str, float]:
+        return dict(self._decoder.operator_seconds()) if isinstance(self._decoder, CpuDecoder) else {}
 
     def run(self, plan: StepPlan) -> StepResult:
         begin = time.perf_counter()
@@ -204,7 +253,7 @@ def count_pairs(plan: StepPlan, window: int | None) -> int:
 
 def run_workload(engine: Engine, recorder: Recorder, workload: Workload) -> tuple[float, list[Step]]:
     """Seconds without the recorder's own, and the steps."""
-    recorder.steps, recorder.spent_s = [], 0.0
+    recorder.reset()
     begin = time.perf_counter()
     requests = measure(engine, asdict(workload))
     wall = time.perf_counter() - begin - recorder.spent_s
@@ -223,20 +272,22 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(default_num_threads())
     machine = describe_machine()
-    ceilings = measure_ceilings()
     engine = Engine({"gguf": str(resolve_model(MODEL))}, {"dtype": arguments.dtype})
     decoder = engine.core._runner._decoder
     model = Model.of(decoder, engine.core._runner._pool.dtype)
+    ceilings = measure_ceilings(model.layer_bytes + model.head_bytes)
     recorder = Recorder(engine.core)
     text = tokenize(MODEL)
     run_workload(engine, recorder, make("tiny", text, -1))
     runs: dict[str, list[tuple[float, list[Step], int]]] = {}
+    parts: dict[str, list[dict[str, float]]] = {}
     for round in range(arguments.rounds):
         for name in arguments.workloads.split(","):
             workload = make(name, text, round)
             runs.setdefault(name, []).append((*run_workload(engine, recorder, workload), workload.output_tokens))
-    ceilings = ceilings.best(measure_ceilings())
-    rows = {}
+            parts.setdefault(name, []).append(recorder.parts(runs[name][-1][0]))
+    ceilings = ceilings.best(measure_ceilings(model.layer_bytes + model.head_bytes))
+    rows: dict[str, dict[str, Any]] = {}
     for name, rounds in runs.items():
         floors = [sum(model.floor_s(step, ceilings, arguments.dtype) for step in steps) for _, steps, _ in rounds]
         rows[name] = {
@@ -247,6 +298,7 @@ def main() -> None:
             "tokens_per_s": median(tokens / wall for wall, _, tokens in rounds),
             "floor_tokens_per_s": median(run[2] / floor for run, floor in zip(rounds, floors, strict=True)),
             "share": median(floor / run[0] for run, floor in zip(rounds, floors, strict=True)),
+            "parts_s": {part: median(each[part] for each in parts[name]) for part in parts[name][0]},
         }
     report(machine, ceilings, engine.description, rows)
     if arguments.json:
@@ -254,11 +306,12 @@ def main() -> None:
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def report(machine: dict[str, object], ceilings: Ceilings, description: str, rows: dict[str, dict[str, float]]) -> None:
+def report(machine: dict[str, object], ceilings: Ceilings, description: str, rows: dict[str, dict[str, Any]]) -> None:
     print(f"{machine['cpu']}, {machine['cores']} cores, load average {machine['load_average']}, {machine['date']}")
     print(description)
     rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in ceilings.gemm_flop_per_s.items())
-    print(f"read {ceilings.read_bytes_per_s / 1e9:.1f} GB/s; GEMM, GFLOP/s or GOP/s: {rates}\n")
+    read, weights = ceilings.read_bytes_per_s / 1e9, ceilings.weight_bytes_per_s / 1e9
+    print(f"read {read:.1f} GB/s, as much as the weights {weights:.1f}; GEMM, GFLOP/s or GOP/s: {rates}\n")
     print("| workload | steps | TFLOP | floor s | measured s | floor tokens/s | tokens/s | share of floor |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, row in rows.items():
@@ -266,6 +319,12 @@ def report(machine: dict[str, object], ceilings: Ceilings, description: str, row
             f"| {name} | {row['steps']:.0f} | {row['tflop']:.2f} | {row['floor_s']:.2f} | {row['wall_s']:.2f} | "
             f"{row['floor_tokens_per_s']:.1f} | {row['tokens_per_s']:.1f} | {row['share']:.1%} |"
         )
+    names = list(next(iter(rows.values()))["parts_s"])
+    print("\nWhere the measured time went, by part:\n")
+    print("| workload | " + " | ".join(names) + " |")
+    print("| --- " * (len(names) + 1) + "|")
+    for name, row in rows.items():
+        print(f"| {name} | " + " | ".join(f"{row['parts_s'][part] / row['wall_s']:.1%}" for part in names) + " |")
 
 
 if __name__ == "__main__":

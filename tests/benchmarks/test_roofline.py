@@ -24,9 +24,9 @@ def test_floor_of_one_step(engine):
     assert model.layer_parameters == 30 * 576 * (2 * 576 + 2 * 192 + 3 * 1536)
     assert model.head_parameters == 576 * 49152
     assert model.layer_bytes == pytest.approx(4 * model.layer_parameters, rel=0.01)
-    ceilings = Ceilings(1e9, {"float32": 1e12})
+    ceilings = Ceilings(1e9, 4e9, {"float32": 1e12})
     decode = Step(tokens=1, logits=1, attended=30 * 100, kv_tokens=30 * 100)
-    bound_by_reading = (model.layer_bytes + model.head_bytes + 30 * 100 * 2 * 192 * 4) / 1e9
+    bound_by_reading = (model.layer_bytes + model.head_bytes) / 4e9 + 30 * 100 * 2 * 192 * 4 / 1e9
     assert model.floor_s(decode, ceilings, "float32") == pytest.approx(bound_by_reading)
     prefill = Step(tokens=10000, logits=0, attended=30 * 10000, kv_tokens=0)
     flop = 2 * 10000 * model.layer_parameters + 4 * 576 * 30 * 10000
@@ -35,8 +35,12 @@ def test_floor_of_one_step(engine):
 
 def test_recorded_steps_are_the_workloads_work(engine):
     workload = make("tiny", tokenize("smollm2-135m"))
-    wall, steps = run_workload(engine, Recorder(engine.core), workload)
-    assert wall > 0
+    recorder = Recorder(engine.core)
+    wall, steps = run_workload(engine, recorder, workload)
+    parts = recorder.parts(wall)
+    assert sum(parts.values()) == pytest.approx(wall)
+    assert {"attention", "head", "sampler", "engine"} <= parts.keys()
+    assert min(parts.values()) > 0
     # The shared 16-token prefix is one block, computed once; the last token of each answer is never fed back.
     computed = workload.prompt_tokens - 3 * 16 + workload.output_tokens - 4
     assert sum(step.tokens for step in steps) == computed
