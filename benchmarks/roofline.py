@@ -278,7 +278,7 @@ def main() -> None:
     ceilings = measure_ceilings(model.layer_bytes + model.head_bytes)
     recorder = Recorder(engine.core)
     text = tokenize(MODEL)
-    run_workload(engine, recorder, make("tiny", text, -1))
+    run_workload(engine, recorder, make("tiny", text, arguments.rounds))
     runs: dict[str, list[tuple[float, list[Step], int]]] = {}
     parts: dict[str, list[dict[str, float]]] = {}
     for round in range(arguments.rounds):

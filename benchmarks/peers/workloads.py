@@ -105,7 +105,7 @@ def make(name: str, text: Sequence[int], round: int = 0) -> Workload:
 
 
 def make_poisson(text: Sequence[int], rate: float, seconds: float, first_piece: int) -> Workload:
-    """Requests of mixed's lengths that arrive for `seconds`, independently of each other, `rate` a second on average.
+    """Requests of mixed's lengths that arrive at random for `seconds`, `rate` a second on average, and at least one.
 
     The same draws serve every rate, so that a higher one has the same requests, closer together, and then more of them.
     `first_piece` counts the pieces of text that earlier workloads of the same engine have taken.
@@ -116,7 +116,7 @@ def make_poisson(text: Sequence[int], rate: float, seconds: float, first_piece: 
     outputs: list[int] = []
     arrivals: list[float] = []
     at = draw.expovariate(1.0) / rate
-    while at < seconds:
+    while at < seconds or not arrivals:
         if len(arrivals) == len(prompts):
             # Each 64 requests have exactly mixed's lengths, in an order of their own.
             prompts += draw.sample(lengths.prompts, 64)
