@@ -222,7 +222,7 @@ class Recorder:
         begin = time.perf_counter()
         attended = kv_tokens = 0
         for group, layers in enumerate(self._groups.groups):
-            tables = self._runner._tables[group].numpy()[plan.rows]
+            tables = self._runner._tables[group][plan.rows]
             attended += len(layers.layers) * count_pairs(plan, layers.window)
             kv_tokens += len(layers.layers) * self._distinct(tables, plan, layers.window)
         self.steps.append(Step(plan.num_tokens, len(np.unique(plan.sample_from)), attended, kv_tokens))
