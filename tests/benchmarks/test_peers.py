@@ -13,7 +13,7 @@ from benchmarks.peers.process import EngineFailed, check_tokens
 from benchmarks.peers.report import figures, ratio, write_report
 from benchmarks.peers.run import run_engine
 from benchmarks.peers.workloads import SHAPES, STANDARD, fit, make, make_poisson, tokenize
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 TOTALS = {
@@ -60,6 +60,7 @@ def test_a_text_that_is_too_short_is_refused(text):
         make("long", text[:6003])
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(0.01, 100), min_size=2, max_size=40), st.data())
 def test_fit_sums_to_the_total_within_bounds(draws, data):
     low, high = 4, 60
