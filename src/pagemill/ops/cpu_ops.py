@@ -92,6 +92,8 @@ class CpuLinear:
 
 
 class CpuOps:
+    copies_weights = True
+
     def __init__(self) -> None:
         self.name = kernel_name()
 

@@ -29,6 +29,8 @@ class Linear(Protocol):
 class Ops(Protocol):
     name: str
     """Part of the numerics id."""
+    copies_weights: bool
+    """Whether `pack_linear` needs the weight's memory no more once it returns: it may be written again."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """weight [out_features, in_features] in the model's dtype; may be freed by the caller afterwards."""

@@ -30,6 +30,7 @@ class TorchLinear:
 
 class TorchOps:
     name = f"torch-{torch.__version__}"
+    copies_weights = False
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> TorchLinear:
         return TorchLinear(weight, bias)

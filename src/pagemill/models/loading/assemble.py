@@ -20,6 +20,7 @@ from pagemill.models.weights import DecoderWeights, Experts, GatedMLP, LayerWeig
 from pagemill.ops.interface import Linear, Ops
 
 _OWN_MAPPING_BYTES = 1 << 20
+_STAGING_BYTES = 16 << 20
 
 Progress = Callable[[int, int], None]
 
@@ -44,6 +45,7 @@ class Assembler:
         self._dtype = dtype
         self._device = device
         self._progress = progress
+        self._staging: Tensor | None = None
         self._used: set[str] = set()
         self._done = 0
         self._total = sum(info.nbytes for name, info in checkpoint.tensors.items() if not self._ignored(name))
@@ -56,6 +58,7 @@ class Assembler:
             assert embedding is not None
             lm_head = self._ops.pack_linear(embedding)
             embedding = None
+        self._staging = None  # an embedding of its own stays where it is
         layers = tuple(self._layer(index) for index in range(len(spec.layers)))
         final_norm = self._norm(names.final_norm, spec.hidden_size)
         if not spec.tied_embeddings:
@@ -145,7 +148,8 @@ class Assembler:
         kind, tail = ("weight", (columns,)) if columns else ("bias", ())
         for part, count in zip(parts, rows, strict=True):
             self._expect(f"{part}.{kind}", (count, *tail))
-        joined = _empty((sum(rows), *tail), dtype or self._dtype, self._device)
+        shape, dtype = (sum(rows), *tail), dtype or self._dtype
+        joined = self._stage(shape, dtype) if columns else _empty(shape, dtype, self._device)
         begin = 0
         for index, (part, count) in enumerate(zip(parts, rows, strict=True)):
             out = joined[begin : begin + count]
@@ -155,6 +159,16 @@ class Assembler:
                 out.copy_(pairs.transpose(1, 2).reshape(out.shape))
             begin += count
         return joined
+
+    def _stage(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Memory for a matrix until it is packed: the last one's again where it may be, for fresh pages cost more time
+        than what is written into them. Large matrices go back to the system."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes > _STAGING_BYTES or not self._ops.copies_weights:
+            return _empty(shape, dtype, self._device)
+        if self._staging is None:
+            self._staging = _empty((_STAGING_BYTES,), torch.uint8, self._device)
+        return self._staging[:nbytes].view(dtype).view(shape)
 
     def _norm(self, name: str, size: int) -> Tensor:
         self._expect(f"{name}.weight", (size,))
