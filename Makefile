@@ -21,7 +21,7 @@ MODEL_READY = $(BIN)/pagemill pull $(MODEL)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test bench build lint format wheel clean distclean
+.PHONY: help serve test bench build lint format sanitize wheel clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,6 +50,9 @@ lint: $(BUILT)  ## Check style (ruff), types (mypy) and the architecture's arrow
 format: $(BUILT)  ## Format the code and fix what ruff can fix
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
+
+sanitize: $(BUILT)  ## Run the kernels under the address, undefined-behaviour and thread sanitizers (ten minutes on two cores)
+	@scripts/sanitize
 
 wheel: $(BUILT)  ## Build dist/*.whl and install it into an empty environment where no compiler can be found
 	@scripts/check-wheel

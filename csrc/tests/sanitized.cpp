@@ -1,0 +1,358 @@
+// Runs every kernel of every instruction set that this CPU has on random shapes against plain loops in fp64, from several
+// threads at once: what `make sanitize` runs under the sanitizers. They do not see what tiles read, so every operand ends
+// where its last page does, and the next page can not be touched.
+#include "../kernels.h"
+#include "../threads.h"
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <random>
+#include <string>
+#include <thread>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include <sys/mman.h>
+
+using namespace pagemill;
+
+namespace {
+
+constexpr size_t kPage = 4096;
+
+// `count` elements, the last of them just before a page that faults; filled with ones (NaN in every dtype).
+class Guarded {
+  public:
+    Guarded(size_t count, DType type) : type_(type), bytes_(count * item_size(type)) { map(); }
+    explicit Guarded(size_t bytes) : type_(DType::f32), bytes_(bytes) { map(); }
+    ~Guarded() { munmap(base_, mapped_); }
+    Guarded(const Guarded&) = delete;
+
+    void* data() { return data_; }
+    template <class T> T* as() { return reinterpret_cast<T*>(data_); }
+
+    double get(size_t i) const {
+        if (type_ == DType::f32) {
+            float x;
+            std::memcpy(&x, data_ + 4 * i, 4);
+            return x;
+        }
+        uint16_t h;
+        std::memcpy(&h, data_ + 2 * i, 2);
+        if (type_ == DType::bf16) {
+            const uint32_t bits = uint32_t(h) << 16;
+            float x;
+            std::memcpy(&x, &bits, 4);
+            return x;
+        }
+        const int exponent = h >> 10 & 31, mantissa = h & 1023;
+        if (exponent == 31) return mantissa ? std::numeric_limits<double>::quiet_NaN() : HUGE_VAL;
+        const double magnitude = exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24);
+        return h & 0x8000 ? -magnitude : magnitude;
+    }
+
+    // A value that all dtypes have exactly: sevenths bits of precision, magnitude up to 1.
+    void fill(std::mt19937& random, double scale = 1.0) {
+        const size_t count = bytes_ / item_size(type_);
+        for (size_t i = 0; i < count; ++i) set(i, scale * (int(random() % 129) - 64) / 64.0);
+    }
+
+    void set(size_t i, double value) {
+        const float x = float(value);
+        uint32_t bits;
+        std::memcpy(&bits, &x, 4);
+        if (type_ == DType::f32) std::memcpy(data_ + 4 * i, &x, 4);
+        uint16_t h = uint16_t(bits >> 16);
+        if (type_ == DType::f16) {
+            int exponent = 0;
+            const double fraction = std::frexp(std::fabs(value), &exponent);
+            h = value == 0 ? 0 : uint16_t((value < 0) << 15 | (exponent + 14) << 10 | (int(fraction * 2048) & 1023));
+        }
+        if (type_ != DType::f32) std::memcpy(data_ + 2 * i, &h, 2);
+    }
+
+  private:
+    void map() {
+        const size_t size = (bytes_ + kPage - 1) / kPage * kPage;
+        mapped_ = size + kPage;
+        base_ = static_cast<char*>(mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+        if (base_ == MAP_FAILED || mprotect(base_ + size, kPage, PROT_NONE)) std::abort();
+        std::memset(base_, 0xff, size);
+        data_ = base_ + size - bytes_;
+    }
+
+    DType type_;
+    size_t bytes_, mapped_ = 0;
+    char *base_ = nullptr, *data_ = nullptr;
+};
+
+std::mt19937 random_source{std::random_device{}()};
+int below(int n) { return int(random_source() % uint32_t(n)); }
+template <class T> T one_of(std::initializer_list<T> values) { return values.begin()[below(int(values.size()))]; }
+DType any_type() { return DType(below(3)); }
+
+std::string where;
+
+void expect(double got, double want, double tolerance) {
+    if (std::fabs(got - want) <= tolerance * (1 + std::fabs(want))) return;
+    std::fprintf(stderr, "%s on %s: %g instead of %g\n", where.c_str(), kernels().isa, got, want);
+    std::exit(1);
+}
+
+double tolerance(DType type) { return type == DType::f32 ? 1e-4 : type == DType::bf16 ? 2e-2 : 3e-3; }
+
+void check_linear() {
+    const DType stored = any_type(), type = any_type();
+    const int64_t n = 1 + below(150), k = 1 + below(700), m = below(4) ? 1 + below(20) : 1 + below(90), gap = below(3) * 32;
+    where = "linear";
+    Guarded weight(n * k, stored), bias(n, DType::f32), x((m - 1) * (k + gap) + k, type), y((m - 1) * n + n, type);
+    weight.fill(random_source);
+    bias.fill(random_source);
+    x.fill(random_source);
+    PackedLinear packed;
+    packed.n = n;
+    packed.k = k;
+    packed.type = stored;
+    if (!kernels().pack_linear(packed, weight.data(), bias.as<float>())) std::abort();
+    kernels().linear(packed, x.data(), k + gap, y.data(), n, type, m);
+    for (int64_t row = 0; row < m; ++row)
+        for (int64_t out = 0; out < n; ++out) {
+            double sum = bias.get(out);
+            for (int64_t i = 0; i < k; ++i) sum += x.get(row * (k + gap) + i) * weight.get(out * k + i);
+            expect(y.get(row * n + out), sum, tolerance(type));
+        }
+    Guarded ids(sizeof(int64_t)), embedded(k, stored);
+    *ids.as<int64_t>() = below(int(n));
+    kernels().embed_packed(packed, ids.as<int64_t>(), 1.0f, embedded.data(), 1);
+    for (int64_t i = 0; i < k; ++i) expect(embedded.get(i), weight.get(*ids.as<int64_t>() * k + i), 0);
+    release(packed);
+}
+
+// Rows of several lengths over shuffled frames; slots that belong to nobody stay NaN.
+void check_attention() {
+    const DType type = any_type(), cached = any_type();
+    const int rows = 1 + below(4), kv_heads = 1 + below(3), heads = kv_heads * (1 + below(5));
+    const int dim = one_of({16, 64, 80, 96, 128, 256}), block = one_of({8, 16, 32, 64});
+    const bool transposed = below(4) != 0;
+    const int64_t window = below(3) ? 0 : 1 + below(60);
+    const float soft_cap = below(3) ? 0.0f : 5.0f;
+    std::vector<int> lengths(rows), queries(rows);
+    int frames = 0, entries = 1, tokens = 0;
+    for (int r = 0; r < rows; ++r) {
+        lengths[r] = below(5) ? 1 + below(90) : 200 + below(400);
+        queries[r] = below(2) ? 1 : 1 + below(lengths[r] < 40 ? lengths[r] : 40);
+        const int used = (lengths[r] + block - 1) / block;
+        frames += used;
+        tokens += queries[r];
+        entries = used > entries ? used : entries;
+    }
+    const int64_t per_head = int64_t(block) * dim, per_frame = kv_heads * per_head;
+    Guarded key(frames * per_frame, cached), value(frames * per_frame, cached);
+    const CacheView key_view{key.data(), per_frame, per_head, transposed ? 1 : dim, transposed ? block : 1};
+    const CacheView value_view{value.data(), per_frame, per_head, dim, 1};
+    Guarded tables(sizeof(int32_t) * rows * entries), starts(sizeof(int32_t) * (rows + 1)), contexts(sizeof(int32_t) * rows);
+    Guarded positions(sizeof(int64_t) * tokens);
+    std::vector<int> order(frames);
+    for (int i = 0; i < frames; ++i) order[i] = i;
+    for (int i = frames; i > 1; --i) std::swap(order[i - 1], order[below(i)]);
+    for (int r = 0, frame = 0, token = 0; r < rows; ++r) {
+        starts.as<int32_t>()[r] = token;
+        contexts.as<int32_t>()[r] = lengths[r];
+        for (int b = 0; b * block < lengths[r]; ++b) tables.as<int32_t>()[r * entries + b] = order[frame++];
+        for (int q = 0; q < queries[r]; ++q) positions.as<int64_t>()[token++] = lengths[r] - queries[r] + q;
+    }
+    starts.as<int32_t>()[rows] = tokens;
+
+    // Keys and values come in through `write_kv`, row by row.
+    std::vector<std::vector<double>> keys(rows), values(rows);
+    where = "write_kv";
+    for (int r = 0; r < rows; ++r) {
+        const int64_t count = int64_t(lengths[r]) * kv_heads * dim;
+        Guarded k(count, type), v(count, type), slots(sizeof(int64_t) * lengths[r]);
+        k.fill(random_source);
+        v.fill(random_source);
+        for (int t = 0; t < lengths[r]; ++t)
+            slots.as<int64_t>()[t] = int64_t(tables.as<int32_t>()[r * entries + t / block]) * block + t % block;
+        WriteArgs write{};
+        write.key = k.data();
+        write.value = v.data();
+        write.type = type;
+        write.key_token = write.value_token = int64_t(kv_heads) * dim;
+        write.key_head = write.value_head = dim;
+        write.key_cache = key_view;
+        write.value_cache = value_view;
+        write.cache_type = cached;
+        write.slots = slots.as<int64_t>();
+        write.tokens = lengths[r];
+        write.kv_heads = kv_heads;
+        write.head_dim = dim;
+        write.block_size = block;
+        kernels().write_kv(write);
+        for (int64_t i = 0; i < count; ++i) {
+            keys[r].push_back(k.get(i));
+            values[r].push_back(v.get(i));
+        }
+    }
+
+    where = "attend";
+    Guarded query(int64_t(tokens) * heads * dim, type), output(int64_t(tokens) * heads * dim, type);
+    Guarded lse(size_t(tokens) * heads, DType::f32);
+    query.fill(random_source);
+    AttentionArgs args{};
+    args.query = query.data();
+    args.query_type = type;
+    args.query_token = int64_t(heads) * dim;
+    args.query_head = dim;
+    args.output = output.data();
+    args.lse = lse.as<float>();
+    args.key = key_view;
+    args.value = value_view;
+    args.cache_type = cached;
+    args.tables = tables.as<int32_t>();
+    args.table_stride = entries;
+    args.query_start = starts.as<int32_t>();
+    args.context_lens = contexts.as<int32_t>();
+    args.positions = positions.as<int64_t>();
+    args.rows = rows;
+    args.heads = heads;
+    args.kv_heads = kv_heads;
+    args.head_dim = dim;
+    args.block_size = block;
+    args.scale = 0.3f;
+    args.window = window;
+    args.soft_cap = soft_cap;
+    kernels().attend(args);
+    for (int r = 0; r < rows; ++r)
+        for (int token = starts.as<int32_t>()[r]; token < starts.as<int32_t>()[r + 1]; ++token)
+            for (int h = 0; h < heads; ++h) {
+                const int64_t last = positions.as<int64_t>()[token], first = window && last >= window ? last - window + 1 : 0;
+                const int64_t at = (int64_t(token) * heads + h) * dim;
+                const int kv = h / (heads / kv_heads);
+                std::vector<double> scores;
+                double most = -HUGE_VAL, sum = 0;
+                for (int64_t j = first; j <= last; ++j) {
+                    double score = 0;
+                    for (int d = 0; d < dim; ++d) score += query.get(at + d) * keys[r][(j * kv_heads + kv) * dim + d];
+                    score *= args.scale;
+                    if (soft_cap) score = soft_cap * std::tanh(score / soft_cap);
+                    scores.push_back(score);
+                    most = score > most ? score : most;
+                }
+                std::vector<double> mixed(dim);
+                for (int64_t j = first; j <= last; ++j) {
+                    const double weight = std::exp(scores[j - first] - most);
+                    sum += weight;
+                    for (int d = 0; d < dim; ++d) mixed[d] += weight * values[r][(j * kv_heads + kv) * dim + d];
+                }
+                const double off = tolerance(type) > tolerance(cached) ? tolerance(type) : tolerance(cached);
+                for (int d = 0; d < dim; ++d) expect(output.get(at + d), mixed[d] / sum, off);
+                expect(lse.get(size_t(token) * heads + h), most + std::log(sum), off);
+            }
+}
+
+void check_elementwise() {
+    const DType type = any_type();
+    const int64_t rows = 1 + below(9), n = 1 + below(300);
+    Guarded x(rows * n, type), y(rows * n, type), weight(n, DType::f32);
+    x.fill(random_source);
+    weight.fill(random_source);
+    where = "rms_norm";
+    kernels().rms_norm(x.data(), n, 0, weight.as<float>(), 1e-5f, y.data(), type, rows, 1, n);
+    for (int64_t r = 0; r < rows; ++r) {
+        double squares = 0;
+        for (int64_t i = 0; i < n; ++i) squares += x.get(r * n + i) * x.get(r * n + i);
+        for (int64_t i = 0; i < n; ++i)
+            expect(y.get(r * n + i), x.get(r * n + i) / std::sqrt(squares / n + 1e-5) * weight.get(i), tolerance(type));
+    }
+    where = "gated";
+    Guarded both(rows * 2 * n, type);
+    both.fill(random_source, 4);
+    kernels().gated(both.data(), 2 * n, y.data(), type, Activation::silu, rows, n);
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t i = 0; i < n; ++i) {
+            const double gate = both.get(r * 2 * n + i), up = both.get(r * 2 * n + n + i);
+            expect(y.get(r * n + i), gate / (1 + std::exp(-gate)) * up, tolerance(type));
+        }
+    where = "rotate";
+    const int64_t heads = 1 + below(4), half = 1 + below(64), dim = 2 * half + below(2) * 16;
+    Guarded heads_of(rows * heads * dim, type), turned(rows * heads * dim, type), cos(rows * half, DType::f32), sin(rows * half, DType::f32);
+    heads_of.fill(random_source);
+    cos.fill(random_source);
+    sin.fill(random_source);
+    std::memcpy(turned.data(), heads_of.data(), rows * heads * dim * item_size(type));
+    kernels().rotate(turned.data(), heads * dim, dim, type, cos.as<float>(), sin.as<float>(), rows, heads, half);
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t h = 0; h < heads; ++h)
+            for (int64_t i = 0; i < dim; ++i) {
+                const int64_t at = (r * heads + h) * dim;
+                double want = heads_of.get(at + i);
+                if (i < half) want = want * cos.get(r * half + i) - heads_of.get(at + half + i) * sin.get(r * half + i);
+                else if (i < 2 * half)
+                    want = want * cos.get(r * half + i - half) + heads_of.get(at + i - half) * sin.get(r * half + i - half);
+                expect(turned.get(at + i), want, tolerance(type));
+            }
+}
+
+void check_dequantize() {
+    where = "dequantize";
+    const int64_t blocks = 1 + below(3000);
+    Guarded stored(size_t(blocks * 34)), wide(blocks * 32, DType::f32);
+    for (int64_t b = 0; b < blocks; ++b) {
+        auto* at = stored.as<unsigned char>() + 34 * b;
+        at[0] = 0;
+        at[1] = 0x38;  // 0.5
+        for (int i = 0; i < 32; ++i) at[2 + i] = static_cast<unsigned char>(random_source());
+    }
+    if (!dequantize(8, stored.data(), wide.as<float>(), blocks * 32)) std::abort();
+    for (int64_t i = 0; i < blocks * 32; ++i)
+        expect(wide.get(i), 0.5 * static_cast<signed char>(stored.as<unsigned char>()[i / 32 * 34 + 2 + i % 32]), 0);
+    for (const auto& [format, bytes, weights] : {std::tuple{2, 18, 32}, {3, 20, 32}, {6, 22, 32}, {7, 24, 32}, {12, 144, 256},
+                                                 {13, 176, 256}, {14, 210, 256}}) {
+        Guarded all(size_t(bytes) * 9), out(size_t(weights) * 9, DType::f32);
+        if (!dequantize(format, all.data(), out.as<float>(), weights * 9)) std::abort();
+    }
+}
+
+// Callers that compete for the pool, while its size changes.
+void check_threads() {
+    auto call = [](int times) {
+        for (int i = 0; i < times; ++i) {
+            Exclusive exclusive;
+            if (i % 16 == 0) set_num_threads(1 + i / 16 % 4);
+            std::vector<int64_t> done(257);
+            auto body = [&](int64_t task, int thread) {
+                static_cast<char*>(thread_scratch(thread, 100 + size_t(task)))[0] = 1;
+                done[task] += task;
+            };
+            parallel(int64_t(done.size()), body);
+            for (size_t task = 0; task < done.size(); ++task)
+                if (done[task] != int64_t(task)) std::abort();
+        }
+    };
+    std::thread other(call, 200);
+    call(200);
+    other.join();
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+    const int rounds = count > 1 ? std::atoi(arguments[1]) : 20;
+    check_threads();
+    for (auto name = available_isas(); *name; ++name) {
+        use_isa(*name);
+        for (int round = 0; round < rounds; ++round) {
+            Exclusive exclusive;
+            set_num_threads(1 + round % 3);
+            check_linear();
+            check_attention();
+            check_elementwise();
+            check_dequantize();
+        }
+        std::printf("%s: %d rounds\n", *name, rounds);
+    }
+}
