@@ -13,6 +13,8 @@ from pagemill.hub.registry import REGISTRY
 MODEL = "smollm2-135m"
 PEERS = Path.home() / ".cache/pagemill/peers"
 """One environment per peer, and the model in the peers' formats; nothing of it in the repository."""
+QUANTIZED = "4-bit GGUF, int8"
+"""The precision of engines that keep the GGUF's weights as they are."""
 CHECKPOINT = PEERS / "models" / MODEL / "checkpoint"
 """The GGUF's weights as a Hugging Face folder in float32, for vLLM and transformers."""
 OPENVINO_MODEL = PEERS / "models" / MODEL / "openvino"
@@ -41,7 +43,7 @@ def _vllm(dtype: str, **settings: Any) -> EngineSetup:
 
 def _openvino(**properties: Any) -> EngineSetup:
     scheduler = {"cache_size": 4, "enable_prefix_caching": True}
-    return EngineSetup("openvino", "openvino", "4-bit GGUF, int8", {"scheduler": scheduler, "properties": properties})
+    return EngineSetup("openvino", "openvino", QUANTIZED, {"scheduler": scheduler, "properties": properties})
 
 
 LLAMACPP = {"n_seq_max": 32, "n_batch": 512, "n_ubatch": 512, "n_ctx": 1 << 16}
@@ -65,8 +67,8 @@ ENGINES = {
     "openvino": _openvino(),
     "openvino-f32": _openvino(INFERENCE_PRECISION_HINT="f32"),
     # The cache cut into one part of 2,048 tokens per sequence, too short for long; and one for all sequences together.
-    "llamacpp": EngineSetup("llamacpp", "llamacpp", "4-bit GGUF, int8", {"context": LLAMACPP}),
-    "llamacpp-unified": EngineSetup("llamacpp", "llamacpp", "4-bit GGUF, int8", {"context": LLAMACPP | {"kv_unified": True}}),
+    "llamacpp": EngineSetup("llamacpp", "llamacpp", QUANTIZED, {"context": LLAMACPP}),
+    "llamacpp-unified": EngineSetup("llamacpp", "llamacpp", QUANTIZED, {"context": LLAMACPP | {"kv_unified": True}}),
     # 256 pages of 256 tokens: room for every workload. By default it takes most of the machine's memory, and is slower.
     "transformers": EngineSetup(
         "transformers", "transformers", "float32", {"dtype": "float32", "batching": {"num_blocks": 256}}
