@@ -108,7 +108,13 @@ def paged(rows: list[tuple[int, int]], kv_heads: int, head_dim: int, dtype: torc
     """A pool filled with random keys and values, and a batch of rows (context length, query length)."""
     held = [-(-context // BLOCK_SIZE) for context, _ in rows]
     pool = DevicePool(sum(held), group_layers([None]), kv_heads, head_dim, BLOCK_SIZE, dtype)
-    pool.storage.view(-1, pool.layout.frame_stride).copy_(torch.randn(pool.layout.frame_stride).to(dtype))
+    values = torch.randn(pool.layout.frame_stride)
+    if dtype == torch.int8:
+        values = (values * 40).clamp(-127, 127)
+    pool.storage.view(-1, pool.layout.frame_stride).copy_(values.to(dtype))
+    for scale in pool.layer(0)[2:]:
+        if scale is not None:
+            scale.fill_(1 / 40)
     frames = (torch.randperm(sum(held)) if scatter else torch.arange(sum(held))).int()
     tables = torch.full((len(rows), max(held)), -1, dtype=torch.int32)
     for row, part in enumerate(frames.split(held)):

@@ -56,9 +56,13 @@ struct Linear {
     }
 };
 
-using Strides = std::tuple<int64_t, int64_t, int64_t, int64_t>;
-CacheView view(Address data, const Strides& s) {
-    return {at<void>(data), std::get<0>(s), std::get<1>(s), std::get<2>(s), std::get<3>(s)};
+// Address and strides (frame, head, token, dim) of elements, address and strides (frame, head) of their scales.
+using Elements = std::tuple<Address, int64_t, int64_t, int64_t, int64_t>;
+using Scales = std::tuple<Address, int64_t, int64_t>;
+CacheView view(const Elements& elements, const Scales& scales) {
+    const auto& [data, frame, head, token, dim] = elements;
+    const auto& [scale, scale_frame, scale_head] = scales;
+    return {at<void>(data), frame, head, token, dim, at<float>(scale), scale_frame, scale_head};
 }
 
 // One layer's cache as the kernels need it, made once per layer.
@@ -67,9 +71,9 @@ struct Cache {
     DType type;
     int kv_heads, block_size, head_dim;
 
-    Cache(Address key_data, const Strides& key_strides, Address value_data, const Strides& value_strides, int type,
+    Cache(const Elements& keys, const Elements& values, const Scales& key_scales, const Scales& value_scales, int type,
           int kv_heads, int block_size, int head_dim)
-        : key(view(key_data, key_strides)), value(view(value_data, value_strides)), type(dtype(type)), kv_heads(kv_heads),
+        : key(view(keys, key_scales)), value(view(values, value_scales)), type(dtype(type)), kv_heads(kv_heads),
           block_size(block_size), head_dim(head_dim) {}
 
     void write(Address k, int64_t k_token, int64_t k_head, Address v, int64_t v_token, int64_t v_head, int source, Address slots,
@@ -120,7 +124,7 @@ void run_step(Decoder& decoder, Address token_ids, Address positions, int64_t to
 }  // namespace
 
 NB_MODULE(_kernels, m) {
-    m.doc() = "CPU kernels. Arguments are addresses, strides in elements and dtypes (0 fp32, 1 bf16, 2 fp16).";
+    m.doc() = "CPU kernels. Arguments are addresses, strides in elements and dtypes (0 fp32, 1 bf16, 2 fp16; 3 int8, of caches only).";
     m.def("isa", [] { return std::string(kernels().isa); }, "Name of the instruction set whose kernels run.");
     m.def("available_isas", [] {
         nb::list names;
@@ -180,7 +184,7 @@ NB_MODULE(_kernels, m) {
         .def("rows", &Linear::rows)
         .def_prop_ro("nbytes", [](const Linear& linear) { return linear.weight.bytes; });
     nb::class_<Cache>(m, "Cache")
-        .def(nb::init<Address, const Strides&, Address, const Strides&, int, int, int, int>())
+        .def(nb::init<const Elements&, const Elements&, const Scales&, const Scales&, int, int, int, int>())
         .def("write", &Cache::write)
         .def("attend", &Cache::attend);
     nb::class_<Decoder>(m, "Decoder")

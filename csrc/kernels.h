@@ -8,9 +8,9 @@
 
 namespace pagemill {
 
-enum class DType : int { f32 = 0, bf16 = 1, f16 = 2 };
+enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };  // i8: caches only
 
-inline size_t item_size(DType type) { return type == DType::f32 ? 4 : 2; }
+inline size_t item_size(DType type) { return type == DType::f32 ? 4 : type == DType::i8 ? 1 : 2; }
 
 // A weight [n, k] packed into panels of neighbouring outputs: panel, then k, then output; bf16, for instructions that multiply
 // pairs: panel, then k / 2, then output, then k % 2. Made by Kernels::pack_linear.
@@ -22,10 +22,13 @@ struct PackedLinear {
     size_t bytes = 0;
 };
 
-// One layer's keys or values: element (frame, head, token, dim) at data + frame * frame_stride + ...
+// One layer's keys or values: element (frame, head, token, dim) at data + frame * frame_stride + ... An i8 element is a
+// multiple of scale[frame * scale_frame + head * scale_head + token].
 struct CacheView {
     void* data;
     int64_t frame, head, token, dim;
+    float* scale;
+    int64_t scale_frame, scale_head;
 };
 
 struct AttentionArgs {

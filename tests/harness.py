@@ -17,11 +17,22 @@ from pagemill.kvcache.device_pool import DevicePool
 from pagemill.models.decoder import Decoder
 
 
+def poison(pool: DevicePool) -> None:
+    """Fills the whole pool with NaN; int8 with -1 and scales that are NaN."""
+    pool.storage.fill_(-1 if pool.dtype == torch.int8 else float("nan"))
+
+
 class PagedSequences:
     """Sequences that share one pool: `tokens[row]`, of which the cache holds the first `done[row]`."""
 
     def __init__(
-        self, decoder: Decoder, sequences: Sequence[Sequence[int]], *, block_size: int = 16, seed: int = 0
+        self,
+        decoder: Decoder,
+        sequences: Sequence[Sequence[int]],
+        *,
+        block_size: int = 16,
+        kv_dtype: torch.dtype | None = None,
+        seed: int = 0,
     ) -> None:
         self.decoder = decoder
         self.tokens = [list(sequence) for sequence in sequences]
@@ -30,9 +41,15 @@ class PagedSequences:
         entries = [-(-len(sequence) // block_size) for sequence in self.tokens]
         spec, frames = decoder.spec, sum(entries) * len(decoder.groups.groups) + 2
         self.pool = DevicePool(
-            frames, decoder.groups, spec.num_kv_heads, spec.head_dim, block_size, decoder.dtype, decoder.device
+            frames,
+            decoder.groups,
+            spec.num_kv_heads,
+            spec.head_dim,
+            block_size,
+            kv_dtype or decoder.dtype,
+            decoder.device,
         )
-        self.pool.storage.fill_(float("nan"))
+        poison(self.pool)
         self._free = list(range(frames))
         random.Random(seed).shuffle(self._free)
         self._tables = [
@@ -109,7 +126,8 @@ class PagedSequences:
                     self._free.insert(0, frame)
                     for layer in group.layers:
                         for tensor in self.pool.layer(layer):
-                            tensor[frame] = float("nan")
+                            if tensor is not None:
+                                tensor[frame] = float("nan") if tensor.is_floating_point() else -1
 
     def _at(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.decoder.device)

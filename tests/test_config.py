@@ -27,7 +27,9 @@ from pagemill.errors import ConfigError
         ("gpu_memory_utilization", "0.9"),
         ("kv_memory", [1]),
         ("dtype", "float8"),
+        ("dtype", "int8"),
         ("kv_cache_dtype", None),
+        ("kv_cache_dtype", "int4"),
         ("device", 0),
         ("hf_overrides", "{}"),
         ("enable_prefix_caching", "yes"),
@@ -38,6 +40,11 @@ def test_a_wrong_setting_is_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=f"^{name} is ") as caught:
         EngineConfig(model="m", **{name: value})
     assert caught.value.param == name
+
+
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16", "int8"])
+def test_the_cache_may_have_a_dtype_of_its_own(dtype):
+    assert EngineConfig(model="m", kv_cache_dtype=dtype).kv_cache_dtype == dtype
 
 
 def test_no_overrides_may_be_said_with_none():

@@ -75,7 +75,7 @@ template <class T> struct Attention {
         const AttentionTask& task = tasks[index];
         const int rows = task.tokens * group;
         const Tiles tiles(rows, kTileRows);
-        const bool widen = !direct_keys() || !direct_values() || (sizeof(T) == 2 && tiles.count > 2);
+        const bool widen = !direct_keys() || !direct_values() || (sizeof(T) < 4 && tiles.count > 2);
         const bool direct = task.partial < 0;
         const int64_t query_size = int64_t(rows) * args.head_dim, states = direct ? task.heads * int64_t(rows) : 0;
         const int64_t widened = widen ? kPartition * int64_t(args.head_dim + padded) + 8 * W : 0;
@@ -136,6 +136,13 @@ template <class T> struct Attention {
             }
         }
 
+        TokenScales token_scales;
+        const TokenScales* scales = nullptr;
+        if constexpr (sizeof(T) == 1) {
+            load_scales(task.row, head, base, begin, end, token_scales);
+            scales = &token_scales;
+        }
+
         const int dims = padded;
         for (int64_t tile = 0; tile < tiles.count; ++tile) {
             const int height = tiles.height(tile), first_row = int(tiles.begin(tile));
@@ -153,7 +160,7 @@ template <class T> struct Attention {
             Softmax result[kTileRows];
             for (int r = 0; r < height; ++r) {
                 const KeyRange& own = ranges[(first_row + r) / group];
-                result[r] = softmax(scores + r * kScoreRow, int(own.begin), int(own.end), from, until, args.soft_cap);
+                result[r] = softmax(scores + r * kScoreRow, int(own.begin), int(own.end), from, until, args.soft_cap, scales);
             }
             if (from < until) run.value(scores, values, dims, from, until, part);
             for (int r = 0; r < height; ++r) {
@@ -181,6 +188,19 @@ template <class T> struct Attention {
         values.tokens = lesser(args.block_size, kPartition);
         for (int b = begin / values.tokens; b * values.tokens < end; ++b)
             values.block[b] = value_block(row, base / values.tokens + b, head);
+    }
+
+    void load_scales(int row, int head, int64_t base, int begin, int end, TokenScales& to) const {
+        std::memset(&to, 0, sizeof to);
+        for (int token = begin; token < end;) {
+            const int64_t block = (base + token) / args.block_size;
+            const int offset = int(base + token - block * args.block_size), count = lesser(args.block_size - offset, end - token);
+            const int64_t frame = args.tables[row * args.table_stride + block];
+            const CacheView &k = args.key, &v = args.value;
+            std::memcpy(to.key + token, k.scale + frame * k.scale_frame + head * k.scale_head + offset, count * sizeof(float));
+            std::memcpy(to.value + token, v.scale + frame * v.scale_frame + head * v.scale_head + offset, count * sizeof(float));
+            token += count;
+        }
     }
 
     void locate_widened(int begin, int end, const float* wide_keys, const float* wide_values, const float** keys,
@@ -258,5 +278,5 @@ template <class T> void attend_typed(const AttentionArgs& args) {
 }
 
 void attend(const AttentionArgs& args) {
-    with_type(args.cache_type, [&](auto* t) { attend_typed<Pointee<decltype(t)>>(args); });
+    with_cache_type(args.cache_type, [&](auto* t) { attend_typed<Pointee<decltype(t)>>(args); });
 }

@@ -87,11 +87,17 @@ template <class T, int... R> const TileKernels<T>& tile_kernels(int rows, Sequen
     return table[rows - 1];
 }
 
+// Of a partition's int8 keys and values, by token; zero outside the range that was loaded.
+struct TokenScales {
+    float key[kPartition], value[kPartition];
+};
+
 // Scores of keys [begin, end) of a partition become weights exp(score - maximum) in place, zero over the rest of
-// [from, to). Returns maximum and sum; -inf and 0 for an empty range.
+// [from, to). Returns maximum and sum; -inf and 0 for an empty range. With `scales`, scores are multiplied by the keys'
+// first, and the weights that are left, not their sum, by the values'.
 struct Softmax { float maximum, sum; };
 
-INLINE Softmax softmax(float* s, int begin, int end, int from, int to, float soft_cap) {
+INLINE Softmax softmax(float* s, int begin, int end, int from, int to, float soft_cap, const TokenScales* scales) {
     const int first = from / W, last = (to + W - 1) / W;
     if (begin >= end) {
         for (int v = first; v < last; ++v) store(s + v * W, zero());
@@ -104,13 +110,14 @@ INLINE Softmax softmax(float* s, int begin, int end, int from, int to, float sof
     const F iota = load(lanes), none = broadcast(-kInf);
     auto masked = [&](int v) __attribute__((always_inline)) {
         F x = load(s + v * W);
+        if (scales) x = x * load(scales->key + v * W);
         const bool edge = v * W < begin || v * W + W > end;
         if (soft_cap != 0.0f) x = tanh(x * broadcast(1.0f / soft_cap)) * broadcast(soft_cap);
         if (edge) {
             x = select_less(iota, broadcast(float(begin - v * W)), none, x);
             x = select_less(iota, broadcast(float(end - v * W)), x, none);
         }
-        if (edge || soft_cap != 0.0f) store(s + v * W, x);
+        if (edge || soft_cap != 0.0f || scales) store(s + v * W, x);
         return x;
     };
     F top_even = none, top_odd = none;
@@ -125,8 +132,8 @@ INLINE Softmax softmax(float* s, int begin, int end, int from, int to, float sof
         const F p = exp_nonpositive(load(s + v * W) - m), q = exp_nonpositive(load(s + v * W + W) - m);
         even = even + p;
         odd = odd + q;
-        store(s + v * W, p);
-        store(s + v * W + W, q);
+        store(s + v * W, scales ? p * load(scales->value + v * W) : p);
+        store(s + v * W + W, scales ? q * load(scales->value + v * W + W) : q);
     }
     for (int v = first; v < own_first; ++v) store(s + v * W, zero());
     for (int v = own_last; v < last; ++v) store(s + v * W, zero());

@@ -13,22 +13,50 @@ template <class S, class T> INLINE void write_head(const S* from, T* to, int64_t
     for (; d < head_dim; ++d) narrow_one(to + d * stride, widen_one(from + d));
 }
 
+// The same as int8; returns their scale. The bits are those of attention/quantize.py.
+template <class S> INLINE float write_scaled(const S* from, int8_t* to, int64_t stride, int head_dim) {
+    constexpr float kLeast = 0x1p-100f;
+    F top = zero(), spoilt = zero();  // `spoilt` becomes NaN by infinities and NaN, which max passes over
+    for (int d = 0; d < head_dim; d += W) {
+        const F x = head_dim - d >= W ? load(from + d) : load_first(from + d, head_dim - d);
+        top = max(abs(x), top);
+        spoilt = fma(x, zero(), spoilt);
+    }
+    const float largest = maximum(top);
+    const bool finite = sum(spoilt) == 0.0f, usable = finite && largest >= kLeast;
+    const F factor = broadcast(usable ? 127.0f / largest : 0.0f);
+    for (int d = 0; d < head_dim; d += W) {
+        const int count = lesser(W, head_dim - d);
+        const F x = count == W ? load(from + d) : load_first(from + d, count);
+        int8_t lanes[W];
+        store(lanes, usable ? x * factor : zero());
+        if (stride == 1) std::memcpy(to + d, lanes, count);
+        else for (int i = 0; i < count; ++i) to[(d + i) * stride] = lanes[i];
+    }
+    return usable ? largest / 127.0f : finite ? 0.0f : __builtin_nanf("");
+}
+
 template <class S, class T> INLINE void write_token(const WriteArgs& args, int64_t token) {
     const int64_t slot = args.slots[token];
     if (slot < 0) return;
     const int64_t frame = slot / args.block_size, offset = slot % args.block_size;
     const CacheView &k = args.key_cache, &v = args.value_cache;
+    auto write = [&](const S* from, const CacheView& cache, int head) __attribute__((always_inline)) {
+        T* to = (T*)cache.data + frame * cache.frame + head * cache.head + offset * cache.token;
+        if constexpr (sizeof(T) == 1)
+            cache.scale[frame * cache.scale_frame + head * cache.scale_head + offset] =
+                write_scaled(from, to, cache.dim, args.head_dim);
+        else write_head(from, to, cache.dim, args.head_dim);
+    };
     for (int head = 0; head < args.kv_heads; ++head) {
-        write_head((const S*)args.key + token * args.key_token + head * args.key_head,
-                   (T*)k.data + frame * k.frame + head * k.head + offset * k.token, k.dim, args.head_dim);
-        write_head((const S*)args.value + token * args.value_token + head * args.value_head,
-                   (T*)v.data + frame * v.frame + head * v.head + offset * v.token, v.dim, args.head_dim);
+        write((const S*)args.key + token * args.key_token + head * args.key_head, k, head);
+        write((const S*)args.value + token * args.value_token + head * args.value_head, v, head);
     }
 }
 
 void write_kv(const WriteArgs& args) {
     with_type(args.type, [&](auto* s) {
-        with_type(args.cache_type, [&](auto* t) {
+        with_cache_type(args.cache_type, [&](auto* t) {
             for_rows(args.tokens, 2 * int64_t(args.kv_heads) * args.head_dim,
                      [&](int64_t token) { write_token<Pointee<decltype(s)>, Pointee<decltype(t)>>(args, token); });
         });
@@ -40,7 +68,7 @@ void prepare_heads(const HeadsArgs& args) {
     const int64_t row = (args.heads + 2 * int64_t(write.kv_heads)) * write.head_dim;
     with_type(write.type, [&](auto* s) {
         using S = Pointee<decltype(s)>;
-        with_type(write.cache_type, [&](auto* t) {
+        with_cache_type(write.cache_type, [&](auto* t) {
             for_rows(write.tokens, row, [&](int64_t token) {
                 S* at = (S*)args.qkv + token * row;
                 for (int head = 0; head < args.heads + write.kv_heads; ++head, at += write.head_dim) {

@@ -1,6 +1,6 @@
 // One vector type `F` of W floats per instruction set, and the few operations the kernels need. Included once per
 // translation unit inside an anonymous namespace, so that no code of one instruction set is ever linked into another.
-// fma() is one rounding where the hardware has it; the compiler contracts nothing by itself (-ffp-contract=off).
+// int8 is rounded to nearest, of magnitudes up to 127. fma() is one rounding where the hardware has it; the compiler contracts nothing by itself (-ffp-contract=off).
 #define INLINE inline __attribute__((always_inline))
 
 struct bf16 { uint16_t bits; };
@@ -24,6 +24,7 @@ INLINE F load(const bf16* p) {
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
 INLINE F load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+INLINE F load(const int8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
 INLINE void store(float* p, F x) { _mm512_storeu_ps(p, x.v); }
 INLINE void store(bf16* p, F x) {
 #if defined(__AVX512BF16__)
@@ -41,6 +42,7 @@ INLINE void store(bf16* p, F x) {
     _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16(r));
 }
 INLINE void store(f16* p, F x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT)); }
+INLINE void store(int8_t* p, F x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v))); }
 INLINE F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 INLINE F operator+(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
 INLINE F operator-(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
@@ -74,6 +76,7 @@ INLINE F load(const bf16* p) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
 }
 INLINE F load(const f16* p) { return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p))}; }
+INLINE F load(const int8_t* p) { return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)))}; }
 INLINE void store(float* p, F x) { _mm256_storeu_ps(p, x.v); }
 INLINE void store(bf16* p, F x) {
     __m256i u = _mm256_castps_si256(x.v);
@@ -85,6 +88,11 @@ INLINE void store(bf16* p, F x) {
     _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(r));
 }
 INLINE void store(f16* p, F x) { _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT)); }
+INLINE void store(int8_t* p, F x) {
+    const __m256i whole = _mm256_cvtps_epi32(x.v);
+    const __m128i half = _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(half, half));
+}
 INLINE F fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
 INLINE F operator+(F a, F b) { return {_mm256_add_ps(a.v, b.v)}; }
 INLINE F operator-(F a, F b) { return {_mm256_sub_ps(a.v, b.v)}; }
@@ -133,6 +141,7 @@ INLINE f16 narrow(float x) {
     return {uint16_t(sign | (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13)};
 }
 INLINE F load(const f16* p) { return {Floats{widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])}}; }
+INLINE F load(const int8_t* p) { return {Floats{float(p[0]), float(p[1]), float(p[2]), float(p[3])}}; }
 INLINE void store(float* p, F x) { std::memcpy(p, &x.v, 16); }
 INLINE void store(bf16* p, F x) {
     for (int i = 0; i < W; ++i) {
@@ -141,6 +150,10 @@ INLINE void store(bf16* p, F x) {
     }
 }
 INLINE void store(f16* p, F x) { for (int i = 0; i < W; ++i) p[i] = narrow(x.v[i]); }
+INLINE void store(int8_t* p, F x) {
+    const Floats whole = x.v + 0x1.8p23f - 0x1.8p23f;  // the adder rounds
+    for (int i = 0; i < W; ++i) p[i] = int8_t(whole[i]);
+}
 #if defined(__aarch64__)
 INLINE F fma(F a, F b, F c) { return {(Floats)vfmaq_f32((float32x4_t)c.v, (float32x4_t)a.v, (float32x4_t)b.v)}; }
 #else
@@ -209,11 +222,16 @@ INLINE float widen_one(const float* p) { return *p; }
 INLINE void narrow_one(float* p, float x) { *p = x; }
 INLINE float widen_one(const bf16* p) { return float_of(uint32_t(p->bits) << 16); }
 
-// Calls body(T*) with the element type of `type`.
+// Calls body(T*) with the element type of `type`, which is not i8.
 template <class Body> INLINE void with_type(DType type, Body&& body) {
     switch (type) {
         case DType::f32: body((float*)nullptr); break;
         case DType::bf16: body((bf16*)nullptr); break;
         case DType::f16: body((f16*)nullptr); break;
+        case DType::i8: break;
     }
+}
+template <class Body> INLINE void with_cache_type(DType type, Body&& body) {
+    if (type == DType::i8) body((int8_t*)nullptr);
+    else with_type(type, body);
 }

@@ -1,5 +1,5 @@
 # The compiled CPU kernels (csrc/bindings.cpp). Addresses are integers, strides are in elements; dtypes: 0 fp32, 1 bf16,
-# 2 fp16.
+# 2 fp16; 3 int8, of caches only.
 
 def isa() -> str: ...
 def available_isas() -> list[str]: ...
@@ -58,14 +58,15 @@ class Linear:
     def nbytes(self) -> int: ...
 
 class Cache:
-    """One layer's cache: strides (frame, head, token, dim) of keys and of values."""
+    """One layer's cache: address and strides (frame, head, token, dim) of keys and of values, address and strides
+    (frame, head) of their scales, all 0 where there are none."""
 
     def __init__(
         self,
-        key: int,
-        key_strides: tuple[int, ...],
-        value: int,
-        value_strides: tuple[int, ...],
+        key: tuple[int, ...],
+        value: tuple[int, ...],
+        key_scale: tuple[int, ...],
+        value_scale: tuple[int, ...],
         dtype: int,
         kv_heads: int,
         block_size: int,

@@ -13,6 +13,7 @@ from pagemill.errors import ConfigError, UnknownArgumentError
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 EVICTION_POLICIES = ("lru", "lfu", "cost")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+KV_CACHE_DTYPES = (*DTYPES, "int8")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 _INT64 = 2**63
 
@@ -85,10 +86,10 @@ class EngineConfig:
                 f"block_size is {self.block_size}; it must be one of {', '.join(map(str, BLOCK_SIZES))}",
                 param="block_size",
             )
-        for name in ("dtype", "kv_cache_dtype"):
-            if getattr(self, name) not in DTYPES:
+        for name, known in (("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
+            if getattr(self, name) not in known:
                 raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(DTYPES)}", param=name
+                    f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}", param=name
                 )
         if self.eviction_policy not in EVICTION_POLICIES:
             raise ConfigError(

@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
+from harness import poison
 from pagemill.attention.interface import AttentionBackend, AttentionBatch, GroupBatch, LayerCache
+from pagemill.attention.quantize import quantize
 from pagemill.attention.reference import reference_attention
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layer_groups import group_layers
@@ -14,7 +16,10 @@ from pagemill.kvcache.layer_groups import group_layers
 
 @dataclass
 class PagedCase:
-    """Rows as (context length, query length); keys and values of each row in full, and its part of a scattered pool."""
+    """Rows as (context length, query length); keys and values of each row in full, and its part of a scattered pool.
+
+    dtype: the pool's; keys and values that become int8 are drawn in float32.
+    """
 
     rows: list[tuple[int, int]]
     heads: int = 4
@@ -35,7 +40,7 @@ class PagedCase:
             total, group_layers([None, None]), self.kv_heads, self.head_dim, self.block_size, self.dtype, self.device,
             layout=self.layout,
         )  # fmt: skip
-        self.pool.storage.fill_(float("nan"))
+        poison(self.pool)
         frames = torch.randperm(total, generator=random).int()
         self.tables = torch.full((len(self.rows), max([*held, 0]) + 1), -1, dtype=torch.int32)
         taken = 0
@@ -47,8 +52,9 @@ class PagedCase:
             return torch.randn(shape, generator=random)
 
         shape = (self.kv_heads, self.head_dim)
-        self.keys = [(2 * draw(context, *shape)).to(self.dtype) for context, _ in self.rows]
-        self.values = [draw(context, *shape).to(self.dtype) for context, _ in self.rows]
+        drawn = torch.float32 if self.dtype == torch.int8 else self.dtype
+        self.keys = [(2 * draw(context, *shape)).to(drawn) for context, _ in self.rows]
+        self.values = [draw(context, *shape).to(drawn) for context, _ in self.rows]
         self.queries = [draw(length, self.heads, self.head_dim).to(self.query_dtype) for _, length in self.rows]
 
     @property
@@ -64,6 +70,13 @@ class PagedCase:
         for row, (context, _) in enumerate(self.rows):
             slots = self.slots(row, 0, context).to(self.device)
             backend.write(self.keys[row].to(self.device), self.values[row].to(self.device), self.cache, slots)
+
+    def stored(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Keys or values as the pool has them, at least in the precision of its dtype."""
+        if self.dtype != torch.int8:
+            return tensor
+        elements, scale = quantize(tensor)
+        return elements.double() * scale.double().unsqueeze(-1)
 
     def batch(self, parts: list[tuple[int, int, int]]) -> tuple[torch.Tensor, AttentionBatch]:
         """Queries and batch of parts (row, begin, end): query tokens begin..end of the row's queries."""
@@ -101,8 +114,8 @@ class PagedCase:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         results = [
             reference_attention(
-                self.queries[row], self.keys[row], self.values[row], torch.arange(context - length, context),
-                scale=scale, window=window, soft_cap=soft_cap,
+                self.queries[row], self.stored(self.keys[row]), self.stored(self.values[row]),
+                torch.arange(context - length, context), scale=scale, window=window, soft_cap=soft_cap,
                 key_start=0 if key_start is None else int(key_start[row]),
                 key_end=None if key_end is None else int(key_end[row]),
             )

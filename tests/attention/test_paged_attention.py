@@ -31,6 +31,13 @@ def backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
     _kernels.set_num_threads(threads)
 
 
+@pytest.fixture(params=[torch.float32, torch.int8], ids=["float32", "int8"])
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    """Of the cache."""
+    dtype: torch.dtype = request.param
+    return dtype
+
+
 def check(backend: AttentionBackend, case: PagedCase, tolerance: float = 1e-5, **options: object) -> None:
     scale = case.head_dim**-0.5
     case.write_all(backend)
@@ -47,31 +54,35 @@ def check(backend: AttentionBackend, case: PagedCase, tolerance: float = 1e-5, *
     assert torch.equal(without, output)
 
 
-def test_mixed_rows(backend: AttentionBackend) -> None:
-    check(backend, PagedCase(MIXED, seed=1))
+def test_mixed_rows(backend: AttentionBackend, dtype: torch.dtype) -> None:
+    check(backend, PagedCase(MIXED, dtype=dtype, seed=1))
 
 
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256, 40, 20])
-def test_head_sizes(backend: AttentionBackend, head_dim: int) -> None:
-    check(backend, PagedCase([(290, 1), (70, 20), (30, 30)], head_dim=head_dim, seed=head_dim))
+def test_head_sizes(backend: AttentionBackend, dtype: torch.dtype, head_dim: int) -> None:
+    check(backend, PagedCase([(290, 1), (70, 20), (30, 30)], head_dim=head_dim, dtype=dtype, seed=head_dim))
 
 
 @pytest.mark.parametrize(
     ("heads", "kv_heads"), [(1, 1), (3, 3), (9, 3), (7, 1), (12, 2), (16, 2), (20, 1), (64, 8), (64, 1)]
 )
-def test_heads_that_share_keys(backend: AttentionBackend, heads: int, kv_heads: int) -> None:
-    check(backend, PagedCase([(270, 1), (20, 20), (40, 3)], heads=heads, kv_heads=kv_heads, seed=heads))
+def test_heads_that_share_keys(backend: AttentionBackend, dtype: torch.dtype, heads: int, kv_heads: int) -> None:
+    check(backend, PagedCase([(270, 1), (20, 20), (40, 3)], heads=heads, kv_heads=kv_heads, dtype=dtype, seed=heads))
 
 
 @pytest.mark.parametrize("layout", [layer_major, block_major])
 @pytest.mark.parametrize("block_size", [8, 16, 32, 64, 128, 256])
-def test_block_sizes_and_layouts(backend: AttentionBackend, block_size: int, layout: Callable[..., object]) -> None:
-    case = PagedCase([(1, 1), (300, 1), (77, 33), (130, 130)], block_size=block_size, layout=layout, seed=block_size)
+def test_block_sizes_and_layouts(
+    backend: AttentionBackend, dtype: torch.dtype, block_size: int, layout: Callable[..., object]
+) -> None:
+    case = PagedCase(
+        [(1, 1), (300, 1), (77, 33), (130, 130)], block_size=block_size, layout=layout, dtype=dtype, seed=block_size
+    )
     check(backend, case)
     check(backend, case, window=50)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 @pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_dtypes(backend: AttentionBackend, dtype: torch.dtype, query_dtype: torch.dtype) -> None:
     case = PagedCase([(300, 1), (77, 33), (100, 100)], dtype=dtype, query_dtype=query_dtype, heads=6, seed=3)
@@ -79,12 +90,12 @@ def test_dtypes(backend: AttentionBackend, dtype: torch.dtype, query_dtype: torc
 
 
 @pytest.mark.parametrize("window", [1, 7, 64, 255, 256, 1000])
-def test_windows(backend: AttentionBackend, window: int) -> None:
-    check(backend, PagedCase(MIXED, seed=window), window=window)
+def test_windows(backend: AttentionBackend, dtype: torch.dtype, window: int) -> None:
+    check(backend, PagedCase(MIXED, dtype=dtype, seed=window), window=window)
 
 
-def test_blocks_out_of_the_window_are_not_needed(backend: AttentionBackend) -> None:
-    case = PagedCase([(600, 1), (500, 20)], seed=4)
+def test_blocks_out_of_the_window_are_not_needed(backend: AttentionBackend, dtype: torch.dtype) -> None:
+    case = PagedCase([(600, 1), (500, 20)], dtype=dtype, seed=4)
     case.write_all(backend)
     query, batch = case.whole()
     expected, _ = backend.attend(query, case.cache, batch, 0, scale=0.1, window=100)
@@ -96,21 +107,21 @@ def test_blocks_out_of_the_window_are_not_needed(backend: AttentionBackend) -> N
 
 
 @pytest.mark.parametrize("soft_cap", [0.5, 30.0])
-def test_soft_caps(backend: AttentionBackend, soft_cap: float) -> None:
-    check(backend, PagedCase(MIXED, seed=5), soft_cap=soft_cap)
-    check(backend, PagedCase(MIXED, seed=6), soft_cap=soft_cap, window=40)
+def test_soft_caps(backend: AttentionBackend, dtype: torch.dtype, soft_cap: float) -> None:
+    check(backend, PagedCase(MIXED, dtype=dtype, seed=5), soft_cap=soft_cap)
+    check(backend, PagedCase(MIXED, dtype=dtype, seed=6), soft_cap=soft_cap, window=40)
 
 
-def test_key_ranges(backend: AttentionBackend) -> None:
+def test_key_ranges(backend: AttentionBackend, dtype: torch.dtype) -> None:
     start = torch.tensor([0, 256, 50, 300, 0, 0, 257, 10], dtype=torch.int32)
     end = torch.tensor([1, 299, 60, 512, 40, 0, 500, 10], dtype=torch.int32)
-    check(backend, PagedCase(MIXED, seed=7), key_start=start)
-    check(backend, PagedCase(MIXED, seed=8), key_end=end)
-    check(backend, PagedCase(MIXED, seed=9), key_start=start, key_end=end, window=300)
+    check(backend, PagedCase(MIXED, dtype=dtype, seed=7), key_start=start)
+    check(backend, PagedCase(MIXED, dtype=dtype, seed=8), key_end=end)
+    check(backend, PagedCase(MIXED, dtype=dtype, seed=9), key_start=start, key_end=end, window=300)
 
 
-def test_parts_of_the_keys_merge_to_the_whole(backend: AttentionBackend) -> None:
-    case = PagedCase([(500, 20), (100, 1)], seed=10)
+def test_parts_of_the_keys_merge_to_the_whole(backend: AttentionBackend, dtype: torch.dtype) -> None:
+    case = PagedCase([(500, 20), (100, 1)], dtype=dtype, seed=10)
     case.write_all(backend)
     query, batch = case.whole()
     border = torch.tensor([256, 120], dtype=torch.int32)
@@ -123,9 +134,9 @@ def test_parts_of_the_keys_merge_to_the_whole(backend: AttentionBackend) -> None
     torch.testing.assert_close(merged_lse, lse, rtol=1e-5, atol=1e-5)
 
 
-def test_a_long_context_split_over_threads(backend: AttentionBackend) -> None:
-    check(backend, PagedCase([(5000, 1), (3, 1), (2100, 4)], heads=6, seed=11))
-    check(backend, PagedCase([(3000, 2)], heads=2, kv_heads=1, seed=12), window=2000)
+def test_a_long_context_split_over_threads(backend: AttentionBackend, dtype: torch.dtype) -> None:
+    check(backend, PagedCase([(5000, 1), (3, 1), (2100, 4)], heads=6, dtype=dtype, seed=11))
+    check(backend, PagedCase([(3000, 2)], heads=2, kv_heads=1, dtype=dtype, seed=12), window=2000)
 
 
 def test_slot_minus_one_is_not_written(backend: AttentionBackend) -> None:
@@ -148,8 +159,8 @@ def test_write_converts_and_takes_strided_views(backend: AttentionBackend) -> No
     assert torch.equal(case.cache.value[frames, :, offsets], value.bfloat16())
 
 
-def test_queries_may_be_strided_views(backend: AttentionBackend) -> None:
-    case = PagedCase([(70, 50), (20, 1)], seed=15)
+def test_queries_may_be_strided_views(backend: AttentionBackend, dtype: torch.dtype) -> None:
+    case = PagedCase([(70, 50), (20, 1)], dtype=dtype, seed=15)
     case.write_all(backend)
     query, batch = case.whole()
     fused = torch.randn(query.shape[0], 9, case.head_dim)
@@ -159,8 +170,8 @@ def test_queries_may_be_strided_views(backend: AttentionBackend) -> None:
     assert torch.equal(output, expected)
 
 
-def test_a_nan_key_spoils_its_own_row_only(backend: AttentionBackend) -> None:
-    case = PagedCase([(100, 1), (300, 40)], seed=16)
+def test_a_nan_key_spoils_its_own_row_only(backend: AttentionBackend, dtype: torch.dtype) -> None:
+    case = PagedCase([(100, 1), (300, 40)], dtype=dtype, seed=16)
     case.write_all(backend)
     query, batch = case.whole()
     clean, _ = backend.attend(query, case.cache, batch, 0, scale=0.1)

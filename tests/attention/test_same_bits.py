@@ -8,6 +8,7 @@ import pytest
 import torch
 from paged_case import PagedCase
 
+from harness import poison
 from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
 
@@ -40,7 +41,10 @@ def same(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize(("dtype", "head_dim", "block_size"), [(torch.float32, 64, 16), (torch.bfloat16, 80, 8)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "block_size"),
+    [(torch.float32, 64, 16), (torch.bfloat16, 80, 8), (torch.int8, 96, 32), (torch.int8, 40, 8)],
+)
 def test_alone_in_batch_and_in_chunks(
     backend: CpuAttention, dtype: torch.dtype, head_dim: int, block_size: int, options: dict[str, object]
 ) -> None:
@@ -64,10 +68,11 @@ def test_alone_in_batch_and_in_chunks(
         assert same(got, (whole[0][0][token : token + 1], whole[0][1][token : token + 1]))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("options", OPTIONS)
-def test_threads(backend: CpuAttention, options: dict[str, object]) -> None:
+def test_threads(backend: CpuAttention, options: dict[str, object], dtype: torch.dtype) -> None:
     rows = [(3000, 1), (2600, 3), (500, 500), (40, 1)]
-    case = PagedCase(rows, heads=6, seed=22)
+    case = PagedCase(rows, heads=6, dtype=dtype, seed=22)
     case.write_all(backend)
     everything = [(row, 0, length) for row, (_, length) in enumerate(rows)]
     one = run(backend, case, everything, **options)
@@ -78,11 +83,12 @@ def test_threads(backend: CpuAttention, options: dict[str, object]) -> None:
         assert same(run(backend, case, everything[:1], **options)[0], one[0])
 
 
-def test_frames(backend: CpuAttention) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_frames(backend: CpuAttention, dtype: torch.dtype) -> None:
     """The same keys in other frames."""
     results = []
     for seed in (1, 2):
-        case = PagedCase([(700, 30), (90, 90)], heads=6, seed=23)
+        case = PagedCase([(700, 30), (90, 90)], heads=6, dtype=dtype, seed=23)
         held = case.tables >= 0
         frames = case.tables[held]
         case.tables[held] = frames[torch.randperm(len(frames), generator=torch.Generator().manual_seed(seed))]
@@ -92,12 +98,13 @@ def test_frames(backend: CpuAttention) -> None:
         assert same(a, b)
 
 
-def test_writing_in_parts_gives_the_same_cache(backend: CpuAttention) -> None:
-    case = PagedCase([(300, 1)], dtype=torch.float16, seed=24)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+def test_writing_in_parts_gives_the_same_cache(backend: CpuAttention, dtype: torch.dtype) -> None:
+    case = PagedCase([(300, 1)], dtype=dtype, seed=24)
     case.write_all(backend)
     whole = case.pool.storage.clone()
-    case.pool.storage.fill_(float("nan"))
+    poison(case.pool)
     _kernels.set_num_threads(2)
     for begin, end in ((0, 1), (1, 18), (18, 300)):
         backend.write(case.keys[0][begin:end], case.values[0][begin:end], case.cache, case.slots(0, begin, end))
-    assert torch.equal(case.pool.storage.view(torch.int16), whole.view(torch.int16))
+    assert torch.equal(case.pool.storage.view(torch.uint8), whole.view(torch.uint8))

@@ -13,6 +13,13 @@ from pagemill.sampling.params import SamplingParams
 FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
 """One block of 16 tokens of SmolLM2-135M in fp32."""
 
+FORMATS = {
+    "float32": ({"dtype": "float32"}, FRAME_BYTES),
+    "bfloat16": ({"dtype": "bfloat16"}, FRAME_BYTES // 2),
+    "int8 cache": ({"dtype": "float32", "kv_cache_dtype": "int8"}, 30 * 2 * 3 * (64 + 4) * 16),
+}
+"""Settings, and the bytes of a block."""
+
 
 @pytest.fixture(scope="module")
 def load(prompts):
@@ -51,10 +58,10 @@ def load(prompts):
     return [request(name, prompt, params) for name, prompt, params in cases]
 
 
-@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+@pytest.fixture(scope="module", params=FORMATS)
 def alone(request, load, make_engine):
-    """Every request on its own, without the prefix cache: (dtype, expected)."""
-    core = make_engine(dtype=request.param, enable_prefix_caching=False)
+    """Every request on its own, without the prefix cache: (name of the format, expected)."""
+    core = make_engine(**FORMATS[request.param][0], enable_prefix_caching=False)
     runs = [drive(core, [one], record=True) for one in load]
     tokens = {key: value for run in runs for key, value in run.tokens.items()}
     logits = {key: value for run in runs for key, value in run.logits.items()}
@@ -82,14 +89,14 @@ def assert_same(run: Run, alone: Run) -> None:
     ids=["together", "small chunks", "one thread", "no sharing"],
 )
 def test_any_batch_gives_the_same_bits(alone, load, make_engine, settings):
-    dtype, expected = alone
-    core = make_engine(dtype=dtype, **settings)
+    name, expected = alone
+    core = make_engine(**FORMATS[name][0], **settings)
     assert_same(drive(core, load, every=2, record=True), expected)
 
 
 def test_prefix_hits_give_the_same_bits(alone, load, make_engine):
-    dtype, expected = alone
-    core = make_engine(dtype=dtype)
+    name, expected = alone
+    core = make_engine(**FORMATS[name][0])
     drive(core, load)
     again = drive(core, load, record=True)
     assert all(count > 0 for name, count in again.cached.items() if name not in ("greedy-short", "everything"))
@@ -98,9 +105,9 @@ def test_prefix_hits_give_the_same_bits(alone, load, make_engine):
 
 
 def test_preemption_gives_the_same_bits(alone, load, make_engine):
-    dtype, expected = alone
-    kv_memory = 26 * FRAME_BYTES // (1 if dtype == "float32" else 2)
-    core = make_engine(dtype=dtype, kv_memory=kv_memory, max_model_len=352, max_num_batched_tokens=64)
+    name, expected = alone
+    settings, frame_bytes = FORMATS[name]
+    core = make_engine(**settings, kv_memory=26 * frame_bytes, max_model_len=352, max_num_batched_tokens=64)
     run = drive(core, load, record=True)
     assert core.stats().preemptions > 0
     assert_same(run, expected)
@@ -108,10 +115,10 @@ def test_preemption_gives_the_same_bits(alone, load, make_engine):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_random_mixes_give_the_same_bits(alone, load, make_engine, seed):
-    dtype, expected = alone
+    name, expected = alone
     rng = random.Random(seed)
     core = make_engine(
-        dtype=dtype,
+        **FORMATS[name][0],
         max_num_batched_tokens=rng.randint(16, 200),
         max_num_seqs=rng.randint(3, 12),
         num_threads=rng.choice([1, 2]),

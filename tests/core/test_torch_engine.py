@@ -28,13 +28,15 @@ def torch_engine(monkeypatch):
     return make
 
 
-def test_torch_engine_gives_the_tokens_of_the_kernels(torch_engine, make_engine, prompts):
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_torch_engine_gives_the_tokens_of_the_kernels(torch_engine, make_engine, prompts, kv_cache_dtype):
     params = [
         SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True),
         SamplingParams(temperature=1.0, top_k=20, n=3, seed=3, max_tokens=8, ignore_eos=True),
     ]
     requests = [request(f"r{i}", prompts[i], params[i % 2]) for i in range(6)]
     settings = {"dtype": "float32", "max_model_len": 256, "max_num_batched_tokens": 32, "max_num_seqs": 16}
+    settings["kv_cache_dtype"] = kv_cache_dtype
     core = torch_engine(kv_memory="20MiB", **settings)
     assert "torch" in core.ready.description
     run = drive(core, requests)

@@ -10,7 +10,7 @@ import torch
 from pagemill.errors import KVMemoryError
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layer_groups import group_layers
-from pagemill.kvcache.layout import PAGE_BYTES, KVLayout, block_major, layer_major
+from pagemill.kvcache.layout import LINE_BYTES, PAGE_BYTES, KVLayout, block_major, layer_major
 
 LAYOUTS = [layer_major, block_major]
 WINDOWS = [None, 64, None, 64, None, 64]
@@ -21,28 +21,47 @@ def make(layout: Callable[..., KVLayout], dtype: torch.dtype = torch.float32, bl
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int8])
 def test_no_two_elements_share_a_place(layout: Callable[..., KVLayout], dtype: torch.dtype) -> None:
     pool = make(layout, dtype)
     pool.storage.fill_(0)
     full = [layer for layer in range(6) if pool.group_of(layer) == pool.group_of(0)]
     for layer in full:
-        for tensor in pool.layer(layer):
+        key, value, *scales = pool.layer(layer)
+        for tensor in (key, value):
             assert tensor.shape == (5, 3, 8, 20)
             tensor.add_(1)
+        for scale in scales:
+            assert (scale is None) == (dtype != torch.int8)
+            if scale is not None:
+                assert (scale.dtype, scale.shape) == (torch.float32, (5, 3, 8))
+                scale.view(torch.int32).add_(0x01010101)  # four elements
     assert pool.storage.max() == 1
-    assert int(pool.storage.sum(dtype=torch.float64)) == len(full) * 2 * 5 * 3 * 8 * 20
+    per_token = 20 + (4 if dtype == torch.int8 else 0)
+    assert int(pool.storage.sum(dtype=torch.float64)) == len(full) * 2 * 5 * 3 * 8 * per_token
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_frames_begin_at_pages_and_sizes_are_as_told(layout: Callable[..., KVLayout]) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
+def test_frames_begin_at_lines_and_sizes_are_as_told(layout: Callable[..., KVLayout]) -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
         pool = make(layout, dtype)
         assert pool.storage.data_ptr() % PAGE_BYTES == 0
         assert pool.nbytes == pool.layout.frame_bytes * 5 == pool.storage.nbytes
-        assert pool.layout.chunk_bytes % PAGE_BYTES == 0
-        assert pool.layout.frame_stride * dtype.itemsize % PAGE_BYTES == 0
+        assert pool.layout.chunk_bytes % LINE_BYTES == 0
+        assert pool.layout.frame_stride * dtype.itemsize % LINE_BYTES == 0
         assert pool.layer(0).key.data_ptr() == pool.storage.data_ptr()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("kv_heads", "head_dim", "dtype", "expected"),
+    [(8, 128, torch.float16, 65536), (2, 31, torch.float16, 4096), (3, 64, torch.int8, 6528), (1, 20, torch.int8, 768)],
+)
+def test_frames_fill_pages_where_that_wastes_little(
+    layout: Callable[..., KVLayout], kv_heads: int, head_dim: int, dtype: torch.dtype, expected: int
+) -> None:
+    pool = DevicePool(2, group_layers([None]), kv_heads, head_dim, 16, dtype, layout=layout)
+    assert pool.layout.frame_bytes == expected
 
 
 def test_groups_share_frames() -> None:
@@ -55,15 +74,15 @@ def test_groups_share_frames() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.int8])
 def test_copy_frames(layout: Callable[..., KVLayout], dtype: torch.dtype) -> None:
     pool = make(layout, dtype)
-    pool.storage.copy_(torch.randn(len(pool.storage)))
+    pool.storage.copy_(torch.randint(0, 100, pool.storage.shape))
     layers = [0, 2, 4]
-    before = [[tensor.clone() for tensor in pool.layer(layer)] for layer in layers]
+    before = [[tensor.clone() for tensor in pool.layer(layer) if tensor is not None] for layer in layers]
     pool.copy_frames(torch.tensor([0, 3], dtype=torch.int32), torch.tensor([4, 1], dtype=torch.int32))
     for layer, old in zip(layers, before, strict=True):
-        for tensor, was in zip(pool.layer(layer), old, strict=True):
+        for tensor, was in zip(filter(torch.is_tensor, pool.layer(layer)), old, strict=True):
             assert torch.equal(tensor, was[[0, 3, 2, 3, 0]])
     pool.copy_frames(torch.tensor([], dtype=torch.int32), torch.tensor([], dtype=torch.int32))
 

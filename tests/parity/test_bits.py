@@ -16,17 +16,17 @@ from pagemill.ops.select import select_ops
 BY_NAME = {case.name: case for case in CASES}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [("float32", None), ("bfloat16", None), ("float32", torch.int8)])
 @pytest.mark.parametrize("name", ["llama3", "gemma3", "phi3-partial", "mixtral", "qwen3-moe"])
-def test_same_bits(name, dtype, tmp_path):
+def test_same_bits(name, dtype, kv_dtype, tmp_path):
     case = BY_NAME[name]
     case.save(tmp_path)
     prompts = case.prompts()
     model = load_model(tmp_path, ops=select_ops("cpu"), attention=select_attention("cpu"), dtype=dtype)
-    whole = PagedSequences(model.decoder, prompts).run()
+    whole = PagedSequences(model.decoder, prompts, kv_dtype=kv_dtype).run()
     for other in (
-        PagedSequences(model.decoder, prompts, seed=5).run_mixed(seed=5),
-        PagedSequences(model.decoder, prompts[:1], seed=6).run(11) + whole[1:],
+        PagedSequences(model.decoder, prompts, kv_dtype=kv_dtype, seed=5).run_mixed(seed=5),
+        PagedSequences(model.decoder, prompts[:1], kv_dtype=kv_dtype, seed=6).run(11) + whole[1:],
     ):
         for a, b in zip(whole, other, strict=True):
             assert torch.equal(a, b)

@@ -29,9 +29,9 @@ def case(request, tmp_path):
     return BY_NAME[request.param]
 
 
-def hidden_states(forward, decoder, steps, prompts):
+def hidden_states(forward, decoder, steps, prompts, kv_dtype=None):
     """Of every step in `steps`, run by `forward` on a pool of its own."""
-    sequences = PagedSequences(decoder, prompts, seed=3)
+    sequences = PagedSequences(decoder, prompts, kv_dtype=kv_dtype, seed=3)
     found = []
     for work in steps:
         token_ids, batch = sequences.batch(work)
@@ -56,14 +56,17 @@ def steps_of(prompts):
     return steps
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_bits(case, dtype, tmp_path):
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"),
+    [("float32", None), ("bfloat16", None), ("float16", None), ("float32", torch.int8), ("bfloat16", torch.int8)],
+)
+def test_bits(case, dtype, kv_dtype, tmp_path):
     decoder = load(case, tmp_path, dtype)
     assert type(decoder) is CpuDecoder
     prompts = case.prompts()
     for steps in (steps_of(prompts), [[(row, len(prompt)) for row, prompt in enumerate(prompts)]]):
-        ours = hidden_states(CpuDecoder.forward, decoder, steps, prompts)
-        theirs = hidden_states(Decoder.forward, decoder, steps, prompts)
+        ours = hidden_states(CpuDecoder.forward, decoder, steps, prompts, kv_dtype)
+        theirs = hidden_states(Decoder.forward, decoder, steps, prompts, kv_dtype)
         for a, b in zip(ours, theirs, strict=True):
             assert a.dtype == b.dtype == decoder.dtype
             assert torch.equal(a, b)

@@ -9,6 +9,8 @@ from pagemill import _kernels
 from pagemill.attention.interface import AttentionBatch, LayerCache
 from pagemill.ops.cpu_ops import DTYPES, check_vector, dtype_code, kernel_name
 
+CACHE_DTYPES = DTYPES | {torch.int8: 3}
+
 
 class CpuAttention:
     def __init__(self) -> None:
@@ -74,13 +76,21 @@ class CpuAttention:
         """The cache as the kernels take it, made once."""
         known = self._caches.get(id(cache.key))
         if known is None or known[0].key is not cache.key or known[0].value is not cache.value:
-            key, value = cache
-            if key.shape != value.shape or key.dtype != value.dtype or key.dtype not in DTYPES or not key.is_cpu:
+            key, value, key_scale, value_scale = cache
+            if key.shape != value.shape or key.dtype != value.dtype or key.dtype not in CACHE_DTYPES or not key.is_cpu:
                 raise ValueError(f"the cache must be two equal CPU tensors, not {key.dtype} and {value.dtype}")
             _, kv_heads, block_size, head_dim = key.shape
             native = _kernels.Cache(
-                key.data_ptr(), key.stride(), value.data_ptr(), value.stride(), DTYPES[key.dtype], kv_heads,
-                block_size, head_dim,
+                (key.data_ptr(), *key.stride()), (value.data_ptr(), *value.stride()), _scales(key, key_scale),
+                _scales(value, value_scale), CACHE_DTYPES[key.dtype], kv_heads, block_size, head_dim,
             )  # fmt: skip
             known = self._caches[id(cache.key)] = (cache, native)
         return known[1]
+
+
+def _scales(elements: Tensor, scale: Tensor | None) -> tuple[int, int, int]:
+    if scale is None and elements.dtype != torch.int8:
+        return 0, 0, 0
+    if scale is None or scale.dtype != torch.float32 or scale.shape != elements.shape[:3] or scale.stride(2) != 1:
+        raise ValueError(f"an int8 cache needs float32 scales {tuple(elements.shape[:3])}, tokens side by side")
+    return scale.data_ptr(), scale.stride(0), scale.stride(1)

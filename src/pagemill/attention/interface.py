@@ -13,10 +13,14 @@ class LayerCache(NamedTuple):
     """One layer's keys and values in the device pool, as views [frames, kv_heads, block_size, head_dim].
 
     Strides are the layout's: any order of dimensions in memory is allowed, also a different one for K and V.
+    int8 elements are multiples of their token's scale, fp32 [frames, kv_heads, block_size], neighbouring tokens side by
+    side; see `quantize`. Other dtypes have no scales.
     """
 
     key: Tensor
     value: Tensor
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +62,10 @@ class AttentionBackend(Protocol):
     """Part of the numerics id: equal names give equal bits on equal machines."""
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
-        """Writes key, value [tokens, kv_heads, head_dim] to their slots, converted to the cache's dtype."""
+        """Writes key, value [tokens, kv_heads, head_dim] to their slots, converted to the cache's dtype.
+
+        What a slot holds then depends on its own token only.
+        """
         ...
 
     def attend(

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pagemill.attention.interface import AttentionBatch, LayerCache
+from pagemill.attention.quantize import quantize
 
 _ELEMENTS = 1 << 26
 """At most so many gathered key elements, and so many scores, at a time: bounds the scratch memory (256 MiB each)."""
@@ -44,6 +45,9 @@ class TorchAttention:
             key, value, slots = key[tokens], value[tokens], slots[tokens]
         block_size = cache.key.shape[2]
         frames, offsets = slots.div(block_size, rounding_mode="floor"), slots.remainder(block_size)
+        if cache.key_scale is not None and cache.value_scale is not None:
+            key, cache.key_scale[frames, :, offsets] = quantize(key)
+            value, cache.value_scale[frames, :, offsets] = quantize(value)
         cache.key[frames, :, offsets] = key.to(cache.key.dtype)
         cache.value[frames, :, offsets] = value.to(cache.value.dtype)
 
@@ -86,8 +90,8 @@ class TorchAttention:
             keys = torch.arange(frames.shape[1] * block_size, device=query.device)
             seen = (keys >= first.unsqueeze(-1)) & (keys <= last.unsqueeze(-1))  # [n, query_len, keys]
             count = len(rows)
-            key = _flatten(cache.key[frames], count, kv_heads, head_dim)
-            value = _flatten(cache.value[frames], count, kv_heads, head_dim)
+            key = _flatten(cache.key, cache.key_scale, frames)
+            value = _flatten(cache.value, cache.value_scale, frames)
             # What no query sees may be NaN, and 0 * NaN is NaN.
             value = value.masked_fill(~seen.any(1)[:, None, :, None], 0)
             q = query[tokens].float().view(count, query_len, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
@@ -132,6 +136,9 @@ class TorchAttention:
         return parts
 
 
-def _flatten(gathered: Tensor, rows: int, kv_heads: int, head_dim: int) -> Tensor:
-    """[rows, entries, kv_heads, block_size, head_dim] -> fp32 [rows, kv_heads, entries * block_size, head_dim]."""
-    return gathered.transpose(1, 2).reshape(rows, kv_heads, -1, head_dim).float()
+def _flatten(elements: Tensor, scale: Tensor | None, frames: Tensor) -> Tensor:
+    """The frames [rows, entries] of keys or values as fp32 [rows, kv_heads, entries * block_size, head_dim]."""
+    gathered = elements[frames].float()
+    if scale is not None:
+        gathered *= scale[frames].unsqueeze(-1)
+    return gathered.transpose(1, 2).flatten(2, 3)

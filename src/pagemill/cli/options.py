@@ -35,7 +35,7 @@ ENGINE_HELP = {
     "kv_memory": 'Size of the KV cache: bytes, "512MiB", or a share of free memory ("50%").',
     "kv_cache_memory_bytes": "The same in bytes (vLLM's name).",
     "gpu_memory_utilization": "The same as the share of a device's memory that the whole engine may use (vLLM's name).",
-    "kv_cache_dtype": "Of the KV cache: auto (as the weights), float32, bfloat16 or float16.",
+    "kv_cache_dtype": "Of the KV cache: auto (as the weights), float32, bfloat16, float16 or int8.",
     "enable_prefix_caching": "Share the KV cache of equal prefixes.",
     "eviction_policy": "Which cached blocks make room first: lru, lfu or cost (of computing them again).",
     "seed": "The same seed gives the same answers to the same requests.",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from pagemill.attention.quantize import FORMAT
 from pagemill.attention.select import select_attention
 from pagemill.config import EngineConfig
 from pagemill.engine.messages import EngineReady
@@ -111,7 +112,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
             ),
         ),
         fingerprint=model.fingerprint,
-        kv_format=f"{names['kv']},{config.block_size}",
+        kv_format=f"{FORMAT if kv_dtype == torch.int8 else names['kv']},{config.block_size}",
         numerics=f"{ops.name},{attention.name},{names['weights']}",
     )
 
@@ -149,6 +150,7 @@ def _memory(
         block_size=config.block_size,
         head_dim=model.spec.head_dim,
         itemsize=kv_dtype.itemsize,
+        scaled=kv_dtype == torch.int8,
     ).frame_bytes
     needed = manager(1).blocks_needed(model.max_model_len - 1, config.max_num_batched_tokens)
     free, total = device_memory(device)

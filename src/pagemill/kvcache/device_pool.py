@@ -15,12 +15,13 @@ from pagemill import _kernels
 from pagemill.attention.interface import LayerCache
 from pagemill.errors import KVMemoryError
 from pagemill.kvcache.layer_groups import LayerGroups
-from pagemill.kvcache.layout import KVLayout, block_major, layer_major
+from pagemill.kvcache.layout import SCALE_BYTES, KVLayout, block_major, layer_major
 
 
 class DevicePool:
     """`num_frames` frames; each holds K and V of `block_size` tokens for every place (layer) of one layer group.
 
+    dtype: of the elements; int8 is scaled by token and KV head.
     layout: constructor of the layout, by default layer-major on CPU and block-major elsewhere.
     Raises KVMemoryError if the memory can not be had. Contents are undefined at first.
     """
@@ -49,6 +50,7 @@ class DevicePool:
             block_size=block_size,
             head_dim=head_dim,
             itemsize=dtype.itemsize,
+            scaled=dtype == torch.int8,
         )
         self.nbytes = self.layout.pool_elements * dtype.itemsize
         self.storage = _allocate(self.layout.pool_elements, dtype, self.device)
@@ -67,7 +69,7 @@ class DevicePool:
         self._where = {layer: groups.place(layer) for layer in members}
 
     def layer(self, layer: int) -> LayerCache:
-        """Keys and values of a model layer, views [frames, kv_heads, block_size, head_dim]."""
+        """Keys and values of a model layer, as views."""
         return self._places[self._where[layer][1]]
 
     def group_of(self, layer: int) -> int:
@@ -98,7 +100,18 @@ class DevicePool:
         base = place * at.place_stride
         key = torch.as_strided(self.storage, shape, (at.frame_stride, at.head_stride, at.key_token, at.key_dim), base)
         strides = (at.frame_stride, at.head_stride, at.value_token, at.value_dim)
-        return LayerCache(key, torch.as_strided(self.storage, shape, strides, base + at.value_offset))
+        value = torch.as_strided(self.storage, shape, strides, base + at.value_offset)
+        if not at.scale_head:
+            return LayerCache(key, value)
+        per_scale = SCALE_BYTES // self.dtype.itemsize  # elements
+        strides = (at.frame_stride // per_scale, at.scale_head // SCALE_BYTES, 1)
+        key_scale, value_scale = (
+            torch.as_strided(
+                self.storage.view(torch.float32), shape[:3], strides, base // per_scale + scales // SCALE_BYTES
+            )
+            for scales in (at.key_scales, at.value_scales)
+        )
+        return LayerCache(key, value, key_scale, value_scale)
 
 
 def default_layout(device: torch.device) -> Callable[..., KVLayout]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PAGE_BYTES = 4096
+LINE_BYTES = 64
+SCALE_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +17,12 @@ class KVLayout:
     place * place_stride + frame * frame_stride + head * head_stride + token * key_token + dim * key_dim;
     a value's likewise with its own two strides, plus value_offset.
 
-    chunk_bytes: bytes of each contiguous piece of a frame; every piece starts at a multiple of 4096 bytes.
+    Where elements are scaled (int8), each token of each KV head has a scale for its key and one for its value, fp32:
+    those of a head's tokens are neighbours, and begin key_scales or value_scales bytes after the frame's place, plus
+    head * scale_head bytes. All three are 0 where elements are not scaled.
+
+    chunk_bytes: bytes of each contiguous piece of a frame; every piece starts at a page, or at a cache line
+        where filling pages up would add more than a sixteenth.
     frame_bytes: bytes of one frame, all places.
     pool_elements: elements of the whole pool.
     """
@@ -29,40 +36,53 @@ class KVLayout:
     key_dim: int
     value_token: int
     value_dim: int
+    key_scales: int
+    value_scales: int
+    scale_head: int
     chunk_bytes: int
     frame_bytes: int
     pool_elements: int
 
 
-def layer_major(*, places: int, frames: int, kv_heads: int, block_size: int, head_dim: int, itemsize: int) -> KVLayout:
-    """For CPU: [place][frame][kv head][K|V][tile], so that one layer's neighbouring frames are one linear read.
+def layer_major(
+    *, places: int, frames: int, kv_heads: int, block_size: int, head_dim: int, itemsize: int, scaled: bool = False
+) -> KVLayout:
+    """For CPU: [place][frame][kv head][K|V|scales], so that one layer's neighbouring frames are one linear read.
 
     Keys are stored transposed, [dim][token]: a vector register then holds neighbouring tokens of one dimension, and
     scores need no sums across lanes. Values are [token][dim].
     """
-    tile = block_size * head_dim
-    chunk = _page_aligned(2 * kv_heads * tile, itemsize)
+    tile, scales = block_size * head_dim, block_size * SCALE_BYTES if scaled else 0
+    head = 2 * tile + 2 * scales // itemsize
+    chunk = _aligned(kv_heads * head, itemsize)
     return KVLayout(
         name="layer-major",
         place_stride=frames * chunk,
         frame_stride=chunk,
-        head_stride=2 * tile,
+        head_stride=head,
         value_offset=tile,
         key_token=1,
         key_dim=block_size,
         value_token=head_dim,
         value_dim=1,
+        key_scales=2 * tile * itemsize if scaled else 0,
+        value_scales=2 * tile * itemsize + scales if scaled else 0,
+        scale_head=head * itemsize if scaled else 0,
         chunk_bytes=chunk * itemsize,
         frame_bytes=places * chunk * itemsize,
         pool_elements=places * frames * chunk,
     )
 
 
-def block_major(*, places: int, frames: int, kv_heads: int, block_size: int, head_dim: int, itemsize: int) -> KVLayout:
-    """For CUDA: [frame][place][K|V][kv head][token][dim], so that a frame is one contiguous record."""
-    tile = block_size * head_dim
-    place = 2 * kv_heads * tile
-    frame = _page_aligned(places * place, itemsize)
+def block_major(
+    *, places: int, frames: int, kv_heads: int, block_size: int, head_dim: int, itemsize: int, scaled: bool = False
+) -> KVLayout:
+    """For CUDA: [frame][place][K|V][kv head][token][dim], so that a frame is one contiguous record. A place's scales,
+    [K|V][kv head][token], lie behind its values."""
+    tile, scales = block_size * head_dim, block_size * SCALE_BYTES if scaled else 0
+    elements = 2 * kv_heads * tile
+    place = elements + 2 * kv_heads * scales // itemsize
+    frame = _aligned(places * place, itemsize)
     return KVLayout(
         name="block-major",
         place_stride=place,
@@ -73,12 +93,18 @@ def block_major(*, places: int, frames: int, kv_heads: int, block_size: int, hea
         key_dim=1,
         value_token=head_dim,
         value_dim=1,
+        key_scales=elements * itemsize if scaled else 0,
+        value_scales=elements * itemsize + kv_heads * scales if scaled else 0,
+        scale_head=scales,
         chunk_bytes=frame * itemsize,
         frame_bytes=frame * itemsize,
         pool_elements=frames * frame,
     )
 
 
-def _page_aligned(elements: int, itemsize: int) -> int:
-    """The fewest elements, at least `elements`, that fill whole pages."""
-    return -(-elements * itemsize // PAGE_BYTES) * PAGE_BYTES // itemsize
+def _aligned(elements: int, itemsize: int) -> int:
+    """The fewest elements, at least `elements`, that fill whole pages, or whole lines where pages waste too much."""
+    pages = -(-elements * itemsize // PAGE_BYTES) * PAGE_BYTES // itemsize
+    if 16 * pages <= 17 * elements:
+        return pages
+    return -(-elements * itemsize // LINE_BYTES) * LINE_BYTES // itemsize

@@ -1,0 +1,91 @@
+"""int8 keys and values: within half a scale of what was written, and the same bits from torch and from every kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from harness import poison
+from pagemill import _kernels
+from pagemill.attention.cpu_backend import CpuAttention
+from pagemill.attention.interface import AttentionBackend, LayerCache
+from pagemill.attention.quantize import LEAST, quantize
+from pagemill.attention.torch_backend import TorchAttention
+from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.layer_groups import group_layers
+from pagemill.kvcache.layout import block_major, layer_major
+
+
+@pytest.fixture(params=["torch", *_kernels.available_isas()])
+def backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
+    before = _kernels.isa()
+    if request.param == "torch":
+        yield TorchAttention()
+    else:
+        _kernels.use_isa(request.param)
+        yield CpuAttention()
+    _kernels.use_isa(before)
+
+
+def vectors(head_dim: int) -> torch.Tensor:
+    """[tokens, 2, head_dim]: of all magnitudes, and some that are special."""
+    random = torch.Generator().manual_seed(head_dim)
+    x = torch.randn(40, 2, head_dim, generator=random) * 10.0 ** torch.randint(-20, 20, (40, 2, 1), generator=random)
+    x[3] = 0
+    x[4] = -0.0
+    x[5] = LEAST / 2
+    x[6, 0, 1:], x[6, 0, 0] = 0, -LEAST
+    x[7] = torch.finfo(torch.float32).max
+    x[8, 1, 5] = float("nan")
+    x[9, 0, head_dim - 1] = float("-inf")
+    x[10] = torch.arange(head_dim) - 63.5  # halves, to be rounded to even
+    x[10, :, 0] = 127
+    return x
+
+
+def test_elements_are_within_half_a_scale() -> None:
+    x = vectors(64)
+    elements, scale = quantize(x)
+    finite = x.isfinite().all(-1)
+    error = (elements.double() * scale.double().unsqueeze(-1) - x.double())[finite].abs().amax(-1)
+    assert bool((error <= torch.maximum(scale[finite].double() * 0.50001, torch.tensor(LEAST))).all())
+    assert int(elements.max()) == 127
+    assert int(elements.min()) == -127
+    assert torch.equal(scale[3], torch.zeros(2))
+    assert not elements[3:6].any()
+    assert torch.equal(scale.isnan(), ~finite)
+    assert elements[10, 0, 1:5].tolist() == [-62, -62, -60, -60]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("layout", [layer_major, block_major])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (80, 8), (20, 32)])
+def test_every_backend_writes_the_same_bits(
+    backend: AttentionBackend, head_dim: int, block_size: int, layout: Callable[..., object], dtype: torch.dtype
+) -> None:
+    pool = DevicePool(6, group_layers([None, None]), 2, head_dim, block_size, torch.int8, layout=layout)
+    poison(pool)
+    key, value = vectors(head_dim).to(dtype), vectors(head_dim).flip(0).to(dtype)
+    slots = torch.randperm(6 * block_size, generator=torch.Generator().manual_seed(1))[:40]
+    slots[[2, 20]] = -1
+    cache = pool.layer(1)
+    backend.write(key, value, cache, slots)
+    written = slots >= 0
+    frames, offsets = slots[written] // block_size, slots[written] % block_size
+    for source, elements, scale in ((key, cache.key, cache.key_scale), (value, cache.value, cache.value_scale)):
+        expected, expected_scale = quantize(source[written])
+        assert scale is not None
+        assert torch.equal(elements[frames, :, offsets], expected)
+        assert torch.equal(scale[frames, :, offsets].nan_to_num(-1), expected_scale.nan_to_num(-1))
+    untouched = pool.storage.clone()
+    backend.write(key, value, cache, torch.full((40,), -1))
+    assert torch.equal(pool.storage, untouched)
+
+
+def test_an_int8_cache_needs_scales() -> None:
+    cache = DevicePool(2, group_layers([None]), 2, 16, 8, torch.int8).layer(0)
+    x = torch.zeros(1, 2, 16)
+    with pytest.raises(ValueError, match="int8 cache needs float32 scales"):
+        CpuAttention().write(x, x, LayerCache(cache.key, cache.value), torch.tensor([0]))
