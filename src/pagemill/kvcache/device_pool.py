@@ -104,10 +104,10 @@ class DevicePool:
         if not at.scale_head:
             return LayerCache(key, value)
         per_scale = SCALE_BYTES // self.dtype.itemsize  # elements
-        strides = (at.frame_stride // per_scale, at.scale_head // SCALE_BYTES, 1)
+        scale_strides = (at.frame_stride // per_scale, at.scale_head // SCALE_BYTES, 1)
         key_scale, value_scale = (
             torch.as_strided(
-                self.storage.view(torch.float32), shape[:3], strides, base // per_scale + scales // SCALE_BYTES
+                self.storage.view(torch.float32), shape[:3], scale_strides, base // per_scale + scales // SCALE_BYTES
             )
             for scales in (at.key_scales, at.value_scales)
         )
