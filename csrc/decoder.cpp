@@ -1,5 +1,7 @@
 #include "decoder.h"
 
+#include "memory.h"
+
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
@@ -62,7 +64,7 @@ Decoder::Workspace Decoder::workspace(int64_t tokens) {
     const size_t needed = 2 * bytes(shape_.hidden) + bytes(wide) + bytes(context);
     if (needed > bytes_) {
         std::free(memory_);
-        memory_ = static_cast<char*>(std::aligned_alloc(4096, needed));
+        memory_ = static_cast<char*>(allocate_huge(needed));
         bytes_ = memory_ ? needed : 0;
         if (!memory_) throw std::bad_alloc();
     }

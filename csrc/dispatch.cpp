@@ -1,4 +1,5 @@
 #include "kernels.h"
+#include "memory.h"
 #include "threads.h"
 
 #include <cstdlib>
@@ -107,7 +108,7 @@ bool use_isa(const char* name) {
 }
 
 void release(PackedLinear& weight) {
-    std::free(weight.panels);
+    release_shared(weight.panels);
     std::free(weight.bias);
     weight.panels = nullptr;
     weight.bias = nullptr;

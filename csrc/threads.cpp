@@ -1,5 +1,7 @@
 #include "threads.h"
 
+#include "memory.h"
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdlib>
@@ -34,7 +36,7 @@ struct Scratch {
         if (wanted > bytes) {
             std::free(data);
             bytes = (wanted + 4095) / 4096 * 4096;
-            data = std::aligned_alloc(4096, bytes);
+            data = allocate_huge(bytes);
             if (!data) {
                 bytes = 0;
                 throw std::bad_alloc();

@@ -10,7 +10,7 @@ constexpr int kMaxWide = 6;   // rows x 4 vectors, two panels at once
 constexpr int kMaxTile = 6;
 constexpr int kMaxWide = 2;
 #endif
-constexpr int kChunk = 512;      // k in a panel's piece, which then stays in the second-level cache for all tiles
+constexpr int kChunk = 576;      // k in a panel's piece, which then stays in the second-level cache for all tiles
 constexpr int kBlockRows = 252;  // rows whose piece of x stays there too; a multiple of both kMaxTile
 
 // Two neighbouring k of one output, or of one row of x: what bf16 instructions take.
@@ -50,13 +50,15 @@ INLINE int64_t packed_k(const PackedLinear& weight) {
     return kHasPairs && weight.type == DType::bf16 ? (weight.k + kPairedStep - 1) / kPairedStep * kPairedStep : weight.k;
 }
 
-// Weights that a tile fetches into the cache while it computes: `rows` panel rows from `at` on, one per step of k.
+// Weights that a tile fetches into the cache while it computes: a line at every step of k, `stride` bytes further, at most two
+// lines, since lines come in pairs. Spread evenly, the fetches leave the tile's own loads room.
 struct Ahead {
     const char* at;
-    int64_t rows;
+    int64_t stride;
 };
 
-constexpr int64_t kAheadBytes = 8192;  // with a single tile: how far ahead in the panel, to hide memory's latency
+constexpr int64_t kNearRows = 12;     // how far ahead a tile fetches from the second-level cache to the first
+constexpr int64_t kAheadBytes = 4096;  // with a single tile: how far ahead in the panel, to hide memory's latency
 
 template <int MR, int NP, class T>
 INLINE void product_step(F (&acc)[MR][2 * NP], const float* a, const T* b, int64_t b_panel, int64_t i) {
@@ -74,15 +76,11 @@ void tile_product(const float* a, const T* b, int64_t b_panel, int64_t k, float*
     F acc[MR][2 * NP];
     for (int r = 0; r < MR; ++r)
         for (int v = 0; v < 2 * NP; ++v) acc[r][v] = add ? load(c + (r * NP * 2 + v) * W) : zero();
-    // One flat loop: nested ones make the compiler keep the accumulators in memory.
-    const int64_t fetched = lesser(k, ahead.rows);
-    for (int64_t i = 0; i < fetched; ++i) {
-        for (int p = 0; p < NP; ++p)
-            for (int64_t line = 0; line < int64_t(NR * sizeof(T)); line += 64)
-                __builtin_prefetch(ahead.at + (p * b_panel + i * NR) * sizeof(T) + line, 0, 2);
-        product_step<MR, NP>(acc, a + i * MR, b, b_panel, i);
-    }
-    for (int64_t i = fetched; i < k; ++i) {
+    const char* fetched = ahead.at;
+    for (int64_t i = 0; i < k; ++i, fetched += ahead.stride) {
+        __builtin_prefetch(fetched, 0, 2);
+        if (MR > kMaxWide)
+            for (int v = 0; v < 2; ++v) __builtin_prefetch(b + (i + kNearRows) * NR + v * W);
         product_step<MR, NP>(acc, a + i * MR, b, b_panel, i);
     }
     for (int r = 0; r < MR; ++r)
@@ -168,7 +166,7 @@ template <class T, bool Unpair> struct LinearRun {
     const PackedLinear& weight;
     const float* x;  // packed rows
     void* y;
-    int64_t y_row, k, group;  // k: links of a chain; group: panels in a task
+    int64_t y_row, k, group, blocks;  // k: links of a chain; group: panels in a task; blocks of tiles
     DType type;
     Tiles tiles;
 
@@ -177,9 +175,7 @@ template <class T, bool Unpair> struct LinearRun {
     void operator()(int64_t task, int thread) {
         const int64_t groups = (panels() + group - 1) / group;
         const int64_t first = task % groups * group, last = lesser(first + group, panels());
-        const int64_t tiles_per_block = greater<int64_t>(1, kBlockRows / kMaxTile);
-        const int64_t tile_begin = task / groups * tiles_per_block;
-        const int64_t tile_end = lesser(tile_begin + tiles_per_block, tiles.count);
+        const int64_t block = task / groups, tile_begin = tiles.count * block / blocks, tile_end = tiles.count * (block + 1) / blocks;
         for (int64_t panel = first; panel < last;) {
             const bool wide = !Unpair && tiles.count == 1 && tiles.height(0) <= kMaxWide && panel + 2 <= last;
             const int np = wide ? 2 : 1;
@@ -197,27 +193,28 @@ template <class T, bool Unpair> struct LinearRun {
         const bool widen = Unpair || (sizeof(T) == 2 && count > 2);
         float* c = (float*)thread_scratch(thread, sizeof(float) * (rows * width + (widen ? kChunk * NR : 0)));
         float* wide_piece = c + rows * width;
-        const int64_t chunk = count > 1 || Unpair ? kChunk : k;
+        // Two tiles fetch from memory faster than it follows: they begin with less of a piece missing.
+        const int64_t most = count == 1 && !Unpair ? k : count == 2 ? kChunk / 4 : kChunk;
+        const int64_t pieces = (k + most - 1) / most, chunk = ((k + pieces - 1) / pieces + 1) & ~int64_t(1);
         for (int64_t k0 = 0; k0 < k; k0 += chunk) {
             const int64_t length = lesser(chunk, k - k0);
             const T* piece = b + (Unpair ? k0 / 2 : k0) * NR;
             if constexpr (Unpair) widen_pairs(piece, length, wide_piece);
             else if (widen)
                 for (int64_t i = 0; i < length * NR; i += W) store(wide_piece + i, load(piece + i));
+            // What is read next follows in memory, be it this panel's next piece or the next panel: each tile fetches its
+            // share of it.
+            const int64_t piece_bytes = length * NR * int64_t(sizeof(T)) / (Unpair ? 2 : 1);
+            const char* next = (const char*)piece + (count > 1 ? piece_bytes : kAheadBytes);
+            const int64_t share = (piece_bytes + count - 1) / count, stride = (share + length - 1) / length;
             for (int64_t t = tile_begin; t < tile_end; ++t) {
                 const int height = tiles.height(t);
                 const float* a = x + tiles.begin(t) * k + k0 * height;
                 float* out = c + (tiles.begin(t) - row_begin) * width;
-                // What is read next follows in memory, be it this panel's next piece or the next panel: each tile fetches
-                // its share of it. A few rows' worth of arithmetic does not outrun the hardware's own prefetching.
-                Ahead ahead{(const char*)piece + kAheadBytes, height > kMaxWide ? k : 0};
-                if (count > 1) {
-                    const int64_t share = (lesser<int64_t>(kChunk, k) + count - 1) / count;
-                    ahead = {(const char*)(piece + (length + (t - tile_begin) * share) * NR), share};
-                }
-                if (widen) choose_tile<1, float>(height, Upto<kMaxTile>{})(a, wide_piece, 0, length, out, k0 > 0, {nullptr, 0});
+                const Ahead ahead{next + (t - tile_begin) * share, stride};
+                if (widen) choose_tile<1, float>(height, Upto<kMaxTile>{})(a, wide_piece, 0, length, out, k0 > 0, ahead);
                 else if (np == 1) choose_tile<1, T>(height, Upto<kMaxTile>{})(a, piece, 0, length, out, k0 > 0, ahead);
-                else choose_tile<2, T>(height, Upto<kMaxWide>{})(a, piece, panel_size, length, out, k0 > 0, ahead);
+                else choose_tile<2, T>(height, Upto<kMaxWide>{})(a, piece, panel_size, length, out, k0 > 0, {(const char*)piece, 0});
                 if (k0 + length == k) write(out, width, height, panel, tiles.begin(t));
             }
         }
@@ -264,7 +261,7 @@ void linear_typed(const PackedLinear& weight, const void* x, int64_t x_row, void
     const int64_t panels = (weight.n + NR - 1) / NR;
     const int64_t blocks = (tiles.count + kBlockRows / kMaxTile - 1) / (kBlockRows / kMaxTile);
     const int64_t group = panels_in_task(panels, blocks, tiles.count == 1 && tiles.height(0) <= kMaxWide);
-    LinearRun<T, Unpair> run{weight, packed, y, y_row, k, group, type, tiles};
+    LinearRun<T, Unpair> run{weight, packed, y, y_row, k, group, blocks, type, tiles};
     parallel((panels + group - 1) / group * blocks, run);
 }
 
@@ -295,7 +292,7 @@ bool pack_linear(PackedLinear& packed, const void* weight, const float* bias) {
     const int64_t n = packed.n, k = packed.k, padded = packed_k(packed), panels = (n + NR - 1) / NR;
     const size_t bytes = (panels * NR * padded * item_size(packed.type) + 4095) / 4096 * 4096;
     const size_t bias_bytes = bias ? (panels * NR * sizeof(float) + 63) / 64 * 64 : 0;
-    packed.panels = std::aligned_alloc(4096, bytes);
+    packed.panels = allocate_shared(bytes);
     packed.bias = bias ? (float*)std::aligned_alloc(64, bias_bytes) : nullptr;
     packed.bytes = bytes + bias_bytes;
     if (!packed.panels || (bias && !packed.bias)) return false;

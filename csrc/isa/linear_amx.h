@@ -6,6 +6,7 @@ constexpr int64_t kStep = 32;  // k in a tile product
 constexpr int kTileHeight = 16;
 constexpr int64_t kBlockTiles = 16;  // at most so many tiles' rows of x pass over a panel together,
 constexpr int64_t kBlockBytes = 1 << 20;  // or so many bytes of them: they stay in the second-level cache
+constexpr int64_t kAheadTiles = 8192;  // with one pass over a panel: how far ahead in it, to hide memory's latency
 constexpr int64_t kStepBytes = kStep * NR * 2;  // of a panel
 
 // Tiles 0-3 accumulate, 4 and 5 hold x, 6 and 7 a panel's step.
@@ -25,8 +26,18 @@ struct TileRows {
     int64_t row, step;
 };
 
-// c [2 * height][NR] = two tiles of rows times `steps` steps of a panel. `ahead`: bytes to fetch ahead, or 0.
-void amx_two_tiles(TileRows first, TileRows second, const char* b, int64_t steps, float* c, int height, int64_t ahead) {
+// Weights to fetch during a product: `bytes` in each of its steps, from `at` on.
+struct TilesAhead {
+    const char* at;
+    int64_t bytes;
+
+    void fetch(int64_t step) const {
+        for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + step * bytes + line, 0, 2);
+    }
+};
+
+// c [2 * height][NR] = two tiles of rows times `steps` steps of a panel.
+void amx_two_tiles(TileRows first, TileRows second, const char* b, int64_t steps, float* c, int height, TilesAhead ahead) {
     constexpr int64_t kRow = NR * sizeof(float), kLine = NR * 2 * 2;
     float* below = c + height * NR;
     _tile_zero(0);
@@ -34,7 +45,7 @@ void amx_two_tiles(TileRows first, TileRows second, const char* b, int64_t steps
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t s = 0; s < steps; ++s, b += kStepBytes) {
-        for (int64_t line = 0; ahead && line < kStepBytes; line += 64) __builtin_prefetch(b + ahead + line, 0, 2);
+        ahead.fetch(s);
         _tile_loadd(6, b, kLine);
         _tile_loadd(4, first.data + s * first.step, first.row);
         _tile_dpbf16ps(0, 4, 6);
@@ -52,16 +63,15 @@ void amx_two_tiles(TileRows first, TileRows second, const char* b, int64_t steps
 
 // c [height][NP * NR] = one tile of rows times NP panels, which lie b_panel bytes apart.
 template <int NP>
-void amx_one_tile(TileRows x, const char* b, int64_t b_panel, int64_t steps, float* c, int64_t ahead) {
+void amx_one_tile(TileRows x, const char* b, int64_t b_panel, int64_t steps, float* c, TilesAhead ahead) {
     constexpr int64_t kRow = NP * NR * sizeof(float), kLine = NR * 2 * 2;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t s = 0; s < steps; ++s, b += kStepBytes) {
-        for (int p = 0; p < NP; ++p)
-            for (int64_t line = 0; ahead && line < kStepBytes; line += 64)
-                __builtin_prefetch(b + p * b_panel + ahead + line, 0, 2);
+        ahead.fetch(s);
+        if (NP == 2) TilesAhead{ahead.at + b_panel, ahead.bytes}.fetch(s);
         _tile_loadd(4, x.data + s * x.step, x.row);
         _tile_loadd(6, b, kLine);
         _tile_dpbf16ps(0, 4, 6);
@@ -112,8 +122,9 @@ struct AmxRun {
         const int64_t steps = packed_k(weight) / kStep, panel_bytes = steps * kStepBytes;
         for (int64_t panel = first; panel < last;) {
             const int np = panel + 2 <= last ? 2 : 1;
-            if (np == 2) amx_one_tile<2>(rows(0), panel_at(panel), panel_bytes, steps, c, kAheadBytes);
-            else amx_one_tile<1>(rows(0), panel_at(panel), panel_bytes, steps, c, kAheadBytes);
+            const TilesAhead ahead{panel_at(panel) + kAheadTiles, kStepBytes};
+            if (np == 2) amx_one_tile<2>(rows(0), panel_at(panel), panel_bytes, steps, c, ahead);
+            else amx_one_tile<1>(rows(0), panel_at(panel), panel_bytes, steps, c, ahead);
             write(c, np * NR, panel, 0);
             panel += np;
         }
@@ -121,9 +132,10 @@ struct AmxRun {
 
     void many_rows(int64_t panel, int64_t tile_begin, int64_t tile_end, float* c) const {
         const int64_t steps = packed_k(weight) / kStep;
-        // More rows leave the memory time to follow by itself, and fetching would be in the way of x.
-        const int64_t ahead = tile_end - tile_begin <= 2 ? kAheadBytes : 0;
-        for (int64_t t = tile_begin; t < tile_end; t += 2) {
+        // Each pass over the panel fetches its share of the next one.
+        const int64_t passes = (tile_end - tile_begin + 1) / 2, share = (kStepBytes / passes + 63) / 64 * 64;
+        TilesAhead ahead{panel_at(panel) + (passes == 1 ? kAheadTiles : steps * kStepBytes), share};
+        for (int64_t t = tile_begin; t < tile_end; t += 2, ahead.at += steps * share) {
             const bool two = t + 1 < tile_end;
             if (two) amx_two_tiles(rows(t), rows(t + 1), panel_at(panel), steps, c, height(), ahead);
             else amx_one_tile<1>(rows(t), panel_at(panel), 0, steps, c, ahead);
