@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -105,6 +106,30 @@ def test_linear_does_not_keep_the_weight(ops: CpuOps) -> None:
     weight.fill_(0)
     assert torch.equal(linear(x), before)
     assert 64 * 32 * 4 <= linear.nbytes <= 64 * 32 * 4 + 4096
+
+
+def test_packed_weights_that_share_memory_come_and_go_apart() -> None:
+    x = torch.randn(2, 300)
+    ops, held = CpuOps(), {}
+    for turn in range(60):  # some larger than a chunk, most not
+        n = 40_000 if turn % 20 == 7 else int(torch.randint(1, 9000, ()))
+        linear = ops.pack_linear(torch.randn(n, 300))
+        held[turn] = linear, linear(x)
+        if turn % 3 == 2:
+            del held[list(held)[int(torch.randint(0, len(held), ()))]]
+        for other, y in held.values():
+            assert torch.equal(other(x), y)
+
+
+def test_memory_of_packed_weights_comes_back() -> None:
+    def resident() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    weight = torch.randn(1000, 1000)
+    linears = [CpuOps().pack_linear(weight) for _ in range(100)]
+    before = resident()
+    del linears
+    assert resident() < before - 300 * 2**20
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

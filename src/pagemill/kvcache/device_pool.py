@@ -1,12 +1,14 @@
 """DevicePool: the device tier's frames as one piece of memory, seen layer by layer as strided views.
 
-On CPU the memory comes from mmap: page-aligned, and pages that were never written cost nothing.
+On CPU the memory comes from mmap: page-aligned, in huge pages where the system has them, and pages that were never
+written cost nothing.
 """
 
 from __future__ import annotations
 
 import mmap
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -125,6 +127,8 @@ def _allocate(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor
         if device.type != "cpu":
             return torch.empty(elements, dtype=dtype, device=device)
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(AttributeError, OSError):  # a system without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=dtype)
     except (OSError, OverflowError, ValueError, RuntimeError) as error:  # torch's out-of-memory is a RuntimeError
         raise KVMemoryError(
