@@ -103,11 +103,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--quantization", choices=["gguf", "int8"])
     parser.add_argument("--running", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     settings = {"dtype": args.dtype, "max_num_seqs": max(args.running), "max_model_len": 512}
-    core = EngineCore(EngineConfig(model=args.model, **settings))
+    core = EngineCore(EngineConfig(model=args.model, quantization=args.quantization, **settings))
     spent: dict[str, float] = defaultdict(float)
     decoder = core._runner._decoder
     timed(decoder, "forward", "forward", spent)

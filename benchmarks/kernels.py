@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from pagemill.attention.interface import AttentionBatch, GroupBatch
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layer_groups import group_layers
 from pagemill.ops.cpu_ops import CpuOps, default_num_threads
+from pagemill.ops.quantized import keep_int4, quantize_int8
 
 BLOCK_SIZE = 16
 
@@ -102,6 +104,51 @@ def bench_linear(budget: float, peaks: dict[torch.dtype, float], bandwidth: floa
                         flush=True,
                     )
     _kernels.use_isa(chosen)
+
+
+def dynamic_linear(weight: Tensor, library: str) -> Callable[[Tensor], Tensor]:
+    """torch's linear layer with 8-bit weights per row, x quantized as a whole when it arrives."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, and the only way to these libraries' products
+        scales = weight.abs().amax(1).double() / 127
+        zeros = torch.zeros(len(weight), dtype=torch.int64)
+        quantized = torch.quantize_per_channel(weight, scales, zeros, 0, torch.qint8)
+    engine, torch.backends.quantized.engine = torch.backends.quantized.engine, library
+    packed = torch.ops.quantized.linear_prepack(quantized, None)
+    torch.backends.quantized.engine = engine
+    return lambda x: torch.ops.quantized.linear_dynamic(x, packed, True)
+
+
+def bench_quantized(budget: float, bandwidth: float, quick: bool) -> None:
+    """Linear layers on integers: 4-bit and 8-bit weights beside torch's dynamically quantized one and our own bf16."""
+    libraries = [name for name in torch.backends.quantized.supported_engines if name in ("fbgemm", "onednn")]
+    print(
+        f"\n{'quantized linear':28} {'us':>9} {'GOP/s':>8} {'GB/s':>6} {'of read':>8} "
+        + " ".join(f"{name:>8}" for name in libraries)
+        + f" {'our bf16':>9}"
+    )
+    ops = CpuOps()
+    for n, k in ((1536, 576), (576, 1536), (4096, 4096)):
+        weight = torch.randn(n, k)
+        values = torch.randint(0, 16, (n, k), dtype=torch.uint8)
+        scale = torch.rand(n, k // 32)
+        bits4 = ops.pack_quantized(keep_int4(values, scale, -8 * scale), None, torch.float32)
+        bits8 = ops.pack_quantized(quantize_int8(weight), None, torch.float32)
+        half = ops.pack_linear(weight.bfloat16())
+        others = [dynamic_linear(weight, name) for name in libraries]
+        for rows in (1, 16, 256) if quick else (1, 2, 8, 16, 64, 256, 512):
+            x = torch.randn(rows, k)
+            times = [seconds(lambda x=x, other=other: other(x), budget) for other in others]
+            narrow = x.bfloat16()
+            times.append(seconds(lambda x=narrow, half=half: half(x), budget))
+            for bits, own in ((4, bits4), (8, bits8)):
+                taken = seconds(lambda own=own, x=x: own(x), budget)
+                rate = own.nbytes / taken / 1e9
+                print(
+                    f"{f'{bits} bits {n}x{k} rows {rows}':28} {taken * 1e6:9.1f} {2 * rows * n * k / taken / 1e9:8.1f} "
+                    f"{rate:6.1f} {rate / bandwidth:8.0%} " + " ".join(f"{time / taken:7.2f}x" for time in times),
+                    flush=True,
+                )
 
 
 def paged(rows: list[tuple[int, int]], kv_heads: int, head_dim: int, dtype: torch.dtype, scatter: bool) -> tuple:
@@ -185,6 +232,7 @@ def main() -> None:
         f"attention's share is of fp32's; columns F.linear, oneDNN, sdpa: their time over ours"
     )
     bench_linear(budget, peaks, bandwidth, options.quick)
+    bench_quantized(budget, bandwidth, options.quick)
     bench_attention(budget, peaks[torch.float32], bandwidth, options.quick)
 
 

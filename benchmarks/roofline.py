@@ -1,6 +1,7 @@
 """This machine's ceilings, each workload's floor under them, and how close pagemill comes: its share of the floor.
 
-    python -m benchmarks.roofline [--dtype float32] [--workloads one,two,mixed] [--rounds 3] [--json FILE]
+    python -m benchmarks.roofline [--dtype float32] [--quantization gguf] [--workloads one,two,mixed] [--rounds 3]
+                                  [--json FILE]
 
 Floor of a workload: the sum over the steps that the engine ran of max(weight bytes / read bandwidth, FLOP / GEMM rate)
 + distinct attended K/V bytes / read bandwidth. FLOP counts the layers for every token, the head for rows that are
@@ -266,13 +267,16 @@ def run_workload(engine: Engine, recorder: Recorder, workload: Workload) -> tupl
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--quantization", choices=["gguf", "int8"])
     parser.add_argument("--workloads", default=",".join(STANDARD))
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     torch.set_num_threads(default_num_threads())
     machine = describe_machine()
-    engine = Engine({"gguf": str(resolve_model(MODEL))}, {"dtype": arguments.dtype})
+    engine = Engine(
+        {"gguf": str(resolve_model(MODEL))}, {"dtype": arguments.dtype, "quantization": arguments.quantization}
+    )
     decoder = engine.core._runner._decoder
     model = Model.of(decoder, engine.core._runner._pool.dtype)
     ceilings = measure_ceilings(model.layer_bytes + model.head_bytes)
@@ -287,9 +291,10 @@ def main() -> None:
             runs.setdefault(name, []).append((*run_workload(engine, recorder, workload), workload.output_tokens))
             parts.setdefault(name, []).append(recorder.parts(runs[name][-1][0]))
     ceilings = ceilings.best(measure_ceilings(model.layer_bytes + model.head_bytes))
+    arithmetic = arguments.dtype if arguments.quantization is None else "int8"
     rows: dict[str, dict[str, Any]] = {}
     for name, rounds in runs.items():
-        floors = [sum(model.floor_s(step, ceilings, arguments.dtype) for step in steps) for _, steps, _ in rounds]
+        floors = [sum(model.floor_s(step, ceilings, arithmetic) for step in steps) for _, steps, _ in rounds]
         rows[name] = {
             "steps": median(len(steps) for _, steps, _ in rounds),
             "tflop": median(sum(map(model.flop, steps)) / 1e12 for _, steps, _ in rounds),
@@ -302,7 +307,13 @@ def main() -> None:
         }
     report(machine, ceilings, engine.description, rows)
     if arguments.json:
-        found = {"machine": machine, "dtype": arguments.dtype, "ceilings": asdict(ceilings), "workloads": rows}
+        found = {
+            "machine": machine,
+            "dtype": arguments.dtype,
+            "quantization": arguments.quantization,
+            "ceilings": asdict(ceilings),
+            "workloads": rows,
+        }
         arguments.json.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -42,6 +42,19 @@ struct Linear {
             throw std::bad_alloc();
         }
     }
+    Linear(Address values, Address slopes, Address offsets, Address scales, Address bias, int64_t n, int64_t k, int type)
+        : set(kernels()) {
+        weight.n = n;
+        weight.k = k;
+        weight.type = dtype(type);
+        weight.format = slopes ? Format::int4 : Format::int8;
+        Run run;
+        if (!set.pack_quantized(weight, {at<void>(values), at<int16_t>(slopes), at<int16_t>(offsets), at<uint16_t>(scales),
+                                         at<float>(bias)})) {
+            release(weight);
+            throw std::bad_alloc();
+        }
+    }
     ~Linear() { release(weight); }
     Linear(const Linear&) = delete;
 
@@ -180,6 +193,8 @@ NB_MODULE(_kernels, m) {
     });
     nb::class_<Linear>(m, "Linear")
         .def(nb::init<Address, Address, int64_t, int64_t, int>(), "weight", "bias", "n", "k", "dtype")
+        .def(nb::init<Address, Address, Address, Address, Address, int64_t, int64_t, int>(), "values", "slopes", "offsets",
+             "scales", "bias", "n", "k", "dtype")
         .def("__call__", &Linear::call)
         .def("rows", &Linear::rows)
         .def_prop_ro("nbytes", [](const Linear& linear) { return linear.weight.bytes; });

@@ -19,6 +19,7 @@ const Kernels& kernels_generic();
 #if defined(__x86_64__)
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx512();
+const Kernels& kernels_avx512_vnni();
 const Kernels& kernels_avx512_bf16();
 #if defined(PAGEMILL_AMX)
 const Kernels& kernels_amx_bf16();
@@ -28,12 +29,12 @@ const Kernels& kernels_amx_bf16();
 namespace {
 
 #if defined(PAGEMILL_AMX)
-// Tiles with bf16 products: the CPU has them, the system saves their state, and it lets this process use them, which has to
+// Tiles with products of bf16 and of int8: the CPU has them, the system saves their state, and it lets this process use them, which has to
 // be asked for (once for all threads, present and future).
 bool amx_bf16() {
     unsigned a = 0, b = 0, c = 0, d = 0;
-    constexpr unsigned kTile = 1u << 24, kBf16 = 1u << 22, kTileState = 3u << 17;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (kTile | kBf16)) != (kTile | kBf16)) return false;
+    constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25, kBf16 = 1u << 22, kTileState = 3u << 17;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (kTile | kInt8 | kBf16)) != (kTile | kInt8 | kBf16)) return false;
     unsigned low = 0, high = 0;
     __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));  // the caller has checked AVX-512, hence that this exists
     constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM of asm/prctl.h
@@ -42,7 +43,7 @@ bool amx_bf16() {
 #endif
 
 struct Available {
-    static constexpr int kMost = 5;
+    static constexpr int kMost = 6;
     const Kernels* sets[kMost] = {};
     const char* names[kMost + 1] = {};
     int count = 0;
@@ -60,13 +61,15 @@ struct Available {
         const bool avx2 = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
         const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-        const bool bf16 = avx512 && __builtin_cpu_supports("avx512bf16");
+        const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+        const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
 #if defined(PAGEMILL_AMX)
         if (bf16 && amx_bf16()) add(kernels_amx_bf16());
 #endif
         // Intel's cores multiply pairs at half the rate of fp32, AMD's at twice.
         const bool slow_pairs = __builtin_cpu_is("intel");
         if (bf16 && !slow_pairs) add(kernels_avx512_bf16());
+        if (vnni) add(kernels_avx512_vnni());
         if (avx512) add(kernels_avx512());
         if (bf16 && slow_pairs) add(kernels_avx512_bf16());
         if (avx2) add(kernels_avx2());
@@ -109,8 +112,10 @@ bool use_isa(const char* name) {
 
 void release(PackedLinear& weight) {
     release_shared(weight.panels);
+    release_shared(weight.scales);
     std::free(weight.bias);
     weight.panels = nullptr;
+    weight.scales = nullptr;
     weight.bias = nullptr;
 }
 

@@ -12,14 +12,28 @@ enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };  // i8: caches on
 
 inline size_t item_size(DType type) { return type == DType::f32 ? 4 : type == DType::i8 ? 1 : 2; }
 
+// How a weight is held: in its dtype, or as integers of 8 or 4 bits (isa/quantized.h).
+enum class Format : int { dense = 0, int8 = 1, int4 = 2 };
+
 // A weight [n, k] packed into panels of neighbouring outputs: panel, then k, then output; bf16, for instructions that multiply
-// pairs: panel, then k / 2, then output, then k % 2. Made by Kernels::pack_linear.
+// pairs: panel, then k / 2, then output, then k % 2. Made by Kernels::pack_linear, or pack_quantized.
 struct PackedLinear {
     int64_t n = 0, k = 0;
-    DType type = DType::f32;
-    void* panels = nullptr;  // page-aligned, dtype `type`, outputs padded with zeros to whole panels
-    float* bias = nullptr;   // [padded n] or null
+    DType type = DType::f32;  // of a dense weight; of a quantized one's rows as embeddings
+    Format format = Format::dense;
+    void* panels = nullptr;   // page-aligned, outputs padded with zeros to whole panels
+    void* scales = nullptr;   // bf16, of quantized weights only: panel, then group of 192 k, then output
+    float* bias = nullptr;    // [padded n] or null
     size_t bytes = 0;
+};
+
+// A quantized weight before it is packed. int8: values int8 [n, k], times the scale of the row's 192 k. int4: values uint8
+// [n, k], each 0 .. 15; the weight is (slope * value + offset) >> 8, modulo 2^16 and as int8, times that scale; k % 32 = 0.
+struct QuantizedSource {
+    const void* values;
+    const int16_t *slopes, *offsets;  // [n, k / 32], int4 only
+    const uint16_t* scales;           // bf16 [n, ceil(k / 192)]
+    const float* bias;                // [n] or null
 };
 
 // One layer's keys or values: element (frame, head, token, dim) at data + frame * frame_stride + ... An i8 element is a
@@ -111,6 +125,8 @@ struct Kernels {
 
     // weight [n, k] contiguous in `type`; bias [n] fp32 or null. Memory for the panels is allocated; false: out of memory.
     bool (*pack_linear)(PackedLinear&, const void* weight, const float* bias);
+    // The same for integers, in the weight's `format`.
+    bool (*pack_quantized)(PackedLinear&, const QuantizedSource&);
     // y [m, n] = x [m, k] · weight^T + bias; rows of x and y at row_stride; both of dtype `type`.
     void (*linear)(const PackedLinear&, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m);
     void (*attend)(const AttentionArgs&);
@@ -140,7 +156,8 @@ struct Kernels {
     void (*tanh)(const float* x, float* y, int64_t n);
 };
 
-// The kernels that run: the best of this CPU, or what PAGEMILL_ISA (generic, avx2, avx512, avx512_bf16, amx_bf16) asks for,
+// The kernels that run: the best of this CPU, or what PAGEMILL_ISA (generic, avx2, avx512, avx512_vnni, avx512_bf16,
+// amx_bf16) asks for,
 // if the CPU has it.
 const Kernels& kernels();
 // Switches to another instruction set that this CPU has; false if it has not. Packed weights belong to the set that packed.

@@ -34,6 +34,8 @@ from pagemill.errors import ConfigError
         ("hf_overrides", "{}"),
         ("enable_prefix_caching", "yes"),
         ("eviction_policy", "fifo"),
+        ("quantization", "int4"),
+        ("quantization", 8),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(name, value):

@@ -54,6 +54,7 @@ SMALL_KV = {"dtype": "float32", "kv_memory": "512MiB", "max_model_len": 2048}
 ENGINES = {
     "pagemill": EngineSetup("pagemill", None, "float32", {"dtype": "float32"}),
     "pagemill-bf16": EngineSetup("pagemill", None, "bfloat16", {"dtype": "bfloat16"}),
+    "pagemill-gguf": EngineSetup("pagemill", None, "4-bit GGUF, int8", {"dtype": "bfloat16", "quantization": "gguf"}),
     # What paging itself brings: the same kernels and the same KV memory, paged and reserved for each request.
     "pagemill-512MiB": EngineSetup("pagemill", None, "float32, 512 MiB of KV memory", SMALL_KV),
     "pagemill-contiguous": EngineSetup("pagemill_contiguous", None, "float32, 512 MiB of KV memory", SMALL_KV),

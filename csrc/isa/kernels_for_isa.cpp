@@ -27,6 +27,7 @@ template <int N> using Upto = typename UptoOf<N>::type;  // Sequence<0, ..., N -
 #include "simd.h"
 #include "math.h"
 #include "linear.h"
+#include "quantized.h"
 #include "elementwise.h"
 #include "attention_tiles.h"
 #include "attention_plan.h"
@@ -37,8 +38,20 @@ template <int N> using Upto = typename UptoOf<N>::type;  // Sequence<0, ..., N -
 #define NAME_OF(x) #x
 #define NAME(x) NAME_OF(x)
 
-constexpr Kernels table{NAME(PAGEMILL_ISA), pack_linear, linear, attend, write_kv, rms_norm, rotate, gated, embed, embed_packed, add_norm,
-                        prepare_heads, choose_tokens, log_probabilities, exp_all, tanh_all};
+void linear_of_any_format(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type,
+                          int64_t m) {
+    if (weight.format == Format::dense) linear(weight, x, x_row, y, y_row, type, m);
+    else if (m > 0) linear_quantized(weight, x, x_row, y, y_row, type, m);
+}
+
+void embed_any_format(const PackedLinear& packed, const int64_t* ids, float scale, void* y, int64_t tokens) {
+    if (packed.format == Format::dense) embed_packed(packed, ids, scale, y, tokens);
+    else embed_quantized(packed, ids, scale, y, tokens);
+}
+
+constexpr Kernels table{NAME(PAGEMILL_ISA), pack_linear, pack_quantized, linear_of_any_format, attend, write_kv, rms_norm,
+                        rotate, gated, embed, embed_any_format, add_norm, prepare_heads, choose_tokens, log_probabilities,
+                        exp_all, tanh_all};
 
 }  // namespace
 

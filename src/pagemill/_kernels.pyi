@@ -1,6 +1,8 @@
 # The compiled CPU kernels (csrc/bindings.cpp). Addresses are integers, strides are in elements; dtypes: 0 fp32, 1 bf16,
 # 2 fp16; 3 int8, of caches only.
 
+from typing import overload
+
 def isa() -> str: ...
 def available_isas() -> list[str]: ...
 def use_isa(name: str) -> None: ...
@@ -49,7 +51,14 @@ def log_probabilities(
 ) -> None: ...
 
 class Linear:
+    """Dense, or of integers (QuantizedSource in csrc/kernels.h); slopes 0: 8 bits."""
+
+    @overload
     def __init__(self, weight: int, bias: int, n: int, k: int, dtype: int) -> None: ...
+    @overload
+    def __init__(
+        self, values: int, slopes: int, offsets: int, scales: int, bias: int, n: int, k: int, dtype: int
+    ) -> None: ...
     def __call__(self, x: int, x_row: int, y: int, y_row: int, dtype: int, rows: int) -> None: ...
     def rows(self, ids: int, y: int, count: int) -> None:
         """y [count, k] in the weight's dtype = weight[ids]; ids int64."""

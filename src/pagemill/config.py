@@ -14,6 +14,7 @@ BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 EVICTION_POLICIES = ("lru", "lfu", "cost")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = (*DTYPES, "int8")
+QUANTIZATIONS = ("gguf", "int8")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 _INT64 = 2**63
 
@@ -50,6 +51,9 @@ class EngineConfig:
     model: str
     tokenizer: str | None = None
     dtype: str = "auto"
+    quantization: str | None = None
+    """How linear layers are held and computed: None in dtype; "gguf" on the integers of a quantized GGUF file; "int8"
+    on any weights rounded to 8 bits."""
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 512
@@ -96,6 +100,11 @@ class EngineConfig:
                 f"eviction_policy is {self.eviction_policy!r}; it must be one of {', '.join(EVICTION_POLICIES)}",
                 param="eviction_policy",
             )
+        if self.quantization not in (None, *QUANTIZATIONS):
+            raise ConfigError(
+                f"quantization is {self.quantization!r}; it must be None or one of {', '.join(QUANTIZATIONS)}",
+                param="quantization",
+            )
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_threads"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -122,7 +131,7 @@ class EngineConfig:
                                  "kv_cache_memory_bytes", "seed")),
             (int, float): ("a number", ("gpu_memory_utilization", "ageing_s")),
             (int, float, str): ("bytes, a size or a share", ("kv_memory",)),
-            str: ("a text", ("dtype", "kv_cache_dtype", "eviction_policy", "device")),
+            str: ("a text", ("dtype", "quantization", "kv_cache_dtype", "eviction_policy", "device")),
             dict: ("a dict", ("hf_overrides",)),
         }  # fmt: skip
         optional = {setting.name for setting in fields(self) if setting.default is None}

@@ -1,4 +1,4 @@
-"""Engines on the real model. Weights are loaded once per dtype and shared: an engine never changes them."""
+"""Engines on the real model. Weights are loaded once per precision and shared: an engine never changes them."""
 
 from __future__ import annotations
 
@@ -40,10 +40,11 @@ def make_engine():
     load = build.load_model
     kept: dict[str, LoadedModel] = {}
 
-    def load_shared(path, *, dtype, max_model_len, **settings):
-        if dtype not in kept:
-            kept[dtype] = load(path, dtype=dtype, **settings)
-        return replace(kept[dtype], max_model_len=max_model_len or kept[dtype].max_model_len)
+    def load_shared(path, *, dtype, quantization, max_model_len, **settings):
+        key = f"{dtype} {quantization}"
+        if key not in kept:
+            kept[key] = load(path, dtype=dtype, quantization=quantization, **settings)
+        return replace(kept[key], max_model_len=max_model_len or kept[key].max_model_len)
 
     def make(**settings) -> EngineCore:
         settings = {"max_model_len": 1024, "max_num_seqs": 16, "dtype": "float32", "kv_memory": "256MiB"} | settings

@@ -16,6 +16,7 @@ FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
 FORMATS = {
     "float32": ({"dtype": "float32"}, FRAME_BYTES),
     "bfloat16": ({"dtype": "bfloat16"}, FRAME_BYTES // 2),
+    "gguf": ({"dtype": "bfloat16", "quantization": "gguf"}, FRAME_BYTES // 2),
     "int8 cache": ({"dtype": "float32", "kv_cache_dtype": "int8"}, 30 * 2 * 3 * (64 + 4) * 16),
 }
 """Settings, and the bytes of a block."""

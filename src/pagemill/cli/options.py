@@ -28,6 +28,7 @@ ModelArgument = Annotated[
 ENGINE_HELP = {
     "tokenizer": "Folder or file of another tokenizer than the model's own.",
     "dtype": "Of weights and activations: auto, float32, bfloat16 or float16.",
+    "quantization": "Linear layers on 8-bit arithmetic: gguf (a quantized file's own integers) or int8 (any weights).",
     "max_model_len": "Longest prompt and answer together, in tokens. Default: what the model declares.",
     "max_num_seqs": "Sequences that run at the same time.",
     "max_num_batched_tokens": "Tokens of one step, prompts and answers together.",

@@ -56,6 +56,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
         ops=ops,
         attention=attention,
         progress=progress,
+        quantization=config.quantization,
     )
     kv_dtype = model.dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
     groups = model.decoder.groups
@@ -91,6 +92,8 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
         key=lambda tokens: memory.blocks_needed(tokens, config.max_num_batched_tokens),
     )
     names = {name: str(value).removeprefix("torch.") for name, value in (("weights", model.dtype), ("kv", kv_dtype))}
+    if config.quantization is not None:
+        names["weights"] = f"{config.quantization} (others {names['weights']})"
     return Engine(
         memory=memory,
         scheduler=scheduler,

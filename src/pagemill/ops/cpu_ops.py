@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from pagemill import _kernels
+from pagemill.ops.quantized import BLOCK, GROUP, QuantizedWeight
 
 KERNEL_VERSION = 1
 """Raised whenever a kernel's arithmetic changes: stored K/V of other bits must not be found."""
@@ -57,18 +58,20 @@ def check_vector(name: str, tensor: Tensor, dtype: torch.dtype, size: int) -> No
         raise ValueError(f"{name} must be contiguous {dtype} [{size}], not {tensor.dtype} {tuple(tensor.shape)}")
 
 
-class CpuLinear:
-    """A weight in panels, in the dtype it came in; the original is not kept. See `csrc/isa/linear.h`."""
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self.out_features, self.in_features = weight.shape
-        self.dtype = weight.dtype
-        weight = weight.contiguous()
-        bias = None if bias is None else bias.float().contiguous()
-        address = 0 if bias is None else bias.data_ptr()
-        self.packed = _kernels.Linear(
-            weight.data_ptr(), address, self.out_features, self.in_features, dtype_code(weight)
-        )
+
+class CpuLinear:
+    """A weight in panels; the original is not kept. See `csrc/isa/linear.h` and `csrc/isa/quantized.h`.
+
+    dtype: of `rows`.
+    """
+
+    def __init__(self, packed: _kernels.Linear, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.packed = packed
+        self.out_features, self.in_features = shape
+        self.dtype = dtype
 
     @property
     def nbytes(self) -> int:
@@ -98,7 +101,32 @@ class CpuOps:
         self.name = kernel_name()
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> CpuLinear:
-        return CpuLinear(weight, bias)
+        weight = weight.contiguous()
+        bias = None if bias is None else bias.float().contiguous()
+        rows, columns = weight.shape
+        packed = _kernels.Linear(weight.data_ptr(), _address(bias), rows, columns, dtype_code(weight))
+        return CpuLinear(packed, (rows, columns), weight.dtype)
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> CpuLinear:
+        rows, columns = weight.values.shape
+        bits4 = weight.slopes is not None
+        shapes = {
+            "values": (weight.values, torch.uint8 if bits4 else torch.int8, (rows, columns)),
+            "scales": (weight.scales, torch.bfloat16, (rows, -(-columns // GROUP))),
+            "slopes": (weight.slopes, torch.int16, (rows, columns // BLOCK)),
+            "offsets": (weight.offsets, torch.int16, (rows, columns // BLOCK)),
+            "bias": (bias, torch.float32, (rows,)),
+        }
+        if bits4 and columns % BLOCK:
+            raise ValueError(f"4-bit weights have {columns} columns; they must be a multiple of {BLOCK}")
+        for name, (tensor, kind, shape) in shapes.items():
+            if tensor is not None and (tensor.dtype != kind or tensor.shape != shape or not tensor.is_contiguous()):
+                raise ValueError(f"{name} must be contiguous {kind} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
+        packed = _kernels.Linear(
+            weight.values.data_ptr(), _address(weight.slopes), _address(weight.offsets), weight.scales.data_ptr(),
+            _address(bias), rows, columns, DTYPES[dtype],
+        )  # fmt: skip
+        return CpuLinear(packed, (rows, columns), dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         size = x.shape[-1]

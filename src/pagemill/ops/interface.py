@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
+
+from pagemill.ops.quantized import QuantizedWeight
 
 
 class Linear(Protocol):
@@ -22,7 +25,8 @@ class Linear(Protocol):
         ...
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the weight as it was before packing: ids int64 [n] -> [n, in_features], dtype of the weight."""
+        """Rows of the weight as it was before packing: ids int64 [n] -> [n, in_features], dtype of the weight, or the
+        dtype that a quantized one was packed for."""
         ...
 
 
@@ -34,6 +38,10 @@ class Ops(Protocol):
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
         """weight [out_features, in_features] in the model's dtype; may be freed by the caller afterwards."""
+        ...
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
+        """A linear layer on integers: x is rounded to integers, per row. bias fp32; dtype: of `rows`."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -12,6 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagemill.ops.quantized import QuantizedWeight, quantized_linear
+
 
 class TorchLinear:
     """Keeps the weight as it is; `torch.nn.functional.linear` accumulates in fp32."""
@@ -28,12 +30,32 @@ class TorchLinear:
         return self.weight[ids]
 
 
+class TorchQuantizedLinear:
+    """Keeps the 8-bit values; products of integers are exact in fp32, so rows depend on no others."""
+
+    def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
+        self.whole, self.scales = weight.whole(), weight.scales
+        self.out_features, self.in_features = self.whole.shape
+        self.bias = bias
+        self.dtype = dtype
+
+    def __call__(self, x: Tensor) -> Tensor:
+        y = quantized_linear(x, self.whole, self.scales)
+        return (y if self.bias is None else y + self.bias).to(x.dtype)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return QuantizedWeight(self.whole[ids], self.scales[ids]).dense(self.dtype)
+
+
 class TorchOps:
     name = f"torch-{torch.__version__}"
     copies_weights = False
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> TorchLinear:
         return TorchLinear(weight, bias)
+
+    def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> TorchQuantizedLinear:
+        return TorchQuantizedLinear(weight, bias, dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()

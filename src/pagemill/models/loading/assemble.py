@@ -18,6 +18,7 @@ from pagemill.models.names import WeightNames
 from pagemill.models.spec import DecoderSpec
 from pagemill.models.weights import DecoderWeights, Experts, GatedMLP, LayerWeights
 from pagemill.ops.interface import Linear, Ops
+from pagemill.ops.quantized import QuantizedWeight, keep_int4, quantize_int8
 
 _OWN_MAPPING_BYTES = 1 << 20
 _STAGING_BYTES = 16 << 20
@@ -37,6 +38,7 @@ class Assembler:
         dtype: torch.dtype,
         device: torch.device,
         progress: Progress | None,
+        quantization: str | None = None,
     ) -> None:
         self._checkpoint = checkpoint
         self._spec = spec
@@ -46,6 +48,7 @@ class Assembler:
         self._device = device
         self._progress = progress
         self._staging: Tensor | None = None
+        self._quantization = quantization
         self._used: set[str] = set()
         self._done = 0
         self._total = sum(info.nbytes for name, info in checkpoint.tensors.items() if not self._ignored(name))
@@ -53,11 +56,11 @@ class Assembler:
     def assemble(self) -> DecoderWeights:
         """Raises CorruptWeightsError (missing, wrong shape, not finite), UnsupportedModelError (dtype, unused)."""
         spec, names = self._spec, self._names
-        embedding: Tensor | None = self._matrix((names.embedding,), (spec.vocab_size,), spec.hidden_size)
+        embedding: Tensor | None = None
         if spec.tied_embeddings:
-            assert embedding is not None
-            lm_head = self._ops.pack_linear(embedding)
-            embedding = None
+            lm_head = self._linear((names.embedding,), (spec.vocab_size,), spec.hidden_size)
+        else:
+            embedding = self._matrix((names.embedding,), (spec.vocab_size,), spec.hidden_size)
         self._staging = None  # an embedding of its own stays where it is
         layers = tuple(self._layer(index) for index in range(len(spec.layers)))
         final_norm = self._norm(names.final_norm, spec.hidden_size)
@@ -126,9 +129,43 @@ class Assembler:
         bias: bool = False,
         unpair: tuple[int, ...] = (),
     ) -> Linear:
-        weight = self._matrix(parts, rows, columns, unpair=unpair)
         offsets = self._matrix(parts, rows, 0, unpair=unpair, dtype=torch.float32) if bias else None
-        return self._ops.pack_linear(weight, offsets)
+        bits = self._bits(parts)
+        if bits is None:
+            return self._ops.pack_linear(self._matrix(parts, rows, columns, unpair=unpair), offsets)
+        if bits == 4:
+            weight = self._int4(parts, rows, columns, unpair)
+        else:
+            weight = quantize_int8(self._matrix(parts, rows, columns, unpair=unpair, dtype=torch.float32))
+        return self._ops.pack_quantized(weight, offsets, self._dtype)
+
+    def _bits(self, parts: Sequence[str]) -> int | None:
+        """What a joined matrix is held in: the most bits that one of its parts needs; None: the model's dtype."""
+        if self._quantization != "gguf":
+            return 8 if self._quantization == "int8" else None
+        stored = [self._checkpoint.stored_bits(f"{part}.weight") for part in parts if self._has(f"{part}.weight")]
+        kept = [bits for bits in stored if bits is not None]
+        return max(kept, default=None) if len(kept) == len(stored) else None
+
+    def _has(self, name: str) -> bool:
+        return name in self._checkpoint.tensors
+
+    def _int4(
+        self, parts: Sequence[str], rows: tuple[int, ...], columns: int, unpair: tuple[int, ...]
+    ) -> QuantizedWeight:
+        """As `_matrix`, but the integers that the file holds."""
+        if len(parts) == 1:
+            rows = (sum(rows),)
+        joined: list[tuple[Tensor, ...]] = []
+        for index, (part, count) in enumerate(zip(parts, rows, strict=True)):
+            name = f"{part}.weight"
+            self._expect(name, (count, columns))
+            read = self._checkpoint.read_int4(name)
+            self._check_finite(name, torch.cat(read[1:]))
+            self._count(name)
+            joined.append(tuple(_unpaired(each, unpair[index]) if index < len(unpair) else each for each in read))
+        values, scale, low = (torch.cat(each) for each in zip(*joined, strict=True))
+        return keep_int4(values, scale, low)
 
     def _matrix(
         self,
@@ -155,8 +192,7 @@ class Assembler:
             out = joined[begin : begin + count]
             self._read(f"{part}.{kind}", out)
             if index < len(unpair):
-                pairs = out.view(unpair[index], -1, 2, *out.shape[1:])
-                out.copy_(pairs.transpose(1, 2).reshape(out.shape))
+                out.copy_(_unpaired(out, unpair[index]))
             begin += count
         return joined
 
@@ -192,6 +228,10 @@ class Assembler:
 
     def _read(self, name: str, out: Tensor) -> None:
         self._checkpoint.read_into(name, out)
+        self._check_finite(name, out)
+        self._count(name)
+
+    def _check_finite(self, name: str, out: Tensor) -> None:
         low, high = torch.aminmax(out)  # NaN goes through; cheaper than a mask of all elements
         if not (math.isfinite(low) and math.isfinite(high)):
             dtype = str(out.dtype).removeprefix("torch.")
@@ -199,6 +239,8 @@ class Assembler:
                 f"tensor {name!r} in {self._checkpoint.path} is not finite in {dtype} (from {low:g} to {high:g}); "
                 f"download it again, or load it with dtype='float32' if it is sound"
             )
+
+    def _count(self, name: str) -> None:
         self._used.add(name)
         self._done += self._checkpoint.tensors[name].nbytes
         if self._progress is not None:
@@ -215,6 +257,11 @@ class Assembler:
                 f"{self._checkpoint.path} has {len(unused)} tensors that a {self._spec.family} decoder does not use, "
                 f"first {unused[0]!r}; ignoring them would change the model's answers"
             )
+
+
+def _unpaired(rows: Tensor, heads: int) -> Tensor:
+    """Rows of `heads` heads, whose rotary pairs lie side by side, in halves."""
+    return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

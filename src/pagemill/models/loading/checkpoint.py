@@ -51,6 +51,15 @@ class Checkpoint(Protocol):
         """Stored bytes by dtype; quantized weights count as float32."""
         ...
 
+    def stored_bits(self, name: str) -> int | None:
+        """Bits per value of a tensor in a quantized format (4: what `read_int4` reads), None of a plain one."""
+        ...
+
+    def read_int4(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """values uint8 [rows, columns], 0 .. 15, and scale and low, float32 [rows, columns / 32]: the weight is
+        scale * value + low."""
+        ...
+
     def read_into(self, name: str, out: Tensor) -> None:
         """Copies a tensor into `out` (same shape, any dtype and device), converting."""
         ...

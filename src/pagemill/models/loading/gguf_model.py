@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -25,6 +26,8 @@ from pagemill.models.names import GGUF, WeightNames
 
 _PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _QUANTIZED = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}
+_BLOCKS_OF_32 = {"Q4_0": 2, "Q4_1": 4}
+"""Formats whose integers can be kept, by the bytes before a block's 16 of values: scale, and for Q4_1 min, in fp16."""
 _MODEL_TYPES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -89,6 +92,24 @@ class GGUFModel:
         for tensor in self._stored.values():
             sizes[_PLAIN.get(tensor.kind.name, torch.float32)] += tensor.nbytes
         return dict(sizes)
+
+    def stored_bits(self, name: str) -> int | None:
+        kind = self._stored[name].kind.name
+        return (4 if kind in _BLOCKS_OF_32 else 8) if kind in _QUANTIZED else None
+
+    def read_int4(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        tensor, file = self._stored[name], self.files[0]
+        rows, columns = tensor.shape
+        head = _BLOCKS_OF_32[tensor.kind.name]
+        stored = file.view(tensor.begin, tensor.begin + tensor.nbytes).reshape(rows, columns // 32, head + 16)
+        values = np.empty((rows, columns // 32, 32), dtype=np.uint8)
+        np.bitwise_and(stored[..., head:], 15, out=values[..., :16])
+        np.right_shift(stored[..., head:], 4, out=values[..., 16:])
+        heads = torch.from_numpy(stored[..., :head].copy()).view(torch.float16).float()
+        file.forget(tensor.begin, tensor.begin + tensor.nbytes)
+        scale = heads[..., 0].contiguous()
+        low = heads[..., 1].contiguous() if tensor.kind.name == "Q4_1" else -8 * scale
+        return torch.from_numpy(values.reshape(rows, columns)), scale, low
 
     def read_into(self, name: str, out: Tensor) -> None:
         tensor, file = self._stored[name], self.files[0]

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -56,6 +56,12 @@ class HuggingFaceFolder:
             if info.dtype in _DTYPES:
                 sizes[_DTYPES[info.dtype]] += info.nbytes
         return dict(sizes)
+
+    def stored_bits(self, name: str) -> None:
+        return None
+
+    def read_int4(self, name: str) -> NoReturn:
+        raise TypeError(f"tensor {name!r} is not quantized")
 
     def read_into(self, name: str, out: Tensor) -> None:
         file, begin = self._places[name]

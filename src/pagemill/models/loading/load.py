@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pagemill.attention.interface import AttentionBackend
-from pagemill.errors import ModelNotFoundError
+from pagemill.errors import ConfigError, ModelNotFoundError
 from pagemill.models.decoder import Decoder
 from pagemill.models.dtype import resolve_dtype
 from pagemill.models.families import ModelConfig, find_family
@@ -51,22 +51,32 @@ def load_model(
     max_model_len: int | None = None,
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
+    quantization: str | None = None,
 ) -> LoadedModel:
     """Loads a folder in Hugging Face's form or a GGUF file.
 
     hf_overrides:  replaces settings of the model's configuration, by transformers' names.
     max_model_len: longest context to prepare for; None: all that the model declares.
     progress:      called with (done, total) bytes as tensors are read.
+    quantization:  how linear layers are held: None in dtype, "int8", or "gguf" as a quantized GGUF file holds them.
     Raises ModelNotFoundError, ModelConfigError, UnsupportedModelError, CorruptWeightsError, ConfigError (dtype,
-    max_model_len) or UnknownArgumentError (a key of hf_overrides).
+    max_model_len, quantization) or UnknownArgumentError (a key of hf_overrides).
     """
     device = torch.device(device)
     checkpoint = open_checkpoint(Path(path).expanduser(), hf_overrides or {})
     config = checkpoint.config
+    if quantization == "gguf" and not checkpoint.quantized:
+        raise ConfigError(
+            f"quantization is 'gguf', but {path} is no quantized GGUF file; use quantization='int8', which rounds any "
+            f"weights to 8 bits, or leave it out",
+            param="quantization",
+        )
     family = find_family(config["model_type"], config.get("architectures"))
     spec = family.describe(ModelConfig(config), max_model_len)
     chosen = resolve_dtype(dtype, checkpoint.float_dtypes(), quantized=checkpoint.quantized, device=device)
-    assembler = Assembler(checkpoint, spec, checkpoint.names or family.names, ops, chosen, device, progress)
+    assembler = Assembler(
+        checkpoint, spec, checkpoint.names or family.names, ops, chosen, device, progress, quantization
+    )
     with _one_thread():
         weights = assembler.assemble()
     return LoadedModel(

@@ -1,0 +1,122 @@
+"""What a precision costs in quality: perplexity of a fixed real text, and greedy agreement, beside float32's.
+
+    python -m benchmarks.quality [--settings bfloat16,gguf,int8] [--windows 8] [--length 1024] [--prompts 8]
+
+Settings are joined by "+": a dtype (float32, bfloat16), a quantization (gguf, int8), "kv=DTYPE" for the cache's.
+Perplexity is of each window's tokens after the first, given those before, over windows spread evenly over the text.
+Agreement: the share of greedy tokens equal to float32's, each given the same tokens before it, float32's own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from pathlib import Path
+
+from pagemill.config import DTYPES, QUANTIZATIONS, EngineConfig
+from pagemill.doctor import cpu_model
+from pagemill.engine.core import EngineCore
+from pagemill.engine.messages import EngineRequest, SequenceOutput
+from pagemill.hub import resolve_model
+from pagemill.sampling.logprobs import TokenLogprobs
+from pagemill.sampling.params import SamplingParams
+from pagemill.text.tokenizer import Tokenizer
+
+TEXT = Path(__file__).parent / "peers/alice.txt"
+ANSWER = 64
+
+
+def settings_of(text: str) -> dict[str, str]:
+    """Raises ValueError for a part that is no setting."""
+    settings = {"dtype": "float32"}
+    for part in text.split("+"):
+        if part in DTYPES:
+            settings["dtype"] = part
+        elif part in QUANTIZATIONS:
+            settings["quantization"] = part
+        elif part.startswith("kv="):
+            settings["kv_cache_dtype"] = part[3:]
+        else:
+            raise ValueError(f"{part!r} is neither of {', '.join((*DTYPES, *QUANTIZATIONS))} nor kv=DTYPE")
+    return settings
+
+
+def make_engine(model: str, settings: dict[str, str], longest: int) -> EngineCore:
+    return EngineCore(
+        EngineConfig(model=model, max_model_len=longest, max_num_seqs=8, enable_prefix_caching=False, **settings)
+    )
+
+
+def scored(core: EngineCore, prompts: list[list[int]]) -> list[list[TokenLogprobs]]:
+    """For each prompt, its tokens' log probabilities from the second token on, beside the most likely one's."""
+    params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
+    return [output.prompt_logprobs[1:] for output in run(core, prompts, params)]
+
+
+def answers(core: EngineCore, prompts: list[list[int]]) -> list[list[int]]:
+    params = SamplingParams(temperature=0.0, max_tokens=ANSWER, ignore_eos=True)
+    return [output.new_token_ids for output in run(core, prompts, params)]
+
+
+def run(core: EngineCore, prompts: list[list[int]], params: SamplingParams) -> list[SequenceOutput]:
+    """One output per prompt, with all of its tokens and prompt log probabilities."""
+    found: dict[str, SequenceOutput] = {}
+    for index, prompt in enumerate(prompts):
+        core.add_request(
+            EngineRequest(request_id=str(index), prompt_token_ids=prompt, params=params, arrival_s=time.monotonic())
+        )
+    while core.has_work():
+        for output in core.step():
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            first = found.setdefault(output.request_id, output)
+            if first is not output:
+                first.new_token_ids += output.new_token_ids
+                first.prompt_logprobs = [*(first.prompt_logprobs or []), *(output.prompt_logprobs or [])]
+    return [found[str(index)] for index in range(len(prompts))]
+
+
+def perplexity(core: EngineCore, windows: list[list[int]]) -> float:
+    scores = [logprobs.logprobs[0] for window in scored(core, windows) for logprobs in window]
+    return math.exp(-sum(scores) / len(scores))
+
+
+def agreement(core: EngineCore, prompts: list[list[int]], expected: list[list[int]]) -> float:
+    joined = [prompt + answer for prompt, answer in zip(prompts, expected, strict=True)]
+    last = [window[-ANSWER:] for window in scored(core, joined)]
+    equal = [logprobs.token_ids[1] == logprobs.token_ids[0] for window in last for logprobs in window]
+    return sum(equal) / len(equal)
+
+
+def windows_of(tokens: list[int], count: int, length: int) -> list[list[int]]:
+    step = (len(tokens) - length) // max(1, count - 1)
+    return [tokens[i * step : i * step + length] for i in range(count)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--settings", default="bfloat16,gguf,gguf+bfloat16,int8")
+    parser.add_argument("--windows", type=int, default=8)
+    parser.add_argument("--length", type=int, default=1024)
+    parser.add_argument("--prompts", type=int, default=8, help="of 128 tokens, for the greedy agreement")
+    options = parser.parse_args()
+    tokens = Tokenizer.from_path(resolve_model(options.model)).encode(TEXT.read_text())
+    windows = windows_of(tokens, options.windows, options.length)
+    prompts = windows_of(tokens, options.prompts, 128)
+    core = make_engine(options.model, settings_of("float32"), options.length + 1)
+    exact, expected = perplexity(core, windows), answers(core, prompts)
+    count = options.windows * (options.length - 1)
+    print(f"{cpu_model()}, {options.model}; perplexity of {count} tokens, agreement on {options.prompts * ANSWER}\n")
+    print("| settings | perplexity | against float32 | greedy agreement |")
+    print("| --- | ---: | ---: | ---: |")
+    print(f"| float32 | {exact:.4f} | | |", flush=True)
+    for text in options.settings.split(","):
+        core = make_engine(options.model, settings_of(text), options.length + 1)
+        found, share = perplexity(core, windows), agreement(core, prompts, expected)
+        print(f"| {text} | {found:.4f} | {found / exact - 1:+.2%} | {share:.1%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

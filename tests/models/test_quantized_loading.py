@@ -1,0 +1,89 @@
+"""Loading with quantized linear layers: which matrices keep the file's integers, and that the model stays the same."""
+
+from __future__ import annotations
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from gguf_files import write_gguf
+from small_llama import load, logits, save_llama
+
+from pagemill.errors import ConfigError, CorruptWeightsError
+from pagemill.ops.torch_ops import TorchOps
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return save_llama(tmp_path_factory.mktemp("small"), attention_bias=True)
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """Bits of every quantized matrix, in the order of packing."""
+    seen: list[int] = []
+    pack = TorchOps.pack_quantized
+
+    def note(self, weight, bias, dtype):
+        seen.append(8 if weight.slopes is None else 4)
+        return pack(self, weight, bias, dtype)
+
+    monkeypatch.setattr(TorchOps, "pack_quantized", note)
+    return seen
+
+
+def close(found: torch.Tensor, exact: torch.Tensor) -> bool:
+    return bool((found - exact).norm() < 0.1 * exact.norm())
+
+
+def gguf_of(folder, path, kind_of):
+    def store(name: str, weight: np.ndarray):
+        kind = kind_of(name)
+        return (weight, kind) if kind == Kind.F32 else (gguf.quants.quantize(weight, kind), kind)
+
+    return write_gguf(folder, path / "model.gguf", "llama", {}, store)
+
+
+@pytest.mark.parametrize(("kind", "bits"), [(Kind.Q4_0, 4), (Kind.Q4_1, 4), (Kind.Q8_0, 8), (Kind.Q5_1, 8)])
+def test_a_quantized_file_gives_the_model_of_its_dense_weights(folder, tmp_path, packed, kind, bits):
+    file = gguf_of(folder, tmp_path, lambda name: kind)
+    exact = logits(load(file, dtype="float32"))
+    assert packed == []
+    assert close(logits(load(file, dtype="float32", quantization="gguf")), exact)
+    assert packed == [bits] * 9
+
+
+def test_a_joined_matrix_takes_what_its_widest_part_needs(folder, tmp_path, packed):
+    kinds = {"attn_v": Kind.Q8_0, "ffn_up": Kind.F32, "output": Kind.F32}
+    file = gguf_of(folder, tmp_path, lambda name: kinds.get(name.split(".")[-2], Kind.Q4_1))
+    exact = logits(load(file, dtype="float32"))
+    assert close(logits(load(file, dtype="float32", quantization="gguf")), exact)
+    assert sorted(packed) == [4, 4, 4, 4, 8, 8]
+
+
+def test_int8_takes_any_checkpoint(folder, packed):
+    assert close(logits(load(folder, dtype="float32", quantization="int8")), logits(load(folder, dtype="float32")))
+    assert packed == [8] * 9
+
+
+def test_tied_embeddings_are_rows_of_the_quantized_head(tmp_path, packed):
+    folder = save_llama(tmp_path, tie_word_embeddings=True)
+    assert close(logits(load(folder, dtype="float32", quantization="int8")), logits(load(folder, dtype="float32")))
+    assert packed == [8] * 9
+
+
+def test_a_folder_has_no_quantized_weights_to_keep(folder):
+    with pytest.raises(ConfigError, match=r"no quantized GGUF file; use quantization='int8'"):
+        load(folder, quantization="gguf")
+
+
+def test_weights_that_are_not_finite_are_named(folder, tmp_path):
+    file = gguf_of(folder, tmp_path, lambda name: Kind.Q4_1)
+    data = bytearray(file.read_bytes())
+    reader = gguf.GGUFReader(file)
+    at = next(tensor.data_offset for tensor in reader.tensors if tensor.name == "blk.1.ffn_down.weight")
+    data[at : at + 2] = np.array([np.inf], dtype=np.float16).tobytes()
+    file.write_bytes(data)
+    with pytest.raises(CorruptWeightsError, match=r"blk\.1\.ffn_down.*not finite"):
+        load(file, quantization="gguf")
