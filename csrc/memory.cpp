@@ -5,9 +5,7 @@
 #include <mutex>
 #include <vector>
 
-#if defined(__linux__)
 #include <sys/mman.h>
-#endif
 
 namespace pagemill {
 namespace {
@@ -23,6 +21,20 @@ struct Chunk {
 
 std::mutex mutex;
 std::vector<Chunk> chunks;  // the last one is being filled
+
+// A mapping of its own of whole huge pages: what the C library's heap has free would not go back to the system.
+char* map_huge(size_t size) {
+    void* all = mmap(nullptr, size + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (all == MAP_FAILED) return nullptr;
+    char* const first = static_cast<char*>(all);
+    char* const begin = reinterpret_cast<char*>(whole(reinterpret_cast<size_t>(first), kHugePage));
+    if (begin > first) munmap(first, begin - first);
+    munmap(begin + size, first + kHugePage - begin);
+#if defined(MADV_HUGEPAGE)
+    madvise(begin, size, MADV_HUGEPAGE);  // refused: small pages do as well
+#endif
+    return begin;
+}
 
 }  // namespace
 
@@ -40,7 +52,7 @@ void* allocate_shared(size_t bytes) {
     std::lock_guard<std::mutex> lock(mutex);
     if (chunks.empty() || chunks.back().size - chunks.back().used < bytes) {
         const size_t size = std::max(kChunk, whole(bytes, kHugePage));
-        char* begin = static_cast<char*>(allocate_huge(size));
+        char* const begin = map_huge(size);
         if (!begin) return nullptr;
         chunks.push_back({begin, size, 0, 0});
     }
@@ -55,7 +67,7 @@ void release_shared(void* block) {
     const auto holds = [&](const Chunk& chunk) { return block >= chunk.begin && block < chunk.begin + chunk.size; };
     const auto chunk = std::find_if(chunks.begin(), chunks.end(), holds);
     if (chunk == chunks.end() || --chunk->blocks) return;
-    std::free(chunk->begin);
+    munmap(chunk->begin, chunk->size);
     chunks.erase(chunk);
 }
 
