@@ -15,7 +15,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built
-KERNEL_SOURCES := $(shell find csrc CMakeLists.txt -type f 2>/dev/null)
+KERNEL_SOURCES := $(shell find csrc CMakeLists.txt src/pagemill/_kernels.pyi -type f 2>/dev/null)
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint requirements/lock.txt
 MODEL_READY = $(BIN)/pagemill pull $(MODEL)
 

@@ -24,7 +24,8 @@ from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.attention.interface import AttentionBatch, GroupBatch
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layer_groups import group_layers
-from pagemill.ops.cpu_ops import CpuOps, default_num_threads
+from pagemill.machine import usable_cores
+from pagemill.ops.cpu_ops import CpuOps
 from pagemill.ops.quantized import keep_int4, quantize_int8
 
 BLOCK_SIZE = 16
@@ -218,7 +219,7 @@ def bench_attention(budget: float, peak: float, bandwidth: float, quick: bool) -
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--threads", type=int, default=default_num_threads())
+    parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--quick", action="store_true", help="fewer shapes, shorter samples")
     options = parser.parse_args()
     torch.manual_seed(0)

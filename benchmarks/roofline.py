@@ -38,10 +38,11 @@ from numpy.typing import NDArray
 
 from pagemill.engine.core import EngineCore
 from pagemill.hub import resolve_model
+from pagemill.machine import usable_cores
 from pagemill.models.cpu_decoder import CpuDecoder
 from pagemill.models.decoder import Decoder
 from pagemill.models.weights import Experts
-from pagemill.ops.cpu_ops import CpuLinear, CpuOps, default_num_threads
+from pagemill.ops.cpu_ops import CpuLinear, CpuOps
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
 GEMM_SIZE = 2048
@@ -272,7 +273,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
-    torch.set_num_threads(default_num_threads())
+    torch.set_num_threads(usable_cores())
     machine = describe_machine()
     engine = Engine(
         {"gguf": str(resolve_model(MODEL))}, {"dtype": arguments.dtype, "quantization": arguments.quantization}

@@ -9,6 +9,7 @@ from datetime import datetime, timezone
 import psutil
 
 from pagemill.doctor import cpu_model
+from pagemill.machine import cpu_features
 
 
 def describe_machine() -> dict[str, object]:
@@ -22,13 +23,6 @@ def describe_machine() -> dict[str, object]:
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }
-
-
-def cpu_features() -> set[str]:
-    with open("/proc/cpuinfo") as lines:
-        return next(
-            (set(line.split(":")[1].split()) for line in lines if line.startswith(("flags", "Features"))), set()
-        )
 
 
 def resident_bytes(process: psutil.Process) -> int:

@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import Any
 
 import pagemill
+from pagemill.errors import StaleKernelsError
 from pagemill.hub.registry import cache_dir, pulled_models
+from pagemill.machine import cpu_features, cpu_info, usable_cores, usable_memory
+from pagemill.ops.compiled import check_compiled
 
 # What kernels choose by, in the words of /proc/cpuinfo (x86 flags, ARM features).
 _CPU_FEATURES = (
@@ -71,11 +74,9 @@ def examine() -> dict[str, Any]:
         "machine": {
             "system": platform.platform(),
             "cpu": cpu_model(),
-            "cpu features": _cpu_features(),
+            "cpu features": [feature for feature in _CPU_FEATURES if feature in cpu_features()],
             "cores": os.cpu_count(),
-            "cores for this process": len(os.sched_getaffinity(0))
-            if hasattr(os, "sched_getaffinity")
-            else os.cpu_count(),
+            "physical cores for this process": usable_cores(),
             **_memory(),
         },
         "gpu": _gpu(),
@@ -114,11 +115,15 @@ def _kernels() -> str:
         kernels = importlib.import_module("pagemill._kernels")
     except ImportError as error:
         return f"not usable ({error}); `make` in a checkout, with a C++17 compiler, builds them"
+    try:
+        check_compiled()
+    except StaleKernelsError as error:
+        return f"not usable: {error}"
     return str(kernels.isa())
 
 
 def cpu_model() -> str | None:
-    fields = _proc("cpuinfo")
+    fields = cpu_info()
     if "model name" in fields:
         return fields["model name"]
     if sys.platform == "darwin":
@@ -126,30 +131,11 @@ def cpu_model() -> str | None:
     return platform.processor() or platform.machine() or None
 
 
-def _cpu_features() -> list[str]:
-    fields = _proc("cpuinfo")
-    present = set((fields.get("flags") or fields.get("Features") or "").split())
-    return [feature for feature in _CPU_FEATURES if feature in present]
-
-
 def _memory() -> dict[str, int | None]:
-    """Bytes. A container's limit counts where it is lower than the machine's memory."""
-    fields = _proc("meminfo")
-    sizes = {name: int(text.split()[0]) * 1024 for name, text in fields.items() if text.endswith("kB")}
-    total: int | None = sizes.get("MemTotal")
-    if total is None and "SC_PHYS_PAGES" in os.sysconf_names:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limit = _container_limit()
-    memory = {"memory": total, "memory available": sizes.get("MemAvailable")}
-    return {**memory, "memory limit of the container": limit} if limit is not None else memory
-
-
-def _container_limit() -> int | None:
-    for file in ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"):
-        text = _read(file).strip()
-        if text.isdigit() and int(text) < 1 << 60:  # version 1 writes a huge number for "no limit"
-            return int(text)
-    return None
+    """Bytes."""
+    memory = usable_memory()
+    sizes = {"memory": memory.total, "memory available": memory.available}
+    return sizes if memory.limit is None else {**sizes, "memory limit of the control group": memory.limit}
 
 
 def _gpu() -> dict[str, str]:
@@ -182,23 +168,6 @@ def _is_setting(name: str) -> bool:
     return bool(
         re.match(r"(PAGEMILL|OMP|KMP|MKL|CUDA)_|HF_(HOME|ENDPOINT|HUB_OFFLINE|HUB_CACHE)$", name)
     ) and not re.search(r"KEY|TOKEN|SECRET|PASSWORD", name)
-
-
-def _proc(name: str) -> dict[str, str]:
-    """`name: value` lines of a file in /proc (empty elsewhere); the first of equal names counts."""
-    fields: dict[str, str] = {}
-    for line in _read(f"/proc/{name}").splitlines():
-        key, separator, value = line.partition(":")
-        if separator:
-            fields.setdefault(key.strip(), value.strip())
-    return fields
-
-
-def _read(file: str) -> str:
-    try:
-        return Path(file).read_text(errors="replace")
-    except OSError:
-        return ""
 
 
 def _output(command: list[str]) -> str | None:

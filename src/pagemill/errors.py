@@ -83,6 +83,10 @@ class KVMemoryError(ConfigError):
     """A KV pool that can not be made: too small for one sequence, or more than the machine has."""
 
 
+class StaleKernelsError(PagemillError):
+    """Compiled kernels of another version than the Python files that call them."""
+
+
 class MemoryInvariantError(PagemillError, AssertionError):
     """The memory manager's recount disagrees with its books: a bug. The message names the broken invariant."""
 

@@ -21,6 +21,7 @@ from pagemill.kvcache.sizing import device_memory, num_frames
 from pagemill.memory.eviction import POLICIES
 from pagemill.memory.manager import MemoryManager
 from pagemill.models.loading import LoadedModel, load_model
+from pagemill.ops.compiled import check_compiled
 from pagemill.ops.select import select_ops
 from pagemill.scheduling.scheduler import Scheduler
 
@@ -39,10 +40,11 @@ class Engine:
 
 
 def build(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Engine:
-    """Loads the model and allocates the pool. Raises `ModelLoadError` and `ConfigError` children.
+    """Loads the model and allocates the pool. Raises `ModelLoadError` and `ConfigError` children, `StaleKernelsError`.
 
     progress(done, total): bytes of weights, called while they load.
     """
+    check_compiled()
     device = _device(config.device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)

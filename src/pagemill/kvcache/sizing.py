@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import torch
 
 from pagemill.errors import ConfigError, KVMemoryError
+from pagemill.machine import usable_memory
 
 _UNITS = {
     "": 1, "b": 1,
@@ -102,17 +101,10 @@ def num_frames(
 
 
 def device_memory(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes of the device. On CPU, what the process's control group allows is respected."""
+    """(free, total) bytes of the device. On CPU, within what the process's control groups allow."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free, total
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    free, total = (int(fields[name].split()[0]) * 1024 for name in ("MemAvailable", "MemTotal"))
-    try:
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text())
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-        used = int((group / "memory.current").read_text()) - int(stat["inactive_file"])
-        return min(free, limit - used), min(total, limit)
-    except (OSError, ValueError, KeyError):  # no control group, or "max": no limit
-        return free, total
+    memory = usable_memory()
+    total = memory.total if memory.limit is None else memory.limit
+    return total if memory.available is None else memory.available, total

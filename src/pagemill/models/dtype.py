@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import platform
-from functools import cache
-from pathlib import Path
 
 import torch
 
 from pagemill.errors import ConfigError
+from pagemill.machine import cpu_features
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _X86 = {torch.bfloat16: {"avx512_bf16", "amx_bf16"}, torch.float16: {"avx512_fp16", "amx_fp16"}}
 _ARM = {torch.bfloat16: {"bf16", "svebf16"}, torch.float16: {"asimdhp"}}
-
-
-@cache
-def cpu_features() -> frozenset[str]:
-    """The CPU's features as Linux names them (`flags` or `Features`); elsewhere what can be told without asking it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        # Every Apple CPU has half-precision arithmetic; bfloat16 came later and is not assumed.
-        apple = platform.system() == "Darwin" and platform.machine() == "arm64"
-        return frozenset({"asimdhp"}) if apple else frozenset()
-    words = [line.partition(":")[2].split() for line in lines if line.startswith(("flags", "Features"))]
-    return frozenset(words[0]) if words else frozenset()
 
 
 def is_native(dtype: torch.dtype, device: torch.device) -> bool:

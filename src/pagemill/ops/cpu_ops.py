@@ -5,9 +5,6 @@ Every row's result is bitwise independent of the other rows and of the number of
 
 from __future__ import annotations
 
-import math
-import os
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -25,23 +22,6 @@ ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 def kernel_name() -> str:
     return f"cpu-{_kernels.isa()}-{KERNEL_VERSION}"
-
-
-def default_num_threads() -> int:
-    """Physical cores that this process may run on, within its control group's quota."""
-    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
-    cores = set()
-    for cpu in cpus:
-        topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
-        try:
-            cores.add(tuple((topology / name).read_text() for name in ("physical_package_id", "core_id")))
-        except OSError:
-            cores.add((str(cpu),))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, min(len(cores), math.ceil(int(quota) / int(period))))
-    except (OSError, ValueError):  # no control group, or "max": no quota
-        return max(1, len(cores))
 
 
 def dtype_code(tensor: Tensor) -> int:

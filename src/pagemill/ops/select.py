@@ -7,6 +7,7 @@ import os
 import torch
 
 from pagemill.errors import ConfigError
+from pagemill.machine import usable_cores
 from pagemill.ops.interface import Ops
 
 
@@ -17,14 +18,14 @@ def select_ops(device: torch.device | str, num_threads: int | None = None) -> Op
     """
     if torch.device(device).type == "cpu":
         from pagemill import _kernels
-        from pagemill.ops.cpu_ops import CpuOps, default_num_threads
+        from pagemill.ops.cpu_ops import CpuOps
 
         asked = os.environ.get("PAGEMILL_ISA")
         if asked and asked not in _kernels.available_isas():
             raise ConfigError(
                 f"PAGEMILL_ISA is {asked!r}; this CPU runs {', '.join(_kernels.available_isas())}", param="PAGEMILL_ISA"
             )
-        _kernels.set_num_threads(num_threads or default_num_threads())
+        _kernels.set_num_threads(num_threads or usable_cores())
         return CpuOps()
     from pagemill.ops.torch_ops import TorchOps
 

@@ -1,0 +1,128 @@
+"""What the machine gives this process: CPU features, cores, memory, each within the limits of its control groups.
+
+Read from /proc and /sys under `root`, so that tests can lay out a machine; elsewhere what the system calls tell.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+_ROOT = Path("/")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes. available: what can be had without swapping, within the limit; None where the system does not say.
+
+    limit: the smallest of the control groups', where it is below `total`.
+    """
+
+    total: int
+    available: int | None
+    limit: int | None
+
+
+@cache
+def cpu_info(root: Path = _ROOT) -> dict[str, str]:
+    """The first processor's lines of /proc/cpuinfo by name; empty on systems without it."""
+    return _fields(root / "proc/cpuinfo")
+
+
+def cpu_features(root: Path = _ROOT) -> frozenset[str]:
+    """The CPU's features as Linux names them (`flags` or `Features`); elsewhere what can be told without asking it."""
+    fields = cpu_info(root)
+    if not fields and platform.system() == "Darwin" and platform.machine() == "arm64":
+        # Every Apple CPU has half-precision arithmetic; bfloat16 came later and is not assumed.
+        return frozenset({"asimdhp"})
+    return frozenset(fields.get("flags", fields.get("Features", "")).split())
+
+
+def usable_cores(root: Path = _ROOT) -> int:
+    """Physical cores that this process may run on, within the smallest CPU quota of its control groups."""
+    cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+    cores = set()
+    for cpu in cpus:
+        topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        core = tuple(_text(topology / name) for name in ("physical_package_id", "core_id"))
+        cores.add(core if all(core) else (str(cpu),))
+    return max(1, min([len(cores), *_cpu_quotas(root)]))
+
+
+def usable_memory(root: Path = _ROOT) -> Memory:
+    """The machine's memory, and what this process may still take of it."""
+    fields = _fields(root / "proc/meminfo")
+    if "MemTotal" in fields:
+        total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
+    else:
+        total, available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), None
+    limit = None
+    for bound, used in _memory_limits(root):
+        if bound < total:  # version 1 writes a huge number for "no limit"
+            limit = bound if limit is None else min(limit, bound)
+            free = max(0, bound - used)
+            available = free if available is None else min(available, free)
+    return Memory(total, available, limit)
+
+
+def _cpu_quotas(root: Path) -> Iterator[int]:
+    """Whole cores that each control group's quota is enough for, rounded up."""
+    for group in _groups(root, "cpu"):
+        quota, _, period = _text(group / "cpu.max").partition(" ")
+        if not quota:
+            quota, period = _text(group / "cpu.cfs_quota_us"), _text(group / "cpu.cfs_period_us")
+        if quota.isdigit() and period.isdigit():  # "max" or -1: no quota
+            yield math.ceil(int(quota) / int(period))
+
+
+def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
+    """(limit, bytes in use but for file pages that can be dropped at once) of each control group with a limit."""
+    files = (
+        ("memory.max", "memory.current", "inactive_file"),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    )
+    for group in _groups(root, "memory"):
+        for limit, usage, inactive in files:
+            bound, used = _text(group / limit), _text(group / usage)
+            if bound.isdigit() and used.isdigit():
+                stat = dict(line.split(" ", 1) for line in _text(group / "memory.stat").splitlines())
+                yield int(bound), int(used) - int(stat.get(inactive, 0))
+
+
+def _groups(root: Path, controller: str) -> Iterator[Path]:
+    """Folders of this process's control group and of all groups around it, for versions 2 and 1.
+
+    In a container the path in /proc may be the host's, of which only the folder at the mount is to be seen.
+    """
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / (controller if controllers else "")
+        group = mount / path.lstrip("/")
+        inside = () if ".." in group.parts else (group, *group.parents)
+        yield from (folder for folder in inside if folder != mount and folder.is_relative_to(mount))
+        yield mount
+
+
+def _fields(file: Path) -> dict[str, str]:
+    """`name: value` lines; the first of equal names counts."""
+    fields: dict[str, str] = {}
+    for line in _text(file).splitlines():
+        key, separator, value = line.partition(":")
+        if separator:
+            fields.setdefault(key.strip(), value.strip())
+    return fields
+
+
+def _text(file: Path) -> str:
+    """Empty if it can not be read."""
+    try:
+        return file.read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""
