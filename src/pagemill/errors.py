@@ -87,6 +87,12 @@ class StaleKernelsError(PagemillError):
     """Compiled kernels of another version than the Python files that call them."""
 
 
+class KVStoreError(PagemillError):
+    """A KV store on disk that can not be used, or that takes no more blocks."""
+
+    kind: ClassVar[str] = "kv_store_error"
+
+
 class MemoryInvariantError(PagemillError, AssertionError):
     """The memory manager's recount disagrees with its books: a bug. The message names the broken invariant."""
 

@@ -1,0 +1,406 @@
+"""DiskStore: the disk tier. Blocks are found by digest and outlive the process that wrote them.
+
+A folder holds the blocks of one model, KV format and set of kernels. In `blocks.dat`, slots of equal size each hold one
+block: a header that says which, and a checksum over header and content. `index.sqlite` says which slots hold what; it
+can be made again from the headers. Several processes may use a folder at once.
+
+Nothing that was read is trusted before its checksum agrees, so the order in which bytes reach the disk does not matter:
+a block that a crash tore apart is found, dropped, and computed again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import sqlite3
+import struct
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from pagemill.errors import KVStoreError
+
+VERSION = 1
+PAGE_BYTES = 4096
+BATCH_SLOTS = 256
+"""Slots that are read with one call where they are neighbours: two buffers each, of 1,024 that the system takes."""
+
+_HEADER = struct.Struct("<8s32s32sII")  # magic, digest, parent, group, depth; then the checksum
+_CHECKSUM_BYTES = 8
+_MAGIC = b"pmillKV1"
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE blocks (
+    digest BLOB, layer_group INTEGER, slot INTEGER NOT NULL UNIQUE, parent BLOB NOT NULL, depth INTEGER NOT NULL,
+    used_s REAL NOT NULL, PRIMARY KEY (digest, layer_group)
+) WITHOUT ROWID;
+CREATE INDEX blocks_by_use ON blocks (used_s, depth DESC);
+CREATE TABLE free (slot INTEGER PRIMARY KEY);
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreFormat:
+    """What all blocks of a store have in common. Every field but `model`, which is for people, keeps stores apart.
+
+    fingerprint: of the model's weights and configuration, hexadecimal; kv_format: dtype and block size; numerics: names
+    of the kernels; record_bytes: K and V of one block of one layer group.
+    """
+
+    model: str
+    fingerprint: str
+    kv_format: str
+    numerics: str
+    record_bytes: int
+    version: int = VERSION
+
+    @property
+    def key(self) -> str:
+        """Name of the store's folder."""
+        fields = asdict(self)
+        del fields["model"]
+        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:24]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> StoreFormat:
+        return cls(**json.loads(text))
+
+
+class BlockName(NamedTuple):
+    """Which block: its digest and layer group, the digest it hangs on, and how many blocks stand before it."""
+
+    digest: bytes
+    group: int
+    parent: bytes
+    depth: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """blocks and bytes in the store now; found broken, and evicted, since it was opened."""
+
+    blocks: int
+    bytes: int
+    limit_bytes: int
+    broken: int
+    evicted: int
+
+
+class DiskStore:
+    """Thread-safe. Raises KVStoreError for a folder that can not be used, and for what the disk refuses.
+
+    limit_bytes: the most that `blocks.dat` may grow to; what was used longest ago makes room, a chain's end first.
+    """
+
+    def __init__(self, root: Path, format: StoreFormat, limit_bytes: int) -> None:
+        self.format = format
+        self.folder = root / format.key
+        self.record_bytes = format.record_bytes
+        self._head_bytes = -(-(_HEADER.size + _CHECKSUM_BYTES + format.record_bytes) // PAGE_BYTES) * PAGE_BYTES
+        self._head_bytes -= format.record_bytes
+        self.slot_bytes = self._head_bytes + format.record_bytes
+        self.limit_bytes = limit_bytes
+        if limit_bytes < self.slot_bytes:
+            raise KVStoreError(
+                f"the KV store may take {limit_bytes} bytes, but one block takes {self.slot_bytes}; raise its limit"
+            )
+        self._lock = threading.RLock()
+        self._lookup_lock = threading.Lock()
+        self._read_since: set[tuple[bytes, int]] = set()  # the last transaction
+        self._broken = self._evicted = 0
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._in_use = _open(self.folder / "lock")
+            fcntl.flock(self._in_use, fcntl.LOCK_SH)
+            self._file = _open(self.folder / "blocks.dat")
+            self._open_index()
+        except OSError as error:
+            raise KVStoreError(f"the KV store {self.folder} can not be opened: {error}") from error
+
+    # What is there
+
+    def find(self, digests: Sequence[bytes], group: int) -> int:
+        """How many of `digests`, from the first on without a gap, are stored for a layer group."""
+        with self._reading():
+            for count, digest in enumerate(digests):
+                query = "SELECT 1 FROM blocks WHERE digest = ? AND layer_group = ?"
+                if self._lookup.execute(query, (digest, group)).fetchone() is None:
+                    return count
+        return len(digests)
+
+    def stats(self) -> StoreStats:
+        with self._reading():
+            blocks = self._lookup.execute("SELECT COUNT(*) FROM blocks").fetchone()[0]
+        return StoreStats(blocks, blocks * self.slot_bytes, self.limit_bytes, self._broken, self._evicted)
+
+    # Reading and writing
+
+    def read(self, blocks: Sequence[tuple[bytes, int]], out: NDArray[np.uint8]) -> list[bool]:
+        """Blocks (digest, group) into the rows of `out` [len(blocks), record_bytes], contiguous; which of them were
+        there, whole. The other rows hold nothing of use. A broken block is dropped from the store."""
+        slots = self._slots(blocks)
+        rows = sorted((slot, row) for row, slot in enumerate(slots) if slot is not None)
+        found = [False] * len(blocks)
+        heads = np.empty((len(blocks), self._head_bytes), dtype=np.uint8)
+        for run in _runs(rows):
+            with suppress(OSError):  # what could not be read fails its check
+                buffers = [buffer for _, row in run for buffer in (heads[row], out[row])]
+                os.preadv(self._file, buffers, run[0][0] * self.slot_bytes)
+        for slot, row in rows:
+            found[row] = self._whole(heads[row], out[row], *blocks[row])
+            if not found[row]:
+                self._drop_broken(*blocks[row], slot)
+        with self._lookup_lock:
+            self._read_since.update(block for block, whole in zip(blocks, found, strict=True) if whole)
+        return found
+
+    def write(self, names: Sequence[BlockName], records: Sequence[NDArray[np.uint8]]) -> int:
+        """Stores what is not stored yet, contents of record_bytes each; returns how many blocks that were.
+
+        Raises KVStoreError if the disk takes no more; what was stored before is still there.
+        """
+        with self._lock:
+            fresh = [i for i, slot in enumerate(self._slots([name[:2] for name in names])) if slot is None]
+            fresh = fresh[: self.limit_bytes // self.slot_bytes]
+            if not fresh:
+                return 0
+            try:
+                self._make_room(len(fresh))
+                with self._transaction() as db:
+                    slots = self._take(db, len(fresh))
+                    now = time.time()
+                    for i, slot in zip(fresh, slots, strict=False):
+                        name = names[i]
+                        self._put(slot, name, records[i])
+                        db.execute("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?)",
+                                   (name.digest, name.group, slot, name.parent, name.depth, now))  # fmt: skip
+            except (OSError, sqlite3.Error) as error:
+                raise KVStoreError(
+                    f"the KV store {self.folder} took no more blocks: {error}; free disk space, or lower its limit"
+                ) from error
+            return len(slots)
+
+    # Upkeep
+
+    def names(self) -> list[BlockName]:
+        """All blocks, beginnings of chains first."""
+        with self._reading():
+            query = "SELECT digest, layer_group, parent, depth FROM blocks ORDER BY depth, slot"
+            return [BlockName(*row) for row in self._lookup.execute(query)]
+
+    def verify(self) -> Iterator[tuple[BlockName, bool]]:
+        """Reads every block; whether each is whole. Drops those that are not."""
+        record = np.empty((1, self.record_bytes), dtype=np.uint8)
+        for name in self.names():
+            yield name, self.read([name[:2]], record)[0]
+
+    def prune(self, *, keep_bytes: int | None = None, unused_for_s: float | None = None) -> int:
+        """Drops blocks until at most `keep_bytes` are left, and all that were not used for so long; gives the file's
+        free end back to the disk. Returns how many blocks went."""
+        with self._lock, self._transaction() as db:
+            count = 0
+            if unused_for_s is not None:
+                count += self._evict(db, "WHERE used_s < ?", (time.time() - unused_for_s,))
+            if keep_bytes is not None:
+                excess = self._count(db) - keep_bytes // self.slot_bytes
+                count += self._evict(db, "ORDER BY used_s, depth DESC LIMIT ?", (max(0, excess),))
+            end = (db.execute("SELECT MAX(slot) FROM blocks").fetchone()[0] or -1) + 1
+            end = end if self._count(db) else 0
+            db.execute("DELETE FROM free WHERE slot >= ?", (end,))
+            db.execute("UPDATE meta SET value = ? WHERE key = 'slots'", (end,))
+            os.ftruncate(self._file, end * self.slot_bytes)
+            return count
+
+    def close(self) -> None:
+        """Notes what was read last. Nothing else is left to do at the end of a process."""
+        with self._lock:
+            with suppress(sqlite3.Error), self._transaction():
+                pass
+            self._db.close()
+            self._lookup.close()
+            os.close(self._file)
+            os.close(self._in_use)
+
+    # Slots
+
+    def _slots(self, blocks: Sequence[tuple[bytes, int]]) -> list[int | None]:
+        query = "SELECT slot FROM blocks WHERE digest = ? AND layer_group = ?"
+        with self._reading():
+            found = [self._lookup.execute(query, block).fetchone() for block in blocks]
+        return [None if row is None else row[0] for row in found]
+
+    def _take(self, db: sqlite3.Connection, count: int) -> list[int]:
+        """Up to `count` slots that hold nothing."""
+        slots = [row[0] for row in db.execute("SELECT slot FROM free ORDER BY slot LIMIT ?", (count,))]
+        db.executemany("DELETE FROM free WHERE slot = ?", [(slot,) for slot in slots])
+        end = db.execute("SELECT value FROM meta WHERE key = 'slots'").fetchone()[0]
+        more = min(count - len(slots), self.limit_bytes // self.slot_bytes - end)
+        if more > 0:
+            os.posix_fallocate(self._file, end * self.slot_bytes, more * self.slot_bytes)
+            db.execute("UPDATE meta SET value = ? WHERE key = 'slots'", (end + more,))
+            slots += range(end, end + more)
+        return slots
+
+    def _make_room(self, count: int) -> None:
+        """Evicts until `count` more blocks fit; apart from writing them, so that no other process finds a block in a
+        slot that is being written."""
+        with self._transaction() as db:
+            excess = self._count(db) + count - self.limit_bytes // self.slot_bytes
+            if excess > 0:
+                self._evicted += self._evict(db, "ORDER BY used_s, depth DESC LIMIT ?", (excess,))
+
+    def _evict(self, db: sqlite3.Connection, which: str, values: tuple[float, ...]) -> int:
+        gone = db.execute(f"SELECT digest, layer_group, slot FROM blocks {which}", values).fetchall()
+        db.executemany("DELETE FROM blocks WHERE digest = ? AND layer_group = ?", [row[:2] for row in gone])
+        db.executemany("INSERT INTO free VALUES (?)", [row[2:] for row in gone])
+        return len(gone)
+
+    @staticmethod
+    def _count(db: sqlite3.Connection) -> int:
+        query = "SELECT value - (SELECT COUNT(*) FROM free) FROM meta WHERE key = 'slots'"
+        return int(db.execute(query).fetchone()[0])
+
+    def _put(self, slot: int, name: BlockName, record: NDArray[np.uint8]) -> None:
+        fields = _HEADER.pack(_MAGIC, name.digest, name.parent, name.group, name.depth)
+        head = (fields + _checksum(fields, record)).ljust(self._head_bytes, b"\0")
+        written = os.pwritev(self._file, [head, record], slot * self.slot_bytes)
+        if written != self.slot_bytes:
+            raise OSError(f"{written} of {self.slot_bytes} bytes were written")
+
+    @staticmethod
+    def _whole(head: NDArray[np.uint8], record: NDArray[np.uint8], digest: bytes, group: int) -> bool:
+        raw = head[: _HEADER.size + _CHECKSUM_BYTES].tobytes()
+        fields = raw[: _HEADER.size]
+        magic, stored_digest, _, stored_group, _ = _HEADER.unpack(fields)
+        named = (magic, stored_digest, stored_group) == (_MAGIC, digest, group)
+        return named and raw[_HEADER.size :] == _checksum(fields, record)
+
+    def _drop_broken(self, digest: bytes, group: int, slot: int) -> None:
+        """Unless another process has given the slot to another block in the meantime."""
+        with self._lock, suppress(sqlite3.Error), self._transaction() as db:
+            if self._evict(db, "WHERE digest = ? AND layer_group = ? AND slot = ?", (digest, group, slot)):
+                self._broken += 1
+
+    # The index
+
+    def _open_index(self) -> None:
+        path = self.folder / "index.sqlite"
+        try:
+            self._connect(path)
+        except (sqlite3.DatabaseError, ValueError, TypeError) as error:
+            if "locked" in str(error):
+                raise KVStoreError(f"the KV store {self.folder} is being written by another process") from error
+            self._rebuild(path, error)
+        if self._stored_format().key != self.format.key:
+            raise KVStoreError(
+                f"{self.folder} holds blocks of {self._stored_format()}, not of {self.format}; remove the folder"
+            )
+
+    def _stored_format(self) -> StoreFormat:
+        return StoreFormat.from_json(self._db.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()[0])
+
+    def _connect(self, path: Path) -> None:
+        os.close(_open(path))  # with its permissions, before SQLite would make it with others
+        self._db, self._lookup = (
+            sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False) for _ in range(2)
+        )
+        self._db.execute("PRAGMA journal_mode = WAL")
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        with self._transaction() as db:
+            if db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0] == 0:
+                for statement in _SCHEMA.split(";")[:-1]:
+                    db.execute(statement)
+                db.execute("INSERT INTO meta VALUES ('format', ?), ('slots', 0)", (self.format.to_json(),))
+                self._recover(db)
+        if self._db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
+            raise sqlite3.DatabaseError("its pages are damaged")
+        self._stored_format()
+
+    def _rebuild(self, path: Path, error: Exception) -> None:
+        """The index is damaged: makes it again from the slots' headers, if nobody else is using the store."""
+        for name in ("_db", "_lookup"):
+            with suppress(AttributeError, sqlite3.Error):
+                getattr(self, name).close()
+        try:
+            fcntl.flock(self._in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise KVStoreError(
+                f"the index of the KV store {self.folder} is damaged ({error}), and another process uses it; end that "
+                "process, then start again"
+            ) from error
+        for suffix in ("", "-wal", "-shm"):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+        self._connect(path)
+        fcntl.flock(self._in_use, fcntl.LOCK_SH)
+
+    def _recover(self, db: sqlite3.Connection) -> None:
+        """Lists what the headers say that the slots hold. Contents are checked when they are read."""
+        slots = os.fstat(self._file).st_size // self.slot_bytes
+        db.execute("UPDATE meta SET value = ? WHERE key = 'slots'", (slots,))
+        for slot in range(slots):
+            head = os.pread(self._file, _HEADER.size, slot * self.slot_bytes)
+            magic, digest, parent, group, depth = _HEADER.unpack(head)
+            row = (digest, group, slot, parent, depth, 0.0)
+            held = magic == _MAGIC and db.execute("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?)", row).rowcount
+            if not held:
+                db.execute("INSERT INTO free VALUES (?)", (slot,))
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        try:
+            with self._lookup_lock:
+                yield
+        except sqlite3.Error as error:
+            raise KVStoreError(f"the index of the KV store {self.folder} can not be read: {error}") from error
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        """One writer at a time, over all processes. Notes what was read since the last one."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            with self._lookup_lock:
+                read, self._read_since = self._read_since, set()
+            if read:
+                query, now = "UPDATE blocks SET used_s = ? WHERE digest = ? AND layer_group = ?", time.time()
+                self._db.executemany(query, [(now, *block) for block in read])
+            yield self._db
+        except BaseException:
+            with suppress(sqlite3.Error):  # which may have taken it back already
+                self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _checksum(fields: bytes, record: NDArray[np.uint8]) -> bytes:
+    checksum = xxhash.xxh3_64(fields)
+    checksum.update(record)
+    return checksum.digest()
+
+
+def _runs(rows: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """(slot, row) pairs in order of slots, cut where neighbours end or a call would take no more."""
+    run: list[tuple[int, int]] = []
+    for slot, row in rows:
+        if run and (slot != run[-1][0] + 1 or len(run) == BATCH_SLOTS):
+            yield run
+            run = []
+        run.append((slot, row))
+    if run:
+        yield run

@@ -1,0 +1,291 @@
+"""Blocks on disk: what was written comes back or is gone, never wrong, whatever happens to files and processes."""
+
+import hashlib
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from pagemill.errors import KVStoreError
+from pagemill.kvcache.disk_store import BlockName, DiskStore, StoreFormat
+
+RECORD = 5000
+FORMAT = StoreFormat("test", "ab" * 32, "float32,16", "reference", RECORD)
+ROOT = bytes(32)
+
+
+def digest_of(i: int) -> bytes:
+    return hashlib.sha256(str(i).encode()).digest()
+
+
+def name_of(i: int, group: int = 0) -> BlockName:
+    return BlockName(digest_of(i), group, digest_of(i - 1) if i else ROOT, i)
+
+
+def content(i: int, group: int = 0) -> np.ndarray:
+    return np.random.default_rng([i, group]).integers(0, 256, RECORD, dtype=np.uint8)
+
+
+def store_of(path, blocks: int = 1000) -> DiskStore:
+    return DiskStore(path, FORMAT, blocks * 8192)
+
+
+def write(store: DiskStore, indices, group: int = 0) -> int:
+    return store.write([name_of(i, group) for i in indices], [content(i, group) for i in indices])
+
+
+def read(store: DiskStore, indices, group: int = 0) -> list[int]:
+    """Those that were found. What was found must be right."""
+    out = np.full((len(indices), RECORD), 0xA5, dtype=np.uint8)
+    found = store.read([(digest_of(i), group) for i in indices], out)
+    for row, i in enumerate(indices):
+        if found[row]:
+            np.testing.assert_array_equal(out[row], content(i, group))
+    return [i for i, whole in zip(indices, found, strict=True) if whole]
+
+
+def test_what_was_written_is_read_by_another_process_later(tmp_path):
+    store = store_of(tmp_path)
+    assert store.slot_bytes == 8192
+    order = random.Random(1).sample(range(300), 300)
+    assert write(store, order[:200]) == 200
+    assert write(store, order) == 100
+    assert write(store, range(5), group=1) == 5
+    store.close()
+    again = store_of(tmp_path)
+    assert read(again, list(range(310))) == list(range(300))
+    assert read(again, [3, 7], group=1) == [3]
+    assert again.find([digest_of(i) for i in range(305)], 0) == 300
+    assert again.find([digest_of(i) for i in range(4, 10)], 1) == 1
+    assert again.stats().blocks == 305
+    assert again.stats().broken == 0
+
+
+def test_only_the_owner_may_look(tmp_path):
+    store = store_of(tmp_path)
+    write(store, range(3))
+    files = sorted(path.name for path in store.folder.iterdir())
+    assert {"blocks.dat", "index.sqlite", "lock"} <= set(files)
+    assert {path.stat().st_mode & 0o777 for path in store.folder.iterdir()} == {0o600}
+    assert store.folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_the_longest_unused_makes_room_a_chains_end_first(tmp_path):
+    store = store_of(tmp_path, blocks=10)
+    write(store, range(6))
+    write(store, range(100, 104))
+    assert read(store, [0, 1]) == [0, 1]
+    write(store, [200, 201, 202])
+    assert store.stats().blocks == 10
+    assert store.stats().evicted == 3
+    assert read(store, list(range(6))) == [0, 1, 2]
+    assert (store.folder / "blocks.dat").stat().st_size <= 10 * 8192
+    assert write(store, range(300, 315)) == 10
+    assert store.stats().blocks == 10
+
+
+def test_pruning_gives_the_disk_its_space_back(tmp_path):
+    store = store_of(tmp_path)
+    write(store, range(50))
+    assert store.prune(keep_bytes=20 * 8192) == 30
+    assert read(store, list(range(50))) == list(range(20))
+    assert (store.folder / "blocks.dat").stat().st_size == 20 * 8192
+    assert store.prune(unused_for_s=3600) == 0
+    assert write(store, range(30)) == 10
+    assert store.prune(unused_for_s=-1) == 30
+    assert (store.folder / "blocks.dat").stat().st_size == 0
+    assert write(store, range(30)) == 30
+    assert read(store, list(range(30))) == list(range(30))
+
+
+def test_a_flipped_bit_costs_one_block_and_no_other(tmp_path):
+    store = store_of(tmp_path)
+    write(store, range(60))
+    path = store.folder / "blocks.dat"
+    rng = random.Random(2)
+    hurt = set()
+    with path.open("r+b") as file:
+        for i in rng.sample(range(60), 25):
+            where = i * 8192 + rng.choice([rng.randrange(88), 8192 - rng.randrange(1, RECORD + 1)])
+            file.seek(where)
+            byte = file.read(1)[0]
+            file.seek(where)
+            file.write(bytes([byte ^ 1 << rng.randrange(8)]))
+            hurt.add(i)
+    whole = [i for i in range(60) if i not in hurt]
+    checked = list(store.verify())
+    assert {name for name, ok in checked if not ok} == {name_of(i) for i in hurt}
+    assert len(checked) == 60
+    assert store.stats().broken == 25
+    assert read(store, list(range(60))) == whole
+    assert write(store, range(60)) == 25
+    assert read(store, list(range(60))) == list(range(60))
+
+
+def test_a_truncated_file_costs_what_it_held(tmp_path):
+    store = store_of(tmp_path)
+    write(store, range(20))
+    store.close()
+    os.truncate(store.folder / "blocks.dat", 12 * 8192 + 100)
+    store = store_of(tmp_path)
+    assert read(store, list(range(20))) == list(range(12))
+    assert write(store, range(20)) == 8
+    assert read(store, list(range(20))) == list(range(20))
+
+
+@pytest.mark.parametrize("damage", ["garbage", "empty", "gone", "half"])
+def test_a_damaged_index_is_made_again_from_the_blocks(tmp_path, damage):
+    store = store_of(tmp_path)
+    write(store, range(40))
+    store.prune(keep_bytes=30 * 8192)
+    store.close()
+    index = store.folder / "index.sqlite"
+    raw = index.read_bytes()
+    for suffix in ("-wal", "-shm"):
+        index.with_name(index.name + suffix).unlink(missing_ok=True)
+    if damage == "gone":
+        index.unlink()
+    else:
+        index.write_bytes({"garbage": os.urandom(len(raw)), "empty": b"", "half": raw[: len(raw) // 2]}[damage])
+    store = store_of(tmp_path)
+    assert read(store, list(range(40))) == list(range(30))
+    assert write(store, range(40)) == 10
+
+
+def test_a_damaged_index_that_others_use_is_left_to_them(tmp_path):
+    store = store_of(tmp_path)
+    write(store, range(40))
+    store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    (store.folder / "index.sqlite").write_bytes(os.urandom(50000))
+    with pytest.raises(KVStoreError, match="another process uses it"):
+        store_of(tmp_path)
+
+
+def test_random_damage_to_the_index_never_brings_wrong_blocks(tmp_path):
+    rng = random.Random(3)
+    store = store_of(tmp_path)
+    write(store, range(64))
+    store.close()
+    index = store.folder / "index.sqlite"
+    raw = index.read_bytes()
+    for _ in range(40):
+        hurt = bytearray(raw)
+        for _ in range(rng.choice([1, 3, 30])):
+            hurt[rng.randrange(len(hurt))] ^= 1 << rng.randrange(8)
+        for suffix in ("-wal", "-shm"):
+            index.with_name(index.name + suffix).unlink(missing_ok=True)
+        index.write_bytes(hurt)
+        try:
+            store = store_of(tmp_path)
+        except KVStoreError:
+            continue
+        read(store, list(range(64)))
+        store.close()
+
+
+def test_another_models_store_is_another_folder_and_a_moved_one_is_refused(tmp_path):
+    store = store_of(tmp_path)
+    write(store, range(3))
+    store.close()
+    for change in ({"fingerprint": "cd" * 32}, {"kv_format": "int8,16"}, {"numerics": "cpu-1"}, {"record_bytes": 6000}):
+        fields = {name: getattr(FORMAT, name) for name in ("model", "fingerprint", "kv_format", "numerics")}
+        other = StoreFormat(**{**fields, "record_bytes": RECORD, **change})
+        empty = DiskStore(tmp_path, other, 1 << 20)
+        assert empty.stats().blocks == 0
+        empty.close()
+    moved = StoreFormat("test", "ef" * 32, "float32,16", "reference", RECORD)
+    store.folder.rename(tmp_path / moved.key)
+    with pytest.raises(KVStoreError, match="holds blocks of"):
+        DiskStore(tmp_path, moved, 1 << 20)
+
+
+def test_a_limit_below_one_block_is_an_error(tmp_path):
+    with pytest.raises(KVStoreError, match="one block takes 8192"):
+        DiskStore(tmp_path, FORMAT, 8191)
+
+
+def child(tmp_path, code: str, **settings) -> subprocess.Popen:
+    lines = f"import sys; sys.path[:] = {sys.path!r}\nfrom test_disk_store import *\nfrom pathlib import Path\n"
+    path = [os.path.dirname(__file__)]
+    start = lines.replace("sys.path[:] = [", f"sys.path[:] = [{path[0]!r}, ", 1)
+    return subprocess.Popen([sys.executable, "-c", f"{start}tmp_path = Path({str(tmp_path)!r})\n{code}"], **settings)
+
+
+def test_a_full_disk_is_said_and_loses_nothing(tmp_path):
+    code = """
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+store = store_of(tmp_path)
+write(store, range(10))
+resource.setrlimit(resource.RLIMIT_FSIZE, (25 * 8192, 25 * 8192))
+for first in range(10, 60, 10):
+    try:
+        write(store, range(first, first + 10))
+    except KVStoreError as error:
+        assert "took no more blocks" in str(error), error
+        break
+else:
+    raise AssertionError("the disk never filled")
+assert read(store, list(range(60))) == list(range(first)), first
+"""
+    assert resource.RLIMIT_FSIZE
+    process = child(tmp_path, code, stderr=subprocess.PIPE, text=True)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert read(store_of(tmp_path), list(range(20))) == list(range(20))
+
+
+def test_killed_at_any_moment_a_store_holds_whole_blocks_only(tmp_path):
+    code = """
+rng = random.Random()
+store = store_of(tmp_path, blocks=200)
+print("ready", flush=True)
+while True:
+    first = rng.randrange(2000)
+    write(store, range(first, first + rng.randrange(1, 30)))
+    read(store, [rng.randrange(2000) for _ in range(20)])
+"""
+    rng = random.Random(4)
+    written = 0
+    for _ in range(KILLS):
+        process = child(tmp_path, code, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(rng.uniform(0, 0.05))
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        store = store_of(tmp_path, blocks=200)
+        written = max(written, len(read(store, list(range(2030)))))
+        stats = store.stats()
+        assert stats.broken == 0, "a killed process can not tear what the system has taken"
+        assert stats.blocks <= 200
+        store.close()
+    assert written > 50
+
+
+KILLS = int(os.environ.get("PAGEMILL_TEST_KILLS", "12"))
+
+
+def test_two_processes_share_a_store(tmp_path):
+    code = """
+rng = random.Random(os.getpid())
+store = store_of(tmp_path, blocks=60)
+for _ in range(60):
+    first = rng.randrange(150)
+    write(store, range(first, first + rng.randrange(1, 12)))
+    read(store, [rng.randrange(160) for _ in range(20)])
+assert store.stats().blocks <= 60
+assert store.stats().broken == 0, store.stats()
+"""
+    processes = [child(tmp_path, code, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+    store = store_of(tmp_path, blocks=60)
+    assert len(read(store, list(range(165)))) == store.stats().blocks > 30
