@@ -14,13 +14,15 @@ from typer.core import TyperCommand, TyperGroup
 
 import pagemill
 
-# The function COMMAND in pagemill.cli.COMMAND, and its line in `pagemill --help` (the first line of its docstring).
+# The function, or group of commands, COMMAND in pagemill.cli.COMMAND, and its line in `pagemill --help` (the first line
+# of its docstring).
 COMMANDS = {
     "generate": "Continue one or more prompts.",
     "chat": "Talk to a model in the terminal.",
     "serve": "Serve a model through OpenAI's API.",
     "bench": "Measure throughput and latency on a workload.",
     "pull": "Fetch a model and check it.",
+    "cache": "List, check, shrink and carry KV blocks that are kept on disk.",
     "doctor": "Show what this machine offers, for bug reports.",
 }
 
@@ -39,6 +41,8 @@ class LazyGroup(TyperGroup):
 
 def _load(name: str | None) -> Any:
     function = getattr(importlib.import_module(f"pagemill.cli.{name}"), str(name))
+    if isinstance(function, typer.Typer):
+        return typer.main.get_command(function)
     single = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
     single.command(name)(function)
     return typer.main.get_command(single)

@@ -201,6 +201,26 @@ class DiskStore:
             query = "SELECT digest, layer_group, parent, depth FROM blocks ORDER BY depth, slot"
             return [BlockName(*row) for row in self._lookup.execute(query)]
 
+    def images(self, names: Sequence[BlockName]) -> Iterator[bytes]:
+        """Blocks with their headers, slot_bytes each, as `write_images` takes them; without those that are broken."""
+        records = np.empty((len(names), self.record_bytes), dtype=np.uint8)
+        for name, record, whole in zip(names, records, self.read([name[:2] for name in names], records), strict=True):
+            if whole:
+                yield self._head(name, record) + record.tobytes()
+
+    def write_images(self, images: Sequence[bytes]) -> int:
+        """Stores what another store's `images` gave; returns how many were new. Raises KVStoreError if one is broken."""
+        names, records = [], []
+        for image in images:
+            head = np.frombuffer(image, dtype=np.uint8)[: self._head_bytes]
+            record = np.frombuffer(image, dtype=np.uint8)[self._head_bytes :]
+            _, digest, parent, group, depth = _HEADER.unpack_from(image)
+            if not self._whole(head, record, digest, group):
+                raise KVStoreError(f"a block of the archive is broken: {digest.hex()}; export it again")
+            names.append(BlockName(digest, group, parent, depth))
+            records.append(record)
+        return self.write(names, records)
+
     def verify(self) -> Iterator[tuple[BlockName, bool]]:
         """Reads every block; whether each is whole. Drops those that are not."""
         record = np.empty((1, self.record_bytes), dtype=np.uint8)
@@ -262,7 +282,7 @@ class DiskStore:
             if excess > 0:
                 self._evicted += self._evict(db, "ORDER BY used_s, depth DESC LIMIT ?", (excess,))
 
-    def _evict(self, db: sqlite3.Connection, which: str, values: tuple[float, ...]) -> int:
+    def _evict(self, db: sqlite3.Connection, which: str, values: tuple[float | bytes, ...]) -> int:
         gone = db.execute(f"SELECT digest, layer_group, slot FROM blocks {which}", values).fetchall()
         db.executemany("DELETE FROM blocks WHERE digest = ? AND layer_group = ?", [row[:2] for row in gone])
         db.executemany("INSERT INTO free VALUES (?)", [row[2:] for row in gone])
@@ -273,10 +293,12 @@ class DiskStore:
         query = "SELECT value - (SELECT COUNT(*) FROM free) FROM meta WHERE key = 'slots'"
         return int(db.execute(query).fetchone()[0])
 
-    def _put(self, slot: int, name: BlockName, record: NDArray[np.uint8]) -> None:
+    def _head(self, name: BlockName, record: NDArray[np.uint8]) -> bytes:
         fields = _HEADER.pack(_MAGIC, name.digest, name.parent, name.group, name.depth)
-        head = (fields + _checksum(fields, record)).ljust(self._head_bytes, b"\0")
-        written = os.pwritev(self._file, [head, record], slot * self.slot_bytes)
+        return (fields + _checksum(fields, record)).ljust(self._head_bytes, b"\0")
+
+    def _put(self, slot: int, name: BlockName, record: NDArray[np.uint8]) -> None:
+        written = os.pwritev(self._file, [self._head(name, record), record.data], slot * self.slot_bytes)
         if written != self.slot_bytes:
             raise OSError(f"{written} of {self.slot_bytes} bytes were written")
 
@@ -354,7 +376,9 @@ class DiskStore:
             head = os.pread(self._file, _HEADER.size, slot * self.slot_bytes)
             magic, digest, parent, group, depth = _HEADER.unpack(head)
             row = (digest, group, slot, parent, depth, 0.0)
-            held = magic == _MAGIC and db.execute("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?)", row).rowcount
+            held = (
+                magic == _MAGIC and db.execute("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?)", row).rowcount
+            )
             if not held:
                 db.execute("INSERT INTO free VALUES (?)", (slot,))
 
@@ -390,7 +414,7 @@ def _open(path: Path) -> int:
 
 def _checksum(fields: bytes, record: NDArray[np.uint8]) -> bytes:
     checksum = xxhash.xxh3_64(fields)
-    checksum.update(record)
+    checksum.update(record.data)
     return checksum.digest()
 
 

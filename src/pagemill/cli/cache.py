@@ -1,0 +1,121 @@
+"""`pagemill cache`: the KV blocks that are kept on disk."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from pagemill.errors import KVStoreError
+from pagemill.hub.registry import cache_dir
+from pagemill.kvcache.store_archive import StoreInfo, export_store, import_archive, list_stores, open_store
+
+cache = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="List, check, shrink and carry KV blocks that are kept on disk.",
+)
+Root = Annotated[
+    Path | None, typer.Option("--root", help="Folder of the stores. Default: kv in pagemill's cache folder.")
+]
+Key = Annotated[str, typer.Argument(metavar="STORE", help="The store's name, or how it begins; see pagemill cache ls.")]
+
+
+def _root(root: Path | None) -> Path:
+    return cache_dir() / "kv" if root is None else root
+
+
+@cache.command()
+def ls(root: Root = None) -> None:
+    """List the stores: model, format, size, last use."""
+    table = Table("store", "model", "KV", "kernels", "blocks", "size", "last used", box=None)
+    broken = []
+    for info in list_stores(_root(root)):
+        if isinstance(info, StoreInfo):
+            age = "never" if not info.used_s else f"{(time.time() - info.used_s) / 3600:.1f} h ago"
+            at = info.format
+            table.add_row(info.folder.name[:12], at.model, at.kv_format, at.numerics, f"{info.blocks:,}",
+                          f"{info.bytes / 2**20:,.0f} MiB", age)  # fmt: skip
+        else:
+            broken.append(info)
+    if not table.row_count and not broken:
+        sys.stdout.write(f"no KV blocks are kept in {_root(root)}\n")
+        return
+    Console().print(table)
+    for error in broken:
+        sys.stderr.write(f"error: {error}\n")
+
+
+@cache.command()
+def verify(store: Key, root: Root = None) -> None:
+    """Read every block and check it; drop those that are broken."""
+    opened = open_store(_root(root), store)
+    checked = list(track(opened.verify(), "Checking", total=opened.stats().blocks, console=Console(stderr=True)))
+    opened.close()
+    broken = sum(not whole for _, whole in checked)
+    sys.stdout.write(f"{len(checked):,} blocks checked, {broken:,} broken and dropped\n")
+    if broken:
+        raise typer.Exit(1)
+
+
+@cache.command()
+def prune(
+    store: Key,
+    keep_mib: Annotated[int | None, typer.Option("--keep-mib", min=0, help="Keep at most this much.")] = None,
+    unused_hours: Annotated[float | None, typer.Option("--unused-hours", help="Drop what was unused so long.")] = None,
+    root: Root = None,
+) -> None:
+    """Drop the blocks that were unused longest, and give the space back to the disk."""
+    if keep_mib is None and unused_hours is None:
+        raise typer.BadParameter("say what to drop: --keep-mib or --unused-hours")
+    opened = open_store(_root(root), store)
+    dropped = opened.prune(
+        keep_bytes=None if keep_mib is None else keep_mib << 20,
+        unused_for_s=None if unused_hours is None else unused_hours * 3600,
+    )
+    left = opened.stats()
+    opened.close()
+    sys.stdout.write(f"{dropped:,} blocks dropped, {left.blocks:,} kept ({left.bytes / 2**20:,.0f} MiB)\n")
+
+
+@cache.command(name="export")
+def export_(
+    store: Key,
+    archive: Annotated[Path, typer.Argument(help="File to write.")],
+    root: Root = None,
+) -> None:
+    """Write a store's blocks to one file, for another machine."""
+    opened = open_store(_root(root), store)
+    partial = archive.with_name(archive.name + ".partial")
+    try:
+        with partial.open("wb") as file:
+            blocks = export_store(opened, file)
+        partial.replace(archive)
+    except OSError as error:
+        raise KVStoreError(f"{archive} can not be written: {error}") from error
+    finally:
+        partial.unlink(missing_ok=True)
+        opened.close()
+    sys.stdout.write(f"{blocks:,} blocks ({archive.stat().st_size / 2**20:,.0f} MiB) written to {archive}\n")
+
+
+@cache.command(name="import")
+def import_(
+    archive: Annotated[Path, typer.Argument(help="A file that `pagemill cache export` wrote.")],
+    limit_mib: Annotated[int, typer.Option("--limit-mib", min=1, help="The most that the store may take.")] = 16384,
+    root: Root = None,
+) -> None:
+    """Add the blocks of an exported file to this machine's store of the same model."""
+    try:
+        with archive.open("rb") as file:
+            total, new = import_archive(_root(root), file, limit_mib << 20)
+    except OSError as error:
+        raise KVStoreError(f"{archive} can not be read: {error}") from error
+    sys.stdout.write(f"{total:,} blocks read, {new:,} of them new\n")
