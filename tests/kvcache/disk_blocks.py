@@ -4,7 +4,8 @@ import hashlib
 
 import numpy as np
 
-from pagemill.kvcache.disk_store import BlockName, DiskStore, StoreFormat
+from pagemill.kvcache.disk_store import DiskStore, StoreFormat
+from pagemill.memory.work import BlockName
 
 RECORD = 5000
 FORMAT = StoreFormat("test", "ab" * 32, "float32,16", "reference", RECORD)

@@ -71,14 +71,16 @@ class MemoryMachine(RuleBasedStateMachine):
         caching=st.sampled_from([True, True, True, False]),
         policy=st.sampled_from([least_recently_used, least_frequently_used, cheapest_to_recompute(0.5)]),
         depth=st.integers(1, 2),
+        saves=st.booleans(),
     )
-    def start(self, frames, block_size, windows, caching, policy, depth) -> None:
+    def start(self, frames, block_size, windows, caching, policy, depth, saves) -> None:
         self.size, self.windows, self.caching, self.depth = block_size, windows, caching, depth
-        self.memory = MemoryManager(frames, block_size, windows, caching, policy)
+        self.memory = MemoryManager(frames, block_size, windows, caching, policy, saves)
         self.device = Device(frames, block_size, len(windows))
         self.sequences: list[Sequence] = []
         self.past: list[tuple[bytes, list[int]]] = []
         self.flying: list[Step] = []
+        self.lower: dict[tuple[bytes, int], list] = {}  # a lower tier: slots by digest and group
         self.step_number = 0
         self.time = 0.0
 
@@ -227,6 +229,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 self.memory.place(sequence.table, sequence.row)
                 for group in range(len(self.windows)):
                     self.device.tables[sequence.row, group] = {}
+        self.save()
         self.device.apply(self.memory.drain(self.step_number))
         self.compare_tables()
         step = Step(self.step_number, [], [])
@@ -237,6 +240,44 @@ class MemoryMachine(RuleBasedStateMachine):
             step.commits.append((sequence, end))
             sequence.scheduled = end
         self.flying.append(step)
+
+    # Lower tiers
+
+    def save(self) -> None:
+        for frame, name in self.memory.take_saves():
+            slots = list(self.device.slots[frame])
+            root, *tokens = slots[-1]
+            digests: list[bytes] = []
+            extend_chain(digests, root, tokens, self.size)
+            assert (digests[-1], len(digests) - 1) == (name.digest, name.depth), "a frame was used before it was saved"
+            assert name.parent == (digests[-2] if name.depth else root)
+            assert slots == [(root, *tokens[: len(tokens) - i]) for i in range(self.size)][::-1]
+            self.lower[name.digest, name.group] = slots
+
+    @rule(data=st.data())
+    def load(self, data) -> None:
+        self.save()
+        if not self.lower or not self.past:
+            return
+        root, tokens = data.draw(st.sampled_from(self.past))
+        digests: list[bytes] = []
+        extend_chain(digests, root, tokens, self.size)
+        found, groups = self.memory.peek(digests, root), range(len(self.windows))
+        reach = found
+        while reach < len(digests) and all((digests[reach], group) in self.lower for group in groups):
+            reach += 1
+        if reach == found:
+            return
+        table, length = self.memory.open(tokens, digests, root, self.time, found * self.size)
+        if length == found * self.size and self.memory.reserve(table, reach * self.size) is None:
+            self.save()
+            blocks = [(digest, group) for digest in digests[found:reach] for group in groups]
+            for block, frame in zip(blocks, self.memory.frames(table, found), strict=True):
+                self.device.slots[frame] = list(self.lower[block])
+                self.device.writer[frame] = [None] * self.size
+            arrived = data.draw(st.integers(found, reach))
+            self.memory.commit(table, arrived * self.size, tokens, digests)
+        self.memory.close(table, self.time)
 
     def compare_tables(self) -> None:
         for sequence in self.sequences:

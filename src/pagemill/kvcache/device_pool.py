@@ -7,10 +7,12 @@ written cost nothing.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill import _kernels
@@ -96,6 +98,29 @@ class DevicePool:
             self.storage.data_ptr(), pieces, piece_stride, frame_stride, elements * size,
             source.data_ptr(), target.data_ptr(), len(source),
         )  # fmt: skip
+
+    def read_frames(self, frames: Sequence[int]) -> NDArray[np.uint8]:
+        """Contents of frames as records [n, frame bytes], on the host: the frame's pieces one after the other."""
+        if self.device.type != "cpu":
+            ids = torch.tensor(frames, device=self.device)
+            pieces = self._frames[:, ids].transpose(0, 1).contiguous().cpu()
+            return pieces.view(torch.uint8).numpy().reshape(len(frames), -1)
+        raw = self._frames.view(torch.uint8).numpy()
+        records = np.empty((len(frames), raw.shape[0], raw.shape[2]), dtype=np.uint8)
+        for record, frame in zip(records, frames, strict=True):
+            record[:] = raw[:, frame]
+        return records.reshape(len(frames), -1)
+
+    def write_frames(self, frames: Sequence[int], records: NDArray[np.uint8]) -> None:
+        """The reverse of `read_frames`."""
+        raw = self._frames.view(torch.uint8)
+        pieces = records.reshape(len(frames), raw.shape[0], raw.shape[2])
+        if self.device.type != "cpu":
+            raw[:, torch.tensor(frames, device=self.device)] = torch.from_numpy(pieces).to(self.device).transpose(0, 1)
+            return
+        target = raw.numpy()
+        for frame, record in zip(frames, pieces, strict=True):
+            target[:, frame] = record
 
     def _place(self, place: int, shape: tuple[int, int, int, int]) -> LayerCache:
         at = self.layout

@@ -22,13 +22,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
 from pagemill.errors import KVStoreError
+from pagemill.memory.work import BlockName
 
 VERSION = 1
 PAGE_BYTES = 4096
@@ -77,15 +77,6 @@ class StoreFormat:
     @classmethod
     def from_json(cls, text: str) -> StoreFormat:
         return cls(**json.loads(text))
-
-
-class BlockName(NamedTuple):
-    """Which block: its digest and layer group, the digest it hangs on, and how many blocks stand before it."""
-
-    digest: bytes
-    group: int
-    parent: bytes
-    depth: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from pagemill.memory.digest import TOKEN_BYTES, pack_tokens
 from pagemill.memory.eviction import EvictionPolicy, PolicyFactory, least_recently_used
 from pagemill.memory.frames import FramePool
 from pagemill.memory.prefix_index import PrefixIndex
-from pagemill.memory.work import MemoryWork
+from pagemill.memory.work import BlockName, MemoryWork, Save
 
 
 class Opened(NamedTuple):
@@ -72,6 +72,7 @@ class MemoryManager:
     block_size: tokens per block.
     windows:    by layer group, the attention window in tokens, or None for full attention.
     policy:     order of eviction; the least recently used by default.
+    saves_evicted: whether `take_saves` offers what is evicted to lower tiers.
 
     A state is derived, not stored. A frame is free or occupied by one block. A block is *active* while it is
     referenced, by tables or by a step in flight under which a table let go of it; else *cached* if the index finds it,
@@ -85,6 +86,7 @@ class MemoryManager:
         windows: Sequence[int | None],
         enable_prefix_caching: bool = True,
         policy: PolicyFactory = least_recently_used,
+        saves_evicted: bool = False,
     ) -> None:
         if num_frames < 1 or block_size < 1 or not windows or any(w is not None and w < 1 for w in windows):
             raise ValueError(f"need frames, a block size and groups: {num_frames=}, {block_size=}, {windows=}")
@@ -99,6 +101,8 @@ class MemoryManager:
         self._policy: EvictionPolicy = policy(_Chains(self._blocks, self._index))
         self._tables: set[BlockTable] = set()
         self._held: deque[tuple[int, list[int]]] = deque()  # steps, and the blocks released while they were in flight
+        self._saves_evicted = saves_evicted
+        self._saves: list[Save] = []
         self._copies: list[tuple[int, int]] = []
         # By row, then by entry * groups + group: the frame. A later edit of an entry replaces an earlier one.
         self._edits: dict[int, dict[int, int]] = {}
@@ -297,6 +301,16 @@ class MemoryManager:
             edit_frame=frames,
         )
 
+    def take_saves(self) -> list[Save]:
+        """Blocks for lower tiers, since the last call. To be read before the device does the work of a later `drain`."""
+        saves, self._saves = self._saves, []
+        return saves
+
+    def frames(self, table: BlockTable, first: int) -> list[int]:
+        """Frames of a table's entries from `first` on, entry by entry, groups side by side; -1 where nothing is held."""
+        columns = [self._frames_of(entries[first:]) for entries in table.blocks]
+        return [frame for entry in zip(*columns, strict=True) for frame in entry]
+
     def retire(self, step: int) -> None:
         """This step and all before it have finished and hold nothing any more."""
         self._retired = max(self._retired, step)
@@ -408,6 +422,11 @@ class MemoryManager:
         for block in self._blocks.hold(blocks):
             self._policy.remove(block)
 
+    def _save(self, block: int) -> Save:
+        index, blocks = self._index, self._blocks
+        name = BlockName(index.digest[block], blocks.group[block], index.parent[block], index.depth[block])
+        return Save(blocks.frame[block], name)
+
     def _release(self, blocks: list[int]) -> None:
         """A table lets go of blocks; the last step in flight, if any, holds them instead."""
         if self._drained > self._retired:
@@ -431,6 +450,8 @@ class MemoryManager:
         """Ends the `count` cached blocks that the policy gives up first."""
         victim, forget, group = self._policy.victim, self._index.forget, self._blocks.group
         victims = [victim() for _ in range(count)]
+        if self._saves_evicted:
+            self._saves += map(self._save, victims)
         for block in victims:
             forget(block, group[block])
         self._evictions += count

@@ -3,11 +3,36 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ints = NDArray[np.int32]
+
+
+class BlockName(NamedTuple):
+    """Which block, on any tier: its digest and layer group, the digest it hangs on, and how many stand before it."""
+
+    digest: bytes
+    group: int
+    parent: bytes
+    depth: int
+
+
+class Save(NamedTuple):
+    """A block that is to go to a lower tier, read from its frame before anything else is done to that."""
+
+    frame: int
+    name: BlockName
+
+
+class Load(NamedTuple):
+    """Blocks (digest, group) that are to come up from a lower tier, each into a frame that nothing else uses."""
+
+    id: int
+    blocks: list[tuple[bytes, int]]
+    frames: list[int]
 
 
 def _empty() -> Ints:

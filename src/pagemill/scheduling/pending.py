@@ -1,20 +1,22 @@
-"""Blocks that running sequences are about to compute, and the waiting sequences that need the same ones next.
+"""Blocks that running sequences are about to compute, or loads to bring up, and the waiting sequences that need them.
 
 They wait for those blocks instead of computing them twice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable, Sequence as Listed
+
 from pagemill.scheduling.sequence import Sequence
 
 
 class PendingPrefixes:
-    """digest -> the sequence that computes it. The first to claim a block keeps it."""
+    """digest -> its owner: the sequence that computes it, or the id of a load. The first to claim a block keeps it."""
 
     def __init__(self) -> None:
-        self._owner: dict[bytes, Sequence] = {}
-        self._claims: dict[Sequence, list[tuple[int, bytes]]] = {}
-        """Of each sequence, (index in its chain, digest) of what it has still to compute; the next one last."""
+        self._owner: dict[bytes, Hashable] = {}
+        self._claims: dict[Hashable, list[tuple[int, bytes]]] = {}
+        """Of each owner, (index in its chain, digest) of what is still to come; the next one last."""
 
         self._waiters: dict[bytes, list[Sequence]] = {}
 
@@ -25,33 +27,33 @@ class PendingPrefixes:
         self._waiters.setdefault(digest, []).append(sequence)
         return True
 
-    def add(self, sequence: Sequence, first: int) -> None:
-        """The sequence is going to compute its full blocks from index `first` on, in order."""
+    def add(self, owner: Hashable, digests: Listed[bytes], first: int) -> None:
+        """The full blocks of this chain from index `first` on are going to come, in order."""
         claims = [
             (index, digest)
-            for index, digest in enumerate(sequence.digests[first:], start=first)
-            if self._owner.setdefault(digest, sequence) is sequence
+            for index, digest in enumerate(digests[first:], start=first)
+            if self._owner.setdefault(digest, owner) is owner
         ]
         if claims:
             claims.reverse()
-            self._claims[sequence] = claims
+            self._claims[owner] = claims
 
-    def computed(self, sequence: Sequence, num_blocks: int) -> list[Sequence]:
-        """The sequence's first `num_blocks` blocks have been committed. Returns those that waited for them."""
-        claims = self._claims.get(sequence)
+    def computed(self, owner: Hashable, num_blocks: int) -> list[Sequence]:
+        """The owner's first `num_blocks` blocks have been committed. Returns those that waited for them."""
+        claims = self._claims.get(owner)
         if claims is None:
             return []
         released: list[Sequence] = []
         while claims and claims[-1][0] < num_blocks:
             released += self._resolve(claims.pop()[1])
         if not claims:
-            del self._claims[sequence]
+            del self._claims[owner]
         return released
 
-    def drop(self, sequence: Sequence) -> list[Sequence]:
-        """The sequence stops running; what it has not computed is open to others. Returns those that waited for it."""
+    def drop(self, owner: Hashable) -> list[Sequence]:
+        """Nothing more comes from this owner; the rest is open to others. Returns those that waited for it."""
         released: list[Sequence] = []
-        for _, digest in self._claims.pop(sequence, ()):
+        for _, digest in self._claims.pop(owner, ()):
             released += self._resolve(digest)
         return released
 

@@ -1,0 +1,63 @@
+"""HostStore: the host tier. Blocks found by digest in an arena of host memory, which lasts as long as the process."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill.memory.work import BlockName
+
+Records = Sequence[NDArray[np.uint8]]
+
+
+class HostStore:
+    """Room for `capacity` blocks of `record_bytes`. What was used longest ago makes room. Thread-safe."""
+
+    def __init__(self, capacity: int, record_bytes: int) -> None:
+        self._arena = np.empty((capacity, record_bytes), dtype=np.uint8)
+        self._slots: OrderedDict[tuple[bytes, int], tuple[int, BlockName]] = OrderedDict()
+        self._free = list(range(capacity - 1, -1, -1))
+        self._lock = threading.Lock()
+
+    def find(self, digests: Sequence[bytes], group: int) -> int:
+        """How many of `digests`, from the first on without a gap, are here for a layer group."""
+        with self._lock:
+            for count, digest in enumerate(digests):
+                if (digest, group) not in self._slots:
+                    return count
+        return len(digests)
+
+    def read(self, blocks: Sequence[tuple[bytes, int]], out: NDArray[np.uint8]) -> list[bool]:
+        """Blocks (digest, group) into the rows of `out` [len(blocks), record_bytes]; which of them were here."""
+        found = []
+        with self._lock:
+            for row, block in enumerate(blocks):
+                found.append(block in self._slots)
+                if found[-1]:
+                    self._slots.move_to_end(block)
+                    out[row] = self._arena[self._slots[block][0]]
+        return found
+
+    def write(self, names: Sequence[BlockName], records: Records) -> list[tuple[BlockName, NDArray[np.uint8]]]:
+        """Takes blocks in; returns those that made room, with their contents."""
+        spilled = []
+        with self._lock:
+            for name, record in zip(names, records, strict=True):
+                block = name[:2]
+                if block in self._slots:
+                    continue
+                if not self._free:
+                    slot, old = self._slots.popitem(last=False)[1]
+                    spilled.append((old, self._arena[slot].copy()))
+                    self._free.append(slot)
+                slot = self._free.pop()
+                self._arena[slot] = record
+                self._slots[block] = slot, name
+        return spilled
+
+    def __len__(self) -> int:
+        return len(self._slots)

@@ -1,0 +1,69 @@
+"""LowerTiers: host memory and disk below the device pool, seen as one store of blocks by digest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill.kvcache.disk_store import DiskStore
+from pagemill.kvcache.host_store import HostStore, Records
+from pagemill.memory.work import BlockName
+
+
+class LowerTiers:
+    """At least one of the two. What host memory gives up goes to disk. Thread-safe."""
+
+    def __init__(self, host: HostStore | None, disk: DiskStore | None, record_bytes: int) -> None:
+        self.host = host
+        self.disk = disk
+        self.record_bytes = record_bytes
+
+    def find(self, digests: Sequence[bytes], groups: int) -> int:
+        """How many of `digests`, from the first on without a gap, are stored for all layer groups."""
+        count = len(digests)
+        for group in range(groups):
+            reached = 0
+            while step := max(tier.find(digests[reached:count], group) for tier in self._tiers()):
+                reached += step
+            count = min(count, reached)
+        return count
+
+    def holds(self, name: BlockName) -> bool:
+        return any(tier.find([name.digest], name.group) for tier in self._tiers())
+
+    def read(self, blocks: Sequence[tuple[bytes, int]], out: NDArray[np.uint8]) -> list[bool]:
+        """Blocks (digest, group) into the rows of `out` [len(blocks), record_bytes], contiguous; which were there."""
+        found = [False] * len(blocks)
+        for tier in self._tiers():
+            missing = [row for row, whole in enumerate(found) if not whole]
+            if not missing:
+                break
+            if len(missing) == len(blocks):
+                found = tier.read(blocks, out)
+                continue
+            part = np.empty((len(missing), self.record_bytes), dtype=np.uint8)
+            for row, whole, record in zip(missing, tier.read([blocks[row] for row in missing], part), part, strict=True):
+                if whole:
+                    found[row] = True
+                    out[row] = record
+        return found
+
+    def write(self, names: Sequence[BlockName], records: Records) -> None:
+        """Takes blocks in, in the highest tier. Raises KVStoreError if the disk takes no more."""
+        if self.host is not None:
+            spilled = self.host.write(names, records)
+            names, records = [name for name, _ in spilled], [record for _, record in spilled]
+        if self.disk is not None and names:
+            self.disk.write(names, records)
+
+    def keep(self, names: Sequence[BlockName], records: Records) -> None:
+        """Takes blocks in where they outlive the process, if there is such a tier."""
+        if self.disk is not None:
+            self.disk.write(names, records)
+        else:
+            self.write(names, records)
+
+    def _tiers(self) -> list[HostStore | DiskStore]:
+        return [tier for tier in (self.host, self.disk) if tier is not None]

@@ -1,0 +1,160 @@
+"""Transfers: moves blocks between the device pool and the lower tiers, beside the engine's steps.
+
+A block that is saved is copied out of its frame at once, so that the frame can be used again, and stored later. A block
+that is loaded goes straight into a frame that nobody else has until the load has finished.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from queue import Empty, SimpleQueue
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill.errors import KVStoreError
+from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.lower_tiers import LowerTiers
+from pagemill.memory.work import Load, Save
+
+logger = logging.getLogger(__name__)
+
+BATCH_BYTES = 16 << 20
+"""A load or save is cut into pieces of this size; pieces of a load are read side by side."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferStats:
+    """Blocks since the start, and seconds in which loads were under way. dropped: not saved, because storing could not
+    keep up, or failed; missed: not there, or broken, when they were to be loaded."""
+
+    saved: int = 0
+    dropped: int = 0
+    loaded: int = 0
+    missed: int = 0
+    loading_s: float = 0.0
+
+
+class Transfers:
+    """Its methods belong to one thread, the engine's.
+
+    backlog_bytes: what may be copied out and not yet stored; beyond it, blocks are dropped instead of saved.
+    """
+
+    def __init__(
+        self, pool: DevicePool, tiers: LowerTiers, backlog_bytes: int = 256 << 20, num_threads: int = 2
+    ) -> None:
+        self._pool = pool
+        self._tiers = tiers
+        self._batch = max(1, BATCH_BYTES // tiers.record_bytes)
+        self._most_waiting = max(1, backlog_bytes // tiers.record_bytes)
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-save")
+        self._readers = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-load")
+        self._lock = threading.Lock()
+        self._waiting = 0
+        self._stats = TransferStats()
+        self._pieces: dict[int, list[list[bool] | None]] = {}
+        self._done: SimpleQueue[tuple[int, int, list[bool]]] = SimpleQueue()
+        self._loading_since = 0.0
+
+    def stats(self) -> TransferStats:
+        with self._lock:
+            return self._stats
+
+    # Down
+
+    def save(self, saves: Sequence[Save], keep: bool = False) -> None:
+        """Copies blocks out of their frames now and stores them later; with `keep`, where they outlive the process.
+        What is stored already is left out."""
+        saves = [save for save in saves if not self._tiers.holds(save.name)]
+        for first in range(0, len(saves), self._batch):
+            part = saves[first : first + self._batch]
+            with self._lock:
+                if self._waiting + len(part) > self._most_waiting:
+                    self._stats = replace(self._stats, dropped=self._stats.dropped + len(saves) - first)
+                    return
+                self._waiting += len(part)
+            records = self._pool.read_frames([save.frame for save in part])
+            self._writer.submit(self._store, part, records, keep)
+
+    def _store(self, saves: Sequence[Save], records: NDArray[np.uint8], keep: bool) -> None:
+        stored = 0
+        try:
+            store = self._tiers.keep if keep else self._tiers.write
+            store([save.name for save in saves], list(records))
+            stored = len(saves)
+        except KVStoreError as error:
+            logger.warning("%s", error)
+        with self._lock:
+            self._waiting -= len(saves)
+            self._stats = replace(
+                self._stats,
+                saved=self._stats.saved + stored,
+                dropped=self._stats.dropped + len(saves) - stored,
+            )
+
+    def flush(self) -> None:
+        """Waits until all that was copied out has been stored."""
+        self._writer.submit(lambda: None).result()
+
+    # Up
+
+    @property
+    def loading(self) -> bool:
+        return bool(self._pieces)
+
+    def load(self, load: Load) -> None:
+        """Begins to bring blocks up; `finished` tells when it is over."""
+        if not self._pieces:
+            self._loading_since = time.monotonic()
+        starts = range(0, len(load.blocks), self._batch)
+        self._pieces[load.id] = [None] * len(starts)
+        for piece, first in enumerate(starts):
+            blocks, frames = (part[first : first + self._batch] for part in (load.blocks, load.frames))
+            self._readers.submit(self._fetch, load.id, piece, blocks, frames)
+
+    def _fetch(self, load: int, piece: int, blocks: Sequence[tuple[bytes, int]], frames: Sequence[int]) -> None:
+        found = [False] * len(blocks)
+        try:
+            records = np.empty((len(blocks), self._tiers.record_bytes), dtype=np.uint8)
+            found = self._tiers.read(blocks, records)
+            self._pool.write_frames(list(itertools.compress(frames, found)), records[found])
+        except (KVStoreError, MemoryError) as error:
+            found = [False] * len(blocks)
+            logger.warning("%s", error)
+        finally:
+            self._done.put((load, piece, found))
+
+    def finished(self, wait_s: float = 0.0) -> dict[int, list[bool]]:
+        """Loads that are over, by id, and which of their blocks have arrived. Waits for news if there is none yet."""
+        over: dict[int, list[bool]] = {}
+        while self._pieces and not (over and self._done.empty()):
+            try:
+                load, piece, found = self._done.get(timeout=wait_s) if wait_s > 0 else self._done.get_nowait()
+            except Empty:
+                break
+            pieces = self._pieces[load]
+            pieces[piece] = found
+            if all(part is not None for part in pieces):
+                over[load] = [whole for part in self._pieces.pop(load) for whole in part or ()]
+        if over:
+            arrived, wanted = (sum(map(count, over.values())) for count in (sum, len))
+            with self._lock:
+                self._stats = replace(
+                    self._stats, loaded=self._stats.loaded + arrived, missed=self._stats.missed + wanted - arrived
+                )
+        if over and not self._pieces:
+            spent = time.monotonic() - self._loading_since
+            self._stats = replace(self._stats, loading_s=self._stats.loading_s + spent)
+        return over
+
+    def close(self) -> None:
+        """Waits for what is under way."""
+        self._readers.shutdown()
+        self._writer.shutdown()

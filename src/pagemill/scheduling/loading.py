@@ -1,0 +1,68 @@
+"""Blocks on their way up from lower tiers.
+
+A load is a block table like a sequence's: it opens with what the pool has, reserves frames for what lower tiers have,
+commits what has arrived, and closes. What arrived is then found by whoever waited for it, as if it had been computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import count
+
+from pagemill.memory.block_table import BlockTable
+from pagemill.memory.manager import MemoryManager
+from pagemill.memory.work import Load
+from pagemill.scheduling.sequence import Sequence as SequenceState
+
+Stored = Callable[[Sequence[bytes]], int]
+"""Of a chain's digests, how many from the first on lower tiers hold and are worth bringing up."""
+
+
+class Loading:
+    """The loads under way. `stored` answers for all layer groups."""
+
+    def __init__(self, memory: MemoryManager, stored: Stored) -> None:
+        self._memory = memory
+        self._stored = stored
+        self._tables: dict[int, tuple[BlockTable, list[int], list[bytes]]] = {}
+        self._begun: list[Load] = []
+        self._ids = count()
+
+    def __len__(self) -> int:
+        return len(self._tables)
+
+    def begin(self, sequence: SequenceState, found: int, headroom: int, now: float) -> tuple[int, int] | None:
+        """Begins to load what lower tiers hold behind the first `found` blocks of a waiting sequence, if there is room
+        for the whole sequence and `headroom` blocks more. Returns the load's id, and how many blocks it has then."""
+        memory, size = self._memory, self._memory.block_size
+        last = (len(sequence.tokens) - 1) // size
+        more = self._stored(sequence.digests[found:last]) if found < last else 0
+        if more == 0 or (last + 1 - found) * len(memory.windows) + headroom > memory.num_available:
+            return None
+        table, length = memory.open(sequence.tokens, sequence.digests, sequence.request.root, now, found * size)
+        if length < found * size or memory.reserve(table, (found + more) * size) is not None:
+            memory.close(table, now)
+            return None
+        load = next(self._ids)
+        digests = sequence.digests[: found + more]
+        groups = range(len(memory.windows))
+        blocks = [(digest, group) for digest in digests[found:] for group in groups]
+        self._begun.append(Load(load, blocks, memory.frames(table, found)))
+        self._tables[load] = table, sequence.tokens[: len(digests) * size], digests
+        return load, len(digests)
+
+    def take_begun(self) -> list[Load]:
+        """Loads that nobody has been told of yet."""
+        begun, self._begun = self._begun, []
+        return begun
+
+    def finish(self, load: int, arrived: Sequence[bool], now: float) -> int:
+        """A load is over; `arrived` says which of its blocks are in their frames. Those before the first gap can be
+        found from now on, the rest ends. Returns how many blocks of the chain are there."""
+        memory = self._memory
+        table, tokens, digests = self._tables.pop(load)
+        whole = (list(arrived) + [False]).index(False) // len(memory.windows)
+        length = table.length + whole * memory.block_size
+        memory.commit(table, length, tokens, digests)
+        memory.close(table, now)
+        return length // memory.block_size
