@@ -241,6 +241,23 @@ class MemoryMachine(RuleBasedStateMachine):
             sequence.scheduled = end
         self.flying.append(step)
 
+    @rule(data=st.data(), root=st.sampled_from(ROOTS), fresh=st.lists(TOKENS, min_size=4, max_size=30))
+    def serve(self, data, root, fresh) -> None:
+        """A whole request: what it computed stays cached."""
+        before = len(self.sequences)
+        self.open(data, root, fresh)
+        if len(self.sequences) == before:
+            return
+        sequence = self.sequences[-1]
+        for _ in range(6):
+            self.step(data)
+            while self.flying:
+                self.finish(False, False)
+            if sequence not in self.sequences or sequence.scheduled == len(sequence.tokens):
+                break
+        if sequence in self.sequences:
+            self.drop(sequence)
+
     # Lower tiers
 
     def save(self) -> None:
@@ -253,6 +270,14 @@ class MemoryMachine(RuleBasedStateMachine):
             assert name.parent == (digests[-2] if name.depth else root)
             assert slots == [(root, *tokens[: len(tokens) - i]) for i in range(self.size)][::-1]
             self.lower[name.digest, name.group] = slots
+
+    @rule()
+    def flood(self) -> None:
+        """Someone needs all frames that can be had, so that whatever is cached is evicted."""
+        table, _ = self.memory.open([], [], ROOTS[0], self.time, 0)
+        assert self.memory.reserve(table, self.memory.num_available // len(self.windows) * self.size) is None
+        self.save()
+        self.memory.close(table, self.time)
 
     @rule(data=st.data())
     def load(self, data) -> None:
