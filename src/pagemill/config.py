@@ -62,6 +62,12 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float | None = None
     kv_cache_dtype: str = "auto"
+    kv_host_memory: int | str | None = None
+    """Host memory for blocks that the pool evicts: bytes, or "4GiB"."""
+    kv_disk_memory: int | str | None = None
+    """Disk space for blocks that neither keeps, and that outlive the process: bytes, or "20GiB"."""
+    kv_disk_path: str | None = None
+    """Folder for them; by default `kv` in pagemill's cache folder."""
     enable_prefix_caching: bool = True
     eviction_policy: str = "lru"
     """Which cached blocks make room first: "lru" the least recently used; "lfu" the least often used; "cost" those that
@@ -130,8 +136,8 @@ class EngineConfig:
             int: ("an integer", ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_threads",
                                  "kv_cache_memory_bytes", "seed")),
             (int, float): ("a number", ("gpu_memory_utilization", "ageing_s")),
-            (int, float, str): ("bytes, a size or a share", ("kv_memory",)),
-            str: ("a text", ("dtype", "quantization", "kv_cache_dtype", "eviction_policy", "device")),
+            (int, float, str): ("bytes, a size or a share", ("kv_memory", "kv_host_memory", "kv_disk_memory")),
+            str: ("a text", ("dtype", "quantization", "kv_cache_dtype", "kv_disk_path", "eviction_policy", "device")),
             dict: ("a dict", ("hf_overrides",)),
         }  # fmt: skip
         optional = {setting.name for setting in fields(self) if setting.default is None}

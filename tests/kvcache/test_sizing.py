@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from pagemill.errors import ConfigError, KVMemoryError
-from pagemill.kvcache.sizing import device_memory, num_frames, parse_kv_memory
+from pagemill.kvcache.sizing import device_memory, num_frames, parse_memory
 
 GIB = 2**30
 
@@ -27,13 +27,13 @@ GIB = 2**30
     ],
 )
 def test_kv_memory_is_read(value: int | float | str, expected: int) -> None:
-    assert parse_kv_memory(value, 10 * GIB) == expected
+    assert parse_memory("kv_memory", value, 10 * GIB) == expected
 
 
 @pytest.mark.parametrize("value", ["", "many", "5XB", "-1", -1, 0, 1.5, "150%", "0%", 0.0, -0.5, "1eMiB", "nan", "inf"])
 def test_what_is_no_size_is_refused_by_name(value: int | float | str) -> None:
     with pytest.raises(ConfigError, match="kv_memory is") as error:
-        parse_kv_memory(value, 10 * GIB)
+        parse_memory("kv_memory", value, 10 * GIB)
     assert error.value.param == "kv_memory"
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 from collections import deque
+from itertools import chain, repeat
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +14,7 @@ from simulated_device import VOCAB, SimulatedDevice, next_token
 from pagemill.errors import RequestTooLargeError
 from pagemill.memory.digest import root_digest
 from pagemill.memory.manager import MemoryManager
+from pagemill.memory.work import Load
 from pagemill.sampling.params import SamplingParams
 from pagemill.sampling.random import sequence_seed
 from pagemill.scheduling.scheduler import Scheduler
@@ -43,11 +46,48 @@ def expected(request: Request, index: int) -> list[int]:
     return tokens[len(request.prompt_token_ids) :]
 
 
+class LowerTier:
+    """Takes what is evicted, and brings it back some steps later, except for what it loses on the way."""
+
+    def __init__(self, seed: int, num_groups: int) -> None:
+        self.random = random.Random(seed)
+        self.groups = range(num_groups)
+        self.blocks: dict[tuple[bytes, int], dict[int, bytes]] = {}
+        self.under_way: list[tuple[int, Load]] = []
+        self.arrived = 0
+
+    def stored(self, digests) -> int:
+        held = [all((digest, group) in self.blocks for group in self.groups) for digest in digests]
+        return [*held, False].index(False)
+
+    def step(self, bench: Bench) -> None:
+        ready = [load for delay, load in self.under_way if delay == 0]
+        self.under_way = [(delay - 1, load) for delay, load in self.under_way if delay]
+        for load in ready:
+            arrived = [self.random.random() < 0.9 for _ in load.blocks]
+            for block, frame, whole in zip(load.blocks, load.frames, arrived, strict=True):
+                if whole:
+                    bench.device.frames[frame] = dict(self.blocks[block])
+                    self.arrived += 1
+                else:
+                    self.blocks.pop(block, None)
+                    bench.device.frames[frame] = {}
+            bench.scheduler.finish_load(load.id, arrived, bench.now)
+
+    def take(self, bench: Bench) -> None:
+        for frame, name in bench.memory.take_saves():
+            self.blocks[name.digest, name.group] = dict(bench.device.frames[frame])
+        self.under_way += [(self.random.randrange(4), load) for load in bench.scheduler.take_loads()]
+
+
 class Bench:
     """A scheduler, its memory and a device, with up to `depth` steps planned ahead of the commit."""
 
-    def __init__(self, *, frames=64, block_size=4, windows=(None,), max_num_seqs=8, budget=16, caching=True, depth=1):
-        self.memory = MemoryManager(frames, block_size, list(windows), enable_prefix_caching=caching)
+    def __init__(
+        self, *, frames=64, block_size=4, windows=(None,), max_num_seqs=8, budget=16, caching=True, depth=1, tier=None
+    ):
+        self.tier = None if tier is None else LowerTier(tier, len(windows))
+        self.memory = MemoryManager(frames, block_size, list(windows), caching, saves_evicted=tier is not None)
         self.scheduler = Scheduler(
             self.memory,
             max_num_seqs=max_num_seqs,
@@ -55,6 +95,7 @@ class Bench:
             eos_token_ids=frozenset([EOS]),
             ageing_s=10.0,
             enable_prefix_caching=caching,
+            stored=None if self.tier is None else self.tier.stored,
         )
         self.device = SimulatedDevice(block_size, list(windows))
         self.depth = depth
@@ -67,7 +108,11 @@ class Bench:
 
     def step(self, faulty=frozenset()) -> None:
         self.now += 1.0
+        if self.tier is not None:
+            self.tier.step(self)
         plan = self.scheduler.schedule(self.now)
+        if self.tier is not None:
+            self.tier.take(self)
         if plan is not None:
             assert plan.num_tokens <= self.scheduler.max_num_batched_tokens
             assert len(set(plan.rows.tolist())) == len(plan.rows)
@@ -130,9 +175,13 @@ scripts = st.lists(
     budget=st.sampled_from([6, 17, 64]),
     caching=st.booleans(),
     depth=st.sampled_from([1, 2, 3]),
+    tier=st.one_of(st.none(), st.integers(0, 99)),
 )
-def test_any_load_gives_the_tokens_of_a_lone_run(loads, script, frames, windows, max_num_seqs, budget, caching, depth):
-    """Same request, same tokens: beside others, with preemptions, prefix hits, forks, faults, aborts, steps ahead."""
+def test_any_load_gives_the_tokens_of_a_lone_run(
+    loads, script, frames, windows, max_num_seqs, budget, caching, depth, tier
+):
+    """Same request, same tokens: beside others, with preemptions, prefix hits, forks, faults, aborts, steps ahead, and
+    blocks that go to a lower tier and come back or get lost."""
     bench = Bench(
         frames=frames * len(windows),
         windows=windows,
@@ -140,6 +189,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(loads, script, frames, windows,
         budget=budget,
         caching=caching,
         depth=depth,
+        tier=tier,
     )
     waiting = [
         make_request(f"r{i}", prompt, max_tokens, n=n, seed=seed, priority=priority, salt=salt)
@@ -282,3 +332,28 @@ def test_what_can_never_fit_is_refused_at_once():
     bench.scheduler.add(make_request("fits", [1] * 10, 7, ignore_eos=True))
     bench.run()
     assert len(bench.outputs["fits", 0]) == 7
+
+
+def run_one_after_another(tier_loses) -> Bench:
+    """A prompt of eight blocks; one that needs all frames but one; the first again."""
+    bench = Bench(frames=17, tier=1)
+    assert bench.tier is not None
+    bench.tier.random.random = lambda: next(tier_loses)  # type: ignore[method-assign]
+    first = [1, 2, 3, 4] * 8 + [9]
+    for name, prompt in (("first", first), ("flood", list(range(20)) * 3), ("again", first)):
+        bench.scheduler.add(make_request(name, prompt, 2, ignore_eos=True))
+        bench.run()
+    assert bench.outputs["again", 0] == bench.outputs["first", 0]
+    return bench
+
+
+def test_what_was_evicted_is_loaded_instead_of_computed():
+    bench = run_one_after_another(repeat(0.0))
+    assert bench.tier is not None
+    assert bench.tier.arrived == 7
+    assert bench.device.computed_tokens == 34 + 61 + 2
+
+
+def test_what_a_load_lost_is_computed():
+    bench = run_one_after_another(chain([0.0] * 3, [1.0], repeat(0.0)))
+    assert bench.device.computed_tokens == 34 + 61 + 34 - 4 * 4

@@ -94,14 +94,12 @@ def test_waste_of_one_sequence():
     meter = WasteMeter(scheduler.memory, SHAPE)
     replay([TracedRequest(0, 0.0, 6, 3)], scheduler, times(), [meter])
     # Steps of one second: the prompt (2 blocks; 0 committed, 6 in work), then 6 + 1 and 7 + 1 of 8 slots.
-    page = 4096  # 2 heads x (K, V) x 4 tokens x 64 x 2 bytes fill half of a page, and a piece of a frame begins at one
     slot = SHAPE.slot_bytes
-    assert SHAPE.frame_bytes(4) == 2 * page
-    assert slot * 4 == 2 * page / 2
+    assert SHAPE.frame_bytes(4) == 4 * slot, "no padding"
     assert meter.reserved == 3 * 2 * SHAPE.frame_bytes(4)
     assert meter.written == (0 + 6 + 7) * slot
-    assert meter.uncommitted == pytest.approx(1 - 13 / 48)
-    assert meter.waste == pytest.approx(1 - 21 / 48)
+    assert meter.uncommitted == pytest.approx(1 - 13 / 24)
+    assert meter.waste == pytest.approx(1 - 21 / 24)
 
 
 def test_a_shared_block_is_counted_once():

@@ -13,6 +13,7 @@ from pagemill.attention.select import select_attention
 from pagemill.config import EngineConfig
 from pagemill.engine.messages import EngineReady
 from pagemill.engine.runner import Runner
+from pagemill.engine.tiers import Tiers, make_tiers, wants_tiers
 from pagemill.errors import ConfigError, KVMemoryError
 from pagemill.hub import resolve_model
 from pagemill.kvcache.device_pool import DevicePool, default_layout
@@ -37,6 +38,7 @@ class Engine:
     fingerprint: bytes
     kv_format: str
     numerics: str
+    tiers: Tiers | None
 
 
 def build(config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> Engine:
@@ -72,6 +74,12 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
         kv_dtype,
         device,
     )
+    names = {name: str(value).removeprefix("torch.") for name, value in (("weights", model.dtype), ("kv", kv_dtype))}
+    if config.quantization is not None:
+        names["weights"] = f"{config.quantization} (others {names['weights']})"
+    kv_format = f"{FORMAT if kv_dtype == torch.int8 else names['kv']},{config.block_size}"
+    numerics = f"{ops.name},{attention.name},{names['weights']}"
+    tiers = make_tiers(config, pool, model.fingerprint, kv_format, numerics) if wants_tiers(config) else None
     scheduler = Scheduler(
         memory,
         max_num_seqs=config.max_num_seqs,
@@ -79,6 +87,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
         eos_token_ids=frozenset(model.eos_token_ids),
         ageing_s=config.ageing_s,
         enable_prefix_caching=config.enable_prefix_caching,
+        stored=None if tiers is None else tiers.stored,
     )
     runner = Runner(
         model.decoder,
@@ -93,9 +102,6 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
         memory.num_frames,
         key=lambda tokens: memory.blocks_needed(tokens, config.max_num_batched_tokens),
     )
-    names = {name: str(value).removeprefix("torch.") for name, value in (("weights", model.dtype), ("kv", kv_dtype))}
-    if config.quantization is not None:
-        names["weights"] = f"{config.quantization} (others {names['weights']})"
     return Engine(
         memory=memory,
         scheduler=scheduler,
@@ -117,8 +123,9 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
             ),
         ),
         fingerprint=model.fingerprint,
-        kv_format=f"{FORMAT if kv_dtype == torch.int8 else names['kv']},{config.block_size}",
-        numerics=f"{ops.name},{attention.name},{names['weights']}",
+        kv_format=kv_format,
+        numerics=numerics,
+        tiers=tiers,
     )
 
 
@@ -146,7 +153,9 @@ def _memory(
     policy = POLICIES[config.eviction_policy](model.spec.attention_share(config.block_size))
 
     def manager(frames: int) -> MemoryManager:
-        return MemoryManager(frames, config.block_size, windows, config.enable_prefix_caching, policy)
+        return MemoryManager(
+            frames, config.block_size, windows, config.enable_prefix_caching, policy, wants_tiers(config)
+        )
 
     frame_bytes = default_layout(device)(
         places=groups.layers_per_frame,

@@ -10,10 +10,14 @@ from pagemill.config import EngineConfig
 from pagemill.engine.build import Engine, build
 from pagemill.engine.messages import EngineReady, EngineRequest, EngineStats, SequenceOutput
 from pagemill.errors import InvalidRequestError, StepFailedError
+from pagemill.kvcache.transfers import TransferStats
 from pagemill.memory.digest import root_digest
 from pagemill.scheduling.scheduler import Update
 from pagemill.scheduling.sequence import Request
 from pagemill.scheduling.step_plan import StepPlan, StepResult
+
+LOAD_WAIT_S = 0.05
+"""How long a step with nothing to compute waits for blocks from lower tiers, before messages are looked at again."""
 
 
 class EngineCore:
@@ -29,6 +33,7 @@ class EngineCore:
         self._scheduler = self._engine.scheduler
         self._memory = self._engine.memory
         self._runner = self._engine.runner
+        self._tiers = self._engine.tiers
         self._random = random.Random(config.seed)
         self._steps = self._prompt_tokens = self._generated_tokens = 0
 
@@ -74,9 +79,13 @@ class EngineCore:
 
     def step(self) -> list[SequenceOutput]:
         """Plans a step, runs it and commits it. Returns what it brought; nothing if there was no work."""
+        self._finish_loads(0.0)
         plan = self._scheduler.schedule(time.monotonic())
+        self._start_transfers()
         if plan is None:
+            self._finish_loads(LOAD_WAIT_S)
             return []
+        begin = time.monotonic()
         try:
             self._runner.apply(plan)
             result = self._run(plan)
@@ -90,12 +99,15 @@ class EngineCore:
         else:
             updates = self._scheduler.commit(result, time.monotonic())
         self._steps += 1
+        if self._tiers is not None:
+            self._tiers.note_step(plan.num_tokens, time.monotonic() - begin)
         if self.config.check_invariants:
             self._memory.check()
         return [self._output(update) for update in updates]
 
     def stats(self) -> EngineStats:
         memory = self._memory.stats()
+        transfers = TransferStats() if self._tiers is None else self._tiers.transfers.stats()
         return EngineStats(
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
@@ -109,11 +121,36 @@ class EngineCore:
             frames_free=memory.frames_free,
             frames_cached=memory.frames_cached,
             frames_active=memory.frames_active,
+            blocks_saved=transfers.saved,
+            blocks_dropped=transfers.dropped,
+            blocks_loaded=transfers.loaded,
+            blocks_missed=transfers.missed,
         )
 
     def close(self) -> None:
-        """Ends every request."""
+        """Ends every request, and keeps on disk, if that is a tier, what can be found again."""
         self.abort(self._scheduler.request_ids())
+        if self._tiers is not None:
+            while self._tiers.transfers.loading:
+                self._finish_loads(LOAD_WAIT_S)
+            self._start_transfers()
+            if self._tiers.lower.disk is not None:
+                self._tiers.transfers.save(self._memory.cached_blocks(), keep=True)
+            self._tiers.close()
+            self._tiers = None
+
+    def _start_transfers(self) -> None:
+        """Copies evicted blocks out of their frames, then lets loads into frames; before the device does anything."""
+        saves, loads = self._memory.take_saves(), self._scheduler.take_loads()
+        if self._tiers is not None:
+            self._tiers.transfers.save(saves)
+            for load in loads:
+                self._tiers.transfers.load(load)
+
+    def _finish_loads(self, wait_s: float) -> None:
+        if self._tiers is not None and self._tiers.transfers.loading:
+            for load, arrived in self._tiers.transfers.finished(wait_s).items():
+                self._scheduler.finish_load(load, arrived, time.monotonic())
 
     def _root(self, cache_salt: str) -> bytes:
         return root_digest(self._engine.fingerprint, self._engine.kv_format, self._engine.numerics, cache_salt)

@@ -91,6 +91,12 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     frames_free: int
     frames_cached: int
     frames_active: int
+    blocks_saved: int = 0
+    """Blocks that went to lower tiers; that did not, because storing failed or could not keep up; that came back; that
+    were not there, or broken, when they should have come back."""
+    blocks_dropped: int = 0
+    blocks_loaded: int = 0
+    blocks_missed: int = 0
 
 
 class StepOutputs(msgspec.Struct, tag=True):

@@ -99,6 +99,12 @@ class DevicePool:
             source.data_ptr(), target.data_ptr(), len(source),
         )  # fmt: skip
 
+    @property
+    def record_bytes(self) -> int:
+        """Of one frame, as `read_frames` gives it."""
+        pieces, _, elements = self._frames.shape
+        return int(pieces * elements * self.dtype.itemsize)
+
     def read_frames(self, frames: Sequence[int]) -> NDArray[np.uint8]:
         """Contents of frames as records [n, frame bytes], on the host: the frame's pieces one after the other."""
         if self.device.type != "cpu":

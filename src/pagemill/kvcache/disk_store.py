@@ -200,7 +200,7 @@ class DiskStore:
                 yield self._head(name, record) + record.tobytes()
 
     def write_images(self, images: Sequence[bytes]) -> int:
-        """Stores what another store's `images` gave; returns how many were new. Raises KVStoreError if one is broken."""
+        """Stores what another store's `images` gave; returns how many were new. Raises KVStoreError if one is bad."""
         names, records = [], []
         for image in images:
             head = np.frombuffer(image, dtype=np.uint8)[: self._head_bytes]

@@ -44,7 +44,9 @@ class LowerTiers:
                 found = tier.read(blocks, out)
                 continue
             part = np.empty((len(missing), self.record_bytes), dtype=np.uint8)
-            for row, whole, record in zip(missing, tier.read([blocks[row] for row in missing], part), part, strict=True):
+            for row, whole, record in zip(
+                missing, tier.read([blocks[row] for row in missing], part), part, strict=True
+            ):
                 if whole:
                     found[row] = True
                     out[row] = record

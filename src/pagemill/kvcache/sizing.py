@@ -16,8 +16,8 @@ _UNITS = {
 _DEFAULT_SHARE = 0.4
 
 
-def parse_kv_memory(value: int | float | str, free: int) -> int:
-    """Bytes named by `value`: an integer (bytes), "512MiB", "2GB", or a share of `free` bytes ("50%", 0.5).
+def parse_memory(name: str, value: int | float | str, free: int) -> int:
+    """Bytes that setting `name` asks for: an integer (bytes), "512MiB", "2GB", or a share of `free` ("50%", 0.5).
 
     Raises ConfigError for what it can not read, and for shares outside 0 .. 1.
     """
@@ -33,15 +33,15 @@ def parse_kv_memory(value: int | float | str, free: int) -> int:
         share = amount / 100 if unit == "%" else amount
         if not 0 < share <= 1:
             raise ConfigError(
-                f"kv_memory is {value!r}; as a share of free memory it must be above 0 and at most 1 (or 100%)",
-                param="kv_memory",
+                f"{name} is {value!r}; as a share of what is free it must be above 0 and at most 1 (or 100%)",
+                param=name,
             )
         return int(share * free)
     if unit not in _UNITS or not amount > 0 or isinstance(value, bool) or amount == float("inf"):
         raise ConfigError(
-            f'kv_memory is {value!r}; it must be bytes (an integer), a size such as "512MiB" or "2GB", or a share of '
-            'free memory such as "50%" or 0.5',
-            param="kv_memory",
+            f'{name} is {value!r}; it must be bytes (an integer), a size such as "512MiB" or "2GB", or a share of what '
+            'is free such as "50%" or 0.5',
+            param=name,
         )
     return int(amount * _UNITS[unit])
 
@@ -64,7 +64,7 @@ def num_frames(
     Raises ConfigError for a setting out of range, KVMemoryError if the pool would exceed `free` or hold no frame.
     """
     if kv_memory is not None:
-        name, value, wanted = "kv_memory", kv_memory, parse_kv_memory(kv_memory, free)
+        name, value, wanted = "kv_memory", kv_memory, parse_memory("kv_memory", kv_memory, free)
     elif kv_cache_memory_bytes is not None:
         name, value, wanted = "kv_cache_memory_bytes", kv_cache_memory_bytes, kv_cache_memory_bytes
         if wanted <= 0:

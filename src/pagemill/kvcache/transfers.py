@@ -70,11 +70,13 @@ class Transfers:
     # Down
 
     def save(self, saves: Sequence[Save], keep: bool = False) -> None:
-        """Copies blocks out of their frames now and stores them later; with `keep`, where they outlive the process.
-        What is stored already is left out."""
+        """Copies blocks out of their frames now and stores them later; with `keep`, where they outlive the process, and
+        all of them, however long that takes. What is stored already is left out."""
         saves = [save for save in saves if not self._tiers.holds(save.name)]
         for first in range(0, len(saves), self._batch):
             part = saves[first : first + self._batch]
+            if keep and self._waiting + len(part) > self._most_waiting:
+                self.flush()
             with self._lock:
                 if self._waiting + len(part) > self._most_waiting:
                     self._stats = replace(self._stats, dropped=self._stats.dropped + len(saves) - first)
@@ -116,8 +118,8 @@ class Transfers:
         starts = range(0, len(load.blocks), self._batch)
         self._pieces[load.id] = [None] * len(starts)
         for piece, first in enumerate(starts):
-            blocks, frames = (part[first : first + self._batch] for part in (load.blocks, load.frames))
-            self._readers.submit(self._fetch, load.id, piece, blocks, frames)
+            end = first + self._batch
+            self._readers.submit(self._fetch, load.id, piece, load.blocks[first:end], load.frames[first:end])
 
     def _fetch(self, load: int, piece: int, blocks: Sequence[tuple[bytes, int]], frames: Sequence[int]) -> None:
         found = [False] * len(blocks)

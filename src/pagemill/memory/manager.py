@@ -302,12 +302,18 @@ class MemoryManager:
         )
 
     def take_saves(self) -> list[Save]:
-        """Blocks for lower tiers, since the last call. To be read before the device does the work of a later `drain`."""
+        """Blocks for lower tiers, since the last call; read them before the device does the work of a later `drain`."""
         saves, self._saves = self._saves, []
         return saves
 
+    def cached_blocks(self) -> list[Save]:
+        """All blocks that can be found and that nobody holds, beginnings of chains first."""
+        depth = self._index.depth
+        blocks = [block for block in self._blocks.in_use() if block in self._policy]
+        return [self._save(block) for block in sorted(blocks, key=depth.__getitem__)]
+
     def frames(self, table: BlockTable, first: int) -> list[int]:
-        """Frames of a table's entries from `first` on, entry by entry, groups side by side; -1 where nothing is held."""
+        """Frames of a table's entries from `first` on, entry by entry, groups side by side; -1 where none is held."""
         columns = [self._frames_of(entries[first:]) for entries in table.blocks]
         return [frame for entry in zip(*columns, strict=True) for frame in entry]
 

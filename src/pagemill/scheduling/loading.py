@@ -8,48 +8,63 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import count
+from typing import NamedTuple
 
 from pagemill.memory.block_table import BlockTable
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.work import Load
-from pagemill.scheduling.sequence import Sequence as SequenceState
+from pagemill.scheduling.sequence import Sequence as Waiting
 
 Stored = Callable[[Sequence[bytes]], int]
-"""Of a chain's digests, how many from the first on lower tiers hold and are worth bringing up."""
+"""Of a chain's digests, how many from the first on lower tiers hold, for all layer groups, and are worth loading."""
+
+
+class Begun(NamedTuple):
+    """A load, and the digests of the chain's blocks that will be there when it is over."""
+
+    id: int
+    digests: list[bytes]
 
 
 class Loading:
-    """The loads under way. `stored` answers for all layer groups."""
+    """The loads under way; its length is their number. Without `stored` there are none."""
 
-    def __init__(self, memory: MemoryManager, stored: Stored) -> None:
+    def __init__(self, memory: MemoryManager, stored: Stored | None) -> None:
         self._memory = memory
         self._stored = stored
         self._tables: dict[int, tuple[BlockTable, list[int], list[bytes]]] = {}
         self._begun: list[Load] = []
+        self._missed: set[bytes] = set()
+        """Blocks that did not arrive: who asks for one next computes it."""
         self._ids = count()
 
     def __len__(self) -> int:
         return len(self._tables)
 
-    def begin(self, sequence: SequenceState, found: int, headroom: int, now: float) -> tuple[int, int] | None:
+    def begin(self, sequence: Waiting, found: int, headroom: int, now: float) -> Begun | None:
         """Begins to load what lower tiers hold behind the first `found` blocks of a waiting sequence, if there is room
-        for the whole sequence and `headroom` blocks more. Returns the load's id, and how many blocks it has then."""
+        for the whole sequence and `headroom` blocks more."""
         memory, size = self._memory, self._memory.block_size
         last = (len(sequence.tokens) - 1) // size
-        more = self._stored(sequence.digests[found:last]) if found < last else 0
+        if self._stored is None or found >= last:
+            return None
+        if sequence.digests[found] in self._missed:
+            self._missed.remove(sequence.digests[found])
+            return None
+        more = self._stored(sequence.digests[found:last])
         if more == 0 or (last + 1 - found) * len(memory.windows) + headroom > memory.num_available:
             return None
         table, length = memory.open(sequence.tokens, sequence.digests, sequence.request.root, now, found * size)
         if length < found * size or memory.reserve(table, (found + more) * size) is not None:
             memory.close(table, now)
             return None
-        load = next(self._ids)
         digests = sequence.digests[: found + more]
         groups = range(len(memory.windows))
         blocks = [(digest, group) for digest in digests[found:] for group in groups]
-        self._begun.append(Load(load, blocks, memory.frames(table, found)))
-        self._tables[load] = table, sequence.tokens[: len(digests) * size], digests
-        return load, len(digests)
+        load = Load(next(self._ids), blocks, memory.frames(table, found))
+        self._begun.append(load)
+        self._tables[load.id] = table, sequence.tokens[: len(digests) * size], digests
+        return Begun(load.id, digests)
 
     def take_begun(self) -> list[Load]:
         """Loads that nobody has been told of yet."""
@@ -61,8 +76,9 @@ class Loading:
         found from now on, the rest ends. Returns how many blocks of the chain are there."""
         memory = self._memory
         table, tokens, digests = self._tables.pop(load)
-        whole = (list(arrived) + [False]).index(False) // len(memory.windows)
-        length = table.length + whole * memory.block_size
-        memory.commit(table, length, tokens, digests)
+        whole = [*arrived, False].index(False) // len(memory.windows)
+        blocks = table.length // memory.block_size + whole
+        self._missed.update(digests[blocks : blocks + 1])
+        memory.commit(table, blocks * memory.block_size, tokens, digests)
         memory.close(table, now)
-        return length // memory.block_size
+        return blocks

@@ -5,7 +5,8 @@ They wait for those blocks instead of computing them twice.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence as Listed
+import collections.abc as abc
+from collections.abc import Hashable
 
 from pagemill.scheduling.sequence import Sequence
 
@@ -20,6 +21,9 @@ class PendingPrefixes:
 
         self._waiters: dict[bytes, list[Sequence]] = {}
 
+    def owned(self, digest: bytes) -> bool:
+        return digest in self._owner
+
     def wait(self, digest: bytes, sequence: Sequence) -> bool:
         """If someone is computing this block, holds the sequence back until that has ended, one way or the other."""
         if digest not in self._owner:
@@ -27,7 +31,7 @@ class PendingPrefixes:
         self._waiters.setdefault(digest, []).append(sequence)
         return True
 
-    def add(self, owner: Hashable, digests: Listed[bytes], first: int) -> None:
+    def add(self, owner: Hashable, digests: abc.Sequence[bytes], first: int) -> None:
         """The full blocks of this chain from index `first` on are going to come, in order."""
         claims = [
             (index, digest)

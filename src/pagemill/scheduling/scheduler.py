@@ -15,8 +15,10 @@ import numpy as np
 from pagemill.errors import RequestTooLargeError
 from pagemill.memory.digest import extend_chain
 from pagemill.memory.manager import MemoryManager
+from pagemill.memory.work import Load
 from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.random import sequence_seed
+from pagemill.scheduling.loading import Loading, Stored
 from pagemill.scheduling.pending import PendingPrefixes
 from pagemill.scheduling.sequence import Rank, Request, Sequence, Status
 from pagemill.scheduling.step_plan import NewRow, StepPlan, StepResult
@@ -73,6 +75,7 @@ class Scheduler:
         eos_token_ids: frozenset[int],
         ageing_s: float,
         enable_prefix_caching: bool = True,
+        stored: Stored | None = None,
     ) -> None:
         self.memory = memory
         self.max_num_seqs = max_num_seqs
@@ -90,6 +93,7 @@ class Scheduler:
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._freed_rows: list[int] = []
         self._pending = PendingPrefixes()
+        self._loading = Loading(memory, stored)
         self._flights: deque[_Flight] = deque()
         self._arrivals = 0
         self._step = 0
@@ -99,7 +103,7 @@ class Scheduler:
         return len(self._running)
 
     def has_work(self) -> bool:
-        return bool(self._running or self.num_waiting or self._flights)
+        return bool(self._running or self.num_waiting or self._flights or self._loading)
 
     def request_ids(self) -> list[str]:
         """All requests that have not finished."""
@@ -198,7 +202,7 @@ class Scheduler:
         while budget > 0 and (sequence := self._waiting.pop()) is not None:
             rows = sequence.request.params.n if sequence.forks_after_prompt else 1
             enough_rows = len(self._free_rows) >= rows
-            if enough_rows and self._computed_elsewhere(sequence):
+            if enough_rows and self._comes_from_elsewhere(sequence, now):
                 continue
             if not enough_rows or not self._open(sequence, budget, now):
                 self._waiting.push(sequence)
@@ -212,13 +216,30 @@ class Scheduler:
             if sequence.scheduled_s is None:
                 sequence.scheduled_s = now
 
-    def _computed_elsewhere(self, sequence: Sequence) -> bool:
-        """Whether a running sequence is computing the very next block that this one needs; then it waits for it."""
+    def _comes_from_elsewhere(self, sequence: Sequence, now: float) -> bool:
+        """Whether a running sequence is computing the very next block that this one needs, or a load brings it up; then
+        it waits for it. Begins such a load."""
         if not self._shares_prefixes(sequence):
             return False
         self._extend_digests(sequence)
         found = self.memory.peek(sequence.digests, sequence.request.root)
-        return found < len(sequence.digests) and self._pending.wait(sequence.digests[found], sequence)
+        if found == len(sequence.digests):
+            return False
+        load = None
+        if not self._pending.owned(sequence.digests[found]):
+            load = self._loading.begin(sequence, found, len(self._running), now)
+        if load is not None:
+            self._pending.add(load.id, load.digests, found)
+        return self._pending.wait(sequence.digests[found], sequence)
+
+    def take_loads(self) -> list[Load]:
+        """Loads that have been begun since the last call; each ends with `finish_load`."""
+        return self._loading.take_begun()
+
+    def finish_load(self, load: int, arrived: list[bool], now: float) -> None:
+        """A load is over: `arrived` says which of its blocks are in their frames. Who waited for it goes on."""
+        blocks = self._loading.finish(load, arrived, now)
+        self._resume(self._pending.computed(load, blocks) + self._pending.drop(load))
 
     def _open(self, sequence: Sequence, budget: int, now: float) -> bool:
         """Opens a waiting sequence's table and reserves its first chunk; False, with nothing held, if memory is short.
@@ -245,7 +266,7 @@ class Scheduler:
         if sequence.scheduled_s is None:
             sequence.num_cached_tokens = found
         if share:
-            self._pending.add(sequence, found // self.memory.block_size)
+            self._pending.add(sequence, sequence.digests, found // self.memory.block_size)
             self.prefix_queried_tokens += len(tokens)
             self.prefix_hit_tokens += found
         return True

@@ -1,0 +1,101 @@
+"""Blocks that leave the pool come back from host memory or disk, after a restart too, and change no bit."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from drive import drive, request
+
+from pagemill.errors import ConfigError
+from pagemill.sampling.params import SamplingParams
+
+FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
+LENGTH, BLOCKS = 200, 12
+"""Of each prompt, in tokens and whole blocks."""
+
+
+@pytest.fixture(scope="module")
+def conversations(prompts):
+    joined = [token for prompt in prompts for token in prompt] * 3
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    starts = range(0, 6 * LENGTH, LENGTH)
+    return [
+        request(f"r{at}", joined[at + at // 7 : at + at // 7 + LENGTH], params, cache_salt=str(at)) for at in starts
+    ]
+
+
+@pytest.fixture(scope="module")
+def expected(conversations, make_engine):
+    return drive(make_engine(enable_prefix_caching=False), conversations, record=True)
+
+
+SMALL = {"kv_memory": 30 * FRAME_BYTES, "max_model_len": 352, "max_num_seqs": 2, "max_num_batched_tokens": 128}
+"""Room for two of the six."""
+
+
+def same(run, expected) -> None:
+    assert run.tokens == expected.tokens
+    for key, logits in run.logits.items():
+        assert logits.equal(expected.logits[key]), key
+
+
+@pytest.mark.parametrize("tier", ["host", "disk", "both"])
+def test_what_was_evicted_comes_back(conversations, expected, make_engine, tmp_path, tier):
+    settings = dict(SMALL)
+    if tier != "disk":
+        settings["kv_host_memory"] = (200 if tier == "host" else 20) * FRAME_BYTES
+    if tier != "host":
+        settings |= {"kv_disk_memory": "1GiB", "kv_disk_path": str(tmp_path)}
+    core = make_engine(**settings)
+    drive(core, conversations)
+    core._tiers.transfers.flush()
+    again = drive(core, conversations, record=True)
+    assert set(again.cached.values()) == {BLOCKS * 16}
+    same(again, expected)
+    stats = core.stats()
+    assert stats.blocks_loaded >= 4 * BLOCKS
+    assert stats.blocks_missed == 0
+    assert stats.frames_active == 0
+    core.close()
+
+
+def test_a_new_engine_finds_what_the_last_one_kept(conversations, expected, make_engine, tmp_path):
+    settings = {**SMALL, "kv_disk_memory": "1GiB", "kv_disk_path": str(tmp_path)}
+    first = make_engine(**settings)
+    drive(first, conversations)
+    first.close()
+    second = make_engine(**settings)
+    run = drive(second, conversations, record=True)
+    assert set(run.cached.values()) == {BLOCKS * 16}
+    same(run, expected)
+    second.close()
+    other = make_engine(**settings, dtype="bfloat16")
+    assert set(drive(other, conversations).cached.values()) == {0}
+    other.close()
+
+
+def test_broken_blocks_are_computed_again(conversations, expected, make_engine, tmp_path):
+    settings = {**SMALL, "kv_disk_memory": "1GiB", "kv_disk_path": str(tmp_path)}
+    first = make_engine(**settings)
+    drive(first, conversations)
+    first.close()
+    (blocks,) = tmp_path.glob("*/blocks.dat")
+    slots = 6 * (BLOCKS + 1)
+    size = os.path.getsize(blocks) // slots if os.path.getsize(blocks) % slots == 0 else 4096 + FRAME_BYTES
+    with blocks.open("r+b") as file:
+        for slot in range(5, os.path.getsize(blocks) // size, 7):
+            file.seek(slot * size + size // 2)
+            file.write(b"broken")
+    second = make_engine(**settings)
+    run = drive(second, conversations, record=True)
+    assert 0 < sum(run.cached.values()) < 6 * BLOCKS * 16
+    same(run, expected)
+    assert second.stats().blocks_missed > 0
+    assert second.stats().frames_active == 0
+    second.close()
+
+
+def test_a_host_tier_below_one_block_is_refused(make_engine):
+    with pytest.raises(ConfigError, match="kv_host_memory is 1000, but one block takes"):
+        make_engine(**SMALL, kv_host_memory=1000)
