@@ -2,6 +2,7 @@
 // pagemill.attention. The interpreter lock is released while a kernel runs.
 #include "decoder.h"
 #include "kernels.h"
+#include "shared_prefixes.h"
 #include "threads.h"
 
 #include <new>
@@ -98,12 +99,15 @@ struct Cache {
 
     void attend(Address query, int query_type, int64_t query_token, int64_t query_head, int heads, Address output, Address lse,
                 Address tables, int64_t table_stride, Address query_start, Address context_lens, Address positions,
-                Address key_start, Address key_end, int rows, float scale, int64_t window, float soft_cap) const {
+                Address key_start, Address key_end, int rows, float scale, int64_t window, float soft_cap, bool share) const {
         Run run;
-        kernels().attend({at<void>(query), dtype(query_type), query_token, query_head, at<void>(output), at<float>(lse), key,
+        AttentionArgs args{at<void>(query), dtype(query_type), query_token, query_head, at<void>(output), at<float>(lse), key,
                           value, type, at<int32_t>(tables), table_stride, at<int32_t>(query_start), at<int32_t>(context_lens),
                           at<int64_t>(positions), at<int32_t>(key_start), at<int32_t>(key_end), rows, heads, kv_heads,
-                          head_dim, block_size, scale, window, soft_cap});
+                          head_dim, block_size, scale, window, soft_cap};
+        const SharedPrefixes prefixes(args, share);
+        prefixes.apply(args);
+        kernels().attend(args);
     }
 };
 

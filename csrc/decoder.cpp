@@ -1,10 +1,12 @@
 #include "decoder.h"
 
 #include "memory.h"
+#include "shared_prefixes.h"
 
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
+#include <memory>
 #include <new>
 #include <stdexcept>
 #include <string>
@@ -86,6 +88,7 @@ void Decoder::run(const DecoderStep& step) {
     char* const keys = qkv + shape_.heads * head_bytes;
     char* const values = keys + shape_.kv_heads * head_bytes;
 
+    std::vector<std::unique_ptr<SharedPrefixes>> prefixes(step.groups.size());
     Stopwatch watch{seconds_};
     if (embedding_) set.embed(embedding_, step.token_ids, shape_.embedding_scale, at.x, type, tokens, hidden);
     else tied_.set->embed_packed(*tied_.weight, step.token_ids, shape_.embedding_scale, at.x, tokens);
@@ -105,10 +108,14 @@ void Decoder::run(const DecoderStep& step) {
                            {keys, values, type, row, head_dim, row, head_dim, cache.key, cache.value, cache.type, group.slots,
                             tokens, shape_.kv_heads, shape_.head_dim, cache.block_size}});
         watch.lap(kHeads);
-        set.attend({qkv, type, row, head_dim, at.context, nullptr, cache.key, cache.value, cache.type, group.tables,
-                    group.stride, step.query_start, step.context_lens, step.positions, nullptr, nullptr, step.rows,
-                    shape_.heads, shape_.kv_heads, shape_.head_dim, cache.block_size, shape_.scale, layer.window,
-                    shape_.soft_cap});
+        AttentionArgs attention{qkv, type, row, head_dim, at.context, nullptr, cache.key, cache.value, cache.type,
+                                group.tables, group.stride, step.query_start, step.context_lens, step.positions, nullptr,
+                                nullptr, step.rows, shape_.heads, shape_.kv_heads, shape_.head_dim, cache.block_size,
+                                shape_.scale, layer.window, shape_.soft_cap};
+        // A group's layers have one window.
+        if (!prefixes[layer.group]) prefixes[layer.group] = std::make_unique<SharedPrefixes>(attention, true);
+        prefixes[layer.group]->apply(attention);
+        set.attend(attention);
         watch.lap(kAttention);
         apply(layer.o, at.context, at.y, type, tokens);
         watch.lap(kO);

@@ -45,6 +45,15 @@ struct CacheView {
     int64_t scale_frame, scale_head;
 };
 
+// Attention cuts keys into partitions at fixed absolute positions.
+constexpr int kPartition = 256;
+
+// A query token, its row, and how many partitions from the first on it attends together with other rows.
+struct QueryToken { int32_t token, row, shared; };
+
+// Rows whose tables begin with the same frames: their tokens, in the order of AttentionArgs, and as many whole partitions.
+struct SharedPrefix { int32_t first, tokens, partitions; };
+
 struct AttentionArgs {
     const void* query;  // [tokens, heads, head_dim], the last dimension contiguous
     DType query_type;
@@ -64,7 +73,23 @@ struct AttentionArgs {
     float scale;
     int64_t window;  // 0: none
     float soft_cap;  // 0: none
+    // All query tokens, those of `prefixes` first; a row's lie side by side, ascending. Made by SharedPrefixes.
+    const QueryToken* order = nullptr;
+    const SharedPrefix* prefixes = nullptr;
+    int num_prefixes = 0;
 };
+
+struct KeyRange { int64_t begin, end; };
+
+// The keys that a query sees; begin == end: none.
+static inline KeyRange key_range(const AttentionArgs& args, int row, int64_t token) {
+    const int64_t position = args.positions[token];
+    int64_t begin = args.window && position >= args.window ? position - args.window + 1 : 0;
+    int64_t end = position < args.context_lens[row] ? position + 1 : args.context_lens[row];
+    if (args.key_start && begin < args.key_start[row]) begin = args.key_start[row];
+    if (args.key_end && args.key_end[row] < end) end = args.key_end[row];
+    return {begin, begin < end ? end : begin};
+}
 
 struct WriteArgs {
     const void *key, *value;  // [tokens, kv_heads, head_dim], the last dimension contiguous

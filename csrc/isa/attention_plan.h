@@ -1,28 +1,39 @@
 // A step of attention cut into tasks of about equal work.
 
-// Query tokens of one row, some KV heads, some partitions. With `partial` >= 0 each partition's state goes to that place of
-// the shared buffer and is folded afterwards; else the task folds and writes the output itself.
+// Query tokens, as the step orders them, of one row, or of rows over their shared prefix; some KV heads, some partitions.
+// With `partial` >= 0 each partition's state goes to that place of a buffer and is folded afterwards; else the task folds.
+// A token's own partitions continue from the state that its shared ones have left.
 struct AttentionTask {
-    int row, token, tokens, head, heads;
+    int first, tokens, head, heads;
+    bool shared;
     int64_t part_begin, part_end, partial;
 };
 
-struct KeyRange { int64_t begin, end; };
+constexpr int kTaskRows = 48;     // (token, head) rows over one KV head that share one pass over a partition
+constexpr int kSharedRows = 256;  // likewise of a shared prefix, where every row takes every key
+constexpr int kTaskTokens = kSharedRows;
 
-// The keys that a query sees; begin == end: none.
-INLINE KeyRange key_range(const AttentionArgs& args, int row, int64_t token) {
-    const int64_t position = args.positions[token];
-    int64_t begin = args.window ? greater<int64_t>(0, position - args.window + 1) : 0;
-    int64_t end = lesser<int64_t>(position + 1, args.context_lens[row]);
-    if (args.key_start) begin = greater<int64_t>(begin, args.key_start[row]);
-    if (args.key_end) end = lesser<int64_t>(end, args.key_end[row]);
-    return {begin, greater(begin, end)};
+// What all of `count` ranges lie in; empty ones do not count.
+INLINE KeyRange span_of(const KeyRange* ranges, int count) {
+    KeyRange all{0, 0};
+    for (int i = 0; i < count; ++i) {
+        const KeyRange& r = ranges[i];
+        if (r.begin < r.end) all = all.begin >= all.end ? r : KeyRange{lesser(all.begin, r.begin), greater(all.end, r.end)};
+    }
+    return all;
 }
 
-// A step cut into tasks of about equal work (keys x rows of queries). Without memory it only counts.
+// Where a row's block lies for one head of keys or values.
+template <class T> INLINE const T* block_at(const AttentionArgs& args, const CacheView& cache, int row, int64_t block, int head) {
+    const int64_t frame = args.tables[row * args.table_stride + block];
+    return (const T*)cache.data + frame * cache.frame + head * cache.head;
+}
+
+// A step's tasks; those of shared prefixes come first, and the others wait for them. Without memory it only counts.
 struct AttentionPlan {
     AttentionTask *tasks, *merges;
     int64_t num_tasks = 0, num_merges = 0, partials = 0;
+    int64_t shared_tasks = 0, shared_merges = 0;
 
     void add(const AttentionTask& task) {
         if (tasks) tasks[num_tasks] = task;
@@ -34,16 +45,12 @@ struct AttentionPlan {
     }
 };
 
-// Many query rows over one KV head are split by head, few over a long context by partitions.
-void plan_tile(const AttentionArgs& args, AttentionPlan& plan, AttentionTask task, int64_t target) {
+// Keys [begin, end) for a task's tokens. Many query rows over one KV head are split by head, few over a long context by
+// partitions.
+void plan_keys(const AttentionArgs& args, AttentionPlan& plan, AttentionTask task, KeyRange keys, int64_t target) {
     const int kv_heads = args.kv_heads, rows = task.tokens * (args.heads / kv_heads);
-    KeyRange all{0, 0};
-    for (int64_t t = task.token; t < task.token + task.tokens; ++t) {
-        const KeyRange r = key_range(args, task.row, t);
-        if (r.begin < r.end) all = all.begin >= all.end ? r : KeyRange{lesser(all.begin, r.begin), greater(all.end, r.end)};
-    }
-    const int64_t first = all.begin / kPartition, last = (all.end + kPartition - 1) / kPartition, count = last - first;
-    const int64_t head_work = (all.end - all.begin) * rows, work = head_work * kv_heads;
+    const int64_t first = keys.begin / kPartition, last = (keys.end + kPartition - 1) / kPartition, count = last - first;
+    const int64_t head_work = (keys.end - keys.begin) * rows, work = head_work * kv_heads;
     task.part_begin = first;
     task.part_end = last;
     task.heads = kv_heads;
@@ -67,15 +74,37 @@ void plan_tile(const AttentionArgs& args, AttentionPlan& plan, AttentionTask tas
     }
 }
 
+// What a task's tokens, all of one row, have to attend by themselves.
+KeyRange own_keys(const AttentionArgs& args, int first, int tokens) {
+    KeyRange ranges[kTaskTokens];
+    for (int i = 0; i < tokens; ++i) {
+        const QueryToken& query = args.order[first + i];
+        ranges[i] = key_range(args, query.row, query.token);
+        ranges[i].begin = greater<int64_t>(ranges[i].begin, int64_t(query.shared) * kPartition);
+    }
+    return span_of(ranges, tokens);
+}
+
 AttentionPlan plan_attention(const AttentionArgs& args, AttentionTask* tasks, AttentionTask* merges, int64_t target) {
     AttentionPlan plan{tasks, merges};
-    const int per_tile = greater(1, kTaskRows / (args.heads / args.kv_heads));
+    const int group = args.heads / args.kv_heads, per_task = greater(1, kTaskRows / group);
+    for (int i = 0; i < args.num_prefixes; ++i) {
+        const SharedPrefix& prefix = args.prefixes[i];
+        const int64_t keys = int64_t(prefix.partitions) * kPartition;
+        int size = greater(1, kSharedRows / group);
+        while (size > per_task && keys * size * group > target) size = (size + 1) / 2;
+        for (int begin = 0; begin < prefix.tokens; begin += size)
+            plan_keys(args, plan, {prefix.first + begin, lesser(size, prefix.tokens - begin), 0, 0, true, 0, 0, -1}, {0, keys}, target);
+    }
+    plan.shared_tasks = plan.num_tasks;
+    plan.shared_merges = plan.num_merges;
     // Later queries see more keys: they come first, so that the last task to end is a short one.
-    for (int row = args.rows - 1; row >= 0; --row)
-        for (int end = args.query_start[row + 1]; end > args.query_start[row];) {
-            const int begin = greater(args.query_start[row], end - per_tile);
-            plan_tile(args, plan, {row, begin, end - begin, 0, 0, 0, 0, -1}, target);
-            end = begin;
-        }
+    for (int end = args.query_start[args.rows]; end > 0;) {
+        const QueryToken& last = args.order[end - 1];
+        const int in_row = last.token - args.query_start[last.row] + 1, tokens = lesser(per_task, in_row);
+        const int first = end - tokens;
+        plan_keys(args, plan, {first, tokens, 0, 0, false, 0, 0, -1}, own_keys(args, first, tokens), target);
+        end = first;
+    }
     return plan;
 }

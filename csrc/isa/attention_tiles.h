@@ -1,8 +1,7 @@
-// What attention is made of: tiles of scores and of weighted values, softmax over a partition, and the folding of partitions.
+// What attention on plain vectors is made of: tiles of scores and of weighted values, softmax over a partition; and the
+// folding of partitions, which all ways share.
 
-constexpr int kPartition = 256;
 constexpr int kScoreRow = kPartition + 4 * W;  // a group of key vectors may end beyond the partition
-constexpr int kTaskRows = 48;                  // rows that share one pass over a partition's keys
 // (token, head) rows that run side by side in registers, and vectors of each row.
 #if defined(__AVX512F__)
 constexpr int kTileRows = 12;
@@ -140,16 +139,30 @@ INLINE Softmax softmax(float* s, int begin, int end, int from, int to, float sof
     return {maximum_score, sum(even + odd)};
 }
 
-// A row's result so far: maximum, sum, and values weighted relative to the maximum.
-INLINE void fold(float& maximum, float& sum, float* values, float part_maximum, float part_sum, const float* part_values,
-                 int dims) {
-    const float top = maximum < part_maximum ? part_maximum : maximum;
-    float factor[W] = {};
-    factor[0] = maximum - top;
-    factor[1] = part_maximum - top;
-    store(factor, exp_nonpositive(load(factor)));
-    const F a = broadcast(factor[0]), b = broadcast(factor[1]);
-    for (int d = 0; d < dims; d += W) store(values + d, fma(load(values + d), a, load(part_values + d) * b));
-    sum = sum * factor[0] + part_sum * factor[1];
-    maximum = top;
+// A row's state: values weighted relative to a maximum, [dims], then that maximum and the sum of weights, padded to a vector.
+INLINE bool is_empty(float maximum, float sum) { return maximum == -kInf && sum == 0.0f; }
+
+// Folds the next partition into rows' states, which lie `size` apart; its values lie `dims` apart.
+void fold(int rows, float* state, int64_t size, const Softmax* part, const float* values, int64_t values_size, int dims) {
+    for (int first = 0; first < rows; first += W, state += W * size, part += W, values += W * values_size) {
+        const int count = lesser(W, rows - first);
+        float before[W] = {}, after[W] = {}, top[W];
+        for (int r = 0; r < count; ++r) {
+            const float maximum = state[r * size + dims];
+            top[r] = maximum < part[r].maximum ? part[r].maximum : maximum;
+            before[r] = maximum - top[r];
+            after[r] = part[r].maximum - top[r];
+        }
+        store(before, exp_nonpositive(load(before)));
+        store(after, exp_nonpositive(load(after)));
+        for (int r = 0; r < count; ++r) {
+            if (is_empty(part[r].maximum, part[r].sum)) continue;
+            float* to = state + r * size;
+            const float* from = values + r * values_size;
+            const F a = broadcast(before[r]), b = broadcast(after[r]);
+            for (int d = 0; d < dims; d += W) store(to + d, fma(load(to + d), a, load(from + d) * b));
+            to[dims] = top[r];
+            to[dims + 1] = to[dims + 1] * before[r] + part[r].sum * after[r];
+        }
+    }
 }

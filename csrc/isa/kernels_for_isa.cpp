@@ -31,6 +31,7 @@ template <int N> using Upto = typename UptoOf<N>::type;  // Sequence<0, ..., N -
 #include "elementwise.h"
 #include "attention_tiles.h"
 #include "attention_plan.h"
+#include "attention_vectors.h"
 #include "attention.h"
 #include "kv_write.h"
 #include "sampling.h"

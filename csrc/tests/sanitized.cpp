@@ -2,6 +2,7 @@
 // threads at once: what `make sanitize` runs under the sanitizers. They do not see what tiles read, so every operand ends
 // where its last page does, and the next page can not be touched.
 #include "../kernels.h"
+#include "../shared_prefixes.h"
 #include "../threads.h"
 
 #include <cmath>
@@ -132,7 +133,7 @@ void check_linear() {
     release(packed);
 }
 
-// Rows of several lengths over shuffled frames; slots that belong to nobody stay NaN.
+// Rows of several lengths over shuffled frames, some of which begin with those of the first row; slots that belong to nobody stay NaN.
 void check_attention() {
     const DType type = any_type(), cached = any_type();
     const int rows = 1 + below(4), kv_heads = 1 + below(3), heads = kv_heads * (1 + below(5));
@@ -140,11 +141,17 @@ void check_attention() {
     const bool transposed = below(4) != 0;
     const int64_t window = below(3) ? 0 : 1 + below(60);
     const float soft_cap = below(3) ? 0.0f : 5.0f;
-    std::vector<int> lengths(rows), queries(rows);
+    const bool share = below(2);
+    std::vector<int> lengths(rows), queries(rows), shared(rows);
     int frames = 0, entries = 1, tokens = 0;
     for (int r = 0; r < rows; ++r) {
         lengths[r] = below(5) ? 1 + below(90) : 200 + below(400);
+        if (share) lengths[r] += 300;
         queries[r] = below(2) ? 1 : 1 + below(lengths[r] < 40 ? lengths[r] : 40);
+        if (share && r > 0) {
+            const int before = lengths[r] - queries[r], first = lengths[0] - queries[0];
+            shared[r] = (before < first ? before : first) / block * block;
+        }
         const int used = (lengths[r] + block - 1) / block;
         frames += used;
         tokens += queries[r];
@@ -162,19 +169,29 @@ void check_attention() {
     for (int r = 0, frame = 0, token = 0; r < rows; ++r) {
         starts.as<int32_t>()[r] = token;
         contexts.as<int32_t>()[r] = lengths[r];
-        for (int b = 0; b * block < lengths[r]; ++b) tables.as<int32_t>()[r * entries + b] = order[frame++];
+        for (int b = 0; b * block < lengths[r]; ++b) tables.as<int32_t>()[r * entries + b] = b * block < shared[r] ? tables.as<int32_t>()[b] : order[frame++];
         for (int q = 0; q < queries[r]; ++q) positions.as<int64_t>()[token++] = lengths[r] - queries[r] + q;
     }
     starts.as<int32_t>()[rows] = tokens;
 
     // Keys and values come in through `write_kv`, row by row.
     std::vector<std::vector<double>> keys(rows), values(rows);
+    std::vector<char> first_keys, first_values;
     where = "write_kv";
     for (int r = 0; r < rows; ++r) {
         const int64_t count = int64_t(lengths[r]) * kv_heads * dim;
         Guarded k(count, type), v(count, type), slots(sizeof(int64_t) * lengths[r]);
         k.fill(random_source);
         v.fill(random_source);
+        const size_t bytes = size_t(shared[r]) * kv_heads * dim * item_size(type);
+        if (r == 0) {
+            const char *all_keys = k.as<char>(), *all_values = v.as<char>();
+            first_keys.assign(all_keys, all_keys + count * item_size(type));
+            first_values.assign(all_values, all_values + count * item_size(type));
+        } else if (bytes) {
+            std::memcpy(k.data(), first_keys.data(), bytes);
+            std::memcpy(v.data(), first_values.data(), bytes);
+        }
         for (int t = 0; t < lengths[r]; ++t)
             slots.as<int64_t>()[t] = int64_t(tables.as<int32_t>()[r * entries + t / block]) * block + t % block;
         WriteArgs write{};
@@ -225,6 +242,8 @@ void check_attention() {
     args.scale = 0.3f;
     args.window = window;
     args.soft_cap = soft_cap;
+    const SharedPrefixes prefixes(args, true);
+    prefixes.apply(args);
     kernels().attend(args);
     for (int r = 0; r < rows; ++r)
         for (int token = starts.as<int32_t>()[r]; token < starts.as<int32_t>()[r + 1]; ++token)

@@ -115,6 +115,7 @@ class Cache:
         scale: float,
         window: int,
         soft_cap: float,
+        share: bool,
     ) -> None: ...
 
 class Decoder:

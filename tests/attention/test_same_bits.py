@@ -42,14 +42,27 @@ def same(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tens
 
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize(
-    ("dtype", "head_dim", "block_size"),
-    [(torch.float32, 64, 16), (torch.bfloat16, 80, 8), (torch.int8, 96, 32), (torch.int8, 40, 8)],
+    ("dtype", "query_dtype", "head_dim", "block_size"),
+    [
+        (torch.float32, torch.float32, 64, 16),
+        (torch.bfloat16, torch.float32, 80, 8),
+        (torch.bfloat16, torch.bfloat16, 64, 16),
+        (torch.int8, torch.float32, 96, 32),
+        (torch.int8, torch.float32, 40, 8),
+    ],
 )
 def test_alone_in_batch_and_in_chunks(
-    backend: CpuAttention, dtype: torch.dtype, head_dim: int, block_size: int, options: dict[str, object]
+    backend: CpuAttention,
+    dtype: torch.dtype,
+    query_dtype: torch.dtype,
+    head_dim: int,
+    block_size: int,
+    options: dict[str, object],
 ) -> None:
     rows = [(700, 700), (1, 1), (520, 1), (300, 47), (600, 13)]
-    case = PagedCase(rows, heads=6, head_dim=head_dim, block_size=block_size, dtype=dtype, seed=21)
+    case = PagedCase(
+        rows, heads=6, head_dim=head_dim, block_size=block_size, dtype=dtype, query_dtype=query_dtype, seed=21
+    )
     case.write_all(backend)
     everything = [(row, 0, length) for row, (_, length) in enumerate(rows)]
     whole = run(backend, case, everything, **options)
@@ -108,3 +121,36 @@ def test_writing_in_parts_gives_the_same_cache(backend: CpuAttention, dtype: tor
     for begin, end in ((0, 1), (1, 18), (18, 300)):
         backend.write(case.keys[0][begin:end], case.values[0][begin:end], case.cache, case.slots(0, begin, end))
     assert torch.equal(case.pool.storage.view(torch.uint8), whole.view(torch.uint8))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"window": 900}, {"soft_cap": 20.0}])
+@pytest.mark.parametrize(
+    ("dtype", "block_size", "shared"),
+    [(torch.float32, 16, 1024), (torch.float32, 256, 600), (torch.bfloat16, 8, 800), (torch.int8, 16, 1024)],
+)
+def test_shared_prefixes(
+    backend: CpuAttention, dtype: torch.dtype, block_size: int, shared: int, options: dict[str, object], threads: int
+) -> None:
+    """Rows that begin with the same frames, in groups of which one shares less, beside rows that share nothing."""
+    rows = [(1100, 1), (1250, 2), (256, 1), (1031, 1), (1024, 1), (700, 30), (1090, 1), (1280, 1), (300, 1), (1600, 3)]
+    families = [(0, 1, 3, 6, 9), (4, 7), (5, 8)]
+    query_dtype = torch.float32 if dtype == torch.int8 else dtype
+    case = PagedCase(rows, heads=6, block_size=block_size, dtype=dtype, query_dtype=query_dtype, seed=25)
+    for first, *others in families:
+        for row in others:
+            limit = 300 if row == 6 else shared
+            tokens = min(limit, *(rows[i][0] - rows[i][1] for i in (first, row))) // block_size * block_size
+            case.tables[row, : tokens // block_size] = case.tables[first, : tokens // block_size]
+            case.keys[row][:tokens] = case.keys[first][:tokens]
+            case.values[row][:tokens] = case.values[first][:tokens]
+    case.write_all(backend)
+    _kernels.set_num_threads(threads)
+    everything = [(row, 0, length) for row, (_, length) in enumerate(rows)]
+    together = run(backend, case, everything, **options)
+    alone = CpuAttention(share_prefixes=False)
+    for part, result, by_itself in zip(everything, together, run(alone, case, everything, **options), strict=True):
+        assert same(result, by_itself)
+        assert same(run(backend, case, [part], **options)[0], result)
+    for part, result in zip(everything[::-1], run(backend, case, everything[::-1], **options), strict=True):
+        assert same(result, together[part[0]])

@@ -13,8 +13,11 @@ CACHE_DTYPES = DTYPES | {torch.int8: 3}
 
 
 class CpuAttention:
-    def __init__(self) -> None:
+    """share_prefixes: rows whose tables begin alike attend those frames together; False, to measure what it saves."""
+
+    def __init__(self, *, share_prefixes: bool = True) -> None:
         self.name = kernel_name()
+        self.share_prefixes = share_prefixes
         self._caches: dict[int, tuple[LayerCache, _kernels.Cache]] = {}
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
@@ -69,6 +72,7 @@ class CpuAttention:
             0 if lse is None else lse.data_ptr(), tables.data_ptr(), tables.stride(0), batch.query_start.data_ptr(),
             batch.context_lens.data_ptr(), batch.positions.data_ptr(), 0 if key_start is None else key_start.data_ptr(),
             0 if key_end is None else key_end.data_ptr(), rows, scale, window or 0, soft_cap or 0.0,
+            self.share_prefixes,
         )  # fmt: skip
         return output, lse
 
