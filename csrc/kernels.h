@@ -62,7 +62,7 @@ struct AttentionArgs {
     float* lse;    // [tokens, heads] or null
     CacheView key, value;
     DType cache_type;
-    const int32_t* tables;  // [rows, ...]
+    const int32_t* tables;  // [rows, ...]; null: row r has frames r * table_stride, r * table_stride + 1, ...
     int64_t table_stride;
     const int32_t* query_start;  // [rows + 1]
     const int32_t* context_lens; // [rows]

@@ -26,7 +26,7 @@ int64_t common_partitions(const Candidate& a, const Candidate& b, int block_size
 
 SharedPrefixes::SharedPrefixes(const AttentionArgs& args, bool share) {
     std::vector<Candidate> candidates;
-    for (int row = 0; share && row < args.rows; ++row) {
+    for (int row = 0; share && args.tables && row < args.rows; ++row) {
         const int begin = args.query_start[row], end = args.query_start[row + 1];
         if (begin == end || end - begin > kMaxTokens) continue;
         KeyRange seen = key_range(args, row, begin);

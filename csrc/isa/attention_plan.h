@@ -23,10 +23,14 @@ INLINE KeyRange span_of(const KeyRange* ranges, int count) {
     return all;
 }
 
+INLINE int64_t frame_of(const AttentionArgs& args, int row, int64_t block) {
+    const int64_t entry = row * args.table_stride + block;
+    return args.tables ? args.tables[entry] : entry;
+}
+
 // Where a row's block lies for one head of keys or values.
 template <class T> INLINE const T* block_at(const AttentionArgs& args, const CacheView& cache, int row, int64_t block, int head) {
-    const int64_t frame = args.tables[row * args.table_stride + block];
-    return (const T*)cache.data + frame * cache.frame + head * cache.head;
+    return (const T*)cache.data + frame_of(args, row, block) * cache.frame + head * cache.head;
 }
 
 // A step's tasks; those of shared prefixes come first, and the others wait for them. Without memory it only counts.

@@ -138,7 +138,7 @@ template <class T> struct VectorPass {
         for (int token = begin; token < end;) {
             const int64_t block = (base + token) / args.block_size;
             const int offset = int(base + token - block * args.block_size), count = lesser(args.block_size - offset, end - token);
-            const int64_t frame = args.tables[row * args.table_stride + block];
+            const int64_t frame = frame_of(args, row, block);
             const CacheView &k = args.key, &v = args.value;
             std::memcpy(to.key + token, k.scale + frame * k.scale_frame + head * k.scale_head + offset, count * sizeof(float));
             std::memcpy(to.value + token, v.scale + frame * v.scale_frame + head * v.scale_head + offset, count * sizeof(float));

@@ -154,3 +154,19 @@ def test_shared_prefixes(
         assert same(run(backend, case, [part], **options)[0], result)
     for part, result in zip(everything[::-1], run(backend, case, everything[::-1], **options), strict=True):
         assert same(result, together[part[0]])
+
+
+def test_without_tables(backend: CpuAttention) -> None:
+    """Frames that follow each other need no tables."""
+    case = PagedCase([(300, 1)], seed=26)
+    case.tables[0, :19] = torch.arange(19)
+    case.write_all(backend)
+    query, batch = case.whole()
+    expected, _ = backend.attend(query, case.cache, batch, 0, scale=0.125)
+    output = torch.empty_like(query)
+    backend.native(case.cache).attend(
+        query.data_ptr(), 0, query.stride(0), query.stride(1), case.heads, output.data_ptr(), 0, 0, 19,
+        batch.query_start.data_ptr(), batch.context_lens.data_ptr(), batch.positions.data_ptr(), 0, 0, 1, 0.125, 0, 0.0,
+        True,
+    )  # fmt: skip
+    assert torch.equal(output, expected)
