@@ -51,7 +51,7 @@ format: $(BUILT)  ## Format the code and fix what ruff can fix
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
 
-sanitize: $(BUILT)  ## Run the kernels under the address, undefined-behaviour and thread sanitizers (ten minutes on two cores)
+sanitize: $(BUILT)  ## Run the kernels under the address, undefined-behaviour and thread sanitizers (seven minutes of processor time)
 	@scripts/sanitize
 
 wheel: $(BUILT)  ## Build dist/*.whl and install it into an empty environment where no compiler can be found

@@ -218,7 +218,8 @@ template <class T> INLINE float widen_one(const T* p) {
     return wide[0];
 }
 template <class T> INLINE void narrow_one(T* p, float x) { store_first(p, broadcast(x), 1); }
-INLINE float widen_one(const float* p) { return *p; }
+// Pairs of bf16 come as floats that are only aligned as bf16.
+INLINE float widen_one(const float* p) { float x; std::memcpy(&x, p, sizeof x); return x; }
 INLINE void narrow_one(float* p, float x) { *p = x; }
 INLINE float widen_one(const bf16* p) { return float_of(uint32_t(p->bits) << 16); }
 

@@ -5,106 +5,16 @@
 #include "../shared_prefixes.h"
 #include "../threads.h"
 
-#include <cmath>
+#include "checks.h"
+
 #include <cstdio>
-#include <cstdlib>
-#include <cstring>
-#include <limits>
-#include <random>
-#include <string>
 #include <thread>
 #include <tuple>
 #include <utility>
-#include <vector>
-
-#include <sys/mman.h>
 
 using namespace pagemill;
 
 namespace {
-
-constexpr size_t kPage = 4096;
-
-// `count` elements, the last of them just before a page that faults; filled with ones (NaN in every dtype).
-class Guarded {
-  public:
-    Guarded(size_t count, DType type) : type_(type), bytes_(count * item_size(type)) { map(); }
-    explicit Guarded(size_t bytes) : type_(DType::f32), bytes_(bytes) { map(); }
-    ~Guarded() { munmap(base_, mapped_); }
-    Guarded(const Guarded&) = delete;
-
-    void* data() { return data_; }
-    template <class T> T* as() { return reinterpret_cast<T*>(data_); }
-
-    double get(size_t i) const {
-        if (type_ == DType::f32) {
-            float x;
-            std::memcpy(&x, data_ + 4 * i, 4);
-            return x;
-        }
-        uint16_t h;
-        std::memcpy(&h, data_ + 2 * i, 2);
-        if (type_ == DType::bf16) {
-            const uint32_t bits = uint32_t(h) << 16;
-            float x;
-            std::memcpy(&x, &bits, 4);
-            return x;
-        }
-        const int exponent = h >> 10 & 31, mantissa = h & 1023;
-        if (exponent == 31) return mantissa ? std::numeric_limits<double>::quiet_NaN() : HUGE_VAL;
-        const double magnitude = exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24);
-        return h & 0x8000 ? -magnitude : magnitude;
-    }
-
-    // A value that all dtypes have exactly: sevenths bits of precision, magnitude up to 1.
-    void fill(std::mt19937& random, double scale = 1.0) {
-        const size_t count = bytes_ / item_size(type_);
-        for (size_t i = 0; i < count; ++i) set(i, scale * (int(random() % 129) - 64) / 64.0);
-    }
-
-    void set(size_t i, double value) {
-        const float x = float(value);
-        uint32_t bits;
-        std::memcpy(&bits, &x, 4);
-        if (type_ == DType::f32) std::memcpy(data_ + 4 * i, &x, 4);
-        uint16_t h = uint16_t(bits >> 16);
-        if (type_ == DType::f16) {
-            int exponent = 0;
-            const double fraction = std::frexp(std::fabs(value), &exponent);
-            h = value == 0 ? 0 : uint16_t((value < 0) << 15 | (exponent + 14) << 10 | (int(fraction * 2048) & 1023));
-        }
-        if (type_ != DType::f32) std::memcpy(data_ + 2 * i, &h, 2);
-    }
-
-  private:
-    void map() {
-        const size_t size = (bytes_ + kPage - 1) / kPage * kPage;
-        mapped_ = size + kPage;
-        base_ = static_cast<char*>(mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-        if (base_ == MAP_FAILED || mprotect(base_ + size, kPage, PROT_NONE)) std::abort();
-        std::memset(base_, 0xff, size);
-        data_ = base_ + size - bytes_;
-    }
-
-    DType type_;
-    size_t bytes_, mapped_ = 0;
-    char *base_ = nullptr, *data_ = nullptr;
-};
-
-std::mt19937 random_source{std::random_device{}()};
-int below(int n) { return int(random_source() % uint32_t(n)); }
-template <class T> T one_of(std::initializer_list<T> values) { return values.begin()[below(int(values.size()))]; }
-DType any_type() { return DType(below(3)); }
-
-std::string where;
-
-void expect(double got, double want, double tolerance) {
-    if (std::fabs(got - want) <= tolerance * (1 + std::fabs(want))) return;
-    std::fprintf(stderr, "%s on %s: %g instead of %g\n", where.c_str(), kernels().isa, got, want);
-    std::exit(1);
-}
-
-double tolerance(DType type) { return type == DType::f32 ? 1e-4 : type == DType::bf16 ? 2e-2 : 3e-3; }
 
 void check_linear() {
     const DType stored = any_type(), type = any_type();
@@ -135,7 +45,7 @@ void check_linear() {
 
 // Rows of several lengths over shuffled frames, some of which begin with those of the first row; slots that belong to nobody stay NaN.
 void check_attention() {
-    const DType type = any_type(), cached = any_type();
+    const DType type = any_type(), cached = any_cache_type();
     const int rows = 1 + below(4), kv_heads = 1 + below(3), heads = kv_heads * (1 + below(5));
     const int dim = one_of({16, 64, 80, 96, 128, 256}), block = one_of({8, 16, 32, 64});
     const bool transposed = below(4) != 0;
@@ -159,8 +69,10 @@ void check_attention() {
     }
     const int64_t per_head = int64_t(block) * dim, per_frame = kv_heads * per_head;
     Guarded key(frames * per_frame, cached), value(frames * per_frame, cached);
-    const CacheView key_view{key.data(), per_frame, per_head, transposed ? 1 : dim, transposed ? block : 1};
-    const CacheView value_view{value.data(), per_frame, per_head, dim, 1};
+    Guarded key_scale(frames * kv_heads * block, DType::f32), value_scale(frames * kv_heads * block, DType::f32);
+    const CacheView key_view{key.data(), per_frame, per_head, transposed ? 1 : dim, transposed ? block : 1,
+                             key_scale.as<float>(), int64_t(kv_heads) * block, block};
+    const CacheView value_view{value.data(), per_frame, per_head, dim, 1, value_scale.as<float>(), int64_t(kv_heads) * block, block};
     Guarded tables(sizeof(int32_t) * rows * entries), starts(sizeof(int32_t) * (rows + 1)), contexts(sizeof(int32_t) * rows);
     Guarded positions(sizeof(int64_t) * tokens);
     std::vector<int> order(frames);
@@ -210,8 +122,15 @@ void check_attention() {
         write.block_size = block;
         kernels().write_kv(write);
         for (int64_t i = 0; i < count; ++i) {
-            keys[r].push_back(k.get(i));
-            values[r].push_back(v.get(i));
+            const int64_t slot = slots.as<int64_t>()[i / (kv_heads * dim)];
+            const int64_t slot_head = slot / block * kv_heads + i / dim % kv_heads, scale_at = slot_head * block + slot % block;
+            const bool scaled = cached == DType::i8;
+            keys[r].push_back(key.get(slot_head * per_head + slot % block * key_view.token + i % dim * key_view.dim) *
+                              (scaled ? key_scale.get(scale_at) : 1));
+            values[r].push_back(value.get(slot_head * per_head + slot % block * dim + i % dim) *
+                                (scaled ? value_scale.get(scale_at) : 1));
+            expect(keys[r].back(), k.get(i), scaled ? 1.0 / 250 : 0);  // half a step of the largest, which is at most 1
+            expect(values[r].back(), v.get(i), scaled ? 1.0 / 250 : 0);
         }
     }
 
@@ -287,6 +206,26 @@ void check_elementwise() {
         for (int64_t i = 0; i < n; ++i)
             expect(y.get(r * n + i), x.get(r * n + i) / std::sqrt(squares / n + 1e-5) * weight.get(i), tolerance(type));
     }
+    where = "add_norm";
+    Guarded delta(rows * n, type), sum(rows * n, type), post(n, DType::f32);
+    const bool has_post = below(2);
+    delta.fill(random_source);
+    post.fill(random_source);
+    std::memcpy(sum.data(), x.data(), rows * n * item_size(type));
+    kernels().add_norm(sum.data(), delta.data(), has_post ? post.as<float>() : nullptr, weight.as<float>(), 1e-5f, y.data(), type,
+                       rows, n);
+    for (int64_t r = 0; r < rows; ++r) {
+        double of_delta = 0, of_sum = 0;
+        for (int64_t i = 0; i < n; ++i) {
+            of_delta += delta.get(r * n + i) * delta.get(r * n + i);
+            of_sum += sum.get(r * n + i) * sum.get(r * n + i);
+        }
+        for (int64_t i = 0; i < n; ++i) {
+            const double normed = delta.get(r * n + i) / std::sqrt(of_delta / n + 1e-5) * post.get(i);
+            expect(sum.get(r * n + i), x.get(r * n + i) + (has_post ? normed : delta.get(r * n + i)), tolerance(type));
+            expect(y.get(r * n + i), sum.get(r * n + i) / std::sqrt(of_sum / n + 1e-5) * weight.get(i), tolerance(type));
+        }
+    }
     where = "gated";
     Guarded both(rows * 2 * n, type);
     both.fill(random_source, 4);
@@ -314,6 +253,90 @@ void check_elementwise() {
                     want = want * cos.get(r * half + i - half) + heads_of.get(at + i - half) * sin.get(r * half + i - half);
                 expect(turned.get(at + i), want, tolerance(type));
             }
+}
+
+// Queries, keys and values of some tokens as a joined projection gives them.
+void check_prepare_heads() {
+    where = "prepare_heads";
+    const DType type = any_type(), cached = any_cache_type();
+    const int64_t tokens = 1 + below(40), heads = 1 + below(5), kv_heads = 1 + below(3), half = 1 + below(64);
+    const int64_t dim = 2 * half + below(2) * 16, row = (heads + 2 * kv_heads) * dim;
+    const int block = one_of({8, 16, 32}), frames = int(tokens + block - 1) / block + 1;
+    const bool norms = below(2), turns = below(4);
+    const float eps = 1e-5f;
+    Guarded qkv(tokens * row, type), q_norm(dim, DType::f32), k_norm(dim, DType::f32);
+    Guarded cos(100 * half, DType::f32), sin(100 * half, DType::f32), positions(sizeof(int64_t) * tokens);
+    for (Guarded* each : {&qkv, &q_norm, &k_norm, &cos, &sin}) each->fill(random_source);
+    std::vector<double> before(tokens * row);
+    for (int64_t i = 0; i < tokens * row; ++i) before[i] = qkv.get(i);
+    const int64_t per_head = int64_t(block) * dim, per_frame = kv_heads * per_head;
+    Guarded keys(frames * per_frame, cached), values(frames * per_frame, cached);
+    Guarded key_scale(frames * kv_heads * block, DType::f32), value_scale(frames * kv_heads * block, DType::f32);
+    Guarded slots(sizeof(int64_t) * tokens);
+    const int64_t start = below(block);
+    for (int64_t t = 0; t < tokens; ++t) {
+        positions.as<int64_t>()[t] = below(100);
+        slots.as<int64_t>()[t] = below(8) ? start + t : -1;
+    }
+    HeadsArgs args{};
+    args.qkv = qkv.data();
+    args.heads = int(heads);
+    if (norms) {
+        args.q_norm = q_norm.as<float>();
+        args.k_norm = k_norm.as<float>();
+    }
+    args.eps = eps;
+    if (turns) {
+        args.cos = cos.as<float>();
+        args.sin = sin.as<float>();
+    }
+    args.half = half;
+    args.positions = positions.as<int64_t>();
+    char* first_key = static_cast<char*>(qkv.data()) + heads * dim * item_size(type);
+    args.write.key = first_key;
+    args.write.value = first_key + kv_heads * dim * item_size(type);
+    args.write.type = type;
+    args.write.key_token = args.write.value_token = row;
+    args.write.key_head = args.write.value_head = dim;
+    args.write.key_cache = {keys.data(), per_frame, per_head, 1, block, key_scale.as<float>(), kv_heads * block, block};
+    args.write.value_cache = {values.data(), per_frame, per_head, dim, 1, value_scale.as<float>(), kv_heads * block, block};
+    args.write.cache_type = cached;
+    args.write.slots = slots.as<int64_t>();
+    args.write.tokens = tokens;
+    args.write.kv_heads = int(kv_heads);
+    args.write.head_dim = int(dim);
+    args.write.block_size = block;
+    kernels().prepare_heads(args);
+    for (int64_t t = 0; t < tokens; ++t)
+        for (int64_t h = 0; h < heads + 2 * kv_heads; ++h) {
+            const bool is_value = h >= heads + kv_heads, is_query = h < heads;
+            std::vector<double> want(before.begin() + t * row + h * dim, before.begin() + t * row + (h + 1) * dim);
+            if (norms && !is_value) {
+                double squares = 0;
+                for (double x : want) squares += x * x;
+                for (int64_t i = 0; i < dim; ++i) want[i] *= (is_query ? q_norm : k_norm).get(i) / std::sqrt(squares / dim + eps);
+            }
+            for (int64_t i = 0; turns && !is_value && i < half; ++i) {
+                const double a = want[i], b = want[half + i];
+                const double c = cos.get(positions.as<int64_t>()[t] * half + i), s = sin.get(positions.as<int64_t>()[t] * half + i);
+                want[i] = a * c - b * s;
+                want[half + i] = b * c + a * s;
+            }
+            double largest = 0;
+            for (int64_t i = 0; i < dim; ++i) {
+                const double got = qkv.get(t * row + h * dim + i);
+                expect(got, want[i], 2 * tolerance(type));
+                largest = std::fabs(got) > largest ? std::fabs(got) : largest;
+            }
+            const int64_t slot = slots.as<int64_t>()[t];
+            if (is_query || slot < 0) continue;
+            const int64_t at = slot / block * kv_heads + (h - heads) % kv_heads, offset = slot % block;
+            for (int64_t i = 0; i < dim; ++i) {
+                const double stored = is_value ? values.get(at * per_head + offset * dim + i) : keys.get(at * per_head + i * block + offset);
+                const double scale = cached != DType::i8 ? 1 : (is_value ? value_scale : key_scale).get(at * block + offset);
+                expect(stored * scale, qkv.get(t * row + h * dim + i), cached == DType::i8 ? largest / 250 : tolerance(cached));
+            }
+        }
 }
 
 void check_dequantize() {
@@ -360,7 +383,10 @@ void check_threads() {
 }  // namespace
 
 int main(int count, char** arguments) {
-    const int rounds = count > 1 ? std::atoi(arguments[1]) : 20;
+    const int rounds = count > 1 ? std::atoi(arguments[1]) : 50;
+    const uint32_t seed = count > 2 ? uint32_t(std::strtoul(arguments[2], nullptr, 10)) : std::random_device{}();
+    std::fprintf(stderr, "seed %u\n", seed);
+    random_source.seed(seed);
     check_threads();
     for (auto name = available_isas(); *name; ++name) {
         use_isa(*name);
@@ -370,6 +396,9 @@ int main(int count, char** arguments) {
             check_linear();
             check_attention();
             check_elementwise();
+            check_prepare_heads();
+            check_quantized();
+            check_sampling();
             check_dequantize();
         }
         std::printf("%s: %d rounds\n", *name, rounds);

@@ -1,0 +1,56 @@
+// Weights of 8 and 4 bits against sums in fp64. Rows of x are rounded to 15 bits by the kernels, which the bounds allow for.
+#include "checks.h"
+
+namespace pagemill {
+
+void check_quantized() {
+    where = "quantized linear";
+    const DType stored = any_type(), type = any_type();
+    const bool int4 = below(2);
+    const int64_t n = 1 + below(100), k = int4 ? 32 * (1 + below(20)) : 1 + below(600);
+    const int64_t m = below(4) ? 1 + below(20) : 1 + below(60), gap = below(3) * 32, groups = (k + 191) / 192;
+    Guarded values{size_t(n * k)}, slopes{size_t(n * (k / 32) * 2)}, offsets{size_t(n * (k / 32) * 2)};
+    Guarded scales(n * groups, DType::bf16), bias(n, DType::f32), x((m - 1) * (k + gap) + k, type), y((m - 1) * n + n, type);
+    scales.fill(random_source);
+    bias.fill(random_source);
+    x.fill(random_source);
+    std::vector<double> weight(n * k);
+    for (int64_t i = 0; int4 && i < n * (k / 32); ++i) {
+        slopes.as<int16_t>()[i] = int16_t(random_source());
+        offsets.as<int16_t>()[i] = int16_t(random_source());
+    }
+    for (int64_t i = 0; i < n * k; ++i) {
+        const int value = int4 ? below(16) : below(255) - 127;
+        values.as<int8_t>()[i] = int8_t(value);
+        const int64_t block = i / k * (k / 32) + i % k / 32;
+        const int whole = int4 ? int8_t(uint16_t(slopes.as<int16_t>()[block] * value + offsets.as<int16_t>()[block]) >> 8) : value;
+        weight[i] = whole * scales.get(i / k * groups + i % k / 192);
+    }
+    PackedLinear packed;
+    packed.n = n;
+    packed.k = k;
+    packed.type = stored;
+    packed.format = int4 ? Format::int4 : Format::int8;
+    const bool biased = below(2);
+    if (!kernels().pack_quantized(packed, {values.data(), int4 ? slopes.as<int16_t>() : nullptr, int4 ? offsets.as<int16_t>() : nullptr,
+                                           scales.as<uint16_t>(), biased ? bias.as<float>() : nullptr}))
+        std::abort();
+    kernels().linear(packed, x.data(), k + gap, y.data(), n, type, m);
+    for (int64_t row = 0; row < m; ++row)
+        for (int64_t out = 0; out < n; ++out) {
+            double sum = biased ? bias.get(out) : 0, magnitudes = 0;
+            for (int64_t i = 0; i < k; ++i) {
+                sum += x.get(row * (k + gap) + i) * weight[out * k + i];
+                magnitudes += std::fabs(weight[out * k + i]);
+            }
+            expect(y.get(row * n + out), sum, tolerance(type) + magnitudes / (2 * 127 * 128));
+        }
+    where = "embed quantized";
+    Guarded ids(sizeof(int64_t)), embedded(k, stored);
+    *ids.as<int64_t>() = below(int(n));
+    kernels().embed_packed(packed, ids.as<int64_t>(), 1.0f, embedded.data(), 1);
+    for (int64_t i = 0; i < k; ++i) expect(embedded.get(i), weight[*ids.as<int64_t>() * k + i], tolerance(stored));
+    release(packed);
+}
+
+}  // namespace pagemill

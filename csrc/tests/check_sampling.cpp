@@ -1,0 +1,106 @@
+// Drawn tokens must be among those that top_k, top_p and min_p keep; log probabilities and ranks against fp64.
+#include "checks.h"
+
+#include <algorithm>
+
+namespace pagemill {
+namespace {
+
+struct Row {
+    std::vector<double> logits;
+    double most = -HUGE_VAL;
+    bool finite = true;
+
+    double weight(int64_t i, double temperature) const { return std::exp((logits[i] - most) / temperature); }
+
+    void expect_kept(int64_t token, double temperature, int64_t top_k, double top_p, double min_p) const {
+        if (token < 0 || token >= int64_t(logits.size()) || logits[token] == -HUGE_VAL) expect(double(token), HUGE_VAL, 0);
+        double all = 0, above = 0, rank = 0;
+        for (size_t i = 0; i < logits.size(); ++i) {
+            all += weight(i, temperature);
+            if (logits[i] > logits[token]) {
+                above += weight(i, temperature);
+                ++rank;
+            }
+        }
+        const bool kept = (top_k == 0 || rank < double(top_k)) && weight(token, temperature) >= min_p * 0.999;
+        // top_p is a share of what the others keep, which is at most `all`.
+        if (!kept || above > top_p * all * 1.001) expect(double(token), HUGE_VAL, 0);
+    }
+};
+
+}  // namespace
+
+void check_sampling() {
+    const int64_t rows = 1 + below(4), items = 1 + below(6), n = below(3) ? 1 + below(700) : 1 + below(20000);
+    Guarded logits(rows * n, DType::f32), places(sizeof(int64_t) * items), temperature(items, DType::f32);
+    Guarded top_k(sizeof(int64_t) * items), top_p(items, DType::f32), min_p(items, DType::f32), uniforms(sizeof(double) * items);
+    Guarded tokens(sizeof(int64_t) * items);
+    std::vector<Row> all(rows);
+    for (int64_t r = 0; r < rows; ++r) {
+        const int kind = below(8);  // 0: a NaN or infinity in it, 1: all forbidden, 2: some
+        const int64_t bad = below(int(n));
+        for (int64_t i = 0; i < n; ++i) {
+            double x = (below(20001) - 10000) / 1000.0;
+            if (kind == 0 && i == bad) x = below(2) ? std::numeric_limits<double>::quiet_NaN() : HUGE_VAL;
+            if (kind == 1 || (kind == 2 && below(2))) x = -HUGE_VAL;
+            logits.set(r * n + i, x);
+            all[r].logits.push_back(logits.get(r * n + i));
+            all[r].most = x > all[r].most ? all[r].logits.back() : all[r].most;
+        }
+        all[r].finite = kind != 0;
+    }
+    for (int64_t i = 0; i < items; ++i) {
+        places.as<int64_t>()[i] = below(int(rows));
+        temperature.set(i, below(3) ? 0.25 * (1 + below(8)) : 0);
+        top_k.as<int64_t>()[i] = below(2) ? 1 + below(100) : 0;
+        top_p.set(i, below(2) ? 1 : 1.0 / (1 << below(5)));
+        min_p.set(i, below(2) ? 0 : 1.0 / (1 << below(8)));
+        uniforms.as<double>()[i] = below(1 << 20) / double(1 << 20);
+    }
+    where = "choose_tokens";
+    kernels().choose_tokens({logits.as<float>(), n, places.as<int64_t>(), items, temperature.as<float>(), top_k.as<int64_t>(),
+                             top_p.as<float>(), min_p.as<float>(), uniforms.as<double>(), tokens.as<int64_t>()});
+    for (int64_t i = 0; i < items; ++i) {
+        const Row& row = all[places.as<int64_t>()[i]];
+        int64_t& token = tokens.as<int64_t>()[i];
+        if (!row.finite || row.most == -HUGE_VAL) {
+            expect(double(token), double(row.finite ? kAllForbidden : kNotFinite), 0);
+            token = below(int(n));
+        } else if (temperature.get(i) == 0) {
+            expect(double(token), double(std::max_element(row.logits.begin(), row.logits.end()) - row.logits.begin()), 0);
+        } else {
+            row.expect_kept(token, temperature.get(i), top_k.as<int64_t>()[i], top_p.get(i), min_p.get(i));
+        }
+    }
+    where = "log_probabilities";
+    const int64_t k = below(3) ? below(int(std::min<int64_t>(n, 21)) + 1) : 0;
+    Guarded own(items, DType::f32), ranks(sizeof(int64_t) * items), likely(sizeof(int64_t) * items * k), logprobs(items * k, DType::f32);
+    kernels().log_probabilities({logits.as<float>(), n, places.as<int64_t>(), items, k, tokens.as<int64_t>(), own.as<float>(),
+                                 ranks.as<int64_t>(), likely.as<int64_t>(), logprobs.as<float>()});
+    for (int64_t i = 0; i < items; ++i) {
+        const Row& row = all[places.as<int64_t>()[i]];
+        if (!row.finite || row.most == -HUGE_VAL) {
+            if (own.get(i) == own.get(i)) expect(own.get(i), HUGE_VAL, 0);
+            continue;
+        }
+        const int64_t token = tokens.as<int64_t>()[i];
+        double sum = 0, rank = 1;
+        for (int64_t j = 0; j < n; ++j) {
+            sum += row.weight(j, 1);
+            rank += row.logits[j] > row.logits[token];
+        }
+        const double log_sum = row.most + std::log(sum);
+        expect(own.get(i), row.logits[token] - log_sum, 1e-4);
+        expect(double(ranks.as<int64_t>()[i]), rank, 0);
+        std::vector<int64_t> order;
+        for (int64_t j = 0; j < n; ++j) order.push_back(j);
+        std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return row.logits[a] > row.logits[b]; });
+        for (int64_t j = 0; j < k && row.logits[order[j]] > -HUGE_VAL; ++j) {
+            expect(double(likely.as<int64_t>()[i * k + j]), double(order[j]), 0);
+            expect(logprobs.get(i * k + j), row.logits[order[j]] - log_sum, 1e-4);
+        }
+    }
+}
+
+}  // namespace pagemill

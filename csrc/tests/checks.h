@@ -1,0 +1,109 @@
+// What the checks of sanitized.cpp share: operands that end where a page ends, random shapes and values, comparison.
+#pragma once
+
+#include "../kernels.h"
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <initializer_list>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include <sys/mman.h>
+
+namespace pagemill {
+
+constexpr size_t kPage = 4096;
+
+// `count` elements, the last of them just before a page that faults; filled with ones (NaN in every dtype but int8).
+class Guarded {
+  public:
+    Guarded(size_t count, DType type) : type_(type), bytes_(count * item_size(type)) { map(); }
+    explicit Guarded(size_t bytes) : type_(DType::f32), bytes_(bytes) { map(); }
+    ~Guarded() { munmap(base_, mapped_); }
+    Guarded(const Guarded&) = delete;
+
+    void* data() { return data_; }
+    template <class T> T* as() { return reinterpret_cast<T*>(data_); }
+
+    double get(size_t i) const {
+        if (type_ == DType::i8) return static_cast<signed char>(data_[i]);
+        if (type_ == DType::f32) {
+            float x;
+            std::memcpy(&x, data_ + 4 * i, 4);
+            return x;
+        }
+        uint16_t h;
+        std::memcpy(&h, data_ + 2 * i, 2);
+        if (type_ == DType::bf16) {
+            const uint32_t bits = uint32_t(h) << 16;
+            float x;
+            std::memcpy(&x, &bits, 4);
+            return x;
+        }
+        const int exponent = h >> 10 & 31, mantissa = h & 1023;
+        if (exponent == 31) return mantissa ? std::numeric_limits<double>::quiet_NaN() : HUGE_VAL;
+        const double magnitude = exponent ? std::ldexp(1024 + mantissa, exponent - 25) : std::ldexp(mantissa, -24);
+        return h & 0x8000 ? -magnitude : magnitude;
+    }
+
+    // Values that all floating dtypes have exactly: seven bits of precision, magnitude up to `scale`, a power of 2.
+    void fill(std::mt19937& random, double scale = 1.0) {
+        const size_t count = bytes_ / item_size(type_);
+        for (size_t i = 0; i < count; ++i) set(i, scale * (int(random() % 129) - 64) / 64.0);
+    }
+
+    void set(size_t i, double value) {
+        const float x = float(value);
+        uint32_t bits;
+        std::memcpy(&bits, &x, 4);
+        if (type_ == DType::f32) std::memcpy(data_ + 4 * i, &x, 4);
+        uint16_t h = uint16_t(bits >> 16);
+        if (type_ == DType::f16) {
+            int exponent = 0;
+            const double fraction = std::frexp(std::fabs(value), &exponent);
+            h = value == 0 ? 0 : uint16_t((value < 0) << 15 | (exponent + 14) << 10 | (int(fraction * 2048) & 1023));
+        }
+        if (type_ != DType::f32) std::memcpy(data_ + 2 * i, &h, 2);
+    }
+
+  private:
+    void map() {
+        const size_t size = (bytes_ + kPage - 1) / kPage * kPage;
+        mapped_ = size + kPage;
+        base_ = static_cast<char*>(mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+        if (base_ == MAP_FAILED || mprotect(base_ + size, kPage, PROT_NONE)) std::abort();
+        std::memset(base_, 0xff, size);
+        data_ = base_ + size - bytes_;
+    }
+
+    DType type_;
+    size_t bytes_, mapped_ = 0;
+    char *base_ = nullptr, *data_ = nullptr;
+};
+
+inline std::mt19937 random_source;
+inline int below(int n) { return int(random_source() % uint32_t(n)); }
+template <class T> T one_of(std::initializer_list<T> values) { return values.begin()[below(int(values.size()))]; }
+inline DType any_type() { return DType(below(3)); }
+inline DType any_cache_type() { return DType(below(4)); }
+
+inline std::string where;
+
+inline void expect(double got, double want, double tolerance) {
+    if (std::fabs(got - want) <= tolerance * (1 + std::fabs(want))) return;
+    std::fprintf(stderr, "%s on %s: %g instead of %g\n", where.c_str(), kernels().isa, got, want);
+    std::exit(1);
+}
+
+inline double tolerance(DType type) { return type == DType::f32 ? 1e-4 : type == DType::f16 ? 3e-3 : 2e-2; }
+
+// check_quantized.cpp, check_sampling.cpp
+void check_quantized();
+void check_sampling();
+
+}  // namespace pagemill
