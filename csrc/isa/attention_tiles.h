@@ -11,18 +11,27 @@ constexpr int kTileRows = 6;
 constexpr int vectors_beside(int rows) { return rows <= 2 ? 4 : 2; }
 #endif
 
-// scores [MR][kScoreRow] = q [dims][MR] · NV vectors of W keys; vector v of dimension d lies at key[v] + d * key_dim.
+// With few rows the time is that of reading: the next keys and the next block of values are fetched during a product, since
+// the hardware starts anew at each page.
+constexpr bool reads_ahead(int rows) { return vectors_beside(rows) == 4; }
+
+// scores [MR][kScoreRow] = q [dims][MR] · NV vectors of W keys; vector v of dimension d lies at key[v] + d * key_dim. As many
+// vectors more are fetched: they have to be somewhere.
 template <int MR, class T>
 void score_tile(const float* q, const T* const* key, int64_t key_dim, int dims, float* scores) {
     constexpr int NV = vectors_beside(MR);
     F acc[MR][NV];
     for (int r = 0; r < MR; ++r)
         for (int v = 0; v < NV; ++v) acc[r][v] = zero();
-    const T* at[NV];
-    for (int v = 0; v < NV; ++v) at[v] = key[v];
+    const T *at[NV], *next[NV];
+    for (int v = 0; v < NV; ++v) {
+        at[v] = key[v];
+        next[v] = key[NV + v];
+    }
     for (int d = 0; d < dims; ++d) {
         F k[NV];
         for (int v = 0; v < NV; ++v) k[v] = load(at[v] + d * key_dim);
+        for (int v = 0; v < NV && reads_ahead(MR); ++v) __builtin_prefetch(next[v] + d * key_dim);
         for (int r = 0; r < MR; ++r) {
             const F x = broadcast(q[d * MR + r]);
             for (int v = 0; v < NV; ++v) acc[r][v] = fma(x, k[v], acc[r][v]);
@@ -32,9 +41,10 @@ void score_tile(const float* q, const T* const* key, int64_t key_dim, int dims, 
         for (int v = 0; v < NV; ++v) store(scores + r * kScoreRow + v * W, acc[r][v]);
 }
 
-// Where a partition's values lie: token t of the partition at block[t / tokens] + t % tokens * stride.
+// Where a partition's values lie: token t of the partition at block[t / tokens] + t % tokens * stride. The last block is
+// followed by another, to fetch.
 template <class T> struct Values {
-    const T* block[kPartition / 8];
+    const T* block[kPartition / 8 + 1];
     int64_t stride;
     int tokens;
 };
@@ -48,8 +58,10 @@ void value_tile(const float* weights, const Values<T>& values, int dim, int begi
     for (int key = begin; key < end;) {
         const int block = key / values.tokens;
         const int stop = lesser(end, (block + 1) * values.tokens);
-        const T* at = values.block[block] + (key - block * values.tokens) * values.stride + dim;
-        for (; key < stop; ++key, at += values.stride) {
+        const int64_t offset = (key - block * values.tokens) * values.stride + dim;
+        const T *at = values.block[block] + offset, *next = values.block[block + 1] + offset;
+        for (; key < stop; ++key, at += values.stride, next += values.stride) {
+            for (int v = 0; v < NV && reads_ahead(MR); v += 4 / sizeof(T)) __builtin_prefetch(next + v * W);
             F x[NV];
             for (int v = 0; v < NV; ++v) x[v] = load(at + v * W);
             for (int r = 0; r < MR; ++r) {

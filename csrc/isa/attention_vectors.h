@@ -59,13 +59,13 @@ template <class T> struct VectorPass {
             scales = &token_scales;
         }
         if (widen) {
-            const float* keys[kPartition / W + 4];
+            const float* keys[kPartition / W + 8];
             widen_partition(row, head, base, int(all.begin), int(all.end));
             const int last = (int(all.end) + W - 1) / W;
-            for (int v = int(all.begin) / W; v < last + 4; ++v) keys[v] = wide_keys + lesser(v, last - 1) * W;
-            tile_rows<float>(q, ranges, keys, kPartition, {{wide_values}, padded, kPartition}, scales, emit);
+            for (int v = int(all.begin) / W; v < last + 8; ++v) keys[v] = wide_keys + lesser(v, last - 1) * W;
+            tile_rows<float>(q, ranges, keys, kPartition, {{wide_values, wide_values}, padded, kPartition}, scales, emit);
         } else {
-            const T* keys[kPartition / W + 4];
+            const T* keys[kPartition / W + 8];
             Values<T> values;
             locate(row, head, base, int(all.begin), int(all.end), keys, values);
             tile_rows<T>(q, ranges, keys, args.key.dim, values, scales, emit);
@@ -123,14 +123,15 @@ template <class T> struct VectorPass {
 
     void locate(int row, int head, int64_t base, int begin, int end, const T** keys, Values<T>& values) const {
         const int first = begin / W, last = (end + W - 1) / W;
-        for (int v = first; v < last + 4; ++v) {
+        for (int v = first; v < last + 8; ++v) {
             const int64_t token = base + lesser(v, last - 1) * W;  // beyond the range: any readable place
             keys[v] = block_at<T>(args, args.key, row, token / args.block_size, head) + token % args.block_size;
         }
         values.stride = args.value.token;
         values.tokens = lesser(args.block_size, kPartition);
-        for (int b = begin / values.tokens; b * values.tokens < end; ++b)
-            values.block[b] = block_at<T>(args, args.value, row, base / values.tokens + b, head);
+        int b = begin / values.tokens;
+        for (; b * values.tokens < end; ++b) values.block[b] = block_at<T>(args, args.value, row, base / values.tokens + b, head);
+        values.block[b] = values.block[b - 1];
     }
 
     void load_scales(int row, int head, int64_t base, int begin, int end, TokenScales& to) const {
