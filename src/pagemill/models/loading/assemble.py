@@ -113,13 +113,15 @@ class Assembler:
     def _experts(self, prefix: str) -> Experts:
         spec, names = self._spec, self._names
         assert spec.moe is not None
-        router = self._matrix((prefix + names.router,), (spec.moe.num_experts,), spec.hidden_size, dtype=torch.float32)
+        router = self._ops.pack_linear(
+            self._matrix((prefix + names.router,), (spec.moe.num_experts,), spec.hidden_size, dtype=torch.float32)
+        )
         experts = []
         for expert in range(spec.moe.num_experts):
             gate_up = [prefix + part.format(expert=expert) for part in names.expert_gate_up]
             down = prefix + names.expert_down.format(expert=expert)
             experts.append(self._mlp(gate_up, down, spec.moe.intermediate_size))
-        return Experts(self._ops.pack_linear(router), tuple(experts))
+        return Experts(router, tuple(experts))
 
     def _linear(
         self,
@@ -176,7 +178,8 @@ class Assembler:
         unpair: tuple[int, ...] = (),
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """The parts joined by rows, [sum(rows), columns]; biases, [sum(rows)], where columns is 0.
+        """The parts joined by rows, [sum(rows), columns], to be packed before the next matrix is read; biases,
+        [sum(rows)], where columns is 0.
 
         unpair: heads of the leading parts whose rotary pairs lie side by side.
         """
