@@ -90,34 +90,25 @@ void group_scale(const Byte* packed, int j, int& scale, int& minimum) {
     }
 }
 
-struct Q4_K {
-    static constexpr int kWeights = 256, kBytes = 144;
+// Eight groups of 32 weights, four bits each; with `Fifth`, a fifth bit of all groups in 32 bytes before them.
+template <bool Fifth> struct ScaledGroups {
+    static constexpr int kWeights = 256, kBytes = Fifth ? 176 : 144;
     static void widen(const Byte* b, float* y) {
         const float d = half(b), m = half(b + 2);
         for (int j = 0; j < 8; ++j) {
             int scale, minimum;
             group_scale(b + 4, j, scale, minimum);
             const float by = d * float(scale), less = m * float(minimum);
-            const Byte* q = b + 16 + j / 2 * 32;
-            for (int i = 0; i < 32; ++i) y[j * 32 + i] = by * float(q[i] >> j % 2 * 4 & 15) - less;
+            const Byte *high = b + 16, *q = b + (Fifth ? 48 : 16) + j / 2 * 32;
+            for (int i = 0; i < 32; ++i) {
+                const int fifth = Fifth ? (high[i] >> j & 1) << 4 : 0;
+                y[j * 32 + i] = by * float((q[i] >> j % 2 * 4 & 15) | fifth) - less;
+            }
         }
     }
 };
-
-struct Q5_K {
-    static constexpr int kWeights = 256, kBytes = 176;
-    static void widen(const Byte* b, float* y) {
-        const float d = half(b), m = half(b + 2);
-        for (int j = 0; j < 8; ++j) {
-            int scale, minimum;
-            group_scale(b + 4, j, scale, minimum);
-            const float by = d * float(scale), less = m * float(minimum);
-            const Byte *high = b + 16, *q = b + 48 + j / 2 * 32;
-            for (int i = 0; i < 32; ++i)
-                y[j * 32 + i] = by * float((q[i] >> j % 2 * 4 & 15) | (high[i] >> j & 1) << 4) - less;
-        }
-    }
-};
+using Q4_K = ScaledGroups<false>;
+using Q5_K = ScaledGroups<true>;
 
 // Two halves of 128 weights: four rows of 32 share 64 low bytes and 32 high ones; a scale for each 16 weights.
 struct Q6_K {

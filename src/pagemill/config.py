@@ -29,7 +29,7 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "disable_log_stats": ((True,), "logs no statistics; stats() returns them"),
     "enable_lora": ((False,), "has no adapters"),
     "skip_tokenizer_init": ((False,), "always loads the tokenizer"),
-    "swap_space": ((0,), "does not swap"),
+    "swap_space": ((0,), "sends evicted blocks to kv_host_memory and kv_disk_memory instead"),
     "cpu_offload_gb": ((0,), "keeps all weights on the device"),
     "tokenizer_mode": (("auto",), "has one tokenizer for each model"),
     "load_format": (("auto",), "tells a model's format from its files"),

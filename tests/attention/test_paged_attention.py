@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 from paged_case import PagedCase
 
-from pagemill import _kernels
-from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.attention.interface import AttentionBackend, merge_states
-from pagemill.attention.torch_backend import TorchAttention
 from pagemill.kvcache.layout import block_major, layer_major
 
 MIXED = [(1, 1), (300, 1), (77, 33), (600, 600), (40, 0), (0, 0), (257, 2), (256, 256)]
 """Decode, chunk, prefill, verification, rows without queries, contexts on both sides of a partition's border."""
-
-
-@pytest.fixture(params=["torch", *_kernels.available_isas()])
-def backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
-    before, threads = _kernels.isa(), _kernels.num_threads()
-    _kernels.set_num_threads(2)
-    if request.param == "torch":
-        yield TorchAttention()
-    else:
-        _kernels.use_isa(request.param)
-        yield CpuAttention()
-    _kernels.use_isa(before)
-    _kernels.set_num_threads(threads)
 
 
 @pytest.fixture(params=[torch.float32, torch.int8], ids=["float32", "int8"])

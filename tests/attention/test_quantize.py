@@ -2,31 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from harness import poison
-from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.attention.interface import AttentionBackend, LayerCache
 from pagemill.attention.quantize import LEAST, quantize
-from pagemill.attention.torch_backend import TorchAttention
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layer_groups import group_layers
 from pagemill.kvcache.layout import block_major, layer_major
-
-
-@pytest.fixture(params=["torch", *_kernels.available_isas()])
-def backend(request: pytest.FixtureRequest) -> Iterator[AttentionBackend]:
-    before = _kernels.isa()
-    if request.param == "torch":
-        yield TorchAttention()
-    else:
-        _kernels.use_isa(request.param)
-        yield CpuAttention()
-    _kernels.use_isa(before)
 
 
 def vectors(head_dim: int) -> torch.Tensor:

@@ -9,6 +9,7 @@ import torch
 from paged_case import PagedCase
 
 from harness import poison
+from kernel_settings import kernels_of
 from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
 
@@ -17,12 +18,8 @@ OPTIONS = [{}, {"window": 300}, {"soft_cap": 20.0}, {"window": 5}]
 
 @pytest.fixture(params=_kernels.available_isas())
 def backend(request: pytest.FixtureRequest) -> Iterator[CpuAttention]:
-    before, threads = _kernels.isa(), _kernels.num_threads()
-    _kernels.use_isa(request.param)
-    _kernels.set_num_threads(1)
-    yield CpuAttention()
-    _kernels.use_isa(before)
-    _kernels.set_num_threads(threads)
+    with kernels_of(request.param, 1):
+        yield CpuAttention()
 
 
 def run(

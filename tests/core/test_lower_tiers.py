@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 from drive import drive, request
 
@@ -60,40 +58,43 @@ def test_what_was_evicted_comes_back(conversations, expected, make_engine, tmp_p
     core.close()
 
 
-def test_a_new_engine_finds_what_the_last_one_kept(conversations, expected, make_engine, tmp_path):
+@pytest.fixture
+def kept(conversations, make_engine, tmp_path):
+    """Settings of an engine that was closed after the conversations, its file of blocks, and the size of a slot."""
     settings = {**SMALL, "kv_disk_memory": "1GiB", "kv_disk_path": str(tmp_path)}
-    first = make_engine(**settings)
-    drive(first, conversations)
-    first.close()
-    second = make_engine(**settings)
-    run = drive(second, conversations, record=True)
+    core = make_engine(**settings)
+    slot_bytes = core._tiers.lower.disk.slot_bytes
+    drive(core, conversations)
+    core.close()
+    (blocks,) = tmp_path.glob("*/blocks.dat")
+    return settings, blocks, slot_bytes
+
+
+def test_a_new_engine_finds_what_the_last_one_kept(kept, conversations, expected, make_engine):
+    settings, _, _ = kept
+    core = make_engine(**settings)
+    run = drive(core, conversations, record=True)
     assert set(run.cached.values()) == {BLOCKS * 16}
     same(run, expected)
-    second.close()
+    core.close()
     other = make_engine(**settings, dtype="bfloat16")
     assert set(drive(other, conversations).cached.values()) == {0}
     other.close()
 
 
-def test_broken_blocks_are_computed_again(conversations, expected, make_engine, tmp_path):
-    settings = {**SMALL, "kv_disk_memory": "1GiB", "kv_disk_path": str(tmp_path)}
-    first = make_engine(**settings)
-    drive(first, conversations)
-    first.close()
-    (blocks,) = tmp_path.glob("*/blocks.dat")
-    slots = 6 * (BLOCKS + 1)
-    size = os.path.getsize(blocks) // slots if os.path.getsize(blocks) % slots == 0 else 4096 + FRAME_BYTES
+def test_broken_blocks_are_computed_again(kept, conversations, expected, make_engine):
+    settings, blocks, slot_bytes = kept
     with blocks.open("r+b") as file:
-        for slot in range(5, os.path.getsize(blocks) // size, 7):
-            file.seek(slot * size + size // 2)
+        for slot in range(5, blocks.stat().st_size // slot_bytes, 7):
+            file.seek(slot * slot_bytes + slot_bytes // 2)
             file.write(b"broken")
-    second = make_engine(**settings)
-    run = drive(second, conversations, record=True)
+    core = make_engine(**settings)
+    run = drive(core, conversations, record=True)
     assert 0 < sum(run.cached.values()) < 6 * BLOCKS * 16
     same(run, expected)
-    assert second.stats().blocks_missed > 0
-    assert second.stats().frames_active == 0
-    second.close()
+    assert core.stats().blocks_missed > 0
+    assert core.stats().frames_active == 0
+    core.close()
 
 
 def test_a_host_tier_below_one_block_is_refused(make_engine):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,16 +16,6 @@ from pagemill.ops.torch_ops import TorchOps
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 EPS = {torch.float32: 2**-23, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-
-
-@pytest.fixture(params=_kernels.available_isas())
-def ops(request: pytest.FixtureRequest) -> Iterator[CpuOps]:
-    before, threads = _kernels.isa(), _kernels.num_threads()
-    _kernels.use_isa(request.param)
-    _kernels.set_num_threads(2)
-    yield CpuOps()
-    _kernels.use_isa(before)
-    _kernels.set_num_threads(threads)
 
 
 def apply(kernel: object, x: torch.Tensor) -> torch.Tensor:

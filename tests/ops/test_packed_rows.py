@@ -5,17 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pagemill import _kernels
-from pagemill.ops.cpu_ops import CpuOps
-
-
-@pytest.fixture(params=_kernels.available_isas())
-def ops(request):
-    before = _kernels.isa()
-    _kernels.use_isa(request.param)
-    yield CpuOps()
-    _kernels.use_isa(before)
-
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 7), (100, 33), (64, 64), (161, 130)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernel_settings import kernels_of
 from pagemill import _kernels
 from pagemill.ops.cpu_ops import CpuOps
 from pagemill.ops.quantized import QuantizedWeight, keep_int4, quantize_int8
@@ -12,16 +13,6 @@ from pagemill.ops.torch_ops import TorchOps
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FUSED = [isa for isa in _kernels.available_isas() if isa != "generic"]
-
-
-@pytest.fixture(params=_kernels.available_isas())
-def ops(request):
-    before, threads = _kernels.isa(), _kernels.num_threads()
-    _kernels.use_isa(request.param)
-    _kernels.set_num_threads(2)
-    yield CpuOps()
-    _kernels.use_isa(before)
-    _kernels.set_num_threads(threads)
 
 
 def int4(n: int, k: int) -> tuple[QuantizedWeight, torch.Tensor]:
@@ -96,12 +87,10 @@ def test_a_rows_linear_depends_on_no_other_row_nor_thread(ops, n, k, bits):
 @pytest.mark.parametrize("bits", [4, 8])
 def test_instruction_sets_that_fuse_agree_to_the_last_bit(bits):
     weight, x, bias = weight_of(bits, 70, 800), torch.randn(21, 800), torch.randn(70)
-    before = _kernels.isa()
     results = []
     for isa in FUSED:
-        _kernels.use_isa(isa)
-        results.append(CpuOps().pack_quantized(weight, bias, torch.float32)(x))
-    _kernels.use_isa(before)
+        with kernels_of(isa, 2):
+            results.append(CpuOps().pack_quantized(weight, bias, torch.float32)(x))
     assert all(torch.equal(result, results[0]) for result in results)
 
 

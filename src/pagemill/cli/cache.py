@@ -13,7 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 from pagemill.errors import KVStoreError
-from pagemill.hub.registry import cache_dir
+from pagemill.kvcache.disk_store import default_root
 from pagemill.kvcache.store_archive import StoreInfo, export_store, import_archive, list_stores, open_store
 
 cache = typer.Typer(
@@ -28,16 +28,12 @@ Root = Annotated[
 Key = Annotated[str, typer.Argument(metavar="STORE", help="The store's name, or how it begins; see pagemill cache ls.")]
 
 
-def _root(root: Path | None) -> Path:
-    return cache_dir() / "kv" if root is None else root
-
-
 @cache.command()
 def ls(root: Root = None) -> None:
     """List the stores: model, format, size, last use."""
     table = Table("store", "model", "KV", "kernels", "blocks", "size", "last used", box=None)
     broken = []
-    for info in list_stores(_root(root)):
+    for info in list_stores(root or default_root()):
         if isinstance(info, StoreInfo):
             age = "never" if not info.used_s else f"{(time.time() - info.used_s) / 3600:.1f} h ago"
             at = info.format
@@ -46,7 +42,7 @@ def ls(root: Root = None) -> None:
         else:
             broken.append(info)
     if not table.row_count and not broken:
-        sys.stdout.write(f"no KV blocks are kept in {_root(root)}\n")
+        sys.stdout.write(f"no KV blocks are kept in {root or default_root()}\n")
         return
     Console().print(table)
     for error in broken:
@@ -56,7 +52,7 @@ def ls(root: Root = None) -> None:
 @cache.command()
 def verify(store: Key, root: Root = None) -> None:
     """Read every block and check it; drop those that are broken."""
-    opened = open_store(_root(root), store)
+    opened = open_store(root or default_root(), store)
     checked = list(track(opened.verify(), "Checking", total=opened.stats().blocks, console=Console(stderr=True)))
     opened.close()
     broken = sum(not whole for _, whole in checked)
@@ -75,7 +71,7 @@ def prune(
     """Drop the blocks that were unused longest, and give the space back to the disk."""
     if keep_mib is None and unused_hours is None:
         raise typer.BadParameter("say what to drop: --keep-mib or --unused-hours")
-    opened = open_store(_root(root), store)
+    opened = open_store(root or default_root(), store)
     dropped = opened.prune(
         keep_bytes=None if keep_mib is None else keep_mib << 20,
         unused_for_s=None if unused_hours is None else unused_hours * 3600,
@@ -92,7 +88,7 @@ def export_(
     root: Root = None,
 ) -> None:
     """Write a store's blocks to one file, for another machine."""
-    opened = open_store(_root(root), store)
+    opened = open_store(root or default_root(), store)
     partial = archive.with_name(archive.name + ".partial")
     try:
         with partial.open("wb") as file:
@@ -115,7 +111,7 @@ def import_(
     """Add the blocks of an exported file to this machine's store of the same model."""
     try:
         with archive.open("rb") as file:
-            total, new = import_archive(_root(root), file, limit_mib << 20)
+            total, new = import_archive(root or default_root(), file, limit_mib << 20)
     except OSError as error:
         raise KVStoreError(f"{archive} can not be read: {error}") from error
     sys.stdout.write(f"{total:,} blocks read, {new:,} of them new\n")

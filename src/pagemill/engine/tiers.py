@@ -11,9 +11,8 @@ import torch
 
 from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError, KVStoreError
-from pagemill.hub.registry import cache_dir
 from pagemill.kvcache.device_pool import DevicePool
-from pagemill.kvcache.disk_store import DiskStore, StoreFormat
+from pagemill.kvcache.disk_store import DiskStore, StoreFormat, default_root
 from pagemill.kvcache.host_store import HostStore
 from pagemill.kvcache.lower_tiers import LowerTiers
 from pagemill.kvcache.sizing import device_memory, parse_memory
@@ -43,7 +42,7 @@ def make_tiers(config: EngineConfig, pool: DevicePool, fingerprint: bytes, kv_fo
             )
         host = HostStore(capacity, record_bytes)
     if config.kv_disk_memory is not None:
-        root = cache_dir() / "kv" if config.kv_disk_path is None else Path(config.kv_disk_path).expanduser()
+        root = default_root() if config.kv_disk_path is None else Path(config.kv_disk_path).expanduser()
         root.mkdir(parents=True, exist_ok=True)
         limit = parse_memory("kv_disk_memory", config.kv_disk_memory, shutil.disk_usage(root).free)
         name = Path(config.model).stem

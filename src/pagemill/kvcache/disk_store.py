@@ -28,6 +28,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from pagemill.errors import KVStoreError
+from pagemill.hub.registry import cache_dir
 from pagemill.memory.work import BlockName
 
 VERSION = 1
@@ -47,6 +48,11 @@ CREATE TABLE blocks (
 CREATE INDEX blocks_by_use ON blocks (used_s, depth DESC);
 CREATE TABLE free (slot INTEGER PRIMARY KEY);
 """
+
+
+def default_root() -> Path:
+    """The folder of this user's stores, unless another is asked for."""
+    return cache_dir() / "kv"
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,6 +58,3 @@ class HostStore:
                 self._arena[slot] = record
                 self._slots[block] = slot, name
         return spilled
-
-    def __len__(self) -> int:
-        return len(self._slots)

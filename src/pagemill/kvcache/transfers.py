@@ -67,20 +67,29 @@ class Transfers:
         with self._lock:
             return self._stats
 
+    def _count(self, **more: float) -> None:
+        with self._lock:
+            self._stats = replace(self._stats, **{name: getattr(self._stats, name) + n for name, n in more.items()})
+
     # Down
 
     def save(self, saves: Sequence[Save], keep: bool = False) -> None:
         """Copies blocks out of their frames now and stores them later; with `keep`, where they outlive the process, and
         all of them, however long that takes. What is stored already is left out."""
-        saves = [save for save in saves if not self._tiers.holds(save.name)]
+        try:
+            saves = [save for save in saves if not self._tiers.holds(save.name)]
+        except KVStoreError as error:
+            logger.warning("%s", error)
+            self._count(dropped=len(saves))
+            return
         for first in range(0, len(saves), self._batch):
             part = saves[first : first + self._batch]
             if keep and self._waiting + len(part) > self._most_waiting:
                 self.flush()
+            if self._waiting + len(part) > self._most_waiting:
+                self._count(dropped=len(saves) - first)
+                return
             with self._lock:
-                if self._waiting + len(part) > self._most_waiting:
-                    self._stats = replace(self._stats, dropped=self._stats.dropped + len(saves) - first)
-                    return
                 self._waiting += len(part)
             records = self._pool.read_frames([save.frame for save in part])
             self._writer.submit(self._store, part, records, keep)
@@ -93,13 +102,10 @@ class Transfers:
             stored = len(saves)
         except KVStoreError as error:
             logger.warning("%s", error)
-        with self._lock:
-            self._waiting -= len(saves)
-            self._stats = replace(
-                self._stats,
-                saved=self._stats.saved + stored,
-                dropped=self._stats.dropped + len(saves) - stored,
-            )
+        finally:
+            with self._lock:
+                self._waiting -= len(saves)
+            self._count(saved=stored, dropped=len(saves) - stored)
 
     def flush(self) -> None:
         """Waits until all that was copied out has been stored."""
@@ -122,16 +128,16 @@ class Transfers:
             self._readers.submit(self._fetch, load.id, piece, load.blocks[first:end], load.frames[first:end])
 
     def _fetch(self, load: int, piece: int, blocks: Sequence[tuple[bytes, int]], frames: Sequence[int]) -> None:
-        found = [False] * len(blocks)
+        arrived = [False] * len(blocks)
         try:
             records = np.empty((len(blocks), self._tiers.record_bytes), dtype=np.uint8)
             found = self._tiers.read(blocks, records)
             self._pool.write_frames(list(itertools.compress(frames, found)), records[found])
+            arrived = found
         except (KVStoreError, MemoryError) as error:
-            found = [False] * len(blocks)
             logger.warning("%s", error)
         finally:
-            self._done.put((load, piece, found))
+            self._done.put((load, piece, arrived))
 
     def finished(self, wait_s: float = 0.0) -> dict[int, list[bool]]:
         """Loads that are over, by id, and which of their blocks have arrived. Waits for news if there is none yet."""
@@ -147,13 +153,8 @@ class Transfers:
                 over[load] = [whole for part in self._pieces.pop(load) for whole in part or ()]
         if over:
             arrived, wanted = (sum(map(count, over.values())) for count in (sum, len))
-            with self._lock:
-                self._stats = replace(
-                    self._stats, loaded=self._stats.loaded + arrived, missed=self._stats.missed + wanted - arrived
-                )
-        if over and not self._pieces:
-            spent = time.monotonic() - self._loading_since
-            self._stats = replace(self._stats, loading_s=self._stats.loading_s + spent)
+            spent = 0.0 if self._pieces else time.monotonic() - self._loading_since
+            self._count(loaded=arrived, missed=wanted - arrived, loading_s=spent)
         return over
 
     def close(self) -> None:

@@ -46,13 +46,14 @@ class Loading:
         for the whole sequence and `headroom` blocks more."""
         memory, size = self._memory, self._memory.block_size
         last = (len(sequence.tokens) - 1) // size
-        if self._stored is None or found >= last:
+        room = memory.num_available - headroom
+        if self._stored is None or found >= last or (last + 1 - found) * len(memory.windows) > room:
             return None
         if sequence.digests[found] in self._missed:
             self._missed.remove(sequence.digests[found])
             return None
         more = self._stored(sequence.digests[found:last])
-        if more == 0 or (last + 1 - found) * len(memory.windows) + headroom > memory.num_available:
+        if more == 0:
             return None
         table, length = memory.open(sequence.tokens, sequence.digests, sequence.request.root, now, found * size)
         if length < found * size or memory.reserve(table, (found + more) * size) is not None:
