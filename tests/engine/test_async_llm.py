@@ -48,6 +48,14 @@ def test_deltas_add_up(served):
     served.wait_until_idle()
 
 
+def test_the_best_of_several_come_once_at_the_end(served):
+    params = SamplingParams(n=2, best_of=4, seed=3, max_tokens=6)
+    (only,) = served.run(read(served.llm, "My favourite", params))
+    assert only.finished
+    assert [len(output.token_ids) for output in only.outputs] == [6, 6]
+    assert only.outputs[0].cumulative_logprob >= only.outputs[1].cumulative_logprob
+
+
 def test_requests_run_together_and_do_not_mix(served):
     prompts = [f"{word} is a" for word in ("Paris", "Tokyo", "Bach", "Gold")]
 

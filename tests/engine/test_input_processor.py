@@ -103,6 +103,7 @@ def test_bad_words_become_tokens_in_a_copy(inputs):
         ({"prompt": "x", "cache_salt": 5}, {}, errors.InvalidRequestError, ["cache_salt"]),
         ({"prompt": "x", "cache_salt": "\ud800"}, {}, errors.InvalidRequestError, ["cache_salt"]),
         ("x", {"n": 9}, errors.RequestTooLargeError, ["n is 9", "max_num_seqs", "8"]),
+        ("x", {"n": 2, "best_of": 9}, errors.RequestTooLargeError, ["best_of is 9", "max_num_seqs", "8"]),
         ({"prompt": 5}, {}, errors.InvalidRequestError, ["int"]),
         ([5, 1.5], {}, errors.InvalidRequestError, ["list of integers"]),
         (5, {}, errors.InvalidRequestError, ["list of integers"]),

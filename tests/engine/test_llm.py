@@ -58,6 +58,19 @@ def test_n_sequences_come_in_order_and_a_seed_repeats_them(llm):
     assert [next(iter(p)) for p in first.prompt_logprobs[1:]] == first.prompt_token_ids[1:]
 
 
+def test_best_of_returns_the_likeliest_of_what_n_would_have_sampled(llm):
+    every = llm.generate("My favourite", SamplingParams(n=5, seed=7, max_tokens=4, logprobs=0), use_tqdm=False)[0]
+    best = llm.generate("My favourite", SamplingParams(n=2, best_of=5, seed=7, max_tokens=4), use_tqdm=False)[0]
+    ranked = sorted(every.outputs, key=lambda output: -output.cumulative_logprob)
+    assert [output.index for output in ranked] != list(range(5))
+    assert [output.index for output in best.outputs] == [0, 1]
+    assert [output.token_ids for output in best.outputs] == [output.token_ids for output in ranked[:2]]
+    assert [output.cumulative_logprob for output in best.outputs] == [o.cumulative_logprob for o in ranked[:2]]
+    assert best.outputs[0].logprobs is None
+    asked = llm.generate("My favourite", SamplingParams(best_of=5, seed=7, max_tokens=4, logprobs=1), use_tqdm=False)[0]
+    assert [next(iter(position)) for position in asked.outputs[0].logprobs] == ranked[0].token_ids
+
+
 def test_chat_takes_one_conversation_or_several(llm):
     conversation = [{"role": "user", "content": "What is the capital of France?"}]
     one = llm.chat(conversation, GREEDY, use_tqdm=False)

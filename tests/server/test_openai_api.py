@@ -163,6 +163,22 @@ def test_vllms_extra_fields(client):
     assert ask(stop_token_ids=[7042], min_tokens=2).text != ""
 
 
+def test_best_of_chooses_and_can_not_be_streamed(client):
+    common = {"model": MODEL, "prompt": ["My favourite", "Once"], "max_tokens": 4, "seed": 7}
+    every = client.completions.create(**common, n=4, logprobs=0).choices
+    best = client.completions.create(**common, best_of=4).choices
+    likelihoods = [sum(choice.logprobs.token_logprobs) for choice in every]
+    likeliest = [max(range(first, first + 4), key=likelihoods.__getitem__) for first in (0, 4)]
+    assert likeliest != [0, 4]
+    assert [choice.text for choice in best] == [every[i].text for i in likeliest]
+    assert [choice.index for choice in best] == [0, 1]
+    assert best[0].logprobs is None
+    with pytest.raises(openai.BadRequestError, match=r"best_of is 4 with n 1: .* not be streamed") as caught:
+        client.completions.create(**common, best_of=4, stream=True)
+    assert caught.value.param == "stream"
+    assert list(client.completions.create(**common, n=2, best_of=2, stream=True))
+
+
 def test_habits_of_clients_change_nothing(client):
     plain = client.chat.completions.create(**CHAT, **GREEDY).choices[0].message.content
     habits = client.chat.completions.create(
@@ -213,7 +229,8 @@ def test_habits_of_clients_change_nothing(client):
         ("completions", {"prompt": [5] * 3000}, 400, "prompt", "max_model_len is 2048"),
         ("completions", {}, 400, "prompt", "required"),
         ("completions", {"prompt": "x", "logprobs": 99}, 400, "logprobs", "20"),
-        ("completions", {"prompt": "x", "best_of": 3}, 400, "best_of", "does not serve"),
+        ("completions", {"prompt": "x", "n": 2, "best_of": 1}, 400, "best_of", "at least 2"),
+        ("completions", {"prompt": "x", "suffix": "y"}, 400, "suffix", "does not serve"),
         ("nothing", {}, 404, None, "Not Found"),
         ("models", {}, 405, None, "Method Not Allowed"),
     ],

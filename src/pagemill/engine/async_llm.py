@@ -323,7 +323,8 @@ class AsyncLLM:
             self._client.send(FinishSequences(update.stopped))
         for state in update.changed:
             stream = self._streams[state.request_id]
-            stream.wake()
+            if state.has_news:
+                stream.wake()
             if state.finished:
                 self._release(stream)
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from pagemill.engine.messages import EngineReady, EngineRequest
 from pagemill.errors import (
@@ -36,16 +36,25 @@ PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
 MAX_PRIORITY = 2**31 - 1
 
 
+class BestOf(NamedTuple):
+    """Of a request's sequences, only the `n` best are returned; with log probabilities only if they were asked for."""
+
+    n: int
+    with_logprobs: bool
+
+
 @dataclass(frozen=True, slots=True)
 class ProcessedInput:
     """A request that is ready for the engine, and the text it came from (None if it came as tokens).
 
     request_id: the caller's name for it. `request` may go by another one, which is nobody's after its end.
+    best_of: what is returned of the sequences that the engine runs; None: all of them.
     """
 
     request: EngineRequest
     prompt: str | None
     request_id: str
+    best_of: BestOf | None = None
 
 
 class InputProcessor:
@@ -72,15 +81,20 @@ class InputProcessor:
             )
         text, token_ids, salt = self._read(prompt)
         self._check_prompt(token_ids)
+        params = self._fit_params(params, len(token_ids))
+        best_of = None
+        if params.best_of is not None and params.best_of > params.n:
+            best_of = BestOf(params.n, params.logprobs is not None)
+            params.n, params.logprobs = params.best_of, params.logprobs or 0
         request = EngineRequest(
             request_id=request_id,
             prompt_token_ids=token_ids,
-            params=self._fit_params(params, len(token_ids)),
+            params=params,
             arrival_s=time.monotonic() if arrival_s is None else arrival_s,
             priority=priority,
             cache_salt=salt,
         )
-        return ProcessedInput(request, text, request_id)
+        return ProcessedInput(request, text, request_id, best_of)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, cache_salt: str = "", **template: Any) -> Prompt:
         """A conversation as a prompt, through the model's chat template (or `chat_template` among `template`).
@@ -144,11 +158,12 @@ class InputProcessor:
                 f"sampling_params is {params!r}; it must be SamplingParams(...)", param="sampling_params"
             )
         params = dataclasses.replace(params)
-        if params.n > self.ready.max_num_seqs:
+        name, count = ("n", params.n) if params.best_of is None else ("best_of", params.best_of)
+        if count > self.ready.max_num_seqs:
             raise RequestTooLargeError(
-                f"n is {params.n}, but max_num_seqs lets {self.ready.max_num_seqs} sequences run at once; ask for "
+                f"{name} is {count}, but max_num_seqs lets {self.ready.max_num_seqs} sequences run at once; ask for "
                 f"fewer or raise it",
-                param="n",
+                param=name,
             )
         limit = self.ready.max_model_len
         room = limit - prompt_len

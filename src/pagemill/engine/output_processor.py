@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from pagemill.engine.input_processor import ProcessedInput
+from pagemill.engine.input_processor import BestOf, ProcessedInput
 from pagemill.engine.messages import SequenceOutput
 from pagemill.engine.outputs import CompletionOutput, Logprob, LogprobsOfPosition, RequestMetrics, RequestOutput
 from pagemill.errors import PagemillError, error_of
@@ -124,6 +124,7 @@ class RequestState:
             SequenceState(index, request.params, request.prompt_token_ids, tokenizer)
             for index in range(request.params.n)
         ]
+        self._best_of = processed.best_of
         self._prompt = processed.prompt
         self._tokenizer = tokenizer
         self._num_cached_tokens = 0
@@ -133,6 +134,11 @@ class RequestState:
     @property
     def finished(self) -> bool:
         return all(sequence.finish_reason is not None for sequence in self.sequences)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether `take_delta` has something to give: until all have ended, nobody knows which are the best."""
+        return self._best_of is None or self.finished
 
     @property
     def error(self) -> PagemillError | None:
@@ -167,13 +173,16 @@ class RequestState:
 
     def take_delta(self) -> RequestOutput:
         """What is new since the last call; prompt log probabilities come once."""
+        if self._best_of is not None:
+            return self.whole()
         outputs = [sequence.take_delta() for sequence in self.sequences if sequence.has_news]
         prompt_logprobs = None if self._prompt_logprobs_given else self._prompt_logprobs
         self._prompt_logprobs_given = self._prompt_logprobs is not None
         return self._output(outputs, prompt_logprobs)
 
     def whole(self) -> RequestOutput:
-        return self._output([sequence.whole() for sequence in self.sequences], self._prompt_logprobs)
+        outputs = [sequence.whole() for sequence in self.sequences]
+        return self._output(outputs if self._best_of is None else _best(outputs, self._best_of), self._prompt_logprobs)
 
     def _output(
         self, outputs: list[CompletionOutput], prompt_logprobs: list[LogprobsOfPosition | None] | None
@@ -227,6 +236,15 @@ class OutputProcessor:
     def remove(self, state: RequestState) -> None:
         """Forgets a request, finished or not."""
         self._requests.pop(state.engine_id, None)
+
+
+def _best(outputs: list[CompletionOutput], best_of: BestOf) -> list[CompletionOutput]:
+    """Those of the largest cumulative log probability, the best first; failed ones last."""
+    order = sorted(outputs, key=lambda output: (output.error is not None, -(output.cumulative_logprob or 0.0)))
+    return [
+        replace(output, index=index, logprobs=output.logprobs if best_of.with_logprobs else None)
+        for index, output in enumerate(order[: best_of.n])
+    ]
 
 
 def decode_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer) -> LogprobsOfPosition:

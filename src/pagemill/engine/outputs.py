@@ -32,7 +32,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    """Sum over all tokens so far, also in a delta; None unless logprobs were asked for."""
+    """Sum over all tokens so far, also in a delta; None unless logprobs or the best of several were asked for."""
     logprobs: list[LogprobsOfPosition] | None = None
     finish_reason: str | None = None
     """`"stop"`, `"length"`, `"abort"` or `"error"`; None while it runs."""

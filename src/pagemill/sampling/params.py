@@ -27,6 +27,8 @@ class SamplingParams:
     """Parameters of one request.
 
     temperature 0 is greedy (and so is one below 1e-5); `n` must then be 1, for all sequences would be the same.
+    `best_of` sequences are sampled, and the `n` of the largest cumulative log probability returned, the best first;
+    None is `n`.
     `top_k` 0 or -1 is off. `seed` None or -1 takes one from the engine's own seed.
     `max_tokens` None means: up to `max_model_len`, or as far as the KV pool goes. `n` sequences share one prefill.
     `logprobs` and `prompt_logprobs` k give the k most likely tokens beside the token itself, at most `MAX_LOGPROBS`;
@@ -36,6 +38,7 @@ class SamplingParams:
     """
 
     n: int = 1
+    best_of: int | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -88,6 +91,7 @@ class SamplingParams:
 
     def _check_ranges(self) -> None:
         self._integer("n", low=1, way_out="ask for one sequence at least")
+        self._integer("best_of", low=self.n, none=True, way_out="it counts all sequences, the n returned among them")
         self._number("presence_penalty", -2.0, 2.0, "0 switches it off")
         self._number("frequency_penalty", -2.0, 2.0, "0 switches it off")
         self._number("repetition_penalty", 0.0, 2.0, "1 switches it off", above=True)
@@ -133,11 +137,12 @@ class SamplingParams:
                 f"lower the first or raise the second",
                 param="min_tokens",
             )
-        if self.greedy and self.n > 1:
+        name, count = ("n", self.n) if self.best_of is None else ("best_of", self.best_of)
+        if self.greedy and count > 1:
             raise SamplingParamsError(
-                f"n is {self.n} with temperature {self.temperature:g}: all {self.n} sequences would be the same; "
-                f"set n=1, or a temperature above 0",
-                param="n",
+                f"{name} is {count} with temperature {self.temperature:g}: all {count} sequences would be the same; "
+                f"set {name}=1, or a temperature above 0",
+                param=name,
             )
         if self.stop and not self.detokenize:
             raise SamplingParamsError(

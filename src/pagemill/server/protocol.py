@@ -28,7 +28,6 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "suffix": ("",),
-    "best_of": (1,),
     "audio": (),
     "prediction": (),
     "reasoning_effort": ("none",),
@@ -55,6 +54,7 @@ class GenerationRequest(BaseModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
+    best_of: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     stop: str | list[str] | None = None
@@ -79,6 +79,7 @@ class GenerationRequest(BaseModel):
 
     _PASSED_ON: ClassVar[tuple[str, ...]] = (
         "n",
+        "best_of",
         "temperature",
         "top_p",
         "stop",
@@ -115,9 +116,15 @@ class GenerationRequest(BaseModel):
         return kept
 
     @model_validator(mode="after")
-    def _check_stream_options(self) -> GenerationRequest:
+    def _check_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
+        if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
+            raise InvalidRequestError(
+                f"best_of is {self.best_of} with n {self.n or 1}: which are the best is known at the end, so they can "
+                f"not be streamed; set stream to false, or leave best_of out",
+                param="stream",
+            )
         return self
 
     @property
