@@ -11,7 +11,8 @@ namespace pagemill {
 // positions, context lengths, windows and key ranges only.
 class SharedPrefixes {
   public:
-    // Rows of at most this many query tokens share: more read their keys once for many queries anyway.
+    // With fp32 caches, rows of at most this many query tokens share: more read their keys once for many queries anyway. Keys
+    // and values that are converted on the way are converted once for all rows, however many tokens these have.
     static constexpr int kMaxTokens = 8;
 
     // share false: every row by itself.

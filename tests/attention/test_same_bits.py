@@ -131,7 +131,8 @@ def test_shared_prefixes(
 ) -> None:
     """Rows that begin with the same frames, in groups of which one shares less, beside rows that share nothing."""
     rows = [(1100, 1), (1250, 2), (256, 1), (1031, 1), (1024, 1), (700, 30), (1090, 1), (1280, 1), (300, 1), (1600, 3)]
-    families = [(0, 1, 3, 6, 9), (4, 7), (5, 8)]
+    rows += [(1400, 200), (1030, 6)]
+    families = [(0, 1, 3, 6, 9, 10, 11), (4, 7), (5, 8)]
     query_dtype = torch.float32 if dtype == torch.int8 else dtype
     case = PagedCase(rows, heads=6, block_size=block_size, dtype=dtype, query_dtype=query_dtype, seed=25)
     for first, *others in families:
