@@ -150,7 +150,9 @@ class CalibrationError(PagemillError, ValueError):
     """Step times that can not be read, or too few steps to fit them to."""
 
 
-def error_of(type_name: str, message: str) -> PagemillError:
+def error_of(type_name: str, message: str, param: str | None = None) -> PagemillError:
     """The error again, from what a message carries of it. An unknown type becomes a `PagemillError`."""
     cls = globals().get(type_name)
-    return cls(message) if isinstance(cls, type) and issubclass(cls, PagemillError) else PagemillError(message)
+    if not isinstance(cls, type) or not issubclass(cls, PagemillError):
+        cls = PagemillError
+    return cls(message, param=param)

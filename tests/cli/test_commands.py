@@ -170,6 +170,13 @@ def test_serve_listens_at_once_and_ends_without_a_trace():
         assert busy.stderr.count("\n") == 1
         assert early.result().json()["model"] == "small"
         (engine,) = children(server.pid)
+        sizes = [httpx.get(f"{url}/v1/kv_memory").json()["kv_memory"]]
+        for sent, smaller in ((signal.SIGUSR1, True), (signal.SIGUSR2, False)):
+            server.send_signal(sent)
+            while (sizes[-1] < sizes[0]) != smaller and time.monotonic() < deadline:
+                time.sleep(0.02)
+                sizes.append(httpx.get(f"{url}/v1/kv_memory").json()["kv_memory"])
+        assert min(sizes) < sizes[0] == sizes[-1]
         endless = {**body, "max_tokens": 200, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=endless, timeout=30) as response:
             next(response.iter_lines())

@@ -115,13 +115,44 @@ def test_memory_that_can_not_be_had_is_a_typed_error() -> None:
         DevicePool(1 << 40, group_layers([None]), 8, 128, 16, torch.float32)
 
 
-def test_untouched_frames_cost_nothing() -> None:
-    def resident() -> int:
-        with open("/proc/self/statm") as file:
-            return int(file.read().split()[1]) * 4096
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
 
+
+def test_untouched_frames_cost_nothing() -> None:
     before = resident()
     pool = DevicePool(4000, group_layers([None] * 4), 8, 64, 16, torch.float32)
     assert pool.nbytes > 900e6
     pool.layer(0).key[:3].fill_(1)
     assert resident() - before < 50e6
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_frames_that_go_give_their_memory_back_and_the_others_stay(layout: Callable[..., KVLayout]) -> None:
+    groups = group_layers([None] * 4)
+    pool = DevicePool(400, groups, 8, 64, 16, torch.float32, layout=layout, room=200 << 20)
+    assert pool.capacity == (200 << 20) // pool.layout.frame_bytes > 400
+    before = resident()
+    pool.storage[: 400 * pool.layout.frame_stride] = 0  # in the order of memory; the rest with each layer
+    for layer in range(4):
+        for tensor in (pool.layer(layer).key, pool.layer(layer).value):
+            tensor[:400] = torch.arange(400.0)[:, None, None, None]
+    full = resident() - before
+    assert full > 0.9 * pool.nbytes == 0.9 * 400 * pool.layout.frame_bytes
+    pool.resize(100)
+    assert pool.nbytes == 100 * pool.layout.frame_bytes
+    assert resident() - before < 0.35 * full
+    for layer in range(4):
+        for tensor in (pool.layer(layer).key, pool.layer(layer).value):
+            assert torch.equal(tensor[:100, 0, 0, 0], torch.arange(100.0))
+            assert tensor[101:400].count_nonzero() == 0
+    pool.resize(pool.capacity)
+    pool.layer(3).value[-1] = 1
+    with pytest.raises(KVMemoryError, match="grow to"):
+        pool.resize(pool.capacity + 1)
+
+
+def test_without_room_a_pool_does_not_grow() -> None:
+    pool = make(layer_major)
+    assert pool.capacity == pool.num_frames == 5

@@ -500,3 +500,43 @@ def test_a_policy_of_ones_own_decides():
         engine.close(engine.prefill(tokens_of(12, first))[0])
     engine.memory.reserve(engine.open([]).table, 3 * SIZE)
     assert (found_whole(engine, 0), found_whole(engine, 100)) == (3, 0)
+
+
+def test_a_pool_shrinks_under_its_tables_and_grows_again():
+    engine = Engine(12)
+    gone, _ = engine.prefill(tokens_of(16, 100))
+    first, _ = engine.prefill(tokens_of(16))
+    second, _ = engine.prefill(tokens_of(16, 50))
+    engine.memory.place(second, 0)
+    engine.memory.drain(4)
+    engine.memory.retire(4)
+    engine.close(gone)
+    before = engine.frames(second)
+    assert max(before) >= 8
+    assert engine.memory.resize(8) is None
+    engine.memory.check()
+    work = engine.memory.drain(5)
+    moved = dict(zip(work.copy_source.tolist(), work.copy_target.tolist(), strict=True))
+    after = engine.frames(second)
+    assert after == [moved.get(frame, frame) for frame in before]
+    edits = zip(work.edit_row.tolist(), work.edit_index.tolist(), work.edit_frame.tolist(), strict=True)
+    assert list(edits) == [(0, entry, frame) for entry, frame in enumerate(after) if frame != before[entry]]
+    assert max(engine.frames(first) + after) < 8
+    engine.memory.retire(5)
+    engine.steps = 5
+    assert engine.memory.resize(7) == Shortage(8, 7)
+    engine.close(first)
+    assert engine.open(tokens_of(16)).num_cached_tokens == 15
+    assert engine.memory.resize(20) is None
+    engine.prefill(tokens_of(48, 200))
+    assert engine.memory.stats().frames == 20
+
+
+def test_a_pool_is_not_resized_under_a_step():
+    engine = Engine(4)
+    engine.memory.drain(1)
+    with pytest.raises(ValueError, match="in flight"):
+        engine.memory.resize(8)
+    engine.memory.retire(1)
+    with pytest.raises(ValueError, match="num_frames=0"):
+        engine.memory.resize(0)

@@ -304,6 +304,35 @@ class MemoryMachine(RuleBasedStateMachine):
             self.memory.commit(table, arrived * self.size, tokens, digests)
         self.memory.close(table, self.time)
 
+    # The pool shrinks and grows
+
+    @rule(frames=st.integers(3, 56))
+    def resize(self, frames) -> None:
+        if self.flying:
+            with pytest.raises(ValueError, match="in flight"):
+                self.memory.resize(frames)
+            return
+        before = self.memory.stats()
+        shortage = self.memory.resize(frames)
+        if shortage is not None:
+            assert shortage == (before.frames_active, frames)
+            assert frames < before.frames_active
+            assert self.memory.stats() == before, "a shortage changed something"
+            return
+        after = self.memory.stats()
+        assert (after.frames, after.frames_active) == (frames, before.frames_active)
+        assert after.frames_cached == min(before.frames_cached, frames - before.frames_active), "evicted in vain"
+        self.save()
+        while len(self.device.slots) < frames:
+            self.device.slots.append(["garbage"] * self.size)
+            self.device.writer.append([None] * self.size)
+        self.step_number += 1
+        self.device.apply(self.memory.drain(self.step_number))
+        self.memory.retire(self.step_number)
+        self.compare_tables()
+        for frame in range(frames, len(self.device.slots)):
+            self.device.slots[frame] = ["gone"] * self.size
+
     def compare_tables(self) -> None:
         for sequence in self.sequences:
             if sequence.row >= 0:

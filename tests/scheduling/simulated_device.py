@@ -41,11 +41,8 @@ class SimulatedDevice:
             self.tokens[new.row] = list(new.token_ids)
             self.seeds[new.row] = new.seed
         work = plan.work
-        copies = [
-            (int(s), int(t), dict(self.frames[int(s)])) for s, t in zip(work.copy_source, work.copy_target, strict=True)
-        ]
-        for _, target, slots in copies:
-            self.frames[target] = slots
+        for source, target in zip(work.copy_source.tolist(), work.copy_target.tolist(), strict=True):
+            self.frames[target] = dict(self.frames[source])
         for row, group, index, frame in zip(
             work.edit_row, work.edit_group, work.edit_index, work.edit_frame, strict=True
         ):

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_device import VOCAB, SimulatedDevice, next_token
 
-from pagemill.errors import RequestTooLargeError
+from pagemill.errors import KVMemoryError, RequestTooLargeError
 from pagemill.memory.digest import root_digest
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.work import Load
@@ -60,9 +60,9 @@ class LowerTier:
         held = [all((digest, group) in self.blocks for group in self.groups) for digest in digests]
         return [*held, False].index(False)
 
-    def step(self, bench: Bench) -> None:
-        ready = [load for delay, load in self.under_way if delay == 0]
-        self.under_way = [(delay - 1, load) for delay, load in self.under_way if delay]
+    def step(self, bench: Bench, wait: bool = False) -> None:
+        ready = [load for delay, load in self.under_way if delay == 0 or wait]
+        self.under_way = [] if wait else [(delay - 1, load) for delay, load in self.under_way if delay]
         for load in ready:
             arrived = [self.random.random() < 0.9 for _ in load.blocks]
             for block, frame, whole in zip(load.blocks, load.frames, arrived, strict=True):
@@ -120,14 +120,41 @@ class Bench:
             self.device.apply(plan)
             self.flights.append(self.device.run(plan, faulty))
         if self.flights and (plan is None or len(self.flights) >= self.depth):
-            for update in self.scheduler.commit(self.flights.popleft(), self.now):
-                key = (update.sequence.request.request_id, update.sequence.index)
-                if update.token is not None:
-                    self.outputs.setdefault(key, []).append(update.token)
-                    self.first_step.setdefault(key[0], self.steps)
-                if update.finish_reason is not None:
-                    assert key not in self.reasons
-                    self.reasons[key] = update.finish_reason
+            self.commit()
+        self.memory.check()
+
+    def commit(self) -> None:
+        for update in self.scheduler.commit(self.flights.popleft(), self.now):
+            key = (update.sequence.request.request_id, update.sequence.index)
+            if update.token is not None:
+                self.outputs.setdefault(key, []).append(update.token)
+                self.first_step.setdefault(key[0], self.steps)
+            if update.finish_reason is not None:
+                assert key not in self.reasons
+                self.reasons[key] = update.finish_reason
+
+    def resize(self, frames) -> None:
+        """When all that is under way has ended. What lies in frames that go is lost."""
+        while self.flights:
+            self.commit()
+        if self.tier is not None:
+            self.tier.step(self, wait=True)
+        least, held = self.scheduler.least_frames, self.memory.num_frames - self.memory.num_available
+        running = self.scheduler.num_running
+        try:
+            plan = self.scheduler.resize(frames, self.now)
+        except KVMemoryError:
+            assert frames < least
+            assert self.memory.num_frames - self.memory.num_available == held
+            return
+        assert self.memory.num_frames == frames
+        assert self.scheduler.num_running == running or frames < held
+        if self.tier is not None:
+            self.tier.take(self)
+        self.device.apply(plan)
+        self.scheduler.commit(StepResult(), self.now)
+        for frame in [frame for frame in self.device.frames if frame >= frames]:
+            del self.device.frames[frame]
         self.memory.check()
 
     def run(self, limit=5000) -> None:
@@ -160,7 +187,11 @@ requests = st.lists(
 
 
 scripts = st.lists(
-    st.tuples(st.integers(0, 6), st.sampled_from(["add", "add", "abort", "fault", "finish"]), st.integers(0, 9)),
+    st.tuples(
+        st.integers(0, 6),
+        st.sampled_from(["add", "add", "abort", "fault", "finish", "resize", "resize"]),
+        st.integers(0, 9),
+    ),
     max_size=20,
 )
 
@@ -180,8 +211,8 @@ scripts = st.lists(
 def test_any_load_gives_the_tokens_of_a_lone_run(
     loads, script, frames, windows, max_num_seqs, budget, caching, depth, tier
 ):
-    """Same request, same tokens: beside others, with preemptions, prefix hits, forks, faults, aborts, steps ahead, and
-    blocks that go to a lower tier and come back or get lost."""
+    """Same request, same tokens: beside others, with preemptions, prefix hits, forks, faults, aborts, steps ahead, a
+    pool that shrinks and grows, and blocks that go to a lower tier and come back or get lost."""
     bench = Bench(
         frames=frames * len(windows),
         windows=windows,
@@ -202,7 +233,11 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
         if waiting:
             request = waiting.pop()
             request.arrival_s = bench.now
-            bench.scheduler.add(request)
+            try:
+                bench.scheduler.add(request)
+            except RequestTooLargeError:
+                assert bench.memory.num_frames < frames * len(windows)
+                waiting.insert(0, request)
 
     for steps, action, pick in script:
         for _ in range(steps):
@@ -212,6 +247,8 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
             add()
         elif action == "fault":
             bench.step(frozenset([pick % max_num_seqs]))
+        elif action == "resize":
+            bench.resize((pick * 4 + 4) * len(windows))
         elif live:
             name = live[pick % len(live)]
             disturbed.add(name)
@@ -220,6 +257,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
             else:
                 bench.scheduler.finish(name, 0, bench.now)
             bench.memory.check()
+    bench.resize(max(frames * len(windows), bench.scheduler.least_frames))
     while waiting:
         add()
     bench.run()

@@ -38,6 +38,25 @@ def test_what_is_served(client, http):
     assert "/v1/chat/completions" in http.get("/openapi.json").json()["paths"]
 
 
+def test_the_pool_is_resized_while_a_stream_runs(served, client, http):
+    size = http.get("/v1/kv_memory").json()["kv_memory"]
+    answers = {}
+    for resized in (False, True):
+        stream = client.completions.create(model=MODEL, prompt="Once upon a time", stream=True, seed=3, max_tokens=60)
+        texts = [next(stream).choices[0].text]
+        if resized:
+            assert http.post("/v1/kv_memory", json={"kv_memory": "used"}).json()["kv_memory"] < size
+            assert http.post("/v1/kv_memory", json={"kv_memory": "64MiB"}).json()["kv_memory"] <= 64 << 20
+        answers[resized] = texts + [chunk.choices[0].text for chunk in stream]
+    assert "".join(answers[True]) == "".join(answers[False])
+    refused = http.post("/v1/kv_memory", json={"kv_memory": "1TiB"})
+    assert refused.status_code == 400
+    assert refused.json()["error"]["param"] == "kv_memory"
+    assert "are free" in refused.json()["error"]["message"]
+    assert http.post("/v1/kv_memory", json={"kv_memory": None}).json() == {"kv_memory": size}
+    served.wait_until_idle()
+
+
 def test_chat(client):
     answer = client.chat.completions.create(**CHAT, **GREEDY)
     (choice,) = answer.choices

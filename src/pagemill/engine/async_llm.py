@@ -27,8 +27,11 @@ from pagemill.engine.messages import (
     EngineStats,
     FinishSequences,
     LoadProgress,
+    Refused,
+    ResizePool,
     StatsRequest,
     StepOutputs,
+    ToEngine,
 )
 from pagemill.engine.output_processor import OutputProcessor, RequestState
 from pagemill.engine.outputs import RequestOutput
@@ -116,7 +119,9 @@ class AsyncLLM:
         self._input: InputProcessor | None = None
         self._output = OutputProcessor()
         self._streams: dict[str, RequestStream] = {}
-        self._stats_waiters: deque[asyncio.Future[EngineStats]] = deque()
+        self._asked: deque[asyncio.Future[Any]] = deque()
+        """Who waits for an answer of the engine, which gives them in order."""
+
         self._numbers = itertools.count()
         self._receiving: asyncio.Task[None] | None = None
         self._loaded = asyncio.Event()
@@ -237,17 +242,28 @@ class AsyncLLM:
 
     async def stats(self) -> EngineStats:
         """A snapshot taken between two steps."""
-        await self._inputs()
-        waiter: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
-        self._stats_waiters.append(waiter)
-        self._client.send(StatsRequest())
-        return await waiter
+        stats: EngineStats = await self._ask(StatsRequest())
+        return stats
+
+    async def resize_kv_memory(self, kv_memory: int | float | str | None) -> EngineReady:
+        """As `LLM.resize_kv_memory`, between two steps; requests go on."""
+        inputs = await self._inputs()
+        inputs.ready = await self._ask(ResizePool(kv_memory))
+        return inputs.ready
 
     async def tokenizer(self) -> Tokenizer:
         """The one that this engine uses."""
         return (await self._inputs()).tokenizer
 
     # --- inside ---
+
+    async def _ask(self, message: ToEngine) -> Any:
+        """The engine's answer. Raises what it refuses with."""
+        await self._inputs()
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._asked.append(answer)
+        self._client.send(message)
+        return await answer
 
     async def _inputs(self) -> InputProcessor:
         if self._receiving is None and self._dead is None:
@@ -295,13 +311,15 @@ class AsyncLLM:
                     case StepOutputs():
                         self._distribute(message)
                     case EngineStats():
-                        waiter = self._stats_waiters.popleft()
-                        if not waiter.done():
-                            waiter.set_result(message)
+                        self._answered(message)
+                    case Refused():
+                        self._answered(error_of(message.error_type, message.message, message.param))
                     case LoadProgress():
                         self.load_progress = (message.done, message.total)
                         if self._on_progress is not None:
                             self._on_progress(message.done, message.total)
+                    case EngineReady() if self._loaded.is_set():
+                        self._answered(message)
                     case EngineReady():
                         self._input = InputProcessor(await asyncio.wrap_future(self._loading_tokenizer), message)
                         self._loaded.set()
@@ -316,6 +334,15 @@ class AsyncLLM:
             self._die(EngineDeadError(f"the front end failed: {type(error).__name__}: {error}"))
             await self._client.close(now=True)
             raise
+
+    def _answered(self, answer: object) -> None:
+        asked = self._asked.popleft()
+        if asked.done():  # who asked has gone
+            return
+        if isinstance(answer, PagemillError):
+            asked.set_exception(answer)
+        else:
+            asked.set_result(answer)
 
     def _distribute(self, message: StepOutputs) -> None:
         update = self._output.process(message.outputs)
@@ -338,10 +365,8 @@ class AsyncLLM:
         self._output = OutputProcessor()  # what the last steps still bring belongs to nobody
         for stream in streams.values():
             stream.wake(error)
-        for waiter in self._stats_waiters:
-            if not waiter.done():
-                waiter.set_exception(error)
-        self._stats_waiters.clear()
+        while self._asked:
+            self._answered(error)
 
 
 def _cause_of_death(fault: EngineFault | None, status: int, *, loaded: bool) -> PagemillError:

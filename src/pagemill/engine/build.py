@@ -32,6 +32,7 @@ class Engine:
     """What an `EngineCore` drives. kv_format and numerics go into the digests that name blocks."""
 
     memory: MemoryManager
+    pool: DevicePool
     scheduler: Scheduler
     runner: Runner
     ready: EngineReady
@@ -73,6 +74,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
         config.block_size,
         kv_dtype,
         device,
+        room=device_memory(device)[1],
     )
     names = {name: str(value).removeprefix("torch.") for name, value in (("weights", model.dtype), ("kv", kv_dtype))}
     if config.quantization is not None:
@@ -97,13 +99,10 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
         max_model_len=model.max_model_len,
         eos_token_ids=model.eos_token_ids,
     )
-    longest = bisect_right(  # tokens whose K/V fit; the last token of a sequence needs no place
-        range(model.max_model_len),
-        memory.num_frames,
-        key=lambda tokens: memory.blocks_needed(tokens, config.max_num_batched_tokens),
-    )
+    longest = longest_sequence(memory, model.max_model_len, config.max_num_batched_tokens)
     return Engine(
         memory=memory,
+        pool=pool,
         scheduler=scheduler,
         runner=runner,
         ready=EngineReady(
@@ -127,6 +126,11 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
         numerics=numerics,
         tiers=tiers,
     )
+
+
+def longest_sequence(memory: MemoryManager, max_model_len: int, chunk: int) -> int:
+    """Tokens that one sequence can have: those whose K/V fit, and a last one, which needs no place."""
+    return bisect_right(range(max_model_len), memory.num_frames, key=lambda n: memory.blocks_needed(n, chunk))
 
 
 def _device(name: str) -> torch.device:

@@ -6,10 +6,13 @@ import random
 import time
 from collections.abc import Callable, Iterable
 
+from msgspec.structs import replace
+
 from pagemill.config import EngineConfig
-from pagemill.engine.build import Engine, build
+from pagemill.engine.build import Engine, build, longest_sequence
 from pagemill.engine.messages import EngineReady, EngineRequest, EngineStats, SequenceOutput
 from pagemill.errors import InvalidRequestError, StepFailedError
+from pagemill.kvcache.sizing import device_memory, num_frames
 from pagemill.kvcache.transfers import TransferStats
 from pagemill.memory.digest import root_digest
 from pagemill.scheduling.scheduler import Update
@@ -34,12 +37,13 @@ class EngineCore:
         self._memory = self._engine.memory
         self._runner = self._engine.runner
         self._tiers = self._engine.tiers
+        self._ready = self._engine.ready
         self._random = random.Random(config.seed)
         self._steps = self._prompt_tokens = self._generated_tokens = 0
 
     @property
     def ready(self) -> EngineReady:
-        return self._engine.ready
+        return self._ready
 
     def add_request(self, request: EngineRequest) -> None:
         """Queues a request. Raises `InvalidRequestError` children, and then holds nothing of it."""
@@ -104,6 +108,40 @@ class EngineCore:
         if self.config.check_invariants:
             self._memory.check()
         return [self._output(update) for update in updates]
+
+    def resize(self, kv_memory: int | float | str | None) -> EngineReady:
+        """Gives the KV pool another size: what the setting `kv_memory` may be; "used", what the present requests need;
+        or None, the size at the start. What is cached beyond that is evicted, and sequences are preempted if they must.
+
+        Raises ConfigError or KVMemoryError, and changes nothing, for what can not be.
+        """
+        pool = self._engine.pool
+        if kv_memory is None:
+            frames = self._engine.ready.num_frames
+        elif kv_memory == "used":
+            frames = self._scheduler.least_frames
+        else:
+            free, total = device_memory(pool.device)
+            frames = num_frames(pool.layout.frame_bytes, 0, free=free + pool.nbytes, total=total, kv_memory=kv_memory)
+        while self._tiers is not None and self._tiers.transfers.loading:
+            self._finish_loads(LOAD_WAIT_S)
+        before = self._memory.num_frames
+        if frames > before:
+            pool.resize(frames)
+        plan = self._scheduler.resize(frames, time.monotonic())
+        self._start_transfers()
+        self._runner.apply(plan)
+        self._scheduler.commit(StepResult(), time.monotonic())
+        pool.resize(frames)
+        self._ready = replace(
+            self._ready,
+            num_frames=frames,
+            kv_bytes=pool.nbytes,
+            longest_sequence=longest_sequence(
+                self._memory, self._ready.max_model_len, self.config.max_num_batched_tokens
+            ),
+        )
+        return self._ready
 
     def stats(self) -> EngineStats:
         memory = self._memory.stats()

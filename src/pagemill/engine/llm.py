@@ -17,7 +17,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from pagemill.arguments import suggest_keywords
 from pagemill.config import config_for
 from pagemill.engine.input_processor import InputProcessor, ProcessedInput, Prompt, as_list_of_prompts, one_per_prompt
-from pagemill.engine.messages import EngineStats
+from pagemill.engine.messages import EngineReady, EngineStats
 from pagemill.engine.output_processor import OutputProcessor
 from pagemill.engine.outputs import RequestOutput
 from pagemill.errors import EngineDeadError
@@ -111,6 +111,18 @@ class LLM:
         """Counters since the start, and the pool's state now."""
         stats: EngineStats = self._engine().stats()
         return stats
+
+    def resize_kv_memory(self, kv_memory: int | float | str | None) -> EngineReady:
+        """Gives the KV pool another size: bytes, "512MiB", a share of what is free; "used" keeps only what running
+        requests need, None goes back to the size at the start. Memory that goes is the system's at once.
+
+        What is cached beyond the new size is evicted, to lower tiers where there are any. Raises `ConfigError` or
+        `KVMemoryError`, and changes nothing, for what can not be.
+        """
+        core = self._engine()
+        ready: EngineReady = core.resize(kv_memory)
+        self._input.ready = ready
+        return ready
 
     def close(self) -> None:
         """Gives the model and the KV pool back. May be called twice; `generate` then raises `EngineDeadError`."""

@@ -48,6 +48,12 @@ class StatsRequest(msgspec.Struct, tag=True):
     """Ask for an `EngineStats`; answered in order."""
 
 
+class ResizePool(msgspec.Struct, tag=True):
+    """Give the KV pool another size, see `EngineCore.resize`. Answered, in order, by `EngineReady` or `Refused`."""
+
+    kv_memory: int | float | str | None
+
+
 class Shutdown(msgspec.Struct, tag=True):
     """Finish the step, free everything, leave."""
 
@@ -99,6 +105,14 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     blocks_missed: int = 0
 
 
+class Refused(msgspec.Struct, tag=True):
+    """The answer to what could not be done: the class name of the error in `pagemill.errors`, and what it says."""
+
+    error_type: str
+    message: str
+    param: str | None
+
+
 class StepOutputs(msgspec.Struct, tag=True):
     """All outputs of one step."""
 
@@ -113,7 +127,7 @@ class LoadProgress(msgspec.Struct, tag=True):
 
 
 class EngineReady(msgspec.Struct, tag=True, kw_only=True):
-    """Sent once, when the engine has loaded."""
+    """Sent when the engine has loaded, and as the answer to what changes it."""
 
     vocab_size: int
     max_model_len: int
@@ -125,7 +139,7 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     kv_bytes: int
     eos_token_ids: list[int]
     description: str
-    """One line for people: device, dtype, kernels, pool."""
+    """One line for people: device, dtype, kernels, pool; as loaded."""
 
 
 class EngineFault(msgspec.Struct, tag=True):
@@ -135,5 +149,5 @@ class EngineFault(msgspec.Struct, tag=True):
     message: str
 
 
-ToEngine = Start | EngineRequest | AbortRequests | FinishSequences | StatsRequest | Shutdown
-FromEngine = StepOutputs | EngineStats | LoadProgress | EngineReady | EngineFault
+ToEngine = Start | EngineRequest | AbortRequests | FinishSequences | StatsRequest | ResizePool | Shutdown
+FromEngine = StepOutputs | EngineStats | Refused | LoadProgress | EngineReady | EngineFault

@@ -8,6 +8,7 @@ gone; Ctrl-C is left to the front end.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import signal
@@ -18,12 +19,16 @@ import traceback
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NoReturn
 
+import msgspec
+
 from pagemill.engine.messages import (
     AbortRequests,
     EngineFault,
     EngineRequest,
     FinishSequences,
     LoadProgress,
+    Refused,
+    ResizePool,
     SequenceOutput,
     Shutdown,
     Start,
@@ -95,6 +100,8 @@ def serve(core: EngineCore, channel: Channel[ToEngine]) -> None:
                     core.finish(message.sequences)
                 case StatsRequest():
                     channel.send(core.stats())
+                case ResizePool():
+                    _answer(channel, functools.partial(core.resize, message.kv_memory))
                 case Shutdown():
                     return
         if core.has_work():
@@ -119,6 +126,13 @@ def _add(core: EngineCore, channel: Channel[ToEngine], request: EngineRequest) -
             for index in range(request.params.n)
         ]
         channel.send(StepOutputs(refusals))
+
+
+def _answer(channel: Channel[ToEngine], do: Callable[[], msgspec.Struct]) -> None:
+    try:
+        channel.send(do())
+    except PagemillError as error:
+        channel.send(Refused(type(error).__name__, error.message, error.param))
 
 
 def _progress(channel: Channel[ToEngine]) -> Callable[[int, int], None]:

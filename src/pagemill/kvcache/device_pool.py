@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import torch
@@ -25,6 +26,8 @@ from pagemill.kvcache.layout import SCALE_BYTES, KVLayout, block_major, layer_ma
 class DevicePool:
     """`num_frames` frames; each holds K and V of `block_size` tokens for every place (layer) of one layer group.
 
+    room: bytes that it can grow to, on CPU: addresses that are set aside, without memory. Where the system does not
+        give them, and elsewhere, it can not grow.
     dtype: of the elements; int8 is scaled by token and KV head.
     layout: constructor of the layout, by default layer-major on CPU and block-major elsewhere.
     Raises KVMemoryError if the memory can not be had. Contents are undefined at first.
@@ -40,6 +43,7 @@ class DevicePool:
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
         layout: Callable[..., KVLayout] | None = None,
+        room: int = 0,
     ) -> None:
         self.num_frames = num_frames
         self.groups = groups
@@ -47,18 +51,25 @@ class DevicePool:
         self.dtype = dtype
         self.device = torch.device(device)
         make = layout or default_layout(self.device)
-        self.layout = make(
+        of_frames = partial(
+            make,
             places=groups.layers_per_frame,
-            frames=num_frames,
             kv_heads=num_kv_heads,
             block_size=block_size,
             head_dim=head_dim,
             itemsize=dtype.itemsize,
             scaled=dtype == torch.int8,
         )
-        self.nbytes = self.layout.pool_elements * dtype.itemsize
-        self.storage = _allocate(self.layout.pool_elements, dtype, self.device)
-        shape = (num_frames, num_kv_heads, block_size, head_dim)
+        most = room // of_frames(frames=1).frame_bytes if self.device.type == "cpu" else 0
+        for self.capacity in (max(most, num_frames), num_frames):
+            self.layout = of_frames(frames=self.capacity)
+            try:
+                self.storage, self._memory = _allocate(self.layout.pool_elements, dtype, self.device)
+                break
+            except KVMemoryError:
+                if self.capacity == num_frames:
+                    raise
+        shape = (self.capacity, num_kv_heads, block_size, head_dim)
         self._places = [self._place(place, shape) for place in range(groups.layers_per_frame)]
         pieces, per_frame, stride = (
             (groups.layers_per_frame, self.layout.chunk_bytes // dtype.itemsize, self.layout.place_stride)
@@ -66,7 +77,7 @@ class DevicePool:
             else (1, self.layout.frame_bytes // dtype.itemsize, 0)
         )
         self._frames = torch.as_strided(
-            self.storage, (pieces, num_frames, per_frame), (stride, self.layout.frame_stride, 1)
+            self.storage, (pieces, self.capacity, per_frame), (stride, self.layout.frame_stride, 1)
         )
         """[pieces, frames, elements]: the contiguous pieces of every frame."""
         members = [layer for group in groups.groups for layer in group.layers]
@@ -90,14 +101,42 @@ class DevicePool:
                 self._frames[:, there] = self._frames[:, here]
             return
         for ids in (source, target):
-            if int(ids.min()) < 0 or int(ids.max()) >= self.num_frames:
-                raise IndexError(f"frames {ids.tolist()} are not all in 0 .. {self.num_frames - 1}")
+            if int(ids.min()) < 0 or int(ids.max()) >= self.capacity:
+                raise IndexError(f"frames {ids.tolist()} are not all in 0 .. {self.capacity - 1}")
         size, (pieces, _, elements) = self.dtype.itemsize, self._frames.shape
         piece_stride, frame_stride = (stride * size for stride in self._frames.stride()[:2])
         _kernels.copy_frames(
             self.storage.data_ptr(), pieces, piece_stride, frame_stride, elements * size,
             source.data_ptr(), target.data_ptr(), len(source),
         )  # fmt: skip
+
+    @property
+    def nbytes(self) -> int:
+        """Of all frames."""
+        return self.num_frames * self.layout.frame_bytes
+
+    def resize(self, num_frames: int) -> None:
+        """Gives the memory of the frames behind the first `num_frames` back to the system, or lets the pool have more.
+
+        Raises KVMemoryError, and changes nothing, for more than `capacity`.
+        """
+        if num_frames > self.capacity:
+            raise KVMemoryError(
+                f"the KV pool can not have {num_frames} blocks ({num_frames * self.layout.frame_bytes} bytes): it was "
+                f"made to grow to {self.capacity}; ask for less, or start with more kv_memory",
+                param="kv_memory",
+            )
+        if num_frames < self.num_frames and self._memory is not None:
+            size, (pieces, _, _) = self.dtype.itemsize, self._frames.shape
+            for piece in range(pieces):
+                first, last = (
+                    (piece * self._frames.stride(0) + frame * self._frames.stride(1)) * size
+                    for frame in (num_frames, self.num_frames)
+                )
+                first, last = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
+                if first < last:
+                    self._memory.madvise(mmap.MADV_DONTNEED, first, last - first)
+        self.num_frames = num_frames
 
     @property
     def record_bytes(self) -> int:
@@ -152,15 +191,16 @@ def default_layout(device: torch.device) -> Callable[..., KVLayout]:
     return layer_major if device.type == "cpu" else block_major
 
 
-def _allocate(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _allocate(elements: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, mmap.mmap | None]:
+    """The memory as a tensor, and as what can be given back in part, on CPU."""
     nbytes = elements * dtype.itemsize
     try:
         if device.type != "cpu":
-            return torch.empty(elements, dtype=dtype, device=device)
+            return torch.empty(elements, dtype=dtype, device=device), None
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with suppress(AttributeError, OSError):  # a system without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
-        return torch.frombuffer(memory, dtype=dtype)
+        return torch.frombuffer(memory, dtype=dtype), memory
     except (OSError, OverflowError, ValueError, RuntimeError) as error:  # torch's out-of-memory is a RuntimeError
         raise KVMemoryError(
             f"the KV pool of {nbytes} bytes could not be allocated on {device}: {error}; lower kv_memory",

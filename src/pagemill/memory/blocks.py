@@ -21,10 +21,20 @@ class Blocks:
     """
 
     def __init__(self, capacity: int) -> None:
-        self.references = array("i", bytes(4 * capacity))
-        self.frame = array("i", [-1]) * capacity
-        self.group = array("i", bytes(4 * capacity))
-        self._unused = array("i", range(capacity - 1, -1, -1))
+        self.references = array("i")
+        self.frame = array("i")
+        self.group = array("i")
+        self._unused = array("i")
+        self.grow(capacity)
+
+    def grow(self, capacity: int) -> None:
+        """Ids for so many blocks, if there are fewer."""
+        known = len(self.references)
+        more = max(0, capacity - known)
+        self.references.extend(array("i", bytes(4 * more)))
+        self.frame.extend(array("i", [-1]) * more)
+        self.group.extend(array("i", bytes(4 * more)))
+        self._unused.extend(range(known + more - 1, known - 1, -1))
 
     def new(self, group: int, frames: Sequence[int]) -> list[int]:
         """One new block in each frame, each with one reference."""

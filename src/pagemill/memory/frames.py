@@ -66,6 +66,20 @@ class FramePool:
                 (self._others if frame % REGION else self._starts).append(frame)
         self.num_free += len(frames)
 
+    def resize(self, num_frames: int) -> None:
+        """Frames from `num_frames` on are absent from now on: they are not taken, and those that were taken must not be
+        given. Frames that come anew are free. O(change)."""
+        before, new = self.num_frames, num_frames - len(self._listed)
+        self.num_frames = num_frames
+        if num_frames < before:
+            self.num_free -= self._free.count(1, num_frames, before)
+            self._free[num_frames:before] = bytes(before - num_frames)
+            return
+        if new > 0:
+            self._free.extend(bytes(new))
+            self._listed.extend(bytes(new))
+        self.give(range(num_frames - 1, before - 1, -1))
+
     def is_free(self, frame: int) -> bool:
         return bool(self._free[frame])
 

@@ -22,6 +22,7 @@ from pagemill.memory.digest import TOKEN_BYTES, pack_tokens
 from pagemill.memory.eviction import EvictionPolicy, PolicyFactory, least_recently_used
 from pagemill.memory.frames import FramePool
 from pagemill.memory.prefix_index import PrefixIndex
+from pagemill.memory.resizing import change_frames
 from pagemill.memory.work import BlockName, MemoryWork, Save
 
 
@@ -90,7 +91,6 @@ class MemoryManager:
     ) -> None:
         if num_frames < 1 or block_size < 1 or not windows or any(w is not None and w < 1 for w in windows):
             raise ValueError(f"need frames, a block size and groups: {num_frames=}, {block_size=}, {windows=}")
-        self.num_frames = num_frames
         self.block_size = block_size
         self.windows = tuple(windows)
         self._windowed = [(group, window) for group, window in enumerate(windows) if window is not None]
@@ -317,6 +317,20 @@ class MemoryManager:
         columns = [self._frames_of(entries[first:]) for entries in table.blocks]
         return [frame for entry in zip(*columns, strict=True) for frame in entry]
 
+    def resize(self, num_frames: int) -> Shortage | None:
+        """A pool of `num_frames` frames from now on, or, if blocks that are held do not fit, a shortage and no change.
+
+        The frames that went are empty once the device has done the work of the next `drain`. Raises ValueError for
+        fewer frames than groups, or while a step is in flight.
+        """
+        if num_frames < len(self.windows) or self._drained > self._retired:
+            raise ValueError(f"{num_frames=}: each group needs one, and no step may be in flight")
+        held = self.num_frames - self.num_available
+        if held > num_frames:
+            return Shortage(held, num_frames)
+        change_frames(self, num_frames)
+        return None
+
     def retire(self, step: int) -> None:
         """This step and all before it have finished and hold nothing any more."""
         self._retired = max(self._retired, step)
@@ -324,6 +338,11 @@ class MemoryManager:
             self._drop(self._held.popleft()[1])
 
     # Figures
+
+    @property
+    def num_frames(self) -> int:
+        """Frames in the pool."""
+        return self._pool.num_frames
 
     @property
     def num_available(self) -> int:

@@ -38,14 +38,14 @@ class PrefixIndex:
     """
 
     def __init__(self, capacity: int, block_size: int, windows: Sequence[int | None]) -> None:
-        self.digest = [b""] * capacity
-        self.parent = [b""] * capacity
-        self.tokens = [b""] * capacity
-        self.depth = array("i", bytes(4 * capacity))
+        self.digest: list[bytes] = []
+        self.parent: list[bytes] = []
+        self.tokens: list[bytes] = []
+        self.depth = array("i")
         self.by_digest: tuple[dict[bytes, int], ...] = tuple({} for _ in windows)
         self._children: dict[bytes, int] = {}
-        self._next = array("i", [-1]) * capacity
-        self._previous = array("i", [-1]) * capacity
+        self._next = array("i")
+        self._previous = array("i")
         self._block_size = block_size
         self._windows = tuple(windows)
         self._full = tuple(self.by_digest[group] for group, window in enumerate(windows) if window is None)
@@ -53,6 +53,16 @@ class PrefixIndex:
             (window, self.by_digest[group]) for group, window in enumerate(windows) if window is not None
         )
         self.leading = self._windows.index(None) if None in self._windows else 0
+        self.grow(capacity)
+
+    def grow(self, capacity: int) -> None:
+        """Room for block ids below `capacity`, if there is less."""
+        more = max(0, capacity - len(self.digest))
+        for names in (self.digest, self.parent, self.tokens):
+            names.extend([b""] * more)
+        self.depth.extend(array("i", bytes(4 * more)))
+        for links in (self._next, self._previous):
+            links.extend(array("i", [-1]) * more)
 
     def publish(self, block: int, group: int, digest: bytes, parent: bytes, tokens: bytes, depth: int) -> None:
         """Makes a block findable. Its digest must not be published in its group, nor the block under another."""

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagemill.errors import RequestTooLargeError
+from pagemill.errors import KVMemoryError, RequestTooLargeError
 from pagemill.memory.digest import extend_chain
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.work import Load
@@ -150,6 +150,34 @@ class Scheduler:
     def fail_running(self, error: Exception, now: float) -> list[Update]:
         """Ends every running sequence, because what the device holds of them can no longer be trusted."""
         return [update for sequence in list(self._running) for update in self._fail(sequence, error, now)]
+
+    # ------------------------------------------------------------------- resize
+
+    @property
+    def least_frames(self) -> int:
+        """The smallest pool that holds what is running now, and in which each request can run to its end alone."""
+        longest = max((of[0].request.max_len for of in self._requests.values()), default=0)
+        need = self.memory.blocks_needed(longest - 1, self.max_num_batched_tokens)
+        return max(need, self.memory.num_frames - self.memory.num_available, len(self.memory.windows))
+
+    def resize(self, num_frames: int, now: float) -> StepPlan:
+        """Another number of frames in the pool: a plan without rows, whose work must be done before frames go.
+
+        Sequences of the worst rank are preempted while what is held does not fit. No step may be in flight, no load
+        under way. Raises KVMemoryError, and changes nothing, if a request could not run to its end any more.
+        """
+        for request_id, sequences in self._requests.items():
+            longest = sequences[0].request.max_len
+            need = self.memory.blocks_needed(longest - 1, self.max_num_batched_tokens)
+            if need > num_frames:
+                raise KVMemoryError(
+                    f"the KV pool can not have {num_frames} blocks now: the request {request_id!r} may grow to "
+                    f"{longest} tokens, which takes {need}; ask for more, or wait for its end",
+                    param="kv_memory",
+                )
+        while self.memory.resize(num_frames) is not None:
+            self._preempt(self._running[-1], now)
+        return self._plan({}, now)
 
     # ------------------------------------------------------------------ schedule
 

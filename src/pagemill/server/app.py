@@ -9,7 +9,7 @@ from fastapi.responses import JSONResponse, Response
 
 import pagemill
 from pagemill.engine.async_llm import AsyncLLM
-from pagemill.errors import ModelNotServedError
+from pagemill.errors import ConfigError, InvalidRequestError, ModelNotServedError
 from pagemill.server.chat import ChatCall
 from pagemill.server.completions import CompletionCall
 from pagemill.server.disconnect import EventStream, until_disconnect
@@ -20,6 +20,7 @@ from pagemill.server.protocol import (
     Completion,
     CompletionRequest,
     ErrorResponse,
+    KVMemory,
     ModelCard,
     ModelList,
 )
@@ -68,6 +69,17 @@ def create_app(llm: AsyncLLM, served_model_name: str) -> FastAPI:
         if body.stream:
             return EventStream(await until_disconnect(request.receive, call.prepare_stream()))
         return await until_disconnect(request.receive, call.run())
+
+    @app.get("/v1/kv_memory")
+    async def kv_memory() -> KVMemory:
+        return KVMemory(kv_memory=(await llm.ready()).kv_bytes)
+
+    @app.post("/v1/kv_memory")
+    async def resize_kv_memory(body: KVMemory) -> KVMemory:
+        try:
+            return KVMemory(kv_memory=(await llm.resize_kv_memory(body.kv_memory)).kv_bytes)
+        except ConfigError as error:
+            raise InvalidRequestError(error.message, param=error.param) from error
 
     @app.get("/health")
     async def health() -> JSONResponse:

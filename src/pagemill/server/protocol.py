@@ -38,6 +38,15 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
 """Fields that this server does not serve: only these values (and null), which ask for nothing, are accepted."""
 
 
+class KVMemory(BaseModel):
+    """The KV pool's size. In a request: what the setting `kv_memory` may be, "used", or null for the size at the start;
+    in an answer: bytes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kv_memory: int | float | str | None
+
+
 class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 

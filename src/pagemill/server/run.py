@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import math
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -16,6 +18,8 @@ from pagemill.engine.async_llm import AsyncLLM
 from pagemill.engine.messages import EngineReady
 from pagemill.errors import PagemillError
 from pagemill.server.app import create_app
+
+logger = logging.getLogger(__name__)
 
 GRACE_S = 5.0
 """How long running answers may go on after the first request to stop. A second request ends them at once."""
@@ -29,6 +33,7 @@ async def run_server(
 ) -> None:
     """Serves on a socket that already listens, until SIGINT or SIGTERM, or until the engine is gone.
 
+    SIGUSR1 gives back the KV memory that running requests do not need, SIGUSR2 takes as much as at the start again.
     `on_ready` is called when the model is loaded. Raises what kept it from loading, or `EngineDeadError`; returns after
     a signal.
     """
@@ -44,8 +49,21 @@ async def run_server(
         finally:
             server.should_exit = True
 
+    async def resize(kv_memory: str | None) -> None:
+        try:
+            ready = await llm.resize_kv_memory(kv_memory)
+            logger.info("the KV pool has %d MiB now", ready.kv_bytes >> 20)
+        except PagemillError as error:
+            logger.warning("%s", error)
+
     async with llm:
         watcher = asyncio.create_task(watch())
+        resizing: set[asyncio.Task[None]] = set()
+        for name, kv_memory in (("SIGUSR1", "used"), ("SIGUSR2", None)):
+            with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):  # no such signals, or a thread
+                asyncio.get_running_loop().add_signal_handler(
+                    getattr(signal, name), lambda size: resizing.add(asyncio.create_task(resize(size))), kv_memory
+                )
         try:
             await server.serve(sockets=[sock])
             if watcher.done() and not server.num_signals:
