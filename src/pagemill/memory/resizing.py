@@ -18,7 +18,7 @@ def change_frames(manager: MemoryManager, num_frames: int) -> None:
     manager._index.grow(num_frames)
     occupied = pool.num_frames - pool.num_free
     if occupied > num_frames:
-        manager._evict(occupied - num_frames + 1)
+        manager._evict(occupied - num_frames)
     pool.resize(num_frames)
     frame_of = blocks.frame
     leaving = sorted((block for block in blocks.in_use() if frame_of[block] >= num_frames), key=frame_of.__getitem__)
