@@ -10,6 +10,7 @@ from pagemill.memory.block_table import BlockTable, first_entry_in_window
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.eviction import Lru
 from pagemill.memory.manager import MemoryManager, Shortage
+from pagemill.memory.occupancy import scatter
 
 ROOT = root_digest(b"model", "float32 16", "reference", "")
 OTHER = root_digest(b"model", "float32 16", "reference", "another namespace")
@@ -540,3 +541,28 @@ def test_a_pool_is_not_resized_under_a_step():
     engine.memory.retire(1)
     with pytest.raises(ValueError, match="num_frames=0"):
         engine.memory.resize(0)
+
+
+def test_what_is_wanted_again_soon_after_its_eviction_is_regretted():
+    engine = Engine(6)
+    for first in (0, 100, 0, 200, 0):
+        engine.close(engine.prefill(tokens_of(16, first))[0])
+    stats = engine.memory.stats()
+    assert (stats.evictions, stats.evictions_regretted) == (10, 4)
+    for first in range(300, 1000, 100):  # more blocks than the pool has frames: what went before them is forgotten
+        engine.close(engine.prefill(tokens_of(16, first))[0])
+    engine.close(engine.prefill(tokens_of(16))[0])
+    assert engine.memory.stats().evictions_regretted == 4
+
+
+def test_scatter_counts_the_steps_that_do_not_lead_to_a_neighbour():
+    engine = Engine(12)
+    first, _ = engine.prefill(tokens_of(12))
+    second, _ = engine.prefill(tokens_of(8, 100))
+    assert scatter(engine.memory) == (3, 0)
+    engine.step(first, tokens_of(16), 16)  # behind it stands the other
+    assert engine.frames(first) == [0, 1, 2, 5]
+    assert scatter(engine.memory) == (4, 1)
+    engine.close(first)
+    engine.close(second)
+    assert scatter(engine.memory) == (0, 0)

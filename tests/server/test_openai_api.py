@@ -7,6 +7,7 @@ import time
 import httpx
 import openai
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from pagemill.server.app import create_app
 from pagemill.server.completions import CompletionCall
@@ -36,6 +37,49 @@ def test_what_is_served(client, http):
     assert http.get("/health").json() == {"status": "ok"}
     assert http.get("/version").json()["version"]
     assert "/v1/chat/completions" in http.get("/openapi.json").json()["paths"]
+
+
+def metrics(http) -> dict[str, float]:
+    """By name and labels."""
+    response = http.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    families = text_string_to_metric_families(response.text)
+    return {
+        sample.name.removeprefix("pagemill:") + "".join(f" {value}" for value in sample.labels.values()): sample.value
+        for family in families
+        for sample in family.samples
+    }
+
+
+def test_metrics_count_what_was_served(served, client, http):
+    served.wait_until_idle()
+    before = metrics(http)
+    stream = client.completions.create(model=MODEL, prompt="One two three four five " * 9, stream=True, max_tokens=50)
+    next(stream)
+    during = metrics(http)
+    assert during["num_requests_running"] == 1
+    assert 0 < during["kv_slots_written"] <= during["kv_slots_reserved"] == during["kv_blocks active"] * 16
+    assert during["kv_cache_usage_perc"] > 0
+    list(stream)
+    with client.completions.create(model=MODEL, prompt="One", stream=True, max_tokens=500) as left:
+        next(left)
+    served.wait_until_idle()
+    after = metrics(http)
+
+    def grown(name: str) -> float:
+        return after[name] - before.get(name, 0)
+
+    assert grown("request_success_total length") == 1
+    assert grown("request_success_total abort") == 1
+    for name in ("time_to_first_token_seconds_count", "request_queue_time_seconds_count"):
+        assert grown(name) == 2
+    assert grown("request_time_per_output_token_seconds_count") in (1, 2)  # who left may have seen one token
+    assert grown("e2e_request_latency_seconds_count") == 2
+    assert grown("generation_tokens_total") > 50
+    assert grown("prompt_tokens_total") > 45
+    assert grown("engine_steps_total") >= 51
+    assert sum(after[f"kv_blocks {state}"] for state in ("free", "cached", "active")) == served.stats().frames
+    assert after["kv_blocks active"] == 0
 
 
 def test_the_pool_is_resized_while_a_stream_runs(served, client, http):

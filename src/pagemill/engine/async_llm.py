@@ -113,6 +113,9 @@ class AsyncLLM:
         self.config.model = str(resolve_model(model))
         self.load_progress: tuple[int, int] | None = None
         self._on_progress = on_progress
+        self.on_request_end: Callable[[RequestState], None] | None = None
+        """Told of each request when it has ended, in the event loop."""
+
         self._client = EngineClient(self.config)
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._loading_tokenizer = self._tokenizer_thread.submit(Tokenizer.load, self.config)
@@ -298,6 +301,8 @@ class AsyncLLM:
             return
         del self._streams[stream.request_id]
         self._output.remove(stream.state)
+        if self.on_request_end is not None:
+            self.on_request_end(stream.state)
         if not stream.state.finished:
             self._client.send(AbortRequests([stream.state.engine_id]))
 

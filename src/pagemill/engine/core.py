@@ -15,6 +15,7 @@ from pagemill.errors import InvalidRequestError, StepFailedError
 from pagemill.kvcache.sizing import device_memory, num_frames
 from pagemill.kvcache.transfers import TransferStats
 from pagemill.memory.digest import root_digest
+from pagemill.memory.occupancy import occupancy, scatter
 from pagemill.scheduling.scheduler import Update
 from pagemill.scheduling.sequence import Request
 from pagemill.scheduling.step_plan import StepPlan, StepResult
@@ -39,6 +40,7 @@ class EngineCore:
         self._tiers = self._engine.tiers
         self._ready = self._engine.ready
         self._random = random.Random(config.seed)
+        self._stalled_s = 0.0
         self._steps = self._prompt_tokens = self._generated_tokens = 0
 
     @property
@@ -87,7 +89,9 @@ class EngineCore:
         plan = self._scheduler.schedule(time.monotonic())
         self._start_transfers()
         if plan is None:
+            waited = time.monotonic()
             self._finish_loads(LOAD_WAIT_S)
+            self._stalled_s += time.monotonic() - waited
             return []
         begin = time.monotonic()
         try:
@@ -144,7 +148,7 @@ class EngineCore:
         return self._ready
 
     def stats(self) -> EngineStats:
-        memory = self._memory.stats()
+        memory, slots, steps = self._memory.stats(), occupancy(self._memory), scatter(self._memory)
         transfers = TransferStats() if self._tiers is None else self._tiers.transfers.stats()
         return EngineStats(
             running=self._scheduler.num_running,
@@ -159,6 +163,16 @@ class EngineCore:
             frames_free=memory.frames_free,
             frames_cached=memory.frames_cached,
             frames_active=memory.frames_active,
+            slots_reserved=slots.reserved,
+            slots_written=slots.written,
+            table_steps=steps.steps,
+            table_steps_apart=steps.apart,
+            evictions=memory.evictions,
+            evictions_regretted=memory.evictions_regretted,
+            copies=memory.copies,
+            stalled_s=self._stalled_s,
+            loading_s=transfers.loading_s,
+            block_bytes=self._engine.pool.layout.frame_bytes,
             blocks_saved=transfers.saved,
             blocks_dropped=transfers.dropped,
             blocks_loaded=transfers.loaded,

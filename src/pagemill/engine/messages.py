@@ -97,6 +97,22 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     frames_free: int
     frames_cached: int
     frames_active: int
+    slots_reserved: int
+    """Token slots of all blocks that sequences hold, shared ones once; those of them with a token."""
+    slots_written: int
+    table_steps: int
+    """From one of a sequence's blocks to the next; those that do not lead to the neighbouring frame."""
+    table_steps_apart: int
+    evictions: int
+    """Cached blocks that made room; those that were wanted again before long."""
+    evictions_regretted: int
+    copies: int
+    """Blocks copied because others held them, or could find them, when they were to be written."""
+    stalled_s: float
+    """Time in which there was nothing to compute before blocks from lower tiers had come."""
+    loading_s: float
+    """Time in which such blocks were under way."""
+    block_bytes: int
     blocks_saved: int = 0
     """Blocks that went to lower tiers; that did not, because storing failed or could not keep up; that came back; that
     were not there, or broken, when they should have come back."""

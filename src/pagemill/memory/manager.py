@@ -22,6 +22,7 @@ from pagemill.memory.digest import TOKEN_BYTES, pack_tokens
 from pagemill.memory.eviction import EvictionPolicy, PolicyFactory, least_recently_used
 from pagemill.memory.frames import FramePool
 from pagemill.memory.prefix_index import PrefixIndex
+from pagemill.memory.regret import Regret
 from pagemill.memory.resizing import change_frames
 from pagemill.memory.work import BlockName, MemoryWork, Save
 
@@ -42,13 +43,18 @@ class Shortage(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MemoryStats:
-    """Frames now, and sums since the start. frames = frames_free + frames_cached + frames_active."""
+    """Frames now, and sums since the start. frames = frames_free + frames_cached + frames_active.
+
+    evictions_regretted: evicted blocks that were computed or loaded again before as many others as the pool has frames
+    were evicted; one layer group's.
+    """
 
     frames: int
     frames_free: int
     frames_cached: int
     frames_active: int
     evictions: int
+    evictions_regretted: int
     copies: int
 
 
@@ -100,6 +106,7 @@ class MemoryManager:
         self._index = PrefixIndex(num_frames, block_size, windows)
         self._policy: EvictionPolicy = policy(_Chains(self._blocks, self._index))
         self._tables: set[BlockTable] = set()
+        self._regret = Regret(num_frames)
         self._held: deque[tuple[int, list[int]]] = deque()  # steps, and the blocks released while they were in flight
         self._saves_evicted = saves_evicted
         self._saves: list[Save] = []
@@ -371,6 +378,7 @@ class MemoryManager:
             frames_cached=cached,
             frames_active=self.num_frames - free - cached,
             evictions=self._evictions,
+            evictions_regretted=self._regret.count,
             copies=self._num_copies,
         )
 
@@ -409,6 +417,8 @@ class MemoryManager:
                 published = index.by_digest[group].get(digest)
                 if published is None:
                     index.publish(block, group, digest, parent, tokens, entry)
+                    if group == index.leading:
+                        self._regret.published(digest)
                 else:
                     self._hold([published])
                     entries[entry] = published
@@ -478,6 +488,8 @@ class MemoryManager:
         if self._saves_evicted:
             self._saves += map(self._save, victims)
         for block in victims:
+            if group[block] == self._index.leading:
+                self._regret.evicted(self._index.digest[block])
             forget(block, group[block])
         self._evictions += count
         self._pool.give(self._blocks.end(victims))

@@ -1,8 +1,10 @@
-"""How much of the memory that sequences hold is filled with tokens."""
+"""How much of the memory that sequences hold is filled with tokens, and how scattered it lies."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+import numpy as np
 
 from pagemill.memory.manager import MemoryManager
 
@@ -32,3 +34,22 @@ def occupancy(memory: MemoryManager) -> Occupancy:
     reserved = memory.stats().frames_active * size
     empty = sum(size - max(written, 0) for written in written_in.values())
     return Occupancy(reserved, reserved - empty)
+
+
+class Scatter(NamedTuple):
+    """steps: from one of a table's blocks to the next; apart: those that do not lead to the neighbouring frame."""
+
+    steps: int
+    apart: int
+
+
+def scatter(memory: MemoryManager) -> Scatter:
+    """Counted from the tables, O(their entries)."""
+    frame = np.frombuffer(memory._blocks.frame, dtype=np.int32)
+    steps = apart = 0
+    for table in memory._tables:
+        for entries, first in zip(table.blocks, table.first_held, strict=True):
+            frames = frame[entries[first:]]
+            steps += max(0, len(frames) - 1)
+            apart += int(np.count_nonzero(np.diff(frames) != 1))
+    return Scatter(steps, apart)

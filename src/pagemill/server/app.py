@@ -14,6 +14,7 @@ from pagemill.server.chat import ChatCall
 from pagemill.server.completions import CompletionCall
 from pagemill.server.disconnect import EventStream, until_disconnect
 from pagemill.server.errors import install_error_handlers
+from pagemill.server.metrics import CONTENT_TYPE, Metrics
 from pagemill.server.protocol import (
     ChatCompletion,
     ChatCompletionRequest,
@@ -80,6 +81,14 @@ def create_app(llm: AsyncLLM, served_model_name: str) -> FastAPI:
             return KVMemory(kv_memory=(await llm.resize_kv_memory(body.kv_memory)).kv_bytes)
         except ConfigError as error:
             raise InvalidRequestError(error.message, param=error.param) from error
+
+    metrics = Metrics()
+    llm.on_request_end = metrics.observe
+
+    @app.get("/metrics")
+    async def prometheus() -> Response:
+        stats = await llm.stats() if llm.is_ready else None
+        return Response(metrics.render(stats), media_type=CONTENT_TYPE)
 
     @app.get("/health")
     async def health() -> JSONResponse:
