@@ -46,9 +46,28 @@ struct Scratch {
     }
 };
 
+// A thread's tasks of a region that nobody has taken yet: begin in the upper half, end in the lower. The thread takes the
+// first, others the last.
+struct alignas(64) Share {
+    std::atomic<uint64_t> range{0};
+
+    void set(uint64_t begin, uint64_t end) { range.store(begin << 32 | end, std::memory_order_relaxed); }
+
+    // A task, or -1.
+    int64_t take(bool own) {
+        for (uint64_t seen = range.load(std::memory_order_relaxed);;) {
+            const uint64_t begin = seen >> 32, end = uint32_t(seen);
+            if (begin == end) return -1;
+            if (range.compare_exchange_weak(seen, own ? seen + (uint64_t(1) << 32) : seen - 1, std::memory_order_relaxed))
+                return int64_t(own ? begin : end - 1);
+        }
+    }
+};
+
 struct Pool {
     std::mutex exclusive;
     std::vector<std::thread> threads;
+    std::unique_ptr<Share[]> shares{new Share[1]};
     std::vector<Scratch> scratch{1};
     Scratch caller[2];
 
@@ -56,9 +75,7 @@ struct Pool {
     // in while it was open are waited for: one that the system has descheduled, or that sleeps, holds nobody up.
     Task task = nullptr;
     void* context = nullptr;
-    int64_t count = 0;
     alignas(64) std::atomic<uint64_t> gate{0};
-    alignas(64) std::atomic<int64_t> next{0};
     std::atomic<bool> failed{false};
     std::atomic<int> asleep{0};
     std::atomic<bool> stop{false};
@@ -71,7 +88,11 @@ struct Pool {
 
     void work(int thread) {
         try {
-            for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count;) task(context, i, thread);
+            const int all = int(threads.size()) + 1;
+            for (int i = 0; i < all; ++i) {
+                Share& share = shares[(thread + i) % all];
+                for (int64_t index; (index = share.take(i == 0)) >= 0;) task(context, index, thread);
+            }
         } catch (const std::bad_alloc&) {
             failed.store(true);
         }
@@ -122,6 +143,7 @@ struct Pool {
         threads.clear();
         stop.store(false);
         if (scratch.size() < size_t(wanted)) scratch.resize(wanted);
+        shares.reset(new Share[wanted]);
         for (int i = 1; i < wanted; ++i) threads.emplace_back([this, i] { loop(i); });
     }
 };
@@ -157,9 +179,9 @@ void parallel_for(int64_t count, Task task, void* context) {
     }
     p.task = task;
     p.context = context;
-    p.count = count;
     p.failed.store(false, std::memory_order_relaxed);
-    p.next.store(0, std::memory_order_relaxed);
+    const int64_t all = num_threads();
+    for (int64_t i = 0; i < all; ++i) p.shares[i].set(count * i / all, count * (i + 1) / all);
     p.turn();
     p.wake_sleepers();
     p.work(0);

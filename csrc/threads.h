@@ -12,7 +12,8 @@ using Task = void (*)(void* context, int64_t index, int thread);
 void set_num_threads(int count);
 int num_threads();
 
-// Runs task(context, i, thread) for i in 0 .. count - 1, in any order, each once; returns when all are done.
+// Runs task(context, i, thread) for i in 0 .. count - 1 < 2^32, in any order, each once; returns when all are done. Each thread
+// begins with a run of neighbouring tasks of its own, the same in every region of so many tasks.
 void parallel_for(int64_t count, Task task, void* context);
 
 template <class Body>
