@@ -74,7 +74,7 @@ def test_metrics_count_what_was_served(served, client, http):
     for name in ("time_to_first_token_seconds_count", "request_queue_time_seconds_count"):
         assert grown(name) == 2
     assert grown("request_time_per_output_token_seconds_count") in (1, 2)  # who left may have seen one token
-    assert grown("e2e_request_latency_seconds_count") == 2
+    assert grown("e2e_request_latency_seconds_count") == 1
     assert grown("generation_tokens_total") > 50
     assert grown("prompt_tokens_total") > 45
     assert grown("engine_steps_total") >= 51

@@ -58,7 +58,7 @@ class Metrics:
             "request_time_per_output_token_seconds", "A request's time after its first token, by token.", PER_TOKEN_S
         )
         self._queue = self._histogram("request_queue_time_seconds", "From arrival to the first step.", FIRST_TOKEN_S)
-        self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to end.", REQUEST_S)
+        self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", REQUEST_S)
         self._ended = Counter(
             "pagemill:request_success", "Sequences by how they ended.", ["finished_reason"], registry=self._registry
         )
