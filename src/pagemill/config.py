@@ -72,6 +72,11 @@ class EngineConfig:
     eviction_policy: str = "lru"
     """Which cached blocks make room first: "lru" the least recently used; "lfu" the least often used; "cost" those that
     are the least work to compute again, times their uses. The last two age."""
+    session_path: str | None = None
+    """File in which sessions are kept; without one they end with the process."""
+    max_sessions: int = 1024
+    session_timeout_s: float | None = None
+    """A session that nobody used for so long is forgotten."""
     seed: int = 0
     hf_overrides: dict[str, Any] = field(default_factory=dict)
     device: str = "auto"
@@ -111,12 +116,17 @@ class EngineConfig:
                 f"quantization is {self.quantization!r}; it must be None or one of {', '.join(QUANTIZATIONS)}",
                 param="quantization",
             )
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_threads"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_threads", "max_sessions"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{name} is {value}; it must be at least 1", param=name)
         if not 0 <= self.ageing_s < math.inf:
             raise ConfigError(f"ageing_s is {self.ageing_s}; it must be 0 or more seconds", param="ageing_s")
+        if self.session_timeout_s is not None and not 0 < self.session_timeout_s < math.inf:
+            raise ConfigError(
+                f"session_timeout_s is {self.session_timeout_s}; it must be above 0 seconds, or None to keep sessions",
+                param="session_timeout_s",
+            )
         if not -_INT64 <= self.seed < _INT64:
             raise ConfigError(f"seed is {self.seed}; it must fit into 64 bits: -2**63 to 2**63 - 1", param="seed")
         if self.max_num_batched_tokens < self.max_num_seqs:
@@ -134,10 +144,11 @@ class EngineConfig:
         """Before any value is compared, and before one goes to the engine process, which would not take it."""
         kinds: dict[type | tuple[type, ...], tuple[str, tuple[str, ...]]] = {
             int: ("an integer", ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_threads",
-                                 "kv_cache_memory_bytes", "seed")),
-            (int, float): ("a number", ("gpu_memory_utilization", "ageing_s")),
+                                 "kv_cache_memory_bytes", "seed", "max_sessions")),
+            (int, float): ("a number", ("gpu_memory_utilization", "ageing_s", "session_timeout_s")),
             (int, float, str): ("bytes, a size or a share", ("kv_memory", "kv_host_memory", "kv_disk_memory")),
-            str: ("a text", ("dtype", "quantization", "kv_cache_dtype", "kv_disk_path", "eviction_policy", "device")),
+            str: ("a text", ("dtype", "quantization", "kv_cache_dtype", "kv_disk_path", "eviction_policy", "device",
+                             "session_path")),
             dict: ("a dict", ("hf_overrides",)),
         }  # fmt: skip
         optional = {setting.name for setting in fields(self) if setting.default is None}

@@ -73,6 +73,24 @@ class ModelNotServedError(InvalidRequestError):
     kind: ClassVar[str] = "not_found_error"
 
 
+class SessionNotFoundError(InvalidRequestError):
+    """No session of this name in this namespace."""
+
+    http_status: ClassVar[int] = 404
+    kind: ClassVar[str] = "not_found_error"
+
+
+class SessionBusyError(InvalidRequestError):
+    """A session that another request is using, or that another process has changed meanwhile."""
+
+    http_status: ClassVar[int] = 409
+    kind: ClassVar[str] = "conflict_error"
+
+
+class SessionLimitError(InvalidRequestError):
+    """One session more than `max_sessions`."""
+
+
 class ConfigError(PagemillError, ValueError):
     """An engine setting out of its range, or two that contradict each other."""
 
@@ -91,6 +109,12 @@ class KVStoreError(PagemillError):
     """A KV store on disk that can not be used, or that takes no more blocks."""
 
     kind: ClassVar[str] = "kv_store_error"
+
+
+class SessionStoreError(PagemillError):
+    """A file of sessions that can not be used."""
+
+    kind: ClassVar[str] = "session_store_error"
 
 
 class MemoryInvariantError(PagemillError, AssertionError):

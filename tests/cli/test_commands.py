@@ -136,6 +136,30 @@ def test_chat_keeps_the_history_forgets_it_and_stops_on_ctrl_c():
         os.close(terminal.master)
 
 
+def test_a_conversation_with_a_name_goes_on_after_a_restart(tmp_path):
+    kept = ["--session-path", str(tmp_path / "sessions")]
+    args = ["chat", MODEL, "--session", "ada", "--temperature", "0", "--max-tokens", "12", *SMALL, *kept]
+    args += ["--kv-disk-path", str(tmp_path / "kv")]
+    assert run("sessions", "ls", *kept).stdout == f"no sessions are kept in {tmp_path / 'sessions'}\n"
+    first = run(*args, "--system", "Be brief.", input="My name is Ada. Say hello.\n")
+    assert first.returncode == 0, first.stderr
+    assert "session 'ada' begins" in first.stderr
+    second = run(*args, input="What is my name?\n")
+    assert "session 'ada' goes on after 1 turns" in second.stderr
+    assert second.stdout.strip()
+    assert any((tmp_path / "kv").glob("*/blocks.dat"))
+    (row,) = [line.split() for line in run("sessions", "ls", *kept).stdout.splitlines() if line.startswith(" ada")]
+    assert row[2] == "2"
+    refused = run(*args, "--system", "Be rude.")
+    assert refused.returncode == 1
+    assert "goes on after 2 turns, where a system message (--system) has no place" in refused.stderr
+    assert run("chat", MODEL, "--session", "a/b").stderr.startswith("error: the session name 'a/b'")
+    assert run(*args, input="/reset\n").returncode == 0
+    gone = run("sessions", "rm", "ada", *kept)
+    assert (gone.returncode, gone.stderr.count("\n")) == (1, 1)
+    assert "there is no session 'ada'" in gone.stderr
+
+
 def test_serve_listens_at_once_and_ends_without_a_trace():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

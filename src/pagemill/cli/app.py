@@ -23,6 +23,7 @@ COMMANDS = {
     "bench": "Measure throughput and latency on a workload.",
     "pull": "Fetch a model and check it.",
     "cache": "List, check, shrink and carry KV blocks that are kept on disk.",
+    "sessions": "List and delete the conversations that are kept in a file.",
     "doctor": "Show what this machine offers, for bug reports.",
 }
 

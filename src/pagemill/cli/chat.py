@@ -1,9 +1,8 @@
-"""`pagemill chat`: a conversation in the terminal, answers streamed, history kept."""
+"""`pagemill chat`: a conversation in the terminal, answers streamed, history kept, over restarts if it has a name."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import signal
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pagemill.cli.options import ModelArgument, engine_options, sampling_options
-from pagemill.errors import InvalidRequestError, PromptTooLongError, StepFailedError
+from pagemill.errors import InvalidRequestError, PromptTooLongError, SessionNotFoundError, StepFailedError
 from pagemill.sampling.params import SamplingParams
+from pagemill.sessions.store import check_name, default_path
 
 if TYPE_CHECKING:
-    from pagemill.engine.async_llm import AsyncLLM
+    from pagemill.engine.async_session import AsyncSession
 
 
 @sampling_options(temperature=0.7, top_p=0.9)
@@ -23,26 +23,41 @@ if TYPE_CHECKING:
 def chat(
     model: ModelArgument,
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
+    session: Annotated[
+        str | None,
+        typer.Option("--session", help="Name of the conversation: it is kept, and goes on the next time."),
+    ] = None,
     *,
     settings: dict[str, Any],
     params: SamplingParams,
 ) -> None:
-    """Talk to a model in the terminal."""
+    """Talk to a model in the terminal.
+
+    With --session, the conversation's KV cache is kept on disk too (--kv-disk-memory, 4GiB unless given), so that going
+    on computes only what is new.
+    """
+    if session is not None:
+        check_name(session)
+        settings = {"session_path": str(default_path()), "kv_disk_memory": "4GiB"} | settings
     try:
-        asyncio.run(_load_and_talk(model, system, settings, params))
+        asyncio.run(_load_and_talk(model, session, system, settings, params))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
 
-async def _load_and_talk(model: str, system: str | None, settings: dict[str, Any], params: SamplingParams) -> None:
+async def _load_and_talk(
+    model: str, name: str | None, system: str | None, settings: dict[str, Any], params: SamplingParams
+) -> None:
     from pagemill.cli.loading import loaded_engine, messages
 
     async with loaded_engine(model, settings) as llm:
         messages.print("/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer", style="dim")
-        conversation = Conversation(llm, system, params)
+        conversation = Conversation(llm.session(name or "chat"), system, params)
+        if name is not None:
+            messages.print(await conversation.resume(), style="dim")
         while (line := _read_line()) is not None:
             if line == "/reset":
-                conversation.reset()
+                await conversation.reset()
                 messages.print("forgotten", style="dim")
             elif line:
                 try:
@@ -54,42 +69,56 @@ async def _load_and_talk(model: str, system: str | None, settings: dict[str, Any
 
 
 class Conversation:
-    """The turns so far. A turn that failed leaves no trace; an answer that was stopped stays as far as it came."""
+    """The session's turns. A turn that failed leaves no trace; an answer that was stopped stays as far as it came."""
 
-    def __init__(self, llm: AsyncLLM, system: str | None, params: SamplingParams) -> None:
-        self._llm = llm
+    def __init__(self, session: AsyncSession, system: str | None, params: SamplingParams) -> None:
+        self._session = session
         self._params = params
         self._opening = [] if system is None else [{"role": "system", "content": system}]
-        self._turns: list[dict[str, str]] = []
+        self._begun = False
 
-    def reset(self) -> None:
-        self._turns = []
+    async def resume(self) -> str:
+        """What there is to go on from. Raises InvalidRequestError if there is something and a system message too."""
+        try:
+            record = await self._session.record()
+        except SessionNotFoundError:
+            return f"session {self._session.name!r} begins"
+        if self._opening:
+            raise InvalidRequestError(
+                f"session {record.name!r} goes on after {record.num_turns} turns, where a system message (--system) "
+                f"has no place; leave it out, or begin another session",
+                param="system",
+            )
+        self._begun = True
+        return f"session {record.name!r} goes on after {record.num_turns} turns, {len(record.token_ids)} tokens"
+
+    async def reset(self) -> None:
+        if self._begun:
+            await self._session.delete()
+        self._begun = False
 
     async def say(self, text: str) -> None:
         """Writes the answer to stdout as it comes."""
         question = {"role": "user", "content": text}
-        prompt = await self._llm.render_chat([*self._opening, *self._turns, question])
-        stream = await self._llm.submit(prompt, self._params)
-        pieces: list[str] = []
+        stream = await self._session.submit_chat(
+            [question] if self._begun else [*self._opening, question], self._params
+        )
 
         async def write() -> None:
             async for output in stream:
                 for new in output.outputs:
-                    pieces.append(new.text)
                     sys.stdout.write(new.text)
                     sys.stdout.flush()
+            self._begun = True
 
-        writing = asyncio.ensure_future(write())
         loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, writing.cancel)
+        loop.add_signal_handler(signal.SIGINT, stream.abort)
         try:
-            with contextlib.suppress(asyncio.CancelledError):
-                await writing
+            await write()
         finally:
             loop.remove_signal_handler(signal.SIGINT)
             stream.close()
             sys.stdout.write("\n")
-        self._turns += [question, {"role": "assistant", "content": "".join(pieces)}]
 
 
 def _read_line() -> str | None:

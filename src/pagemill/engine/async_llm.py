@@ -15,11 +15,13 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any, TypeVar
 
 from pagemill.config import config_for
+from pagemill.engine.async_session import AsyncSession
 from pagemill.engine.client import EngineClient
-from pagemill.engine.input_processor import InputProcessor, Prompt
+from pagemill.engine.input_processor import InputProcessor, ProcessedInput, Prompt
 from pagemill.engine.messages import (
     AbortRequests,
     EngineFault,
@@ -35,9 +37,11 @@ from pagemill.engine.messages import (
 )
 from pagemill.engine.output_processor import OutputProcessor, RequestState
 from pagemill.engine.outputs import RequestOutput
+from pagemill.engine.session_turns import SessionTurns
 from pagemill.errors import EngineDeadError, InvalidRequestError, PagemillError, error_of
 from pagemill.hub import resolve_model
 from pagemill.sampling.params import SamplingParams
+from pagemill.sessions.store import SessionRecord, SessionStore
 from pagemill.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -115,7 +119,7 @@ class AsyncLLM:
         self._on_progress = on_progress
         self.on_request_end: Callable[[RequestState], None] | None = None
         """Told of each request when it has ended, in the event loop."""
-
+        self._sessions = SessionStore(self.config.session_path, self.config.max_sessions, self.config.session_timeout_s)
         self._client = EngineClient(self.config)
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._loading_tokenizer = self._tokenizer_thread.submit(Tokenizer.load, self.config)
@@ -172,6 +176,7 @@ class AsyncLLM:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._receiving
         self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)
+        self._sessions.close()
 
     async def __aenter__(self) -> AsyncLLM:
         return self
@@ -211,22 +216,12 @@ class AsyncLLM:
         """As `generate`, but the request is checked and under way when this returns."""
         arrival_s = time.monotonic()
         inputs = await self._inputs()
-        if request_id is None:
-            request_id = f"request-{next(self._numbers)}"
-        self._check_unused(request_id)
+        request_id = self._new_request_id(request_id)
         params = sampling_params if sampling_params is not None else SamplingParams()
         processed = await self._tokenize(
             inputs.process, prompt, params, request_id, priority=priority, arrival_s=arrival_s
         )
-        self._check_unused(request_id)
-        if self._dead is not None:
-            raise self._dead
-        # Steps under way may still bring tokens of an earlier request of this name: the engine's is never used again.
-        processed.request.request_id = f"{request_id}#{next(self._numbers)}"
-        self._client.send(processed.request)
-        stream = RequestStream(self, self._output.add(processed, inputs.tokenizer))
-        self._streams[request_id] = stream
-        return stream
+        return self._start(processed)
 
     async def render_chat(
         self, messages: Sequence[Mapping[str, Any]], *, cache_salt: str = "", **template: Any
@@ -242,6 +237,15 @@ class AsyncLLM:
             if stream is not None:
                 self._release(stream)
                 stream.abort()
+
+    def session(self, name: str, *, cache_salt: str = "") -> AsyncSession:
+        """A conversation that goes on where its last turn ended, under a name of its own in this namespace."""
+        return AsyncSession(self, name, cache_salt)
+
+    async def sessions(self, *, cache_salt: str = "") -> list[SessionRecord]:
+        """The sessions of a namespace, the last used first."""
+        turns = await self._session_turns()
+        return await self._tokenize(turns.store.list, cache_salt)
 
     async def stats(self) -> EngineStats:
         """A snapshot taken between two steps."""
@@ -288,6 +292,26 @@ class AsyncLLM:
         if work.cancelled():  # by `shutdown`, which leaves nothing in the thread's queue
             raise self._dead or EngineDeadError("the engine was shut down")
         return work.result()
+
+    async def _session_turns(self) -> SessionTurns:
+        return SessionTurns(self._sessions, await self._inputs(), Path(self.config.model).stem)
+
+    def _new_request_id(self, wanted: str | None) -> str:
+        request_id = f"request-{next(self._numbers)}" if wanted is None else wanted
+        self._check_unused(request_id)
+        return request_id
+
+    def _start(self, processed: ProcessedInput) -> RequestStream:
+        """Sends a request that has passed all checks to the engine."""
+        self._check_unused(processed.request_id)
+        if self._dead is not None or self._input is None:
+            raise self._dead or EngineDeadError("the engine is not loaded")
+        # Steps under way may still bring tokens of an earlier request of this name: the engine's is never used again.
+        processed.request.request_id = f"{processed.request_id}#{next(self._numbers)}"
+        self._client.send(processed.request)
+        stream = RequestStream(self, self._output.add(processed, self._input.tokenizer))
+        self._streams[processed.request_id] = stream
+        return stream
 
     def _check_unused(self, request_id: str) -> None:
         if request_id in self._streams:

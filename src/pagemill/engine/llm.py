@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -20,9 +21,12 @@ from pagemill.engine.input_processor import InputProcessor, ProcessedInput, Prom
 from pagemill.engine.messages import EngineReady, EngineStats
 from pagemill.engine.output_processor import OutputProcessor
 from pagemill.engine.outputs import RequestOutput
+from pagemill.engine.session import Session
+from pagemill.engine.session_turns import SessionTurns
 from pagemill.errors import EngineDeadError
 from pagemill.hub import resolve_model
 from pagemill.sampling.params import SamplingParams
+from pagemill.sessions.store import SessionRecord, SessionStore
 from pagemill.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -39,6 +43,7 @@ class LLM:
         self.config = config_for("LLM", model, settings)
         self.config.model = str(resolve_model(self.config.model))
         tokenizer = Tokenizer.load(self.config)
+        store = SessionStore(self.config.session_path, self.config.max_sessions, self.config.session_timeout_s)
         from pagemill.engine.core import EngineCore
 
         with tqdm(desc="Loading weights", unit="B", unit_scale=True, leave=False, disable=None) as bar:
@@ -49,6 +54,7 @@ class LLM:
 
             self._core: EngineCore | None = EngineCore(self.config, progress)
         self._input = InputProcessor(tokenizer, self._core.ready)
+        self._turns = SessionTurns(store, self._input, Path(self.config.model).stem)
         self._output = OutputProcessor()
         self._request_ids = itertools.count()
         sys.stderr.write(f"pagemill: {self._core.ready.description}\n")
@@ -73,7 +79,7 @@ class LLM:
         params = one_per_prompt(SamplingParams() if sampling_params is None else sampling_params, len(listed), "params")
         priorities = one_per_prompt(priority, len(listed), "priorities")
         processed = [
-            self._input.process(prompt, each, f"request-{next(self._request_ids)}", priority=rank)
+            self._input.process(prompt, each, self._new_request_id(), priority=rank)
             for prompt, each, rank in zip(listed, params, priorities, strict=True)
         ]
         return self._run(processed, use_tqdm)
@@ -97,6 +103,14 @@ class LLM:
             self._input.render_chat(conversation, cache_salt=cache_salt, **template) for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
+
+    def session(self, name: str, *, cache_salt: str = "") -> Session:
+        """A conversation that goes on where its last turn ended, under a name of its own in this namespace."""
+        return Session(self, name, cache_salt)
+
+    def sessions(self, *, cache_salt: str = "") -> list[SessionRecord]:
+        """The sessions of a namespace, the last used first."""
+        return self._turns.store.list(cache_salt)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -129,12 +143,16 @@ class LLM:
         if self._core is not None:
             self._core.close()
             self._core = None
+            self._turns.store.close()
 
     def __enter__(self) -> LLM:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _new_request_id(self) -> str:
+        return f"request-{next(self._request_ids)}"
 
     def _engine(self) -> Any:
         if self._core is None:

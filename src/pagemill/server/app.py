@@ -25,6 +25,7 @@ from pagemill.server.protocol import (
     ModelCard,
     ModelList,
 )
+from pagemill.server.sessions import session_routes
 
 
 def create_app(llm: AsyncLLM, served_model_name: str) -> FastAPI:
@@ -89,6 +90,8 @@ def create_app(llm: AsyncLLM, served_model_name: str) -> FastAPI:
     async def prometheus() -> Response:
         stats = await llm.stats() if llm.is_ready else None
         return Response(metrics.render(stats), media_type=CONTENT_TYPE)
+
+    app.include_router(session_routes(llm))
 
     @app.get("/health")
     async def health() -> JSONResponse:

@@ -65,7 +65,12 @@ class ChatCall:
     async def _start(self) -> Generation:
         params = self._request.sampling_params()
         messages = [message.for_template() for message in self._request.messages]
-        prompt = await self._llm.render_chat(messages, cache_salt=self._request.cache_salt or "")
+        salt = self._request.cache_salt or ""
+        if self._request.session_id is not None:
+            session = self._llm.session(self._request.session_id, cache_salt=salt)
+            stream = await session.submit_chat(messages, params, self._id, priority=self._request.priority)
+            return Generation.of([stream], params)
+        prompt = await self._llm.render_chat(messages, cache_salt=salt)
         return await Generation.start(self._llm, [prompt], params, request_id=self._id, priority=self._request.priority)
 
     async def _events(self, generation: Generation) -> AsyncGenerator[str, None]:

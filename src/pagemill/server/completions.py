@@ -9,7 +9,8 @@ from collections.abc import AsyncGenerator, Sequence
 from pagemill.engine.async_llm import AsyncLLM
 from pagemill.engine.input_processor import Prompt
 from pagemill.engine.outputs import LogprobsOfPosition
-from pagemill.errors import PagemillError
+from pagemill.errors import InvalidRequestError, PagemillError
+from pagemill.sampling.params import SamplingParams
 from pagemill.server.errors import error_response
 from pagemill.server.events import DONE, event
 from pagemill.server.generation import Generation, begin
@@ -63,6 +64,8 @@ class CompletionCall:
         prompts: Sequence[str | list[int]] = self._request.prompts()
         params = self._request.sampling_params()
         salt = self._request.cache_salt
+        if self._request.session_id is not None:
+            return await self._start_turn(self._request.session_id, prompts, params)
         salted: list[Prompt] = [
             {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": salt}
             for prompt in prompts
@@ -78,6 +81,16 @@ class CompletionCall:
             ]
             self._first_tokens = [tokenizer.decode(stream.prompt_token_ids[:1]) for stream in generation.streams]
         return generation
+
+    async def _start_turn(
+        self, session_id: str, prompts: Sequence[str | list[int]], params: SamplingParams
+    ) -> Generation:
+        if len(prompts) > 1 or self._request.echo:
+            what = f"{len(prompts)} prompts" if len(prompts) > 1 else "echo"
+            raise InvalidRequestError(f"a session takes one prompt and no echo, not {what}", param="session_id")
+        session = self._llm.session(session_id, cache_salt=self._request.cache_salt or "")
+        stream = await session.submit(prompts[0], params, self._id, priority=self._request.priority)
+        return Generation.of([stream], params)
 
     async def _events(self, generation: Generation) -> AsyncGenerator[str, None]:
         logprobs = [_Logprobs(self._request.logprobs) for _ in range(len(generation.streams) * self._num_choices)]

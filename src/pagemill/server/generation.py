@@ -8,6 +8,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
 from pagemill.engine.async_llm import AsyncLLM, RequestStream
+from pagemill.engine.async_session import SessionStream
 from pagemill.engine.input_processor import Prompt
 from pagemill.engine.outputs import CompletionOutput, LogprobsOfPosition, RequestOutput
 from pagemill.sampling.params import SamplingParams
@@ -53,7 +54,7 @@ class PromptResult:
 class Generation:
     """One or several prompts with the same parameters. Read `deltas()` once; always `close()`."""
 
-    streams: list[RequestStream]
+    streams: Sequence[RequestStream | SessionStream]
     results: list[PromptResult]
     _first: list[tuple[int, RequestOutput]] = field(default_factory=list)
     _deltas: AsyncGenerator[tuple[int, RequestOutput], None] | None = None
@@ -71,6 +72,11 @@ class Generation:
             for stream in streams:
                 stream.close()
             raise
+        return cls.of(streams, params)
+
+    @classmethod
+    def of(cls, streams: Sequence[RequestStream | SessionStream], params: SamplingParams) -> Generation:
+        """Of requests that are under way."""
         results = [PromptResult(stream.prompt_token_ids, [Answer() for _ in range(params.n)]) for stream in streams]
         return cls(streams, results)
 

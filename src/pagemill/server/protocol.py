@@ -84,6 +84,7 @@ class GenerationRequest(BaseModel):
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
     cache_salt: str | None = None
+    session_id: str | None = None
     priority: int = 0
 
     _PASSED_ON: ClassVar[tuple[str, ...]] = (

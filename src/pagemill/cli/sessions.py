@@ -1,0 +1,57 @@
+"""`pagemill sessions`: the conversations that are kept in a file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pagemill.sessions.store import SessionStore, default_path
+
+sessions = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="List and delete the conversations that are kept in a file.",
+)
+SessionPath = Annotated[
+    Path | None, typer.Option("--session-path", help="File of the sessions. Default: that of pagemill chat.")
+]
+
+
+@sessions.command()
+def ls(session_path: SessionPath = None) -> None:
+    """List the sessions: model, length, last use."""
+    path = session_path or default_path()
+    records = _open(path).list(None) if path.exists() else []
+    if not records:
+        sys.stdout.write(f"no sessions are kept in {path}\n")
+        return
+    table = Table("session", "model", "turns", "tokens", "last used", "cache_salt", box=None)
+    for record in records:
+        age = f"{(time.time() - record.used_s) / 3600:.1f} h ago"
+        table.add_row(record.name, record.model, str(record.num_turns), f"{len(record.token_ids):,}", age,
+                      record.cache_salt)  # fmt: skip
+    Console().print(table)
+
+
+@sessions.command()
+def rm(
+    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Sessions to delete.")],
+    cache_salt: Annotated[str, typer.Option("--cache-salt", help="The namespace that they are in.")] = "",
+    session_path: SessionPath = None,
+) -> None:
+    """Delete sessions. Their KV blocks are evicted like any others that nobody asks for."""
+    store = _open(session_path or default_path())
+    for name in names:
+        store.delete(name, cache_salt)
+        sys.stdout.write(f"{name} deleted\n")
+
+
+def _open(path: Path) -> SessionStore:
+    return SessionStore(path, max_sessions=0, timeout_s=None)

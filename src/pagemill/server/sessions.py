@@ -1,0 +1,86 @@
+"""`/v1/sessions`: the conversations that requests with a `session_id` have made."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict
+
+from pagemill.engine.async_llm import AsyncLLM
+from pagemill.sessions.store import SessionRecord
+
+
+class SessionCard(BaseModel):
+    """A session without what was said in it. Times are seconds since 1970."""
+
+    id: str
+    object: Literal["session"] = "session"
+    created: int
+    last_used: int
+    model: str
+    num_turns: int
+    num_messages: int | None
+    """None for a session of plain prompts."""
+    num_tokens: int
+
+
+class SessionContent(SessionCard):
+    messages: list[dict[str, Any]] | None
+
+
+class SessionList(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[SessionCard]
+
+
+class SessionDeleted(BaseModel):
+    id: str
+    object: Literal["session.deleted"] = "session.deleted"
+    deleted: Literal[True] = True
+
+
+class ForkRequest(BaseModel):
+    """`session_id` is the new session's."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    session_id: str
+
+
+def session_routes(llm: AsyncLLM) -> APIRouter:
+    """`cache_salt` is the namespace in which a session has its name."""
+    routes = APIRouter(prefix="/v1/sessions")
+
+    @routes.get("")
+    async def sessions(cache_salt: str = "") -> SessionList:
+        return SessionList(data=[_card(record) for record in await llm.sessions(cache_salt=cache_salt)])
+
+    @routes.get("/{session_id}")
+    async def session(session_id: str, cache_salt: str = "") -> SessionContent:
+        record = await llm.session(session_id, cache_salt=cache_salt).record()
+        return SessionContent(**_card(record).model_dump(), messages=record.messages)
+
+    @routes.delete("/{session_id}")
+    async def delete(session_id: str, cache_salt: str = "") -> SessionDeleted:
+        await llm.session(session_id, cache_salt=cache_salt).delete()
+        return SessionDeleted(id=session_id)
+
+    @routes.post("/{session_id}/fork")
+    async def fork(session_id: str, body: ForkRequest, cache_salt: str = "") -> SessionCard:
+        child = await llm.session(session_id, cache_salt=cache_salt).fork(body.session_id)
+        return _card(await child.record())
+
+    return routes
+
+
+def _card(record: SessionRecord) -> SessionCard:
+    return SessionCard(
+        id=record.name,
+        created=int(record.created_s),
+        last_used=int(record.used_s),
+        model=record.model,
+        num_turns=record.num_turns,
+        num_messages=None if record.messages is None else len(record.messages),
+        num_tokens=len(record.token_ids),
+    )

@@ -1,0 +1,305 @@
+"""SessionStore: conversations by name, as token ids, in memory or in a file that outlives the process.
+
+A session holds no K/V. Those of its tokens are ordinary published blocks, found by their digests on whatever tier they
+are by now; so a session is small, and going on with one is a prompt that begins with its token ids.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+import sqlite3
+import struct
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pagemill.errors import (
+    InvalidRequestError,
+    SessionBusyError,
+    SessionLimitError,
+    SessionNotFoundError,
+    SessionStoreError,
+)
+from pagemill.hub.registry import cache_dir
+
+VERSION = 1
+BUSY_TIMEOUT_S = 10.0
+"""How long a write waits for another process's."""
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
+_SCHEMA = """
+CREATE TABLE sessions (
+    cache_salt TEXT, name TEXT, state TEXT NOT NULL, model TEXT NOT NULL, tokenizer TEXT NOT NULL,
+    token_ids BLOB NOT NULL, messages TEXT, num_turns INTEGER NOT NULL, created_s REAL NOT NULL, used_s REAL NOT NULL,
+    PRIMARY KEY (cache_salt, name)
+) WITHOUT ROWID;
+"""
+
+
+def default_path() -> Path:
+    """The file of this user's sessions, for commands that keep them."""
+    return cache_dir() / "sessions.sqlite"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionRecord:
+    """One session as it was when it was read. Times are seconds since 1970.
+
+    token_ids: prompts and answers of all turns, as the engine saw and produced them.
+    messages:  the same as messages; None for a session of plain prompts.
+    cache_salt: its namespace: sessions of another one have names of their own, and can not be seen.
+    tokenizer: fingerprint of the tokenizer that gives the ids their meaning; model: its name, for people.
+    state:     changes with every turn; "" for a session that has none yet.
+    """
+
+    name: str
+    cache_salt: str
+    model: str
+    tokenizer: str
+    token_ids: list[int]
+    messages: list[dict[str, Any]] | None
+    num_turns: int
+    created_s: float
+    used_s: float
+    state: str
+
+
+class SessionStore:
+    """Thread-safe, and several processes may use one file. Raises SessionStoreError for a file that can not be used.
+
+    path: None keeps sessions in memory. max_sessions: over all namespaces; one more is refused.
+    timeout_s: a session that was not used for so long is forgotten; None keeps it.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None, max_sessions: int, timeout_s: float | None) -> None:
+        self.path = None if path is None else Path(path).expanduser()
+        self._max_sessions = max_sessions
+        self._timeout_s = timeout_s
+        self._lock = threading.RLock()
+        self._in_use: set[tuple[str, str]] = set()
+        with self._errors():
+            if self.path is not None:
+                self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with suppress(FileExistsError):  # never opened a second time: closing it would end SQLite's locks on it
+                    os.close(os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            self._db = sqlite3.connect(
+                self.path or ":memory:", timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            )
+            with self._transaction():
+                (version,) = self._db.execute("PRAGMA user_version").fetchone()
+                if version == 0:
+                    self._db.execute(_SCHEMA)
+                    self._db.execute(f"PRAGMA user_version = {VERSION}")
+                elif version != VERSION:
+                    raise SessionStoreError(
+                        f"{self.path} has sessions of version {version}; this one reads version {VERSION}; give "
+                        f"another session_path"
+                    )
+
+    # A turn: begin, then commit or release
+
+    def begin(self, name: str, cache_salt: str, *, model: str, tokenizer: str) -> SessionRecord:
+        """Takes a session for one turn; one of this name is begun if there is none.
+
+        Raises SessionBusyError while another turn of it runs here, SessionLimitError, and InvalidRequestError for a bad
+        name or a session of another tokenizer.
+        """
+        check_name(name)
+        now = time.time()
+        with self._lock:
+            self._expire(now)
+            if (cache_salt, name) in self._in_use:
+                raise SessionBusyError(
+                    f"session {name!r} is in use by another request; wait for its end, or fork the session",
+                    param="session_id",
+                )
+            record = self._find(name, cache_salt)
+            if record is None:
+                self._require_room(cache_salt, name)
+                record = SessionRecord(name, cache_salt, model, tokenizer, [], None, 0, now, now, "")
+            elif record.tokenizer != tokenizer:
+                raise InvalidRequestError(
+                    f"session {name!r} was begun with {record.model}, whose tokens are not those of {model}; go on "
+                    f"with that model, or use another name",
+                    param="session_id",
+                )
+            self._in_use.add((cache_salt, name))
+            return record
+
+    def commit(
+        self, begun: SessionRecord, token_ids: Sequence[int], messages: Sequence[Mapping[str, Any]] | None
+    ) -> None:
+        """Ends a turn: the session has these tokens and messages now. Raises SessionBusyError, and keeps nothing of the
+        turn, if another process has changed or deleted the session since it was begun."""
+        now = time.time()
+        written = None if messages is None else json.dumps(messages, default=dict)
+        key = (begun.cache_salt, begun.name)
+        content = (secrets.token_hex(8), struct.pack(f"<{len(token_ids)}I", *token_ids), written, now)
+        with self._lock:
+            try:
+                with self._transaction():
+                    if begun.state:
+                        query = (
+                            "UPDATE sessions SET state = ?, token_ids = ?, messages = ?, used_s = ?, "
+                            "num_turns = num_turns + 1 WHERE cache_salt = ? AND name = ? AND state = ?"
+                        )
+                        changed = self._db.execute(query, (*content, *key, begun.state)).rowcount
+                    else:
+                        query = (
+                            "INSERT OR IGNORE INTO sessions (state, token_ids, messages, used_s, cache_salt, name, "
+                            "model, tokenizer, created_s, num_turns) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 1)"
+                        )
+                        values = (*content, *key, begun.model, begun.tokenizer, begun.created_s)
+                        changed = self._db.execute(query, values).rowcount
+                if not changed:
+                    raise SessionBusyError(
+                        f"session {begun.name!r} was changed or deleted by another process during this turn, which is "
+                        f"not kept; ask again",
+                        param="session_id",
+                    )
+            finally:
+                self.release(begun)
+
+    def release(self, begun: SessionRecord) -> None:
+        """Ends a turn without a trace. Nothing happens if it has ended already."""
+        with self._lock:
+            self._in_use.discard((begun.cache_salt, begun.name))
+
+    # Upkeep
+
+    def get(self, name: str, cache_salt: str) -> SessionRecord:
+        """Raises SessionNotFoundError."""
+        with self._lock:
+            self._expire(time.time())
+            record = self._find(name, cache_salt)
+        if record is None:
+            raise SessionNotFoundError(f"there is no session {name!r}; a request that names it begins one")
+        return record
+
+    def list(self, cache_salt: str | None) -> list[SessionRecord]:
+        """Those of one namespace, or of all (None), the last used first."""
+        with self._lock:
+            self._expire(time.time())
+            where = "" if cache_salt is None else "WHERE cache_salt = ? "
+            query = f"SELECT * FROM sessions {where}ORDER BY used_s DESC"
+            return [_record(row) for row in self._rows(query, () if cache_salt is None else (cache_salt,))]
+
+    def fork(self, name: str, cache_salt: str, new_name: str) -> SessionRecord:
+        """Another session that begins as this one is now, and shares all its blocks.
+
+        Raises SessionNotFoundError, SessionLimitError, and InvalidRequestError if the new name is bad or in use.
+        """
+        check_name(new_name)
+        with self._lock:
+            record = self.get(name, cache_salt)
+            if (cache_salt, new_name) in self._in_use or self._find(new_name, cache_salt) is not None:
+                raise InvalidRequestError(
+                    f"there is a session {new_name!r} already; delete it, or fork to another name", param="session_id"
+                )
+            self._require_room(cache_salt, new_name)
+            now = time.time()
+            child = replace(record, name=new_name, created_s=now, used_s=now, state=secrets.token_hex(8))
+            with self._transaction():
+                self._db.execute(
+                    "INSERT INTO sessions SELECT cache_salt, ?, ?, model, tokenizer, token_ids, messages, num_turns, "
+                    "?, ? FROM sessions WHERE cache_salt = ? AND name = ?",
+                    (new_name, child.state, now, now, cache_salt, name),
+                )
+        return child
+
+    def delete(self, name: str, cache_salt: str) -> None:
+        """Forgets a session. Raises SessionNotFoundError, and SessionBusyError while a turn of it runs here."""
+        with self._lock:
+            if (cache_salt, name) in self._in_use:
+                raise SessionBusyError(f"session {name!r} is in use by a request; wait for its end", param="session_id")
+            self.get(name, cache_salt)
+            with self._transaction():
+                self._db.execute("DELETE FROM sessions WHERE cache_salt = ? AND name = ?", (cache_salt, name))
+
+    def close(self) -> None:
+        with self._lock:
+            self._db.close()
+
+    def _find(self, name: str, cache_salt: str) -> SessionRecord | None:
+        rows = self._rows("SELECT * FROM sessions WHERE cache_salt = ? AND name = ?", (cache_salt, name))
+        return _record(rows[0]) if rows else None
+
+    def _rows(self, query: str, values: tuple[Any, ...]) -> Any:
+        with self._errors():
+            return self._db.execute(query, values).fetchall()
+
+    def _require_room(self, cache_salt: str, name: str) -> None:
+        """Room for one more, counting those whose first turn runs."""
+        ((kept,),) = self._rows("SELECT COUNT(*) FROM sessions", ())
+        begun = sum(self._find(other, salt) is None for salt, other in self._in_use)
+        if kept + begun >= self._max_sessions:
+            raise SessionLimitError(
+                f"session {name!r} would be number {kept + begun + 1}, and max_sessions is {self._max_sessions}; "
+                f"delete one, raise max_sessions, or let idle ones go (session_timeout_s)",
+                param="session_id",
+            )
+
+    def _expire(self, now: float) -> None:
+        if self._timeout_s is None:
+            return
+        last = now - self._timeout_s
+        rows = self._rows("SELECT cache_salt, name FROM sessions WHERE used_s < ?", (last,))
+        idle = [row for row in rows if row not in self._in_use]
+        if idle:
+            with self._transaction():
+                query = "DELETE FROM sessions WHERE cache_salt = ? AND name = ? AND used_s < ?"
+                self._db.executemany(query, [(*row, last) for row in idle])
+
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        with self._errors():
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield
+            except BaseException:
+                self._db.execute("ROLLBACK")
+                raise
+            self._db.execute("COMMIT")
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except (sqlite3.Error, OSError) as error:
+            raise SessionStoreError(
+                f"the sessions in {self.path or 'memory'} can not be used: {error}; mend that, or give another "
+                f"session_path"
+            ) from error
+
+
+def check_name(name: str) -> None:
+    """Raises InvalidRequestError unless the name can stand in a URL and on a command line."""
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise InvalidRequestError(
+            f"the session name {name!r:.140} is not 1 to 128 letters, digits and . _ : @ - that begin with a letter or "
+            f"digit; choose another",
+            param="session_id",
+        )
+
+
+def _record(row: tuple[Any, ...]) -> SessionRecord:
+    cache_salt, name, state, model, tokenizer, packed, messages, num_turns, created_s, used_s = row
+    return SessionRecord(
+        name=name,
+        cache_salt=cache_salt,
+        model=model,
+        tokenizer=tokenizer,
+        token_ids=list(struct.unpack(f"<{len(packed) // 4}I", packed)),
+        messages=None if messages is None else json.loads(messages),
+        num_turns=num_turns,
+        created_s=created_s,
+        used_s=used_s,
+        state=state,
+    )

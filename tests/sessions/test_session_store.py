@@ -1,0 +1,212 @@
+"""Conversations by name: what a turn keeps, who may use one, and what restarts, crashes and other processes leave."""
+
+import os
+import random
+import signal
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+
+from pagemill import errors
+from pagemill.sessions.store import SessionStore
+
+OF = {"model": "m", "tokenizer": "t"}
+
+
+def store_of(path=None, max_sessions=4, timeout_s=None):
+    return SessionStore(path, max_sessions, timeout_s)
+
+
+def turn(store, name, token_ids, messages=None, salt=""):
+    store.commit(store.begin(name, salt, **OF), token_ids, messages)
+
+
+def test_a_turn_is_found_by_another_process_later(tmp_path):
+    path = tmp_path / "new" / "sessions.sqlite"
+    store = store_of(path)
+    turn(store, "a", [1, 2, 2**31])
+    turn(store, "a", [1, 2, 2**31, 4], [{"role": "user", "content": "é"}])
+    turn(store, "b", [5])
+    store.close()
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    again = store_of(path)
+    record = again.get("a", "")
+    assert record.token_ids == [1, 2, 2**31, 4]
+    assert record.messages == [{"role": "user", "content": "é"}]
+    assert (record.num_turns, record.model, record.name) == (2, "m", "a")
+    assert record.created_s <= record.used_s <= time.time()
+    assert [found.name for found in again.list("")] == ["b", "a"]
+    assert again.begin("a", "", **OF).token_ids == record.token_ids
+
+
+def test_a_turn_that_is_given_back_leaves_no_trace():
+    store = store_of()
+    begun = store.begin("a", "", **OF)
+    assert begun.token_ids == []
+    store.release(begun)
+    with pytest.raises(errors.SessionNotFoundError, match="no session 'a'"):
+        store.get("a", "")
+    turn(store, "a", [1])
+    store.release(store.begin("a", "", **OF))
+    assert store.get("a", "").token_ids == [1]
+
+
+def test_a_session_has_one_turn_at_a_time():
+    store = store_of()
+    begun = store.begin("a", "", **OF)
+    for again in (lambda: store.begin("a", "", **OF), lambda: store.delete("a", "")):
+        with pytest.raises(errors.SessionBusyError, match="'a' is in use") as caught:
+            again()
+        assert caught.value.http_status == 409
+    store.release(store.begin("a", "other", **OF))
+    store.commit(begun, [1], None)
+    turn(store, "a", [1, 2])
+
+
+def test_namespaces_do_not_see_each_other():
+    store = store_of()
+    turn(store, "a", [1], salt="mine")
+    with pytest.raises(errors.SessionNotFoundError):
+        store.get("a", "yours")
+    with pytest.raises(errors.SessionNotFoundError):
+        store.delete("a", "yours")
+    with pytest.raises(errors.SessionNotFoundError):
+        store.fork("a", "yours", "b")
+    assert store.begin("a", "yours", **OF).token_ids == []
+    assert store.list("yours") == []
+    assert [record.cache_salt for record in store.list(None)] == ["mine"]
+
+
+def test_a_fork_goes_its_own_way():
+    store = store_of()
+    turn(store, "a", [1, 2], [{"role": "user", "content": "x"}])
+    child = store.fork("a", "", "b")
+    assert (child.token_ids, child.messages) == ([1, 2], [{"role": "user", "content": "x"}])
+    assert store.get("b", "") == child
+    turn(store, "b", [1, 2, 3])
+    assert store.get("a", "").token_ids == [1, 2]
+    with pytest.raises(errors.InvalidRequestError, match="there is a session 'b' already"):
+        store.fork("a", "", "b")
+    begun = store.begin("c", "", **OF)
+    with pytest.raises(errors.InvalidRequestError, match="there is a session 'c' already"):
+        store.fork("a", "", "c")
+    store.release(begun)
+
+
+def test_one_session_too_many_is_refused_and_counts_those_in_their_first_turn():
+    store = store_of(max_sessions=3)
+    turn(store, "a", [1])
+    begun = store.begin("b", "", **OF)
+    store.fork("a", "", "c")
+    for more in (lambda: store.begin("d", "", **OF), lambda: store.fork("a", "", "d")):
+        with pytest.raises(errors.SessionLimitError, match="number 4, and max_sessions is 3; delete one"):
+            more()
+    store.release(begun)
+    turn(store, "d", [1])
+    turn(store, "a", [1, 2])
+
+
+def test_a_session_that_nobody_uses_is_forgotten(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    store = store_of(timeout_s=60)
+    turn(store, "a", [1])
+    turn(store, "b", [1])
+    now[0] += 59
+    begun = store.begin("a", "", **OF)
+    now[0] += 2
+    assert [record.name for record in store.list("")] == ["a"], "one in use is not idle"
+    store.commit(begun, [1, 2], None)
+    now[0] += 60
+    assert store.get("a", "").token_ids == [1, 2]
+    now[0] += 1
+    with pytest.raises(errors.SessionNotFoundError):
+        store.get("a", "")
+
+
+@pytest.mark.parametrize("name", ["", "a/b", "-a", "a b", "x" * 129, None, "é"])
+def test_a_bad_name_is_refused(name):
+    store = store_of()
+    turn(store, "good.name:1@x-y_z", [1])
+    for use in (lambda: store.begin(name, "", **OF), lambda: store.fork("good.name:1@x-y_z", "", name)):
+        with pytest.raises(errors.InvalidRequestError, match="the session name"):
+            use()
+
+
+def test_another_tokenizer_is_refused():
+    store = store_of()
+    turn(store, "a", [1])
+    with pytest.raises(errors.InvalidRequestError, match="begun with m, whose tokens are not those of n"):
+        store.begin("a", "", model="n", tokenizer="u")
+    turn(store, "a", [1, 2])
+
+
+@pytest.mark.parametrize("meanwhile", ["changed", "deleted", "begun"])
+def test_a_turn_that_another_process_overtook_is_not_kept(tmp_path, meanwhile):
+    ours, theirs = (store_of(tmp_path / "s.sqlite") for _ in range(2))
+    if meanwhile != "begun":
+        turn(ours, "a", [1])
+    begun = ours.begin("a", "", **OF)
+    if meanwhile == "deleted":
+        theirs.delete("a", "")
+    else:
+        turn(theirs, "a", [1, 5])
+    with pytest.raises(errors.SessionBusyError, match="changed or deleted by another process"):
+        ours.commit(begun, [1, 7], None)
+    assert [record.token_ids for record in ours.list("")] == ([] if meanwhile == "deleted" else [[1, 5]])
+    turn(ours, "a", [1, 9])
+    assert theirs.get("a", "").token_ids == [1, 9]
+
+
+def test_a_file_of_something_else_is_said_so(tmp_path):
+    (tmp_path / "text").write_text("nothing of the kind" * 100)
+    with pytest.raises(errors.SessionStoreError, match="can not be used: file is not a database; mend that"):
+        store_of(tmp_path / "text")
+    with pytest.raises(errors.SessionStoreError, match="can not be used"):
+        store_of(tmp_path)
+    path = tmp_path / "later"
+    store = store_of(path)
+    store._db.execute("PRAGMA user_version = 9")
+    store.close()
+    with pytest.raises(errors.SessionStoreError, match="version 9; this one reads version 1"):
+        store_of(path)
+
+
+CHILD = """
+import sys
+from pagemill.sessions.store import SessionStore
+store = SessionStore(sys.argv[1], 100, None)
+for turn in range(int(sys.argv[3])):
+    store.commit(store.begin(sys.argv[2], "", model="m", tokenizer="t"), [turn] * 1000, None)
+    print(turn, flush=True)
+"""
+
+
+def child(path, name, turns):
+    return subprocess.Popen(
+        [sys.executable, "-c", CHILD, str(path), name, str(turns)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+
+
+def test_two_processes_write_at_once(tmp_path):
+    processes = [child(tmp_path / "s.sqlite", name, 40) for name in "ab"]
+    for process in processes:
+        _, messages = process.communicate(timeout=60)
+        assert process.returncode == 0, messages.decode()
+    assert [record.num_turns for record in store_of(tmp_path / "s.sqlite").list("")] == [40, 40]
+
+
+def test_killed_at_any_moment_a_session_has_whole_turns(tmp_path):
+    path, random_ = tmp_path / "s.sqlite", random.Random(1)
+    for _ in range(8):
+        process = child(path, "a", 100_000)
+        said = int(process.stdout.readline())
+        time.sleep(random_.uniform(0, 0.1))
+        os.kill(process.pid, signal.SIGKILL)
+        rest, _ = process.communicate()
+        said = max([said, *map(int, rest.split(b"\n")[:-1])])
+        (value,) = set(store_of(path).get("a", "").token_ids)
+        assert value in (said, said + 1)
