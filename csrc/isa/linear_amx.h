@@ -4,6 +4,7 @@
 
 constexpr int64_t kStep = 32;  // k in a tile product
 constexpr int kTileHeight = 16;
+constexpr int64_t kPieceSteps = 9;  // a piece of a panel of so many stays in the first-level cache for all tiles
 constexpr int64_t kBlockTiles = 16;  // at most so many tiles' rows of x pass over a panel together,
 constexpr int64_t kBlockBytes = 1 << 20;  // or so many bytes of them: they stay in the second-level cache
 constexpr int64_t kAheadTiles = 8192;  // with one pass over a panel: how far ahead in it, to hide memory's latency
@@ -36,14 +37,22 @@ struct TilesAhead {
     }
 };
 
-// c [2 * height][NR] = two tiles of rows times `steps` steps of a panel.
-void amx_two_tiles(TileRows first, TileRows second, const char* b, int64_t steps, float* c, int height, TilesAhead ahead) {
+// c [2 * height][NR] (+)= two tiles of rows times `steps` steps of a panel.
+void amx_two_tiles(TileRows first, TileRows second, const char* b, int64_t steps, float* c, int height, bool add,
+                   TilesAhead ahead) {
     constexpr int64_t kRow = NR * sizeof(float), kLine = NR * 2 * 2;
     float* below = c + height * NR;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    if (add) {
+        _tile_loadd(0, c, kRow);
+        _tile_loadd(1, c + W, kRow);
+        _tile_loadd(2, below, kRow);
+        _tile_loadd(3, below + W, kRow);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
+    }
     for (int64_t s = 0; s < steps; ++s, b += kStepBytes) {
         ahead.fetch(s);
         _tile_loadd(6, b, kLine);
@@ -61,14 +70,18 @@ void amx_two_tiles(TileRows first, TileRows second, const char* b, int64_t steps
     _tile_stored(3, below + W, kRow);
 }
 
-// c [height][NP * NR] = one tile of rows times NP panels, which lie b_panel bytes apart.
+// c [height][NP * NR] (+)= one tile of rows times NP panels, which lie b_panel bytes apart; `add` with one panel only.
 template <int NP>
-void amx_one_tile(TileRows x, const char* b, int64_t b_panel, int64_t steps, float* c, TilesAhead ahead) {
+void amx_one_tile(TileRows x, const char* b, int64_t b_panel, int64_t steps, float* c, bool add, TilesAhead ahead) {
     constexpr int64_t kRow = NP * NR * sizeof(float), kLine = NR * 2 * 2;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
+    if (add) {
+        _tile_loadd(0, c, kRow);
+        _tile_loadd(1, c + W, kRow);
+    }
     for (int64_t s = 0; s < steps; ++s, b += kStepBytes) {
         ahead.fetch(s);
         if (NP == 2) TilesAhead{ahead.at + b_panel, ahead.bytes}.fetch(s);
@@ -109,7 +122,7 @@ struct AmxRun {
         const int64_t groups = (panels() + group - 1) / group;
         const int64_t first = task % groups * group, last = lesser(first + group, panels());
         const int64_t tile_begin = task / groups * block, tile_end = lesser(tile_begin + block, tiles.count);
-        float* c = (float*)thread_scratch(thread, sizeof(float) * 2 * kTileHeight * NR);
+        float* c = (float*)thread_scratch(thread, sizeof(float) * greater<int64_t>(2, block) * kTileHeight * NR);
         _tile_loadconfig(&config);
         if (tiles.count == 1) few_rows(first, last, c);
         else for (int64_t panel = first; panel < last; ++panel) many_rows(panel, tile_begin, tile_end, c);
@@ -123,26 +136,36 @@ struct AmxRun {
         for (int64_t panel = first; panel < last;) {
             const int np = panel + 2 <= last ? 2 : 1;
             const TilesAhead ahead{panel_at(panel) + kAheadTiles, kStepBytes};
-            if (np == 2) amx_one_tile<2>(rows(0), panel_at(panel), panel_bytes, steps, c, ahead);
-            else amx_one_tile<1>(rows(0), panel_at(panel), panel_bytes, steps, c, ahead);
+            if (np == 2) amx_one_tile<2>(rows(0), panel_at(panel), panel_bytes, steps, c, false, ahead);
+            else amx_one_tile<1>(rows(0), panel_at(panel), panel_bytes, steps, c, false, ahead);
             write(c, np * NR, panel, 0);
             panel += np;
         }
     }
 
     void many_rows(int64_t panel, int64_t tile_begin, int64_t tile_end, float* c) const {
-        const int64_t steps = packed_k(weight) / kStep;
-        // Each pass over the panel fetches its share of the next one.
-        const int64_t passes = (tile_end - tile_begin + 1) / 2, share = (kStepBytes / passes + 63) / 64 * 64;
-        TilesAhead ahead{panel_at(panel) + (passes == 1 ? kAheadTiles : steps * kStepBytes), share};
-        for (int64_t t = tile_begin; t < tile_end; t += 2, ahead.at += steps * share) {
-            const bool two = t + 1 < tile_end;
-            if (two) amx_two_tiles(rows(t), rows(t + 1), panel_at(panel), steps, c, height(), ahead);
-            else amx_one_tile<1>(rows(t), panel_at(panel), 0, steps, c, ahead);
-            write(c, NR, panel, t);
-            if (two) write(c + height() * NR, NR, panel, t + 1);
+        const int64_t steps = packed_k(weight) / kStep, count = tile_end - tile_begin;
+        const int64_t pieces = count <= 4 ? 1 : (steps + kPieceSteps - 1) / kPieceSteps;
+        // Each pass over a piece fetches its share of what follows in memory.
+        const int64_t passes = (count + 1) / 2, share = (kStepBytes / passes + 63) / 64 * 64;
+        for (int64_t piece = 0; piece < pieces; ++piece) {
+            const int64_t begin = steps * piece / pieces, length = steps * (piece + 1) / pieces - begin;
+            const char* b = panel_at(panel) + begin * kStepBytes;
+            TilesAhead ahead{b + (passes == 1 ? kAheadTiles : length * kStepBytes), share};
+            for (int64_t t = tile_begin; t < tile_end; t += 2, ahead.at += length * share) {
+                const bool two = t + 1 < tile_end;
+                float* sums = c + (pieces == 1 ? 0 : (t - tile_begin) * kTileHeight * NR);
+                const TileRows first = piece_of(rows(t), begin);
+                if (two) amx_two_tiles(first, piece_of(rows(t + 1), begin), b, length, sums, height(), piece > 0, ahead);
+                else amx_one_tile<1>(first, b, 0, length, sums, piece > 0, ahead);
+                if (piece + 1 < pieces) continue;
+                write(sums, NR, panel, t);
+                if (two) write(sums + height() * NR, NR, panel, t + 1);
+            }
         }
     }
+
+    static TileRows piece_of(TileRows x, int64_t step) { return {x.data + step * x.step, x.row, x.step}; }
 
     void write(const float* c, int width, int64_t panel, int64_t tile) const {
         const float* bias = weight.bias ? weight.bias + panel * NR : nullptr;
