@@ -9,8 +9,16 @@ if TYPE_CHECKING:
     from pagemill.config import EngineConfig
     from pagemill.engine.async_llm import AsyncLLM
     from pagemill.engine.llm import LLM
-    from pagemill.engine.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from pagemill.engine.outputs import (
+        BeamSearchOutput,
+        BeamSearchSequence,
+        CompletionOutput,
+        Logprob,
+        RequestMetrics,
+        RequestOutput,
+    )
     from pagemill.errors import PagemillError
+    from pagemill.sampling.beam_search_params import BeamSearchParams
     from pagemill.sampling.params import SamplingParams
 
 __version__ = "0.1.0"
@@ -18,6 +26,9 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",
+    "BeamSearchOutput",
+    "BeamSearchParams",
+    "BeamSearchSequence",
     "CompletionOutput",
     "EngineConfig",
     "Logprob",
@@ -31,6 +42,9 @@ __all__ = [
 _HOMES = {
     "LLM": "pagemill.engine.llm",
     "AsyncLLM": "pagemill.engine.async_llm",
+    "BeamSearchOutput": "pagemill.engine.outputs",
+    "BeamSearchParams": "pagemill.sampling.beam_search_params",
+    "BeamSearchSequence": "pagemill.engine.outputs",
     "CompletionOutput": "pagemill.engine.outputs",
     "EngineConfig": "pagemill.config",
     "Logprob": "pagemill.engine.outputs",

@@ -47,9 +47,25 @@ def test_generate_as_json():
     assert "KV pool" in result.stderr
 
 
+def test_generate_searches_with_beams():
+    prompt = "The capital of France is"
+    result = run(
+        "generate", MODEL, prompt, "--beam-width", "3", "--length-penalty", "0", "--max-tokens", "4", "--json", *SMALL
+    )
+    assert result.returncode == 0, result.stderr
+    (found,) = json.loads(result.stdout)
+    sums = [beam["cumulative_logprob"] for beam in found["beams"]]
+    assert len(sums) == 3
+    assert sums == sorted(sums, reverse=True)
+    assert found["text"] == found["beams"][0]["text"]
+
+
 @pytest.mark.parametrize(
     ("args", "words"),
     [
+        (["generate", MODEL, "x", "--beam-width", "0"], "beam_width is 0"),
+        (["generate", MODEL, "x", "--beam-width", "2", "--top-k", "3"], "no sampling flag but max_tokens"),
+        (["generate", MODEL, "x", "--length-penalty", "2"], "give --beam-width"),
         (["generate", "no-such-model", "x"], "no-such-model"),
         (["generate", MODEL, "x", "--block-size", "17"], "block_size is 17"),
         (["generate", MODEL, "x", "--temperature", "-1"], "temperature is -1"),

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from pagemill import LLM, SamplingParams, errors
+from pagemill import LLM, BeamSearchParams, SamplingParams, errors
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 
@@ -69,6 +69,79 @@ def test_best_of_returns_the_likeliest_of_what_n_would_have_sampled(llm):
     assert best.outputs[0].logprobs is None
     asked = llm.generate("My favourite", SamplingParams(best_of=5, seed=7, max_tokens=4, logprobs=1), use_tqdm=False)[0]
     assert [next(iter(position)) for position in asked.outputs[0].logprobs] == ranked[0].token_ids
+
+
+def test_beam_search_finds_likelier_sequences_than_greedy(llm):
+    prompts = ["Once upon a time", "The capital of France is"]
+    params = BeamSearchParams(beam_width=4, max_tokens=8, length_penalty=0.0)
+    outputs = llm.beam_search(prompts, params)
+    greedy = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=8, logprobs=0), use_tqdm=False)
+    for prompt, output, likeliest in zip(prompts, outputs, greedy, strict=True):
+        sums = [sequence.cum_logprob for sequence in output.sequences]
+        assert len(sums) == 4
+        assert sums == sorted(sums, reverse=True)
+        assert sums[0] >= likeliest.outputs[0].cumulative_logprob - 1e-4
+        best = output.sequences[0]
+        assert best.tokens[: len(likeliest.prompt_token_ids)] == likeliest.prompt_token_ids
+        assert best.text == llm.tokenizer.decode(best.tokens)
+        assert best.text.startswith(prompt)
+    assert any(
+        o.sequences[0].cum_logprob > g.outputs[0].cumulative_logprob for o, g in zip(outputs, greedy, strict=True)
+    )
+    (alone,) = llm.beam_search(prompts[0], params)
+    assert alone == outputs[0]
+
+
+@pytest.mark.parametrize("include", [False, True])
+def test_a_search_that_ends_in_a_stop_token_keeps_its_text_apart(llm, include):
+    chat = "<|im_start|>user\nWhat is 2 + 2? Answer in one word.<|im_end|>\n<|im_start|>assistant\n"
+    params = BeamSearchParams(4, 20, include_stop_str_in_output=include)
+    ended = [s for s in llm.beam_search(chat, params)[0].sequences if s.finish_reason == "stop"]
+    assert ended
+    for sequence in ended:
+        assert sequence.tokens[-1] == 2
+        assert sequence.text == llm.tokenizer.decode(sequence.tokens if include else sequence.tokens[:-1])
+
+
+def test_a_search_that_fails_says_so_and_the_others_go_on(llm, monkeypatch):
+    sampler = llm._core._runner._sampler
+    sample, calls = sampler.sample, iter(range(100))
+
+    def damaged(logits, rows):
+        if next(calls) == 3:
+            logits[0] = float("nan")
+        return sample(logits, rows)
+
+    monkeypatch.setattr(sampler, "sample", damaged)
+    failed, fine = llm.beam_search(["Once upon", "The capital of France is"], BeamSearchParams(2, 5, ignore_eos=True))
+    assert isinstance(failed.error, errors.StepFailedError)
+    assert failed.sequences == []
+    assert fine.error is None
+    assert len(fine.sequences) == 2
+
+
+@pytest.mark.parametrize(
+    ("params", "param"),
+    [
+        ({"beam_width": 0}, "beam_width"),
+        ({"beam_width": 2.0}, "beam_width"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"temperature": 0.7}, "temperature"),
+        ({"length_penalty": float("nan")}, "length_penalty"),
+        ({"early_stopping": 1}, "early_stopping"),
+        ({"ignore_eos": None}, "ignore_eos"),
+        ({"beam_width": 17}, "beam_width"),
+        ({"max_tokens": 300}, "max_tokens"),
+    ],
+)
+def test_a_search_that_can_not_be_is_refused_by_name(llm, params, param):
+    with pytest.raises(errors.InvalidRequestError) as caught:
+        llm.beam_search("x", BeamSearchParams(**{"beam_width": 2, "max_tokens": 4, **params}))
+    assert caught.value.param == param
+    with pytest.raises(errors.SamplingParamsError, match="must be BeamSearchParams"):
+        llm.beam_search("x", SamplingParams())
+    with pytest.raises(errors.UnknownArgumentError, match="did you mean 'beam_width'"):
+        BeamSearchParams(beam_with=3, max_tokens=4)
 
 
 def test_chat_takes_one_conversation_or_several(llm):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 
+from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
 VOCAB = 50
@@ -17,6 +18,13 @@ VOCAB = 50
 def next_token(seed: int, tokens: list[int]) -> int:
     digest = hashlib.blake2b(repr((seed, tokens)).encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") % VOCAB
+
+
+def likeliest(tokens: list[int], count: int) -> TokenLogprobs:
+    """Behind token 0, the likeliest of the next ones, as a function of the tokens alone."""
+    digest = hashlib.blake2b(repr(tokens).encode(), digest_size=VOCAB).digest()
+    ranked = sorted((byte * VOCAB + token, token) for token, byte in enumerate(digest))[:count]
+    return TokenLogprobs([0, *(token for _, token in ranked)], [0.0, *(-value / 1000 for value, _ in ranked)], 1)
 
 
 def content(tokens: list[int]) -> bytes:
@@ -31,6 +39,7 @@ class SimulatedDevice:
         self.tables: dict[tuple[int, int, int], int] = {}
         self.tokens: dict[int, list[int]] = {}
         self.seeds: dict[int, int] = {}
+        self.logprobs: dict[int, int | None] = {}
         self.computed_tokens = 0
 
     def apply(self, plan: StepPlan) -> None:
@@ -40,6 +49,9 @@ class SimulatedDevice:
             assert new.row not in self.tokens, "a row was given twice"
             self.tokens[new.row] = list(new.token_ids)
             self.seeds[new.row] = new.seed
+            self.logprobs[new.row] = new.params.logprobs
+        for row, position, token_ids in plan.chosen_tokens:
+            self.tokens[row][position:] = token_ids
         work = plan.work
         for source, target in zip(work.copy_source.tolist(), work.copy_target.tolist(), strict=True):
             self.frames[target] = dict(self.frames[source])
@@ -72,7 +84,8 @@ class SimulatedDevice:
             token = next_token(self.seeds[to], context)
             self.tokens[to] = [*context, token]
             result.tokens.append(token)
-            result.logprobs.append(None)
+            count = self.logprobs[to]
+            result.logprobs.append(None if count is None else likeliest(context, count))
         return result
 
     def _read(self, row: int, position: int) -> None:

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from itertools import chain, repeat
+from itertools import chain, combinations, repeat
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_device import VOCAB, SimulatedDevice, next_token
+from simulated_device import VOCAB, SimulatedDevice, likeliest, next_token
 
 from pagemill.errors import KVMemoryError, RequestTooLargeError
 from pagemill.memory.digest import root_digest
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.work import Load
+from pagemill.sampling.beam_search_params import BeamSearchParams
+from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.params import SamplingParams
 from pagemill.sampling.random import sequence_seed
+from pagemill.scheduling.beam import BeamSearch, Hypothesis, row_params
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.scheduling.sequence import Request
 from pagemill.scheduling.step_plan import StepResult
@@ -44,6 +47,23 @@ def expected(request: Request, index: int) -> list[int]:
         if tokens[-1] == EOS and not request.params.ignore_eos:
             break
     return tokens[len(request.prompt_token_ids) :]
+
+
+def make_search(name, prompt, max_tokens, width, *, salt="", **params):
+    """A request for a beam search."""
+    request = make_request(name, prompt, max_tokens, salt=salt)
+    request.beam = BeamSearchParams(width, max_tokens, **params)
+    request.params = row_params(request.beam, 1)
+    return request
+
+
+def expected_of_search(request: Request) -> list[Hypothesis]:
+    search = BeamSearch(request.beam, frozenset([EOS]), request.max_len - len(request.prompt_token_ids))
+    beams: list[list[int]] = [[]]
+    while beams:
+        candidates = [likeliest(request.prompt_token_ids + beam, request.params.logprobs) for beam in beams]
+        beams = [[*beams[beam], token] for beam, token in search.advance(beams, candidates)]
+    return search.hypotheses
 
 
 class LowerTier:
@@ -102,6 +122,7 @@ class Bench:
         self.flights: deque[StepResult] = deque()
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
+        self.found: dict[str, list[Hypothesis]] = {}
         self.first_step: dict[str, int] = {}
         self.steps = 0
         self.now = 0.0
@@ -129,6 +150,8 @@ class Bench:
             if update.token is not None:
                 self.outputs.setdefault(key, []).append(update.token)
                 self.first_step.setdefault(key[0], self.steps)
+            if update.hypothesis is not None:
+                self.found.setdefault(key[0], []).append(update.hypothesis)
             if update.finish_reason is not None:
                 assert key not in self.reasons
                 self.reasons[key] = update.finish_reason
@@ -179,7 +202,13 @@ prefixes = st.sampled_from([[], [1] * 9, [1] * 9 + [2] * 8, [3, 4] * 10])
 prompts = st.builds(lambda a, b: (a + b) or [5], prefixes, st.lists(st.integers(0, VOCAB - 1), max_size=12))
 requests = st.lists(
     st.tuples(
-        prompts, st.integers(1, 20), st.integers(1, 3), st.integers(0, 3), st.integers(0, 2), st.sampled_from("ab")
+        prompts,
+        st.integers(1, 20),
+        st.integers(1, 3),
+        st.integers(0, 3),
+        st.integers(0, 2),
+        st.sampled_from("ab"),
+        st.sampled_from([None, None, False, True, "never"]),
     ),
     min_size=1,
     max_size=10,
@@ -211,8 +240,8 @@ scripts = st.lists(
 def test_any_load_gives_the_tokens_of_a_lone_run(
     loads, script, frames, windows, max_num_seqs, budget, caching, depth, tier
 ):
-    """Same request, same tokens: beside others, with preemptions, prefix hits, forks, faults, aborts, steps ahead, a
-    pool that shrinks and grows, and blocks that go to a lower tier and come back or get lost."""
+    """Same request, same tokens: beside others, with preemptions, prefix hits, forks, beams, faults, aborts, steps
+    ahead, a pool that shrinks and grows, and blocks that go to a lower tier and come back or get lost."""
     bench = Bench(
         frames=frames * len(windows),
         windows=windows,
@@ -224,7 +253,9 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
     )
     waiting = [
         make_request(f"r{i}", prompt, max_tokens, n=n, seed=seed, priority=priority, salt=salt)
-        for i, (prompt, max_tokens, n, seed, priority, salt) in enumerate(loads)
+        if stopping is None
+        else make_search(f"r{i}", prompt, min(max_tokens, 9), n, salt=salt, early_stopping=stopping)
+        for i, (prompt, max_tokens, n, seed, priority, salt, stopping) in enumerate(loads)
     ]
     all_requests = list(waiting)
     disturbed: set[str] = set()
@@ -262,6 +293,14 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
         add()
     bench.run()
     for request in all_requests:
+        if request.beam is not None:
+            reasons = [bench.reasons.get((request.request_id, index)) for index in range(request.beam.beam_width)]
+            if "error" in reasons:
+                assert set(reasons) == {"error"}
+            elif request.request_id not in disturbed:
+                assert bench.found[request.request_id] == expected_of_search(request)
+                assert reasons == [found.finish_reason for found in bench.found[request.request_id]]
+            continue
         for index in range(request.params.n):
             tokens = bench.outputs.get((request.request_id, index), [])
             want = expected(request, index)
@@ -301,6 +340,65 @@ def test_a_fork_takes_no_block_until_it_diverges():
     assert bench.memory.stats().frames_active == 5  # two of the three wrote into the shared partial block: two copies
     assert bench.memory.stats().copies == 2
     bench.run()
+
+
+def test_beams_share_all_but_the_blocks_they_have_written_apart():
+    bench = Bench(frames=32, budget=64)
+    request = make_search("r", [1] * 16, 8, 3, ignore_eos=True)
+    bench.scheduler.add(request)
+    saved = 0
+    for _ in range(7):
+        bench.step()
+        beams = bench.scheduler._requests["r"]
+        assert len(beams) == 3
+        tables = [beam.table.blocks[0].tolist() for beam in beams]
+        for (one, first), (other, second) in combinations(zip(beams, tables, strict=True), 2):
+            common = [a == b for a, b in zip(one.tokens, other.tokens, strict=True)].index(False)
+            assert first[: common // 4] == second[: common // 4]
+        distinct = len(set(chain(*tables)))
+        assert bench.memory.stats().frames_active == distinct
+        saved += sum(map(len, tables)) - distinct
+    assert saved >= 7 * 2 * 4
+    bench.run()
+    assert bench.found["r"] == expected_of_search(request)
+
+
+def test_a_preempted_search_computes_what_its_beams_share_once():
+    bench = Bench(frames=15, budget=64, caching=False, max_num_seqs=4)
+    older = make_request("older", [2] * 20, 30, ignore_eos=True)
+    request = make_search("r", [1] * 16, 12, 3, ignore_eos=True)
+    bench.scheduler.add(older)
+    bench.scheduler.add(request)
+    for _ in range(12):
+        if bench.scheduler.preemptions == 0:
+            bench.step()
+    (leader,) = bench.scheduler._requests["r"]
+    common, before = len(leader.tokens), bench.device.computed_tokens - len(bench.outputs["older", 0])
+    assert 16 <= common < len(leader.group.parked[0])
+    for _ in range(40):
+        if leader.group.parked:
+            bench.step()
+    assert not leader.group.parked
+    assert bench.device.computed_tokens - len(bench.outputs["older", 0]) == before + common
+    bench.run()
+    assert bench.found["r"] == expected_of_search(request)
+    assert bench.outputs["older", 0] == expected(older, 0)
+
+
+@pytest.mark.parametrize(
+    ("going_on", "goes_on"), [(-0.2, {False: True, "never": True}), (-5.0, {False: False, "never": True}), (-9.0, {})]
+)
+@pytest.mark.parametrize("early_stopping", [True, False, "never"])
+def test_a_search_with_all_its_hypotheses_ends_when_it_may(going_on, goes_on, early_stopping):
+    search = BeamSearch(BeamSearchParams(2, 10, early_stopping=early_stopping), frozenset([EOS]), 10)
+    first = TokenLogprobs([0, EOS, 1, 2], [0.0, -1.0, -1.5, -2.0], 1)
+    assert search.advance([[]], [first]) == [(0, 1), (0, 2)]
+    second = TokenLogprobs([0, EOS, 3, 4], [0.0, -0.1, going_on, -9.0], 1)
+    third = TokenLogprobs([0, 5, EOS, 6], [0.0, -9.5, -9.6, -9.7], 1)
+    chosen = search.advance([[1], [2]], [second, third])
+    assert bool(chosen) == goes_on.get(early_stopping, False)
+    assert [found.token_ids for found in search.hypotheses] == [[1, EOS], [EOS]]
+    assert [found.score for found in search.hypotheses] == [pytest.approx(-1.6 / 2), -1.0]
 
 
 def test_first_come_first_served_within_a_class():
@@ -367,6 +465,11 @@ def test_what_can_never_fit_is_refused_at_once():
         bench.scheduler.add(make_request("big", [1] * 10, 10))
     with pytest.raises(RequestTooLargeError, match="n is 3, but max_num_seqs"):
         bench.scheduler.add(make_request("wide", [1], 1, n=3))
+    with pytest.raises(RequestTooLargeError, match="beam_width is 3, but max_num_seqs"):
+        bench.scheduler.add(make_search("wide", [1], 1, 3))
+    with pytest.raises(RequestTooLargeError, match="takes 5 KV blocks"):
+        bench.scheduler.add(make_search("search", [1] * 4, 6, 2))
+    bench.scheduler.add(make_search("just", [1] * 4, 5, 2))
     bench.scheduler.add(make_request("fits", [1] * 10, 7, ignore_eos=True))
     bench.run()
     assert len(bench.outputs["fits", 0]) == 7

@@ -242,6 +242,38 @@ def test_best_of_chooses_and_can_not_be_streamed(client):
     assert list(client.completions.create(**common, n=2, best_of=2, stream=True))
 
 
+def test_beam_search_as_vllm_has_it(client):
+    common = {"model": MODEL, "prompt": ["Once upon a time", "My favourite"], "max_tokens": 6, "temperature": 0}
+    whole = client.completions.create(**common, n=3, extra_body={"use_beam_search": True, "length_penalty": 0.5})
+    assert [choice.index for choice in whole.choices] == list(range(6))
+    assert len({choice.text for choice in whole.choices}) == 6
+    best = client.completions.create(**common, best_of=3, extra_body={"use_beam_search": True, "length_penalty": 0.5})
+    assert [choice.text for choice in best.choices] == [whole.choices[0].text, whole.choices[3].text]
+    tokens = client.completions.create(**common, extra_body={"use_beam_search": True, "ignore_eos": True}).usage
+    assert tokens.completion_tokens == 2 * 6
+    answer = client.chat.completions.create(**CHAT, **GREEDY, extra_body={"use_beam_search": True}, n=2)
+    assert len({choice.message.content for choice in answer.choices}) == 2
+
+
+@pytest.mark.parametrize(
+    ("extra", "param"),
+    [
+        ({"stop": "x"}, "stop"),
+        ({"top_p": 0.5}, "top_p"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"n": 3, "best_of": 2}, "n"),
+        ({"temperature": 0.5}, "temperature"),
+        ({"n": 33}, "beam_width"),
+        ({"session_id": "s"}, "session_id"),
+        ({"stream": True}, "stream"),
+    ],
+)
+def test_what_a_search_has_no_use_for_is_refused(http, extra, param):
+    response = http.post("/v1/completions", json={"prompt": "x", "use_beam_search": True, **extra})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == param
+
+
 def test_habits_of_clients_change_nothing(client):
     plain = client.chat.completions.create(**CHAT, **GREEDY).choices[0].message.content
     habits = client.chat.completions.create(
@@ -293,6 +325,7 @@ def test_habits_of_clients_change_nothing(client):
         ("completions", {}, 400, "prompt", "required"),
         ("completions", {"prompt": "x", "logprobs": 99}, 400, "logprobs", "20"),
         ("completions", {"prompt": "x", "n": 2, "best_of": 1}, 400, "best_of", "at least 2"),
+        ("completions", {"prompt": "x", "length_penalty": 2.0}, 400, "length_penalty", "needs use_beam_search"),
         ("completions", {"prompt": "x", "suffix": "y"}, 400, "suffix", "does not serve"),
         ("nothing", {}, 404, None, "Not Found"),
         ("models", {}, 405, None, "Method Not Allowed"),

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import typer
 
 from pagemill.cli.options import ModelArgument, engine_options, sampling_options
+from pagemill.errors import SamplingParamsError
+from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.params import SamplingParams
 
 
@@ -19,19 +21,38 @@ def generate(
     model: ModelArgument,
     prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Texts to continue, all at the same time.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list instead of text.")] = False,
+    beam_width: Annotated[
+        int | None, typer.Option(help="Search with this many beams, and print the best.", show_default=False)
+    ] = None,
+    length_penalty: Annotated[
+        float | None, typer.Option(help="Of a search: above 0 longer beams gain.  [default: 1.0]", show_default=False)
+    ] = None,
     *,
     settings: dict[str, Any],
     params: SamplingParams,
 ) -> None:
     """Continue one or more prompts."""
+    asked = params if beam_width is None else _search_params(params, beam_width, length_penalty)
+    if beam_width is None and length_penalty is not None:
+        raise SamplingParamsError("length_penalty needs beam_width; give --beam-width too", param="length_penalty")
     try:
-        asyncio.run(_generate(model, prompts, as_json, settings, params))
+        asyncio.run(_generate(model, prompts, as_json, settings, asked))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
 
 
+def _search_params(params: SamplingParams, beam_width: int, length_penalty: float | None) -> BeamSearchParams:
+    assert params.max_tokens is not None
+    if params != SamplingParams(temperature=params.temperature, max_tokens=params.max_tokens):
+        raise SamplingParamsError(
+            "a search with beam_width takes no sampling flag but max_tokens; leave the others out", param="beam_width"
+        )
+    penalty = 1.0 if length_penalty is None else length_penalty
+    return BeamSearchParams(beam_width, params.max_tokens, temperature=params.temperature, length_penalty=penalty)
+
+
 async def _generate(
-    model: str, prompts: list[str], as_json: bool, settings: dict[str, Any], params: SamplingParams
+    model: str, prompts: list[str], as_json: bool, settings: dict[str, Any], params: SamplingParams | BeamSearchParams
 ) -> None:
     from pagemill.cli.loading import loaded_engine
 
@@ -43,20 +64,23 @@ async def _generate(
                 sys.stdout.write(f"--- {prompt}\n")
             text, tokens, reason = "", 0, None
             async for output in stream:
-                for new in output.outputs:
-                    text, tokens, reason = text + new.text, tokens + len(new.token_ids), new.finish_reason
-                    if not as_json:
-                        sys.stdout.write(new.text)
-                        sys.stdout.flush()
-            results.append(
-                {
-                    "prompt": prompt,
-                    "text": text,
-                    "finish_reason": reason,
-                    "prompt_tokens": len(stream.prompt_token_ids),
-                    "completion_tokens": tokens,
-                }
-            )
+                new = output.outputs[0]
+                text, tokens, reason = text + new.text, tokens + len(new.token_ids), new.finish_reason
+                if not as_json:
+                    sys.stdout.write(new.text)
+                    sys.stdout.flush()
+            result: dict[str, Any] = {
+                "prompt": prompt,
+                "text": text,
+                "finish_reason": reason,
+                "prompt_tokens": len(stream.prompt_token_ids),
+                "completion_tokens": tokens,
+            }
+            if isinstance(params, BeamSearchParams):
+                result["beams"] = [
+                    {"text": beam.text, "cumulative_logprob": beam.cumulative_logprob} for beam in output.outputs
+                ]
+            results.append(result)
             if not as_json:
                 sys.stdout.write("\n")
         if as_json:

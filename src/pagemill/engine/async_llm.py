@@ -40,6 +40,7 @@ from pagemill.engine.outputs import RequestOutput
 from pagemill.engine.session_turns import SessionTurns
 from pagemill.errors import EngineDeadError, InvalidRequestError, PagemillError, error_of
 from pagemill.hub import resolve_model
+from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import SessionRecord, SessionStore
 from pagemill.text.tokenizer import Tokenizer
@@ -189,14 +190,15 @@ class AsyncLLM:
     async def generate(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
         """Yields what is new, as it comes; the last output is `finished`. Leaving the iterator aborts the request.
 
-        A smaller `priority` is more urgent. Raises `InvalidRequestError`, `StepFailedError` or `EngineDeadError`.
+        A beam search yields its sequences once, the best first, and so does `best_of`. A smaller `priority` is more
+        urgent. Raises `InvalidRequestError`, `StepFailedError` or `EngineDeadError`.
         """
         stream = await self.submit(prompt, sampling_params, request_id, priority=priority)
         try:
@@ -208,7 +210,7 @@ class AsyncLLM:
     async def submit(
         self,
         prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
         request_id: str | None = None,
         *,
         priority: int = 0,

@@ -16,6 +16,7 @@ from pagemill.kvcache.sizing import device_memory, num_frames
 from pagemill.kvcache.transfers import TransferStats
 from pagemill.memory.digest import root_digest
 from pagemill.memory.occupancy import occupancy, scatter
+from pagemill.scheduling.beam import row_params
 from pagemill.scheduling.scheduler import Update
 from pagemill.scheduling.sequence import Request
 from pagemill.scheduling.step_plan import StepPlan, StepResult
@@ -53,19 +54,20 @@ class EngineCore:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in use; give each request its own", param="request_id"
             )
-        params = request.params
+        params, beam = request.params, request.beam
         limit = self.ready.max_model_len
         prompt_len = len(request.prompt_token_ids)
         self._scheduler.add(
             Request(
                 request_id=request.request_id,
                 prompt_token_ids=request.prompt_token_ids,
-                params=params,
+                params=params if beam is None else row_params(beam, len(self.ready.eos_token_ids)),
                 seed=self._random.getrandbits(63) if params.seed is None else params.seed,
                 priority=request.priority,
                 arrival_s=request.arrival_s,
                 root=self._root(request.cache_salt),
                 max_len=limit if params.max_tokens is None else min(prompt_len + params.max_tokens, limit),
+                beam=beam,
             )
         )
         self._prompt_tokens += prompt_len
@@ -219,7 +221,7 @@ class EngineCore:
             return self._run(plan.select(0, half)).join(self._run(plan.select(half, rows)), half)
 
     def _output(self, update: Update) -> SequenceOutput:
-        sequence, token, logprobs, finish_reason, stop_reason, error = update
+        sequence, token, logprobs, finish_reason, stop_reason, error, hypothesis = update
         output = SequenceOutput(
             request_id=sequence.request.request_id,
             index=sequence.index,
@@ -232,6 +234,9 @@ class EngineCore:
             self._generated_tokens += 1
             if sequence.prompt_logprobs and sequence.num_output_tokens == 1:
                 output.prompt_logprobs = sequence.prompt_logprobs
+        if hypothesis is not None:
+            output.new_token_ids, output.cumulative_logprob = hypothesis.token_ids, hypothesis.cum_logprob
+            self._generated_tokens += len(hypothesis.token_ids)
         if logprobs is not None:
             output.logprobs = [logprobs]
         if finish_reason is not None:

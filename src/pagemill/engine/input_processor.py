@@ -23,6 +23,7 @@ from pagemill.errors import (
     TokenOutOfVocabularyError,
     UnknownArgumentError,
 )
+from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.params import SamplingParams, check_vocabulary
 from pagemill.text.tokenizer import Tokenizer
 
@@ -67,7 +68,7 @@ class InputProcessor:
     def process(
         self,
         prompt: Prompt,
-        params: SamplingParams,
+        params: SamplingParams | BeamSearchParams,
         request_id: str,
         *,
         priority: int = 0,
@@ -81,6 +82,10 @@ class InputProcessor:
             )
         text, token_ids, salt = self._read(prompt)
         self._check_prompt(token_ids)
+        beam = None
+        if isinstance(params, BeamSearchParams):
+            beam = dataclasses.replace(params)
+            params = self._params_of_search(beam)
         params = self._fit_params(params, len(token_ids))
         best_of = None
         if params.best_of is not None and params.best_of > params.n:
@@ -93,6 +98,7 @@ class InputProcessor:
             arrival_s=time.monotonic() if arrival_s is None else arrival_s,
             priority=priority,
             cache_salt=salt,
+            beam=beam,
         )
         return ProcessedInput(request, text, request_id, best_of)
 
@@ -147,6 +153,22 @@ class InputProcessor:
                     f"take them from this model's tokenizer",
                     param="prompt",
                 )
+
+    def _params_of_search(self, beam: BeamSearchParams) -> SamplingParams:
+        """How many sequences come back, how long they may be, and how they become text."""
+        limit = min(self.ready.max_num_seqs, self.ready.vocab_size - len(self.ready.eos_token_ids))
+        if beam.beam_width > limit:
+            raise RequestTooLargeError(
+                f"beam_width is {beam.beam_width}, but max_num_seqs lets {limit} sequences run at once; make it "
+                f"smaller or raise that",
+                param="beam_width",
+            )
+        return SamplingParams(
+            n=beam.beam_width,
+            max_tokens=beam.max_tokens,
+            ignore_eos=beam.ignore_eos,
+            include_stop_str_in_output=beam.include_stop_str_in_output,
+        )
 
     def _fit_params(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
         """A copy that says in numbers what the engine must do: `max_tokens` filled in, bad words as tokens.

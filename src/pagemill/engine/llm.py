@@ -20,11 +20,12 @@ from pagemill.config import config_for
 from pagemill.engine.input_processor import InputProcessor, ProcessedInput, Prompt, as_list_of_prompts, one_per_prompt
 from pagemill.engine.messages import EngineReady, EngineStats
 from pagemill.engine.output_processor import OutputProcessor
-from pagemill.engine.outputs import RequestOutput
+from pagemill.engine.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from pagemill.engine.session import Session
 from pagemill.engine.session_turns import SessionTurns
-from pagemill.errors import EngineDeadError
+from pagemill.errors import EngineDeadError, SamplingParamsError
 from pagemill.hub import resolve_model
+from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import SessionRecord, SessionStore
 from pagemill.text.tokenizer import Tokenizer
@@ -83,6 +84,34 @@ class LLM:
             for prompt, each, rank in zip(listed, params, priorities, strict=True)
         ]
         return self._run(processed, use_tqdm)
+
+    @suggest_keywords
+    def beam_search(
+        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+    ) -> list[BeamSearchOutput]:
+        """Searches the continuations of each prompt, in the forms that `generate` takes, for those of the best score.
+
+        Outputs are in the order of the prompts. Raises `InvalidRequestError` (or a child) before anything runs. A
+        search that fails while it runs has an `error` and no sequences; the others go on.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise SamplingParamsError(f"params is {params!r}; it must be BeamSearchParams(...)", param="params")
+        listed = as_list_of_prompts(prompts)
+        processed = [self._input.process(prompt, params, f"search-{next(self._request_ids)}") for prompt in listed]
+        return [self._searched(output, params) for output in self._run(processed, use_tqdm)]
+
+    def _searched(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
+        error = output.outputs[0].error
+        if error is not None:
+            return BeamSearchOutput([], error)
+        sequences = []
+        for found in output.outputs:
+            assert found.cumulative_logprob is not None
+            tokens = output.prompt_token_ids + found.token_ids
+            shown = len(tokens) - (found.finish_reason == "stop" and not params.include_stop_str_in_output)
+            text = self._input.tokenizer.decode(tokens[:shown])
+            sequences.append(BeamSearchSequence(tokens, text, found.cumulative_logprob, found.finish_reason))
+        return BeamSearchOutput(sequences)
 
     def chat(
         self,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from pagemill.config import EngineConfig
+from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.params import SamplingParams
 
@@ -30,6 +31,8 @@ class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
     """Smaller is more urgent, as in vLLM."""
     cache_salt: str = ""
     """Prefixes are shared only between requests of equal salt."""
+    beam: BeamSearchParams | None = None
+    """Makes it a beam search; `params` then say how many sequences come back, and how they become text."""
 
 
 class AbortRequests(msgspec.Struct, tag=True):
@@ -63,7 +66,7 @@ class SequenceOutput(msgspec.Struct, tag=True, kw_only=True):
 
     request_id: str
     index: int
-    """Which of the request's `n` sequences."""
+    """Which of the request's `n` sequences; of a beam search, its place, the best being 0."""
     new_token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
@@ -77,6 +80,8 @@ class SequenceOutput(msgspec.Struct, tag=True, kw_only=True):
     """Prompt tokens found in the prefix cache."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Sent once, with the first token. The first position has none."""
+    cumulative_logprob: float | None = None
+    """With all tokens of a beam search's result."""
     scheduled_s: float = 0.0
     """When the request first entered a step."""
 

@@ -48,6 +48,8 @@ class SequenceState:
     def add(self, output: SequenceOutput) -> bool:
         """Takes one step's tokens. True if a stop string has ended the sequence and the engine does not know it yet."""
         last = len(output.new_token_ids) - 1
+        if output.cumulative_logprob is not None:
+            self.cumulative_logprob = output.cumulative_logprob
         for position, token_id in enumerate(output.new_token_ids):
             self.token_ids.append(token_id)
             if output.logprobs is not None and self.logprobs is not None and self.cumulative_logprob is not None:

@@ -43,6 +43,29 @@ class CompletionOutput:
 
 
 @dataclass(slots=True)
+class BeamSearchSequence:
+    """One of the sequences that a beam search ended with."""
+
+    tokens: list[int]
+    """The prompt and what follows it, an end-of-sequence token included."""
+    text: str
+    """Of all tokens; without the end-of-sequence token, unless `include_stop_str_in_output`."""
+    cum_logprob: float
+    """Sum over the tokens behind the prompt. The order is by score, which this becomes with the length penalty."""
+    finish_reason: str | None
+    """`"stop"` at an end-of-sequence token, `"length"` at `max_tokens`, or `"error"`."""
+
+
+@dataclass(slots=True)
+class BeamSearchOutput:
+    """What a prompt's beam search ended with: `beam_width` sequences, the best first."""
+
+    sequences: list[BeamSearchSequence]
+    error: PagemillError | None = None
+    """Why the search failed; there are no sequences then."""
+
+
+@dataclass(slots=True)
 class RequestMetrics:
     """Times of one request, in seconds of `time.monotonic()`; None for what has not happened."""
 

@@ -59,7 +59,7 @@ class Runner:
 
     @torch.inference_mode()
     def apply(self, plan: StepPlan) -> None:
-        """Carries out the plan's edits: rows that left, rows that came, frame copies, block tables."""
+        """Carries out the plan's edits: rows that left, rows that came, tokens, frame copies, block tables."""
         for row in plan.freed_rows:
             self._sampler.remove_row(row)
         for new in plan.new_rows:
@@ -67,6 +67,8 @@ class Runner:
             self._tokens[new.row, : len(tokens)] = tokens
             self._prompt_lens[new.row] = new.prompt_len
             self._sampler.add_row(new.row, new.params, new.seed, tokens[: new.prompt_len], tokens[new.prompt_len :])
+        for row, position, token_ids in plan.chosen_tokens:
+            self._tokens[row, position : position + len(token_ids)] = token_ids
         work = plan.work
         if len(work.copy_source):
             self._pool.copy_frames(self._to_device(work.copy_source), self._to_device(work.copy_target))

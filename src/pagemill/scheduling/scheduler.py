@@ -18,15 +18,16 @@ from pagemill.memory.manager import MemoryManager
 from pagemill.memory.work import Load
 from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.random import sequence_seed
+from pagemill.scheduling.beam import BeamGroup, Beams, Hypothesis, blocks_needed
 from pagemill.scheduling.loading import Loading, Stored
 from pagemill.scheduling.pending import PendingPrefixes
 from pagemill.scheduling.sequence import Rank, Request, Sequence, Status
-from pagemill.scheduling.step_plan import NewRow, StepPlan, StepResult
+from pagemill.scheduling.step_plan import ChosenTokens, NewRow, StepPlan, StepResult
 from pagemill.scheduling.waiting import WaitingQueue
 
 
 class Update(NamedTuple):
-    """News of one sequence: a token, its end, or both."""
+    """News of one sequence: a token, its end, or both; or what a beam search has ended with."""
 
     sequence: Sequence
     token: int | None
@@ -34,6 +35,7 @@ class Update(NamedTuple):
     finish_reason: str | None
     stop_reason: int | None = None
     error: Exception | None = None
+    hypothesis: Hypothesis | None = None
 
 
 class _Entry(NamedTuple):
@@ -92,8 +94,10 @@ class Scheduler:
         self._requests: dict[str, list[Sequence]] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
         self._freed_rows: list[int] = []
+        self._chosen_tokens: dict[int, ChosenTokens] = {}
         self._pending = PendingPrefixes()
         self._loading = Loading(memory, stored)
+        self._beams = Beams(self._fork_beam, self._choose, self._finish)
         self._flights: deque[_Flight] = deque()
         self._arrivals = 0
         self._step = 0
@@ -114,13 +118,14 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Queues a request. Raises `RequestTooLargeError` if even alone it could never run."""
-        n = request.params.n
-        if n > self.max_num_seqs:
+        name, count = ("n", request.params.n) if request.beam is None else ("beam_width", request.beam.beam_width)
+        if count > self.max_num_seqs:
             raise RequestTooLargeError(
-                f"n is {n}, but max_num_seqs lets {self.max_num_seqs} sequences run at once; ask for fewer or raise it",
-                param="n",
+                f"{name} is {count}, but max_num_seqs lets {self.max_num_seqs} sequences run at once; ask for fewer "
+                f"or raise it",
+                param=name,
             )
-        need = self.memory.blocks_needed(request.max_len - 1, self.max_num_batched_tokens)
+        need = blocks_needed(self.memory, request, self.max_num_batched_tokens)
         if need > self.memory.num_frames:
             raise RequestTooLargeError(
                 f"the request may grow to {request.max_len} tokens, which takes {need} KV blocks of "
@@ -131,6 +136,8 @@ class Scheduler:
         rank = Rank(request.arrival_s + request.priority * self._ageing_s, self._arrivals, 0)
         self._arrivals += 1
         sequence = Sequence(request, 0, rank, list(request.prompt_token_ids))
+        if request.beam is not None:
+            sequence.group = BeamGroup(sequence, self._eos)
         self._requests[request.request_id] = [sequence]
         self._waiting.push(sequence)
         self.num_waiting += 1
@@ -141,8 +148,11 @@ class Scheduler:
             self._finish(sequence, now)
 
     def finish(self, request_id: str, index: int, now: float) -> None:
-        """Ends one sequence whose stop the front end has seen. Unknown ones are ignored."""
+        """Ends one sequence whose stop the front end has seen, or the search that it is a beam of. Unknown ones are
+        ignored."""
         for sequence in self._requests.get(request_id, []):
+            if sequence.group is not None:
+                return self.abort(request_id, now)
             if sequence.index == index:
                 self._finish(sequence, now)
                 return
@@ -156,8 +166,8 @@ class Scheduler:
     @property
     def least_frames(self) -> int:
         """The smallest pool that holds what is running now, and in which each request can run to its end alone."""
-        longest = max((of[0].request.max_len for of in self._requests.values()), default=0)
-        need = self.memory.blocks_needed(longest - 1, self.max_num_batched_tokens)
+        requests = [of[0].request for of in self._requests.values()]
+        need = max((blocks_needed(self.memory, one, self.max_num_batched_tokens) for one in requests), default=0)
         return max(need, self.memory.num_frames - self.memory.num_available, len(self.memory.windows))
 
     def resize(self, num_frames: int, now: float) -> StepPlan:
@@ -168,7 +178,7 @@ class Scheduler:
         """
         for request_id, sequences in self._requests.items():
             longest = sequences[0].request.max_len
-            need = self.memory.blocks_needed(longest - 1, self.max_num_batched_tokens)
+            need = blocks_needed(self.memory, sequences[0].request, self.max_num_batched_tokens)
             if need > num_frames:
                 raise KVMemoryError(
                     f"the KV pool can not have {num_frames} blocks now: the request {request_id!r} may grow to "
@@ -208,9 +218,10 @@ class Scheduler:
                 if self._flights:
                     break
                 victim = self._running[-1]
-                budget += planned.pop(victim, 0)
+                for lost in [victim] if victim.group is None else victim.group.beams:
+                    budget += planned.pop(lost, 0)
                 self._preempt(victim, now)
-                if victim is sequence:
+                if sequence.table is None:
                     break
             else:
                 planned[sequence] = count
@@ -219,6 +230,10 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence, now: float) -> None:
         self.preemptions += 1
+        if sequence.group is not None:
+            for other in sequence.group.park(self.memory.block_size):
+                self._finish(other, now)
+            (sequence,) = sequence.group.beams
         self._release(sequence, now)
         sequence.status = Status.WAITING
         self._waiting.push(sequence)
@@ -228,7 +243,7 @@ class Scheduler:
         """Lets waiting sequences in while there is budget, a row and memory for the whole prompt."""
         budget = self.max_num_batched_tokens - sum(planned.values())
         while budget > 0 and (sequence := self._waiting.pop()) is not None:
-            rows = sequence.request.params.n if sequence.forks_after_prompt else 1
+            rows = sequence.num_rows
             enough_rows = len(self._free_rows) >= rows
             if enough_rows and self._comes_from_elsewhere(sequence, now):
                 continue
@@ -285,6 +300,8 @@ class Scheduler:
         found = opened.num_cached_tokens
         chunk = min(len(tokens) - found, budget)
         need = self.memory.blocks_needed(len(tokens), self.max_num_batched_tokens) - opened.table.num_held
+        if sequence.group is not None:
+            need += sequence.group.blocks_to_unpark(self.memory.block_size) * len(self.memory.windows)
         headroom = len(self._running)
         if need + headroom > self.memory.num_available or self.memory.reserve(opened.table, found + chunk) is not None:
             self.memory.close(opened.table, now)
@@ -333,10 +350,12 @@ class Scheduler:
             if end == known:
                 samples.append((position, sequence.index))
                 sample_to.append(sequence.row)
-                sequence.in_flight += 1
+                sequence.in_flight += sequence.group is None  # a beam's next token is chosen when the step has run
         self._step += 1
         self._flights.append(_Flight(self._step, entries, samples))
         freed, self._freed_rows = self._freed_rows, []
+        chosen = list(self._chosen_tokens.values())
+        self._chosen_tokens.clear()
         return StepPlan(
             step=self._step,
             work=self.memory.drain(self._step),
@@ -348,6 +367,7 @@ class Scheduler:
             prompt_logprobs=np.array(prompt_logprobs, dtype=np.int32),
             new_rows=new_rows,
             freed_rows=freed,
+            chosen_tokens=chosen,
         )
 
     @staticmethod
@@ -377,10 +397,14 @@ class Scheduler:
             sequence = flight.entries[position].sequence
             if sequence.status is Status.FINISHED or (failed and position in failed):
                 continue
+            if sequence.group is not None:
+                results = self._beams.advance(sequence.group, sequence, logprobs, now)
+                updates += [Update(s, None, None, h.finish_reason, hypothesis=h) for s, h in results]
+                continue
             if index == sequence.index:
                 sequence.in_flight -= 1
             else:
-                sequence = self._fork(flight.entries[position], index)
+                sequence = self._fork_after_prompt(flight.entries[position], index)
             updates.append(self._append(sequence, token, logprobs, now))
         return updates
 
@@ -397,38 +421,63 @@ class Scheduler:
         for sequence in sequences:
             self._waiting.push(sequence)
 
-    def _fork(self, parent: _Entry, index: int) -> Sequence:
-        """The n-th sequence of a request starts from the prompt's blocks, all shared."""
+    def _fork_after_prompt(self, parent: _Entry, index: int) -> Sequence:
+        """The n-th sequence of a request starts from the prompt's blocks, all shared. Its row is in the plan."""
         origin = parent.sequence
+        child = self._fork(origin, parent.end, index, origin.child_rows[index - 1])
+        assert child.table is not None
+        self.memory.place(child.table, child.row)
+        if index == origin.request.params.n - 1:
+            origin.child_rows = []
+        return child
+
+    def _fork(self, origin: Sequence, length: int, index: int, row: int) -> Sequence:
+        """A running sequence of the same request that shares the first `length` tokens, all of them computed."""
         assert origin.table is not None
-        request = origin.request
         child = Sequence(
-            request,
+            origin.request,
             index,
             origin.rank._replace(branch=index),
-            list(request.prompt_token_ids),
+            origin.tokens[:length],
             status=Status.RUNNING,
-            digests=origin.digests[: len(request.prompt_token_ids) // self.memory.block_size],
-            table=self.memory.fork(origin.table, parent.end),
-            row=origin.child_rows[index - 1],
-            scheduled=parent.end,
+            digests=origin.digests[: length // self.memory.block_size],
+            table=self.memory.fork(origin.table, length),
+            row=row,
+            scheduled=length,
             num_cached_tokens=origin.num_cached_tokens,
             prompt_logprobs=origin.prompt_logprobs,
             scheduled_s=origin.scheduled_s,
+            group=origin.group,
         )
-        assert child.table is not None
-        self.memory.place(child.table, child.row)
         insort(self._running, child, key=_rank)
-        self._requests[request.request_id].append(child)
-        if index == request.params.n - 1:
-            origin.child_rows = []
+        self._requests[origin.request.request_id].append(child)
         return child
+
+    def _fork_beam(self, origin: Sequence, tokens: list[int]) -> Sequence:
+        """Another beam, which goes on with these tokens; in a row kept for it, or that of one that has ended."""
+        assert origin.group is not None
+        row = origin.child_rows.pop() if origin.child_rows else self._free_rows.pop()
+        child = self._fork(origin, origin.scheduled, origin.group.next_branch(), row)
+        child.tokens += tokens
+        self._name_blocks(child)
+        return child
+
+    def _choose(self, sequence: Sequence, tokens: list[int]) -> None:
+        """A running sequence goes on with these tokens, whatever was sampled in its row."""
+        position = len(sequence.tokens)
+        sequence.tokens += tokens
+        self._chosen_tokens[sequence.row] = ChosenTokens(sequence.row, position, tokens)
+        self._name_blocks(sequence)
+
+    def _name_blocks(self, sequence: Sequence) -> None:
+        if self._shares_prefixes(sequence):
+            self._extend_digests(sequence)
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now: float) -> Update:
         tokens, request = sequence.tokens, sequence.request
         tokens.append(token)
-        if len(tokens) % self.memory.block_size == 0 and self._shares_prefixes(sequence):
-            self._extend_digests(sequence)
+        if len(tokens) % self.memory.block_size == 0:
+            self._name_blocks(sequence)
         params = request.params
         reason: str | None = None
         stop_reason: int | None = None
@@ -446,13 +495,18 @@ class Scheduler:
     # ----------------------------------------------------------------------- end
 
     def _fail(self, sequence: Sequence, error: Exception, now: float) -> list[Update]:
-        """One sequence failed alone; before its prompt forked, that is the whole request."""
+        """One sequence failed alone; before its prompt forked, and in a search, that is the whole request."""
         if sequence.status is Status.FINISHED:
             return []
-        lost = range(1, sequence.request.params.n) if sequence.child_rows else ()
-        self._finish(sequence, now)
-        ghosts = [Sequence(sequence.request, i, sequence.rank, [], status=Status.FINISHED) for i in lost]
-        return [Update(s, None, None, "error", error=error) for s in [sequence, *ghosts]]
+        if sequence.group is not None:
+            for beam in sequence.group.beams:
+                self._finish(beam, now)
+            ended = sequence.group.ended()
+        else:
+            lost = range(1, sequence.request.params.n) if sequence.child_rows else ()
+            self._finish(sequence, now)
+            ended = [sequence, *(sequence.ended(index) for index in lost)]
+        return [Update(s, None, None, "error", error=error) for s in ended]
 
     def _finish(self, sequence: Sequence, now: float) -> None:
         if sequence.status is Status.WAITING:
@@ -472,6 +526,7 @@ class Scheduler:
         self._resume(self._pending.drop(sequence))
         self._running.remove(sequence)
         rows = [sequence.row, *sequence.child_rows]
+        self._chosen_tokens.pop(sequence.row, None)
         self._free_rows += rows
         self._freed_rows += rows
         sequence.table, sequence.row, sequence.child_rows = None, -1, []

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from pagemill.memory.block_table import BlockTable
+from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.params import SamplingParams
+
+if TYPE_CHECKING:
+    from pagemill.scheduling.beam import BeamGroup
 
 
 class Rank(NamedTuple):
@@ -36,6 +40,7 @@ class Request:
 
     `root` is the digest at the start of its prefix chain: model, KV format, numerics and namespace.
     `max_len` is the most tokens, prompt included, that one of its sequences can reach.
+    `beam` makes it a search, and `params` what its rows ask of the sampler (`beam.row_params`).
     """
 
     request_id: str
@@ -46,6 +51,7 @@ class Request:
     arrival_s: float
     root: bytes
     max_len: int
+    beam: BeamSearchParams | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -72,6 +78,8 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     scheduled_s: float | None = None
     """When it first entered a step."""
+    group: BeamGroup | None = None
+    """The beams among which it is one."""
 
     @property
     def prompt_len(self) -> int:
@@ -88,5 +96,24 @@ class Sequence:
         return known - self.scheduled if known < self.request.max_len else 0
 
     @property
+    def num_rows(self) -> int:
+        """Rows that it needs to begin: its own, and those of the sequences that will fork off."""
+        if self.group is not None:
+            return self.group.width
+        return self.request.params.n if self.forks_after_prompt else 1
+
+    @property
     def forks_after_prompt(self) -> bool:
         return self.index == 0 and self.request.params.n > 1 and self.num_output_tokens + self.in_flight == 0
+
+    def ended(self, index: int) -> Sequence:
+        """A sequence of the same request that holds nothing: what is told of one that has no row of its own."""
+        return Sequence(
+            self.request,
+            index,
+            self.rank,
+            [],
+            status=Status.FINISHED,
+            num_cached_tokens=self.num_cached_tokens,
+            scheduled_s=self.scheduled_s,
+        )

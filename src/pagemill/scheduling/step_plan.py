@@ -6,6 +6,7 @@ A row is a place in the persistent batch: state that stays on the device between
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +14,14 @@ from numpy.typing import NDArray
 from pagemill.memory.work import MemoryWork
 from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.params import SamplingParams
+
+
+class ChosenTokens(NamedTuple):
+    """Tokens from this position on that a row goes on with, instead of what was sampled: beam search chose them."""
+
+    row: int
+    position: int
+    token_ids: list[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +48,8 @@ class StepPlan:
     sample_to   int32 [m]  persistent row that gets the sampled token (not rows[sample_from] for a forked child)
     prompt_logprobs int32 [k]  indices into `rows` whose every query token needs log probabilities
 
-    Edits (`new_rows`, `freed_rows`, `work`) are applied once, in the order freed, new, work; the rest may be run in
-    parts.
+    Edits (`new_rows`, `freed_rows`, `chosen_tokens`, `work`) are applied once, in the order freed, new, chosen, work;
+    the rest may be run in parts.
     """
 
     step: int
@@ -53,6 +62,7 @@ class StepPlan:
     prompt_logprobs: NDArray[np.int32]
     new_rows: list[NewRow] = field(default_factory=list)
     freed_rows: list[int] = field(default_factory=list)
+    chosen_tokens: list[ChosenTokens] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
@@ -73,6 +83,7 @@ class StepPlan:
             work=MemoryWork.none(),
             new_rows=[],
             freed_rows=[],
+            chosen_tokens=[],
         )
 
 

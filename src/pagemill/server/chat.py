@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Sequence
 from pagemill.engine.async_llm import AsyncLLM
 from pagemill.engine.outputs import Logprob, LogprobsOfPosition
 from pagemill.errors import PagemillError
+from pagemill.sampling.params import SamplingParams
 from pagemill.server.errors import error_response
 from pagemill.server.events import DONE, event
 from pagemill.server.generation import Generation, begin
@@ -63,15 +64,18 @@ class ChatCall:
         return await begin(self._events(generation), generation)
 
     async def _start(self) -> Generation:
-        params = self._request.sampling_params()
+        params = self._request.params()
         messages = [message.for_template() for message in self._request.messages]
         salt = self._request.cache_salt or ""
         if self._request.session_id is not None:
+            assert isinstance(params, SamplingParams)
             session = self._llm.session(self._request.session_id, cache_salt=salt)
             stream = await session.submit_chat(messages, params, self._id, priority=self._request.priority)
-            return Generation.of([stream], params)
+            return Generation.of([stream], 1)
         prompt = await self._llm.render_chat(messages, cache_salt=salt)
-        return await Generation.start(self._llm, [prompt], params, request_id=self._id, priority=self._request.priority)
+        return await Generation.start(
+            self._llm, [prompt], params, self._request.n or 1, request_id=self._id, priority=self._request.priority
+        )
 
     async def _events(self, generation: Generation) -> AsyncGenerator[str, None]:
         begun: set[int] = set()

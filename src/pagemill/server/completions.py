@@ -62,16 +62,17 @@ class CompletionCall:
 
     async def _start(self) -> Generation:
         prompts: Sequence[str | list[int]] = self._request.prompts()
-        params = self._request.sampling_params()
+        params = self._request.params()
         salt = self._request.cache_salt
         if self._request.session_id is not None:
+            assert isinstance(params, SamplingParams)
             return await self._start_turn(self._request.session_id, prompts, params)
         salted: list[Prompt] = [
             {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": salt}
             for prompt in prompts
         ]
         generation = await Generation.start(
-            self._llm, salted, params, request_id=self._id, priority=self._request.priority
+            self._llm, salted, params, self._num_choices, request_id=self._id, priority=self._request.priority
         )
         if self._request.echo:
             tokenizer = await self._llm.tokenizer()
@@ -90,7 +91,7 @@ class CompletionCall:
             raise InvalidRequestError(f"a session takes one prompt and no echo, not {what}", param="session_id")
         session = self._llm.session(session_id, cache_salt=self._request.cache_salt or "")
         stream = await session.submit(prompts[0], params, self._id, priority=self._request.priority)
-        return Generation.of([stream], params)
+        return Generation.of([stream], 1)
 
     async def _events(self, generation: Generation) -> AsyncGenerator[str, None]:
         logprobs = [_Logprobs(self._request.logprobs) for _ in range(len(generation.streams) * self._num_choices)]

@@ -11,6 +11,7 @@ from pagemill.engine.async_llm import AsyncLLM, RequestStream
 from pagemill.engine.async_session import SessionStream
 from pagemill.engine.input_processor import Prompt
 from pagemill.engine.outputs import CompletionOutput, LogprobsOfPosition, RequestOutput
+from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.params import SamplingParams
 from pagemill.server.protocol import PromptTokensDetails, Usage
 
@@ -46,7 +47,7 @@ class PromptResult:
     def add(self, new: RequestOutput) -> None:
         self.num_cached_tokens = new.num_cached_tokens
         self.prompt_logprobs = new.prompt_logprobs or self.prompt_logprobs
-        for output in new.outputs:
+        for output in new.outputs[: len(self.answers)]:
             self.answers[output.index].add(output)
 
 
@@ -61,9 +62,19 @@ class Generation:
 
     @classmethod
     async def start(
-        cls, llm: AsyncLLM, prompts: Sequence[Prompt], params: SamplingParams, *, request_id: str, priority: int
+        cls,
+        llm: AsyncLLM,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | BeamSearchParams,
+        num_answers: int,
+        *,
+        request_id: str,
+        priority: int,
     ) -> Generation:
-        """Checks and submits every prompt; if one is refused, none runs on. Raises `InvalidRequestError`."""
+        """Checks and submits every prompt; if one is refused, none runs on. Raises `InvalidRequestError`.
+
+        num_answers: sequences of each prompt that are wanted, the first of those that come.
+        """
         streams: list[RequestStream] = []
         try:
             for position, prompt in enumerate(prompts):
@@ -72,12 +83,12 @@ class Generation:
             for stream in streams:
                 stream.close()
             raise
-        return cls.of(streams, params)
+        return cls.of(streams, num_answers)
 
     @classmethod
-    def of(cls, streams: Sequence[RequestStream | SessionStream], params: SamplingParams) -> Generation:
+    def of(cls, streams: Sequence[RequestStream | SessionStream], num_answers: int) -> Generation:
         """Of requests that are under way."""
-        results = [PromptResult(stream.prompt_token_ids, [Answer() for _ in range(params.n)]) for stream in streams]
+        results = [PromptResult(stream.prompt_token_ids, [Answer() for _ in range(num_answers)]) for stream in streams]
         return cls(streams, results)
 
     async def wait_for_first(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from pagemill.errors import InvalidRequestError, UnknownArgumentError
+from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.params import SamplingParams
 
 WITHOUT_EFFECT = frozenset(
@@ -83,6 +84,9 @@ class GenerationRequest(BaseModel):
     skip_special_tokens: bool | None = None
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = None
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    early_stopping: bool | Literal["never"] | None = None
     cache_salt: str | None = None
     session_id: str | None = None
     priority: int = 0
@@ -108,6 +112,8 @@ class GenerationRequest(BaseModel):
         "bad_words",
         "allowed_token_ids",
     )
+    _ONLY_SEARCHED: ClassVar[tuple[str, ...]] = ("length_penalty", "early_stopping")
+    _ALSO_SEARCHED: ClassVar[tuple[str, ...]] = ("ignore_eos", "temperature", "include_stop_str_in_output")
 
     @model_validator(mode="before")
     @classmethod
@@ -129,10 +135,11 @@ class GenerationRequest(BaseModel):
     def _check_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
-        if self.stream and self.best_of is not None and self.best_of > (self.n or 1):
+        if self.stream and (self.use_beam_search or (self.best_of is not None and self.best_of > (self.n or 1))):
+            what = "use_beam_search" if self.use_beam_search else "best_of"
             raise InvalidRequestError(
-                f"best_of is {self.best_of} with n {self.n or 1}: which are the best is known at the end, so they can "
-                f"not be streamed; set stream to false, or leave best_of out",
+                f"{what} is {getattr(self, what)} with n {self.n or 1}: which are the best is known at the end, so "
+                f"they can not be streamed; set stream to false, or leave {what} out",
                 param="stream",
             )
         return self
@@ -141,9 +148,31 @@ class GenerationRequest(BaseModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def _sampling_params(self, **more: Any) -> SamplingParams:
+    def _params(self, **more: Any) -> SamplingParams | BeamSearchParams:
         given = {name: value for name in self._PASSED_ON if (value := getattr(self, name)) is not None}
+        of_search = {name: value for name in self._ONLY_SEARCHED if (value := getattr(self, name)) is not None}
+        if self.use_beam_search:
+            return self._search_params({**given, **of_search}, **more)
+        for name in of_search:
+            raise InvalidRequestError(f"{name} needs use_beam_search to be true", param=name)
         return SamplingParams(**given, **more)
+
+    def _search_params(self, given: dict[str, Any], max_tokens: int | None, **more: Any) -> BeamSearchParams:
+        """`best_of` beams, of which the best `n` are returned; vLLM's name for both is `n`."""
+        n, width = given.pop("n", 1), given.pop("best_of", None)
+        width = n if width is None else width
+        if self.session_id is not None:
+            raise InvalidRequestError(
+                "a session goes on from one answer, not from a search; leave session_id out", param="session_id"
+            )
+        if max_tokens is None:
+            raise InvalidRequestError("use_beam_search needs max_tokens; say how far to search", param="max_tokens")
+        if not 1 <= n <= width:
+            raise InvalidRequestError(f"n is {n}; it must be from 1 to best_of ({width}), the width", param="n")
+        for name, value in {**given, **more}.items():
+            if value is not None and name not in self._ONLY_SEARCHED + self._ALSO_SEARCHED:
+                raise InvalidRequestError(f"{name} has no meaning with use_beam_search; leave it out", param=name)
+        return BeamSearchParams(beam_width=width, max_tokens=max_tokens, **given)
 
 
 class CompletionRequest(GenerationRequest):
@@ -163,9 +192,9 @@ class CompletionRequest(GenerationRequest):
             return [self.prompt]
         return list(self.prompt)
 
-    def sampling_params(self) -> SamplingParams:
-        """Raises `SamplingParamsError`."""
-        return self._sampling_params(
+    def params(self) -> SamplingParams | BeamSearchParams:
+        """Raises `SamplingParamsError` and `InvalidRequestError`."""
+        return self._params(
             max_tokens=16 if self.max_tokens is None else self.max_tokens,
             logprobs=self.logprobs,
             prompt_logprobs=self.logprobs if self.echo else None,
@@ -222,7 +251,7 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
-    def sampling_params(self) -> SamplingParams:
+    def params(self) -> SamplingParams | BeamSearchParams:
         """Raises `SamplingParamsError` and `InvalidRequestError`."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -232,7 +261,7 @@ class ChatCompletionRequest(GenerationRequest):
                 f"they mean the same, give one",
                 param="max_tokens",
             )
-        return self._sampling_params(
+        return self._params(
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
