@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from pagemill import AsyncLLM, SamplingParams, errors
+from pagemill import AsyncLLM, BeamSearchParams, SamplingParams, errors
 
 LONG = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
 SHORT = SamplingParams(temperature=0.0, max_tokens=4)
@@ -54,6 +54,40 @@ def test_the_best_of_several_come_once_at_the_end(served):
     assert only.finished
     assert [len(output.token_ids) for output in only.outputs] == [6, 6]
     assert only.outputs[0].cumulative_logprob >= only.outputs[1].cumulative_logprob
+
+
+def test_a_fork_answers_as_its_tokens_alone_and_shares_what_is_there(served):
+    text = "Once upon a time, in a village by the sea, there lived an old man who"
+    params = SamplingParams(temperature=0.9, seed=4, max_tokens=12, ignore_eos=True)
+
+    async def scenario():
+        origin = await served.llm.submit(text, LONG, "origin")
+        got = 0
+        async for output in origin:
+            got += len(output.outputs[0].token_ids)
+            if got >= 25:
+                break
+        fork = await served.llm.fork("origin", params, "fork")
+        assert fork.prompt_token_ids[: len(origin.prompt_token_ids)] == origin.prompt_token_ids
+        assert len(fork.prompt_token_ids) >= len(origin.prompt_token_ids) + 25
+        outputs = [output async for output in fork]
+        origin.close()
+        with pytest.raises(errors.InvalidRequestError, match=r"no request 'origin' .* is running"):
+            await served.llm.fork("origin")
+        search = await served.llm.submit(text, BeamSearchParams(2, 500, ignore_eos=True), "search")
+        with pytest.raises(errors.InvalidRequestError, match="is a beam search"):
+            await served.llm.fork("search")
+        search.close()
+        alone = await read(served.llm, {"prompt_token_ids": fork.prompt_token_ids, "cache_salt": "alone"}, params)
+        return fork, outputs, alone
+
+    fork, outputs, alone = served.run(scenario())
+    tokens, expected = ([t for o in run for c in o.outputs for t in c.token_ids] for run in (outputs, alone))
+    assert tokens == expected
+    assert len(tokens) == 12
+    assert outputs[-1].num_cached_tokens == len(fork.prompt_token_ids) - 1
+    assert alone[-1].num_cached_tokens == 0
+    served.wait_until_idle()
 
 
 def test_requests_run_together_and_do_not_mix(served):

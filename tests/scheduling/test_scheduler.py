@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import deque
 from itertools import chain, combinations, repeat
@@ -218,7 +219,7 @@ requests = st.lists(
 scripts = st.lists(
     st.tuples(
         st.integers(0, 6),
-        st.sampled_from(["add", "add", "abort", "fault", "finish", "resize", "resize"]),
+        st.sampled_from(["add", "add", "abort", "fault", "finish", "fork", "resize", "resize"]),
         st.integers(0, 9),
     ),
     max_size=20,
@@ -270,6 +271,16 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
                 assert bench.memory.num_frames < frames * len(windows)
                 waiting.insert(0, request)
 
+    def fork(name: str) -> None:
+        origin = bench.scheduler._requests[name][-1]
+        if origin.group is None and 0 < origin.num_output_tokens < 8:
+            salt = "ab"[origin.request.root != root_digest(b"model", "f32", "sim", "a")]
+            child = make_request(f"fork{len(all_requests)}", origin.tokens, 6, n=pick % 2 + 1, seed=pick, salt=salt)
+            child.arrival_s = bench.now
+            with contextlib.suppress(RequestTooLargeError):
+                bench.scheduler.add(child, (name, origin.index))
+                all_requests.append(child)
+
     for steps, action, pick in script:
         for _ in range(steps):
             bench.step()
@@ -282,9 +293,12 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
             bench.resize((pick * 4 + 4) * len(windows))
         elif live:
             name = live[pick % len(live)]
-            disturbed.add(name)
+            if action != "fork":
+                disturbed.add(name)
             if action == "abort":
                 bench.scheduler.abort(name, bench.now)
+            elif action == "fork":
+                fork(name)
             else:
                 bench.scheduler.finish(name, 0, bench.now)
             bench.memory.check()
@@ -340,6 +354,49 @@ def test_a_fork_takes_no_block_until_it_diverges():
     assert bench.memory.stats().frames_active == 5  # two of the three wrote into the shared partial block: two copies
     assert bench.memory.stats().copies == 2
     bench.run()
+
+
+def test_a_running_sequence_forks_into_another_request_without_a_block():
+    bench = Bench(frames=32, budget=64)
+    origin = make_request("origin", [1] * 10, 20, ignore_eos=True)
+    bench.scheduler.add(origin)
+    for _ in range(4):
+        bench.step()
+    held = bench.memory.stats().frames_active
+    prompt = bench.scheduler._requests["origin"][0].tokens.copy()
+    assert len(prompt) == 14
+    child = make_request("child", prompt, 9, n=2, seed=9)
+    bench.scheduler.add(child, ("origin", 0))
+    assert bench.memory.stats().frames_active == held
+    assert bench.scheduler.num_running == 2
+    computed = bench.device.computed_tokens
+    bench.step()
+    assert bench.device.computed_tokens == computed + 2
+    bench.run()
+    assert bench.outputs["origin", 0] == expected(origin, 0)
+    assert [bench.outputs["child", i] for i in range(2)] == [expected(child, i) for i in range(2)]
+
+
+@pytest.mark.parametrize("why", ["ended", "no row", "another namespace", "other tokens", "preempted"])
+def test_a_fork_of_what_is_not_running_is_a_prompt_like_others(why):
+    bench = Bench(frames=32, budget=64, max_num_seqs=1 if why == "no row" else 4)
+    origin = make_request("origin", [1] * 10, 20, ignore_eos=True)
+    bench.scheduler.add(origin)
+    for _ in range(4):
+        bench.step()
+    prompt = bench.scheduler._requests["origin"][0].tokens.copy()
+    if why == "ended":
+        bench.scheduler.abort("origin", bench.now)
+    elif why == "preempted":
+        bench.scheduler._preempt(bench.scheduler._requests["origin"][0], bench.now)
+    elif why == "other tokens":
+        prompt[-2] += 1
+    child = make_request("child", prompt, 5, salt="x" if why == "another namespace" else "", ignore_eos=True)
+    running = bench.scheduler.num_running
+    bench.scheduler.add(child, ("origin", 0))
+    assert bench.scheduler.num_running == running
+    bench.run()
+    assert bench.outputs["child", 0] == expected(child, 0)
 
 
 def test_beams_share_all_but_the_blocks_they_have_written_apart():

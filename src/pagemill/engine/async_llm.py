@@ -216,6 +216,49 @@ class AsyncLLM:
         priority: int = 0,
     ) -> RequestStream:
         """As `generate`, but the request is checked and under way when this returns."""
+        return await self._submit(prompt, sampling_params, request_id, priority)
+
+    async def fork(
+        self,
+        request_id: str,
+        sampling_params: SamplingParams | BeamSearchParams | None = None,
+        new_request_id: str | None = None,
+        *,
+        index: int = 0,
+        priority: int = 0,
+    ) -> RequestStream:
+        """Another request that goes on from what a running one has brought so far, with parameters of its own.
+
+        Its prompt is the running one's and the tokens of its sequence `index` (the stream's `prompt_token_ids` says
+        which), its answer that of any request with this prompt. It shares all blocks, and takes none until the two
+        diverge. Raises `InvalidRequestError` if no such sequence is running, or if it is a beam.
+        """
+        stream = self._streams.get(request_id)
+        if stream is None or not 0 <= index < len(stream.state.sequences):
+            raise InvalidRequestError(
+                f"no request {request_id!r} with a sequence {index} is running; to go on from one that has ended, give "
+                f"its tokens as a prompt",
+                param="request_id",
+            )
+        state = stream.state
+        if state.searches:
+            raise InvalidRequestError(
+                f"the request {request_id!r} is a beam search, whose sequences are not known before its end; wait for "
+                f"that",
+                param="request_id",
+            )
+        tokens = state.prompt_token_ids + state.sequences[index].token_ids
+        prompt = {"prompt_token_ids": tokens, "cache_salt": state.cache_salt}
+        return await self._submit(prompt, sampling_params, new_request_id, priority, (state.engine_id, index))
+
+    async def _submit(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | BeamSearchParams | None,
+        request_id: str | None,
+        priority: int,
+        fork_of: tuple[str, int] | None = None,
+    ) -> RequestStream:
         arrival_s = time.monotonic()
         inputs = await self._inputs()
         request_id = self._new_request_id(request_id)
@@ -223,6 +266,7 @@ class AsyncLLM:
         processed = await self._tokenize(
             inputs.process, prompt, params, request_id, priority=priority, arrival_s=arrival_s
         )
+        processed.request.fork_of = fork_of
         return self._start(processed)
 
     async def render_chat(

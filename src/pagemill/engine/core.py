@@ -68,7 +68,8 @@ class EngineCore:
                 root=self._root(request.cache_salt),
                 max_len=limit if params.max_tokens is None else min(prompt_len + params.max_tokens, limit),
                 beam=beam,
-            )
+            ),
+            request.fork_of,
         )
         self._prompt_tokens += prompt_len
 

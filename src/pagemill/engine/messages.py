@@ -31,6 +31,8 @@ class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
     """Smaller is more urgent, as in vLLM."""
     cache_salt: str = ""
     """Prefixes are shared only between requests of equal salt."""
+    fork_of: tuple[str, int] | None = None
+    """A sequence `(request_id, index)` with these tokens, whose blocks it may share if that still runs."""
     beam: BeamSearchParams | None = None
     """Makes it a beam search; `params` then say how many sequences come back, and how they become text."""
 

@@ -121,6 +121,8 @@ class RequestState:
         self.request_id = processed.request_id
         self.engine_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
+        self.cache_salt = request.cache_salt
+        self.searches = request.beam is not None
         self.metrics = RequestMetrics(arrival_time=request.arrival_s)
         self.sequences = [
             SequenceState(index, request.params, request.prompt_token_ids, tokenizer)

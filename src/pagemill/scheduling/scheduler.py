@@ -116,8 +116,12 @@ class Scheduler:
     def live(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def add(self, request: Request) -> None:
-        """Queues a request. Raises `RequestTooLargeError` if even alone it could never run."""
+    def add(self, request: Request, fork_of: tuple[str, int] | None = None) -> None:
+        """Queues a request. Raises `RequestTooLargeError` if even alone it could never run.
+
+        fork_of: a sequence `(request_id, index)` whose tokens the prompt is. If that is running, so is the new one at
+        once, and shares all its blocks; else the prompt is like any other.
+        """
         name, count = ("n", request.params.n) if request.beam is None else ("beam_width", request.beam.beam_width)
         if count > self.max_num_seqs:
             raise RequestTooLargeError(
@@ -139,6 +143,8 @@ class Scheduler:
         if request.beam is not None:
             sequence.group = BeamGroup(sequence, self._eos)
         self._requests[request.request_id] = [sequence]
+        if fork_of is not None and self._fork_into(sequence, fork_of):
+            return
         self._waiting.push(sequence)
         self.num_waiting += 1
 
@@ -461,6 +467,30 @@ class Scheduler:
         child.tokens += tokens
         self._name_blocks(child)
         return child
+
+    def _fork_into(self, child: Sequence, fork_of: tuple[str, int]) -> bool:
+        """Starts a request from the blocks of the running sequence whose tokens it begins with, down to the last token,
+        which is computed again for what follows it. False where that can not be."""
+        request_id, index = fork_of
+        origin = next((one for one in self._requests.get(request_id, []) if one.index == index), None)
+        if origin is None or origin.table is None or len(self._free_rows) < child.num_rows:
+            return False
+        request, length = child.request, len(child.tokens) - 1
+        if not 0 < length <= origin.table.length or origin.tokens[: length + 1] != child.tokens:
+            return False
+        if origin.request.root != request.root or request.params.prompt_logprobs is not None:
+            return False
+        try:
+            child.table = self.memory.fork(origin.table, length)
+        except ValueError:  # it has gone on, and given back what its window has left
+            return False
+        child.row, *child.child_rows = (self._free_rows.pop() for _ in range(child.num_rows))
+        child.status = Status.RUNNING
+        child.scheduled = child.num_cached_tokens = length
+        child.scheduled_s = request.arrival_s
+        self._name_blocks(child)
+        insort(self._running, child, key=_rank)
+        return True
 
     def _choose(self, sequence: Sequence, tokens: list[int]) -> None:
         """A running sequence goes on with these tokens, whatever was sampled in its row."""
