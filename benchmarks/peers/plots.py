@@ -83,6 +83,29 @@ def plot_capacity(result: dict[str, Any], title: str, path: Path) -> None:
     pyplot.close(figure)
 
 
+def plot_shares(rows: list[dict[str, Any]], title: str, path: Path) -> None:
+    """Shares of blocks saved by sequences that fork: a panel per workload, what is published as a grey band."""
+    pyplot = _pyplot()
+    workloads = list(dict.fromkeys(row["workload"] for row in rows))
+    figure, axes = pyplot.subplots(
+        1, len(workloads), figsize=(3.6 * len(workloads), 3), squeeze=False, sharey=True, layout="constrained"
+    )
+    for axis, workload in zip(axes.flat, workloads, strict=True):
+        here = [row for row in rows if row["workload"] == workload]
+        for place, row in enumerate(here):
+            low, high = row["published"]
+            axis.bar(place, high - low, 0.9, low, color=GREYS[2])
+        bars = axis.bar([row["mode"] for row in here], [100 * row["saved"] for row in here], 0.5, color=OWN[0])
+        axis.bar_label(bars, fmt="%.0f", padding=2, fontsize=7)
+        axis.set_title(workload, fontsize=9, loc="left")
+        axis.tick_params(labelsize=7)
+        axis.spines[["top", "right"]].set_visible(False)
+    axes.flat[0].set_ylabel("blocks saved, %; published in grey", fontsize=8)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
 def _pyplot() -> Any:
     import matplotlib
 

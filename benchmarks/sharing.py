@@ -1,0 +1,176 @@
+"""What sequences that fork share: blocks saved by parallel sampling and beam search, and what that costs in speed.
+
+    python -m benchmarks.sharing [--workloads alpaca,sharegpt] [--requests 8] [--modes n2,n4,n6,beam2,beam4,beam6]
+
+Requests of real text have the mean lengths of the two workloads in the PagedAttention paper (arXiv 2309.06180, figure
+11), drawn from a log-normal distribution. Blocks saved are 1 - blocks held / blocks that the same sequences would hold
+each for itself, over all steps: after each step, distinct blocks in all tables against entries of all tables. Nothing
+else is shared: the prefix cache is off. Each mode then runs against as many independent requests as it has sequences,
+of the same prompts and lengths, in turn; medians of the rounds. With `--rounds 0` blocks are counted and nothing timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.peers.engines import MODEL
+from benchmarks.peers.machine import describe_machine
+from benchmarks.peers.plots import plot_shares
+from benchmarks.peers.workloads import tokenize
+
+from pagemill.config import EngineConfig
+from pagemill.engine.core import EngineCore
+from pagemill.engine.messages import EngineRequest
+from pagemill.hub import resolve_model
+from pagemill.sampling.beam_search_params import BeamSearchParams
+from pagemill.sampling.params import SamplingParams
+
+RESULTS = Path(__file__).parent / "results"
+SPREAD = 0.5
+"""Standard deviation of the logarithm of a length."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Mean lengths in tokens, and the shares of blocks that the paper reports for it, in per cent."""
+
+    prompt_len: int
+    output_len: int
+    published: dict[str, tuple[float, float]]
+
+
+WORKLOADS = {
+    "alpaca": Workload(19, 58, {"n": (6.1, 9.8), "beam": (37.6, 55.2)}),
+    "sharegpt": Workload(161, 338, {"n": (16.2, 30.5), "beam": (44.3, 66.3)}),
+}
+
+
+def draw_requests(workload: Workload, count: int, text: list[int], seed: int) -> list[tuple[list[int], int]]:
+    """(prompt, output length) of each request: lengths of the workload's means, prompts from anywhere in the text."""
+    rng = random.Random(seed)
+
+    def length(mean: int) -> int:
+        return max(1, round(mean * rng.lognormvariate(-(SPREAD**2) / 2, SPREAD)))
+
+    drawn = [(length(workload.prompt_len), length(workload.output_len)) for _ in range(count)]
+    starts = [rng.randrange(len(text) - prompt_len) for prompt_len, _ in drawn]
+    return [(text[at : at + prompt_len], out) for at, (prompt_len, out) in zip(starts, drawn, strict=True)]
+
+
+def forked(mode: str, requests: list[tuple[list[int], int]]) -> list[EngineRequest]:
+    """A request each, whose sequences share their prompt and more."""
+    kind, width = split(mode)
+    made = []
+    for number, (prompt, length) in enumerate(requests):
+        params = SamplingParams(n=width, temperature=1.0, seed=number, max_tokens=length, ignore_eos=True)
+        beam = BeamSearchParams(width, length, ignore_eos=True) if kind == "beam" else None
+        made.append(_request(f"r{number}", prompt, params, beam))
+    return made
+
+
+def independent(mode: str, requests: list[tuple[list[int], int]]) -> list[EngineRequest]:
+    """As many requests of one sequence as the mode has sequences."""
+    _, width = split(mode)
+    made = []
+    for number, (prompt, length) in enumerate(requests):
+        for index in range(width):
+            seed = number * width + index
+            params = SamplingParams(temperature=1.0, seed=seed, max_tokens=length, ignore_eos=True)
+            made.append(_request(f"r{seed}", prompt, params, None))
+    return made
+
+
+def split(mode: str) -> tuple[str, int]:
+    """("n", 4) of "n4"."""
+    kind = mode.rstrip("0123456789")
+    return kind, int(mode[len(kind) :])
+
+
+def _request(name: str, prompt: list[int], params: SamplingParams, beam: BeamSearchParams | None) -> EngineRequest:
+    return EngineRequest(request_id=name, prompt_token_ids=prompt, params=params, arrival_s=0.0, beam=beam)
+
+
+def run(core: EngineCore, requests: list[EngineRequest]) -> dict[str, float]:
+    """Runs all requests; output tokens per second, and the share of blocks saved over all steps."""
+    scheduler, memory = core._scheduler, core._memory
+    tokens = entries = held = 0
+    watching = 0.0
+    for request in requests:
+        core.add_request(request)
+    begin = time.perf_counter()
+    while core.has_work():
+        tokens += sum(len(output.new_token_ids) for output in core.step())
+        looked = time.perf_counter()
+        entries += sum(sequence.table.num_held for sequence in scheduler._running)
+        held += memory.stats().frames_active
+        watching += time.perf_counter() - looked
+    seconds = time.perf_counter() - begin - watching
+    return {"tokens": tokens, "tokens_per_s": tokens / seconds, "saved": 1 - held / entries}
+
+
+def measure(core: EngineCore, name: str, modes: list[str], count: int, rounds: int) -> list[dict[str, Any]]:
+    """A row per mode."""
+    workload = WORKLOADS[name]
+    requests = draw_requests(workload, count, tokenize(MODEL), seed=len(name))
+    rows = []
+    for mode in modes:
+        pairs = [(run(core, forked(mode, requests)), run(core, independent(mode, requests))) for _ in range(rounds)]
+        ours = [one for one, _ in pairs] or [run(core, forked(mode, requests))]
+        assert all(one["tokens"] == other["tokens"] for one, other in pairs)
+        row = {"workload": name, "mode": mode, "saved": ours[0]["saved"]}
+        row["published"] = workload.published[split(mode)[0]]
+        if pairs:
+            row["tokens_per_s"] = median(one["tokens_per_s"] for one, _ in pairs)
+            row["independent_tokens_per_s"] = median(other["tokens_per_s"] for _, other in pairs)
+        rows.append(row)
+        print(row_of(row), flush=True)
+    return rows
+
+
+def row_of(row: dict[str, Any]) -> str:
+    low, high = row["published"]
+    speeds = "| | | |"
+    if "tokens_per_s" in row:
+        one, other = row["tokens_per_s"], row["independent_tokens_per_s"]
+        speeds = f"| {one:.0f} | {other:.0f} | {one / other:.2f} |"
+    return f"| {row['workload']} | {row['mode']} | {row['saved']:.1%} | {low:g}–{high:g} % {speeds}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workloads", default="alpaca,sharegpt")
+    parser.add_argument("--modes", default="n2,n4,n6,beam2,beam4,beam6")
+    parser.add_argument("--requests", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--name", default="sharing", help="of the files in benchmarks/results")
+    arguments = parser.parse_args()
+    machine = describe_machine()
+    print(f"{machine['cpu']}, {machine['cores']} cores, load average {machine['load_average']}, {machine['date']}\n")
+    print("| workload | sequences | blocks saved | published | tokens/s | independent | ratio |")
+    print("| --- | --- | ---: | ---: | ---: | ---: | ---: |")
+    config = EngineConfig(
+        model=str(resolve_model(MODEL)), dtype=arguments.dtype, kv_memory="1GiB", max_model_len=2048,
+        max_num_seqs=6 * arguments.requests, enable_prefix_caching=False,
+    )  # fmt: skip
+    core = EngineCore(config)
+    run(core, forked("beam2", draw_requests(WORKLOADS["alpaca"], 2, tokenize(MODEL), seed=0)))  # warm-up
+    rows = []
+    for name in arguments.workloads.split(","):
+        rows += measure(core, name, arguments.modes.split(","), arguments.requests, arguments.rounds)
+    core.close()
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{arguments.name}.json"
+    path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2))
+    plot_shares(rows, f"{machine['cpu']}, {arguments.dtype}", path.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
