@@ -4,9 +4,10 @@
 // computed partition by partition, each relative to the partition's own maximum, and folded in ascending order. What a
 // tile, a task or a call covers therefore changes no bit: masked keys contribute an exact zero, and each sum is one chain
 // in key order. The queries of all heads that share a KV head, and of all rows that share a prefix, are computed together,
-// so K and V are read once. A pass (attention_vectors.h) computes a partition.
+// so K and V are read once. A pass (attention_vectors.h, attention_amx.h) computes a partition. `Few` takes the tasks of few
+// rows, `Many` the others, with the same bits where they are two.
 
-template <class Pass> struct Attention {
+template <class Few, class Many> struct Attention {
     const AttentionArgs& args;
     const AttentionTask* tasks;
     float *partials, *prefixes;  // states of partitions, and of query tokens (as ordered) and heads after their shared ones
@@ -25,6 +26,11 @@ template <class Pass> struct Attention {
 
     void operator()(int64_t index, int thread) const {
         const AttentionTask& task = tasks[index];
+        if (task.tokens * group <= Few::kRows) attend_task<Few>(task, thread);
+        else attend_task<Many>(task, thread);
+    }
+
+    template <class Pass> void attend_task(const AttentionTask& task, int thread) const {
         const int rows = task.tokens * group;
         const bool direct = task.partial < 0;
         const int64_t head_states = rows * state_size(), states = direct ? task.heads * head_states : 0;
@@ -115,8 +121,8 @@ template <class Pass> struct Attention {
     }
 };
 
-template <class Pass> void attend_with(const AttentionArgs& args) {
-    Attention<Pass> run{args, nullptr, nullptr, nullptr, args.heads / args.kv_heads, (args.head_dim + W - 1) / W * W};
+template <class Few, class Many> void attend_with(const AttentionArgs& args) {
+    Attention<Few, Many> run{args, nullptr, nullptr, nullptr, args.heads / args.kv_heads, (args.head_dim + W - 1) / W * W};
     int64_t target = INT64_MAX;
     if (num_threads() > 1) {
         int64_t work = 0;
@@ -127,9 +133,9 @@ template <class Pass> void attend_with(const AttentionArgs& args) {
         }
         target = greater<int64_t>(work / (num_threads() * 6), 4096);
     }
-    const AttentionPlan size = plan_attention(args, nullptr, nullptr, target);
+    const AttentionPlan size = plan_attention(args, nullptr, nullptr, Many::kRows, target);
     auto* tasks = (AttentionTask*)caller_scratch(0, sizeof(AttentionTask) * (size.num_tasks + size.num_merges));
-    const AttentionPlan plan = plan_attention(args, tasks, tasks + size.num_tasks, target);
+    const AttentionPlan plan = plan_attention(args, tasks, tasks + size.num_tasks, Many::kRows, target);
     int64_t shared = 0;
     for (int i = 0; i < args.num_prefixes; ++i) shared += args.prefixes[i].tokens;
     run.partials = (float*)caller_scratch(1, sizeof(float) * (plan.partials + shared * args.heads) * run.state_size());
@@ -145,5 +151,12 @@ template <class Pass> void attend_with(const AttentionArgs& args) {
 }
 
 void attend(const AttentionArgs& args) {
-    with_cache_type(args.cache_type, [&](auto* t) { attend_with<VectorPass<Pointee<decltype(t)>>>(args); });
+#if defined(__AMX_BF16__)
+    if (args.query_type == DType::bf16 && args.cache_type == DType::bf16)
+        return attend_with<VectorPass<bf16, PairSums>, AmxPass>(args);
+#endif
+    with_cache_type(args.cache_type, [&](auto* t) {
+        using Pass = VectorPass<Pointee<decltype(t)>>;
+        attend_with<Pass, Pass>(args);
+    });
 }

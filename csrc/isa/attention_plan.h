@@ -89,9 +89,11 @@ KeyRange own_keys(const AttentionArgs& args, int first, int tokens) {
     return span_of(ranges, tokens);
 }
 
-AttentionPlan plan_attention(const AttentionArgs& args, AttentionTask* tasks, AttentionTask* merges, int64_t target) {
+// A task has up to `task_rows` (token, head) rows of one row's tokens.
+AttentionPlan plan_attention(const AttentionArgs& args, AttentionTask* tasks, AttentionTask* merges, int task_rows,
+                             int64_t target) {
     AttentionPlan plan{tasks, merges};
-    const int group = args.heads / args.kv_heads, per_task = greater(1, kTaskRows / group);
+    const int group = args.heads / args.kv_heads, per_task = greater(1, task_rows / group);
     for (int i = 0; i < args.num_prefixes; ++i) {
         const SharedPrefix& prefix = args.prefixes[i];
         const int64_t keys = int64_t(prefix.partitions) * kPartition;

@@ -1,5 +1,20 @@
+// How the pass below takes its sums: each as one chain of multiply-adds.
+struct ChainSums {
+    struct Rounding {};
+    static constexpr int kRows = kTileRows, kMostRows = kTaskRows;  // in registers; of a task
+
+    template <class E> static const TileKernels<E>& kernels(int rows) { return tile_kernels<E>(rows, Upto<kRows>{}); }
+    static float query_factor(const AttentionArgs& args) { return args.scale; }
+    static Softmax weigh(const AttentionArgs& args, float* scores, const KeyRange& own, int from, int until,
+                         const TokenScales* scales) {
+        return softmax(scores, int(own.begin), int(own.end), from, until, args.soft_cap, scales);
+    }
+};
+
 // The pass over a partition on plain vectors, in fp32 whatever the dtype of the cache.
-template <class T> struct VectorPass {
+template <class T, class Sums = ChainSums> struct VectorPass {
+    static constexpr int kRows = Sums::kMostRows;
+
     const AttentionArgs& args;
     const AttentionTask& task;
     int group, padded;
@@ -9,7 +24,7 @@ template <class T> struct VectorPass {
     float *queries = nullptr, *scores, *part, *wide_keys, *wide_values;
 
     VectorPass(const AttentionArgs& args, const AttentionTask& task, int padded)
-        : args(args), task(task), group(args.heads / args.kv_heads), padded(padded), tiles(task.tokens * group, kTileRows),
+        : args(args), task(task), group(args.heads / args.kv_heads), padded(padded), tiles(task.tokens * group, Sums::kRows),
           query_size(int64_t(task.tokens) * group * args.head_dim) {
         // Whether key vectors, and values, can be read where they lie.
         const bool direct_keys = args.key.token == 1 && args.block_size % W == 0;
@@ -18,20 +33,21 @@ template <class T> struct VectorPass {
     }
 
     int64_t scratch_size() const {
-        return task.heads * query_size + kTileRows * (kScoreRow + padded) +
+        return task.heads * query_size + Sums::kRows * (kScoreRow + padded) +
                (widen ? kPartition * int64_t(args.head_dim + padded) + 8 * W : 0);
     }
 
     void begin(float* memory) {
         queries = memory;
         scores = queries + task.heads * query_size;
-        part = scores + kTileRows * kScoreRow;
-        wide_keys = part + kTileRows * padded;
+        part = scores + Sums::kRows * kScoreRow;
+        wide_keys = part + Sums::kRows * padded;
         wide_values = wide_keys + kPartition * args.head_dim + 8 * W;
         for (int h = 0; h < task.heads; ++h) pack_query(task.head + h, queries + h * query_size);
     }
 
     void pack_query(int head, float* out) const {
+        const float factor = Sums::query_factor(args);
         with_type(args.query_type, [&](auto* t) {
             using Q = Pointee<decltype(t)>;
             for (int64_t tile = 0; tile < tiles.count; ++tile) {
@@ -41,7 +57,7 @@ template <class T> struct VectorPass {
                     const int64_t i = tiles.begin(tile) + r;
                     const Q* q = (const Q*)args.query + args.order[task.first + i / group].token * args.query_token +
                                  (head * group + i % group) * args.query_head;
-                    for (int d = 0; d < args.head_dim; ++d) to[d * height + r] = widen_one(q + d) * args.scale;
+                    for (int d = 0; d < args.head_dim; ++d) to[d * height + r] = widen_one(q + d) * factor;
                 }
             }
         });
@@ -79,15 +95,19 @@ template <class T> struct VectorPass {
             const int height = tiles.height(tile), first_row = int(tiles.begin(tile));
             const KeyRange span = span_of(ranges + first_row / group, (first_row + height - 1) / group - first_row / group + 1);
             const int from = int(span.begin), until = int(span.end);
-            const TileKernels<E>& run = tile_kernels<E>(height, Upto<kTileRows>{});
-            for (int v = from / W; v * W < until; v += run.vectors)
-                run.score(q + first_row * args.head_dim, keys + v, key_dim, args.head_dim, scores + v * W);
-            Softmax result[kTileRows];
-            for (int r = 0; r < height; ++r) {
-                const KeyRange& own = ranges[(first_row + r) / group];
-                result[r] = softmax(scores + r * kScoreRow, int(own.begin), int(own.end), from, until, args.soft_cap, scales);
+            const TileKernels<E>& run = Sums::template kernels<E>(height);
+            Softmax result[Sums::kRows];
+            {
+                [[maybe_unused]] const typename Sums::Rounding rounding;
+                for (int v = from / W; v * W < until; v += run.vectors)
+                    run.score(q + first_row * args.head_dim, keys + v, key_dim, args.head_dim, scores + v * W);
             }
-            if (from < until) run.value(scores, values, padded, from, until, part);
+            for (int r = 0; r < height; ++r)
+                result[r] = Sums::weigh(args, scores + r * kScoreRow, ranges[(first_row + r) / group], from, until, scales);
+            if (from < until) {
+                [[maybe_unused]] const typename Sums::Rounding rounding;
+                run.value(scores, values, padded, from, until, part);
+            }
             emit(first_row, height, result, part);
         }
     }

@@ -32,6 +32,10 @@ template <int N> using Upto = typename UptoOf<N>::type;  // Sequence<0, ..., N -
 #include "attention_tiles.h"
 #include "attention_plan.h"
 #include "attention_vectors.h"
+#if defined(__AMX_BF16__)
+#include "attention_pairs.h"
+#include "attention_amx.h"
+#endif
 #include "attention.h"
 #include "kv_write.h"
 #include "sampling.h"

@@ -73,6 +73,35 @@ def test_dtypes(backend: AttentionBackend, dtype: torch.dtype, query_dtype: torc
     check(backend, case, {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}[query_dtype])
 
 
+@pytest.mark.parametrize("options", [{}, {"window": 40}, {"soft_cap": 5.0}])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "head_dim", "block_size", "layout"),
+    [
+        (9, 3, 64, 16, layer_major),
+        (4, 1, 80, 8, layer_major),
+        (32, 8, 128, 32, layer_major),
+        (3, 3, 96, 256, layer_major),
+        (8, 1, 256, 16, block_major),
+        (7, 1, 20, 64, block_major),
+        (64, 1, 40, 16, layer_major),
+    ],
+)
+def test_bf16_queries_and_cache(
+    backend: AttentionBackend,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_size: int,
+    layout: Callable[..., object],
+    options: dict[str, object],
+) -> None:
+    case = PagedCase(
+        MIXED, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=torch.bfloat16,
+        query_dtype=torch.bfloat16, layout=layout, seed=17,
+    )  # fmt: skip
+    check(backend, case, 1e-2, **options)
+
+
 @pytest.mark.parametrize("window", [1, 7, 64, 255, 256, 1000])
 def test_windows(backend: AttentionBackend, dtype: torch.dtype, window: int) -> None:
     check(backend, PagedCase(MIXED, dtype=dtype, seed=window), window=window)

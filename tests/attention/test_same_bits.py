@@ -44,6 +44,8 @@ def same(a: tuple[torch.Tensor, torch.Tensor], b: tuple[torch.Tensor, torch.Tens
         (torch.float32, torch.float32, 64, 16),
         (torch.bfloat16, torch.float32, 80, 8),
         (torch.bfloat16, torch.bfloat16, 64, 16),
+        (torch.bfloat16, torch.bfloat16, 80, 8),
+        (torch.bfloat16, torch.bfloat16, 20, 32),
         (torch.int8, torch.float32, 96, 32),
         (torch.int8, torch.float32, 40, 8),
     ],
@@ -78,11 +80,26 @@ def test_alone_in_batch_and_in_chunks(
         assert same(got, (whole[0][0][token : token + 1], whole[0][1][token : token + 1]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("heads", [2, 6, 8, 14, 40])
+def test_few_and_many_rows_in_tiny_numbers(backend: CpuAttention, heads: int) -> None:
+    """Tiles take subnormal numbers for zero, in products and in sums: so must what stands in for them with few rows."""
+    case = PagedCase([(400, 60)], heads=heads, dtype=torch.bfloat16, query_dtype=torch.bfloat16, seed=27)
+    case.keys[0] *= 2.0 ** torch.randint(-130, -110, case.keys[0].shape)
+    case.values[0] *= 2.0 ** torch.randint(-136, -116, case.values[0].shape)
+    case.write_all(backend)
+    whole = run(backend, case, [(0, 0, 60)])[0]
+    assert whole[0].any()
+    for begin, end in ((0, 1), (1, 3), (3, 6), (6, 12), (12, 31), (31, 60)):
+        got = run(backend, case, [(0, begin, end)])[0]
+        assert same(got, (whole[0][begin:end], whole[1][begin:end]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_threads(backend: CpuAttention, options: dict[str, object], dtype: torch.dtype) -> None:
     rows = [(3000, 1), (2600, 3), (500, 500), (40, 1)]
-    case = PagedCase(rows, heads=6, dtype=dtype, seed=22)
+    query_dtype = torch.float32 if dtype == torch.int8 else dtype
+    case = PagedCase(rows, heads=6, dtype=dtype, query_dtype=query_dtype, seed=22)
     case.write_all(backend)
     everything = [(row, 0, length) for row, (_, length) in enumerate(rows)]
     one = run(backend, case, everything, **options)
