@@ -72,6 +72,8 @@ class EngineConfig:
     eviction_policy: str = "lru"
     """Which cached blocks make room first: "lru" the least recently used; "lfu" the least often used; "cost" those that
     are the least work to compute again, times their uses. The last two age."""
+    max_pinned_share: float = 0.5
+    """The most of the KV pool that pinned prefixes may take."""
     session_path: str | None = None
     """File in which sessions are kept; without one they end with the process."""
     max_sessions: int = 1024
@@ -122,6 +124,10 @@ class EngineConfig:
                 raise ConfigError(f"{name} is {value}; it must be at least 1", param=name)
         if not 0 <= self.ageing_s < math.inf:
             raise ConfigError(f"ageing_s is {self.ageing_s}; it must be 0 or more seconds", param="ageing_s")
+        if not 0 <= self.max_pinned_share <= 1:
+            raise ConfigError(
+                f"max_pinned_share is {self.max_pinned_share}; it must lie between 0 and 1", param="max_pinned_share"
+            )
         if self.session_timeout_s is not None and not 0 < self.session_timeout_s < math.inf:
             raise ConfigError(
                 f"session_timeout_s is {self.session_timeout_s}; it must be above 0 seconds, or None to keep sessions",
@@ -145,7 +151,8 @@ class EngineConfig:
         kinds: dict[type | tuple[type, ...], tuple[str, tuple[str, ...]]] = {
             int: ("an integer", ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_threads",
                                  "kv_cache_memory_bytes", "seed", "max_sessions")),
-            (int, float): ("a number", ("gpu_memory_utilization", "ageing_s", "session_timeout_s")),
+            (int, float): ("a number", ("gpu_memory_utilization", "ageing_s", "session_timeout_s",
+                                    "max_pinned_share")),
             (int, float, str): ("bytes, a size or a share", ("kv_memory", "kv_host_memory", "kv_disk_memory")),
             str: ("a text", ("dtype", "quantization", "kv_cache_dtype", "kv_disk_path", "eviction_policy", "device",
                              "session_path")),

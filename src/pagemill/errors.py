@@ -91,6 +91,17 @@ class SessionLimitError(InvalidRequestError):
     """One session more than `max_sessions`."""
 
 
+class PinLimitError(InvalidRequestError):
+    """A pin that would leave too little of the pool."""
+
+
+class PinNotFoundError(InvalidRequestError):
+    """No pin of this name in this namespace."""
+
+    http_status: ClassVar[int] = 404
+    kind: ClassVar[str] = "not_found_error"
+
+
 class ConfigError(PagemillError, ValueError):
     """An engine setting out of its range, or two that contradict each other."""
 

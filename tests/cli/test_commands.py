@@ -176,6 +176,23 @@ def test_a_conversation_with_a_name_goes_on_after_a_restart(tmp_path):
     assert "there is no session 'ada'" in gone.stderr
 
 
+def test_serve_pins_a_file_of_prefixes_before_it_is_ready(tmp_path):
+    pins = tmp_path / "pins.json"
+    assert "which is no file; name one" in run("serve", MODEL, "--port", "0", "--pin-file", str(pins)).stderr
+    pins.write_text(json.dumps([{"name": "system", "prompt": "You are a patient teacher. " * 8}]))
+    command = [*COMMAND, "serve", MODEL, "--port", "0", "--pin-file", str(pins), *SMALL]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        while " curl " not in (line := server.stderr.readline()):
+            assert server.poll() is None
+        url = line.split()[1].removesuffix("/chat/completions")
+        (card,) = httpx.get(f"{url}/pins").json()["data"]
+        assert card["name"] == "system"
+    finally:
+        server.kill()
+        server.communicate()
+
+
 def test_serve_listens_at_once_and_ends_without_a_trace():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

@@ -16,10 +16,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from pagemill.errors import PinLimitError
 from pagemill.memory.block_table import BlockTable, first_entry_in_window
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.eviction import cheapest_to_recompute, least_frequently_used, least_recently_used
 from pagemill.memory.manager import MemoryManager
+from pagemill.memory.pins import Pins
 
 ROOTS = [root_digest(b"model", "float32", "reference", namespace) for namespace in ("", "tenant")]
 TOKENS = st.integers(0, 2)
@@ -80,6 +82,8 @@ class MemoryMachine(RuleBasedStateMachine):
         self.sequences: list[Sequence] = []
         self.past: list[tuple[bytes, list[int]]] = []
         self.flying: list[Step] = []
+        self.pins = Pins(self.memory, 0.5)
+        self.pinned: dict[str, tuple[bytes, list[int]]] = {}  # by name: namespace and tokens
         self.lower: dict[tuple[bytes, int], list] = {}  # a lower tier: slots by digest and group
         self.step_number = 0
         self.time = 0.0
@@ -258,6 +262,60 @@ class MemoryMachine(RuleBasedStateMachine):
         if sequence in self.sequences:
             self.drop(sequence)
 
+    # Pins
+
+    @rule(data=st.data(), name=st.sampled_from("ab"), expires_s=st.one_of(st.none(), st.integers(1, 5)))
+    def pin(self, data, name, expires_s) -> None:
+        whole = [(sequence, sequence.table.length // self.size * self.size) for sequence in self.sequences]
+        whole = [pair for pair in whole if pair[1] and not self.out_of_window(pair[0].table, pair[1])]
+        if not whole:
+            return
+        sequence, length = data.draw(st.sampled_from(whole))
+        digests: list[bytes] = []
+        extend_chain(digests, sequence.root, sequence.tokens[:length], self.size)
+        before, stats, owner = self.pins.num_frames, self.memory.stats(), object()
+        needed = data.draw(st.sampled_from([0, stats.frames // 2, stats.frames]))
+        try:
+            self.pins.reserve(owner, name, "", digests, expires_s, needed)
+        except PinLimitError:
+            assert (self.pins.num_frames, self.memory.stats()) == (before, stats)
+            return
+        assert self.pins.num_frames <= min(stats.frames // 2, stats.frames - needed)
+        if data.draw(st.integers(0, 3)) == 0:
+            self.pins.drop(owner)
+            assert self.pins.num_frames == before
+            return
+        self.pins.keep(owner, sequence.table, self.time)
+        self.pinned[name] = (sequence.root, sequence.tokens[:length])
+
+    @rule(name=st.sampled_from("ab"))
+    def unpin(self, name) -> None:
+        assert self.pins.unpin(name, "", self.time) == (self.pinned.pop(name, None) is not None)
+
+    @rule(seconds=st.integers(1, 3))
+    def expire(self, seconds) -> None:
+        self.time += seconds
+        ending = [p.name for p in self.pins.list() if p.expires_s is not None and p.expires_s <= self.time]
+        self.pins.expire(self.time)
+        for name in ending:
+            del self.pinned[name]
+
+    @invariant()
+    def pinned_blocks_stay(self) -> None:
+        if not hasattr(self, "memory"):
+            return
+        assert {pin.name for pin in self.pins.list()} == self.pinned.keys()
+        if self.memory._copies:
+            return  # what is to be moved lies where it was
+        for pin in self.pins.list():
+            root, tokens = self.pinned[pin.name]
+            for held in pin.table.blocks:
+                for entry, block in enumerate(held):
+                    if block >= 0:
+                        slots = self.device.slots[self.memory._blocks.frame[block]]
+                        start = entry * self.size
+                        assert slots == [(root, *tokens[: at + 1]) for at in range(start, start + self.size)]
+
     # Lower tiers
 
     def save(self) -> None:
@@ -416,6 +474,8 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         while self.sequences:
             self.drop(self.sequences[-1])
+        self.pins.clear(self.time)
+        assert self.pins.num_frames == 0
         self.memory.retire(self.step_number)
         self.memory.check()
         stats = self.memory.stats()

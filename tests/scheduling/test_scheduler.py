@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import random
 from collections import deque
-from itertools import chain, combinations, repeat
+from itertools import chain, combinations, count, repeat
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_device import VOCAB, SimulatedDevice, likeliest, next_token
 
-from pagemill.errors import KVMemoryError, RequestTooLargeError
+from pagemill.errors import InvalidRequestError, KVMemoryError, PinLimitError, RequestTooLargeError
 from pagemill.memory.digest import root_digest
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.work import Load
@@ -22,13 +22,15 @@ from pagemill.sampling.params import SamplingParams
 from pagemill.sampling.random import sequence_seed
 from pagemill.scheduling.beam import BeamSearch, Hypothesis, row_params
 from pagemill.scheduling.scheduler import Scheduler
-from pagemill.scheduling.sequence import Request
+from pagemill.scheduling.sequence import Pinning, Request
 from pagemill.scheduling.step_plan import StepResult
 
 EOS = 7
 
 
-def make_request(name, prompt, max_tokens, *, n=1, seed=1, priority=0, salt="", ignore_eos=False, arrival_s=0.0):
+def make_request(
+    name, prompt, max_tokens, *, n=1, seed=1, priority=0, salt="", ignore_eos=False, arrival_s=0.0, pin=None
+):
     return Request(
         request_id=name,
         prompt_token_ids=list(prompt),
@@ -38,6 +40,7 @@ def make_request(name, prompt, max_tokens, *, n=1, seed=1, priority=0, salt="", 
         arrival_s=arrival_s,
         root=root_digest(b"model", "f32", "sim", salt),
         max_len=len(prompt) + max_tokens,
+        pin=None if pin is None else Pinning(pin, salt, 30.0),
     )
 
 
@@ -181,15 +184,20 @@ class Bench:
             del self.device.frames[frame]
         self.memory.check()
 
-    def run(self, limit=5000) -> None:
+    def run(self) -> None:
+        self.run_steps()
+        self.assert_all_free()
+
+    def run_steps(self, limit=5000) -> None:
         for _ in range(limit):
             if not self.scheduler.has_work():
                 break
             self.step()
         assert not self.scheduler.has_work(), "it does not end"
-        self.assert_all_free()
 
     def assert_all_free(self) -> None:
+        self.scheduler.pins.clear(self.now)
+        assert self.scheduler.pins.num_frames == 0
         stats = self.memory.stats()
         assert stats.frames_active == 0
         assert stats.frames_free + stats.frames_cached == stats.frames
@@ -219,7 +227,7 @@ requests = st.lists(
 scripts = st.lists(
     st.tuples(
         st.integers(0, 6),
-        st.sampled_from(["add", "add", "abort", "fault", "finish", "fork", "resize", "resize"]),
+        st.sampled_from(["add", "add", "abort", "fault", "finish", "fork", "resize", "resize", "pin", "pin", "unpin"]),
         st.integers(0, 9),
     ),
     max_size=20,
@@ -260,6 +268,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
     ]
     all_requests = list(waiting)
     disturbed: set[str] = set()
+    numbers = count()
 
     def add() -> None:
         if waiting:
@@ -268,7 +277,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
             try:
                 bench.scheduler.add(request)
             except RequestTooLargeError:
-                assert bench.memory.num_frames < frames * len(windows)
+                assert bench.memory.num_frames < frames * len(windows) or bench.scheduler.pins.num_frames
                 waiting.insert(0, request)
 
     def fork(name: str) -> None:
@@ -281,6 +290,14 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
                 bench.scheduler.add(child, (name, origin.index))
                 all_requests.append(child)
 
+    def pin(pick: int) -> None:
+        prompt, _, _, _, _, salt, _ = loads[pick % len(loads)]
+        whole = prompt[: len(prompt) // 4 * 4]
+        if whole:
+            name = f"pin{next(numbers)}"
+            with contextlib.suppress(InvalidRequestError):  # no caching, or no room
+                bench.scheduler.add(make_request(name, whole, 1, salt=salt, pin="xy"[pick % 2]))
+
     for steps, action, pick in script:
         for _ in range(steps):
             bench.step()
@@ -289,6 +306,11 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
             add()
         elif action == "fault":
             bench.step(frozenset([pick % max_num_seqs]))
+        elif action == "pin":
+            pin(pick)
+        elif action == "unpin":
+            for salt in "ab":
+                bench.scheduler.pins.unpin("xy"[pick % 2], salt, bench.now)
         elif action == "resize":
             bench.resize((pick * 4 + 4) * len(windows))
         elif live:
@@ -302,6 +324,8 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
             else:
                 bench.scheduler.finish(name, 0, bench.now)
             bench.memory.check()
+    bench.run_steps()
+    bench.scheduler.pins.clear(bench.now)
     bench.resize(max(frames * len(windows), bench.scheduler.least_frames))
     while waiting:
         add()
@@ -530,6 +554,51 @@ def test_what_can_never_fit_is_refused_at_once():
     bench.scheduler.add(make_request("fits", [1] * 10, 7, ignore_eos=True))
     bench.run()
     assert len(bench.outputs["fits", 0]) == 7
+
+
+def test_a_pinned_prefix_is_never_computed_again():
+    bench = Bench(frames=20, budget=64)
+    prefix = [1, 2, 3, 4] * 5
+    bench.scheduler.add(make_request("pin", prefix, 1, pin="system"))
+    bench.run_steps()
+    assert [(pin.name, pin.num_tokens) for pin in bench.scheduler.pins.list()] == [("system", 20)]
+    assert bench.memory.stats().frames_active == bench.scheduler.pins.num_frames == 5
+    for i in range(4):
+        bench.scheduler.add(make_request(f"flood{i}", [20 + i] * 40, 2, ignore_eos=True))
+    bench.run_steps()
+    computed = bench.device.computed_tokens
+    bench.scheduler.add(make_request("r", [*prefix, 7, 8], 2, ignore_eos=True))
+    bench.run_steps()
+    assert bench.device.computed_tokens - computed == 3
+    bench.now += 30
+    bench.scheduler.add(make_request("later", [5], 1))
+    bench.run_steps()
+    assert bench.scheduler.pins.list() == []
+    bench.assert_all_free()
+
+
+def test_pins_and_requests_never_shut_each_other_out():
+    bench = Bench(frames=20, budget=64)
+    bench.scheduler.add(make_request("large", [9] * 44, 5, ignore_eos=True))  # 12 blocks
+    with pytest.raises(PinLimitError, match=r"9 KV blocks; with it 9 would be pinned, and a request .* may need 12"):
+        bench.scheduler.add(make_request("pin", [1, 2, 3] * 12, 1, pin="a"))
+    with pytest.raises(PinLimitError, match=r"11 would be pinned, over max_pinned_share \(0.5\) of the pool, 10 of 20"):
+        bench.scheduler.add(make_request("pin", [1, 2] * 22, 1, pin="a"))
+    bench.scheduler.add(make_request("pin", [1, 2] * 14, 1, pin="a"))
+    with pytest.raises(RequestTooLargeError, match=r"takes 14 KV blocks .* has 20, of which pins hold 7"):
+        bench.scheduler.add(make_request("larger", [8] * 52, 5))
+    with pytest.raises(PinLimitError, match="12 would be pinned"):
+        bench.scheduler.add(make_request("second", [3] * 20, 1, pin="b"))
+    bench.run_steps()
+    assert bench.scheduler.least_frames == 7
+    with pytest.raises(KVMemoryError, match="pins hold 7"):
+        bench.scheduler.resize(6, bench.now)
+    bench.scheduler.add(make_request("again", [1, 2] * 16, 1, pin="a"))  # in the place of the first: one block more
+    bench.run_steps()
+    assert bench.scheduler.pins.num_frames == 8
+    bench.scheduler.pins.unpin("a", "", bench.now)
+    bench.scheduler.add(make_request("larger", [8] * 52, 5))
+    bench.run()
 
 
 def run_one_after_another(tier_loses) -> Bench:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pagemill.cli.options import ModelArgument, engine_options
 from pagemill.cli.ports import require_free_port
+from pagemill.errors import ConfigError
 
 if TYPE_CHECKING:
     from pagemill.engine.messages import EngineReady
@@ -26,23 +28,32 @@ def serve(
     served_model_name: Annotated[
         str | None, typer.Option("--served-model-name", help="The model's name in the API. Default: MODEL.")
     ] = None,
+    pin_file: Annotated[
+        Path | None,
+        typer.Option("--pin-file", help='Prefixes to pin at the start: [{"name": …, "prompt" or "messages": …}, …].'),
+    ] = None,
     *,
     settings: dict[str, Any],
 ) -> None:
     """Serve a model through OpenAI's API."""
+    if pin_file is not None and not pin_file.is_file():
+        raise ConfigError(f"pin_file is {str(pin_file)!r}, which is no file; name one", param="pin_file")
     require_free_port(host, port)
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     with socket.create_server((host, port), family=family) as sock:
         try:
-            asyncio.run(_serve(model, served_model_name or model, sock, settings))
+            asyncio.run(_serve(model, served_model_name or model, sock, settings, pin_file))
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 
 
-async def _serve(model: str, name: str, sock: socket.socket, settings: dict[str, Any]) -> None:
+async def _serve(model: str, name: str, sock: socket.socket, settings: dict[str, Any], pin_file: Path | None) -> None:
     from pagemill.cli.loading import LoadingBar, messages
     from pagemill.engine.async_llm import AsyncLLM
+    from pagemill.server.pins import read_pins
     from pagemill.server.run import run_server
+
+    pins = [] if pin_file is None else read_pins(pin_file)
 
     host, port = sock.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
@@ -61,4 +72,4 @@ async def _serve(model: str, name: str, sock: socket.socket, settings: dict[str,
                 soft_wrap=True,
             )
 
-        await run_server(AsyncLLM(model, on_progress=bar, **settings), name, sock, announce)
+        await run_server(AsyncLLM(model, on_progress=bar, **settings), name, sock, announce, pins)

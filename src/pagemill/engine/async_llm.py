@@ -29,14 +29,19 @@ from pagemill.engine.messages import (
     EngineStats,
     FinishSequences,
     LoadProgress,
+    PinInfo,
+    PinList,
+    PinsRequest,
     Refused,
     ResizePool,
     StatsRequest,
     StepOutputs,
     ToEngine,
+    Unpin,
 )
 from pagemill.engine.output_processor import OutputProcessor, RequestState
 from pagemill.engine.outputs import RequestOutput
+from pagemill.engine.pinning import pin_of, pin_request
 from pagemill.engine.session_turns import SessionTurns
 from pagemill.errors import EngineDeadError, InvalidRequestError, PagemillError, error_of
 from pagemill.hub import resolve_model
@@ -293,6 +298,32 @@ class AsyncLLM:
         turns = await self._session_turns()
         return await self._tokenize(turns.store.list, cache_salt)
 
+    async def pin(self, prompt: Prompt, *, name: str, expires_s: float | None = None, cache_salt: str = "") -> PinInfo:
+        """As `LLM.pin`."""
+        inputs = await self._inputs()
+        request_id = self._new_request_id(None)
+        processed = await self._tokenize(pin_request, inputs, prompt, request_id, name, expires_s, cache_salt)
+        stream = self._start(processed)
+        try:
+            async for _ in stream:
+                pass
+        finally:
+            stream.close()
+        return pin_of(await self.pins(), name, processed.request.cache_salt)
+
+    async def pins(self) -> list[PinInfo]:
+        """All pins, in the order in which they came."""
+        return await self._ask_pins(PinsRequest())
+
+    async def unpin(self, name: str, *, cache_salt: str = "") -> None:
+        """As `LLM.unpin`."""
+        await self._ask_pins(Unpin(name, cache_salt))
+
+    async def _ask_pins(self, message: PinsRequest | Unpin) -> list[PinInfo]:
+        answer: PinList = await self._ask(message)
+        (await self._inputs()).ready.longest_sequence = answer.longest_sequence
+        return answer.pins
+
     async def stats(self) -> EngineStats:
         """A snapshot taken between two steps."""
         stats: EngineStats = await self._ask(StatsRequest())
@@ -385,7 +416,7 @@ class AsyncLLM:
                 match message:
                     case StepOutputs():
                         self._distribute(message)
-                    case EngineStats():
+                    case EngineStats() | PinList():
                         self._answered(message)
                     case Refused():
                         self._answered(error_of(message.error_type, message.message, message.param))

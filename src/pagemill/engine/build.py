@@ -90,6 +90,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
         ageing_s=config.ageing_s,
         enable_prefix_caching=config.enable_prefix_caching,
         stored=None if tiers is None else tiers.stored,
+        max_pinned_share=config.max_pinned_share,
     )
     runner = Runner(
         model.decoder,
@@ -128,9 +129,10 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
     )
 
 
-def longest_sequence(memory: MemoryManager, max_model_len: int, chunk: int) -> int:
-    """Tokens that one sequence can have: those whose K/V fit, and a last one, which needs no place."""
-    return bisect_right(range(max_model_len), memory.num_frames, key=lambda n: memory.blocks_needed(n, chunk))
+def longest_sequence(memory: MemoryManager, max_model_len: int, chunk: int, pinned: int = 0) -> int:
+    """Tokens that one sequence can have beside so many pinned blocks: those whose K/V fit, and a last one, which needs
+    no place."""
+    return bisect_right(range(max_model_len), memory.num_frames - pinned, key=lambda n: memory.blocks_needed(n, chunk))
 
 
 def _device(name: str) -> torch.device:

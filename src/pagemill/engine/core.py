@@ -10,15 +10,15 @@ from msgspec.structs import replace
 
 from pagemill.config import EngineConfig
 from pagemill.engine.build import Engine, build, longest_sequence
-from pagemill.engine.messages import EngineReady, EngineRequest, EngineStats, SequenceOutput
-from pagemill.errors import InvalidRequestError, StepFailedError
+from pagemill.engine.messages import EngineReady, EngineRequest, EngineStats, PinInfo, PinList, SequenceOutput
+from pagemill.errors import InvalidRequestError, PinNotFoundError, StepFailedError
 from pagemill.kvcache.sizing import device_memory, num_frames
 from pagemill.kvcache.transfers import TransferStats
 from pagemill.memory.digest import root_digest
 from pagemill.memory.occupancy import occupancy, scatter
 from pagemill.scheduling.beam import row_params
 from pagemill.scheduling.scheduler import Update
-from pagemill.scheduling.sequence import Request
+from pagemill.scheduling.sequence import Pinning, Request
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
 LOAD_WAIT_S = 0.05
@@ -68,6 +68,7 @@ class EngineCore:
                 root=self._root(request.cache_salt),
                 max_len=limit if params.max_tokens is None else min(prompt_len + params.max_tokens, limit),
                 beam=beam,
+                pin=None if request.pin is None else Pinning(request.pin, request.cache_salt, request.pin_expires_s),
             ),
             request.fork_of,
         )
@@ -144,11 +145,34 @@ class EngineCore:
             self._ready,
             num_frames=frames,
             kv_bytes=pool.nbytes,
-            longest_sequence=longest_sequence(
-                self._memory, self._ready.max_model_len, self.config.max_num_batched_tokens
-            ),
+            longest_sequence=self._longest_sequence(),
         )
         return self._ready
+
+    def pins(self) -> PinList:
+        """What is pinned now."""
+        now, pins = time.monotonic(), self._scheduler.pins
+        pins.expire(now)
+        self._ready.longest_sequence = self._longest_sequence()
+        infos = [
+            PinInfo(
+                name=pin.name,
+                cache_salt=pin.cache_salt,
+                num_tokens=pin.num_tokens,
+                num_blocks=len(pin.blocks),
+                expires_in_s=None if pin.expires_s is None else pin.expires_s - now,
+            )
+            for pin in pins.list()
+        ]
+        return PinList(infos, self._ready.longest_sequence)
+
+    def unpin(self, name: str, cache_salt: str) -> PinList:
+        """Ends a pin, and returns those that are left. Raises PinNotFoundError."""
+        now, pins = time.monotonic(), self._scheduler.pins
+        pins.expire(now)
+        if not pins.unpin(name, cache_salt, now):
+            raise PinNotFoundError(f"there is no pin {name!r}; it may have expired", param="name")
+        return self.pins()
 
     def stats(self) -> EngineStats:
         memory, slots, steps = self._memory.stats(), occupancy(self._memory), scatter(self._memory)
@@ -185,6 +209,7 @@ class EngineCore:
     def close(self) -> None:
         """Ends every request, and keeps on disk, if that is a tier, what can be found again."""
         self.abort(self._scheduler.request_ids())
+        self._scheduler.pins.clear(time.monotonic())
         if self._tiers is not None:
             while self._tiers.transfers.loading:
                 self._finish_loads(LOAD_WAIT_S)
@@ -206,6 +231,14 @@ class EngineCore:
         if self._tiers is not None and self._tiers.transfers.loading:
             for load, arrived in self._tiers.transfers.finished(wait_s).items():
                 self._scheduler.finish_load(load, arrived, time.monotonic())
+
+    def _longest_sequence(self) -> int:
+        return longest_sequence(
+            self._memory,
+            self._ready.max_model_len,
+            self.config.max_num_batched_tokens,
+            self._scheduler.pins.num_frames,
+        )
 
     def _root(self, cache_salt: str) -> bytes:
         return root_digest(self._engine.fingerprint, self._engine.kv_format, self._engine.numerics, cache_salt)

@@ -18,9 +18,10 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from pagemill.arguments import suggest_keywords
 from pagemill.config import config_for
 from pagemill.engine.input_processor import InputProcessor, ProcessedInput, Prompt, as_list_of_prompts, one_per_prompt
-from pagemill.engine.messages import EngineReady, EngineStats
+from pagemill.engine.messages import EngineReady, EngineStats, PinInfo
 from pagemill.engine.output_processor import OutputProcessor
 from pagemill.engine.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from pagemill.engine.pinning import pin_of, pin_request
 from pagemill.engine.session import Session
 from pagemill.engine.session_turns import SessionTurns
 from pagemill.errors import EngineDeadError, SamplingParamsError
@@ -132,6 +133,27 @@ class LLM:
             self._input.render_chat(conversation, cache_salt=cache_salt, **template) for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
+
+    def pin(self, prompt: Prompt, *, name: str, expires_s: float | None = None, cache_salt: str = "") -> PinInfo:
+        """Computes a prefix and keeps its whole blocks in the pool until it is unpinned, or for so many seconds.
+
+        A pin of the same name in the same namespace (`cache_salt`) is replaced. Raises `PinLimitError` where it would
+        take more than `max_pinned_share` of the pool or leave too little for a request that was accepted.
+        """
+        item = pin_request(self._input, prompt, self._new_request_id(), name, expires_s, cache_salt)
+        (output,) = self._run([item], use_tqdm=False)
+        if output.outputs[0].error is not None:
+            raise output.outputs[0].error
+        return pin_of(self.pins(), name, item.request.cache_salt)
+
+    def pins(self) -> list[PinInfo]:
+        """All pins, in the order in which they came."""
+        pins: list[PinInfo] = self._engine().pins().pins
+        return pins
+
+    def unpin(self, name: str, *, cache_salt: str = "") -> None:
+        """Ends a pin: its blocks are cached from now on, like any others. Raises `PinNotFoundError`."""
+        self._engine().unpin(name, cache_salt)
 
     def session(self, name: str, *, cache_salt: str = "") -> Session:
         """A conversation that goes on where its last turn ended, under a name of its own in this namespace."""

@@ -35,6 +35,20 @@ class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
     """A sequence `(request_id, index)` with these tokens, whose blocks it may share if that still runs."""
     beam: BeamSearchParams | None = None
     """Makes it a beam search; `params` then say how many sequences come back, and how they become text."""
+    pin: str | None = None
+    """Name of the pin that its whole prompt becomes; None: it is an ordinary request."""
+    pin_expires_s: float | None = None
+
+
+class PinsRequest(msgspec.Struct, tag=True):
+    """Ask for a `PinList`."""
+
+
+class Unpin(msgspec.Struct, tag=True):
+    """End a pin. Answered, in order, by a `PinList` of those that are left, or `Refused`."""
+
+    name: str
+    cache_salt: str
 
 
 class AbortRequests(msgspec.Struct, tag=True):
@@ -136,6 +150,25 @@ class Refused(msgspec.Struct, tag=True):
     param: str | None
 
 
+class PinInfo(msgspec.Struct, kw_only=True):
+    """A prefix whose blocks are never evicted."""
+
+    name: str
+    cache_salt: str
+    num_tokens: int
+    num_blocks: int
+    """Over all layer groups; those of several pins count in each."""
+    expires_in_s: float | None
+    """Seconds from now; None: never."""
+
+
+class PinList(msgspec.Struct, tag=True):
+    """All pins, and the `EngineReady.longest_sequence` that they leave."""
+
+    pins: list[PinInfo]
+    longest_sequence: int
+
+
 class StepOutputs(msgspec.Struct, tag=True):
     """All outputs of one step."""
 
@@ -172,5 +205,7 @@ class EngineFault(msgspec.Struct, tag=True):
     message: str
 
 
-ToEngine = Start | EngineRequest | AbortRequests | FinishSequences | StatsRequest | ResizePool | Shutdown
-FromEngine = StepOutputs | EngineStats | Refused | LoadProgress | EngineReady | EngineFault
+ToEngine = (
+    Start | EngineRequest | AbortRequests | FinishSequences | StatsRequest | ResizePool | PinsRequest | Unpin | Shutdown
+)
+FromEngine = StepOutputs | EngineStats | PinList | Refused | LoadProgress | EngineReady | EngineFault

@@ -27,6 +27,7 @@ from pagemill.engine.messages import (
     EngineRequest,
     FinishSequences,
     LoadProgress,
+    PinsRequest,
     Refused,
     ResizePool,
     SequenceOutput,
@@ -35,6 +36,7 @@ from pagemill.engine.messages import (
     StatsRequest,
     StepOutputs,
     ToEngine,
+    Unpin,
 )
 from pagemill.engine.wire import Channel
 from pagemill.errors import InvalidRequestError, PagemillError
@@ -102,6 +104,10 @@ def serve(core: EngineCore, channel: Channel[ToEngine]) -> None:
                     channel.send(core.stats())
                 case ResizePool():
                     _answer(channel, functools.partial(core.resize, message.kv_memory))
+                case PinsRequest():
+                    channel.send(core.pins())
+                case Unpin():
+                    _answer(channel, functools.partial(core.unpin, message.name, message.cache_salt))
                 case Shutdown():
                     return
         if core.has_work():

@@ -12,16 +12,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagemill.errors import KVMemoryError, RequestTooLargeError
+from pagemill.errors import InvalidRequestError, KVMemoryError, RequestTooLargeError
 from pagemill.memory.digest import extend_chain
 from pagemill.memory.manager import MemoryManager
+from pagemill.memory.pins import Pins
 from pagemill.memory.work import Load
 from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.random import sequence_seed
 from pagemill.scheduling.beam import BeamGroup, Beams, Hypothesis, blocks_needed
 from pagemill.scheduling.loading import Loading, Stored
 from pagemill.scheduling.pending import PendingPrefixes
-from pagemill.scheduling.sequence import Rank, Request, Sequence, Status
+from pagemill.scheduling.sequence import Pinning, Rank, Request, Sequence, Status
 from pagemill.scheduling.step_plan import ChosenTokens, NewRow, StepPlan, StepResult
 from pagemill.scheduling.waiting import WaitingQueue
 
@@ -78,8 +79,10 @@ class Scheduler:
         ageing_s: float,
         enable_prefix_caching: bool = True,
         stored: Stored | None = None,
+        max_pinned_share: float = 0.5,
     ) -> None:
         self.memory = memory
+        self.pins = Pins(memory, max_pinned_share)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.num_waiting = 0
@@ -130,13 +133,15 @@ class Scheduler:
                 param=name,
             )
         need = blocks_needed(self.memory, request, self.max_num_batched_tokens)
-        if need > self.memory.num_frames:
+        if need > self.memory.num_frames - self.pins.num_frames:
             raise RequestTooLargeError(
                 f"the request may grow to {request.max_len} tokens, which takes {need} KV blocks of "
-                f"{self.memory.block_size} tokens, but the pool has {self.memory.num_frames}; lower max_tokens or the "
-                f"prompt's length, or give the pool more memory (kv_memory)",
+                f"{self.memory.block_size} tokens, but the pool has {self.memory.num_frames}{self._pinned}; lower "
+                f"max_tokens or the prompt's length, or give the pool more memory (kv_memory)",
                 param="max_tokens",
             )
+        if request.pin is not None:
+            self._reserve_pin(request, request.pin)
         rank = Rank(request.arrival_s + request.priority * self._ageing_s, self._arrivals, 0)
         self._arrivals += 1
         sequence = Sequence(request, 0, rank, list(request.prompt_token_ids))
@@ -147,6 +152,20 @@ class Scheduler:
             return
         self._waiting.push(sequence)
         self.num_waiting += 1
+
+    @property
+    def _pinned(self) -> str:
+        """For messages."""
+        return f", of which pins hold {self.pins.num_frames}" if self.pins.num_frames else ""
+
+    def _reserve_pin(self, request: Request, pin: Pinning) -> None:
+        if not self._caching:
+            raise InvalidRequestError(
+                f"pin {pin.name!r} could not be found again: enable_prefix_caching is False; set it", param="name"
+            )
+        digests: list[bytes] = []
+        extend_chain(digests, request.root, request.prompt_token_ids, self.memory.block_size)
+        self.pins.reserve(request.request_id, pin.name, pin.cache_salt, digests, pin.expires_s, self._largest_need)
 
     def abort(self, request_id: str, now: float) -> None:
         """Ends all sequences of a request. Unknown ids are ignored."""
@@ -172,9 +191,14 @@ class Scheduler:
     @property
     def least_frames(self) -> int:
         """The smallest pool that holds what is running now, and in which each request can run to its end alone."""
-        requests = [of[0].request for of in self._requests.values()]
-        need = max((blocks_needed(self.memory, one, self.max_num_batched_tokens) for one in requests), default=0)
+        need = self._largest_need + self.pins.num_frames
         return max(need, self.memory.num_frames - self.memory.num_available, len(self.memory.windows))
+
+    @property
+    def _largest_need(self) -> int:
+        """Frames that the largest request may hold, alone."""
+        requests = [of[0].request for of in self._requests.values()]
+        return max((blocks_needed(self.memory, one, self.max_num_batched_tokens) for one in requests), default=0)
 
     def resize(self, num_frames: int, now: float) -> StepPlan:
         """Another number of frames in the pool: a plan without rows, whose work must be done before frames go.
@@ -185,12 +209,18 @@ class Scheduler:
         for request_id, sequences in self._requests.items():
             longest = sequences[0].request.max_len
             need = blocks_needed(self.memory, sequences[0].request, self.max_num_batched_tokens)
-            if need > num_frames:
+            if need > num_frames - self.pins.num_frames:
                 raise KVMemoryError(
-                    f"the KV pool can not have {num_frames} blocks now: the request {request_id!r} may grow to "
-                    f"{longest} tokens, which takes {need}; ask for more, or wait for its end",
+                    f"the KV pool can not have {num_frames} blocks now{self._pinned}: the request {request_id!r} may "
+                    f"grow to {longest} tokens, which takes {need}; ask for more, or wait for its end",
                     param="kv_memory",
                 )
+        if self.pins.num_frames > num_frames:
+            raise KVMemoryError(
+                f"the KV pool can not have {num_frames} blocks now: pins hold {self.pins.num_frames}; ask for more, or "
+                f"unpin something",
+                param="kv_memory",
+            )
         while self.memory.resize(num_frames) is not None:
             self._preempt(self._running[-1], now)
         return self._plan({}, now)
@@ -199,6 +229,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run before a step in flight is committed."""
+        self.pins.expire(now)
         planned = self._continue_running(now)
         self._admit(planned, now)
         if not planned:
@@ -411,6 +442,8 @@ class Scheduler:
                 sequence.in_flight -= 1
             else:
                 sequence = self._fork_after_prompt(flight.entries[position], index)
+            if sequence.request.pin is not None and sequence.table is not None:
+                self.pins.keep(sequence.request.request_id, sequence.table, now)
             updates.append(self._append(sequence, token, logprobs, now))
         return updates
 
@@ -547,6 +580,7 @@ class Scheduler:
         siblings = self._requests[sequence.request.request_id]
         siblings.remove(sequence)
         if not siblings:
+            self.pins.drop(sequence.request.request_id)
             del self._requests[sequence.request.request_id]
 
     def _release(self, sequence: Sequence, now: float) -> None:

@@ -34,6 +34,14 @@ class Status(Enum):
     FINISHED = "finished"
 
 
+class Pinning(NamedTuple):
+    """What a request is computed for, if not for its answer: a pin of its whole prompt."""
+
+    name: str
+    cache_salt: str
+    expires_s: float | None
+
+
 @dataclass(slots=True)
 class Request:
     """One prompt. `seed` is never None; `sequence_seed` makes those of its `params.n` sequences from it.
@@ -52,6 +60,7 @@ class Request:
     root: bytes
     max_len: int
     beam: BeamSearchParams | None = None
+    pin: Pinning | None = None
 
 
 @dataclass(slots=True, eq=False)

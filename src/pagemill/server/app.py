@@ -15,6 +15,7 @@ from pagemill.server.completions import CompletionCall
 from pagemill.server.disconnect import EventStream, until_disconnect
 from pagemill.server.errors import install_error_handlers
 from pagemill.server.metrics import CONTENT_TYPE, Metrics
+from pagemill.server.pins import pin_routes
 from pagemill.server.protocol import (
     ChatCompletion,
     ChatCompletionRequest,
@@ -92,6 +93,7 @@ def create_app(llm: AsyncLLM, served_model_name: str) -> FastAPI:
         return Response(metrics.render(stats), media_type=CONTENT_TYPE)
 
     app.include_router(session_routes(llm))
+    app.include_router(pin_routes(llm))
 
     @app.get("/health")
     async def health() -> JSONResponse:

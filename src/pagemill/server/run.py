@@ -9,7 +9,7 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 
 import uvicorn
@@ -18,6 +18,7 @@ from pagemill.engine.async_llm import AsyncLLM
 from pagemill.engine.messages import EngineReady
 from pagemill.errors import PagemillError
 from pagemill.server.app import create_app
+from pagemill.server.pins import PinBody, pin
 
 logger = logging.getLogger(__name__)
 
@@ -29,20 +30,27 @@ ANSWER_S = 2.0
 
 
 async def run_server(
-    llm: AsyncLLM, served_model_name: str, sock: socket.socket, on_ready: Callable[[EngineReady], None]
+    llm: AsyncLLM,
+    served_model_name: str,
+    sock: socket.socket,
+    on_ready: Callable[[EngineReady], None],
+    pins: Sequence[PinBody] = (),
 ) -> None:
     """Serves on a socket that already listens, until SIGINT or SIGTERM, or until the engine is gone.
 
     SIGUSR1 gives back the KV memory that running requests do not need, SIGUSR2 takes as much as at the start again.
-    `on_ready` is called when the model is loaded. Raises what kept it from loading, or `EngineDeadError`; returns after
-    a signal.
+    `on_ready` is called when the model is loaded and `pins` are computed. Raises what kept it from that, or
+    `EngineDeadError`; returns after a signal.
     """
     config = uvicorn.Config(create_app(llm, served_model_name), log_level="warning", lifespan="off")
     server = _Server(config, llm)
 
     async def watch() -> PagemillError:
         try:
-            on_ready(await llm.ready())
+            ready = await llm.ready()
+            for body in pins:
+                await pin(llm, body)
+            on_ready(ready)
             return await llm.wait_dead()
         except PagemillError as error:
             return error

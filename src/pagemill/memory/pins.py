@@ -1,0 +1,125 @@
+"""Pins: block tables that outlive the request that computed them, so that no policy ever evicts their blocks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from pagemill.errors import PinLimitError
+from pagemill.memory.block_table import BlockTable, first_entry_in_window
+from pagemill.memory.manager import MemoryManager
+
+
+@dataclass(slots=True, eq=False)
+class Pin:
+    """A prefix of `num_tokens` tokens, whole blocks only, in the namespace `cache_salt`.
+
+    blocks: (digest, layer group) of each that it holds. table: None while they are being computed.
+    """
+
+    name: str
+    cache_salt: str
+    num_tokens: int
+    expires_s: float | None
+    blocks: list[tuple[bytes, int]]
+    table: BlockTable | None = None
+
+
+class Pins:
+    """At most `share` of the pool. What is being computed for a pin counts from the start; a block of several pins
+    counts once. Invariant: with what is pinned, every accepted request can still run to its end alone."""
+
+    def __init__(self, memory: MemoryManager, share: float) -> None:
+        self._memory = memory
+        self._share = share
+        self._pins: dict[tuple[str, str], Pin] = {}
+        self._coming: dict[Hashable, Pin] = {}
+        self._blocks: Counter[tuple[bytes, int]] = Counter()
+
+    @property
+    def num_frames(self) -> int:
+        """Frames that pins hold, or will."""
+        return len(self._blocks)
+
+    def reserve(
+        self,
+        owner: Hashable,
+        name: str,
+        cache_salt: str,
+        digests: Sequence[bytes],
+        expires_s: float | None,
+        needed: int,
+    ) -> None:
+        """Makes room for a pin of the blocks with these digests, which `owner` is going to compute.
+
+        needed: frames that the largest accepted request may hold. Raises PinLimitError, and changes nothing.
+        """
+        memory = self._memory
+        length = len(digests) * memory.block_size
+        blocks = [
+            (digest, group)
+            for group, window in enumerate(memory.windows)
+            for digest in digests[first_entry_in_window(length, window, memory.block_size) :]
+        ]
+        frames = len(self._blocks.keys() | set(blocks))
+        limit = int(self._share * memory.num_frames)
+        if frames > limit:
+            raise PinLimitError(
+                f"pin {name!r} takes {len(blocks)} KV blocks; with it {frames} would be pinned, over max_pinned_share "
+                f"({self._share:g}) of the pool, {limit} of {memory.num_frames}; unpin something, raise it, or raise "
+                f"kv_memory",
+                param="prompt",
+            )
+        if frames + needed > memory.num_frames:
+            raise PinLimitError(
+                f"pin {name!r} takes {len(blocks)} KV blocks; with it {frames} would be pinned, and a request that was "
+                f"accepted may need {needed} of the pool's {memory.num_frames}; wait for its end, unpin something, or "
+                f"raise kv_memory",
+                param="prompt",
+            )
+        self._blocks.update(blocks)
+        self._coming[owner] = Pin(name, cache_salt, length, expires_s, blocks)
+
+    def keep(self, owner: Hashable, table: BlockTable, now: float) -> None:
+        """The owner's table has been computed: it is pinned from now on, in the place of a pin of the same name. It
+        expires `expires_s` seconds from now."""
+        pin = self._coming.pop(owner)
+        pin.table = self._memory.fork(table, pin.num_tokens)
+        pin.expires_s = None if pin.expires_s is None else now + pin.expires_s
+        self.unpin(pin.name, pin.cache_salt, now)
+        self._pins[pin.cache_salt, pin.name] = pin
+
+    def drop(self, owner: Hashable) -> None:
+        """Nothing more comes from this owner."""
+        pin = self._coming.pop(owner, None)
+        if pin is not None:
+            self._forget(pin)
+
+    def unpin(self, name: str, cache_salt: str, now: float) -> bool:
+        """Whether there was such a pin. Its blocks are cached from now on, unless somebody else holds them."""
+        pin = self._pins.pop((cache_salt, name), None)
+        if pin is None or pin.table is None:
+            return False
+        self._memory.close(pin.table, now)
+        self._forget(pin)
+        return True
+
+    def expire(self, now: float) -> None:
+        """Ends the pins whose time is over."""
+        for pin in self.list():
+            if pin.expires_s is not None and pin.expires_s <= now:
+                self.unpin(pin.name, pin.cache_salt, now)
+
+    def clear(self, now: float) -> None:
+        """Ends all pins."""
+        for pin in self.list():
+            self.unpin(pin.name, pin.cache_salt, now)
+
+    def list(self) -> list[Pin]:
+        """Those that are there, in the order in which they came."""
+        return list(self._pins.values())
+
+    def _forget(self, pin: Pin) -> None:
+        self._blocks.subtract(pin.blocks)
+        self._blocks = +self._blocks

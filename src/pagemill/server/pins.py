@@ -1,0 +1,99 @@
+"""`/v1/pins`: prefixes whose blocks are never evicted; and the file of those that are pinned at the start."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from pagemill.engine.async_llm import AsyncLLM
+from pagemill.engine.input_processor import Prompt
+from pagemill.engine.messages import PinInfo
+from pagemill.errors import ConfigError, InvalidRequestError
+from pagemill.server.protocol import ChatMessage
+
+
+class PinBody(BaseModel):
+    """What to pin: the beginning that prompts have in common, as text or token ids, or as the messages of a chat."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    name: str
+    prompt: str | list[int] | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    expires_s: float | None = None
+    cache_salt: str = ""
+
+
+class PinCard(BaseModel):
+    name: str
+    object: Literal["pin"] = "pin"
+    num_tokens: int
+    num_blocks: int
+    expires_in_s: float | None
+
+
+class PinCards(BaseModel):
+    object: Literal["list"] = "list"
+    data: list[PinCard]
+
+
+class PinDeleted(BaseModel):
+    name: str
+    object: Literal["pin.deleted"] = "pin.deleted"
+    deleted: Literal[True] = True
+
+
+def pin_routes(llm: AsyncLLM) -> APIRouter:
+    """`cache_salt` is the namespace in which a pin has its name, and whose requests find its blocks."""
+    routes = APIRouter(prefix="/v1/pins")
+
+    @routes.get("")
+    async def pins(cache_salt: str = "") -> PinCards:
+        return PinCards(data=[_card(pin) for pin in await llm.pins() if pin.cache_salt == cache_salt])
+
+    @routes.post("")
+    async def create(body: PinBody) -> PinCard:
+        return _card(await pin(llm, body))
+
+    @routes.delete("/{name}")
+    async def delete(name: str, cache_salt: str = "") -> PinDeleted:
+        await llm.unpin(name, cache_salt=cache_salt)
+        return PinDeleted(name=name)
+
+    return routes
+
+
+async def pin(llm: AsyncLLM, body: PinBody) -> PinInfo:
+    """Raises `InvalidRequestError` children."""
+    if (body.prompt is None) == (body.messages is None):
+        raise InvalidRequestError(f"pin {body.name!r} needs either a prompt or messages", param="prompt")
+    prompt: Prompt
+    if body.messages is None:
+        assert body.prompt is not None
+        prompt = body.prompt
+    else:
+        messages = [message.for_template() for message in body.messages]
+        prompt = await llm.render_chat(messages, add_generation_prompt=False)
+    return await llm.pin(prompt, name=body.name, expires_s=body.expires_s, cache_salt=body.cache_salt)
+
+
+def read_pins(path: Path) -> list[PinBody]:
+    """Raises ConfigError for a file that is not a JSON list of pins."""
+    try:
+        return TypeAdapter(list[PinBody]).validate_json(path.read_bytes())
+    except (OSError, ValidationError, InvalidRequestError) as error:
+        detail: Any = error
+        if isinstance(error, ValidationError):
+            first = error.errors()[0]
+            detail = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
+        raise ConfigError(
+            f'{path} can not be read as pins: {detail}; write [{{"name": …, "prompt" or "messages": …}}, …]',
+            param="pin_file",
+        ) from error
+
+
+def _card(pin: PinInfo) -> PinCard:
+    return PinCard(name=pin.name, num_tokens=pin.num_tokens, num_blocks=pin.num_blocks, expires_in_s=pin.expires_in_s)
