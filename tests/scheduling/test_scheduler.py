@@ -482,6 +482,13 @@ def test_a_search_with_all_its_hypotheses_ends_when_it_may(going_on, goes_on, ea
     assert [found.score for found in search.hypotheses] == [pytest.approx(-1.6 / 2), -1.0]
 
 
+def test_a_spare_candidate_does_not_end_a_search():
+    search = BeamSearch(BeamSearchParams(2, 10), frozenset([EOS]), 10)
+    candidates = TokenLogprobs([0, 1, 2, EOS], [0.0, -1.0, -1.5, -1.6], 1)
+    assert search.advance([[]], [candidates]) == [(0, 1), (0, 2)]
+    assert search.hypotheses == []
+
+
 def test_first_come_first_served_within_a_class():
     bench = Bench(max_num_seqs=2, budget=8)
     for i in range(6):
