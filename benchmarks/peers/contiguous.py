@@ -6,6 +6,7 @@ from typing import Any
 
 from pagemill.memory.block_table import BlockTable
 from pagemill.memory.manager import MemoryManager, Shortage
+from pagemill.memory.tenants import Tenant
 
 
 class ContiguousMemory(MemoryManager):
@@ -24,7 +25,6 @@ class ContiguousMemory(MemoryManager):
     def reserve(self, table: BlockTable, up_to: int) -> Shortage | None:
         return super().reserve(table, max(up_to, self.reservation))
 
-    @property
-    def num_available(self) -> int:
+    def available(self, tenant: Tenant) -> int:
         """The scheduler leaves one block free for each running sequence to grow into, which none of these needs."""
-        return super().num_available + len(self._tables) - 1
+        return super().available(tenant) + len(self._tables) - 1

@@ -10,7 +10,9 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from pagemill.memory.block_table import BlockTable
+from pagemill.memory.eviction import Lru
 from pagemill.memory.manager import Opened, Shortage
+from pagemill.memory.tenants import Tenant, Tenants
 from pagemill.memory.work import MemoryWork
 from pagemill.simulate.trace import TracedRequest
 
@@ -108,13 +110,13 @@ class ContiguousMemory:
 
     def __init__(self, slots: int, placement: Placement, reserve_for: Callable[[bytes], int]) -> None:
         self.num_frames = slots
+        self.tenants = Tenants(Lru)
         self._placement = placement
         self._reserve_for = reserve_for
         self._extents: dict[BlockTable, Extent] = {}
         self.tables: set[BlockTable] = set()
 
-    @property
-    def num_available(self) -> int:
+    def available(self, tenant: Tenant) -> int:
         """The scheduler's own forecast does not apply: whoever has entered has all that it will need."""
         return 1 << 60
 
@@ -132,8 +134,10 @@ class ContiguousMemory:
     def peek(self, digests: Sequence[bytes], root: bytes) -> int:
         return 0
 
-    def open(self, token_ids: Sequence[int], digests: Sequence[bytes], root: bytes, now: float, limit: int) -> Opened:
-        table = BlockTable(root, [array("i")], [0], 0)
+    def open(
+        self, token_ids: Sequence[int], digests: Sequence[bytes], root: bytes, now: float, limit: int, tenant: str
+    ) -> Opened:
+        table = BlockTable(root, self.tenants[tenant], [array("i")], [0], 0)
         self.tables.add(table)
         return Opened(table, 0)
 

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pagemill.errors import PagemillError
     from pagemill.sampling.beam_search_params import BeamSearchParams
     from pagemill.sampling.params import SamplingParams
+    from pagemill.tenant_limits import TenantLimits
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ __all__ = [
     "RequestMetrics",
     "RequestOutput",
     "SamplingParams",
+    "TenantLimits",
     "__version__",
 ]
 
@@ -52,6 +54,7 @@ _HOMES = {
     "RequestMetrics": "pagemill.engine.outputs",
     "RequestOutput": "pagemill.engine.outputs",
     "SamplingParams": "pagemill.sampling.params",
+    "TenantLimits": "pagemill.tenant_limits",
 }
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from pagemill.arguments import suggest_arguments
 from pagemill.errors import ConfigError, UnknownArgumentError
+from pagemill.tenant_limits import TenantLimits, read_limits, read_tenants_file
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 EVICTION_POLICIES = ("lru", "lfu", "cost")
@@ -85,6 +86,9 @@ class EngineConfig:
     num_threads: int | None = None
     ageing_s: float = 10.0
     """A request waits at most this long, in rank, for each step of priority another one is ahead."""
+    tenants: dict[str, TenantLimits] = field(default_factory=dict)
+    """Limits by tenant, as `TenantLimits` or dicts of them, or the path of a tenants file. Requests of others than
+    these and "default" are refused."""
     check_invariants: bool = False
     """Recount the whole memory system after every step (slow; for debugging, also in production)."""
 
@@ -97,6 +101,9 @@ class EngineConfig:
                 param="model",
             )
         self._check_types()
+        if isinstance(self.tenants, (str, os.PathLike)):
+            self.tenants = read_tenants_file(self.tenants).limits
+        self.tenants = read_limits(self.tenants)
         self.dtype = DTYPE_ALIASES.get(self.dtype, self.dtype)
         if self.block_size not in BLOCK_SIZES:
             raise ConfigError(

@@ -63,7 +63,36 @@ class SamplingParamsError(InvalidRequestError):
 
 
 class RequestTooLargeError(InvalidRequestError):
-    """A request that needs more KV blocks than the pool has: it could never run."""
+    """A request that needs more KV blocks than the pool has, or than its tenant may have: it could never run."""
+
+
+class UnknownTenantError(InvalidRequestError):
+    """A tenant that the engine was told nothing of."""
+
+    @classmethod
+    def of(cls, name: str, known: Iterable[str]) -> UnknownTenantError:
+        names = ", ".join(sorted(known))
+        return cls(f"there is no tenant {name!r}; known: {names}; name it among the tenants, or set it", param="tenant")
+
+
+class TooManyWaitingError(InvalidRequestError):
+    """A request of a tenant that has as many waiting as it may; it can be sent again."""
+
+    http_status: ClassVar[int] = 429
+    kind: ClassVar[str] = "rate_limit_error"
+
+
+class AuthenticationError(InvalidRequestError):
+    """An HTTP request without a known API key, where the server has keys."""
+
+    http_status: ClassVar[int] = 401
+
+
+class PermissionDeniedError(InvalidRequestError):
+    """An HTTP request for what only an admin's key may do."""
+
+    http_status: ClassVar[int] = 403
+    kind: ClassVar[str] = "permission_error"
 
 
 class ModelNotServedError(InvalidRequestError):

@@ -327,7 +327,9 @@ def forget(engine: Engine, tokens, group: int, entry: int) -> None:
     extend_chain(digests, ROOT, tokens, SIZE)
     memory = engine.memory
     block = memory._index.by_digest[group][digests[entry]]
-    memory._policy.remove(block)
+    tenant = memory.tenants["default"]
+    tenant.policy.remove(block)
+    tenant.charged -= 1
     memory._index.forget(block, group)
     memory._pool.give(memory._blocks.end([block]))
     memory.check()
@@ -442,7 +444,7 @@ def break_children(memory, table):
 
 
 def break_policy(memory, table):
-    memory._policy.add(table.blocks[0][0], 0.0)
+    memory.tenants["default"].policy.add(table.blocks[0][0], 0.0)
 
 
 def break_length(memory, table):
@@ -463,7 +465,7 @@ def break_group(memory, table):
 
 
 def break_hold(memory, table):
-    memory._held.append((-1, []))
+    memory._held.append((-1, table.tenant, []))
 
 
 @pytest.mark.parametrize(

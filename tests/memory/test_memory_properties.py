@@ -16,14 +16,15 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from pagemill.errors import PinLimitError
+from pagemill.errors import ConfigError, PinLimitError
 from pagemill.memory.block_table import BlockTable, first_entry_in_window
-from pagemill.memory.digest import extend_chain, root_digest
+from pagemill.memory.digest import extend_chain, namespace, root_digest
 from pagemill.memory.eviction import cheapest_to_recompute, least_frequently_used, least_recently_used
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.pins import Pins
 
-ROOTS = [root_digest(b"model", "float32", "reference", namespace) for namespace in ("", "tenant")]
+TENANT_OF = {root_digest(b"model", "float32", "reference", namespace(name, "")): name for name in ("default", "other")}
+ROOTS = list(TENANT_OF)
 TOKENS = st.integers(0, 2)
 LONGEST = 40
 
@@ -74,11 +75,15 @@ class MemoryMachine(RuleBasedStateMachine):
         policy=st.sampled_from([least_recently_used, least_frequently_used, cheapest_to_recompute(0.5)]),
         depth=st.integers(1, 2),
         saves=st.booleans(),
+        quotas=st.booleans(),
     )
-    def start(self, frames, block_size, windows, caching, policy, depth, saves) -> None:
+    def start(self, frames, block_size, windows, caching, policy, depth, saves, quotas) -> None:
         self.size, self.windows, self.caching, self.depth = block_size, windows, caching, depth
         self.memory = MemoryManager(frames, block_size, windows, caching, policy, saves)
         self.device = Device(frames, block_size, len(windows))
+        self.quotas = quotas
+        self.memory.set_quota("other", 0, frames)
+        self.lowered = set()  # tenants whose quota may be below what they hold
         self.sequences: list[Sequence] = []
         self.past: list[tuple[bytes, list[int]]] = []
         self.flying: list[Step] = []
@@ -105,7 +110,7 @@ class MemoryMachine(RuleBasedStateMachine):
         limit = data.draw(st.sampled_from([len(tokens) - 1, len(tokens) - 1, len(tokens) // 2]))
         findable = self.findable()
         found = self.memory.peek(digests, root)
-        table, num_cached = self.memory.open(tokens, digests, root, self.time, limit)
+        table, num_cached = self.memory.open(tokens, digests, root, self.time, limit, TENANT_OF[root])
         assert table.length == num_cached <= limit
         self.verify_match(root, tokens, limit, findable, num_cached, found)
         sequence = Sequence(root, list(tokens), table, digests, scheduled=num_cached)
@@ -329,11 +334,29 @@ class MemoryMachine(RuleBasedStateMachine):
             assert slots == [(root, *tokens[: len(tokens) - i]) for i in range(self.size)][::-1]
             self.lower[name.digest, name.group] = slots
 
-    @rule()
-    def flood(self) -> None:
-        """Someone needs all frames that can be had, so that whatever is cached is evicted."""
-        table, _ = self.memory.open([], [], ROOTS[0], self.time, 0)
-        assert self.memory.reserve(table, self.memory.num_available // len(self.windows) * self.size) is None
+    @rule(data=st.data(), name=st.sampled_from(["default", "other"]))
+    def set_quota(self, data, name) -> None:
+        if not self.quotas:
+            return
+        frames, others = self.memory.num_frames, (t for t in self.memory.tenants if t.name != name)
+        guaranteed = data.draw(st.integers(0, frames))
+        most = data.draw(st.integers(max(1, guaranteed), frames))
+        promised = sum(tenant.guaranteed_blocks for tenant in others)
+        if guaranteed and guaranteed + promised > frames:
+            before = self.memory.stats()
+            with pytest.raises(ConfigError, match=f"{promised} are guaranteed to others"):
+                self.memory.set_quota(name, guaranteed, most)
+            assert self.memory.stats() == before
+            return
+        self.memory.set_quota(name, guaranteed, most)
+        self.lowered.add(name)
+
+    @rule(root=st.sampled_from(ROOTS))
+    def flood(self, root) -> None:
+        """Someone needs all frames that it can have, so that all is evicted that is cached and not kept for others."""
+        table, _ = self.memory.open([], [], root, self.time, 0, TENANT_OF[root])
+        frames = min(self.memory.available(table.tenant), table.tenant.room) // len(self.windows)
+        assert self.reserve(Sequence(root, [], table), frames * self.size)
         self.save()
         self.memory.close(table, self.time)
 
@@ -351,7 +374,7 @@ class MemoryMachine(RuleBasedStateMachine):
             reach += 1
         if reach == found:
             return
-        table, length = self.memory.open(tokens, digests, root, self.time, found * self.size)
+        table, length = self.memory.open(tokens, digests, root, self.time, found * self.size, TENANT_OF[root])
         if length == found * self.size and self.memory.reserve(table, reach * self.size) is None:
             self.save()
             blocks = [(digest, group) for digest in digests[found:reach] for group in groups]
@@ -404,10 +427,25 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def reserve(self, sequence: Sequence, up_to: int) -> bool:
         before, blocks = self.memory.stats(), copy.deepcopy(sequence.table.blocks)
+        tenant = sequence.table.tenant
+        charges = {other: (other.charged, other.cached) for other in self.memory.tenants}
         shortage = self.memory.reserve(sequence.table, up_to)
+        for other, (charged, cached) in charges.items():
+            if other is not tenant:
+                kept = max(other.charged, min(charged, other.guaranteed_blocks))
+                assert other.charged == kept, "what was kept for one tenant was taken by another"
+                assert charged - other.charged == cached - other.cached, "more was taken than was cached"
+        assert tenant.charged <= max(tenant.max_blocks, charges[tenant][0]), "over the quota"
         if shortage is None:
             return True
-        assert shortage.needed > shortage.available == before.frames_free + before.frames_cached
+        lent = sum(
+            min(cached, max(0, charged - other.guaranteed_blocks))
+            for other, (charged, cached) in charges.items()
+            if other is not tenant
+        )
+        charged, cached = charges[tenant]
+        available = min(before.frames_free + lent + cached, max(0, tenant.max_blocks - charged + cached))
+        assert shortage.needed > shortage.available == available
         assert self.memory.stats() == before, "a shortage changed something"
         assert sequence.table.blocks == blocks, "a shortage changed the table"
         return False
@@ -461,6 +499,9 @@ class MemoryMachine(RuleBasedStateMachine):
         self.memory.check()
         stats = self.memory.stats()
         assert stats.frames == stats.frames_free + stats.frames_cached + stats.frames_active
+        for tenant in self.memory.tenants:
+            if tenant.name not in self.lowered:
+                assert tenant.charged <= tenant.max_blocks
         for sequence in self.sequences:
             for group, entries in enumerate(sequence.table.blocks):
                 seen = first_entry_in_window(sequence.table.length, self.windows[group], self.size)
@@ -481,11 +522,14 @@ class MemoryMachine(RuleBasedStateMachine):
         stats = self.memory.stats()
         assert stats.frames_active == 0, "something is still held"
         # All that is cached can be evicted: a sequence that fills the whole pool gets every frame.
+        for tenant in self.memory.tenants:
+            self.memory.set_quota(tenant.name, 0, stats.frames)
         table, _ = self.memory.open([], [], ROOTS[0], self.time, 0)
         groups = len(self.windows)
         assert self.memory.reserve(table, stats.frames // groups * self.size) is None
         self.memory.close(table, self.time)
         assert self.memory.stats().frames_free >= stats.frames // groups * groups
+        assert sum(tenant.charged for tenant in self.memory.tenants) <= stats.frames % groups
         self.memory.check()
 
 

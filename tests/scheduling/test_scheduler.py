@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_device import VOCAB, SimulatedDevice, likeliest, next_token
 
-from pagemill.errors import InvalidRequestError, KVMemoryError, PinLimitError, RequestTooLargeError
-from pagemill.memory.digest import root_digest
+from pagemill.errors import ConfigError, InvalidRequestError, KVMemoryError, PinLimitError, RequestTooLargeError
+from pagemill.memory.digest import namespace, root_digest
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.work import Load
 from pagemill.sampling.beam_search_params import BeamSearchParams
@@ -24,12 +24,24 @@ from pagemill.scheduling.beam import BeamSearch, Hypothesis, row_params
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.scheduling.sequence import Pinning, Request
 from pagemill.scheduling.step_plan import StepResult
+from pagemill.tenant_limits import TenantLimits
 
 EOS = 7
 
 
 def make_request(
-    name, prompt, max_tokens, *, n=1, seed=1, priority=0, salt="", ignore_eos=False, arrival_s=0.0, pin=None
+    name,
+    prompt,
+    max_tokens,
+    *,
+    n=1,
+    seed=1,
+    priority=0,
+    salt="",
+    ignore_eos=False,
+    arrival_s=0.0,
+    pin=None,
+    tenant="default",
 ):
     return Request(
         request_id=name,
@@ -38,9 +50,10 @@ def make_request(
         seed=seed,
         priority=priority,
         arrival_s=arrival_s,
-        root=root_digest(b"model", "f32", "sim", salt),
+        root=root_digest(b"model", "f32", "sim", namespace(tenant, salt)),
         max_len=len(prompt) + max_tokens,
         pin=None if pin is None else Pinning(pin, salt, 30.0),
+        tenant=tenant,
     )
 
 
@@ -53,9 +66,9 @@ def expected(request: Request, index: int) -> list[int]:
     return tokens[len(request.prompt_token_ids) :]
 
 
-def make_search(name, prompt, max_tokens, width, *, salt="", **params):
+def make_search(name, prompt, max_tokens, width, *, salt="", tenant="default", **params):
     """A request for a beam search."""
-    request = make_request(name, prompt, max_tokens, salt=salt)
+    request = make_request(name, prompt, max_tokens, salt=salt, tenant=tenant)
     request.beam = BeamSearchParams(width, max_tokens, **params)
     request.params = row_params(request.beam, 1)
     return request
@@ -202,6 +215,8 @@ class Bench:
         assert stats.frames_active == 0
         assert stats.frames_free + stats.frames_cached == stats.frames
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
+        for load in self.scheduler.tenants:
+            assert load.running == load.waiting == load.rows == load.account.active == 0
         assert sorted(self.scheduler._free_rows) == list(range(self.scheduler.max_num_seqs))
         assert not self.scheduler._pending._owner
         assert not self.scheduler._pending._waiters
@@ -218,16 +233,26 @@ requests = st.lists(
         st.integers(0, 2),
         st.sampled_from("ab"),
         st.sampled_from([None, None, False, True, "never"]),
+        st.sampled_from(["default", "default", "one", "other"]),
     ),
     min_size=1,
     max_size=10,
 )
 
 
+tenant_limits = st.builds(
+    TenantLimits,
+    guaranteed_blocks=st.sampled_from(["0%", "0%", "20%", "50%"]),
+    max_blocks=st.sampled_from([None, None, "60%", "100%"]),
+    max_running=st.sampled_from([None, 3]),
+    weight=st.sampled_from([1, 3.0]),
+)
 scripts = st.lists(
     st.tuples(
         st.integers(0, 6),
-        st.sampled_from(["add", "add", "abort", "fault", "finish", "fork", "resize", "resize", "pin", "pin", "unpin"]),
+        st.sampled_from(
+            ["add", "add", "abort", "fault", "finish", "fork", "resize", "resize", "pin", "pin", "unpin", "limits"]
+        ),
         st.integers(0, 9),
     ),
     max_size=20,
@@ -245,12 +270,14 @@ scripts = st.lists(
     caching=st.booleans(),
     depth=st.sampled_from([1, 2, 3]),
     tier=st.one_of(st.none(), st.integers(0, 99)),
+    limits=st.lists(tenant_limits, min_size=2, max_size=2),
 )
 def test_any_load_gives_the_tokens_of_a_lone_run(
-    loads, script, frames, windows, max_num_seqs, budget, caching, depth, tier
+    loads, script, frames, windows, max_num_seqs, budget, caching, depth, tier, limits
 ):
-    """Same request, same tokens: beside others, with preemptions, prefix hits, forks, beams, faults, aborts, steps
-    ahead, a pool that shrinks and grows, and blocks that go to a lower tier and come back or get lost."""
+    """Same request, same tokens: beside others, of other tenants too, with preemptions, prefix hits, forks, beams,
+    faults, aborts, steps ahead, limits that change, a pool that shrinks and grows, and blocks that go to a lower tier
+    and come back or get lost."""
     bench = Bench(
         frames=frames * len(windows),
         windows=windows,
@@ -261,11 +288,14 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
         tier=tier,
     )
     waiting = [
-        make_request(f"r{i}", prompt, max_tokens, n=n, seed=seed, priority=priority, salt=salt)
+        make_request(f"r{i}", prompt, max_tokens, n=n, seed=seed, priority=priority, salt=salt, tenant=tenant)
         if stopping is None
-        else make_search(f"r{i}", prompt, min(max_tokens, 9), n, salt=salt, early_stopping=stopping)
-        for i, (prompt, max_tokens, n, seed, priority, salt, stopping) in enumerate(loads)
+        else make_search(f"r{i}", prompt, min(max_tokens, 9), n, salt=salt, tenant=tenant, early_stopping=stopping)
+        for i, (prompt, max_tokens, n, seed, priority, salt, stopping, tenant) in enumerate(loads)
     ]
+    names = ("one", "other")
+    for name, each in zip(names, limits, strict=True):
+        bench.scheduler.set_tenant(name, each)
     all_requests = list(waiting)
     disturbed: set[str] = set()
     numbers = count()
@@ -277,14 +307,19 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
             try:
                 bench.scheduler.add(request)
             except RequestTooLargeError:
-                assert bench.memory.num_frames < frames * len(windows) or bench.scheduler.pins.num_frames
+                promised = sum(tenant.guaranteed_blocks for tenant in bench.memory.tenants)
+                least = min(bench.memory.num_frames - promised, bench.memory.tenants[request.tenant].max_blocks)
+                assert least < frames * len(windows) or bench.scheduler.pins.num_frames
                 waiting.insert(0, request)
 
     def fork(name: str) -> None:
         origin = bench.scheduler._requests[name][-1]
         if origin.group is None and 0 < origin.num_output_tokens < 8:
-            salt = "ab"[origin.request.root != root_digest(b"model", "f32", "sim", "a")]
-            child = make_request(f"fork{len(all_requests)}", origin.tokens, 6, n=pick % 2 + 1, seed=pick, salt=salt)
+            tenant = origin.request.tenant
+            salt = "ab"[origin.request.root != root_digest(b"model", "f32", "sim", namespace(tenant, "a"))]
+            child = make_request(
+                f"fork{len(all_requests)}", origin.tokens, 6, n=pick % 2 + 1, seed=pick, salt=salt, tenant=tenant
+            )
             child.arrival_s = bench.now
             with contextlib.suppress(RequestTooLargeError):
                 bench.scheduler.add(child, (name, origin.index))
@@ -313,6 +348,10 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
                 bench.scheduler.pins.unpin("xy"[pick % 2], salt, bench.now)
         elif action == "resize":
             bench.resize((pick * 4 + 4) * len(windows))
+        elif action == "limits":
+            with contextlib.suppress(ConfigError):
+                bench.scheduler.set_tenant(names[pick % 2], limits[pick // 2 % 2])
+            bench.memory.check()
         elif live:
             name = live[pick % len(live)]
             if action != "fork":
@@ -326,6 +365,8 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
             bench.memory.check()
     bench.run_steps()
     bench.scheduler.pins.clear(bench.now)
+    for name in names:
+        bench.scheduler.set_tenant(name, TenantLimits())
     bench.resize(max(frames * len(windows), bench.scheduler.least_frames))
     while waiting:
         add()

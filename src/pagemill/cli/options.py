@@ -50,6 +50,7 @@ ENGINE_HELP = {
     "hf_overrides": "JSON object that replaces entries of the model's configuration.",
     "device": "auto, cpu or cuda.",
     "num_threads": "CPU threads. Default: one per core.",
+    "tenants": "JSON file of tenants: their limits and, for a server, their API keys.",
     "ageing_s": "Seconds of waiting that make up for one step of priority.",
     "check_invariants": "Recount the whole memory system after every step (slow; for debugging).",
 }

@@ -34,6 +34,7 @@ from pagemill.engine.messages import (
     PinsRequest,
     Refused,
     ResizePool,
+    SetTenant,
     StatsRequest,
     StepOutputs,
     ToEngine,
@@ -48,6 +49,7 @@ from pagemill.hub import resolve_model
 from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import SessionRecord, SessionStore
+from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits, read_limits
 from pagemill.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -199,13 +201,14 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        tenant: str = DEFAULT_TENANT,
     ) -> AsyncIterator[RequestOutput]:
         """Yields what is new, as it comes; the last output is `finished`. Leaving the iterator aborts the request.
 
         A beam search yields its sequences once, the best first, and so does `best_of`. A smaller `priority` is more
-        urgent. Raises `InvalidRequestError`, `StepFailedError` or `EngineDeadError`.
+        urgent; `tenant` is whose the request is. Raises `InvalidRequestError`, `StepFailedError` or `EngineDeadError`.
         """
-        stream = await self.submit(prompt, sampling_params, request_id, priority=priority)
+        stream = await self.submit(prompt, sampling_params, request_id, priority=priority, tenant=tenant)
         try:
             async for output in stream:
                 yield output
@@ -219,9 +222,10 @@ class AsyncLLM:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        tenant: str = DEFAULT_TENANT,
     ) -> RequestStream:
         """As `generate`, but the request is checked and under way when this returns."""
-        return await self._submit(prompt, sampling_params, request_id, priority)
+        return await self._submit(prompt, sampling_params, request_id, priority, tenant)
 
     async def fork(
         self,
@@ -254,7 +258,8 @@ class AsyncLLM:
             )
         tokens = state.prompt_token_ids + state.sequences[index].token_ids
         prompt = {"prompt_token_ids": tokens, "cache_salt": state.cache_salt}
-        return await self._submit(prompt, sampling_params, new_request_id, priority, (state.engine_id, index))
+        fork_of = state.engine_id, index
+        return await self._submit(prompt, sampling_params, new_request_id, priority, state.tenant, fork_of)
 
     async def _submit(
         self,
@@ -262,6 +267,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | BeamSearchParams | None,
         request_id: str | None,
         priority: int,
+        tenant: str,
         fork_of: tuple[str, int] | None = None,
     ) -> RequestStream:
         arrival_s = time.monotonic()
@@ -269,7 +275,7 @@ class AsyncLLM:
         request_id = self._new_request_id(request_id)
         params = sampling_params if sampling_params is not None else SamplingParams()
         processed = await self._tokenize(
-            inputs.process, prompt, params, request_id, priority=priority, arrival_s=arrival_s
+            inputs.process, prompt, params, request_id, priority=priority, arrival_s=arrival_s, tenant=tenant
         )
         processed.request.fork_of = fork_of
         return self._start(processed)
@@ -321,7 +327,8 @@ class AsyncLLM:
 
     async def _ask_pins(self, message: PinsRequest | Unpin) -> list[PinInfo]:
         answer: PinList = await self._ask(message)
-        (await self._inputs()).ready.longest_sequence = answer.longest_sequence
+        ready = (await self._inputs()).ready
+        ready.longest_sequence, ready.longest_sequences = answer.longest_sequence, answer.longest_sequences
         return answer.pins
 
     async def stats(self) -> EngineStats:
@@ -334,6 +341,14 @@ class AsyncLLM:
         inputs = await self._inputs()
         inputs.ready = await self._ask(ResizePool(kv_memory))
         return inputs.ready
+
+    async def set_tenant(self, name: str, limits: TenantLimits) -> None:
+        """Makes a tenant known, or changes its limits, between two steps.
+
+        Raises `ConfigError`, and changes nothing, for what the pool or requests under way do not allow.
+        """
+        inputs = await self._inputs()
+        inputs.ready = await self._ask(SetTenant(name, read_limits({name: limits})[name]))
 
     async def tokenizer(self) -> Tokenizer:
         """The one that this engine uses."""

@@ -100,7 +100,9 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
         max_model_len=model.max_model_len,
         eos_token_ids=model.eos_token_ids,
     )
-    longest = longest_sequence(memory, model.max_model_len, config.max_num_batched_tokens)
+    for name, limits in config.tenants.items():
+        scheduler.set_tenant(name, limits)
+    longest = longest_sequence(memory, memory.num_frames, model.max_model_len, config.max_num_batched_tokens)
     return Engine(
         memory=memory,
         pool=pool,
@@ -111,6 +113,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
             max_model_len=model.max_model_len,
             max_num_seqs=config.max_num_seqs,
             longest_sequence=longest,
+            longest_sequences=longest_sequences(scheduler, model.max_model_len),
             block_size=config.block_size,
             num_frames=memory.num_frames,
             kv_bytes=pool.nbytes,
@@ -129,10 +132,16 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
     )
 
 
-def longest_sequence(memory: MemoryManager, max_model_len: int, chunk: int, pinned: int = 0) -> int:
-    """Tokens that one sequence can have beside so many pinned blocks: those whose K/V fit, and a last one, which needs
-    no place."""
-    return bisect_right(range(max_model_len), memory.num_frames - pinned, key=lambda n: memory.blocks_needed(n, chunk))
+def longest_sequence(memory: MemoryManager, num_blocks: int, max_model_len: int, chunk: int) -> int:
+    """Tokens that one sequence can have: those whose K/V fit into so many blocks, and a last one, which needs none."""
+    return bisect_right(range(max_model_len), num_blocks, key=lambda n: memory.blocks_needed(n, chunk))
+
+
+def longest_sequences(scheduler: Scheduler, max_model_len: int) -> dict[str, int]:
+    """The same by tenant, in what that can count on."""
+    memory, tenants, chunk = scheduler.memory, scheduler.tenants, scheduler.max_num_batched_tokens
+    names = [load.account.name for load in tenants]
+    return {name: longest_sequence(memory, tenants.limit(name), max_model_len, chunk) for name in names}
 
 
 def _device(name: str) -> torch.device:

@@ -5,21 +5,33 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from msgspec.structs import replace
 
 from pagemill.config import EngineConfig
-from pagemill.engine.build import Engine, build, longest_sequence
-from pagemill.engine.messages import EngineReady, EngineRequest, EngineStats, PinInfo, PinList, SequenceOutput
+from pagemill.engine.build import Engine, build, longest_sequence, longest_sequences
+from pagemill.engine.messages import (
+    EngineReady,
+    EngineRequest,
+    EngineStats,
+    PinInfo,
+    PinList,
+    SequenceOutput,
+    TenantStats,
+)
 from pagemill.errors import InvalidRequestError, PinNotFoundError, StepFailedError
 from pagemill.kvcache.sizing import device_memory, num_frames
 from pagemill.kvcache.transfers import TransferStats
-from pagemill.memory.digest import root_digest
+from pagemill.memory.digest import namespace, root_digest
 from pagemill.memory.occupancy import occupancy, scatter
+from pagemill.memory.tenants import NO_QUOTA
 from pagemill.scheduling.beam import row_params
 from pagemill.scheduling.scheduler import Update
 from pagemill.scheduling.sequence import Pinning, Request
 from pagemill.scheduling.step_plan import StepPlan, StepResult
+from pagemill.scheduling.tenancy import TenantLoad
+from pagemill.tenant_limits import TenantLimits
 
 LOAD_WAIT_S = 0.05
 """How long a step with nothing to compute waits for blocks from lower tiers, before messages are looked at again."""
@@ -65,10 +77,11 @@ class EngineCore:
                 seed=self._random.getrandbits(63) if params.seed is None else params.seed,
                 priority=request.priority,
                 arrival_s=request.arrival_s,
-                root=self._root(request.cache_salt),
+                root=self._root(request),
                 max_len=limit if params.max_tokens is None else min(prompt_len + params.max_tokens, limit),
                 beam=beam,
                 pin=None if request.pin is None else Pinning(request.pin, request.cache_salt, request.pin_expires_s),
+                tenant=request.tenant,
             ),
             request.fork_of,
         )
@@ -83,6 +96,16 @@ class EngineCore:
         """Ends sequences `(request_id, index)` whose stop string the front end has seen; unknown ones are ignored."""
         for request_id, index in sequences:
             self._scheduler.finish(request_id, index, time.monotonic())
+
+    def set_tenant(self, name: str, limits: TenantLimits) -> EngineReady:
+        """Makes a tenant known, or changes its limits, between two steps. Returns how long sequences may be now.
+
+        Raises `ConfigError`, and changes nothing, for what the pool or requests under way do not allow.
+        """
+        self._scheduler.set_tenant(name, limits)
+        longest = longest_sequences(self._scheduler, self._ready.max_model_len)
+        self._ready = replace(self._ready, longest_sequences=longest)
+        return self._ready
 
     def has_work(self) -> bool:
         return self._scheduler.has_work()
@@ -145,7 +168,7 @@ class EngineCore:
             self._ready,
             num_frames=frames,
             kv_bytes=pool.nbytes,
-            longest_sequence=self._longest_sequence(),
+            **self._longest_sequences(),
         )
         return self._ready
 
@@ -153,7 +176,8 @@ class EngineCore:
         """What is pinned now."""
         now, pins = time.monotonic(), self._scheduler.pins
         pins.expire(now)
-        self._ready.longest_sequence = self._longest_sequence()
+        for field, longest in self._longest_sequences().items():
+            setattr(self._ready, field, longest)
         infos = [
             PinInfo(
                 name=pin.name,
@@ -164,7 +188,7 @@ class EngineCore:
             )
             for pin in pins.list()
         ]
-        return PinList(infos, self._ready.longest_sequence)
+        return PinList(infos, self._ready.longest_sequence, self._ready.longest_sequences)
 
     def unpin(self, name: str, cache_salt: str) -> PinList:
         """Ends a pin, and returns those that are left. Raises PinNotFoundError."""
@@ -204,6 +228,7 @@ class EngineCore:
             blocks_dropped=transfers.dropped,
             blocks_loaded=transfers.loaded,
             blocks_missed=transfers.missed,
+            tenants={load.account.name: _tenant_stats(load) for load in self._scheduler.tenants},
         )
 
     def close(self) -> None:
@@ -232,16 +257,17 @@ class EngineCore:
             for load, arrived in self._tiers.transfers.finished(wait_s).items():
                 self._scheduler.finish_load(load, arrived, time.monotonic())
 
-    def _longest_sequence(self) -> int:
-        return longest_sequence(
-            self._memory,
-            self._ready.max_model_len,
-            self.config.max_num_batched_tokens,
-            self._scheduler.pins.num_frames,
-        )
+    def _longest_sequences(self) -> dict[str, Any]:
+        """What `EngineReady` says of them, beside what is pinned now and with the limits as they are."""
+        left, longest = self._memory.num_frames - self._scheduler.pins.num_frames, self._ready.max_model_len
+        return {
+            "longest_sequence": longest_sequence(self._memory, left, longest, self.config.max_num_batched_tokens),
+            "longest_sequences": longest_sequences(self._scheduler, longest),
+        }
 
-    def _root(self, cache_salt: str) -> bytes:
-        return root_digest(self._engine.fingerprint, self._engine.kv_format, self._engine.numerics, cache_salt)
+    def _root(self, request: EngineRequest) -> bytes:
+        engine, space = self._engine, namespace(request.tenant, request.cache_salt)
+        return root_digest(engine.fingerprint, engine.kv_format, engine.numerics, space)
 
     def _run(self, plan: StepPlan) -> StepResult:
         """Runs a plan; if that fails, runs it in halves, until the rows that can not run have failed alone."""
@@ -278,6 +304,23 @@ class EngineCore:
         if error is not None:
             output.error, output.error_type = str(error), type(error).__name__
         return output
+
+
+def _tenant_stats(load: TenantLoad) -> TenantStats:
+    account = load.account
+    return TenantStats(
+        blocks_active=account.active,
+        blocks_cached=account.cached,
+        guaranteed_blocks=account.guaranteed_blocks,
+        max_blocks=None if account.max_blocks == NO_QUOTA else account.max_blocks,
+        running=load.running,
+        waiting=load.waiting,
+        preemptions=load.preemptions,
+        evictions=account.evictions,
+        prefix_queried_tokens=load.prefix_queried_tokens,
+        prefix_hit_tokens=load.prefix_hit_tokens,
+        limits=load.limits,
+    )
 
 
 def _failed(error: BaseException) -> StepFailedError:

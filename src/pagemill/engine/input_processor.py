@@ -22,9 +22,11 @@ from pagemill.errors import (
     SamplingParamsError,
     TokenOutOfVocabularyError,
     UnknownArgumentError,
+    UnknownTenantError,
 )
 from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.params import SamplingParams, check_vocabulary
+from pagemill.tenant_limits import DEFAULT_TENANT
 from pagemill.text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
@@ -73,6 +75,7 @@ class InputProcessor:
         *,
         priority: int = 0,
         arrival_s: float | None = None,
+        tenant: str = DEFAULT_TENANT,
     ) -> ProcessedInput:
         """Raises `InvalidRequestError` or one of its children; `params` is never changed."""
         if not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
@@ -80,13 +83,16 @@ class InputProcessor:
                 f"priority is {priority!r}; it must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
                 param="priority",
             )
+        longest = self.ready.longest_sequences.get(tenant)
+        if longest is None:
+            raise UnknownTenantError.of(tenant, self.ready.longest_sequences)
         text, token_ids, salt = self._read(prompt)
         self._check_prompt(token_ids)
         beam = None
         if isinstance(params, BeamSearchParams):
             beam = dataclasses.replace(params)
             params = self._params_of_search(beam)
-        params = self._fit_params(params, len(token_ids))
+        params = self._fit_params(params, len(token_ids), longest)
         best_of = None
         if params.best_of is not None and params.best_of > params.n:
             best_of = BestOf(params.n, params.logprobs is not None)
@@ -99,6 +105,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=salt,
             beam=beam,
+            tenant=tenant,
         )
         return ProcessedInput(request, text, request_id, best_of)
 
@@ -170,7 +177,7 @@ class InputProcessor:
             include_stop_str_in_output=beam.include_stop_str_in_output,
         )
 
-    def _fit_params(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
+    def _fit_params(self, params: SamplingParams, prompt_len: int, longest: int) -> SamplingParams:
         """A copy that says in numbers what the engine must do: `max_tokens` filled in, bad words as tokens.
 
         It is checked once more: the caller may have changed the parameters since they were made.
@@ -191,7 +198,7 @@ class InputProcessor:
         room = limit - prompt_len
         if params.max_tokens is None:
             # At least what was asked for, so that a prompt for which the pool is too small is refused with its need.
-            params.max_tokens = max(self.ready.longest_sequence - prompt_len, params.min_tokens, 1)
+            params.max_tokens = max(longest - prompt_len, params.min_tokens, 1)
             if params.min_tokens > room:
                 raise PromptTooLongError(
                     f"min_tokens is {params.min_tokens}, but after the prompt's {prompt_len} tokens only {room} fit "

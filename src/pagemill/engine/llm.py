@@ -29,6 +29,7 @@ from pagemill.hub import resolve_model
 from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import SessionRecord, SessionStore
+from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits, read_limits
 from pagemill.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -69,20 +70,23 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = DEFAULT_TENANT,
     ) -> list[RequestOutput]:
         """Continues prompts: text, `{"prompt": …}`, `{"prompt_token_ids": …}`, token ids, or a list of any of these.
 
         Parameters are one for all prompts or one each (default `SamplingParams()`); a smaller `priority` is more
-        urgent. Outputs are in the order of the prompts. If any prompt or parameter is wrong, `InvalidRequestError` (or
-        a child) is raised before anything runs. A request that fails while it runs has `finish_reason` "error" and its
-        `error`; the others go on. Ctrl-C ends all requests of this call after the step that is running.
+        urgent, and `tenant` is whose the request is (see `EngineConfig.tenants`). Outputs are in the order of the
+        prompts. If any prompt or parameter is wrong, `InvalidRequestError` (or a child) is raised before anything runs.
+        A request that fails while it runs has `finish_reason` "error" and its `error`; the others go on. Ctrl-C ends
+        all requests of this call after the step that is running.
         """
         listed = as_list_of_prompts(prompts)
         params = one_per_prompt(SamplingParams() if sampling_params is None else sampling_params, len(listed), "params")
         priorities = one_per_prompt(priority, len(listed), "priorities")
+        tenants = one_per_prompt(tenant, len(listed), "tenants")
         processed = [
-            self._input.process(prompt, each, self._new_request_id(), priority=rank)
-            for prompt, each, rank in zip(listed, params, priorities, strict=True)
+            self._input.process(prompt, each, self._new_request_id(), priority=rank, tenant=owner)
+            for prompt, each, rank, owner in zip(listed, params, priorities, tenants, strict=True)
         ]
         return self._run(processed, use_tqdm)
 
@@ -121,6 +125,7 @@ class LLM:
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = DEFAULT_TENANT,
         cache_salt: str = "",
         **template: Any,
     ) -> list[RequestOutput]:
@@ -132,7 +137,7 @@ class LLM:
         prompts = [
             self._input.render_chat(conversation, cache_salt=cache_salt, **template) for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority)
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, tenant=tenant)
 
     def pin(self, prompt: Prompt, *, name: str, expires_s: float | None = None, cache_salt: str = "") -> PinInfo:
         """Computes a prefix and keeps its whole blocks in the pool until it is unpinned, or for so many seconds.
@@ -188,6 +193,11 @@ class LLM:
         ready: EngineReady = core.resize(kv_memory)
         self._input.ready = ready
         return ready
+
+    def set_tenant(self, name: str, limits: TenantLimits) -> None:
+        """Makes a tenant known, or changes its limits. Raises `ConfigError`, and changes nothing, for what the pool can
+        not keep; its message says what it could."""
+        self._input.ready = self._engine().set_tenant(name, read_limits({name: limits})[name])
 
     def close(self) -> None:
         """Gives the model and the KV pool back. May be called twice; `generate` then raises `EngineDeadError`."""

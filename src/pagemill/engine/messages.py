@@ -12,6 +12,7 @@ from pagemill.config import EngineConfig
 from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.params import SamplingParams
+from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 
 
 class Start(msgspec.Struct, tag=True):
@@ -30,11 +31,12 @@ class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
     priority: int = 0
     """Smaller is more urgent, as in vLLM."""
     cache_salt: str = ""
-    """Prefixes are shared only between requests of equal salt."""
+    """Prefixes are shared only between requests of one tenant and equal salt."""
     fork_of: tuple[str, int] | None = None
     """A sequence `(request_id, index)` with these tokens, whose blocks it may share if that still runs."""
     beam: BeamSearchParams | None = None
     """Makes it a beam search; `params` then say how many sequences come back, and how they become text."""
+    tenant: str = DEFAULT_TENANT
     pin: str | None = None
     """Name of the pin that its whole prompt becomes; None: it is an ordinary request."""
     pin_expires_s: float | None = None
@@ -73,6 +75,13 @@ class ResizePool(msgspec.Struct, tag=True):
     kv_memory: int | float | str | None
 
 
+class SetTenant(msgspec.Struct, tag=True):
+    """Make a tenant known, or change its limits; answered, in order, by `EngineReady` or `Refused`."""
+
+    name: str
+    limits: TenantLimits
+
+
 class Shutdown(msgspec.Struct, tag=True):
     """Finish the step, free everything, leave."""
 
@@ -100,6 +109,23 @@ class SequenceOutput(msgspec.Struct, tag=True, kw_only=True):
     """With all tokens of a beam search's result."""
     scheduled_s: float = 0.0
     """When the request first entered a step."""
+
+
+class TenantStats(msgspec.Struct, kw_only=True):
+    """One tenant: its blocks now, active and cached (together they are what it is charged), and its limits on them; its
+    sequences that run and wait; sums since the start. limits: as they were given."""
+
+    blocks_active: int
+    blocks_cached: int
+    guaranteed_blocks: int
+    max_blocks: int | None
+    running: int
+    waiting: int
+    preemptions: int
+    evictions: int
+    prefix_queried_tokens: int
+    prefix_hit_tokens: int
+    limits: TenantLimits
 
 
 class EngineStats(msgspec.Struct, tag=True, kw_only=True):
@@ -140,6 +166,7 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     blocks_dropped: int = 0
     blocks_loaded: int = 0
     blocks_missed: int = 0
+    tenants: dict[str, TenantStats] = {}
 
 
 class Refused(msgspec.Struct, tag=True):
@@ -163,10 +190,11 @@ class PinInfo(msgspec.Struct, kw_only=True):
 
 
 class PinList(msgspec.Struct, tag=True):
-    """All pins, and the `EngineReady.longest_sequence` that they leave."""
+    """All pins, and the `EngineReady.longest_sequence` and `longest_sequences` that they leave."""
 
     pins: list[PinInfo]
     longest_sequence: int
+    longest_sequences: dict[str, int]
 
 
 class StepOutputs(msgspec.Struct, tag=True):
@@ -190,6 +218,8 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     max_num_seqs: int
     longest_sequence: int
     """Tokens, prompt included, that one sequence can have: `max_model_len`, or fewer where the pool holds no more."""
+    longest_sequences: dict[str, int]
+    """The same by tenant, whose limits may hold still fewer. Changes with the limits."""
     block_size: int
     num_frames: int
     kv_bytes: int
@@ -206,6 +236,15 @@ class EngineFault(msgspec.Struct, tag=True):
 
 
 ToEngine = (
-    Start | EngineRequest | AbortRequests | FinishSequences | StatsRequest | ResizePool | PinsRequest | Unpin | Shutdown
+    Start
+    | EngineRequest
+    | AbortRequests
+    | FinishSequences
+    | StatsRequest
+    | ResizePool
+    | SetTenant
+    | PinsRequest
+    | Unpin
+    | Shutdown
 )
 FromEngine = StepOutputs | EngineStats | PinList | Refused | LoadProgress | EngineReady | EngineFault

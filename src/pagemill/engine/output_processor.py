@@ -121,7 +121,7 @@ class RequestState:
         self.request_id = processed.request_id
         self.engine_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
-        self.cache_salt = request.cache_salt
+        self.cache_salt, self.tenant = request.cache_salt, request.tenant
         self.searches = request.beam is not None
         self.metrics = RequestMetrics(arrival_time=request.arrival_s)
         self.sequences = [

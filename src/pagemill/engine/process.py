@@ -31,6 +31,7 @@ from pagemill.engine.messages import (
     Refused,
     ResizePool,
     SequenceOutput,
+    SetTenant,
     Shutdown,
     Start,
     StatsRequest,
@@ -108,6 +109,8 @@ def serve(core: EngineCore, channel: Channel[ToEngine]) -> None:
                     channel.send(core.pins())
                 case Unpin():
                     _answer(channel, functools.partial(core.unpin, message.name, message.cache_salt))
+                case SetTenant():
+                    _answer(channel, functools.partial(core.set_tenant, message.name, message.limits))
                 case Shutdown():
                     return
         if core.has_work():

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from array import array
 
+from pagemill.memory.tenants import Tenant
+
 
 class BlockTable:
     """Entry i holds positions i * block_size .. (i + 1) * block_size - 1. All groups have equally many entries.
@@ -16,15 +18,19 @@ class BlockTable:
     length:    tokens whose K/V are in the cache (committed). Entries may reach beyond: reserved, not yet committed.
     row:       row of the persistent batch, -1 for a table that the device does not know.
     root:      digest in which the chain of this table's namespace begins.
+    tenant:    who owns that namespace, and is charged for the blocks.
     published: leading blocks that need no more publishing.
     first_held: by group, the first entry that is not -1.
     writable:  positions from `length` up to this one are known to be reserved, and nobody else's.
     """
 
-    __slots__ = ("blocks", "first_held", "length", "published", "root", "row", "writable")
+    __slots__ = ("blocks", "first_held", "length", "published", "root", "row", "tenant", "writable")
 
-    def __init__(self, root: bytes, blocks: list[array[int]], first_held: list[int], length: int) -> None:
+    def __init__(
+        self, root: bytes, tenant: Tenant, blocks: list[array[int]], first_held: list[int], length: int
+    ) -> None:
         self.root = root
+        self.tenant = tenant
         self.blocks = blocks
         self.first_held = first_held
         self.length = length

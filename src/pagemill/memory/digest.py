@@ -9,6 +9,8 @@ They name blocks on disk and on other machines too, so their bytes are specified
 
 Two blocks have equal digests only if model, format, numerics, namespace and all tokens up to the block's end are equal;
 different groups' blocks of the same tokens share a digest.
+
+    namespace  = length of the tenant's name in characters ":" name, then cache_salt, as strings
 """
 
 from __future__ import annotations
@@ -32,6 +34,11 @@ def root_digest(fingerprint: bytes, kv_format: str, numerics: str, namespace: st
         root.update(struct.pack("<I", len(field)))
         root.update(field)
     return root.digest()
+
+
+def namespace(tenant: str, cache_salt: str) -> str:
+    """Whose blocks: different for every pair, so that no tenant can write a salt that finds another's."""
+    return f"{len(tenant)}:{tenant}{cache_salt}"
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:

@@ -19,12 +19,14 @@ import numpy as np
 from pagemill.memory.block_table import BlockTable, first_entry_in_window
 from pagemill.memory.blocks import Blocks
 from pagemill.memory.digest import TOKEN_BYTES, pack_tokens
-from pagemill.memory.eviction import EvictionPolicy, PolicyFactory, least_recently_used
+from pagemill.memory.eviction import PolicyFactory, least_recently_used
 from pagemill.memory.frames import FramePool
-from pagemill.memory.prefix_index import PrefixIndex
+from pagemill.memory.prefix_index import Chains, PrefixIndex
 from pagemill.memory.regret import Regret
 from pagemill.memory.resizing import change_frames
+from pagemill.memory.tenants import Tenant, Tenants
 from pagemill.memory.work import BlockName, MemoryWork, Save
+from pagemill.tenant_limits import DEFAULT_TENANT
 
 
 class Opened(NamedTuple):
@@ -35,7 +37,7 @@ class Opened(NamedTuple):
 
 
 class Shortage(NamedTuple):
-    """Frames that a `reserve` needed, and those that it could have had (free, or cached and therefore evictable)."""
+    """Frames that a `reserve` needed, and those that its tenant could have had."""
 
     needed: int
     available: int
@@ -58,27 +60,13 @@ class MemoryStats:
     copies: int
 
 
-class _Chains:
-    """What an eviction policy may know of published blocks."""
-
-    def __init__(self, blocks: Blocks, index: PrefixIndex) -> None:
-        self._blocks = blocks
-        self._index = index
-
-    def depth(self, block: int) -> int:
-        return self._index.depth[block]
-
-    def parent(self, block: int) -> int:
-        return self._index.by_digest[self._blocks.group[block]].get(self._index.parent[block], -1)
-
-
 class MemoryManager:
     """Block tables over one pool of frames. Not thread-safe; every operation is O(1) per block that it touches.
 
     num_frames: frames in the device pool, for the blocks of all groups.
     block_size: tokens per block.
     windows:    by layer group, the attention window in tokens, or None for full attention.
-    policy:     order of eviction; the least recently used by default.
+    policy:     each tenant's order of eviction; the least recently used by default.
     saves_evicted: whether `take_saves` offers what is evicted to lower tiers.
 
     A state is derived, not stored. A frame is free or occupied by one block. A block is *active* while it is
@@ -104,10 +92,11 @@ class MemoryManager:
         self._pool = FramePool(num_frames)
         self._blocks = Blocks(num_frames)
         self._index = PrefixIndex(num_frames, block_size, windows)
-        self._policy: EvictionPolicy = policy(_Chains(self._blocks, self._index))
+        self.tenants = Tenants(lambda: policy(Chains(self._index, self._blocks.group)))
         self._tables: set[BlockTable] = set()
         self._regret = Regret(num_frames)
-        self._held: deque[tuple[int, list[int]]] = deque()  # steps, and the blocks released while they were in flight
+        # Steps, and the blocks (all of one tenant) that were released while they were in flight.
+        self._held: deque[tuple[int, Tenant, list[int]]] = deque()
         self._saves_evicted = saves_evicted
         self._saves: list[Save] = []
         self._copies: list[tuple[int, int]] = []
@@ -115,25 +104,35 @@ class MemoryManager:
         self._edits: dict[int, dict[int, int]] = {}
         self._drained = self._retired = -1
         self._now = 0.0
-        self._evictions = self._num_copies = 0
+        self._num_copies = 0
 
     # Tables come and go
 
-    def open(self, token_ids: Sequence[int], digests: Sequence[bytes], root: bytes, now: float, limit: int) -> Opened:
+    def open(
+        self,
+        token_ids: Sequence[int],
+        digests: Sequence[bytes],
+        root: bytes,
+        now: float,
+        limit: int,
+        tenant: str = DEFAULT_TENANT,
+    ) -> Opened:
         """A table for a sequence, holding the longest prefix of at most `limit` tokens that can be found.
 
         Takes references, no frames. `limit` below the sequence's length leaves tokens to compute. `digests` are of the
-        full blocks of `token_ids`, all or the leading ones; `root` begins their chain.
+        full blocks of `token_ids`, all or the leading ones; `root` begins their chain, and belongs to this tenant.
+        Raises UnknownTenantError.
         """
+        account = self.tenants[tenant]
         self._now = now
         if self._caching:
             length, blocks, first_held = self._index.match(digests, root, token_ids, max(0, min(limit, len(token_ids))))
         else:
             length, blocks, first_held = 0, [array("i") for _ in self.windows], [0] * len(self.windows)
-        table = BlockTable(root, blocks, first_held, length)
+        table = BlockTable(root, account, blocks, first_held, length)
         table.published = length // self.block_size
         for entries, first in zip(blocks, first_held, strict=True):
-            self._hold(entries[first:])
+            self._hold(entries[first:], account)
         self._tables.add(table)
         return Opened(table, length)
 
@@ -152,7 +151,8 @@ class MemoryManager:
             raise ValueError(f"can not fork at {length}: only {table.length} tokens are committed")
         self._require_window(table, length)
         entries = -(-length // self.block_size)
-        child = BlockTable(table.root, [held[:entries] for held in table.blocks], table.first_held.copy(), length)
+        blocks = [held[:entries] for held in table.blocks]
+        child = BlockTable(table.root, table.tenant, blocks, table.first_held.copy(), length)
         child.published = min(table.published, length // self.block_size)
         table.writable = 0
         self._blocks.hold(child.tail_first(0))
@@ -173,7 +173,7 @@ class MemoryManager:
         table.length = min(table.length, length)
         table.published = min(table.published, length // self.block_size)
         table.writable = 0
-        self._release(released)
+        self._release(released, table.tenant)
 
     def close(self, table: BlockTable, now: float) -> None:
         """Gives back all that the table holds, and its row. Raises KeyError if it is not open."""
@@ -186,7 +186,7 @@ class MemoryManager:
         if table.row >= 0:
             self._edits.pop(table.row, None)
             table.row = -1
-        self._release(released)
+        self._release(released, table.tenant)
 
     def place(self, table: BlockTable, row: int) -> None:
         """Gives the table a row of the persistent batch; the device learns all of its entries with the next `drain`."""
@@ -201,7 +201,8 @@ class MemoryManager:
         """Makes positions table.length .. up_to - 1 writable in every group, or changes nothing and says what it lacks.
 
         New blocks where there are none; and a copy of the block in which the first of these positions lies, if others
-        hold it or it is published. Evicts cached blocks as needed, and never takes from a table.
+        hold it or it is published. Evicts cached blocks as needed, and never takes from a table. The table's tenant is
+        charged.
         """
         if up_to <= table.writable or up_to <= table.length:
             return None
@@ -221,9 +222,9 @@ class MemoryManager:
                 return None
             new = 0
 
-        needed = new * len(self.windows) + len(unwritable)
-        if needed > self._pool.num_free:
-            available = self._pool.num_free + len(self._policy)
+        tenant, needed = table.tenant, new * len(self.windows) + len(unwritable)
+        if needed > self._pool.num_free or needed > tenant.max_blocks - tenant.charged:
+            available = min(self.tenants.available(tenant, self._pool.num_free), tenant.room)
             if needed > available:
                 # Where the table is the only holder, the published block itself can make room: instead of copying it
                 # and evicting it, take it back from the index. So a sequence alone in the pool never fails here.
@@ -233,11 +234,12 @@ class MemoryManager:
                     return Shortage(needed, available)
                 for group in own[:missing]:
                     self._index.forget(table.blocks[group][tail], group)
-                    self._policy.forget(table.blocks[group][tail])
+                    tenant.policy.forget(table.blocks[group][tail])
                     unwritable.remove(group)
-                    self._evictions += 1
+                    tenant.evictions += 1
                 needed = available
-            self._evict(needed - self._pool.num_free)
+            self._make_room(tenant, needed)
+        tenant.charged += needed
         for group in unwritable:
             self._copy(table, group, tail)
         if new:
@@ -277,7 +279,7 @@ class MemoryManager:
                 entries[first:now_first] = array("i", gone)
                 table.first_held[group] = now_first
                 self._edit(table, group, first, gone)
-                self._release(released)
+                self._release(released, table.tenant)
 
     def drain(self, step: int) -> MemoryWork:
         """What the device must do before this step, since the last drain. The step is in flight from now on.
@@ -316,7 +318,7 @@ class MemoryManager:
     def cached_blocks(self) -> list[Save]:
         """All blocks that can be found and that nobody holds, beginnings of chains first."""
         depth = self._index.depth
-        blocks = [block for block in self._blocks.in_use() if block in self._policy]
+        blocks = [block for block in self._blocks.in_use() if not self._blocks.references[block]]
         return [self._save(block) for block in sorted(blocks, key=depth.__getitem__)]
 
     def frames(self, table: BlockTable, first: int) -> list[int]:
@@ -342,9 +344,10 @@ class MemoryManager:
         """This step and all before it have finished and hold nothing any more."""
         self._retired = max(self._retired, step)
         while self._held and self._held[0][0] <= step:
-            self._drop(self._held.popleft()[1])
+            _, tenant, blocks = self._held.popleft()
+            self._drop(blocks, tenant)
 
-    # Figures
+    # Tenants and figures
 
     @property
     def num_frames(self) -> int:
@@ -353,8 +356,20 @@ class MemoryManager:
 
     @property
     def num_available(self) -> int:
-        """Frames that `reserve` can have: free, or cached and therefore evictable."""
-        return self._pool.num_free + len(self._policy)
+        """Frames that hold nothing active: free, or cached."""
+        return self._pool.num_free + self.tenants.cached
+
+    def set_quota(self, tenant: str, guaranteed_blocks: int = 0, max_blocks: int | None = None) -> None:
+        """Makes this tenant known, or changes its limits: as many blocks are kept for it, and it never gets more.
+
+        What it has cached beyond a lower quota is evicted; what is active beyond it stays until it is given back.
+        Raises ConfigError, and changes nothing, for what the pool can not keep.
+        """
+        self._make_room(self.tenants.set(tenant, guaranteed_blocks, max_blocks, self.num_frames), 0)
+
+    def available(self, tenant: Tenant) -> int:
+        """Frames that this tenant can have, if its own quota has room: free, or cached and evictable for it."""
+        return self.tenants.available(tenant, self._pool.num_free)
 
     def blocks_needed(self, num_tokens: int, chunk: int) -> int:
         """The most frames that one sequence may hold at once, over all groups, while it grows to `num_tokens` in steps
@@ -371,13 +386,13 @@ class MemoryManager:
         return sum(last + 1 - first_entry_in_window(start, window, self.block_size) for window in self.windows)
 
     def stats(self) -> MemoryStats:
-        free, cached = self._pool.num_free, len(self._policy)
+        free, cached = self._pool.num_free, self.tenants.cached
         return MemoryStats(
             frames=self.num_frames,
             frames_free=free,
             frames_cached=cached,
             frames_active=self.num_frames - free - cached,
-            evictions=self._evictions,
+            evictions=sum(tenant.evictions for tenant in self.tenants),
             evictions_regretted=self._regret.count,
             copies=self._num_copies,
         )
@@ -399,7 +414,7 @@ class MemoryManager:
         self._num_copies += 1
         entries[entry] = self._blocks.new(group, frames)[0]
         self._edit(table, group, entry, frames)
-        self._release([source])
+        self._release([source], table.tenant)
 
     def _publish(self, table: BlockTable, full: int, token_ids: Sequence[int], digests: Sequence[bytes]) -> None:
         size, index = self.block_size, self._index
@@ -420,10 +435,10 @@ class MemoryManager:
                     if group == index.leading:
                         self._regret.published(digest)
                 else:
-                    self._hold([published])
+                    self._hold([published], table.tenant)
                     entries[entry] = published
                     self._edit(table, group, entry, [self._blocks.frame[published]])
-                    self._release([block])
+                    self._release([block], table.tenant)
         table.published = full
 
     def _require_window(self, table: BlockTable, length: int) -> None:
@@ -453,25 +468,25 @@ class MemoryManager:
         assert frames is not None
         return frames
 
-    def _hold(self, blocks: Sequence[int]) -> None:
+    def _hold(self, blocks: Sequence[int], tenant: Tenant) -> None:
         for block in self._blocks.hold(blocks):
-            self._policy.remove(block)
+            tenant.policy.remove(block)
 
     def _save(self, block: int) -> Save:
         index, blocks = self._index, self._blocks
         name = BlockName(index.digest[block], blocks.group[block], index.parent[block], index.depth[block])
         return Save(blocks.frame[block], name)
 
-    def _release(self, blocks: list[int]) -> None:
+    def _release(self, blocks: list[int], tenant: Tenant) -> None:
         """A table lets go of blocks; the last step in flight, if any, holds them instead."""
         if self._drained > self._retired:
-            self._held.append((self._drained, blocks))
+            self._held.append((self._drained, tenant, blocks))
         else:
-            self._drop(blocks)
+            self._drop(blocks, tenant)
 
-    def _drop(self, blocks: Sequence[int]) -> None:
+    def _drop(self, blocks: Sequence[int], tenant: Tenant) -> None:
         """Takes references back. Blocks without any are cached if they can be found, else ended."""
-        digest, add, now = self._index.digest, self._policy.add, self._now
+        digest, add, now = self._index.digest, tenant.policy.add, self._now
         ended = []
         for block in self._blocks.drop(blocks):
             if digest[block]:
@@ -480,10 +495,22 @@ class MemoryManager:
                 ended.append(block)
         if ended:
             self._pool.give(self._blocks.end(ended))
+            tenant.charged -= len(ended)
+        if tenant.charged > tenant.max_blocks:
+            self._make_room(tenant, 0)
 
-    def _evict(self, count: int) -> None:
-        """Ends the `count` cached blocks that the policy gives up first."""
-        victim, forget, group = self._policy.victim, self._index.forget, self._blocks.group
+    def _make_room(self, tenant: Tenant, count: int) -> None:
+        """Evicts what must go before the tenant can have `count` frames: its own cached blocks beyond its quota, then
+        those of whoever has borrowed most."""
+        own = min(tenant.charged + count - tenant.max_blocks, tenant.cached)
+        if own > 0:
+            self._evict(tenant, own)
+        while (missing := count - self._pool.num_free) > 0:
+            self._evict(*self.tenants.lender(tenant, missing))
+
+    def _evict(self, tenant: Tenant, count: int) -> None:
+        """Ends the `count` cached blocks that the tenant's policy gives up first."""
+        victim, forget, group = tenant.policy.victim, self._index.forget, self._blocks.group
         victims = [victim() for _ in range(count)]
         if self._saves_evicted:
             self._saves += map(self._save, victims)
@@ -491,5 +518,6 @@ class MemoryManager:
             if group[block] == self._index.leading:
                 self._regret.evicted(self._index.digest[block])
             forget(block, group[block])
-        self._evictions += count
+        tenant.evictions += count
+        tenant.charged -= count
         self._pool.give(self._blocks.end(victims))

@@ -53,7 +53,7 @@ class Pins:
     ) -> None:
         """Makes room for a pin of the blocks with these digests, which `owner` is going to compute.
 
-        needed: frames that the largest accepted request may hold. Raises PinLimitError, and changes nothing.
+        needed: frames that must not be pinned, for accepted requests and for guarantees. Raises PinLimitError, and changes nothing.
         """
         memory = self._memory
         length = len(digests) * memory.block_size
@@ -74,8 +74,8 @@ class Pins:
         if frames + needed > memory.num_frames:
             raise PinLimitError(
                 f"pin {name!r} takes {len(blocks)} KV blocks; with it {frames} would be pinned, and a request that was "
-                f"accepted may need {needed} of the pool's {memory.num_frames}; wait for its end, unpin something, or "
-                f"raise kv_memory",
+                f"accepted, or a tenant's guarantee, may need {needed} of the pool's {memory.num_frames}; wait for its "
+                f"end, unpin something, or raise kv_memory",
                 param="prompt",
             )
         self._blocks.update(blocks)

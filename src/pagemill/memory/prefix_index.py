@@ -173,6 +173,20 @@ class PrefixIndex:
         return length
 
 
+class Chains:
+    """What an eviction policy may know of published blocks. group: by block, its layer group."""
+
+    def __init__(self, index: PrefixIndex, group: Sequence[int]) -> None:
+        self._index = index
+        self._group = group
+
+    def depth(self, block: int) -> int:
+        return self._index.depth[block]
+
+    def parent(self, block: int) -> int:
+        return self._index.by_digest[self._group[block]].get(self._index.parent[block], -1)
+
+
 def _common_tokens(tokens: bytes, wanted: bytes) -> int:
     """How many leading tokens two packed runs share."""
     if tokens.startswith(wanted):

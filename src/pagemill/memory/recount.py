@@ -11,6 +11,7 @@ from pagemill.memory.digest import TOKEN_BYTES
 
 if TYPE_CHECKING:
     from pagemill.memory.manager import MemoryManager
+    from pagemill.memory.tenants import Tenant
 
 
 def recount(manager: MemoryManager) -> None:
@@ -20,6 +21,7 @@ def recount(manager: MemoryManager) -> None:
     _tables(manager)
     _published(manager)
     _states(manager)
+    _charges(manager)
 
 
 def _require(holds: bool, invariant: str, detail: str) -> None:
@@ -43,7 +45,7 @@ def _frames(manager: MemoryManager) -> None:
 def _references(manager: MemoryManager) -> None:
     rule = "a block's references are the table entries that name it and the steps in flight that hold it"
     named = Counter(b for table in manager._tables for entries in table.blocks for b in entries if b >= 0)
-    named.update(block for _, blocks in manager._held for block in blocks)
+    named.update(block for _, _, blocks in manager._held for block in blocks)
     for block, count in enumerate(manager._blocks.references):
         _require(count == named[block], rule, f"block {block} has {count}, named by {named[block]}")
 
@@ -94,10 +96,32 @@ def _states(manager: MemoryManager) -> None:
     rule = "a block is cached if and only if it has no references"
     cached = 0
     for block in manager._blocks.in_use():
-        references, in_policy = manager._blocks.references[block], block in manager._policy
+        references = manager._blocks.references[block]
+        in_policy = any(block in tenant.policy for tenant in manager.tenants)
         cached += in_policy
         _require(in_policy == (references == 0), rule, f"block {block}: {references=}, {in_policy=}")
         _require(not in_policy or manager._index.digest[block] != b"", "what is cached can be found", f"block {block}")
-    _require(cached == len(manager._policy), rule, f"{cached} blocks, {len(manager._policy)} in the policy")
-    for step, _ in manager._held:
+    listed = manager.tenants.cached
+    _require(cached == listed, rule, f"{cached} blocks, {listed} in the policies")
+    for step, _, _ in manager._held:
         _require(step > manager._retired, "a retired step holds nothing", f"step {step}")
+
+
+def _charges(manager: MemoryManager) -> None:
+    owned: dict[Tenant, set[int]] = {tenant: set() for tenant in manager.tenants}
+    for table in manager._tables:
+        owned[table.tenant].update(block for entries in table.blocks for block in entries if block >= 0)
+    for _, tenant, blocks in manager._held:
+        owned[tenant].update(blocks)
+    for block in manager._blocks.in_use():
+        for tenant in manager.tenants:
+            if block in tenant.policy:
+                owned[tenant].add(block)
+    rule = "a block is charged once, to the owner of its namespace"
+    used, charges = len(manager._blocks.in_use()), sum(tenant.charged for tenant in manager.tenants)
+    _require(charges == used, rule, f"{charges} are charged, {used} in use")
+    for tenant, held in owned.items():
+        _require(tenant.charged == len(held), rule, f"{tenant.name!r} has {len(held)}, {tenant.charged} charged")
+        within = tenant.charged <= tenant.max_blocks or not tenant.cached
+        detail = f"{tenant.name!r}: {tenant.charged} of {tenant.max_blocks}, {tenant.cached} cached"
+        _require(within, "a quota is exceeded by nothing cached", detail)

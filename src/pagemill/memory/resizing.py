@@ -16,9 +16,8 @@ def change_frames(manager: MemoryManager, num_frames: int) -> None:
     pool, blocks = manager._pool, manager._blocks
     blocks.grow(num_frames)
     manager._index.grow(num_frames)
-    occupied = pool.num_frames - pool.num_free
-    if occupied > num_frames:
-        manager._evict(occupied - num_frames)
+    while (excess := pool.num_frames - pool.num_free - num_frames) > 0:
+        manager._evict(*manager.tenants.loser(excess))
     pool.resize(num_frames)
     frame_of = blocks.frame
     leaving = sorted((block for block in blocks.in_use() if frame_of[block] >= num_frames), key=frame_of.__getitem__)

@@ -44,9 +44,10 @@ class Loading:
     def begin(self, sequence: Waiting, found: int, headroom: int, now: float) -> Begun | None:
         """Begins to load what lower tiers hold behind the first `found` blocks of a waiting sequence, if there is room
         for the whole sequence and `headroom` blocks more."""
-        memory, size = self._memory, self._memory.block_size
+        memory, size, request = self._memory, self._memory.block_size, sequence.request
         last = (len(sequence.tokens) - 1) // size
-        room = memory.num_available - headroom
+        tenant = memory.tenants[request.tenant]
+        room = min(memory.available(tenant) - headroom, tenant.room)
         if self._stored is None or found >= last or (last + 1 - found) * len(memory.windows) > room:
             return None
         if sequence.digests[found] in self._missed:
@@ -55,7 +56,7 @@ class Loading:
         more = self._stored(sequence.digests[found:last])
         if more == 0:
             return None
-        table, length = memory.open(sequence.tokens, sequence.digests, sequence.request.root, now, found * size)
+        table, length = memory.open(sequence.tokens, sequence.digests, request.root, now, found * size, request.tenant)
         if length < found * size or memory.reserve(table, (found + more) * size) is not None:
             memory.close(table, now)
             return None

@@ -24,7 +24,9 @@ from pagemill.scheduling.loading import Loading, Stored
 from pagemill.scheduling.pending import PendingPrefixes
 from pagemill.scheduling.sequence import Pinning, Rank, Request, Sequence, Status
 from pagemill.scheduling.step_plan import ChosenTokens, NewRow, StepPlan, StepResult
+from pagemill.scheduling.tenancy import Lack, Live, Tenancy, TenantLoad, borrower, victim
 from pagemill.scheduling.waiting import WaitingQueue
+from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 
 
 class Update(NamedTuple):
@@ -62,8 +64,9 @@ def _rank(sequence: Sequence) -> Rank:
 class Scheduler:
     """Continuous batching over paged memory, with one token budget per step.
 
-    Order of a step: sequences that generate, then prompts that were begun, then new ones, each in order of rank. When
-    blocks run out, the running sequence of the worst rank loses its own and waits to be recomputed.
+    Order of a step: sequences that generate, then prompts that were begun, each in order of rank, then new ones in the
+    order of the waiting queue. When blocks run out, the running sequence of the worst rank loses its own and waits to
+    be recomputed; where there are tenants, the worst of those that have borrowed (see `tenancy.victim`).
 
     Invariants: a running sequence has a table and a row, and no other has; rows in use and free rows add up to
     `max_num_seqs`; `_running` is sorted by rank; no sequence is preempted while a step is in flight.
@@ -85,14 +88,11 @@ class Scheduler:
         self.pins = Pins(memory, max_pinned_share)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.num_waiting = 0
-        self.preemptions = 0
-        self.prefix_queried_tokens = 0
-        self.prefix_hit_tokens = 0
+        self.tenants = Tenancy(memory, self.pins)
         self._eos = eos_token_ids
         self._ageing_s = ageing_s
         self._caching = enable_prefix_caching
-        self._waiting = WaitingQueue()
+        self._waiting = WaitingQueue(max_num_batched_tokens)
         self._running: list[Sequence] = []
         self._requests: dict[str, list[Sequence]] = {}
         self._free_rows = list(range(max_num_seqs - 1, -1, -1))
@@ -109,6 +109,22 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def num_waiting(self) -> int:
+        return sum(load.waiting for load in self.tenants)
+
+    @property
+    def preemptions(self) -> int:
+        return sum(load.preemptions for load in self.tenants)
+
+    @property
+    def prefix_queried_tokens(self) -> int:
+        return sum(load.prefix_queried_tokens for load in self.tenants)
+
+    @property
+    def prefix_hit_tokens(self) -> int:
+        return sum(load.prefix_hit_tokens for load in self.tenants)
+
     def has_work(self) -> bool:
         return bool(self._running or self.num_waiting or self._flights or self._loading)
 
@@ -119,8 +135,21 @@ class Scheduler:
     def live(self, request_id: str) -> bool:
         return request_id in self._requests
 
+    def set_tenant(self, name: str, limits: TenantLimits) -> None:
+        """Makes a tenant known, or changes its limits. Raises ConfigError, and changes nothing, for what can not be
+        kept, of the pool or of the requests that have been accepted."""
+        self.tenants.set(name, limits, self._live())
+
+    def _live(self) -> Live:
+        requests = [siblings[0].request for siblings in self._requests.values()]
+        return [(request, self._most_blocks(request)) for request in requests]
+
+    def _most_blocks(self, request: Request) -> int:
+        return blocks_needed(self.memory, request, self.max_num_batched_tokens)
+
     def add(self, request: Request, fork_of: tuple[str, int] | None = None) -> None:
-        """Queues a request. Raises `RequestTooLargeError` if even alone it could never run.
+        """Queues a request. Raises `RequestTooLargeError` if even alone it could never run, `TooManyWaitingError` where
+        its tenant has as many waiting as it may, and `UnknownTenantError`.
 
         fork_of: a sequence `(request_id, index)` whose tokens the prompt is. If that is running, so is the new one at
         once, and shares all its blocks; else the prompt is like any other.
@@ -132,14 +161,7 @@ class Scheduler:
                 f"or raise it",
                 param=name,
             )
-        need = blocks_needed(self.memory, request, self.max_num_batched_tokens)
-        if need > self.memory.num_frames - self.pins.num_frames:
-            raise RequestTooLargeError(
-                f"the request may grow to {request.max_len} tokens, which takes {need} KV blocks of "
-                f"{self.memory.block_size} tokens, but the pool has {self.memory.num_frames}{self._pinned}; lower "
-                f"max_tokens or the prompt's length, or give the pool more memory (kv_memory)",
-                param="max_tokens",
-            )
+        self.tenants.check(request, self._most_blocks(request))
         if request.pin is not None:
             self._reserve_pin(request, request.pin)
         rank = Rank(request.arrival_s + request.priority * self._ageing_s, self._arrivals, 0)
@@ -150,22 +172,22 @@ class Scheduler:
         self._requests[request.request_id] = [sequence]
         if fork_of is not None and self._fork_into(sequence, fork_of):
             return
-        self._waiting.push(sequence)
-        self.num_waiting += 1
-
-    @property
-    def _pinned(self) -> str:
-        """For messages."""
-        return f", of which pins hold {self.pins.num_frames}" if self.pins.num_frames else ""
+        self._wait(sequence)
 
     def _reserve_pin(self, request: Request, pin: Pinning) -> None:
         if not self._caching:
             raise InvalidRequestError(
                 f"pin {pin.name!r} could not be found again: enable_prefix_caching is False; set it", param="name"
             )
+        if request.tenant != DEFAULT_TENANT:
+            raise InvalidRequestError(
+                f"pin {pin.name!r} of tenant {request.tenant!r}: pins are of the tenant {DEFAULT_TENANT!r}; pin it there",
+                param="tenant",
+            )
         digests: list[bytes] = []
         extend_chain(digests, request.root, request.prompt_token_ids, self.memory.block_size)
-        self.pins.reserve(request.request_id, pin.name, pin.cache_salt, digests, pin.expires_s, self._largest_need)
+        needed = self.tenants.least_beside_pins(self._live())
+        self.pins.reserve(request.request_id, pin.name, pin.cache_salt, digests, pin.expires_s, needed)
 
     def abort(self, request_id: str, now: float) -> None:
         """Ends all sequences of a request. Unknown ids are ignored."""
@@ -190,39 +212,31 @@ class Scheduler:
 
     @property
     def least_frames(self) -> int:
-        """The smallest pool that holds what is running now, and in which each request can run to its end alone."""
-        need = self._largest_need + self.pins.num_frames
-        return max(need, self.memory.num_frames - self.memory.num_available, len(self.memory.windows))
-
-    @property
-    def _largest_need(self) -> int:
-        """Frames that the largest request may hold, alone."""
-        requests = [of[0].request for of in self._requests.values()]
-        return max((blocks_needed(self.memory, one, self.max_num_batched_tokens) for one in requests), default=0)
+        """The smallest pool that holds what is running now, in which each request can run to its end alone, beside what
+        is pinned, and what is guaranteed can be kept."""
+        held, live = self.memory.num_frames - self.memory.num_available, self._live()
+        least = max([held, len(self.memory.windows), *(need for _, need in live)])
+        while self.tenants.refusal(least, live) is not None:
+            least += 1
+        return least
 
     def resize(self, num_frames: int, now: float) -> StepPlan:
         """Another number of frames in the pool: a plan without rows, whose work must be done before frames go.
 
-        Sequences of the worst rank are preempted while what is held does not fit. No step may be in flight, no load
-        under way. Raises KVMemoryError, and changes nothing, if a request could not run to its end any more.
+        Sequences of the worst rank, of borrowers first, are preempted while what is held does not fit. No step may be
+        in flight, no load under way. Raises KVMemoryError, and changes nothing, if a request could not run to its end
+        any more, or a tenant's guarantee not be kept.
         """
-        for request_id, sequences in self._requests.items():
-            longest = sequences[0].request.max_len
-            need = blocks_needed(self.memory, sequences[0].request, self.max_num_batched_tokens)
-            if need > num_frames - self.pins.num_frames:
-                raise KVMemoryError(
-                    f"the KV pool can not have {num_frames} blocks now{self._pinned}: the request {request_id!r} may "
-                    f"grow to {longest} tokens, which takes {need}; ask for more, or wait for its end",
-                    param="kv_memory",
-                )
-        if self.pins.num_frames > num_frames:
+        refusal = self.tenants.refusal(num_frames, self._live())
+        if refusal is not None:
             raise KVMemoryError(
-                f"the KV pool can not have {num_frames} blocks now: pins hold {self.pins.num_frames}; ask for more, or "
-                f"unpin something",
+                f"the KV pool can not have {num_frames} blocks now: {refusal}; ask for more, or wait for the request's "
+                f"end",
                 param="kv_memory",
             )
         while self.memory.resize(num_frames) is not None:
-            self._preempt(self._running[-1], now)
+            self._preempt(borrower(self._running) or self._running[-1], now)
+        self.tenants.resized()
         return self._plan({}, now)
 
     # ------------------------------------------------------------------ schedule
@@ -239,9 +253,9 @@ class Scheduler:
     def _continue_running(self, now: float) -> dict[Sequence, int]:
         """Gives running sequences their tokens: generating ones first, then begun prompts, by rank.
 
-        Where blocks run out, the running sequence of the worst rank is preempted, which may be the one that asks. Not
-        while a step is in flight, though: blocks given back under it come free only when it retires, so whoever lacks
-        one sits this step out.
+        Where blocks run out, a running sequence is preempted, which may be the one that asks. Not while a step is in
+        flight, though: blocks given back under it come free only when it retires, so whoever lacks one sits this step
+        out.
         """
         planned: dict[Sequence, int] = {}
         budget = self.max_num_batched_tokens
@@ -251,13 +265,10 @@ class Scheduler:
             count = min(remaining, budget)
             if count == 0 or sequence.table is None:
                 continue
-            while self.memory.reserve(sequence.table, sequence.scheduled + count) is not None:
+            while (shortage := self.memory.reserve(sequence.table, sequence.scheduled + count)) is not None:
                 if self._flights:
                     break
-                victim = self._running[-1]
-                for lost in [victim] if victim.group is None else victim.group.beams:
-                    budget += planned.pop(lost, 0)
-                self._preempt(victim, now)
+                budget += self._preempt_planned(victim(self._running, sequence, shortage), planned, now)
                 if sequence.table is None:
                     break
             else:
@@ -265,31 +276,69 @@ class Scheduler:
                 budget -= count
         return planned
 
+    def _preempt_planned(self, sequence: Sequence, planned: dict[Sequence, int], now: float) -> int:
+        """Preempts a sequence that may be in the plan of this step; how many of its tokens no longer are."""
+        lost = [sequence] if sequence.group is None else sequence.group.beams
+        freed = sum(planned.pop(one, 0) for one in lost)
+        self._preempt(sequence, now)
+        return freed
+
     def _preempt(self, sequence: Sequence, now: float) -> None:
-        self.preemptions += 1
+        self.tenants[sequence.request.tenant].preemptions += 1
         if sequence.group is not None:
             for other in sequence.group.park(self.memory.block_size):
                 self._finish(other, now)
             (sequence,) = sequence.group.beams
         self._release(sequence, now)
         sequence.status = Status.WAITING
-        self._waiting.push(sequence)
-        self.num_waiting += 1
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
+        load = self.tenants[sequence.request.tenant]
+        load.waiting += 1
+        self._waiting.push(sequence, load)
 
     def _admit(self, planned: dict[Sequence, int], now: float) -> None:
-        """Lets waiting sequences in while there is budget, a row and memory for the whole prompt."""
+        """Lets waiting sequences in while there is budget, a row and memory for the whole prompt.
+
+        A tenant is passed over once its next sequence can not run. If that lacks what all compete for, only those pass
+        it that ask for what is guaranteed to them, and for these, sequences of borrowers are preempted.
+        """
         budget = self.max_num_batched_tokens - sum(planned.values())
-        while budget > 0 and (sequence := self._waiting.pop()) is not None:
+        passed: set[TenantLoad] = set()
+        crowded = False
+        while budget > 0 and (turn := self._waiting.first(passed)) is not None:
+            sequence, load = turn
             rows = sequence.num_rows
-            enough_rows = len(self._free_rows) >= rows
-            if enough_rows and self._comes_from_elsewhere(sequence, now):
+            right = load.has_right_to(self.memory.blocks_needed(len(sequence.tokens), self.max_num_batched_tokens))
+            if not load.may_run(rows):
+                self._waiting.level(load)
+                passed.add(load)
                 continue
-            if not enough_rows or not self._open(sequence, budget, now):
-                self._waiting.push(sequence)
-                break
+            if crowded and not right:
+                passed.add(load)
+                continue
+            if len(self._free_rows) >= rows and self._comes_from_elsewhere(sequence, now):
+                self._waiting.pop(load)
+                continue
+            while (lack := self._open(sequence, load, rows, right, budget, now)) is Lack.POOL and right:
+                loser = None if self._flights else borrower(self._running, load.account)
+                if loser is None:
+                    break
+                passed.add(self.tenants[loser.request.tenant])
+                budget += self._preempt_planned(loser, planned, now)
+            if lack is not None:
+                if lack is Lack.QUOTA:
+                    self._waiting.level(load)
+                crowded = crowded or lack is Lack.POOL
+                passed.add(load)
+                continue
+            self._waiting.pop(load)
             sequence.row, *sequence.child_rows = (self._free_rows.pop() for _ in range(rows))
             sequence.status = Status.RUNNING
-            self.num_waiting -= 1
+            load.waiting -= 1
+            load.running += 1
+            load.rows += rows
             insort(self._running, sequence, key=_rank)
             planned[sequence] = min(sequence.remaining, budget)
             budget -= planned[sequence]
@@ -321,37 +370,47 @@ class Scheduler:
         blocks = self._loading.finish(load, arrived, now)
         self._resume(self._pending.computed(load, blocks) + self._pending.drop(load))
 
-    def _open(self, sequence: Sequence, budget: int, now: float) -> bool:
-        """Opens a waiting sequence's table and reserves its first chunk; False, with nothing held, if memory is short.
+    def _open(
+        self, sequence: Sequence, load: TenantLoad, rows: int, right: bool, budget: int, now: float
+    ) -> Lack | None:
+        """Opens a waiting sequence's table and reserves its first chunk, or holds nothing and says what is lacking.
 
-        There must be room for the whole sequence as it is and for one more block of each running one: else it would
-        soon be preempted again.
+        There must be room for the whole sequence as it is and for one more block of each running one (of its own
+        tenant, where all of it is guaranteed, or within the tenant's quota): else it would soon be preempted again.
         """
+        if len(self._free_rows) < rows:
+            return Lack.POOL
         share = self._shares_prefixes(sequence)
         if share:
             self._extend_digests(sequence)
         tokens = sequence.tokens
         opened = self.memory.open(
-            tokens, sequence.digests if share else [], sequence.request.root, now, len(tokens) - 1 if share else 0
+            tokens,
+            sequence.digests if share else [],
+            sequence.request.root,
+            now,
+            len(tokens) - 1 if share else 0,
+            sequence.request.tenant,
         )
         found = opened.num_cached_tokens
         chunk = min(len(tokens) - found, budget)
         need = self.memory.blocks_needed(len(tokens), self.max_num_batched_tokens) - opened.table.num_held
         if sequence.group is not None:
             need += sequence.group.blocks_to_unpark(self.memory.block_size) * len(self.memory.windows)
-        headroom = len(self._running)
-        if need + headroom > self.memory.num_available or self.memory.reserve(opened.table, found + chunk) is not None:
+        room = self.memory.available(load.account) - (load.running if right else len(self._running))
+        within = load.within_quota(need)
+        if not within or need > room or self.memory.reserve(opened.table, found + chunk) is not None:
             self.memory.close(opened.table, now)
-            return False
+            return Lack.POOL if within else Lack.QUOTA
         sequence.table = opened.table
         sequence.scheduled = found
         if sequence.scheduled_s is None:
             sequence.num_cached_tokens = found
         if share:
             self._pending.add(sequence, sequence.digests, found // self.memory.block_size)
-            self.prefix_queried_tokens += len(tokens)
-            self.prefix_hit_tokens += found
-        return True
+            load.prefix_queried_tokens += len(tokens)
+            load.prefix_hit_tokens += found
+        return None
 
     def _shares_prefixes(self, sequence: Sequence) -> bool:
         return self._caching and sequence.request.params.prompt_logprobs is None
@@ -388,6 +447,7 @@ class Scheduler:
                 samples.append((position, sequence.index))
                 sample_to.append(sequence.row)
                 sequence.in_flight += sequence.group is None  # a beam's next token is chosen when the step has run
+        self.tenants.serve(planned)
         self._step += 1
         self._flights.append(_Flight(self._step, entries, samples))
         freed, self._freed_rows = self._freed_rows, []
@@ -458,7 +518,7 @@ class Scheduler:
     def _resume(self, sequences: list[Sequence]) -> None:
         """What these waited for has been computed, or will not be."""
         for sequence in sequences:
-            self._waiting.push(sequence)
+            self._waiting.push(sequence, self.tenants[sequence.request.tenant])
 
     def _fork_after_prompt(self, parent: _Entry, index: int) -> Sequence:
         """The n-th sequence of a request starts from the prompt's blocks, all shared. Its row is in the plan."""
@@ -489,13 +549,18 @@ class Scheduler:
             group=origin.group,
         )
         insort(self._running, child, key=_rank)
+        self.tenants[origin.request.tenant].running += 1
         self._requests[origin.request.request_id].append(child)
         return child
 
     def _fork_beam(self, origin: Sequence, tokens: list[int]) -> Sequence:
         """Another beam, which goes on with these tokens; in a row kept for it, or that of one that has ended."""
         assert origin.group is not None
-        row = origin.child_rows.pop() if origin.child_rows else self._free_rows.pop()
+        if origin.child_rows:
+            row = origin.child_rows.pop()
+        else:
+            row = self._free_rows.pop()
+            self.tenants[origin.request.tenant].rows += 1
         child = self._fork(origin, origin.scheduled, origin.group.next_branch(), row)
         child.tokens += tokens
         self._name_blocks(child)
@@ -506,7 +571,10 @@ class Scheduler:
         which is computed again for what follows it. False where that can not be."""
         request_id, index = fork_of
         origin = next((one for one in self._requests.get(request_id, []) if one.index == index), None)
+        load = self.tenants[child.request.tenant]
         if origin is None or origin.table is None or len(self._free_rows) < child.num_rows:
+            return False
+        if not load.may_run(child.num_rows):
             return False
         request, length = child.request, len(child.tokens) - 1
         if not 0 < length <= origin.table.length or origin.tokens[: length + 1] != child.tokens:
@@ -517,6 +585,8 @@ class Scheduler:
             child.table = self.memory.fork(origin.table, length)
         except ValueError:  # it has gone on, and given back what its window has left
             return False
+        load.running += 1
+        load.rows += child.num_rows
         child.row, *child.child_rows = (self._free_rows.pop() for _ in range(child.num_rows))
         child.status = Status.RUNNING
         child.scheduled = child.num_cached_tokens = length
@@ -573,7 +643,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, now: float) -> None:
         if sequence.status is Status.WAITING:
-            self.num_waiting -= 1
+            self.tenants[sequence.request.tenant].waiting -= 1
         else:
             self._release(sequence, now)
         sequence.status = Status.FINISHED
@@ -593,4 +663,7 @@ class Scheduler:
         self._chosen_tokens.pop(sequence.row, None)
         self._free_rows += rows
         self._freed_rows += rows
+        load = self.tenants[sequence.request.tenant]
+        load.running -= 1
+        load.rows -= len(rows)
         sequence.table, sequence.row, sequence.child_rows = None, -1, []

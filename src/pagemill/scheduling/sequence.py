@@ -10,6 +10,7 @@ from pagemill.memory.block_table import BlockTable
 from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.params import SamplingParams
+from pagemill.tenant_limits import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from pagemill.scheduling.beam import BeamGroup
@@ -61,6 +62,7 @@ class Request:
     max_len: int
     beam: BeamSearchParams | None = None
     pin: Pinning | None = None
+    tenant: str = DEFAULT_TENANT
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,126 @@
+"""Tenants: who is charged for blocks, how many each may have, and whose cached blocks make room.
+
+A block is charged once, to the owner of the namespace in which it can be found, from when it begins until it ends. All
+tables that share it are of that tenant, so an account is a sum, and needs no column of blocks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+
+from pagemill.errors import ConfigError, UnknownTenantError
+from pagemill.memory.eviction import EvictionPolicy
+from pagemill.tenant_limits import DEFAULT_TENANT
+
+NO_QUOTA = sys.maxsize
+
+
+class Tenant:
+    """One account.
+
+    policy:            its cached blocks, in the order in which they make room.
+    charged:           its blocks, active and cached.
+    guaranteed_blocks: as many are kept for it: what others hold of them they have borrowed, and give back first.
+    max_blocks:        it never has more; NO_QUOTA if only the pool's size says so.
+    """
+
+    __slots__ = ("charged", "evictions", "guaranteed_blocks", "max_blocks", "name", "policy")
+
+    def __init__(self, name: str, policy: EvictionPolicy) -> None:
+        self.name = name
+        self.policy = policy
+        self.guaranteed_blocks = 0
+        self.max_blocks = NO_QUOTA
+        self.charged = 0
+        self.evictions = 0
+
+    @property
+    def cached(self) -> int:
+        return len(self.policy)
+
+    @property
+    def active(self) -> int:
+        return self.charged - len(self.policy)
+
+    @property
+    def borrowed(self) -> int:
+        """Blocks beyond its guarantee; below 0, what is still kept for it."""
+        return self.charged - self.guaranteed_blocks
+
+    @property
+    def lendable(self) -> int:
+        """Cached blocks that others may take: those beyond its guarantee."""
+        return max(0, min(len(self.policy), self.borrowed))
+
+    @property
+    def room(self) -> int:
+        """Blocks that it may have beside its active ones, by its own hard quota."""
+        return max(0, self.max_blocks - self.active)
+
+
+class Tenants:
+    """The accounts over one pool; there is always one named "default". With one account every question is O(1), with
+    more it is O(accounts)."""
+
+    def __init__(self, policy: Callable[[], EvictionPolicy]) -> None:
+        self._policy = policy
+        self._by_name = {DEFAULT_TENANT: Tenant(DEFAULT_TENANT, policy())}
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(self._by_name.values())
+
+    def __getitem__(self, name: str) -> Tenant:
+        """Raises UnknownTenantError."""
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise UnknownTenantError.of(name, self._by_name) from None
+
+    def set(self, name: str, guaranteed_blocks: int, max_blocks: int | None, num_frames: int) -> Tenant:
+        """Opens an account or changes its limits. Raises ConfigError, and changes nothing, for what a pool of
+        `num_frames` can not keep."""
+        most = NO_QUOTA if max_blocks is None else max_blocks
+        if not 0 <= guaranteed_blocks <= most or most < 1:
+            raise ConfigError(
+                f"tenant {name!r}: guaranteed_blocks is {guaranteed_blocks} and max_blocks {max_blocks}; they must be "
+                f"at least 0 and 1, and in this order",
+                param="tenants",
+            )
+        promised = sum(tenant.guaranteed_blocks for tenant in self if tenant.name != name)
+        if guaranteed_blocks and promised + guaranteed_blocks > num_frames:
+            raise ConfigError(
+                f"tenant {name!r}: guaranteed_blocks is {guaranteed_blocks}, but of the pool's {num_frames} "
+                f"{promised} are guaranteed to others; lower one of them or give the pool more (kv_memory)",
+                param="tenants",
+            )
+        tenant = self._by_name.get(name)
+        if tenant is None:
+            tenant = self._by_name[name] = Tenant(name, self._policy())
+        tenant.guaranteed_blocks, tenant.max_blocks = guaranteed_blocks, most
+        return tenant
+
+    @property
+    def cached(self) -> int:
+        """Cached blocks of all."""
+        return sum(tenant.cached for tenant in self)
+
+    def available(self, tenant: Tenant, num_free: int) -> int:
+        """Frames that a tenant can have now, its quota apart: free, its own cached blocks, and those that others may
+        lend."""
+        return num_free + tenant.cached + sum(other.lendable for other in self if other is not tenant)
+
+    def lender(self, tenant: Tenant, wanted: int) -> tuple[Tenant, int]:
+        """Whose cached blocks make room for `tenant`, and how many of the `wanted` before this is asked again: of those
+        that have borrowed most. Somebody must have some."""
+        return _most_borrowed({o: o.cached if o is tenant else o.lendable for o in self}, wanted)
+
+    def loser(self, wanted: int) -> tuple[Tenant, int]:
+        """The same for frames that go for good, which takes of what is guaranteed too."""
+        return _most_borrowed({tenant: tenant.cached for tenant in self}, wanted)
+
+
+def _most_borrowed(evictable: dict[Tenant, int], wanted: int) -> tuple[Tenant, int]:
+    first, *others = sorted((t for t, count in evictable.items() if count), key=lambda t: t.borrowed, reverse=True)
+    count = min(wanted, evictable[first])
+    return first, min(count, first.borrowed - others[0].borrowed + 1) if others else count

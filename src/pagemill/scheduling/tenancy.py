@@ -1,0 +1,256 @@
+"""What the scheduler knows of tenants: their limits, what each of them has running and waiting, and who gives way.
+
+Blocks and their quotas are the memory manager's; see `memory/tenants.py`.
+"""
+
+from __future__ import annotations
+
+import collections.abc as abc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from pagemill.errors import ConfigError, RequestTooLargeError, TooManyWaitingError, UnknownTenantError
+from pagemill.memory.manager import MemoryManager, Shortage
+from pagemill.memory.pins import Pins
+from pagemill.memory.tenants import NO_QUOTA, Tenant
+from pagemill.scheduling.sequence import Request, Sequence
+from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
+
+
+@dataclass(slots=True, eq=False)
+class TenantLoad:
+    """One tenant's part in the scheduler.
+
+    running, waiting: its sequences that do.
+    rows:    of the persistent batch that the running ones have, those kept for forks included.
+    service: tokens computed for it, over its weight, as the waiting queue counts them.
+    """
+
+    account: Tenant
+    limits: TenantLimits
+    running: int = 0
+    waiting: int = 0
+    rows: int = 0
+    service: float = 0.0
+    preemptions: int = 0
+    prefix_queried_tokens: int = 0
+    prefix_hit_tokens: int = 0
+
+    def may_run(self, rows: int) -> bool:
+        """Whether its own limit lets so many more sequences run."""
+        return self.limits.max_running is None or self.rows + rows <= self.limits.max_running
+
+    def has_right_to(self, blocks: int) -> bool:
+        """Whether so many more active blocks, and one for each of its running sequences to grow, are guaranteed."""
+        return self.account.active + blocks + self.running <= self.account.guaranteed_blocks
+
+    def within_quota(self, blocks: int) -> bool:
+        """Whether a quota of its own has room for so many more blocks, and one for each running sequence to grow."""
+        return self.limits.max_blocks is None or blocks + self.running <= self.account.room
+
+
+class Lack(Enum):
+    """Why a waiting sequence can not run: for want of what all share, or because its tenant may have no more."""
+
+    POOL = "pool"
+    QUOTA = "quota"
+
+
+Live = abc.Sequence[tuple[Request, int]]
+"""Requests that have been accepted, and the most blocks that one sequence of each may take."""
+
+
+class Tenancy:
+    """The tenants of one scheduler. One named "default" is always there; pins are its own."""
+
+    def __init__(self, memory: MemoryManager, pins: Pins) -> None:
+        self._memory = memory
+        self._pins = pins
+        self._loads = {DEFAULT_TENANT: TenantLoad(memory.tenants[DEFAULT_TENANT], TenantLimits())}
+
+    def __iter__(self) -> Iterator[TenantLoad]:
+        return iter(self._loads.values())
+
+    def __getitem__(self, name: str) -> TenantLoad:
+        """Raises UnknownTenantError."""
+        try:
+            return self._loads[name]
+        except KeyError:
+            raise UnknownTenantError.of(name, self._loads) from None
+
+    def set(self, name: str, limits: TenantLimits, live: Live) -> None:
+        """Makes a tenant known, or changes its limits.
+
+        Raises ConfigError, and changes nothing, if the pool can not keep what is promised, or if one of the requests
+        that were accepted could no longer run.
+        """
+        frames = self._memory.num_frames
+        refusal = self.refusal(frames, live, {name: limits})
+        if refusal is not None:
+            raise ConfigError(
+                f"tenant {name!r}: {refusal}; change the limits less, or wait until they are free", param="tenants"
+            )
+        self._memory.set_quota(name, *_quota(limits, frames))
+        load = self._loads.get(name)
+        if load is None:
+            self._loads[name] = TenantLoad(self._memory.tenants[name], limits)
+        else:
+            load.limits = limits
+
+    def refusal(self, num_frames: int, live: Live, changed: abc.Mapping[str, TenantLimits] | None = None) -> str | None:
+        """Why a pool of `num_frames` could not keep the limits, some of them changed, beside `live`; None if it can."""
+        limits = {name: load.limits for name, load in self._loads.items()} | dict(changed or {})
+        quotas = {name: _quota(each, num_frames) for name, each in limits.items()}
+        promised = sum(self._kept(name, guaranteed) for name, (guaranteed, _) in quotas.items())
+        if promised > num_frames:
+            return f"{promised} blocks would be guaranteed, and the pool has {num_frames}{self._pinned}"
+        for request, need in live:
+            guaranteed, most = quotas[request.tenant]
+            left = num_frames - promised + self._kept(request.tenant, guaranteed)
+            limit = min(NO_QUOTA if most is None else most, left) - self._kept(request.tenant, 0)
+            if need > limit:
+                return (
+                    f"the request {request.request_id!r} may grow to {request.max_len} tokens, which takes {need} "
+                    f"blocks, and its tenant {request.tenant!r} could count on {limit}{self._pinned}"
+                )
+        return None
+
+    def resized(self) -> None:
+        """The pool has another size: limits that are shares of it change."""
+        for load in self:
+            self._memory.set_quota(load.account.name)
+        for load in self:
+            self._memory.set_quota(load.account.name, *_quota(load.limits, self._memory.num_frames))
+
+    def limit(self, name: str) -> int:
+        """The most blocks that a sequence of this tenant can count on: its quota, its limit per request, and what is
+        guaranteed to nobody else. Raises UnknownTenantError."""
+        load, frames = self[name], self._memory.num_frames
+        per_request = load.limits.blocks("max_blocks_per_request", frames)
+        limit = self._countable(load)
+        return limit if per_request is None else min(limit, per_request)
+
+    def check(self, request: Request, need: int) -> None:
+        """Refuses what can never run, or not wait now. need: blocks that one of the request's sequences may take; of a
+        search, all.
+
+        Raises UnknownTenantError, RequestTooLargeError or TooManyWaitingError.
+        """
+        load, frames, name = self[request.tenant], self._memory.num_frames, request.tenant
+        limits, size, n = load.limits, self._memory.block_size, request.params.n
+        apart = n - 1 if request.beam is None else 0  # what a search needs is counted over all its beams
+        grows = f"the request may grow to {request.max_len} tokens, which takes"
+        shorter = "lower max_tokens or the prompt's length"
+        if need > frames - self._pins.num_frames:
+            raise RequestTooLargeError(
+                f"{grows} {need} KV blocks of {size} tokens, but the pool has {frames}{self._pinned}; {shorter}, or "
+                f"give the pool more memory (kv_memory)",
+                param="max_tokens",
+            )
+        countable = self._countable(load)
+        if need > countable:
+            raise RequestTooLargeError(
+                f"{grows} {need} KV blocks of {size} tokens, but tenant {name!r} can count on {countable} (its "
+                f"max_blocks is {limits.max_blocks}; {self._promised_beside(load)} of the pool's {frames} are "
+                f"guaranteed to others{self._pinned}); {shorter}, or raise the tenant's limit",
+                param="max_tokens",
+            )
+        per_request = limits.blocks("max_blocks_per_request", frames)
+        shared = self._memory.windows.count(None) * (len(request.prompt_token_ids) // size)
+        total = need + apart * (need - shared)
+        if per_request is not None and total > per_request:
+            raise RequestTooLargeError(
+                f"{grows} {total} KV blocks of {size} tokens with n={n}, but max_blocks_per_request of tenant {name!r} "
+                f"is {per_request}; {shorter}, ask for fewer sequences, or raise the tenant's limit",
+                param="max_tokens",
+            )
+        if limits.max_running is not None and n > limits.max_running:
+            raise RequestTooLargeError(
+                f"n is {n}, but max_running lets {limits.max_running} sequences of tenant {name!r} run at once; ask "
+                f"for fewer or raise it",
+                param="n",
+            )
+        if limits.max_waiting is not None and load.waiting >= limits.max_waiting:
+            raise TooManyWaitingError(
+                f"{load.waiting} sequences of tenant {name!r} wait, and max_waiting is {limits.max_waiting}; try again "
+                f"later, or raise the tenant's limit",
+                param="tenant",
+            )
+
+    def serve(self, planned: abc.Mapping[Sequence, int]) -> None:
+        """Counts the tokens of a step as service. planned: how many of each sequence."""
+        if len(self._loads) > 1:
+            for sequence, count in planned.items():
+                load = self._loads[sequence.request.tenant]
+                load.service += count / load.limits.weight
+
+    def least_beside_pins(self, live: Live) -> int:
+        """Frames that must not be pinned, for accepted requests and for guarantees."""
+        frames, default = self._memory.num_frames, self._memory.tenants[DEFAULT_TENANT]
+        guaranteed = sum(tenant.guaranteed_blocks for tenant in self._memory.tenants if tenant is not default)
+        most = min(default.max_blocks, frames - guaranteed)
+        for request, need in live:
+            account = self._memory.tenants[request.tenant]
+            own = guaranteed if account is default else guaranteed - account.guaranteed_blocks
+            room = frames - own
+            most = min(most, (min(default.max_blocks, room) if account is default else room) - need)
+        return frames - most
+
+    @property
+    def _pinned(self) -> str:
+        """For messages."""
+        return f", of which pins hold {self._pins.num_frames}" if self._pins.num_frames else ""
+
+    def _kept(self, name: str, guaranteed: int) -> int:
+        """Blocks that others can not have of a tenant: what it is guaranteed, or has pinned."""
+        return max(guaranteed, self._pins.num_frames) if name == DEFAULT_TENANT else guaranteed
+
+    def _promised_beside(self, load: TenantLoad) -> int:
+        others = (tenant for tenant in self._memory.tenants if tenant is not load.account)
+        return sum(self._kept(tenant.name, tenant.guaranteed_blocks) for tenant in others)
+
+    def _countable(self, load: TenantLoad) -> int:
+        left = self._memory.num_frames - self._promised_beside(load)
+        return min(load.account.max_blocks, left) - self._kept(load.account.name, 0)
+
+
+def _quota(limits: TenantLimits, num_frames: int) -> tuple[int, int | None]:
+    """Guaranteed blocks, and the hard quota or None, in a pool of so many frames."""
+    return limits.blocks("guaranteed_blocks", num_frames) or 0, limits.blocks("max_blocks", num_frames)
+
+
+def victim(running: abc.Sequence[Sequence], sequence: Sequence, shortage: Shortage) -> Sequence:
+    """Which of the running sequences, by rank, gives its blocks back for this one, which may be itself.
+
+    The one of the worst rank among those that could help: of its own tenant where that is at its quota or would
+    borrow, and of tenants that have borrowed.
+    """
+    assert sequence.table is not None
+    tenant = sequence.table.tenant
+    at_quota = shortage.needed > tenant.room
+    borrows = tenant.active + shortage.needed > tenant.guaranteed_blocks
+    own: Sequence | None = None
+    for other in reversed(running):
+        account = _account(other)
+        if account is not tenant:
+            if account.borrowed > 0 and not at_quota:
+                return other
+        elif at_quota or borrows:
+            return other
+        elif own is None:
+            own = other
+    return own or sequence
+
+
+def borrower(running: abc.Sequence[Sequence], tenant: Tenant | None = None) -> Sequence | None:
+    """The running sequence of the worst rank of a tenant, another than this, that has borrowed."""
+    for other in reversed(running):
+        if (account := _account(other)) is not tenant and account.borrowed > 0:
+            return other
+    return None
+
+
+def _account(sequence: Sequence) -> Tenant:
+    assert sequence.table is not None
+    return sequence.table.tenant

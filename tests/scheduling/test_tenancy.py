@@ -1,0 +1,317 @@
+"""Tenants in the scheduler: what one does, another does not feel, in its blocks, its results or its wait."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_scheduler import Bench, expected, make_request
+
+from pagemill.errors import ConfigError, KVMemoryError, RequestTooLargeError, TooManyWaitingError, UnknownTenantError
+from pagemill.tenant_limits import TenantLimits
+
+SIZE = 4
+
+
+def bench_of(tenants: dict[str, TenantLimits], **settings) -> Bench:
+    bench = Bench(**settings)
+    for name, limits in tenants.items():
+        bench.scheduler.set_tenant(name, limits)
+    return bench
+
+
+def load_of(bench: Bench, name: str):
+    return bench.scheduler.tenants[name]
+
+
+floods = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "add", "add", "abort", "step"]),
+        st.integers(0, 30),  # how much
+        st.integers(1, 60),  # length of a prompt
+        st.integers(1, 40),  # longest answer
+        st.integers(1, 3),  # sequences
+        st.integers(-3, 3),  # priority
+    ),
+    min_size=5,
+    max_size=30,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    flood=floods,
+    frames=st.integers(40, 80),
+    max_num_seqs=st.integers(3, 6),
+    room=st.sampled_from([2, 9, 40]),
+    weight=st.sampled_from([1, 0.5]),
+    caching=st.booleans(),
+)
+def test_whatever_one_tenant_does_another_keeps_blocks_results_and_a_bounded_wait(
+    flood, frames, max_num_seqs, room, weight, caching
+):
+    """A request that is guaranteed its blocks enters a step within 2 + (2 longest + budget) / (budget - rows) steps of
+    its coming: until then computed are at most the rest of a prompt that was begun, what its tenant is ahead by, and
+    one more prompt. Once in, it is never preempted."""
+    budget = max_num_seqs + room
+    guaranteed = 16
+    bench = bench_of(
+        {"calm": TenantLimits(guaranteed_blocks=guaranteed, weight=weight)},
+        frames=frames,
+        block_size=SIZE,
+        max_num_seqs=max_num_seqs,
+        budget=budget,
+        caching=caching,
+    )
+    longest = 100
+    bound = 2 + -(-(2 * longest + budget / weight) // room)
+    calm, arrived, waited = [], 0.0, 0
+
+    def send() -> None:
+        nonlocal arrived
+        request = make_request(
+            f"calm{len(calm)}", [len(calm)] * (9 + 5 * len(calm) % 30), 8, arrival_s=bench.now, tenant="calm"
+        )
+        arrived = bench.now
+        calm.append(request)
+        bench.scheduler.add(request)
+
+    def step() -> None:
+        nonlocal waited
+        bench.step()
+        load = load_of(bench, "calm")
+        assert load.preemptions == 0, "a guarantee was broken"
+        if load.waiting:
+            waited += 1
+            assert bench.now - arrived <= bound, "it waits longer than it should"
+        account = load.account
+        borrowed = sum(max(0, other.borrowed) for other in bench.memory.tenants if other is not account)
+        free = bench.memory.stats().frames_free
+        assert account.charged >= guaranteed or free + borrowed >= guaranteed - account.charged
+
+    send()
+    for number, (action, amount, prompt_len, max_tokens, n, priority) in enumerate(flood):
+        live = [name for name in bench.scheduler.request_ids() if name.startswith("flood")]
+        if action == "add":
+            for i in range(amount // 4):
+                request = make_request(
+                    f"flood{number}-{i}",
+                    [number, i, *range(prompt_len)],
+                    max_tokens,
+                    n=n,
+                    priority=priority,
+                    ignore_eos=True,
+                    arrival_s=bench.now,
+                )
+                try:
+                    bench.scheduler.add(request)
+                except RequestTooLargeError:
+                    assert (request.max_len + SIZE - 2) // SIZE > frames - guaranteed
+        elif action == "abort" and live:
+            bench.scheduler.abort(live[amount % len(live)], bench.now)
+        for _ in range(amount):
+            step()
+            if calm[-1].request_id not in bench.scheduler.request_ids():
+                send()
+    while bench.scheduler.live(calm[-1].request_id):
+        step()
+    for request in calm:
+        assert bench.outputs[request.request_id, 0] == expected(request, 0)
+    bench.run()
+
+
+def test_within_its_guarantee_a_tenant_preempts_who_has_borrowed():
+    bench = bench_of({"calm": TenantLimits(guaranteed_blocks=8)}, frames=16, block_size=SIZE, budget=64, caching=False)
+    for i in range(4):
+        bench.scheduler.add(make_request(f"a{i}", [i] * 12, 6, ignore_eos=True))
+    bench.step()
+    assert bench.scheduler.num_running == 4
+    bench.scheduler.add(make_request("calm", [9] * 20, 4, ignore_eos=True, arrival_s=1.0, tenant="calm"))
+    bench.step()
+    assert load_of(bench, "calm").running == 1
+    assert load_of(bench, "default").preemptions == 2  # four blocks each, and calm needs six to go on
+    bench.run()
+    assert load_of(bench, "calm").preemptions == 0
+
+
+def test_within_its_guarantee_a_tenant_gets_a_row():
+    bench = bench_of({"calm": TenantLimits(guaranteed_blocks=8)}, frames=64, max_num_seqs=2, budget=16)
+    for i in range(3):
+        bench.scheduler.add(make_request(f"a{i}", [i] * 4, 30, ignore_eos=True))
+    bench.step()
+    bench.scheduler.add(make_request("calm", [9] * 4, 4, ignore_eos=True, arrival_s=1.0, tenant="calm"))
+    bench.step()
+    assert load_of(bench, "calm").running == 1
+    bench.run()
+    assert next(iter(bench.reasons)) == ("calm", 0)
+
+
+def test_beyond_its_guarantee_a_tenant_waits_like_others():
+    bench = bench_of({"calm": TenantLimits(guaranteed_blocks=2)}, frames=64, max_num_seqs=2, budget=16)
+    for i in range(2):
+        bench.scheduler.add(make_request(f"a{i}", [i] * 4, 10, ignore_eos=True))
+    bench.step()
+    bench.scheduler.add(make_request("calm", [9] * 12, 4, ignore_eos=True, arrival_s=1.0, tenant="calm"))
+    bench.run()
+    assert bench.scheduler.preemptions == 0
+    assert list(bench.reasons)[-1] == ("calm", 0)
+
+
+def test_at_its_quota_a_tenant_preempts_only_itself():
+    bench = bench_of({"a": TenantLimits(max_blocks=8)}, frames=32, block_size=SIZE, max_num_seqs=4, budget=32)
+    bench.scheduler.add(make_request("other", [7] * 8, 30, ignore_eos=True))
+    for i in range(3):
+        bench.scheduler.add(make_request(f"a{i}", [10 + i] * 4, 20, ignore_eos=True, tenant="a", priority=-5))
+    while bench.scheduler.has_work():
+        bench.step()
+        assert load_of(bench, "a").account.charged <= 8
+    assert load_of(bench, "a").preemptions > 0
+    assert load_of(bench, "default").preemptions == 0
+    bench.assert_all_free()
+
+
+def test_who_waits_for_its_own_limits_lets_others_pass():
+    bench = bench_of({"a": TenantLimits(max_running=1)}, frames=64, max_num_seqs=4, budget=16)
+    for i in range(3):
+        bench.scheduler.add(make_request(f"a{i}", [i] * 4, 5, ignore_eos=True, tenant="a"))
+    bench.scheduler.add(make_request("b", [9] * 4, 5, ignore_eos=True))
+    bench.step()
+    assert (load_of(bench, "a").running, load_of(bench, "default").running) == (1, 1)
+    bench.run()
+
+
+def test_a_request_that_needs_much_is_not_passed_by_others_for_ever():
+    bench = bench_of({"a": TenantLimits(), "b": TenantLimits()}, frames=12, block_size=SIZE, budget=32, caching=False)
+    for i in range(3):
+        bench.scheduler.add(make_request(f"b{i}", [i] * 8, 6, ignore_eos=True, tenant="b"))
+    bench.step()
+    bench.scheduler.add(make_request("big", [9] * 30, 6, ignore_eos=True, tenant="a"))
+    for i in range(30):
+        bench.scheduler.add(make_request(f"later{i}", [i] * 4, 4, ignore_eos=True, tenant="b", arrival_s=1.0))
+    bench.run()
+    assert bench.first_step["big"] < bench.first_step["later0"]
+
+
+def test_service_is_shared_by_weight():
+    bench = bench_of({"a": TenantLimits(), "b": TenantLimits(weight=3)}, frames=64, max_num_seqs=1, budget=16)
+    for i in range(40):
+        for tenant in "ab":
+            bench.scheduler.add(make_request(f"{tenant}{i}", [i] * 4, 5, ignore_eos=True, tenant=tenant))
+    for _ in range(100):
+        bench.step()
+    done = [name for name, _ in bench.reasons]
+    assert len(done) == 20
+    assert sum(name.startswith("b") for name in done) == 15
+
+
+def test_a_flood_does_not_push_a_newcomer_to_its_end():
+    bench = bench_of({"a": TenantLimits(), "b": TenantLimits()}, frames=64, max_num_seqs=2, budget=16)
+    for i in range(50):
+        bench.scheduler.add(make_request(f"a{i}", [i] * 4, 5, ignore_eos=True, tenant="a", priority=-3))
+    for _ in range(20):
+        bench.step()
+    bench.scheduler.add(make_request("b", [9] * 4, 5, ignore_eos=True, tenant="b", arrival_s=bench.now))
+    for _ in range(6):
+        bench.step()
+    assert "b" in bench.first_step
+
+
+def test_nobody_saves_up_service_by_being_idle():
+    bench = bench_of({"a": TenantLimits(), "b": TenantLimits()}, frames=64, max_num_seqs=1, budget=16)
+    for i in range(30):
+        bench.scheduler.add(make_request(f"a{i}", [i] * 4, 5, ignore_eos=True, tenant="a"))
+    for _ in range(80):
+        bench.step()
+    for i in range(30):
+        bench.scheduler.add(make_request(f"b{i}", [i] * 4, 5, ignore_eos=True, tenant="b", arrival_s=bench.now))
+    before = len(bench.reasons)
+    for _ in range(50):
+        bench.step()
+    done = [name for name, _ in bench.reasons][before:]
+    assert 4 <= sum(name.startswith("a") for name in done) <= 6
+
+
+@pytest.mark.parametrize(
+    ("limits", "n", "message"),
+    [
+        (
+            TenantLimits(max_blocks=4),
+            1,
+            r"takes 5 KV blocks .* can count on 4 \(its max_blocks is 4; 0 of the pool's 20",
+        ),
+        (TenantLimits(max_blocks_per_request=4), 1, r"takes 5 KV blocks .* max_blocks_per_request .* is 4"),
+        (TenantLimits(max_blocks_per_request=7), 2, r"takes 8 KV blocks of 4 tokens with n=2"),
+        (TenantLimits(max_running=1), 2, r"n is 2, but max_running lets 1"),
+    ],
+)
+def test_what_can_never_fit_its_tenants_limits_is_refused_at_once(limits, n, message):
+    bench = bench_of({"a": limits}, frames=20, block_size=SIZE, max_num_seqs=4)
+    with pytest.raises(RequestTooLargeError, match=message):
+        bench.scheduler.add(make_request("big", [1] * 10, 10, n=n, tenant="a"))
+    assert not bench.scheduler.has_work()
+
+
+def test_what_others_are_guaranteed_can_not_be_counted_on():
+    bench = bench_of({"calm": TenantLimits(guaranteed_blocks="50%")}, frames=8, block_size=SIZE)
+    with pytest.raises(RequestTooLargeError, match=r"can count on 4 .*; 4 of the pool's 8 are guaranteed to others"):
+        bench.scheduler.add(make_request("big", [1] * 10, 10))
+    bench.scheduler.add(make_request("fits", [1] * 10, 7, ignore_eos=True))
+    bench.run()
+
+
+def test_beyond_max_waiting_requests_are_refused_until_there_is_room():
+    bench = bench_of({"a": TenantLimits(max_waiting=2)}, max_num_seqs=1, budget=8)
+    for i in range(2):
+        bench.scheduler.add(make_request(f"a{i}", [i], 3, ignore_eos=True, tenant="a"))
+    with pytest.raises(TooManyWaitingError, match=r"2 sequences of tenant 'a' wait, and max_waiting is 2"):
+        bench.scheduler.add(make_request("a2", [2], 3, tenant="a"))
+    bench.step()
+    bench.scheduler.add(make_request("a3", [3], 3, ignore_eos=True, tenant="a"))
+    bench.run()
+    assert {name for name, _ in bench.reasons} == {"a0", "a1", "a3"}
+
+
+def test_an_unknown_tenant_is_refused():
+    with pytest.raises(UnknownTenantError, match=r"no tenant 'nobody'; known: default"):
+        Bench().scheduler.add(make_request("r", [1], 1, tenant="nobody"))
+
+
+def test_limits_that_an_accepted_request_needs_stay():
+    bench = bench_of({"a": TenantLimits(max_blocks=8)}, frames=20, block_size=SIZE)
+    bench.scheduler.add(make_request("r", [1] * 10, 10, ignore_eos=True, tenant="a"))
+    bench.step()
+    with pytest.raises(ConfigError, match=r"'r' may grow to 20 tokens, which takes 5 .* 'a' could count on 4"):
+        bench.scheduler.set_tenant("a", TenantLimits(max_blocks=4))
+    with pytest.raises(ConfigError, match=r"tenant 'b': the request 'r' .* could count on 4"):
+        bench.scheduler.set_tenant("b", TenantLimits(guaranteed_blocks=16))
+    bench.scheduler.set_tenant("a", TenantLimits(max_blocks=5))
+    bench.run()
+    bench.scheduler.set_tenant("a", TenantLimits(max_blocks=4))
+    assert load_of(bench, "a").account.charged <= 4
+
+
+def test_tenants_find_nothing_of_each_other():
+    bench = bench_of({"a": TenantLimits(), "b": TenantLimits()}, budget=64)
+    for tenant in "ab":
+        bench.scheduler.add(make_request(tenant, [1, 2, 3, 4] * 5, 2, ignore_eos=True, tenant=tenant))
+        bench.run()
+    assert [load_of(bench, name).prefix_hit_tokens for name in "ab"] == [0, 0]
+    bench.scheduler.add(make_request("again", [1, 2, 3, 4] * 5, 2, ignore_eos=True, tenant="b"))
+    bench.run()
+    assert load_of(bench, "b").prefix_hit_tokens == 19
+
+
+def test_limits_that_are_shares_follow_the_pool():
+    bench = bench_of(
+        {"a": TenantLimits(guaranteed_blocks="50%", max_blocks="75%"), "b": TenantLimits(guaranteed_blocks=6)},
+        frames=16,
+    )
+    account = load_of(bench, "a").account
+    assert (account.guaranteed_blocks, account.max_blocks) == (8, 12)
+    bench.resize(12)
+    assert (account.guaranteed_blocks, account.max_blocks) == (6, 9)
+    assert bench.scheduler.least_frames == 11
+    with pytest.raises(KVMemoryError, match=r"can not have 10 blocks now: 11 blocks would be guaranteed"):
+        bench.scheduler.resize(10, bench.now)
+    bench.resize(40)
+    assert (account.guaranteed_blocks, account.max_blocks) == (20, 30)
