@@ -10,6 +10,7 @@ import pytest
 
 from pagemill import AsyncLLM
 from pagemill.server.run import run_server
+from pagemill.tenant_limits import read_tenants_file
 
 MODEL = "smollm2-135m"
 MAX_MODEL_LEN = 2048
@@ -18,7 +19,10 @@ MAX_MODEL_LEN = 2048
 class Served:
     """A server on a port of its own, its event loop in a thread. `run` executes a coroutine in that loop."""
 
-    def __init__(self):
+    def __init__(self, tenants=None, **settings):
+        """tenants: a tenants file; settings: of the engine, beside or instead of the usual ones."""
+        self.tenants = tenants
+        self.settings = {"max_model_len": MAX_MODEL_LEN, "kv_memory": "128MiB", "max_num_seqs": 32, **settings}
         self.loop = asyncio.new_event_loop()
         self.llm = None
         self.ready = threading.Event()
@@ -36,8 +40,10 @@ class Served:
             self.loop.close()
 
     async def _main(self):
-        self.llm = AsyncLLM(MODEL, max_model_len=MAX_MODEL_LEN, kv_memory="128MiB", max_num_seqs=32)
-        self.serving = asyncio.ensure_future(run_server(self.llm, MODEL, self.sock, lambda _: self.ready.set()))
+        tenants = None if self.tenants is None else read_tenants_file(self.tenants)
+        self.llm = AsyncLLM(MODEL, **self.settings, **({} if tenants is None else {"tenants": tenants.limits}))
+        serving = run_server(self.llm, MODEL, self.sock, lambda _: self.ready.set(), tenants=tenants)
+        self.serving = asyncio.ensure_future(serving)
         with contextlib.suppress(asyncio.CancelledError):
             await self.serving
 
@@ -63,10 +69,24 @@ class Served:
         assert not self.thread.is_alive()
 
 
+@contextlib.contextmanager
+def _serving(**settings):
+    server = Served(**settings)
+    try:
+        assert server.ready.wait(120)
+        assert server.llm.is_ready, server.llm.error
+        yield server
+    finally:
+        server.close()
+
+
 @pytest.fixture(scope="session")
 def served():
-    server = Served()
-    assert server.ready.wait(120)
-    assert server.llm.is_ready, server.llm.error
-    yield server
-    server.close()
+    with _serving() as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def serving():
+    """Another server, with other settings: `with serving(max_num_seqs=4) as server`."""
+    return _serving

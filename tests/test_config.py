@@ -34,6 +34,7 @@ from pagemill.errors import ConfigError
         ("hf_overrides", "{}"),
         ("enable_prefix_caching", "yes"),
         ("eviction_policy", "fifo"),
+        ("tenants", [1]),
         ("quantization", "int4"),
         ("quantization", 8),
     ],

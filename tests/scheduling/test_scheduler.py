@@ -326,7 +326,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
                 all_requests.append(child)
 
     def pin(pick: int) -> None:
-        prompt, _, _, _, _, salt, _ = loads[pick % len(loads)]
+        prompt, _, _, _, _, salt, *_ = loads[pick % len(loads)]
         whole = prompt[: len(prompt) // 4 * 4]
         if whole:
             name = f"pin{next(numbers)}"

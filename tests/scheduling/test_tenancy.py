@@ -7,7 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_scheduler import Bench, expected, make_request
 
-from pagemill.errors import ConfigError, KVMemoryError, RequestTooLargeError, TooManyWaitingError, UnknownTenantError
+from pagemill.errors import (
+    ConfigError,
+    KVMemoryError,
+    RequestTooLargeError,
+    TooManyWaitingError,
+    UnknownTenantError,
+)
 from pagemill.tenant_limits import TenantLimits
 
 SIZE = 4
@@ -315,3 +321,20 @@ def test_limits_that_are_shares_follow_the_pool():
         bench.scheduler.resize(10, bench.now)
     bench.resize(40)
     assert (account.guaranteed_blocks, account.max_blocks) == (20, 30)
+
+
+def test_pins_leave_what_is_guaranteed():
+    bench = bench_of({"calm": TenantLimits(guaranteed_blocks=12)}, frames=20, block_size=SIZE, budget=64)
+    with pytest.raises(RequestTooLargeError, match=r"takes 9 KV blocks .* can count on 8 .* 12 of the pool's 20"):
+        bench.scheduler.add(make_request("pin", [1] * 36, 1, ignore_eos=True, pin="x"))
+    bench.scheduler.add(make_request("pin", [1] * 24, 1, ignore_eos=True, pin="x"))
+    bench.run_steps()
+    with pytest.raises(RequestTooLargeError, match=r"tenant 'default' can count on 2 .* of which pins hold 6"):
+        bench.scheduler.add(make_request("big", [2] * 10, 3))
+    with pytest.raises(ConfigError, match=r"21 blocks would be guaranteed, .* of which pins hold 6"):
+        bench.scheduler.set_tenant("calm", TenantLimits(guaranteed_blocks=15))
+    bench.scheduler.add(make_request("calm", [2] * 40, 4, ignore_eos=True, tenant="calm"))
+    bench.run_steps()
+    assert bench.outputs["calm", 0] == expected(make_request("calm", [2] * 40, 4, ignore_eos=True, tenant="calm"), 0)
+    bench.scheduler.pins.clear(bench.now)
+    bench.assert_all_free()

@@ -382,7 +382,7 @@ def test_a_stream_that_nobody_reads_gives_everything_back_when_it_is_closed(serv
     generated = served.stats().generated_tokens
 
     async def unread():
-        events = await CompletionCall(served.llm, body, MODEL).prepare_stream()
+        events = await CompletionCall(served.llm, body, MODEL, "default").prepare_stream()
         await events.aclose()
 
     served.run(unread())

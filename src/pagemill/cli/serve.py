@@ -52,6 +52,7 @@ async def _serve(model: str, name: str, sock: socket.socket, settings: dict[str,
     from pagemill.engine.async_llm import AsyncLLM
     from pagemill.server.pins import read_pins
     from pagemill.server.run import run_server
+    from pagemill.tenant_limits import read_tenants_file
 
     pins = [] if pin_file is None else read_pins(pin_file)
 
@@ -72,4 +73,5 @@ async def _serve(model: str, name: str, sock: socket.socket, settings: dict[str,
                 soft_wrap=True,
             )
 
-        await run_server(AsyncLLM(model, on_progress=bar, **settings), name, sock, announce, pins)
+        tenants = read_tenants_file(settings["tenants"]) if "tenants" in settings else None
+        await run_server(AsyncLLM(model, on_progress=bar, **settings), name, sock, announce, pins, tenants)

@@ -53,7 +53,8 @@ class Pins:
     ) -> None:
         """Makes room for a pin of the blocks with these digests, which `owner` is going to compute.
 
-        needed: frames that must not be pinned, for accepted requests and for guarantees. Raises PinLimitError, and changes nothing.
+        needed: frames that must not be pinned, for accepted requests and for guarantees. Raises PinLimitError, and
+        changes nothing.
         """
         memory = self._memory
         length = len(digests) * memory.block_size

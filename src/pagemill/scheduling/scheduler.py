@@ -181,7 +181,7 @@ class Scheduler:
             )
         if request.tenant != DEFAULT_TENANT:
             raise InvalidRequestError(
-                f"pin {pin.name!r} of tenant {request.tenant!r}: pins are of the tenant {DEFAULT_TENANT!r}; pin it there",
+                f"pin {pin.name!r} is of tenant {request.tenant!r}, but only {DEFAULT_TENANT!r} has pins; pin it there",
                 param="tenant",
             )
         digests: list[bytes] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from fastapi import FastAPI, Request
+from fastapi import Depends, FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 import pagemill
@@ -27,14 +27,17 @@ from pagemill.server.protocol import (
     ModelList,
 )
 from pagemill.server.sessions import session_routes
+from pagemill.server.tenants import ApiKeys, tenant_routes
+from pagemill.tenant_limits import TenantsFile
 
 
-def create_app(llm: AsyncLLM, served_model_name: str) -> FastAPI:
-    """Answers while the model still loads: generation waits for it, `/health` says 503."""
+def create_app(llm: AsyncLLM, served_model_name: str, tenants: TenantsFile | None = None) -> FastAPI:
+    """Answers while the model still loads: generation waits for it, `/health` says 503. tenants: whose each key is."""
     app = FastAPI(
         title="pagemill",
         version=pagemill.__version__,
         responses={"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}},
+        dependencies=[Depends(ApiKeys(tenants))],
     )
     install_error_handlers(app)
     created = int(time.time())
@@ -60,7 +63,7 @@ def create_app(llm: AsyncLLM, served_model_name: str) -> FastAPI:
     @app.post("/v1/completions", response_model=Completion)
     async def completions(body: CompletionRequest, request: Request) -> Completion | Response:
         check_model(body.model)
-        call = CompletionCall(llm, body, served_model_name)
+        call = CompletionCall(llm, body, served_model_name, request.state.tenant)
         if body.stream:
             return EventStream(await until_disconnect(request.receive, call.prepare_stream()))
         return await until_disconnect(request.receive, call.run())
@@ -68,7 +71,7 @@ def create_app(llm: AsyncLLM, served_model_name: str) -> FastAPI:
     @app.post("/v1/chat/completions", response_model=ChatCompletion)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> ChatCompletion | Response:
         check_model(body.model)
-        call = ChatCall(llm, body, served_model_name)
+        call = ChatCall(llm, body, served_model_name, request.state.tenant)
         if body.stream:
             return EventStream(await until_disconnect(request.receive, call.prepare_stream()))
         return await until_disconnect(request.receive, call.run())
@@ -84,6 +87,7 @@ def create_app(llm: AsyncLLM, served_model_name: str) -> FastAPI:
         except ConfigError as error:
             raise InvalidRequestError(error.message, param=error.param) from error
 
+    app.include_router(tenant_routes(llm))
     metrics = Metrics()
     llm.on_request_end = metrics.observe
 

@@ -25,13 +25,16 @@ from pagemill.server.protocol import (
     TokenLogprob,
     TopLogprob,
 )
+from pagemill.server.tenants import require_own_sessions
 
 
 class ChatCall:
     """One call: `run`, or `prepare_stream` for the events of a streamed answer."""
 
-    def __init__(self, llm: AsyncLLM, request: ChatCompletionRequest, model: str) -> None:
+    def __init__(self, llm: AsyncLLM, request: ChatCompletionRequest, model: str, tenant: str) -> None:
+        require_own_sessions(tenant, used=request.session_id is not None)
         self._llm = llm
+        self._tenant = tenant
         self._request = request
         self._model = model
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
@@ -74,7 +77,13 @@ class ChatCall:
             return Generation.of([stream], 1)
         prompt = await self._llm.render_chat(messages, cache_salt=salt)
         return await Generation.start(
-            self._llm, [prompt], params, self._request.n or 1, request_id=self._id, priority=self._request.priority
+            self._llm,
+            [prompt],
+            params,
+            self._request.n or 1,
+            request_id=self._id,
+            priority=self._request.priority,
+            tenant=self._tenant,
         )
 
     async def _events(self, generation: Generation) -> AsyncGenerator[str, None]:

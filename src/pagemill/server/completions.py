@@ -15,13 +15,16 @@ from pagemill.server.errors import error_response
 from pagemill.server.events import DONE, event
 from pagemill.server.generation import Generation, begin
 from pagemill.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from pagemill.server.tenants import require_own_sessions
 
 
 class CompletionCall:
     """One call. `run` or, after `prepare_stream`, `stream`; what it started ends with either."""
 
-    def __init__(self, llm: AsyncLLM, request: CompletionRequest, model: str) -> None:
+    def __init__(self, llm: AsyncLLM, request: CompletionRequest, model: str, tenant: str) -> None:
+        require_own_sessions(tenant, used=request.session_id is not None)
         self._llm = llm
+        self._tenant = tenant
         self._request = request
         self._model = model
         self._id = f"cmpl-{uuid.uuid4().hex}"
@@ -72,7 +75,13 @@ class CompletionCall:
             for prompt in prompts
         ]
         generation = await Generation.start(
-            self._llm, salted, params, self._num_choices, request_id=self._id, priority=self._request.priority
+            self._llm,
+            salted,
+            params,
+            self._num_choices,
+            request_id=self._id,
+            priority=self._request.priority,
+            tenant=self._tenant,
         )
         if self._request.echo:
             tokenizer = await self._llm.tokenizer()

@@ -9,17 +9,29 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
-from pagemill.errors import InvalidRequestError, ModelNotServedError, PagemillError, PromptTooLongError
+from pagemill.errors import (
+    AuthenticationError,
+    InvalidRequestError,
+    ModelNotServedError,
+    PagemillError,
+    PromptTooLongError,
+    TooManyWaitingError,
+)
 from pagemill.server.disconnect import ClientGone
 from pagemill.server.protocol import ErrorBody, ErrorResponse
 
 CODES: dict[type[PagemillError], str] = {
     PromptTooLongError: "context_length_exceeded",
+    AuthenticationError: "invalid_api_key",
+    TooManyWaitingError: "rate_limit_exceeded",
     ModelNotServedError: "model_not_found",
 }
 """OpenAI's machine-readable codes, where it has one."""
 
 CLIENT_CLOSED_REQUEST = 499
+
+RETRY_AFTER_S = "1"
+"""When to ask again where too many wait: answers are seconds long, and a place is free when one has begun."""
 
 
 def error_response(error: PagemillError) -> ErrorResponse:
@@ -42,7 +54,10 @@ def _json(status: int, response: ErrorResponse) -> JSONResponse:
 
 async def _pagemill_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, PagemillError)
-    return _json(error.http_status, error_response(error))
+    response = _json(error.http_status, error_response(error))
+    if isinstance(error, TooManyWaitingError):
+        response.headers["Retry-After"] = RETRY_AFTER_S
+    return response
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:

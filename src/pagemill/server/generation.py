@@ -70,6 +70,7 @@ class Generation:
         *,
         request_id: str,
         priority: int,
+        tenant: str,
     ) -> Generation:
         """Checks and submits every prompt; if one is refused, none runs on. Raises `InvalidRequestError`.
 
@@ -78,7 +79,8 @@ class Generation:
         streams: list[RequestStream] = []
         try:
             for position, prompt in enumerate(prompts):
-                streams.append(await llm.submit(prompt, params, f"{request_id}-{position}", priority=priority))
+                name = f"{request_id}-{position}"
+                streams.append(await llm.submit(prompt, params, name, priority=priority, tenant=tenant))
         except BaseException:
             for stream in streams:
                 stream.close()

@@ -47,6 +47,19 @@ COUNTERS = {
 }
 """By name: what it is, and the field of `EngineStats`."""
 
+TENANT_GAUGES = {
+    "running": "A tenant's sequences that run.",
+    "waiting": "Those that wait.",
+    "guaranteed_blocks": "Blocks that are kept for a tenant.",
+}
+TENANT_COUNTERS = {
+    "preemptions": "A tenant's sequences that lost their blocks.",
+    "evictions": "A tenant's cached blocks that made room.",
+    "prefix_queried_tokens": "A tenant's tokens looked up in the prefix cache.",
+    "prefix_hit_tokens": "Those found there.",
+}
+"""By field of `TenantStats`: what it is."""
+
 
 class Metrics:
     """Give `observe` every request when it has ended; `render` writes it all out."""
@@ -108,3 +121,20 @@ class _Engine(Collector):
         for state in ("free", "cached", "active"):
             blocks.add_metric([state], getattr(stats, f"frames_{state}"))
         yield blocks
+        owned = GaugeMetricFamily(
+            "pagemill:tenant_kv_blocks", "Blocks by tenant and state.", labels=["tenant", "state"]
+        )
+        for name, tenant in stats.tenants.items():
+            owned.add_metric([name, "cached"], tenant.blocks_cached)
+            owned.add_metric([name, "active"], tenant.blocks_active)
+        yield owned
+        for field, about in TENANT_GAUGES.items():
+            gauge = GaugeMetricFamily(f"pagemill:tenant_{field}", about, labels=["tenant"])
+            for name, tenant in stats.tenants.items():
+                gauge.add_metric([name], getattr(tenant, field))
+            yield gauge
+        for field, about in TENANT_COUNTERS.items():
+            counter = CounterMetricFamily(f"pagemill:tenant_{field}", about, labels=["tenant"])
+            for name, tenant in stats.tenants.items():
+                counter.add_metric([name], getattr(tenant, field))
+            yield counter

@@ -19,6 +19,7 @@ from pagemill.engine.messages import EngineReady
 from pagemill.errors import PagemillError
 from pagemill.server.app import create_app
 from pagemill.server.pins import PinBody, pin
+from pagemill.tenant_limits import TenantsFile
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +36,7 @@ async def run_server(
     sock: socket.socket,
     on_ready: Callable[[EngineReady], None],
     pins: Sequence[PinBody] = (),
+    tenants: TenantsFile | None = None,
 ) -> None:
     """Serves on a socket that already listens, until SIGINT or SIGTERM, or until the engine is gone.
 
@@ -42,7 +44,7 @@ async def run_server(
     `on_ready` is called when the model is loaded and `pins` are computed. Raises what kept it from that, or
     `EngineDeadError`; returns after a signal.
     """
-    config = uvicorn.Config(create_app(llm, served_model_name), log_level="warning", lifespan="off")
+    config = uvicorn.Config(create_app(llm, served_model_name, tenants), log_level="warning", lifespan="off")
     server = _Server(config, llm)
 
     async def watch() -> PagemillError:

@@ -1,0 +1,133 @@
+"""Tenants over HTTP: keys decide whose a request is, and one tenant's flood leaves another its answers."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import hashlib
+import json
+
+import httpx
+import openai
+import pytest
+
+from pagemill.errors import ConfigError
+from pagemill.tenant_limits import key_digest, read_tenants_file
+
+MODEL = "smollm2-135m"
+FILE = {
+    "admin_keys": ["sk-admin"],
+    "tenants": {
+        "calm": {"api_keys": ["sha256:" + hashlib.sha256(b"sk-calm").hexdigest()], "guaranteed_blocks": "50%"},
+        "wild": {"api_keys": ["sk-wild", "sk-wild-2"], "max_waiting": 30},
+    },
+}
+PROMPTS = [f"{number}. The history of paging begins with the Atlas computer, which" for number in range(3)]
+
+
+@pytest.fixture(scope="module")
+def server(serving, tmp_path_factory):
+    path = tmp_path_factory.mktemp("tenants") / "tenants.json"
+    path.write_text(json.dumps(FILE))
+    with serving(tenants=path, max_model_len=512, max_num_seqs=4, kv_memory="24MiB") as server:
+        yield server
+
+
+def client(server, key: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=120)
+
+
+def complete(server, key: str, prompt: str, max_tokens: int = 12) -> str:
+    with client(server, key) as caller:
+        answer = caller.completions.create(model=MODEL, prompt=prompt, max_tokens=max_tokens, temperature=0)
+        return answer.choices[0].text
+
+
+def test_without_a_known_key_nothing_is_served(server):
+    for key in ("none", "sk-cal", "sha256:" + hashlib.sha256(b"sk-calm").hexdigest()):
+        with pytest.raises(openai.AuthenticationError) as caught, client(server, key) as caller:
+            caller.models.list()
+        assert caught.value.status_code == 401
+        assert caught.value.body["code"] == "invalid_api_key"
+    assert httpx.post(f"{server.url}/v1/chat/completions", json={}).status_code == 401
+    assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+
+
+def test_beside_a_flood_a_tenant_gets_its_own_answers(server):
+    alone = [complete(server, "sk-calm", prompt) for prompt in PROMPTS]
+    with concurrent.futures.ThreadPoolExecutor(24) as threads:
+        flood = [
+            threads.submit(complete, server, "sk-wild", f"Flood {number}, flood, flood. {PROMPTS[0]}", 40)
+            for number in range(24)
+        ]
+        beside = [complete(server, "sk-calm", prompt) for prompt in PROMPTS]
+        behind = sum(not one.done() for one in flood)
+        assert all(one.result() for one in flood)
+    assert beside == alone
+    assert behind > 0, "the flood had ended before the others were served"
+    figures = httpx.get(f"{server.url}/v1/tenants", headers={"Authorization": "Bearer sk-admin"}).json()
+    assert figures["calm"]["preemptions"] == 0
+    assert figures["calm"]["prefix_hit_tokens"] > 0
+    assert figures["wild"]["blocks_cached"] > 0
+    metrics = httpx.get(f"{server.url}/metrics").text
+    assert 'pagemill:tenant_guaranteed_blocks{tenant="calm"} ' in metrics
+    assert 'pagemill:tenant_kv_blocks{state="cached",tenant="wild"} ' in metrics
+
+
+def test_an_admin_changes_limits_and_others_do_not(server):
+    for key in ("sk-calm", "sk-wild"):
+        refused = httpx.get(f"{server.url}/v1/tenants", headers={"Authorization": f"Bearer {key}"})
+        assert refused.status_code == 403
+        assert refused.json()["error"]["type"] == "permission_error"
+        body, headers = {"kv_memory": "used"}, {"Authorization": f"Bearer {key}"}
+        assert httpx.post(f"{server.url}/v1/kv_memory", json=body, headers=headers).status_code == 403
+    with httpx.Client(base_url=f"{server.url}/v1/tenants", headers={"Authorization": "Bearer sk-admin"}) as admin:
+        assert admin.put("/wild", json={"max_waiting": 0}).json()["limits"]["max_waiting"] == 0
+        with pytest.raises(openai.RateLimitError) as caught:
+            complete(server, "sk-wild-2", "Hello")
+        assert caught.value.response.headers["retry-after"] == "1"
+        assert "max_waiting is 0" in caught.value.body["message"]
+        assert admin.put("/wild", json={"max_waiting": 30}).status_code == 200
+        refused = admin.put("/wild", json={"guaranteed_blocks": "60%"})
+        assert refused.status_code == 400
+        assert "blocks would be guaranteed" in refused.json()["error"]["message"]
+        assert "no limit 'max_block'" in admin.put("/wild", json={"max_block": 3}).json()["error"]["message"]
+    assert complete(server, "sk-wild", "Hello", 2)
+
+
+def test_sessions_and_pins_are_the_default_tenants(server):
+    with client(server, "sk-calm") as caller, pytest.raises(openai.BadRequestError, match="sessions are served to"):
+        caller.completions.create(model=MODEL, prompt="Hello", max_tokens=2, extra_body={"session_id": "mine"})
+    for path in ("sessions", "pins"):
+        refused = httpx.get(f"{server.url}/v1/{path}", headers={"Authorization": "Bearer sk-calm"})
+        assert refused.status_code == 400
+        assert httpx.get(f"{server.url}/v1/{path}", headers={"Authorization": "Bearer sk-admin"}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "Expecting"),
+        ('{"acme": {}}', 'must be an object with "tenants"'),
+        ('{"tenants": {"a": {"api_keys": ["k"]}, "b": {"api_keys": ["k"]}}}', "have the same key"),
+        ('{"tenants": {"a": {"api_keys": "k"}}}', "must be a list of texts"),
+        ('{"tenants": {"a": {"api_keys": ["sha256:12"]}}}', "64 hexadecimal digits"),
+        ('{"tenants": {"a": {"max_blocks": "120%"}}}', "max_blocks is '120%'"),
+        ('{"tenants": {"a": {"max_running": 0}}}', "max_running is 0"),
+        ('{"tenants": {"a": {"weight": -1}}}', "weight is -1"),
+        ('{"tenants": {"a": {"max_block": 1}}}', "has no limit 'max_block'"),
+        ('{"tenants": {"a": 1}}', "must be an object of limits"),
+    ],
+)
+def test_a_wrong_tenants_file_is_refused_by_name(tmp_path, content, message):
+    path = tmp_path / "tenants.json"
+    path.write_text(content)
+    with pytest.raises(ConfigError, match=rf"tenants\.json'.*{message}"):
+        read_tenants_file(path)
+
+
+def test_keys_are_kept_as_digests(tmp_path):
+    path = tmp_path / "tenants.json"
+    path.write_text(json.dumps(FILE))
+    file = read_tenants_file(path)
+    assert file.keys == {key_digest("sk-calm"): "calm", key_digest("sk-wild"): "wild", key_digest("sk-wild-2"): "wild"}
+    assert file.admin_keys == [key_digest("sk-admin")]
