@@ -5,7 +5,7 @@ import asyncio
 
 import pytest
 
-from pagemill import LLM, SamplingParams, errors
+from pagemill import LLM, BeamSearchParams, SamplingParams, errors
 
 FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
 SETTINGS = {"dtype": "float32", "max_model_len": 640, "max_num_seqs": 4, "max_num_batched_tokens": 64}
@@ -177,6 +177,10 @@ def test_a_turn_that_failed_leaves_no_trace(llm, session, monkeypatch):
         assert session.generate(" more", GREEDY).outputs[0].finish_reason == "error"
     for bad, words in [
         (lambda: session.generate(" more", SamplingParams(n=2)), "n is 2, but a session goes on from one answer"),
+        (
+            lambda: session.generate(" more", BeamSearchParams(beam_width=2, max_tokens=4)),
+            "SamplingParams, not BeamSearchParams",
+        ),
         (lambda: session.generate([49152], GREEDY), "49152"),
         (lambda: session.generate({"prompt": "x"}, GREEDY), "text or token ids, not dict"),
         (lambda: session.chat(user("x"), GREEDY), "goes on with prompts, not with messages"),

@@ -8,7 +8,7 @@ from typing import Any
 
 from pagemill.engine.input_processor import InputProcessor, ProcessedInput, Prompt
 from pagemill.engine.outputs import CompletionOutput
-from pagemill.errors import InvalidRequestError, PromptTooLongError
+from pagemill.errors import InvalidRequestError, PromptTooLongError, SamplingParamsError
 from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import SessionRecord, SessionStore
 from pagemill.text.chat_turn import turn_text
@@ -110,6 +110,10 @@ class SessionTurns:
         self.store.release(turn.begun)
 
     def _begin(self, name: str, cache_salt: str, params: SamplingParams) -> SessionRecord:
+        if not isinstance(params, SamplingParams):
+            raise SamplingParamsError(
+                f"a session goes on from one answer, by SamplingParams, not {type(params).__name__}", param="params"
+            )
         if params.n != 1:
             raise InvalidRequestError(
                 f"n is {params.n}, but a session goes on from one answer; ask for one, or fork the session", param="n"

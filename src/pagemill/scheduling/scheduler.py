@@ -6,7 +6,7 @@ can be planned while one is running. Neither looks at a clock: `now` is an argum
 
 from __future__ import annotations
 
-from bisect import insort
+from bisect import bisect_left, insort
 from collections import deque
 from typing import NamedTuple
 
@@ -216,9 +216,8 @@ class Scheduler:
         is pinned, and what is guaranteed can be kept."""
         held, live = self.memory.num_frames - self.memory.num_available, self._live()
         least = max([held, len(self.memory.windows), *(need for _, need in live)])
-        while self.tenants.refusal(least, live) is not None:
-            least += 1
-        return least
+        more = range(self.memory.num_frames - least)
+        return least + bisect_left(more, True, key=lambda frames: self.tenants.refusal(least + frames, live) is None)
 
     def resize(self, num_frames: int, now: float) -> StepPlan:
         """Another number of frames in the pool: a plan without rows, whose work must be done before frames go.
