@@ -45,7 +45,7 @@ def record_logits(core: EngineCore, run: Run) -> None:
     sample = sampler.sample
 
     def recording(logits, rows):
-        flight = scheduler._flights[-1]
+        flight = scheduler._batch.flights[-1]
         for i, (position, index) in enumerate(flight.samples):
             entry = flight.entries[position]
             run.logits[entry.sequence.request.request_id, index or entry.sequence.index, entry.end] = logits[i].clone()

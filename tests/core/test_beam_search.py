@@ -150,7 +150,7 @@ def test_a_beams_logits_are_those_of_its_tokens_alone(make_engine, prompts_of_se
     sample = core._runner._sampler.sample
 
     def recording(logits, rows):
-        flight = core._scheduler._flights[-1]
+        flight = core._scheduler._batch.flights[-1]
         for i, (position, _) in enumerate(flight.samples):
             seen[tuple(flight.entries[position].sequence.tokens)] = logits[i].clone()
         return sample(logits, rows)

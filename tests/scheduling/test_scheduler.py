@@ -217,9 +217,9 @@ class Bench:
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         for load in self.scheduler.tenants:
             assert load.running == load.waiting == load.rows == load.account.active == 0
-        assert sorted(self.scheduler._free_rows) == list(range(self.scheduler.max_num_seqs))
-        assert not self.scheduler._pending._owner
-        assert not self.scheduler._pending._waiters
+        assert sorted(self.scheduler._batch._free) == list(range(self.scheduler.max_num_seqs))
+        assert not self.scheduler._admission.pending._owner
+        assert not self.scheduler._admission.pending._waiters
 
 
 prefixes = st.sampled_from([[], [1] * 9, [1] * 9 + [2] * 8, [3, 4] * 10])

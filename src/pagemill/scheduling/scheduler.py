@@ -7,10 +7,7 @@ can be planned while one is running. Neither looks at a clock: `now` is an argum
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import deque
 from typing import NamedTuple
-
-import numpy as np
 
 from pagemill.errors import InvalidRequestError, KVMemoryError, RequestTooLargeError
 from pagemill.memory.digest import extend_chain
@@ -18,14 +15,13 @@ from pagemill.memory.manager import MemoryManager
 from pagemill.memory.pins import Pins
 from pagemill.memory.work import Load
 from pagemill.sampling.logprobs import TokenLogprobs
-from pagemill.sampling.random import sequence_seed
+from pagemill.scheduling.admission import Admission
+from pagemill.scheduling.batch import Batch, Entry
 from pagemill.scheduling.beam import BeamGroup, Beams, Hypothesis, blocks_needed
-from pagemill.scheduling.loading import Loading, Stored
-from pagemill.scheduling.pending import PendingPrefixes
+from pagemill.scheduling.loading import Stored
 from pagemill.scheduling.sequence import Pinning, Rank, Request, Sequence, Status
-from pagemill.scheduling.step_plan import ChosenTokens, NewRow, StepPlan, StepResult
-from pagemill.scheduling.tenancy import Lack, Live, Tenancy, TenantLoad, borrower, victim
-from pagemill.scheduling.waiting import WaitingQueue
+from pagemill.scheduling.step_plan import StepPlan, StepResult
+from pagemill.scheduling.tenancy import Live, Tenancy, borrower, victim
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 
 
@@ -39,22 +35,6 @@ class Update(NamedTuple):
     stop_reason: int | None = None
     error: Exception | None = None
     hypothesis: Hypothesis | None = None
-
-
-class _Entry(NamedTuple):
-    """One row of a step in flight: the sequence, and which of its tokens are computed."""
-
-    sequence: Sequence
-    start: int
-    end: int
-
-
-class _Flight(NamedTuple):
-    """A step that has been planned and not yet committed. A sample is (index of its entry, index of the sequence)."""
-
-    step: int
-    entries: list[_Entry]
-    samples: list[tuple[int, int]]
 
 
 def _rank(sequence: Sequence) -> Rank:
@@ -92,18 +72,20 @@ class Scheduler:
         self._eos = eos_token_ids
         self._ageing_s = ageing_s
         self._caching = enable_prefix_caching
-        self._waiting = WaitingQueue(max_num_batched_tokens)
         self._running: list[Sequence] = []
         self._requests: dict[str, list[Sequence]] = {}
-        self._free_rows = list(range(max_num_seqs - 1, -1, -1))
-        self._freed_rows: list[int] = []
-        self._chosen_tokens: dict[int, ChosenTokens] = {}
-        self._pending = PendingPrefixes()
-        self._loading = Loading(memory, stored)
+        self._batch = Batch(memory, max_num_seqs)
+        self._admission = Admission(
+            memory,
+            self._batch,
+            self.tenants,
+            self._running,
+            chunk=max_num_batched_tokens,
+            enable_prefix_caching=enable_prefix_caching,
+            stored=stored,
+        )
         self._beams = Beams(self._fork_beam, self._choose, self._finish)
-        self._flights: deque[_Flight] = deque()
         self._arrivals = 0
-        self._step = 0
 
     @property
     def num_running(self) -> int:
@@ -126,7 +108,7 @@ class Scheduler:
         return sum(load.prefix_hit_tokens for load in self.tenants)
 
     def has_work(self) -> bool:
-        return bool(self._running or self.num_waiting or self._flights or self._loading)
+        return bool(self._running or self.num_waiting or self._batch.flights or self._admission.num_loading)
 
     def request_ids(self) -> list[str]:
         """All requests that have not finished."""
@@ -172,7 +154,7 @@ class Scheduler:
         self._requests[request.request_id] = [sequence]
         if fork_of is not None and self._fork_into(sequence, fork_of):
             return
-        self._wait(sequence)
+        self._admission.wait(sequence)
 
     def _reserve_pin(self, request: Request, pin: Pinning) -> None:
         if not self._caching:
@@ -236,7 +218,7 @@ class Scheduler:
         while self.memory.resize(num_frames) is not None:
             self._preempt(borrower(self._running) or self._running[-1], now)
         self.tenants.resized()
-        return self._plan({}, now)
+        return self._batch.plan({})
 
     # ------------------------------------------------------------------ schedule
 
@@ -244,10 +226,29 @@ class Scheduler:
         """The next step, or None if nothing can run before a step in flight is committed."""
         self.pins.expire(now)
         planned = self._continue_running(now)
-        self._admit(planned, now)
+
+        def run(sequence: Sequence, budget: int) -> int:
+            self._batch.seat(sequence)
+            self._run(sequence)
+            planned[sequence] = min(sequence.remaining, budget)
+            return planned[sequence]
+
+        def preempt(sequence: Sequence) -> int:
+            return self._preempt_planned(sequence, planned, now)
+
+        self._admission.admit(self.max_num_batched_tokens - sum(planned.values()), now, run, preempt)
         if not planned:
             return None
-        return self._plan(planned, now)
+        self.tenants.serve(planned)
+        return self._batch.plan(planned)
+
+    def take_loads(self) -> list[Load]:
+        """Loads that have been begun since the last call; each ends with `finish_load`."""
+        return self._admission.take_loads()
+
+    def finish_load(self, load: int, arrived: list[bool], now: float) -> None:
+        """A load is over: `arrived` says which of its blocks are in their frames. Who waited for it goes on."""
+        self._admission.finish_load(load, arrived, now)
 
     def _continue_running(self, now: float) -> dict[Sequence, int]:
         """Gives running sequences their tokens: generating ones first, then begun prompts, by rank.
@@ -265,7 +266,7 @@ class Scheduler:
             if count == 0 or sequence.table is None:
                 continue
             while (shortage := self.memory.reserve(sequence.table, sequence.scheduled + count)) is not None:
-                if self._flights:
+                if self._batch.flights:
                     break
                 budget += self._preempt_planned(victim(self._running, sequence, shortage), planned, now)
                 if sequence.table is None:
@@ -290,192 +291,21 @@ class Scheduler:
             (sequence,) = sequence.group.beams
         self._release(sequence, now)
         sequence.status = Status.WAITING
-        self._wait(sequence)
+        self._admission.wait(sequence)
 
-    def _wait(self, sequence: Sequence) -> None:
+    def _run(self, sequence: Sequence) -> None:
+        """A sequence that has its table and its rows is running from now on."""
+        sequence.status = Status.RUNNING
         load = self.tenants[sequence.request.tenant]
-        load.waiting += 1
-        self._waiting.push(sequence, load)
-
-    def _admit(self, planned: dict[Sequence, int], now: float) -> None:
-        """Lets waiting sequences in while there is budget, a row and memory for the whole prompt.
-
-        A tenant is passed over once its next sequence can not run. If that lacks what all compete for, only those pass
-        it that ask for what is guaranteed to them, and for these, sequences of borrowers are preempted.
-        """
-        budget = self.max_num_batched_tokens - sum(planned.values())
-        passed: set[TenantLoad] = set()
-        crowded = False
-        while budget > 0 and (turn := self._waiting.first(passed)) is not None:
-            sequence, load = turn
-            rows = sequence.num_rows
-            right = load.has_right_to(self.memory.blocks_needed(len(sequence.tokens), self.max_num_batched_tokens))
-            if not load.may_run(rows):
-                self._waiting.level(load)
-                passed.add(load)
-                continue
-            if crowded and not right:
-                passed.add(load)
-                continue
-            if len(self._free_rows) >= rows and self._comes_from_elsewhere(sequence, now):
-                self._waiting.pop(load)
-                continue
-            while (lack := self._open(sequence, load, rows, right, budget, now)) is Lack.POOL and right:
-                loser = None if self._flights else borrower(self._running, load.account)
-                if loser is None:
-                    break
-                passed.add(self.tenants[loser.request.tenant])
-                budget += self._preempt_planned(loser, planned, now)
-            if lack is not None:
-                if lack is Lack.QUOTA:
-                    self._waiting.level(load)
-                crowded = crowded or lack is Lack.POOL
-                passed.add(load)
-                continue
-            self._waiting.pop(load)
-            sequence.row, *sequence.child_rows = (self._free_rows.pop() for _ in range(rows))
-            sequence.status = Status.RUNNING
-            load.waiting -= 1
-            load.running += 1
-            load.rows += rows
-            insort(self._running, sequence, key=_rank)
-            planned[sequence] = min(sequence.remaining, budget)
-            budget -= planned[sequence]
-            if sequence.scheduled_s is None:
-                sequence.scheduled_s = now
-
-    def _comes_from_elsewhere(self, sequence: Sequence, now: float) -> bool:
-        """Whether a running sequence is computing the very next block that this one needs, or a load brings it up; then
-        it waits for it. Begins such a load."""
-        if not self._shares_prefixes(sequence):
-            return False
-        self._extend_digests(sequence)
-        found = self.memory.peek(sequence.digests, sequence.request.root)
-        if found == len(sequence.digests):
-            return False
-        load = None
-        if not self._pending.owned(sequence.digests[found]):
-            load = self._loading.begin(sequence, found, len(self._running), now)
-        if load is not None:
-            self._pending.add(load.id, load.digests, found)
-        return self._pending.wait(sequence.digests[found], sequence)
-
-    def take_loads(self) -> list[Load]:
-        """Loads that have been begun since the last call; each ends with `finish_load`."""
-        return self._loading.take_begun()
-
-    def finish_load(self, load: int, arrived: list[bool], now: float) -> None:
-        """A load is over: `arrived` says which of its blocks are in their frames. Who waited for it goes on."""
-        blocks = self._loading.finish(load, arrived, now)
-        self._resume(self._pending.computed(load, blocks) + self._pending.drop(load))
-
-    def _open(
-        self, sequence: Sequence, load: TenantLoad, rows: int, right: bool, budget: int, now: float
-    ) -> Lack | None:
-        """Opens a waiting sequence's table and reserves its first chunk, or holds nothing and says what is lacking.
-
-        There must be room for the whole sequence as it is and for one more block of each running one (of its own
-        tenant, where all of it is guaranteed, or within the tenant's quota): else it would soon be preempted again.
-        """
-        if len(self._free_rows) < rows:
-            return Lack.POOL
-        share = self._shares_prefixes(sequence)
-        if share:
-            self._extend_digests(sequence)
-        tokens = sequence.tokens
-        opened = self.memory.open(
-            tokens,
-            sequence.digests if share else [],
-            sequence.request.root,
-            now,
-            len(tokens) - 1 if share else 0,
-            sequence.request.tenant,
-        )
-        found = opened.num_cached_tokens
-        chunk = min(len(tokens) - found, budget)
-        need = self.memory.blocks_needed(len(tokens), self.max_num_batched_tokens) - opened.table.num_held
-        if sequence.group is not None:
-            need += sequence.group.blocks_to_unpark(self.memory.block_size) * len(self.memory.windows)
-        room = self.memory.available(load.account) - (load.running if right else len(self._running))
-        within = load.within_quota(need)
-        if not within or need > room or self.memory.reserve(opened.table, found + chunk) is not None:
-            self.memory.close(opened.table, now)
-            return Lack.POOL if within else Lack.QUOTA
-        sequence.table = opened.table
-        sequence.scheduled = found
-        if sequence.scheduled_s is None:
-            sequence.num_cached_tokens = found
-        if share:
-            self._pending.add(sequence, sequence.digests, found // self.memory.block_size)
-            load.prefix_queried_tokens += len(tokens)
-            load.prefix_hit_tokens += found
-        return None
-
-    def _shares_prefixes(self, sequence: Sequence) -> bool:
-        return self._caching and sequence.request.params.prompt_logprobs is None
-
-    def _extend_digests(self, sequence: Sequence) -> None:
-        size = self.memory.block_size
-        if len(sequence.tokens) // size > len(sequence.digests):
-            extend_chain(sequence.digests, sequence.request.root, sequence.tokens, size)
-
-    def _plan(self, planned: dict[Sequence, int], now: float) -> StepPlan:
-        entries: list[_Entry] = []
-        samples: list[tuple[int, int]] = []
-        sample_to: list[int] = []
-        new_rows: list[NewRow] = []
-        prompt_logprobs: list[int] = []
-        for position, (sequence, count) in enumerate(planned.items()):
-            assert sequence.table is not None
-            start = sequence.scheduled
-            end = sequence.scheduled = start + count
-            entries.append(_Entry(sequence, start, end))
-            known = len(sequence.tokens) + sequence.in_flight
-            if sequence.table.row < 0:
-                self.memory.place(sequence.table, sequence.row)
-                new_rows.append(self._new_row(sequence, sequence.index, sequence.row))
-            if known == sequence.prompt_len:
-                if sequence.request.params.prompt_logprobs is not None:
-                    prompt_logprobs.append(position)
-                if end == known and sequence.forks_after_prompt:
-                    for index, row in enumerate(sequence.child_rows, start=1):
-                        new_rows.append(self._new_row(sequence, index, row))
-                        samples.append((position, index))
-                        sample_to.append(row)
-            if end == known:
-                samples.append((position, sequence.index))
-                sample_to.append(sequence.row)
-                sequence.in_flight += sequence.group is None  # a beam's next token is chosen when the step has run
-        self.tenants.serve(planned)
-        self._step += 1
-        self._flights.append(_Flight(self._step, entries, samples))
-        freed, self._freed_rows = self._freed_rows, []
-        chosen = list(self._chosen_tokens.values())
-        self._chosen_tokens.clear()
-        return StepPlan(
-            step=self._step,
-            work=self.memory.drain(self._step),
-            rows=np.array([e.sequence.row for e in entries], dtype=np.int32),
-            starts=np.array([e.start for e in entries], dtype=np.int32),
-            query_lens=np.array([e.end - e.start for e in entries], dtype=np.int32),
-            sample_from=np.array([position for position, _ in samples], dtype=np.int32),
-            sample_to=np.array(sample_to, dtype=np.int32),
-            prompt_logprobs=np.array(prompt_logprobs, dtype=np.int32),
-            new_rows=new_rows,
-            freed_rows=freed,
-            chosen_tokens=chosen,
-        )
-
-    @staticmethod
-    def _new_row(sequence: Sequence, index: int, row: int) -> NewRow:
-        request = sequence.request
-        return NewRow(row, sequence.tokens, sequence.prompt_len, request.params, sequence_seed(request.seed, index))
+        load.running += 1
+        load.rows += sequence.num_rows
+        insort(self._running, sequence, key=_rank)
 
     # -------------------------------------------------------------------- commit
 
     def commit(self, result: StepResult, now: float) -> list[Update]:
         """Takes in the oldest step in flight: publishes its blocks, appends its tokens, ends what has ended."""
-        flight = self._flights.popleft()
+        flight = self._batch.flights.popleft()
         self.memory.retire(flight.step)
         updates: list[Update] = []
         failed = result.failed
@@ -506,20 +336,15 @@ class Scheduler:
             updates.append(self._append(sequence, token, logprobs, now))
         return updates
 
-    def _commit_blocks(self, entry: _Entry) -> None:
+    def _commit_blocks(self, entry: Entry) -> None:
         sequence, start, end = entry
         assert sequence.table is not None
         self.memory.commit(sequence.table, end, sequence.tokens, sequence.digests)
         size = self.memory.block_size
         if end // size > start // size:
-            self._resume(self._pending.computed(sequence, end // size))
+            self._admission.resume(self._admission.pending.computed(sequence, end // size))
 
-    def _resume(self, sequences: list[Sequence]) -> None:
-        """What these waited for has been computed, or will not be."""
-        for sequence in sequences:
-            self._waiting.push(sequence, self.tenants[sequence.request.tenant])
-
-    def _fork_after_prompt(self, parent: _Entry, index: int) -> Sequence:
+    def _fork_after_prompt(self, parent: Entry, index: int) -> Sequence:
         """The n-th sequence of a request starts from the prompt's blocks, all shared. Its row is in the plan."""
         origin = parent.sequence
         child = self._fork(origin, parent.end, index, origin.child_rows[index - 1])
@@ -558,11 +383,11 @@ class Scheduler:
         if origin.child_rows:
             row = origin.child_rows.pop()
         else:
-            row = self._free_rows.pop()
+            row = self._batch.take_row()
             self.tenants[origin.request.tenant].rows += 1
         child = self._fork(origin, origin.scheduled, origin.group.next_branch(), row)
         child.tokens += tokens
-        self._name_blocks(child)
+        self._admission.name_blocks(child)
         return child
 
     def _fork_into(self, child: Sequence, fork_of: tuple[str, int]) -> bool:
@@ -571,7 +396,7 @@ class Scheduler:
         request_id, index = fork_of
         origin = next((one for one in self._requests.get(request_id, []) if one.index == index), None)
         load = self.tenants[child.request.tenant]
-        if origin is None or origin.table is None or len(self._free_rows) < child.num_rows:
+        if origin is None or origin.table is None or self._batch.num_free < child.num_rows:
             return False
         if not load.may_run(child.num_rows):
             return False
@@ -584,32 +409,23 @@ class Scheduler:
             child.table = self.memory.fork(origin.table, length)
         except ValueError:  # it has gone on, and given back what its window has left
             return False
-        load.running += 1
-        load.rows += child.num_rows
-        child.row, *child.child_rows = (self._free_rows.pop() for _ in range(child.num_rows))
-        child.status = Status.RUNNING
+        self._batch.seat(child)
         child.scheduled = child.num_cached_tokens = length
         child.scheduled_s = request.arrival_s
-        self._name_blocks(child)
-        insort(self._running, child, key=_rank)
+        self._admission.name_blocks(child)
+        self._run(child)
         return True
 
     def _choose(self, sequence: Sequence, tokens: list[int]) -> None:
         """A running sequence goes on with these tokens, whatever was sampled in its row."""
-        position = len(sequence.tokens)
-        sequence.tokens += tokens
-        self._chosen_tokens[sequence.row] = ChosenTokens(sequence.row, position, tokens)
-        self._name_blocks(sequence)
-
-    def _name_blocks(self, sequence: Sequence) -> None:
-        if self._shares_prefixes(sequence):
-            self._extend_digests(sequence)
+        self._batch.choose(sequence, tokens)
+        self._admission.name_blocks(sequence)
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now: float) -> Update:
         tokens, request = sequence.tokens, sequence.request
         tokens.append(token)
         if len(tokens) % self.memory.block_size == 0:
-            self._name_blocks(sequence)
+            self._admission.name_blocks(sequence)
         params = request.params
         reason: str | None = None
         stop_reason: int | None = None
@@ -656,13 +472,9 @@ class Scheduler:
         """Takes a running sequence's row, blocks and claims away."""
         assert sequence.table is not None
         self.memory.close(sequence.table, now)
-        self._resume(self._pending.drop(sequence))
+        self._admission.resume(self._admission.pending.drop(sequence))
         self._running.remove(sequence)
-        rows = [sequence.row, *sequence.child_rows]
-        self._chosen_tokens.pop(sequence.row, None)
-        self._free_rows += rows
-        self._freed_rows += rows
         load = self.tenants[sequence.request.tenant]
         load.running -= 1
-        load.rows -= len(rows)
-        sequence.table, sequence.row, sequence.child_rows = None, -1, []
+        load.rows -= self._batch.unseat(sequence)
+        sequence.table = None

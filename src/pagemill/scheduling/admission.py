@@ -1,0 +1,181 @@
+"""Admission: which waiting sequences begin to run, and what they wait for until then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pagemill.memory.digest import extend_chain
+from pagemill.memory.manager import MemoryManager
+from pagemill.memory.work import Load
+from pagemill.scheduling.batch import Batch
+from pagemill.scheduling.loading import Loading, Stored
+from pagemill.scheduling.pending import PendingPrefixes
+from pagemill.scheduling.sequence import Sequence
+from pagemill.scheduling.tenancy import Lack, Tenancy, TenantLoad, borrower
+from pagemill.scheduling.waiting import WaitingQueue
+
+
+class Admission:
+    """The sequences that wait: for their turn, for a prefix that somebody computes, or for one that is being loaded.
+
+    running: the scheduler's, by rank. chunk: the most tokens of a step.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryManager,
+        batch: Batch,
+        tenants: Tenancy,
+        running: list[Sequence],
+        *,
+        chunk: int,
+        enable_prefix_caching: bool,
+        stored: Stored | None,
+    ) -> None:
+        self.pending = PendingPrefixes()
+        self._memory = memory
+        self._batch = batch
+        self._tenants = tenants
+        self._running = running
+        self._chunk = chunk
+        self._caching = enable_prefix_caching
+        self._waiting = WaitingQueue(chunk)
+        self._loading = Loading(memory, stored)
+
+    @property
+    def num_loading(self) -> int:
+        return len(self._loading)
+
+    def wait(self, sequence: Sequence) -> None:
+        """A sequence waits for its turn."""
+        load = self._tenants[sequence.request.tenant]
+        load.waiting += 1
+        self._waiting.push(sequence, load)
+
+    def resume(self, sequences: list[Sequence]) -> None:
+        """What these waited for has been computed, or will not be: they wait for their turn again."""
+        for sequence in sequences:
+            self._waiting.push(sequence, self._tenants[sequence.request.tenant])
+
+    def admit(
+        self,
+        budget: int,
+        now: float,
+        run: Callable[[Sequence, int], int],
+        preempt: Callable[[Sequence], int],
+    ) -> None:
+        """Lets waiting sequences in while there is budget, a row and memory for the whole prompt.
+
+        A tenant is passed over once its next sequence can not run. If that lacks what all compete for, only those pass
+        it that ask for what is guaranteed to them, and for these, sequences of borrowers are preempted.
+
+        run: takes an opened sequence and the budget, and returns how many of its tokens run; preempt: gives back how
+        many tokens of the step's budget a preempted one had.
+        """
+        passed: set[TenantLoad] = set()
+        crowded = False
+        while budget > 0 and (turn := self._waiting.first(passed)) is not None:
+            sequence, load = turn
+            rows = sequence.num_rows
+            right = load.has_right_to(self._memory.blocks_needed(len(sequence.tokens), self._chunk))
+            if not load.may_run(rows):
+                self._waiting.level(load)
+                passed.add(load)
+                continue
+            if crowded and not right:
+                passed.add(load)
+                continue
+            if self._batch.num_free >= rows and self._comes_from_elsewhere(sequence, now):
+                self._waiting.pop(load)
+                continue
+            while (lack := self._open(sequence, load, right, budget, now)) is Lack.POOL and right:
+                loser = None if self._batch.flights else borrower(self._running, load.account)
+                if loser is None:
+                    break
+                passed.add(self._tenants[loser.request.tenant])
+                budget += preempt(loser)
+            if lack is not None:
+                if lack is Lack.QUOTA:
+                    self._waiting.level(load)
+                crowded = crowded or lack is Lack.POOL
+                passed.add(load)
+                continue
+            self._waiting.pop(load)
+            load.waiting -= 1
+            if sequence.scheduled_s is None:
+                sequence.scheduled_s = now
+            budget -= run(sequence, budget)
+
+    def _comes_from_elsewhere(self, sequence: Sequence, now: float) -> bool:
+        """Whether a running sequence is computing the very next block that this one needs, or a load brings it up; then
+        it waits for it. Begins such a load."""
+        if not self.shares_prefixes(sequence):
+            return False
+        self.name_blocks(sequence)
+        found = self._memory.peek(sequence.digests, sequence.request.root)
+        if found == len(sequence.digests):
+            return False
+        load = None
+        if not self.pending.owned(sequence.digests[found]):
+            load = self._loading.begin(sequence, found, len(self._running), now)
+        if load is not None:
+            self.pending.add(load.id, load.digests, found)
+        return self.pending.wait(sequence.digests[found], sequence)
+
+    def take_loads(self) -> list[Load]:
+        """Loads that have been begun since the last call; each ends with `finish_load`."""
+        return self._loading.take_begun()
+
+    def finish_load(self, load: int, arrived: list[bool], now: float) -> None:
+        """A load is over: `arrived` says which of its blocks are in their frames. Who waited for it goes on."""
+        blocks = self._loading.finish(load, arrived, now)
+        self.resume(self.pending.computed(load, blocks) + self.pending.drop(load))
+
+    def _open(self, sequence: Sequence, load: TenantLoad, right: bool, budget: int, now: float) -> Lack | None:
+        """Opens a waiting sequence's table and reserves its first chunk, or holds nothing and says what is lacking.
+
+        There must be room for the whole sequence as it is and for one more block of each running one (of its own
+        tenant, where all of it is guaranteed, or within the tenant's quota): else it would soon be preempted again.
+        """
+        if self._batch.num_free < sequence.num_rows:
+            return Lack.POOL
+        share = self.shares_prefixes(sequence)
+        self.name_blocks(sequence)
+        tokens = sequence.tokens
+        opened = self._memory.open(
+            tokens,
+            sequence.digests if share else [],
+            sequence.request.root,
+            now,
+            len(tokens) - 1 if share else 0,
+            sequence.request.tenant,
+        )
+        found = opened.num_cached_tokens
+        chunk = min(len(tokens) - found, budget)
+        need = self._memory.blocks_needed(len(tokens), self._chunk) - opened.table.num_held
+        if sequence.group is not None:
+            need += sequence.group.blocks_to_unpark(self._memory.block_size) * len(self._memory.windows)
+        room = self._memory.available(load.account) - (load.running if right else len(self._running))
+        within = load.within_quota(need)
+        if not within or need > room or self._memory.reserve(opened.table, found + chunk) is not None:
+            self._memory.close(opened.table, now)
+            return Lack.POOL if within else Lack.QUOTA
+        sequence.table = opened.table
+        sequence.scheduled = found
+        if sequence.scheduled_s is None:
+            sequence.num_cached_tokens = found
+        if share:
+            self.pending.add(sequence, sequence.digests, found // self._memory.block_size)
+            load.prefix_queried_tokens += len(tokens)
+            load.prefix_hit_tokens += found
+        return None
+
+    def shares_prefixes(self, sequence: Sequence) -> bool:
+        """Whether its blocks are published, and looked up."""
+        return self._caching and sequence.request.params.prompt_logprobs is None
+
+    def name_blocks(self, sequence: Sequence) -> None:
+        """Digests for its full blocks that have none yet, if it shares them."""
+        size = self._memory.block_size
+        if len(sequence.tokens) // size > len(sequence.digests) and self.shares_prefixes(sequence):
+            extend_chain(sequence.digests, sequence.request.root, sequence.tokens, size)

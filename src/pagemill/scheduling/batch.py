@@ -1,0 +1,121 @@
+"""The persistent batch: which of its rows are in use, and the steps over it that have been planned."""
+
+from __future__ import annotations
+
+import collections.abc as abc
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from pagemill.memory.manager import MemoryManager
+from pagemill.sampling.random import sequence_seed
+from pagemill.scheduling.sequence import Sequence
+from pagemill.scheduling.step_plan import ChosenTokens, NewRow, StepPlan
+
+
+class Entry(NamedTuple):
+    """One row of a step in flight: the sequence, and which of its tokens are computed."""
+
+    sequence: Sequence
+    start: int
+    end: int
+
+
+class Flight(NamedTuple):
+    """A step that has been planned and not yet committed. A sample is (index of its entry, index of the sequence)."""
+
+    step: int
+    entries: list[Entry]
+    samples: list[tuple[int, int]]
+
+
+class Batch:
+    """Rows 0 .. num_rows - 1, each free or a sequence's; `flights` are the steps under way, the oldest first."""
+
+    def __init__(self, memory: MemoryManager, num_rows: int) -> None:
+        self.flights: deque[Flight] = deque()
+        self._memory = memory
+        self._free = list(range(num_rows - 1, -1, -1))
+        self._freed: list[int] = []
+        """Since the last plan."""
+        self._chosen: dict[int, ChosenTokens] = {}
+        self._step = 0
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def seat(self, sequence: Sequence) -> None:
+        """Gives a sequence its row, and those of the sequences that will fork off. There must be so many."""
+        sequence.row, *sequence.child_rows = (self._free.pop() for _ in range(sequence.num_rows))
+
+    def take_row(self) -> int:
+        """One more row. There must be one."""
+        return self._free.pop()
+
+    def unseat(self, sequence: Sequence) -> int:
+        """Takes a sequence's rows away; how many they were."""
+        rows = [sequence.row, *sequence.child_rows]
+        self._chosen.pop(sequence.row, None)
+        self._free += rows
+        self._freed += rows
+        sequence.row, sequence.child_rows = -1, []
+        return len(rows)
+
+    def choose(self, sequence: Sequence, tokens: list[int]) -> None:
+        """A running sequence goes on with these tokens, whatever was sampled in its row."""
+        self._chosen[sequence.row] = ChosenTokens(sequence.row, len(sequence.tokens), tokens)
+        sequence.tokens += tokens
+
+    def plan(self, planned: abc.Mapping[Sequence, int]) -> StepPlan:
+        """A step in which each of these sequences computes so many tokens; it is in flight from now on."""
+        entries: list[Entry] = []
+        samples: list[tuple[int, int]] = []
+        sample_to: list[int] = []
+        new_rows: list[NewRow] = []
+        prompt_logprobs: list[int] = []
+        for position, (sequence, count) in enumerate(planned.items()):
+            assert sequence.table is not None
+            start = sequence.scheduled
+            end = sequence.scheduled = start + count
+            entries.append(Entry(sequence, start, end))
+            known = len(sequence.tokens) + sequence.in_flight
+            if sequence.table.row < 0:
+                self._memory.place(sequence.table, sequence.row)
+                new_rows.append(_new_row(sequence, sequence.index, sequence.row))
+            if known == sequence.prompt_len:
+                if sequence.request.params.prompt_logprobs is not None:
+                    prompt_logprobs.append(position)
+                if end == known and sequence.forks_after_prompt:
+                    for index, row in enumerate(sequence.child_rows, start=1):
+                        new_rows.append(_new_row(sequence, index, row))
+                        samples.append((position, index))
+                        sample_to.append(row)
+            if end == known:
+                samples.append((position, sequence.index))
+                sample_to.append(sequence.row)
+                sequence.in_flight += sequence.group is None  # a beam's next token is chosen when the step has run
+        self._step += 1
+        self.flights.append(Flight(self._step, entries, samples))
+        freed, self._freed = self._freed, []
+        chosen = list(self._chosen.values())
+        self._chosen.clear()
+        return StepPlan(
+            step=self._step,
+            work=self._memory.drain(self._step),
+            rows=np.array([e.sequence.row for e in entries], dtype=np.int32),
+            starts=np.array([e.start for e in entries], dtype=np.int32),
+            query_lens=np.array([e.end - e.start for e in entries], dtype=np.int32),
+            sample_from=np.array([position for position, _ in samples], dtype=np.int32),
+            sample_to=np.array(sample_to, dtype=np.int32),
+            prompt_logprobs=np.array(prompt_logprobs, dtype=np.int32),
+            new_rows=new_rows,
+            freed_rows=freed,
+            chosen_tokens=chosen,
+        )
+
+
+def _new_row(sequence: Sequence, index: int, row: int) -> NewRow:
+    request = sequence.request
+    return NewRow(row, sequence.tokens, sequence.prompt_len, request.params, sequence_seed(request.seed, index))
