@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import signal
 import socket
 import threading
 import time
@@ -11,6 +12,9 @@ import pytest
 from pagemill import AsyncLLM
 from pagemill.server.run import run_server
 from pagemill.tenant_limits import read_tenants_file
+
+# A shell that runs the tests in the background has Ctrl-C ignored, here and in what is started from here.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 MODEL = "smollm2-135m"
 MAX_MODEL_LEN = 2048

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
 import torch
 from paged_case import PagedCase
 
+from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.attention.interface import AttentionBackend, merge_states
 from pagemill.kvcache.layout import block_major, layer_major
 
@@ -193,3 +196,14 @@ def test_a_nan_key_spoils_its_own_row_only(backend: AttentionBackend, dtype: tor
     output, _ = backend.attend(query, case.cache, batch, 0, scale=0.1)
     assert output[0].isnan().all()
     assert torch.equal(output[1:], clean[1:])
+
+
+def test_a_pool_that_nobody_uses_goes():
+    backend, case = CpuAttention(), PagedCase([(20, 20)])
+    case.write_all(backend)
+    assert len(backend._caches) == 1
+    storage = weakref.ref(case.pool.storage)
+    del case
+    gc.collect()
+    assert not backend._caches
+    assert storage() is None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor
 
@@ -18,7 +20,8 @@ class CpuAttention:
     def __init__(self, *, share_prefixes: bool = True) -> None:
         self.name = kernel_name()
         self.share_prefixes = share_prefixes
-        self._caches: dict[int, tuple[LayerCache, _kernels.Cache]] = {}
+        self._caches: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], _kernels.Cache]] = {}
+        """By id of the keys, for as long as they live: a pool that is not used any more must be able to go."""
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         tokens = slots.shape[0]
@@ -79,7 +82,7 @@ class CpuAttention:
     def native(self, cache: LayerCache) -> _kernels.Cache:
         """The cache as the kernels take it, made once."""
         known = self._caches.get(id(cache.key))
-        if known is None or known[0].key is not cache.key or known[0].value is not cache.value:
+        if known is None or known[0]() is not cache.key or known[1]() is not cache.value:
             key, value, key_scale, value_scale = cache
             if key.shape != value.shape or key.dtype != value.dtype or key.dtype not in CACHE_DTYPES or not key.is_cpu:
                 raise ValueError(f"the cache must be two equal CPU tensors, not {key.dtype} and {value.dtype}")
@@ -88,8 +91,10 @@ class CpuAttention:
                 (key.data_ptr(), *key.stride()), (value.data_ptr(), *value.stride()), _scales(key, key_scale),
                 _scales(value, value_scale), CACHE_DTYPES[key.dtype], kv_heads, block_size, head_dim,
             )  # fmt: skip
-            known = self._caches[id(cache.key)] = (cache, native)
-        return known[1]
+            at = id(key)
+            live = weakref.ref(key, lambda _: self._caches.pop(at, None))
+            known = self._caches[at] = (live, weakref.ref(value), native)
+        return known[2]
 
 
 def _scales(elements: Tensor, scale: Tensor | None) -> tuple[int, int, int]:
