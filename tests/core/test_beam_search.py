@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 from drive import Run, drive, record_logits, request
-from transformers import AutoModelForCausalLM
 
 from pagemill.engine.messages import EngineRequest
 from pagemill.sampling.beam_search_params import BeamSearchParams
@@ -72,13 +71,6 @@ def alone(make_engine, searches):
         done = drive(core, [one])
         run.last |= done.last
     return run
-
-
-@pytest.fixture(scope="module")
-def reference(model_path):
-    return AutoModelForCausalLM.from_pretrained(
-        model_path.parent, gguf_file=model_path.name, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
 
 
 def test_sequences_and_scores_are_those_of_transformers(alone, searches, reference, make_engine):

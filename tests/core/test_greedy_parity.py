@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from drive import drive, request
-from transformers import AutoModelForCausalLM
 
 from pagemill.sampling.params import SamplingParams
 
 OUTPUT_TOKENS = 24
 CLOSE = 1e-3
 """Two logits of the reference that lie closer than this may change places."""
-
-
-@pytest.fixture(scope="module")
-def reference(model_path):
-    return AutoModelForCausalLM.from_pretrained(
-        model_path.parent, gguf_file=model_path.name, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
 
 
 def test_greedy_continuations_equal_the_dense_reference(make_engine, prompts, reference):

@@ -44,7 +44,7 @@ floods = st.lists(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     flood=floods,
     frames=st.integers(40, 80),
