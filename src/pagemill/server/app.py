@@ -9,11 +9,11 @@ from fastapi.responses import JSONResponse, Response
 
 import pagemill
 from pagemill.engine.async_llm import AsyncLLM
-from pagemill.errors import ConfigError, InvalidRequestError, ModelNotServedError
+from pagemill.errors import ModelNotServedError
 from pagemill.server.chat import ChatCall
 from pagemill.server.completions import CompletionCall
 from pagemill.server.disconnect import EventStream, until_disconnect
-from pagemill.server.errors import install_error_handlers
+from pagemill.server.errors import asked_by_client, install_error_handlers
 from pagemill.server.metrics import CONTENT_TYPE, Metrics
 from pagemill.server.pins import pin_routes
 from pagemill.server.protocol import (
@@ -82,10 +82,8 @@ def create_app(llm: AsyncLLM, served_model_name: str, tenants: TenantsFile | Non
 
     @app.post("/v1/kv_memory")
     async def resize_kv_memory(body: KVMemory) -> KVMemory:
-        try:
+        with asked_by_client():
             return KVMemory(kv_memory=(await llm.resize_kv_memory(body.kv_memory)).kv_bytes)
-        except ConfigError as error:
-            raise InvalidRequestError(error.message, param=error.param) from error
 
     app.include_router(tenant_routes(llm))
     metrics = Metrics()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http import HTTPStatus
 
 from fastapi import FastAPI, Request
@@ -11,6 +13,7 @@ from starlette.exceptions import HTTPException
 
 from pagemill.errors import (
     AuthenticationError,
+    ConfigError,
     InvalidRequestError,
     ModelNotServedError,
     PagemillError,
@@ -38,6 +41,15 @@ def error_response(error: PagemillError) -> ErrorResponse:
     return ErrorResponse(
         error=ErrorBody(message=error.message, type=error.kind, param=error.param, code=CODES.get(type(error)))
     )
+
+
+@contextmanager
+def asked_by_client() -> Iterator[None]:
+    """A setting that a request changes is the caller's to mend: its ConfigError becomes an InvalidRequestError."""
+    try:
+        yield
+    except ConfigError as error:
+        raise InvalidRequestError(error.message, param=error.param) from error
 
 
 def install_error_handlers(app: FastAPI) -> None:

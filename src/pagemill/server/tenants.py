@@ -11,7 +11,8 @@ from fastapi import APIRouter, Body, Request
 
 from pagemill.engine.async_llm import AsyncLLM
 from pagemill.engine.messages import TenantStats
-from pagemill.errors import AuthenticationError, ConfigError, InvalidRequestError, PermissionDeniedError
+from pagemill.errors import AuthenticationError, InvalidRequestError, PermissionDeniedError
+from pagemill.server.errors import asked_by_client
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits, TenantsFile, key_digest
 
 
@@ -60,10 +61,8 @@ def tenant_routes(llm: AsyncLLM) -> APIRouter:
 
     @routes.put("/{name}")
     async def set_tenant(name: str, limits: dict[str, Any] = Body()) -> dict[str, Any]:  # noqa: B008
-        try:
+        with asked_by_client():
             await llm.set_tenant(name, TenantLimits.read(name, limits))
-        except ConfigError as error:
-            raise InvalidRequestError(error.message, param=error.param) from error
         return _shown((await llm.stats()).tenants[name])
 
     return routes
