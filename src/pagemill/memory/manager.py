@@ -8,24 +8,18 @@ index, eviction policy); its parts do not call each other.
 from __future__ import annotations
 
 from array import array
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
-import numpy as np
-
 from pagemill.memory.block_table import BlockTable, first_entry_in_window
-from pagemill.memory.blocks import Blocks
 from pagemill.memory.digest import TOKEN_BYTES, pack_tokens
 from pagemill.memory.eviction import PolicyFactory, least_recently_used
-from pagemill.memory.frames import FramePool
-from pagemill.memory.prefix_index import Chains, PrefixIndex
-from pagemill.memory.regret import Regret
+from pagemill.memory.pending_work import PendingWork
+from pagemill.memory.prefix_index import PrefixIndex
+from pagemill.memory.residency import MemoryStats, Residency
 from pagemill.memory.resizing import change_frames
-from pagemill.memory.tenants import Tenant, Tenants
-from pagemill.memory.work import BlockName, MemoryWork, Save
+from pagemill.memory.tenants import Tenant
+from pagemill.memory.work import MemoryWork, Save
 from pagemill.tenant_limits import DEFAULT_TENANT
 
 
@@ -43,23 +37,6 @@ class Shortage(NamedTuple):
     available: int
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryStats:
-    """Frames now, and sums since the start. frames = frames_free + frames_cached + frames_active.
-
-    evictions_regretted: evicted blocks that were computed or loaded again before as many others as the pool has frames
-    were evicted; one layer group's.
-    """
-
-    frames: int
-    frames_free: int
-    frames_cached: int
-    frames_active: int
-    evictions: int
-    evictions_regretted: int
-    copies: int
-
-
 class MemoryManager:
     """Block tables over one pool of frames. Not thread-safe; every operation is O(1) per block that it touches.
 
@@ -68,10 +45,6 @@ class MemoryManager:
     windows:    by layer group, the attention window in tokens, or None for full attention.
     policy:     each tenant's order of eviction; the least recently used by default.
     saves_evicted: whether `take_saves` offers what is evicted to lower tiers.
-
-    A state is derived, not stored. A frame is free or occupied by one block. A block is *active* while it is
-    referenced, by tables or by a step in flight under which a table let go of it; else *cached* if the index finds it,
-    until the policy picks it; else it ends.
     """
 
     def __init__(
@@ -89,21 +62,12 @@ class MemoryManager:
         self.windows = tuple(windows)
         self._windowed = [(group, window) for group, window in enumerate(windows) if window is not None]
         self._caching = enable_prefix_caching
-        self._pool = FramePool(num_frames)
-        self._blocks = Blocks(num_frames)
         self._index = PrefixIndex(num_frames, block_size, windows)
-        self.tenants = Tenants(lambda: policy(Chains(self._index, self._blocks.group)))
+        self._residency = Residency(num_frames, self._index, policy, saves_evicted)
+        self._pool, self._blocks = self._residency.pool, self._residency.blocks
+        self.tenants = self._residency.tenants
+        self._work = PendingWork(len(windows))
         self._tables: set[BlockTable] = set()
-        self._regret = Regret(num_frames)
-        # Steps, and the blocks (all of one tenant) that were released while they were in flight.
-        self._held: deque[tuple[int, Tenant, list[int]]] = deque()
-        self._saves_evicted = saves_evicted
-        self._saves: list[Save] = []
-        self._copies: list[tuple[int, int]] = []
-        # By row, then by entry * groups + group: the frame. A later edit of an entry replaces an earlier one.
-        self._edits: dict[int, dict[int, int]] = {}
-        self._drained = self._retired = -1
-        self._now = 0.0
         self._num_copies = 0
 
     # Tables come and go
@@ -124,7 +88,7 @@ class MemoryManager:
         Raises UnknownTenantError.
         """
         account = self.tenants[tenant]
-        self._now = now
+        self._residency.now = now
         if self._caching:
             length, blocks, first_held = self._index.match(digests, root, token_ids, max(0, min(limit, len(token_ids))))
         else:
@@ -132,7 +96,7 @@ class MemoryManager:
         table = BlockTable(root, account, blocks, first_held, length)
         table.published = length // self.block_size
         for entries, first in zip(blocks, first_held, strict=True):
-            self._hold(entries[first:], account)
+            self._residency.hold(entries[first:], account)
         self._tables.add(table)
         return Opened(table, length)
 
@@ -173,25 +137,25 @@ class MemoryManager:
         table.length = min(table.length, length)
         table.published = min(table.published, length // self.block_size)
         table.writable = 0
-        self._release(released, table.tenant)
+        self._residency.release(released, table.tenant)
 
     def close(self, table: BlockTable, now: float) -> None:
         """Gives back all that the table holds, and its row. Raises KeyError if it is not open."""
         self._tables.remove(table)
-        self._now = now
+        self._residency.now = now
         released = table.tail_first(0)
         table.blocks = [array("i") for _ in self.windows]
         table.first_held = [0] * len(self.windows)
         table.length = table.published = table.writable = 0
         if table.row >= 0:
-            self._edits.pop(table.row, None)
+            self._work.leave(table.row)
             table.row = -1
-        self._release(released, table.tenant)
+        self._residency.release(released, table.tenant)
 
     def place(self, table: BlockTable, row: int) -> None:
         """Gives the table a row of the persistent batch; the device learns all of its entries with the next `drain`."""
         table.row = row
-        self._edits[row] = {}
+        self._work.place(row)
         for group, entries in enumerate(table.blocks):
             self._edit(table, group, 0, self._frames_of(entries))
 
@@ -233,18 +197,16 @@ class MemoryManager:
                 if missing > len(own):
                     return Shortage(needed, available)
                 for group in own[:missing]:
-                    self._index.forget(table.blocks[group][tail], group)
-                    tenant.policy.forget(table.blocks[group][tail])
+                    self._residency.withdraw(table.blocks[group][tail], tenant)
                     unwritable.remove(group)
-                    tenant.evictions += 1
                 needed = available
-            self._make_room(tenant, needed)
+            self._residency.make_room(tenant, needed)
         tenant.charged += needed
         for group in unwritable:
             self._copy(table, group, tail)
         if new:
             for group, entries in enumerate(table.blocks):
-                frames = self._take(new, entries[-1] if entries else -1)
+                frames = self._residency.take(new, entries[-1] if entries else -1)
                 entries.extend(self._blocks.new(group, frames))
                 if table.row >= 0:
                     self._edit(table, group, held, frames)
@@ -279,7 +241,7 @@ class MemoryManager:
                 entries[first:now_first] = array("i", gone)
                 table.first_held[group] = now_first
                 self._edit(table, group, first, gone)
-                self._release(released, table.tenant)
+                self._residency.release(released, table.tenant)
 
     def drain(self, step: int) -> MemoryWork:
         """What the device must do before this step, since the last drain. The step is in flight from now on.
@@ -287,39 +249,16 @@ class MemoryManager:
         Until it retires, it holds whatever is released, so that nothing under a running step becomes something else.
         Raises ValueError unless steps rise.
         """
-        if step <= self._drained:
-            raise ValueError(f"step {step} can not follow step {self._drained}: steps must rise")
-        self._drained = step
-        if not self._copies and not self._edits:
-            return MemoryWork.none()
-        copies = np.array(self._copies, dtype=np.int32).reshape(-1, 2)
-        rows = np.fromiter(self._edits, np.int32, len(self._edits))
-        counts = np.fromiter(map(len, self._edits.values()), np.int32, len(self._edits))
-        total = int(counts.sum())
-        places = np.fromiter(chain.from_iterable(self._edits.values()), np.int32, total)
-        frames = np.fromiter(chain.from_iterable(e.values() for e in self._edits.values()), np.int32, total)
-        index, group = np.divmod(places, np.int32(len(self.windows)))
-        self._copies.clear()
-        self._edits.clear()
-        return MemoryWork(
-            copy_source=copies[:, 0].copy(),
-            copy_target=copies[:, 1].copy(),
-            edit_row=np.repeat(rows, counts),
-            edit_group=group,
-            edit_index=index,
-            edit_frame=frames,
-        )
+        self._residency.begin(step)
+        return self._work.drain()
 
     def take_saves(self) -> list[Save]:
         """Blocks for lower tiers, since the last call; read them before the device does the work of a later `drain`."""
-        saves, self._saves = self._saves, []
-        return saves
+        return self._residency.take_saves()
 
     def cached_blocks(self) -> list[Save]:
         """All blocks that can be found and that nobody holds, beginnings of chains first."""
-        depth = self._index.depth
-        blocks = [block for block in self._blocks.in_use() if not self._blocks.references[block]]
-        return [self._save(block) for block in sorted(blocks, key=depth.__getitem__)]
+        return self._residency.cached_blocks()
 
     def frames(self, table: BlockTable, first: int) -> list[int]:
         """Frames of a table's entries from `first` on, entry by entry, groups side by side; -1 where none is held."""
@@ -332,7 +271,7 @@ class MemoryManager:
         The frames that went are empty once the device has done the work of the next `drain`. Raises ValueError for
         fewer frames than groups, or while a step is in flight.
         """
-        if num_frames < len(self.windows) or self._drained > self._retired:
+        if num_frames < len(self.windows) or self._residency.in_flight:
             raise ValueError(f"{num_frames=}: each group needs one, and no step may be in flight")
         held = self.num_frames - self.num_available
         if held > num_frames:
@@ -342,10 +281,7 @@ class MemoryManager:
 
     def retire(self, step: int) -> None:
         """This step and all before it have finished and hold nothing any more."""
-        self._retired = max(self._retired, step)
-        while self._held and self._held[0][0] <= step:
-            _, tenant, blocks = self._held.popleft()
-            self._drop(blocks, tenant)
+        self._residency.retire(step)
 
     # Tenants and figures
 
@@ -357,7 +293,7 @@ class MemoryManager:
     @property
     def num_available(self) -> int:
         """Frames that hold nothing active: free, or cached."""
-        return self._pool.num_free + self.tenants.cached
+        return self._residency.num_available
 
     def set_quota(self, tenant: str, guaranteed_blocks: int = 0, max_blocks: int | None = None) -> None:
         """Makes this tenant known, or changes its limits: as many blocks are kept for it, and it never gets more.
@@ -365,7 +301,7 @@ class MemoryManager:
         What it has cached beyond a lower quota is evicted; what is active beyond it stays until it is given back.
         Raises ConfigError, and changes nothing, for what the pool can not keep.
         """
-        self._make_room(self.tenants.set(tenant, guaranteed_blocks, max_blocks, self.num_frames), 0)
+        self._residency.make_room(self.tenants.set(tenant, guaranteed_blocks, max_blocks, self.num_frames), 0)
 
     def available(self, tenant: Tenant) -> int:
         """Frames that this tenant can have, if its own quota has room: free, or cached and evictable for it."""
@@ -393,7 +329,7 @@ class MemoryManager:
             frames_cached=cached,
             frames_active=self.num_frames - free - cached,
             evictions=sum(tenant.evictions for tenant in self.tenants),
-            evictions_regretted=self._regret.count,
+            evictions_regretted=self._residency.regret.count,
             copies=self._num_copies,
         )
 
@@ -409,12 +345,12 @@ class MemoryManager:
         """Puts a copy of its own in the place of a block that others hold or may find. The frame must be there."""
         entries = table.blocks[group]
         source = entries[entry]
-        frames = self._take(1, entries[entry - 1] if entry else -1)
-        self._copies.append((self._blocks.frame[source], frames[0]))
+        frames = self._residency.take(1, entries[entry - 1] if entry else -1)
+        self._work.copy(self._blocks.frame[source], frames[0])
         self._num_copies += 1
         entries[entry] = self._blocks.new(group, frames)[0]
         self._edit(table, group, entry, frames)
-        self._release([source], table.tenant)
+        self._residency.release([source], table.tenant)
 
     def _publish(self, table: BlockTable, full: int, token_ids: Sequence[int], digests: Sequence[bytes]) -> None:
         size, index = self.block_size, self._index
@@ -433,12 +369,12 @@ class MemoryManager:
                 if published is None:
                     index.publish(block, group, digest, parent, tokens, entry)
                     if group == index.leading:
-                        self._regret.published(digest)
+                        self._residency.regret.published(digest)
                 else:
-                    self._hold([published], table.tenant)
+                    self._residency.hold([published], table.tenant)
                     entries[entry] = published
                     self._edit(table, group, entry, [self._blocks.frame[published]])
-                    self._release([block], table.tenant)
+                    self._residency.release([block], table.tenant)
         table.published = full
 
     def _require_window(self, table: BlockTable, length: int) -> None:
@@ -451,73 +387,9 @@ class MemoryManager:
 
     def _edit(self, table: BlockTable, group: int, start: int, frames: Sequence[int]) -> None:
         """The device's copy of these entries, from `start` on, must change, if it has one."""
-        if table.row >= 0 and frames:
-            groups = len(self.windows)
-            places = range(start * groups + group, (start + len(frames)) * groups, groups)
-            self._edits.setdefault(table.row, {}).update(zip(places, frames, strict=True))
+        if table.row >= 0:
+            self._work.edit(table.row, group, start, frames)
 
     def _frames_of(self, blocks: Sequence[int]) -> list[int]:
         frame = self._blocks.frame
         return [frame[block] if block >= 0 else -1 for block in blocks]
-
-    # States of blocks and frames
-
-    def _take(self, count: int, after: int) -> list[int]:
-        """Frames, preferably behind that of block `after` (-1: none)."""
-        frames = self._pool.take(count, self._blocks.frame[after] if after >= 0 else None)
-        assert frames is not None
-        return frames
-
-    def _hold(self, blocks: Sequence[int], tenant: Tenant) -> None:
-        for block in self._blocks.hold(blocks):
-            tenant.policy.remove(block)
-
-    def _save(self, block: int) -> Save:
-        index, blocks = self._index, self._blocks
-        name = BlockName(index.digest[block], blocks.group[block], index.parent[block], index.depth[block])
-        return Save(blocks.frame[block], name)
-
-    def _release(self, blocks: list[int], tenant: Tenant) -> None:
-        """A table lets go of blocks; the last step in flight, if any, holds them instead."""
-        if self._drained > self._retired:
-            self._held.append((self._drained, tenant, blocks))
-        else:
-            self._drop(blocks, tenant)
-
-    def _drop(self, blocks: Sequence[int], tenant: Tenant) -> None:
-        """Takes references back. Blocks without any are cached if they can be found, else ended."""
-        digest, add, now = self._index.digest, tenant.policy.add, self._now
-        ended = []
-        for block in self._blocks.drop(blocks):
-            if digest[block]:
-                add(block, now)
-            else:
-                ended.append(block)
-        if ended:
-            self._pool.give(self._blocks.end(ended))
-            tenant.charged -= len(ended)
-        if tenant.charged > tenant.max_blocks:
-            self._make_room(tenant, 0)
-
-    def _make_room(self, tenant: Tenant, count: int) -> None:
-        """Evicts what must go before the tenant can have `count` frames: its own cached blocks beyond its quota, then
-        those of whoever has borrowed most."""
-        own = min(tenant.charged + count - tenant.max_blocks, tenant.cached)
-        if own > 0:
-            self._evict(tenant, own)
-        while (missing := count - self._pool.num_free) > 0:
-            self._evict(*self.tenants.lender(tenant, missing))
-
-    def _evict(self, tenant: Tenant, count: int) -> None:
-        """Ends the `count` cached blocks that the tenant's policy gives up first."""
-        victim, forget, group = tenant.policy.victim, self._index.forget, self._blocks.group
-        victims = [victim() for _ in range(count)]
-        if self._saves_evicted:
-            self._saves += map(self._save, victims)
-        for block in victims:
-            if group[block] == self._index.leading:
-                self._regret.evicted(self._index.digest[block])
-            forget(block, group[block])
-        tenant.evictions += count
-        tenant.charged -= count
-        self._pool.give(self._blocks.end(victims))

@@ -45,7 +45,7 @@ def _frames(manager: MemoryManager) -> None:
 def _references(manager: MemoryManager) -> None:
     rule = "a block's references are the table entries that name it and the steps in flight that hold it"
     named = Counter(b for table in manager._tables for entries in table.blocks for b in entries if b >= 0)
-    named.update(block for _, _, blocks in manager._held for block in blocks)
+    named.update(block for _, _, blocks in manager._residency.held for block in blocks)
     for block, count in enumerate(manager._blocks.references):
         _require(count == named[block], rule, f"block {block} has {count}, named by {named[block]}")
 
@@ -103,15 +103,15 @@ def _states(manager: MemoryManager) -> None:
         _require(not in_policy or manager._index.digest[block] != b"", "what is cached can be found", f"block {block}")
     listed = manager.tenants.cached
     _require(cached == listed, rule, f"{cached} blocks, {listed} in the policies")
-    for step, _, _ in manager._held:
-        _require(step > manager._retired, "a retired step holds nothing", f"step {step}")
+    for step, _, _ in manager._residency.held:
+        _require(step > manager._residency.retired, "a retired step holds nothing", f"step {step}")
 
 
 def _charges(manager: MemoryManager) -> None:
     owned: dict[Tenant, set[int]] = {tenant: set() for tenant in manager.tenants}
     for table in manager._tables:
         owned[table.tenant].update(block for entries in table.blocks for block in entries if block >= 0)
-    for _, tenant, blocks in manager._held:
+    for _, tenant, blocks in manager._residency.held:
         owned[tenant].update(blocks)
     for block in manager._blocks.in_use():
         for tenant in manager.tenants:

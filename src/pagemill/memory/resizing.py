@@ -17,13 +17,13 @@ def change_frames(manager: MemoryManager, num_frames: int) -> None:
     blocks.grow(num_frames)
     manager._index.grow(num_frames)
     while (excess := pool.num_frames - pool.num_free - num_frames) > 0:
-        manager._evict(*manager.tenants.loser(excess))
+        manager._residency.evict(*manager.tenants.loser(excess))
     pool.resize(num_frames)
     frame_of = blocks.frame
     leaving = sorted((block for block in blocks.in_use() if frame_of[block] >= num_frames), key=frame_of.__getitem__)
     targets = pool.take(len(leaving)) or []
     for block, target in zip(leaving, targets, strict=True):
-        manager._copies.append((frame_of[block], target))
+        manager._work.copy(frame_of[block], target)
         frame_of[block] = target
     moved = set(leaving)
     for table in manager._tables if moved else ():

@@ -1,0 +1,61 @@
+"""PendingWork: what the device has not been told yet. Frame copies, and edits of its copy of the block tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import numpy as np
+
+from pagemill.memory.work import MemoryWork
+
+
+class PendingWork:
+    """Gathers between two drains. A later edit of a table's entry replaces an earlier one."""
+
+    def __init__(self, num_groups: int) -> None:
+        self._num_groups = num_groups
+        self._copies: list[tuple[int, int]] = []
+        # By row, then by entry * groups + group: the frame.
+        self._edits: dict[int, dict[int, int]] = {}
+
+    def copy(self, source: int, target: int) -> None:
+        """The bytes of one frame go to another, after all copies so far."""
+        self._copies.append((source, target))
+
+    def place(self, row: int) -> None:
+        """A row is another table's from now on: edits of the one before are nothing to it."""
+        self._edits[row] = {}
+
+    def leave(self, row: int) -> None:
+        """Nobody needs this row any more."""
+        self._edits.pop(row, None)
+
+    def edit(self, row: int, group: int, start: int, frames: Sequence[int]) -> None:
+        """Entries of a row from `start` on become these frames (-1: none)."""
+        if frames:
+            groups = self._num_groups
+            places = range(start * groups + group, (start + len(frames)) * groups, groups)
+            self._edits.setdefault(row, {}).update(zip(places, frames, strict=True))
+
+    def drain(self) -> MemoryWork:
+        """All since the last drain, for the device to do before its next step."""
+        if not self._copies and not self._edits:
+            return MemoryWork.none()
+        copies = np.array(self._copies, dtype=np.int32).reshape(-1, 2)
+        rows = np.fromiter(self._edits, np.int32, len(self._edits))
+        counts = np.fromiter(map(len, self._edits.values()), np.int32, len(self._edits))
+        total = int(counts.sum())
+        places = np.fromiter(chain.from_iterable(self._edits.values()), np.int32, total)
+        frames = np.fromiter(chain.from_iterable(e.values() for e in self._edits.values()), np.int32, total)
+        index, group = np.divmod(places, np.int32(self._num_groups))
+        self._copies.clear()
+        self._edits.clear()
+        return MemoryWork(
+            copy_source=copies[:, 0].copy(),
+            copy_target=copies[:, 1].copy(),
+            edit_row=np.repeat(rows, counts),
+            edit_group=group,
+            edit_index=index,
+            edit_frame=frames,
+        )

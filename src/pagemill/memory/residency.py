@@ -1,0 +1,160 @@
+"""Residency: which blocks have frames, in which state, and whose frame makes room for another.
+
+A state is derived, not stored. A frame is free or occupied by one block. A block is *active* while it is referenced, by
+tables or by a step in flight under which a table let go of it; else *cached* if the index finds it, until the policy
+picks it; else it ends.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pagemill.memory.blocks import Blocks
+from pagemill.memory.eviction import PolicyFactory
+from pagemill.memory.frames import FramePool
+from pagemill.memory.prefix_index import Chains, PrefixIndex
+from pagemill.memory.regret import Regret
+from pagemill.memory.tenants import Tenant, Tenants
+from pagemill.memory.work import BlockName, Save
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStats:
+    """Frames now, and sums since the start. frames = frames_free + frames_cached + frames_active.
+
+    evictions_regretted: evicted blocks that were computed or loaded again before as many others as the pool has frames
+    were evicted; one layer group's.
+    """
+
+    frames: int
+    frames_free: int
+    frames_cached: int
+    frames_active: int
+    evictions: int
+    evictions_regretted: int
+    copies: int
+
+
+class Residency:
+    """The blocks of one pool.
+
+    now:           seconds, of the last operation that had a time; blocks are cached with it.
+    saves_evicted: whether `take_saves` offers what is evicted to lower tiers.
+    """
+
+    def __init__(self, num_frames: int, index: PrefixIndex, policy: PolicyFactory, saves_evicted: bool) -> None:
+        self.pool = FramePool(num_frames)
+        self.blocks = Blocks(num_frames)
+        self.index = index
+        self.tenants = Tenants(lambda: policy(Chains(index, self.blocks.group)))
+        self.regret = Regret(num_frames)
+        self.now = 0.0
+        # Steps, and the blocks (all of one tenant) that were released while they were in flight.
+        self.held: deque[tuple[int, Tenant, list[int]]] = deque()
+        self.begun = self.retired = -1
+        self._saves_evicted = saves_evicted
+        self._saves: list[Save] = []
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step has begun that has not retired."""
+        return self.begun > self.retired
+
+    @property
+    def num_available(self) -> int:
+        """Frames that hold nothing active: free, or cached."""
+        return self.pool.num_free + self.tenants.cached
+
+    def begin(self, step: int) -> None:
+        """The step is in flight from now on, and holds whatever is released. Raises ValueError unless steps rise."""
+        if step <= self.begun:
+            raise ValueError(f"step {step} can not follow step {self.begun}: steps must rise")
+        self.begun = step
+
+    def retire(self, step: int) -> None:
+        """This step and all before it have finished and hold nothing any more."""
+        self.retired = max(self.retired, step)
+        while self.held and self.held[0][0] <= step:
+            _, tenant, blocks = self.held.popleft()
+            self._drop(blocks, tenant)
+
+    def take(self, count: int, after: int) -> list[int]:
+        """Frames, preferably behind that of block `after` (-1: none). They must be free."""
+        frames = self.pool.take(count, self.blocks.frame[after] if after >= 0 else None)
+        assert frames is not None
+        return frames
+
+    def hold(self, blocks: Sequence[int], tenant: Tenant) -> None:
+        """A table refers to blocks, active or cached."""
+        for block in self.blocks.hold(blocks):
+            tenant.policy.remove(block)
+
+    def release(self, blocks: list[int], tenant: Tenant) -> None:
+        """A table lets go of blocks; the last step in flight, if any, holds them instead."""
+        if self.in_flight:
+            self.held.append((self.begun, tenant, blocks))
+        else:
+            self._drop(blocks, tenant)
+
+    def make_room(self, tenant: Tenant, count: int) -> None:
+        """Evicts what must go before the tenant can have `count` frames: its own cached blocks beyond its quota, then
+        those of whoever has borrowed most."""
+        own = min(tenant.charged + count - tenant.max_blocks, tenant.cached)
+        if own > 0:
+            self.evict(tenant, own)
+        while (missing := count - self.pool.num_free) > 0:
+            self.evict(*self.tenants.lender(tenant, missing))
+
+    def evict(self, tenant: Tenant, count: int) -> None:
+        """Ends the `count` cached blocks that the tenant's policy gives up first."""
+        victim, forget, group = tenant.policy.victim, self.index.forget, self.blocks.group
+        victims = [victim() for _ in range(count)]
+        if self._saves_evicted:
+            self._saves += map(self._save, victims)
+        for block in victims:
+            if group[block] == self.index.leading:
+                self.regret.evicted(self.index.digest[block])
+            forget(block, group[block])
+        tenant.evictions += count
+        tenant.charged -= count
+        self.pool.give(self.blocks.end(victims))
+
+    def withdraw(self, block: int, tenant: Tenant) -> None:
+        """A published block that one table alone holds can not be found any more, as if it were evicted: it is that
+        table's own again, to be written."""
+        self.index.forget(block, self.blocks.group[block])
+        tenant.policy.forget(block)
+        tenant.evictions += 1
+
+    def take_saves(self) -> list[Save]:
+        """Evicted blocks for lower tiers, since the last call."""
+        saves, self._saves = self._saves, []
+        return saves
+
+    def cached_blocks(self) -> list[Save]:
+        """All blocks that can be found and that nobody holds, beginnings of chains first."""
+        depth = self.index.depth
+        blocks = [block for block in self.blocks.in_use() if not self.blocks.references[block]]
+        return [self._save(block) for block in sorted(blocks, key=depth.__getitem__)]
+
+    def _save(self, block: int) -> Save:
+        index, blocks = self.index, self.blocks
+        name = BlockName(index.digest[block], blocks.group[block], index.parent[block], index.depth[block])
+        return Save(blocks.frame[block], name)
+
+    def _drop(self, blocks: Sequence[int], tenant: Tenant) -> None:
+        """Takes references back. Blocks without any are cached if they can be found, else ended."""
+        digest, add, now = self.index.digest, tenant.policy.add, self.now
+        ended = []
+        for block in self.blocks.drop(blocks):
+            if digest[block]:
+                add(block, now)
+            else:
+                ended.append(block)
+        if ended:
+            self.pool.give(self.blocks.end(ended))
+            tenant.charged -= len(ended)
+        if tenant.charged > tenant.max_blocks:
+            self.make_room(tenant, 0)
