@@ -10,17 +10,16 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import signal
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 from pagemill.config import config_for
+from pagemill.engine.async_control import AsyncControl
 from pagemill.engine.async_session import AsyncSession
-from pagemill.engine.client import EngineClient
+from pagemill.engine.client import EngineClient, cause_of_death
 from pagemill.engine.input_processor import InputProcessor, ProcessedInput, Prompt
 from pagemill.engine.messages import (
     AbortRequests,
@@ -31,87 +30,26 @@ from pagemill.engine.messages import (
     LoadProgress,
     PinInfo,
     PinList,
-    PinsRequest,
     Refused,
-    ResizePool,
-    SetTenant,
-    StatsRequest,
     StepOutputs,
-    ToEngine,
-    Unpin,
 )
 from pagemill.engine.output_processor import OutputProcessor, RequestState
 from pagemill.engine.outputs import RequestOutput
 from pagemill.engine.pinning import pin_of, pin_request
+from pagemill.engine.request_stream import RequestStream
 from pagemill.engine.session_turns import SessionTurns
 from pagemill.errors import EngineDeadError, InvalidRequestError, PagemillError, error_of
 from pagemill.hub import resolve_model
 from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import SessionRecord, SessionStore
-from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits, read_limits
+from pagemill.tenant_limits import DEFAULT_TENANT
 from pagemill.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
 
-class RequestStream:
-    """The answer to one request as it comes: an async iterator of deltas, for one consumer.
-
-    Raises the request's own error, or `EngineDeadError`. Leaving it early must be said with `aclose()`.
-    """
-
-    def __init__(self, llm: AsyncLLM, state: RequestState) -> None:
-        self._llm = llm
-        self.state = state
-        self._changed = asyncio.Event()
-        self._error: PagemillError | None = None
-        self._ended = False
-
-    @property
-    def request_id(self) -> str:
-        return self.state.request_id
-
-    @property
-    def prompt_token_ids(self) -> list[int]:
-        return self.state.prompt_token_ids
-
-    def __aiter__(self) -> RequestStream:
-        return self
-
-    async def __anext__(self) -> RequestOutput:
-        if self._ended:
-            raise StopAsyncIteration
-        await self._changed.wait()
-        self._changed.clear()
-        error = self._error or self.state.error
-        if error is not None:
-            self.close()
-            raise error
-        output = self.state.take_delta()
-        self._ended = output.finished
-        return output
-
-    def close(self) -> None:
-        """Aborts the request if it still runs; the engine gives back all that it held."""
-        self._ended = True
-        self._llm._release(self)
-
-    async def aclose(self) -> None:
-        self.close()
-
-    def abort(self) -> None:
-        """Ends the iterator with `finish_reason` "abort"."""
-        self.state.abort()
-        self.wake()
-
-    def wake(self, error: PagemillError | None = None) -> None:
-        """Something has changed: new tokens, the end, or this error."""
-        self._error = self._error or error
-        self._changed.set()
-
-
-class AsyncLLM:
+class AsyncLLM(AsyncControl):
     """Serves one model from a child process, which starts loading at once.
 
     Settings are `EngineConfig`'s. `on_progress(done, total)` is told how loading goes, in the event loop.
@@ -128,15 +66,12 @@ class AsyncLLM:
         self.on_request_end: Callable[[RequestState], None] | None = None
         """Told of each request when it has ended, in the event loop."""
         self._sessions = SessionStore(self.config.session_path, self.config.max_sessions, self.config.session_timeout_s)
-        self._client = EngineClient(self.config)
+        super().__init__(EngineClient(self.config))
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._loading_tokenizer = self._tokenizer_thread.submit(Tokenizer.load, self.config)
         self._input: InputProcessor | None = None
         self._output = OutputProcessor()
         self._streams: dict[str, RequestStream] = {}
-        self._asked: deque[asyncio.Future[Any]] = deque()
-        """Who waits for an answer of the engine, which gives them in order."""
-
         self._numbers = itertools.count()
         self._receiving: asyncio.Task[None] | None = None
         self._loaded = asyncio.Event()
@@ -317,52 +252,11 @@ class AsyncLLM:
             stream.close()
         return pin_of(await self.pins(), name, processed.request.cache_salt)
 
-    async def pins(self) -> list[PinInfo]:
-        """All pins, in the order in which they came."""
-        return await self._ask_pins(PinsRequest())
-
-    async def unpin(self, name: str, *, cache_salt: str = "") -> None:
-        """As `LLM.unpin`."""
-        await self._ask_pins(Unpin(name, cache_salt))
-
-    async def _ask_pins(self, message: PinsRequest | Unpin) -> list[PinInfo]:
-        answer: PinList = await self._ask(message)
-        ready = (await self._inputs()).ready
-        ready.longest_sequence, ready.longest_sequences = answer.longest_sequence, answer.longest_sequences
-        return answer.pins
-
-    async def stats(self) -> EngineStats:
-        """A snapshot taken between two steps."""
-        stats: EngineStats = await self._ask(StatsRequest())
-        return stats
-
-    async def resize_kv_memory(self, kv_memory: int | float | str | None) -> EngineReady:
-        """As `LLM.resize_kv_memory`, between two steps; requests go on."""
-        inputs = await self._inputs()
-        inputs.ready = await self._ask(ResizePool(kv_memory))
-        return inputs.ready
-
-    async def set_tenant(self, name: str, limits: TenantLimits) -> None:
-        """Makes a tenant known, or changes its limits, between two steps.
-
-        Raises `ConfigError`, and changes nothing, for what the pool or requests under way do not allow.
-        """
-        inputs = await self._inputs()
-        inputs.ready = await self._ask(SetTenant(name, read_limits({name: limits})[name]))
-
     async def tokenizer(self) -> Tokenizer:
         """The one that this engine uses."""
         return (await self._inputs()).tokenizer
 
     # --- inside ---
-
-    async def _ask(self, message: ToEngine) -> Any:
-        """The engine's answer. Raises what it refuses with."""
-        await self._inputs()
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._asked.append(answer)
-        self._client.send(message)
-        return await answer
 
     async def _inputs(self) -> InputProcessor:
         if self._receiving is None and self._dead is None:
@@ -401,7 +295,7 @@ class AsyncLLM:
         # Steps under way may still bring tokens of an earlier request of this name: the engine's is never used again.
         processed.request.request_id = f"{processed.request_id}#{next(self._numbers)}"
         self._client.send(processed.request)
-        stream = RequestStream(self, self._output.add(processed, self._input.tokenizer))
+        stream = RequestStream(self._output.add(processed, self._input.tokenizer), self._release)
         self._streams[processed.request_id] = stream
         return stream
 
@@ -447,7 +341,7 @@ class AsyncLLM:
                     case EngineFault():
                         fault = message
             status = await self._client.wait()
-            self._die(_cause_of_death(fault, status, loaded=self._input is not None))
+            self._die(cause_of_death(fault, status, loaded=self._input is not None))
         except PagemillError as error:
             self._die(error)
             await self._client.close(now=True)
@@ -455,15 +349,6 @@ class AsyncLLM:
             self._die(EngineDeadError(f"the front end failed: {type(error).__name__}: {error}"))
             await self._client.close(now=True)
             raise
-
-    def _answered(self, answer: object) -> None:
-        asked = self._asked.popleft()
-        if asked.done():  # who asked has gone
-            return
-        if isinstance(answer, PagemillError):
-            asked.set_exception(answer)
-        else:
-            asked.set_result(answer)
 
     def _distribute(self, message: StepOutputs) -> None:
         update = self._output.process(message.outputs)
@@ -488,18 +373,3 @@ class AsyncLLM:
             stream.wake(error)
         while self._asked:
             self._answered(error)
-
-
-def _cause_of_death(fault: EngineFault | None, status: int, *, loaded: bool) -> PagemillError:
-    """Before it has loaded, the engine's own error is the answer; afterwards its users get `EngineDeadError`."""
-    if fault is not None and not loaded:
-        return error_of(fault.error_type, fault.message)
-    if fault is not None:
-        why = f"{fault.error_type}: {fault.message}"
-    elif status < 0:
-        why = f"killed by {signal.Signals(-status).name}"
-        if status == -signal.SIGKILL:
-            why += ", perhaps for want of memory: lower kv_memory or max_num_batched_tokens"
-    else:
-        why = f"exit status {status}, see its messages on stderr"
-    return EngineDeadError(f"the engine process is gone ({why}); start a new one")

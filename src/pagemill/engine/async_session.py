@@ -12,7 +12,8 @@ from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import SessionRecord
 
 if TYPE_CHECKING:
-    from pagemill.engine.async_llm import AsyncLLM, RequestStream
+    from pagemill.engine.async_llm import AsyncLLM
+    from pagemill.engine.request_stream import RequestStream
 
 
 class SessionStream:

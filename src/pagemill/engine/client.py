@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import subprocess
 from typing import Any
 
 import msgspec
 
 from pagemill.config import EngineConfig
-from pagemill.engine.messages import FromEngine, Shutdown, Start
+from pagemill.engine.messages import EngineFault, FromEngine, Shutdown, Start
 from pagemill.engine.spawn import spawn
 from pagemill.engine.wire import HEADER, frame
+from pagemill.errors import EngineDeadError, PagemillError, error_of
 
 SHUTDOWN_TIMEOUT_S = 10.0
 
@@ -70,3 +72,18 @@ class EngineClient:
             with contextlib.suppress(OSError):
                 await self._writer.wait_closed()
         self._child.end()
+
+
+def cause_of_death(fault: EngineFault | None, status: int, *, loaded: bool) -> PagemillError:
+    """Before it has loaded, the engine's own error is the answer; afterwards its users get `EngineDeadError`."""
+    if fault is not None and not loaded:
+        return error_of(fault.error_type, fault.message)
+    if fault is not None:
+        why = f"{fault.error_type}: {fault.message}"
+    elif status < 0:
+        why = f"killed by {signal.Signals(-status).name}"
+        if status == -signal.SIGKILL:
+            why += ", perhaps for want of memory: lower kv_memory or max_num_batched_tokens"
+    else:
+        why = f"exit status {status}, see its messages on stderr"
+    return EngineDeadError(f"the engine process is gone ({why}); start a new one")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -103,9 +102,7 @@ class EngineCore:
         Raises `ConfigError`, and changes nothing, for what the pool or requests under way do not allow.
         """
         self._scheduler.set_tenant(name, limits)
-        longest = longest_sequences(self._scheduler, self._ready.max_model_len)
-        self._ready = replace(self._ready, longest_sequences=longest)
-        return self._ready
+        return self._refresh()
 
     def has_work(self) -> bool:
         return self._scheduler.has_work()
@@ -164,20 +161,12 @@ class EngineCore:
         self._runner.apply(plan)
         self._scheduler.commit(StepResult(), time.monotonic())
         pool.resize(frames)
-        self._ready = replace(
-            self._ready,
-            num_frames=frames,
-            kv_bytes=pool.nbytes,
-            **self._longest_sequences(),
-        )
-        return self._ready
+        return self._refresh()
 
     def pins(self) -> PinList:
         """What is pinned now."""
         now, pins = time.monotonic(), self._scheduler.pins
         pins.expire(now)
-        for field, longest in self._longest_sequences().items():
-            setattr(self._ready, field, longest)
         infos = [
             PinInfo(
                 name=pin.name,
@@ -188,7 +177,7 @@ class EngineCore:
             )
             for pin in pins.list()
         ]
-        return PinList(infos, self._ready.longest_sequence, self._ready.longest_sequences)
+        return PinList(infos, self._refresh())
 
     def unpin(self, name: str, cache_salt: str) -> PinList:
         """Ends a pin, and returns those that are left. Raises PinNotFoundError."""
@@ -257,13 +246,18 @@ class EngineCore:
             for load, arrived in self._tiers.transfers.finished(wait_s).items():
                 self._scheduler.finish_load(load, arrived, time.monotonic())
 
-    def _longest_sequences(self) -> dict[str, Any]:
-        """What `EngineReady` says of them, beside what is pinned now and with the limits as they are."""
-        left, longest = self._memory.num_frames - self._scheduler.pins.num_frames, self._ready.max_model_len
-        return {
-            "longest_sequence": longest_sequence(self._memory, left, longest, self.config.max_num_batched_tokens),
-            "longest_sequences": longest_sequences(self._scheduler, longest),
-        }
+    def _refresh(self) -> EngineReady:
+        """What is said of the engine, with the pool, the pins and the limits as they are now."""
+        memory, longest = self._memory, self._ready.max_model_len
+        left = memory.num_frames - self._scheduler.pins.num_frames
+        self._ready = replace(
+            self._ready,
+            num_frames=memory.num_frames,
+            kv_bytes=self._engine.pool.nbytes,
+            longest_sequence=longest_sequence(memory, left, longest, self.config.max_num_batched_tokens),
+            longest_sequences=longest_sequences(self._scheduler, longest),
+        )
+        return self._ready
 
     def _root(self, request: EngineRequest) -> bytes:
         engine, space = self._engine, namespace(request.tenant, request.cache_salt)

@@ -18,7 +18,7 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from pagemill.arguments import suggest_keywords
 from pagemill.config import config_for
 from pagemill.engine.input_processor import InputProcessor, ProcessedInput, Prompt, as_list_of_prompts, one_per_prompt
-from pagemill.engine.messages import EngineReady, EngineStats, PinInfo
+from pagemill.engine.messages import EngineReady, EngineStats, PinInfo, PinList
 from pagemill.engine.output_processor import OutputProcessor
 from pagemill.engine.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from pagemill.engine.pinning import pin_of, pin_request
@@ -153,12 +153,11 @@ class LLM:
 
     def pins(self) -> list[PinInfo]:
         """All pins, in the order in which they came."""
-        pins: list[PinInfo] = self._engine().pins().pins
-        return pins
+        return self._take_pins(self._engine().pins())
 
     def unpin(self, name: str, *, cache_salt: str = "") -> None:
         """Ends a pin: its blocks are cached from now on, like any others. Raises `PinNotFoundError`."""
-        self._engine().unpin(name, cache_salt)
+        self._take_pins(self._engine().unpin(name, cache_salt))
 
     def session(self, name: str, *, cache_salt: str = "") -> Session:
         """A conversation that goes on where its last turn ended, under a name of its own in this namespace."""
@@ -214,6 +213,10 @@ class LLM:
 
     def _new_request_id(self) -> str:
         return f"request-{next(self._request_ids)}"
+
+    def _take_pins(self, answer: PinList) -> list[PinInfo]:
+        self._input.ready = answer.ready
+        return answer.pins
 
     def _engine(self) -> Any:
         if self._core is None:

@@ -189,14 +189,6 @@ class PinInfo(msgspec.Struct, kw_only=True):
     """Seconds from now; None: never."""
 
 
-class PinList(msgspec.Struct, tag=True):
-    """All pins, and the `EngineReady.longest_sequence` and `longest_sequences` that they leave."""
-
-    pins: list[PinInfo]
-    longest_sequence: int
-    longest_sequences: dict[str, int]
-
-
 class StepOutputs(msgspec.Struct, tag=True):
     """All outputs of one step."""
 
@@ -226,6 +218,13 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     eos_token_ids: list[int]
     description: str
     """One line for people: device, dtype, kernels, pool; as loaded."""
+
+
+class PinList(msgspec.Struct, tag=True):
+    """All pins, and the `EngineReady` beside them."""
+
+    pins: list[PinInfo]
+    ready: EngineReady
 
 
 class EngineFault(msgspec.Struct, tag=True):

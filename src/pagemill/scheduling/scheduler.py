@@ -18,8 +18,9 @@ from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.scheduling.admission import Admission
 from pagemill.scheduling.batch import Batch, Entry
 from pagemill.scheduling.beam import BeamGroup, Beams, Hypothesis, blocks_needed
+from pagemill.scheduling.forks import Forks
 from pagemill.scheduling.loading import Stored
-from pagemill.scheduling.sequence import Pinning, Rank, Request, Sequence, Status
+from pagemill.scheduling.sequence import Pinning, Rank, Request, Sequence, Status, by_rank
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 from pagemill.scheduling.tenancy import Live, Tenancy, borrower, victim
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
@@ -35,10 +36,6 @@ class Update(NamedTuple):
     stop_reason: int | None = None
     error: Exception | None = None
     hypothesis: Hypothesis | None = None
-
-
-def _rank(sequence: Sequence) -> Rank:
-    return sequence.rank
 
 
 class Scheduler:
@@ -84,7 +81,8 @@ class Scheduler:
             enable_prefix_caching=enable_prefix_caching,
             stored=stored,
         )
-        self._beams = Beams(self._fork_beam, self._choose, self._finish)
+        self._forks = Forks(memory, self._batch, self.tenants, self._admission, self._running, self._requests)
+        self._beams = Beams(self._forks.beam, self._forks.choose, self._finish)
         self._arrivals = 0
 
     @property
@@ -152,9 +150,10 @@ class Scheduler:
         if request.beam is not None:
             sequence.group = BeamGroup(sequence, self._eos)
         self._requests[request.request_id] = [sequence]
-        if fork_of is not None and self._fork_into(sequence, fork_of):
-            return
-        self._admission.wait(sequence)
+        if fork_of is not None and self._forks.into(sequence, fork_of[1], self._requests.get(fork_of[0], [])):
+            self._run(sequence)
+        else:
+            self._admission.wait(sequence)
 
     def _reserve_pin(self, request: Request, pin: Pinning) -> None:
         if not self._caching:
@@ -299,7 +298,7 @@ class Scheduler:
         load = self.tenants[sequence.request.tenant]
         load.running += 1
         load.rows += sequence.num_rows
-        insort(self._running, sequence, key=_rank)
+        insort(self._running, sequence, key=by_rank)
 
     # -------------------------------------------------------------------- commit
 
@@ -330,7 +329,7 @@ class Scheduler:
             if index == sequence.index:
                 sequence.in_flight -= 1
             else:
-                sequence = self._fork_after_prompt(flight.entries[position], index)
+                sequence = self._forks.after_prompt(flight.entries[position], index)
             if sequence.request.pin is not None and sequence.table is not None:
                 self.pins.keep(sequence.request.request_id, sequence.table, now)
             updates.append(self._append(sequence, token, logprobs, now))
@@ -344,98 +343,11 @@ class Scheduler:
         if end // size > start // size:
             self._admission.resume(self._admission.pending.computed(sequence, end // size))
 
-    def _fork_after_prompt(self, parent: Entry, index: int) -> Sequence:
-        """The n-th sequence of a request starts from the prompt's blocks, all shared. Its row is in the plan."""
-        origin = parent.sequence
-        child = self._fork(origin, parent.end, index, origin.child_rows[index - 1])
-        assert child.table is not None
-        self.memory.place(child.table, child.row)
-        if index == origin.request.params.n - 1:
-            origin.child_rows = []
-        return child
-
-    def _fork(self, origin: Sequence, length: int, index: int, row: int) -> Sequence:
-        """A running sequence of the same request that shares the first `length` tokens, all of them computed."""
-        assert origin.table is not None
-        child = Sequence(
-            origin.request,
-            index,
-            origin.rank._replace(branch=index),
-            origin.tokens[:length],
-            status=Status.RUNNING,
-            digests=origin.digests[: length // self.memory.block_size],
-            table=self.memory.fork(origin.table, length),
-            row=row,
-            scheduled=length,
-            num_cached_tokens=origin.num_cached_tokens,
-            prompt_logprobs=origin.prompt_logprobs,
-            scheduled_s=origin.scheduled_s,
-            group=origin.group,
-        )
-        insort(self._running, child, key=_rank)
-        self.tenants[origin.request.tenant].running += 1
-        self._requests[origin.request.request_id].append(child)
-        return child
-
-    def _fork_beam(self, origin: Sequence, tokens: list[int]) -> Sequence:
-        """Another beam, which goes on with these tokens; in a row kept for it, or that of one that has ended."""
-        assert origin.group is not None
-        if origin.child_rows:
-            row = origin.child_rows.pop()
-        else:
-            row = self._batch.take_row()
-            self.tenants[origin.request.tenant].rows += 1
-        child = self._fork(origin, origin.scheduled, origin.group.next_branch(), row)
-        child.tokens += tokens
-        self._admission.name_blocks(child)
-        return child
-
-    def _fork_into(self, child: Sequence, fork_of: tuple[str, int]) -> bool:
-        """Starts a request from the blocks of the running sequence whose tokens it begins with, down to the last token,
-        which is computed again for what follows it. False where that can not be."""
-        request_id, index = fork_of
-        origin = next((one for one in self._requests.get(request_id, []) if one.index == index), None)
-        load = self.tenants[child.request.tenant]
-        if origin is None or origin.table is None or self._batch.num_free < child.num_rows:
-            return False
-        if not load.may_run(child.num_rows):
-            return False
-        request, length = child.request, len(child.tokens) - 1
-        if not 0 < length <= origin.table.length or origin.tokens[: length + 1] != child.tokens:
-            return False
-        if origin.request.root != request.root or request.params.prompt_logprobs is not None:
-            return False
-        try:
-            child.table = self.memory.fork(origin.table, length)
-        except ValueError:  # it has gone on, and given back what its window has left
-            return False
-        self._batch.seat(child)
-        child.scheduled = child.num_cached_tokens = length
-        child.scheduled_s = request.arrival_s
-        self._admission.name_blocks(child)
-        self._run(child)
-        return True
-
-    def _choose(self, sequence: Sequence, tokens: list[int]) -> None:
-        """A running sequence goes on with these tokens, whatever was sampled in its row."""
-        self._batch.choose(sequence, tokens)
-        self._admission.name_blocks(sequence)
-
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now: float) -> Update:
-        tokens, request = sequence.tokens, sequence.request
-        tokens.append(token)
-        if len(tokens) % self.memory.block_size == 0:
+        sequence.tokens.append(token)
+        if len(sequence.tokens) % self.memory.block_size == 0:
             self._admission.name_blocks(sequence)
-        params = request.params
-        reason: str | None = None
-        stop_reason: int | None = None
-        if (params.stop_token_ids or token in self._eos) and sequence.num_output_tokens >= params.min_tokens:
-            if token in params.stop_token_ids:
-                reason, stop_reason = "stop", token
-            elif token in self._eos and not params.ignore_eos:
-                reason = "stop"
-        if reason is None and len(tokens) >= request.max_len:
-            reason = "length"
+        reason, stop_reason = sequence.ending(self._eos)
         if reason is not None:
             self._finish(sequence, now)
         return Update(sequence, token, logprobs, reason, stop_reason)

@@ -117,6 +117,16 @@ class Sequence:
     def forks_after_prompt(self) -> bool:
         return self.index == 0 and self.request.params.n > 1 and self.num_output_tokens + self.in_flight == 0
 
+    def ending(self, eos_token_ids: frozenset[int]) -> tuple[str | None, int | None]:
+        """Why its last token ends it: "stop", "length" or None; and which of its own stop tokens that was."""
+        params, token = self.request.params, self.tokens[-1]
+        if (params.stop_token_ids or token in eos_token_ids) and self.num_output_tokens >= params.min_tokens:
+            if token in params.stop_token_ids:
+                return "stop", token
+            if token in eos_token_ids and not params.ignore_eos:
+                return "stop", None
+        return "length" if len(self.tokens) >= self.request.max_len else None, None
+
     def ended(self, index: int) -> Sequence:
         """A sequence of the same request that holds nothing: what is told of one that has no row of its own."""
         return Sequence(
@@ -128,3 +138,8 @@ class Sequence:
             num_cached_tokens=self.num_cached_tokens,
             scheduled_s=self.scheduled_s,
         )
+
+
+def by_rank(sequence: Sequence) -> Rank:
+    """Key of the order of service."""
+    return sequence.rank

@@ -7,10 +7,11 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from pagemill.engine.async_llm import AsyncLLM, RequestStream
+from pagemill.engine.async_llm import AsyncLLM
 from pagemill.engine.async_session import SessionStream
 from pagemill.engine.input_processor import Prompt
 from pagemill.engine.outputs import CompletionOutput, LogprobsOfPosition, RequestOutput
+from pagemill.engine.request_stream import RequestStream
 from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.params import SamplingParams
 from pagemill.server.protocol import PromptTokensDetails, Usage
