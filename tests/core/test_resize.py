@@ -7,6 +7,7 @@ from drive import Run, drive, record_logits, request
 
 from pagemill.errors import ConfigError, KVMemoryError
 from pagemill.sampling.params import SamplingParams
+from pagemill.tenant_limits import TenantLimits
 
 FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
 PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -70,3 +71,13 @@ def test_sizes_that_can_not_be(requests, make_engine):
     core.abort(["r0"])
     core.resize("used")
     assert core.ready.num_frames == 1
+
+
+def test_a_pool_that_may_not_grow_has_not_grown(requests, make_engine):
+    core = make_engine(kv_memory=39 * FRAME_BYTES, max_model_len=48)
+    core.add_request(request("r", requests[0].prompt_token_ids[:20], PARAMS))
+    for name in "abc":
+        core.set_tenant(name, TenantLimits(guaranteed_blocks="33%"))  # 12 of 39, 13 of 40
+    with pytest.raises(KVMemoryError, match=r"can not have 40 blocks now: the request 'r' .* which takes 3"):
+        core.resize(40 * FRAME_BYTES)
+    assert core._engine.pool.nbytes == core.ready.kv_bytes == 39 * FRAME_BYTES

@@ -465,7 +465,7 @@ def break_group(memory, table):
 
 
 def break_hold(memory, table):
-    memory._held.append((-1, table.tenant, []))
+    memory._residency.held.append((-1, table.tenant, []))
 
 
 @pytest.mark.parametrize(

@@ -310,7 +310,7 @@ class MemoryMachine(RuleBasedStateMachine):
         if not hasattr(self, "memory"):
             return
         assert {pin.name for pin in self.pins.list()} == self.pinned.keys()
-        if self.memory._copies:
+        if self.memory._work._copies:
             return  # what is to be moved lies where it was
         for pin in self.pins.list():
             root, tokens = self.pinned[pin.name]

@@ -507,6 +507,21 @@ def test_a_preempted_search_computes_what_its_beams_share_once():
     assert bench.outputs["older", 0] == expected(older, 0)
 
 
+def test_a_parked_group_names_only_the_blocks_that_its_beams_have_in_common():
+    bench = Bench(frames=32, budget=64)
+    bench.scheduler.add(make_search("r", [1] * 16, 12, 3, ignore_eos=True))
+    bench.step()
+    (leader, *_) = bench.scheduler._requests["r"]
+    while len(leader.tokens) % 4:  # its last block is then full, and no other beam's
+        bench.step()
+        leader = leader.group.beams[0]
+    assert len(leader.digests) == len(leader.tokens) // 4
+    bench.scheduler._preempt(leader, bench.now)
+    (leader,) = bench.scheduler._requests["r"]
+    assert len(leader.digests) == len(leader.tokens) // 4 < len(leader.group.parked[0]) // 4
+    bench.run()
+
+
 @pytest.mark.parametrize(
     ("going_on", "goes_on"), [(-0.2, {False: True, "never": True}), (-5.0, {False: False, "never": True}), (-9.0, {})]
 )
@@ -623,6 +638,19 @@ def test_a_pinned_prefix_is_never_computed_again():
     bench.run_steps()
     assert bench.scheduler.pins.list() == []
     bench.assert_all_free()
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_pin_whose_request_ends_first_pins_nothing(steps):
+    bench = Bench(frames=20, budget=8)
+    bench.scheduler.add(make_request("pin", [1, 2, 3, 4] * 5, 1, pin="system"))
+    for _ in range(steps):
+        bench.step()
+    assert bench.scheduler.pins.num_frames == 5
+    bench.scheduler.abort("pin", bench.now)
+    assert bench.scheduler.pins.num_frames == 0
+    bench.run_steps()
+    assert bench.scheduler.pins.list() == []
 
 
 def test_pins_and_requests_never_shut_each_other_out():

@@ -2,7 +2,6 @@
 
 import json
 
-import httpx
 import pytest
 
 from pagemill.errors import ConfigError
@@ -11,28 +10,18 @@ from pagemill.server.pins import pin, read_pins
 SYSTEM = {"role": "system", "content": "You are a patient teacher of astronomy. " * 8}
 
 
-@pytest.fixture
-def http(served):
-    with httpx.Client(base_url=f"{served.url}/v1", timeout=60) as http:
-        yield http
-        for salt in ("", "mine"):
-            for card in http.get("/pins", params={"cache_salt": salt}).json()["data"]:
-                http.delete(f"/pins/{card['name']}", params={"cache_salt": salt})
-    served.wait_until_idle()
-
-
-def test_a_pin_is_made_used_listed_and_ended(http):
-    card = http.post("/pins", json={"name": "teacher", "messages": [SYSTEM], "cache_salt": "mine"}).json()
+def test_a_pin_is_made_used_listed_and_ended(v1):
+    card = v1.post("/pins", json={"name": "teacher", "messages": [SYSTEM], "cache_salt": "mine"}).json()
     assert (card["object"], card["name"], card["expires_in_s"]) == ("pin", "teacher", None)
     assert card["num_tokens"] >= 48
     body = {"messages": [SYSTEM, {"role": "user", "content": "What is a comet?"}], "max_tokens": 2}
-    usage = http.post("/chat/completions", json={**body, "cache_salt": "mine"}).json()["usage"]
+    usage = v1.post("/chat/completions", json={**body, "cache_salt": "mine"}).json()["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == card["num_tokens"]
-    assert http.get("/pins").json()["data"] == []
-    assert http.get("/pins", params={"cache_salt": "mine"}).json()["data"] == [card]
-    gone = http.delete("/pins/teacher", params={"cache_salt": "mine"})
+    assert v1.get("/pins").json()["data"] == []
+    assert v1.get("/pins", params={"cache_salt": "mine"}).json()["data"] == [card]
+    gone = v1.delete("/pins/teacher", params={"cache_salt": "mine"})
     assert gone.json() == {"name": "teacher", "object": "pin.deleted", "deleted": True}
-    assert http.get("/pins", params={"cache_salt": "mine"}).json()["data"] == []
+    assert v1.get("/pins", params={"cache_salt": "mine"}).json()["data"] == []
 
 
 @pytest.mark.parametrize(
@@ -44,20 +33,20 @@ def test_a_pin_is_made_used_listed_and_ended(http):
         ({"name": "a", "prompt": [5] * 1500, "tokens": 1}, "tokens"),
     ],
 )
-def test_refusals_have_openais_shape(http, body, words):
-    response = http.post("/pins", json=body)
+def test_refusals_have_openais_shape(v1, body, words):
+    response = v1.post("/pins", json=body)
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]
-    missing = http.delete("/pins/none")
+    missing = v1.delete("/pins/none")
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
 
 
-def test_a_file_of_pins(served, http, tmp_path):
+def test_a_file_of_pins(served, v1, tmp_path):
     path = tmp_path / "pins.json"
     path.write_text(json.dumps([{"name": "a", "messages": [SYSTEM]}, {"name": "b", "prompt": "Once upon a time " * 9}]))
     for body in read_pins(path):
         served.run(pin(served.llm, body))
-    assert [card["name"] for card in http.get("/pins").json()["data"]] == ["a", "b"]
+    assert [card["name"] for card in v1.get("/pins").json()["data"]] == ["a", "b"]
     for text, words in [("{", "pins.json can not be read as pins"), ('[{"prompt": "x"}]', "0.name: Field required")]:
         path.write_text(text)
         with pytest.raises(ConfigError, match=words):

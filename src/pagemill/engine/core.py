@@ -153,8 +153,8 @@ class EngineCore:
             frames = num_frames(pool.layout.frame_bytes, 0, free=free + pool.nbytes, total=total, kv_memory=kv_memory)
         while self._tiers is not None and self._tiers.transfers.loading:
             self._finish_loads(LOAD_WAIT_S)
-        before = self._memory.num_frames
-        if frames > before:
+        self._scheduler.check_size(frames)
+        if frames > self._memory.num_frames:
             pool.resize(frames)
         plan = self._scheduler.resize(frames, time.monotonic())
         self._start_transfers()

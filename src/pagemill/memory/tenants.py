@@ -108,11 +108,16 @@ class Tenants:
     def available(self, tenant: Tenant, num_free: int) -> int:
         """Frames that a tenant can have now, its quota apart: free, its own cached blocks, and those that others may
         lend."""
-        return num_free + tenant.cached + sum(other.lendable for other in self if other is not tenant)
+        own = num_free + len(tenant.policy)
+        if len(self._by_name) == 1:
+            return own
+        return own + sum(other.lendable for other in self if other is not tenant)
 
     def lender(self, tenant: Tenant, wanted: int) -> tuple[Tenant, int]:
         """Whose cached blocks make room for `tenant`, and how many of the `wanted` before this is asked again: of those
         that have borrowed most. Somebody must have some."""
+        if len(self._by_name) == 1:
+            return tenant, wanted
         return _most_borrowed({o: o.cached if o is tenant else o.lendable for o in self}, wanted)
 
     def loser(self, wanted: int) -> tuple[Tenant, int]:

@@ -200,20 +200,24 @@ class Scheduler:
         more = range(self.memory.num_frames - least)
         return least + bisect_left(more, True, key=lambda frames: self.tenants.refusal(least + frames, live) is None)
 
+    def check_size(self, num_frames: int) -> None:
+        """Raises KVMemoryError if with so many frames in the pool a request could not run to its end any more, or a
+        tenant's guarantee not be kept."""
+        refusal = self.tenants.refusal(num_frames, self._live())
+        if refusal is not None:
+            raise KVMemoryError(
+                f"the KV pool can not have {num_frames} blocks now: {refusal}; ask for another size, or wait for the "
+                f"request's end",
+                param="kv_memory",
+            )
+
     def resize(self, num_frames: int, now: float) -> StepPlan:
         """Another number of frames in the pool: a plan without rows, whose work must be done before frames go.
 
         Sequences of the worst rank, of borrowers first, are preempted while what is held does not fit. No step may be
-        in flight, no load under way. Raises KVMemoryError, and changes nothing, if a request could not run to its end
-        any more, or a tenant's guarantee not be kept.
+        in flight, no load under way. Raises as `check_size` does, and changes nothing.
         """
-        refusal = self.tenants.refusal(num_frames, self._live())
-        if refusal is not None:
-            raise KVMemoryError(
-                f"the KV pool can not have {num_frames} blocks now: {refusal}; ask for more, or wait for the request's "
-                f"end",
-                param="kv_memory",
-            )
+        self.check_size(num_frames)
         while self.memory.resize(num_frames) is not None:
             self._preempt(borrower(self._running) or self._running[-1], now)
         self.tenants.resized()

@@ -1,0 +1,16 @@
+"""What several files of these tests talk to a server with."""
+
+import httpx
+import pytest
+
+
+@pytest.fixture
+def v1(served):
+    """A client of the API; the sessions and pins that a test has made go with it."""
+    with httpx.Client(base_url=f"{served.url}/v1", timeout=60) as v1:
+        yield v1
+        for salt in ("", "mine"):
+            for kind, key in (("sessions", "id"), ("pins", "name")):
+                for card in v1.get(f"/{kind}", params={"cache_salt": salt}).json()["data"]:
+                    v1.delete(f"/{kind}/{card[key]}", params={"cache_salt": salt})
+    served.wait_until_idle()
