@@ -33,7 +33,7 @@ serve: $(BUILT)  ## Install what is missing, fetch the model, serve it
 
 test: lint  ## Install what is missing, fetch the model, check style, types and arrows, run the tests
 	@$(MODEL_READY)
-	@exec $(BIN)/python -m pytest $(PYTEST_ARGS)
+	@exec $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 
 bench: $(BUILT)  ## Measure the model's throughput and latency on this machine (settings: BENCH_ARGS)
 	@$(MODEL_READY)

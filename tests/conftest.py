@@ -10,11 +10,14 @@ import time
 import pytest
 
 from pagemill import AsyncLLM
+from pagemill.ops.vector_math import settle_vector_math
 from pagemill.server.run import run_server
 from pagemill.tenant_limits import read_tenants_file
 
 # A shell that runs the tests in the background has Ctrl-C ignored, here and in what is started from here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+settle_vector_math()  # references are computed with torch too
 
 MODEL = "smollm2-135m"
 MAX_MODEL_LEN = 2048

@@ -24,6 +24,7 @@ from pagemill.memory.manager import MemoryManager
 from pagemill.models.loading import LoadedModel, load_model
 from pagemill.ops.compiled import check_compiled
 from pagemill.ops.select import select_ops
+from pagemill.ops.vector_math import settle_vector_math
 from pagemill.scheduling.scheduler import Scheduler
 
 
@@ -51,6 +52,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
     device = _device(config.device)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    settle_vector_math()
     ops, attention = select_ops(device, config.num_threads), select_attention(device)
     model = load_model(
         resolve_model(config.model),
