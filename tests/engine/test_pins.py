@@ -21,7 +21,7 @@ def llm():
 def _nothing_stays_pinned(llm):
     yield
     for pin in llm.pins():
-        llm.unpin(pin.name, cache_salt=pin.cache_salt)
+        llm.unpin(pin.name, cache_salt=pin.cache_salt, tenant=pin.tenant)
     assert llm.stats().frames_active == 0
 
 

@@ -18,12 +18,13 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pagemill.errors import ConfigError, PinLimitError
 from pagemill.memory.block_table import BlockTable, first_entry_in_window
-from pagemill.memory.digest import extend_chain, namespace, root_digest
+from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.eviction import cheapest_to_recompute, least_frequently_used, least_recently_used
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.pins import Pins
+from pagemill.namespace import Namespace
 
-TENANT_OF = {root_digest(b"model", "float32", "reference", namespace(name, "")): name for name in ("default", "other")}
+TENANT_OF = {root_digest(b"model", "float32", "reference", str(Namespace(name))): name for name in ("default", "other")}
 ROOTS = list(TENANT_OF)
 TOKENS = st.integers(0, 2)
 LONGEST = 40
@@ -88,7 +89,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.past: list[tuple[bytes, list[int]]] = []
         self.flying: list[Step] = []
         self.pins = Pins(self.memory, 0.5)
-        self.pinned: dict[str, tuple[bytes, list[int]]] = {}  # by name: namespace and tokens
+        self.pinned: dict[tuple[Namespace, str], tuple[bytes, list[int]]] = {}  # root and tokens
         self.lower: dict[tuple[bytes, int], list] = {}  # a lower tier: slots by digest and group
         self.step_number = 0
         self.time = 0.0
@@ -279,41 +280,43 @@ class MemoryMachine(RuleBasedStateMachine):
         digests: list[bytes] = []
         extend_chain(digests, sequence.root, sequence.tokens[:length], self.size)
         before, stats, owner = self.pins.num_frames, self.memory.stats(), object()
-        needed = data.draw(st.sampled_from([0, stats.frames // 2, stats.frames]))
+        space = Namespace(TENANT_OF[sequence.root])
         try:
-            self.pins.reserve(owner, name, "", digests, expires_s, needed)
+            self.pins.reserve(owner, name, space, digests, expires_s)
         except PinLimitError:
             assert (self.pins.num_frames, self.memory.stats()) == (before, stats)
             return
-        assert self.pins.num_frames <= min(stats.frames // 2, stats.frames - needed)
+        assert self.pins.num_frames <= stats.frames // 2
+        assert self.pins.held(space.tenant) <= self.memory.tenants[space.tenant].max_blocks // 2
         if data.draw(st.integers(0, 3)) == 0:
             self.pins.drop(owner)
             assert self.pins.num_frames == before
             return
         self.pins.keep(owner, sequence.table, self.time)
-        self.pinned[name] = (sequence.root, sequence.tokens[:length])
+        self.pinned[space, name] = (sequence.root, sequence.tokens[:length])
 
-    @rule(name=st.sampled_from("ab"))
-    def unpin(self, name) -> None:
-        assert self.pins.unpin(name, "", self.time) == (self.pinned.pop(name, None) is not None)
+    @rule(name=st.sampled_from("ab"), tenant=st.sampled_from(["default", "other"]))
+    def unpin(self, name, tenant) -> None:
+        space = Namespace(tenant)
+        assert self.pins.unpin(name, space, self.time) == (self.pinned.pop((space, name), None) is not None)
 
     @rule(seconds=st.integers(1, 3))
     def expire(self, seconds) -> None:
         self.time += seconds
-        ending = [p.name for p in self.pins.list() if p.expires_s is not None and p.expires_s <= self.time]
+        ending = [(p.space, p.name) for p in self.pins.list() if p.expires_s is not None and p.expires_s <= self.time]
         self.pins.expire(self.time)
-        for name in ending:
-            del self.pinned[name]
+        for key in ending:
+            del self.pinned[key]
 
     @invariant()
     def pinned_blocks_stay(self) -> None:
         if not hasattr(self, "memory"):
             return
-        assert {pin.name for pin in self.pins.list()} == self.pinned.keys()
+        assert {(pin.space, pin.name) for pin in self.pins.list()} == self.pinned.keys()
         if self.memory._work._copies:
             return  # what is to be moved lies where it was
         for pin in self.pins.list():
-            root, tokens = self.pinned[pin.name]
+            root, tokens = self.pinned[pin.space, pin.name]
             for held in pin.table.blocks:
                 for entry, block in enumerate(held):
                     if block >= 0:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from pagemill.errors import ConfigError, MemoryInvariantError, UnknownTenantError
-from pagemill.memory.digest import extend_chain, namespace, root_digest
+from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.manager import MemoryManager, Shortage
+from pagemill.namespace import Namespace
 
 SIZE = 4
-ROOTS = {name: root_digest(b"model", "f32", "reference", namespace(name, "")) for name in ("a", "b", "c")}
+ROOTS = {name: root_digest(b"model", "f32", "reference", str(Namespace(name, ""))) for name in ("a", "b", "c")}
 
 
 class Pool:
@@ -183,7 +184,7 @@ def test_no_tenant_and_salt_are_taken_for_another():
         ("1", ":a"),
         ("a", ""),
     ]
-    assert len({namespace(*pair) for pair in pairs}) == len(pairs)
+    assert len({str(Namespace(*pair)) for pair in pairs}) == len(pairs)
 
 
 def test_a_smaller_pool_takes_of_what_is_guaranteed_only_in_the_end():

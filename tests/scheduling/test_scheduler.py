@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 from collections import deque
 from itertools import chain, combinations, count, repeat
@@ -13,9 +14,10 @@ from hypothesis import strategies as st
 from simulated_device import VOCAB, SimulatedDevice, likeliest, next_token
 
 from pagemill.errors import ConfigError, InvalidRequestError, KVMemoryError, PinLimitError, RequestTooLargeError
-from pagemill.memory.digest import namespace, root_digest
+from pagemill.memory.digest import root_digest
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.work import Load
+from pagemill.namespace import Namespace
 from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.params import SamplingParams
@@ -50,9 +52,9 @@ def make_request(
         seed=seed,
         priority=priority,
         arrival_s=arrival_s,
-        root=root_digest(b"model", "f32", "sim", namespace(tenant, salt)),
+        root=root_digest(b"model", "f32", "sim", str(Namespace(tenant, salt))),
         max_len=len(prompt) + max_tokens,
-        pin=None if pin is None else Pinning(pin, salt, 30.0),
+        pin=None if pin is None else Pinning(pin, Namespace(tenant, salt), 30.0),
         tenant=tenant,
     )
 
@@ -316,7 +318,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
         origin = bench.scheduler._requests[name][-1]
         if origin.group is None and 0 < origin.num_output_tokens < 8:
             tenant = origin.request.tenant
-            salt = "ab"[origin.request.root != root_digest(b"model", "f32", "sim", namespace(tenant, "a"))]
+            salt = "ab"[origin.request.root != root_digest(b"model", "f32", "sim", str(Namespace(tenant, "a")))]
             child = make_request(
                 f"fork{len(all_requests)}", origin.tokens, 6, n=pick % 2 + 1, seed=pick, salt=salt, tenant=tenant
             )
@@ -326,12 +328,12 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
                 all_requests.append(child)
 
     def pin(pick: int) -> None:
-        prompt, _, _, _, _, salt, *_ = loads[pick % len(loads)]
+        prompt, _, _, _, _, salt, _, tenant = loads[pick % len(loads)]
         whole = prompt[: len(prompt) // 4 * 4]
         if whole:
             name = f"pin{next(numbers)}"
             with contextlib.suppress(InvalidRequestError):  # no caching, or no room
-                bench.scheduler.add(make_request(name, whole, 1, salt=salt, pin="xy"[pick % 2]))
+                bench.scheduler.add(make_request(name, whole, 1, salt=salt, pin="xy"[pick % 2], tenant=tenant))
 
     for steps, action, pick in script:
         for _ in range(steps):
@@ -344,8 +346,8 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
         elif action == "pin":
             pin(pick)
         elif action == "unpin":
-            for salt in "ab":
-                bench.scheduler.pins.unpin("xy"[pick % 2], salt, bench.now)
+            for tenant, salt in itertools.product(names, "ab"):
+                bench.scheduler.pins.unpin("xy"[pick % 2], Namespace(tenant, salt), bench.now)
         elif action == "resize":
             bench.resize((pick * 4 + 4) * len(windows))
         elif action == "limits":
@@ -656,7 +658,10 @@ def test_a_pin_whose_request_ends_first_pins_nothing(steps):
 def test_pins_and_requests_never_shut_each_other_out():
     bench = Bench(frames=20, budget=64)
     bench.scheduler.add(make_request("large", [9] * 44, 5, ignore_eos=True))  # 12 blocks
-    with pytest.raises(PinLimitError, match=r"9 KV blocks; with it 9 would be pinned, and a request .* may need 12"):
+    with pytest.raises(
+        PinLimitError,
+        match=r"leaves too little: the request 'large' .* takes 12 blocks, .* could count on 11, of which pins hold 9",
+    ):
         bench.scheduler.add(make_request("pin", [1, 2, 3] * 12, 1, pin="a"))
     with pytest.raises(PinLimitError, match=r"11 would be pinned, over max_pinned_share \(0.5\) of the pool, 10 of 20"):
         bench.scheduler.add(make_request("pin", [1, 2] * 22, 1, pin="a"))
@@ -672,7 +677,7 @@ def test_pins_and_requests_never_shut_each_other_out():
     bench.scheduler.add(make_request("again", [1, 2] * 16, 1, pin="a"))  # in the place of the first: one block more
     bench.run_steps()
     assert bench.scheduler.pins.num_frames == 8
-    bench.scheduler.pins.unpin("a", "", bench.now)
+    bench.scheduler.pins.unpin("a", Namespace(), bench.now)
     bench.scheduler.add(make_request("larger", [8] * 52, 5))
     bench.run()
 

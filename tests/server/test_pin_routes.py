@@ -45,7 +45,7 @@ def test_a_file_of_pins(served, v1, tmp_path):
     path = tmp_path / "pins.json"
     path.write_text(json.dumps([{"name": "a", "messages": [SYSTEM]}, {"name": "b", "prompt": "Once upon a time " * 9}]))
     for body in read_pins(path):
-        served.run(pin(served.llm, body))
+        served.run(pin(served.llm, body, body.tenant))
     assert [card["name"] for card in v1.get("/pins").json()["data"]] == ["a", "b"]
     for text, words in [("{", "pins.json can not be read as pins"), ('[{"prompt": "x"}]', "0.name: Field required")]:
         path.write_text(text)

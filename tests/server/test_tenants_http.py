@@ -94,13 +94,46 @@ def test_an_admin_changes_limits_and_others_do_not(server):
     assert complete(server, "sk-wild", "Hello", 2)
 
 
-def test_sessions_and_pins_are_the_default_tenants(server):
-    with client(server, "sk-calm") as caller, pytest.raises(openai.BadRequestError, match="sessions are served to"):
-        caller.completions.create(model=MODEL, prompt="Hello", max_tokens=2, extra_body={"session_id": "mine"})
-    for path in ("sessions", "pins"):
-        refused = httpx.get(f"{server.url}/v1/{path}", headers={"Authorization": "Bearer sk-calm"})
-        assert refused.status_code == 400
-        assert httpx.get(f"{server.url}/v1/{path}", headers={"Authorization": "Bearer sk-admin"}).status_code == 200
+def api(server, key: str) -> httpx.Client:
+    return httpx.Client(base_url=f"{server.url}/v1", headers={"Authorization": f"Bearer {key}"}, timeout=60)
+
+
+def test_a_session_is_its_tenants(server):
+    body = {"prompt": PROMPTS[0], "session_id": "mine", "max_tokens": 6, "temperature": 0}
+    with api(server, "sk-calm") as calm, api(server, "sk-wild") as wild, api(server, "sk-wild-2") as wild_too:
+        first = calm.post("/completions", json=body).json()["usage"]["total_tokens"]
+        for answer in (wild.get("/sessions/mine"), wild.delete("/sessions/mine"),
+                       wild.post("/sessions/mine/fork", json={"session_id": "theirs"})):  # fmt: skip
+            assert answer.status_code == 404
+        assert wild.get("/sessions").json()["data"] == []
+        wild.post("/completions", json=body | {"prompt": "Another beginning:"})
+        wild_too.post("/completions", json=body | {"prompt": " and more"})
+        assert wild.get("/sessions/mine").json()["num_turns"] == 2
+        assert calm.get("/sessions/mine").json()["num_tokens"] == first
+        assert calm.post("/sessions/mine/fork", json={"session_id": "yours"}).json()["num_tokens"] == first
+        assert wild.delete("/sessions/mine").status_code == 200
+        assert [card["id"] for card in calm.get("/sessions").json()["data"]] == ["yours", "mine"]
+        for name in ("mine", "yours"):
+            assert calm.delete(f"/sessions/{name}").status_code == 200
+    assert httpx.get(f"{server.url}/v1/sessions").status_code == 401
+
+
+def test_a_pin_is_its_tenants_and_charged_to_it(server):
+    prompt = "A prefix that its owner pins, and nobody else can find. " * 8
+    with api(server, "sk-calm") as calm, api(server, "sk-wild") as wild, api(server, "sk-admin") as admin:
+        before = admin.get("/tenants").json()["wild"]["blocks_active"]
+        card = wild.post("/pins", json={"name": "p", "prompt": prompt}).json()
+        assert wild.post("/pins", json={"name": "p", "prompt": prompt, "tenant": "calm"}).status_code == 400
+        assert admin.get("/tenants").json()["wild"]["blocks_active"] == before + card["num_blocks"]
+        assert calm.get("/pins").json()["data"] == admin.get("/pins").json()["data"] == []
+        assert calm.delete("/pins/p").status_code == 404
+        assert wild.get("/pins").json()["data"] == [card]
+        ask = {"prompt": prompt + "x", "max_tokens": 1}
+        hits = [one.post("/completions", json=ask).json()["usage"]["prompt_tokens_details"] for one in (calm, wild)]
+        assert [hit["cached_tokens"] for hit in hits] == [0, card["num_tokens"]]
+        taken = {"guaranteed_blocks": "98%", "max_waiting": 30}
+        assert "of which pins hold" in admin.put("/tenants/calm", json=taken).json()["error"]["message"]
+        assert wild.delete("/pins/p").status_code == 200
 
 
 @pytest.mark.parametrize(

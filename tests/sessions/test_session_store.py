@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -11,8 +12,11 @@ import time
 import pytest
 
 from pagemill import errors
+from pagemill.namespace import Namespace
 from pagemill.sessions.store import SessionStore
 
+HERE = Namespace()
+MINE = Namespace("default", "mine")
 OF = {"model": "m", "tokenizer": "t"}
 
 
@@ -20,8 +24,8 @@ def store_of(path=None, max_sessions=4, timeout_s=None):
     return SessionStore(path, max_sessions, timeout_s)
 
 
-def turn(store, name, token_ids, messages=None, salt=""):
-    store.commit(store.begin(name, salt, **OF), token_ids, messages)
+def turn(store, name, token_ids, messages=None, space=HERE):
+    store.commit(store.begin(name, space, **OF), token_ids, messages)
 
 
 def test_a_turn_is_found_by_another_process_later(tmp_path):
@@ -33,75 +37,97 @@ def test_a_turn_is_found_by_another_process_later(tmp_path):
     store.close()
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     again = store_of(path)
-    record = again.get("a", "")
+    record = again.get("a", HERE)
     assert record.token_ids == [1, 2, 2**31, 4]
     assert record.messages == [{"role": "user", "content": "é"}]
     assert (record.num_turns, record.model, record.name) == (2, "m", "a")
     assert record.created_s <= record.used_s <= time.time()
-    assert [found.name for found in again.list("")] == ["b", "a"]
-    assert again.begin("a", "", **OF).token_ids == record.token_ids
+    assert [found.name for found in again.list(HERE)] == ["b", "a"]
+    assert again.begin("a", HERE, **OF).token_ids == record.token_ids
+
+
+def test_a_file_of_version_1_is_the_default_tenants(tmp_path):
+    path = tmp_path / "old.sqlite"
+    old = sqlite3.connect(path)
+    old.execute(
+        "CREATE TABLE sessions (cache_salt TEXT, name TEXT, state TEXT NOT NULL, model TEXT NOT NULL, "
+        "tokenizer TEXT NOT NULL, token_ids BLOB NOT NULL, messages TEXT, num_turns INTEGER NOT NULL, "
+        "created_s REAL NOT NULL, used_s REAL NOT NULL, PRIMARY KEY (cache_salt, name)) WITHOUT ROWID"
+    )
+    old.execute("INSERT INTO sessions VALUES ('mine', 'a', 's', 'm', 't', x'05000000', NULL, 3, 1.0, 2.0)")
+    old.execute("PRAGMA user_version = 1")
+    old.commit()
+    old.close()
+    for _ in range(2):
+        record = store_of(path).get("a", MINE)
+        assert (record.token_ids, record.num_turns, record.used_s, record.space) == ([5], 3, 2.0, MINE)
+    turn(store_of(path), "a", [5, 6], space=MINE)
+    assert store_of(path).get("a", MINE).token_ids == [5, 6]
 
 
 def test_a_turn_that_is_given_back_leaves_no_trace():
     store = store_of()
-    begun = store.begin("a", "", **OF)
+    begun = store.begin("a", HERE, **OF)
     assert begun.token_ids == []
     store.release(begun)
     with pytest.raises(errors.SessionNotFoundError, match="no session 'a'"):
-        store.get("a", "")
+        store.get("a", HERE)
     turn(store, "a", [1])
-    store.release(store.begin("a", "", **OF))
-    assert store.get("a", "").token_ids == [1]
+    store.release(store.begin("a", HERE, **OF))
+    assert store.get("a", HERE).token_ids == [1]
 
 
 def test_a_session_has_one_turn_at_a_time():
     store = store_of()
-    begun = store.begin("a", "", **OF)
-    for again in (lambda: store.begin("a", "", **OF), lambda: store.delete("a", "")):
+    begun = store.begin("a", HERE, **OF)
+    for again in (lambda: store.begin("a", HERE, **OF), lambda: store.delete("a", HERE)):
         with pytest.raises(errors.SessionBusyError, match="'a' is in use") as caught:
             again()
         assert caught.value.http_status == 409
-    store.release(store.begin("a", "other", **OF))
+    store.release(store.begin("a", MINE, **OF))
     store.commit(begun, [1], None)
     turn(store, "a", [1, 2])
 
 
-def test_namespaces_do_not_see_each_other():
+@pytest.mark.parametrize(
+    "yours", [Namespace("default", "yours"), Namespace("other", "mine"), Namespace("othermine", "")]
+)
+def test_namespaces_do_not_see_each_other(yours):
     store = store_of()
-    turn(store, "a", [1], salt="mine")
+    turn(store, "a", [1], space=MINE)
     with pytest.raises(errors.SessionNotFoundError):
-        store.get("a", "yours")
+        store.get("a", yours)
     with pytest.raises(errors.SessionNotFoundError):
-        store.delete("a", "yours")
+        store.delete("a", yours)
     with pytest.raises(errors.SessionNotFoundError):
-        store.fork("a", "yours", "b")
-    assert store.begin("a", "yours", **OF).token_ids == []
-    assert store.list("yours") == []
-    assert [record.cache_salt for record in store.list(None)] == ["mine"]
+        store.fork("a", yours, "b")
+    assert store.begin("a", yours, **OF).token_ids == []
+    assert store.list(yours) == []
+    assert [record.space for record in store.list(None)] == [MINE]
 
 
 def test_a_fork_goes_its_own_way():
     store = store_of()
     turn(store, "a", [1, 2], [{"role": "user", "content": "x"}])
-    child = store.fork("a", "", "b")
+    child = store.fork("a", HERE, "b")
     assert (child.token_ids, child.messages) == ([1, 2], [{"role": "user", "content": "x"}])
-    assert store.get("b", "") == child
+    assert store.get("b", HERE) == child
     turn(store, "b", [1, 2, 3])
-    assert store.get("a", "").token_ids == [1, 2]
+    assert store.get("a", HERE).token_ids == [1, 2]
     with pytest.raises(errors.InvalidRequestError, match="there is a session 'b' already"):
-        store.fork("a", "", "b")
-    begun = store.begin("c", "", **OF)
+        store.fork("a", HERE, "b")
+    begun = store.begin("c", HERE, **OF)
     with pytest.raises(errors.InvalidRequestError, match="there is a session 'c' already"):
-        store.fork("a", "", "c")
+        store.fork("a", HERE, "c")
     store.release(begun)
 
 
 def test_one_session_too_many_is_refused_and_counts_those_in_their_first_turn():
     store = store_of(max_sessions=3)
     turn(store, "a", [1])
-    begun = store.begin("b", "", **OF)
-    store.fork("a", "", "c")
-    for more in (lambda: store.begin("d", "", **OF), lambda: store.fork("a", "", "d")):
+    begun = store.begin("b", HERE, **OF)
+    store.fork("a", HERE, "c")
+    for more in (lambda: store.begin("d", HERE, **OF), lambda: store.fork("a", HERE, "d")):
         with pytest.raises(errors.SessionLimitError, match="number 4, and max_sessions is 3; delete one"):
             more()
     store.release(begun)
@@ -116,22 +142,22 @@ def test_a_session_that_nobody_uses_is_forgotten(monkeypatch):
     turn(store, "a", [1])
     turn(store, "b", [1])
     now[0] += 59
-    begun = store.begin("a", "", **OF)
+    begun = store.begin("a", HERE, **OF)
     now[0] += 2
-    assert [record.name for record in store.list("")] == ["a"], "one in use is not idle"
+    assert [record.name for record in store.list(HERE)] == ["a"], "one in use is not idle"
     store.commit(begun, [1, 2], None)
     now[0] += 60
-    assert store.get("a", "").token_ids == [1, 2]
+    assert store.get("a", HERE).token_ids == [1, 2]
     now[0] += 1
     with pytest.raises(errors.SessionNotFoundError):
-        store.get("a", "")
+        store.get("a", HERE)
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "-a", "a b", "x" * 129, None, "é"])
 def test_a_bad_name_is_refused(name):
     store = store_of()
     turn(store, "good.name:1@x-y_z", [1])
-    for use in (lambda: store.begin(name, "", **OF), lambda: store.fork("good.name:1@x-y_z", "", name)):
+    for use in (lambda: store.begin(name, HERE, **OF), lambda: store.fork("good.name:1@x-y_z", HERE, name)):
         with pytest.raises(errors.InvalidRequestError, match="the session name"):
             use()
 
@@ -140,7 +166,7 @@ def test_another_tokenizer_is_refused():
     store = store_of()
     turn(store, "a", [1])
     with pytest.raises(errors.InvalidRequestError, match="begun with m, whose tokens are not those of n"):
-        store.begin("a", "", model="n", tokenizer="u")
+        store.begin("a", HERE, model="n", tokenizer="u")
     turn(store, "a", [1, 2])
 
 
@@ -149,16 +175,16 @@ def test_a_turn_that_another_process_overtook_is_not_kept(tmp_path, meanwhile):
     ours, theirs = (store_of(tmp_path / "s.sqlite") for _ in range(2))
     if meanwhile != "begun":
         turn(ours, "a", [1])
-    begun = ours.begin("a", "", **OF)
+    begun = ours.begin("a", HERE, **OF)
     if meanwhile == "deleted":
-        theirs.delete("a", "")
+        theirs.delete("a", HERE)
     else:
         turn(theirs, "a", [1, 5])
     with pytest.raises(errors.SessionBusyError, match="changed or deleted by another process"):
         ours.commit(begun, [1, 7], None)
-    assert [record.token_ids for record in ours.list("")] == ([] if meanwhile == "deleted" else [[1, 5]])
+    assert [record.token_ids for record in ours.list(HERE)] == ([] if meanwhile == "deleted" else [[1, 5]])
     turn(ours, "a", [1, 9])
-    assert theirs.get("a", "").token_ids == [1, 9]
+    assert theirs.get("a", HERE).token_ids == [1, 9]
 
 
 def test_a_file_of_something_else_is_said_so(tmp_path):
@@ -171,16 +197,17 @@ def test_a_file_of_something_else_is_said_so(tmp_path):
     store = store_of(path)
     store._db.execute("PRAGMA user_version = 9")
     store.close()
-    with pytest.raises(errors.SessionStoreError, match="version 9; this one reads version 1"):
+    with pytest.raises(errors.SessionStoreError, match="version 9; this one reads version 2"):
         store_of(path)
 
 
 CHILD = """
 import sys
+from pagemill.namespace import Namespace
 from pagemill.sessions.store import SessionStore
 store = SessionStore(sys.argv[1], 100, None)
 for turn in range(int(sys.argv[3])):
-    store.commit(store.begin(sys.argv[2], "", model="m", tokenizer="t"), [turn] * 1000, None)
+    store.commit(store.begin(sys.argv[2], Namespace(), model="m", tokenizer="t"), [turn] * 1000, None)
     print(turn, flush=True)
 """
 
@@ -196,7 +223,7 @@ def test_two_processes_write_at_once(tmp_path):
     for process in processes:
         _, messages = process.communicate(timeout=60)
         assert process.returncode == 0, messages.decode()
-    assert [record.num_turns for record in store_of(tmp_path / "s.sqlite").list("")] == [40, 40]
+    assert [record.num_turns for record in store_of(tmp_path / "s.sqlite").list(HERE)] == [40, 40]
 
 
 def test_killed_at_any_moment_a_session_has_whole_turns(tmp_path):
@@ -208,5 +235,5 @@ def test_killed_at_any_moment_a_session_has_whole_turns(tmp_path):
         os.kill(process.pid, signal.SIGKILL)
         rest, _ = process.communicate()
         said = max([said, *map(int, rest.split(b"\n")[:-1])])
-        (value,) = set(store_of(path).get("a", "").token_ids)
+        (value,) = set(store_of(path).get("a", HERE).token_ids)
         assert value in (said, said + 1)

@@ -11,7 +11,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pagemill.namespace import Namespace
 from pagemill.sessions.store import SessionStore, default_path
+from pagemill.tenant_limits import DEFAULT_TENANT
 
 sessions = typer.Typer(
     add_completion=False,
@@ -32,11 +34,11 @@ def ls(session_path: SessionPath = None) -> None:
     if not records:
         sys.stdout.write(f"no sessions are kept in {path}\n")
         return
-    table = Table("session", "model", "turns", "tokens", "last used", "cache_salt", box=None)
+    table = Table("session", "model", "turns", "tokens", "last used", "tenant", "cache_salt", box=None)
     for record in records:
         age = f"{(time.time() - record.used_s) / 3600:.1f} h ago"
         table.add_row(record.name, record.model, str(record.num_turns), f"{len(record.token_ids):,}", age,
-                      record.cache_salt)  # fmt: skip
+                      *record.space)  # fmt: skip
     Console().print(table)
 
 
@@ -44,12 +46,13 @@ def ls(session_path: SessionPath = None) -> None:
 def rm(
     names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Sessions to delete.")],
     cache_salt: Annotated[str, typer.Option("--cache-salt", help="The namespace that they are in.")] = "",
+    tenant: Annotated[str, typer.Option("--tenant", help="The tenant whose they are.")] = DEFAULT_TENANT,
     session_path: SessionPath = None,
 ) -> None:
     """Delete sessions. Their KV blocks are evicted like any others that nobody asks for."""
     store = _open(session_path or default_path())
     for name in names:
-        store.delete(name, cache_salt)
+        store.delete(name, Namespace(tenant, cache_salt))
         sys.stdout.write(f"{name} deleted\n")
 
 

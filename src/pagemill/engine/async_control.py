@@ -22,7 +22,7 @@ from pagemill.engine.messages import (
     Unpin,
 )
 from pagemill.errors import PagemillError
-from pagemill.tenant_limits import TenantLimits, read_limits
+from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits, read_limits
 
 
 class AsyncControl(ABC):
@@ -43,9 +43,9 @@ class AsyncControl(ABC):
         """All pins, in the order in which they came."""
         return await self._ask_pins(PinsRequest())
 
-    async def unpin(self, name: str, *, cache_salt: str = "") -> None:
+    async def unpin(self, name: str, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> None:
         """As `LLM.unpin`."""
-        await self._ask_pins(Unpin(name, cache_salt))
+        await self._ask_pins(Unpin(name, tenant, cache_salt))
 
     async def stats(self) -> EngineStats:
         """A snapshot taken between two steps."""

@@ -40,6 +40,7 @@ from pagemill.engine.request_stream import RequestStream
 from pagemill.engine.session_turns import SessionTurns
 from pagemill.errors import EngineDeadError, InvalidRequestError, PagemillError, error_of
 from pagemill.hub import resolve_model
+from pagemill.namespace import Namespace
 from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import SessionRecord, SessionStore
@@ -230,27 +231,35 @@ class AsyncLLM(AsyncControl):
                 self._release(stream)
                 stream.abort()
 
-    def session(self, name: str, *, cache_salt: str = "") -> AsyncSession:
+    def session(self, name: str, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> AsyncSession:
         """A conversation that goes on where its last turn ended, under a name of its own in this namespace."""
-        return AsyncSession(self, name, cache_salt)
+        return AsyncSession(self, name, Namespace(tenant, cache_salt))
 
-    async def sessions(self, *, cache_salt: str = "") -> list[SessionRecord]:
+    async def sessions(self, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> list[SessionRecord]:
         """The sessions of a namespace, the last used first."""
         turns = await self._session_turns()
-        return await self._tokenize(turns.store.list, cache_salt)
+        return await self._tokenize(turns.store.list, Namespace(tenant, cache_salt))
 
-    async def pin(self, prompt: Prompt, *, name: str, expires_s: float | None = None, cache_salt: str = "") -> PinInfo:
+    async def pin(
+        self,
+        prompt: Prompt,
+        *,
+        name: str,
+        expires_s: float | None = None,
+        cache_salt: str = "",
+        tenant: str = DEFAULT_TENANT,
+    ) -> PinInfo:
         """As `LLM.pin`."""
         inputs = await self._inputs()
         request_id = self._new_request_id(None)
-        processed = await self._tokenize(pin_request, inputs, prompt, request_id, name, expires_s, cache_salt)
+        processed = await self._tokenize(pin_request, inputs, prompt, request_id, name, expires_s, cache_salt, tenant)
         stream = self._start(processed)
         try:
             async for _ in stream:
                 pass
         finally:
             stream.close()
-        return pin_of(await self.pins(), name, processed.request.cache_salt)
+        return pin_of(await self.pins(), name, Namespace(tenant, processed.request.cache_salt))
 
     async def tokenizer(self) -> Tokenizer:
         """The one that this engine uses."""

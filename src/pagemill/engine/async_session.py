@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagemill.engine.outputs import RequestOutput
 from pagemill.engine.session_turns import SessionTurns, Turn
+from pagemill.namespace import Namespace
 from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import SessionRecord
 
@@ -67,9 +68,9 @@ class AsyncSession:
     Raises `SessionBusyError`, `SessionLimitError`, `SessionNotFoundError`, and what `AsyncLLM.submit` raises.
     """
 
-    def __init__(self, llm: AsyncLLM, name: str, cache_salt: str) -> None:
+    def __init__(self, llm: AsyncLLM, name: str, space: Namespace) -> None:
         self.name = name
-        self.cache_salt = cache_salt
+        self.space = space
         self._llm = llm
 
     async def generate(
@@ -99,7 +100,7 @@ class AsyncSession:
         turns, request_id = await self._llm._session_turns(), self._llm._new_request_id(request_id)
         return await self._start(
             turns,
-            lambda: turns.begin_prompt(self.name, self.cache_salt, prompt, params, request_id, priority=priority),
+            lambda: turns.begin_prompt(self.name, self.space, prompt, params, request_id, priority=priority),
         )
 
     async def submit_chat(
@@ -116,26 +117,24 @@ class AsyncSession:
         turns, request_id = await self._llm._session_turns(), self._llm._new_request_id(request_id)
         return await self._start(
             turns,
-            lambda: turns.begin_chat(
-                self.name, self.cache_salt, messages, params, request_id, template, priority=priority
-            ),
+            lambda: turns.begin_chat(self.name, self.space, messages, params, request_id, template, priority=priority),
         )
 
     async def record(self) -> SessionRecord:
         """The session as it is now."""
         turns = await self._llm._session_turns()
-        return await self._llm._tokenize(turns.store.get, self.name, self.cache_salt)
+        return await self._llm._tokenize(turns.store.get, self.name, self.space)
 
     async def fork(self, name: str) -> AsyncSession:
         """Another session that begins as this one is now. They share all blocks that they have in common."""
         turns = await self._llm._session_turns()
-        await self._llm._tokenize(turns.store.fork, self.name, self.cache_salt, name)
-        return AsyncSession(self._llm, name, self.cache_salt)
+        await self._llm._tokenize(turns.store.fork, self.name, self.space, name)
+        return AsyncSession(self._llm, name, self.space)
 
     async def delete(self) -> None:
         """Forgets the conversation; its blocks are evicted like any others that nobody asks for."""
         turns = await self._llm._session_turns()
-        await self._llm._tokenize(turns.store.delete, self.name, self.cache_salt)
+        await self._llm._tokenize(turns.store.delete, self.name, self.space)
 
     async def _start(self, turns: SessionTurns, begin: Callable[[], Turn]) -> SessionStream:
         taken: list[Turn] = []

@@ -22,9 +22,10 @@ from pagemill.engine.messages import (
 from pagemill.errors import InvalidRequestError, PinNotFoundError, StepFailedError
 from pagemill.kvcache.sizing import device_memory, num_frames
 from pagemill.kvcache.transfers import TransferStats
-from pagemill.memory.digest import namespace, root_digest
+from pagemill.memory.digest import root_digest
 from pagemill.memory.occupancy import occupancy, scatter
 from pagemill.memory.tenants import NO_QUOTA
+from pagemill.namespace import Namespace
 from pagemill.scheduling.beam import row_params
 from pagemill.scheduling.scheduler import Update
 from pagemill.scheduling.sequence import Pinning, Request
@@ -79,7 +80,9 @@ class EngineCore:
                 root=self._root(request),
                 max_len=limit if params.max_tokens is None else min(prompt_len + params.max_tokens, limit),
                 beam=beam,
-                pin=None if request.pin is None else Pinning(request.pin, request.cache_salt, request.pin_expires_s),
+                pin=None
+                if request.pin is None
+                else Pinning(request.pin, Namespace(request.tenant, request.cache_salt), request.pin_expires_s),
                 tenant=request.tenant,
             ),
             request.fork_of,
@@ -170,7 +173,8 @@ class EngineCore:
         infos = [
             PinInfo(
                 name=pin.name,
-                cache_salt=pin.cache_salt,
+                tenant=pin.space.tenant,
+                cache_salt=pin.space.cache_salt,
                 num_tokens=pin.num_tokens,
                 num_blocks=len(pin.blocks),
                 expires_in_s=None if pin.expires_s is None else pin.expires_s - now,
@@ -179,11 +183,11 @@ class EngineCore:
         ]
         return PinList(infos, self._refresh())
 
-    def unpin(self, name: str, cache_salt: str) -> PinList:
+    def unpin(self, name: str, space: Namespace) -> PinList:
         """Ends a pin, and returns those that are left. Raises PinNotFoundError."""
         now, pins = time.monotonic(), self._scheduler.pins
         pins.expire(now)
-        if not pins.unpin(name, cache_salt, now):
+        if not pins.unpin(name, space, now):
             raise PinNotFoundError(f"there is no pin {name!r}; it may have expired", param="name")
         return self.pins()
 
@@ -260,8 +264,8 @@ class EngineCore:
         return self._ready
 
     def _root(self, request: EngineRequest) -> bytes:
-        engine, space = self._engine, namespace(request.tenant, request.cache_salt)
-        return root_digest(engine.fingerprint, engine.kv_format, engine.numerics, space)
+        engine, space = self._engine, Namespace(request.tenant, request.cache_salt)
+        return root_digest(engine.fingerprint, engine.kv_format, engine.numerics, str(space))
 
     def _run(self, plan: StepPlan) -> StepResult:
         """Runs a plan; if that fails, runs it in halves, until the rows that can not run have failed alone."""

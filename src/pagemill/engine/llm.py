@@ -26,6 +26,7 @@ from pagemill.engine.session import Session
 from pagemill.engine.session_turns import SessionTurns
 from pagemill.errors import EngineDeadError, SamplingParamsError
 from pagemill.hub import resolve_model
+from pagemill.namespace import Namespace
 from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import SessionRecord, SessionStore
@@ -139,33 +140,42 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, tenant=tenant)
 
-    def pin(self, prompt: Prompt, *, name: str, expires_s: float | None = None, cache_salt: str = "") -> PinInfo:
+    def pin(
+        self,
+        prompt: Prompt,
+        *,
+        name: str,
+        expires_s: float | None = None,
+        cache_salt: str = "",
+        tenant: str = DEFAULT_TENANT,
+    ) -> PinInfo:
         """Computes a prefix and keeps its whole blocks in the pool until it is unpinned, or for so many seconds.
 
-        A pin of the same name in the same namespace (`cache_salt`) is replaced. Raises `PinLimitError` where it would
-        take more than `max_pinned_share` of the pool or leave too little for a request that was accepted.
+        A pin of the same name in the same namespace (`tenant` and `cache_salt`) is replaced. Raises `PinLimitError`
+        where it would take more than `max_pinned_share` of the pool, or leave too little for an accepted request or for
+        what another tenant is guaranteed.
         """
-        item = pin_request(self._input, prompt, self._new_request_id(), name, expires_s, cache_salt)
+        item = pin_request(self._input, prompt, self._new_request_id(), name, expires_s, cache_salt, tenant)
         (output,) = self._run([item], use_tqdm=False)
         if output.outputs[0].error is not None:
             raise output.outputs[0].error
-        return pin_of(self.pins(), name, item.request.cache_salt)
+        return pin_of(self.pins(), name, Namespace(tenant, item.request.cache_salt))
 
     def pins(self) -> list[PinInfo]:
         """All pins, in the order in which they came."""
         return self._take_pins(self._engine().pins())
 
-    def unpin(self, name: str, *, cache_salt: str = "") -> None:
+    def unpin(self, name: str, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> None:
         """Ends a pin: its blocks are cached from now on, like any others. Raises `PinNotFoundError`."""
-        self._take_pins(self._engine().unpin(name, cache_salt))
+        self._take_pins(self._engine().unpin(name, Namespace(tenant, cache_salt)))
 
-    def session(self, name: str, *, cache_salt: str = "") -> Session:
+    def session(self, name: str, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> Session:
         """A conversation that goes on where its last turn ended, under a name of its own in this namespace."""
-        return Session(self, name, cache_salt)
+        return Session(self, name, Namespace(tenant, cache_salt))
 
-    def sessions(self, *, cache_salt: str = "") -> list[SessionRecord]:
+    def sessions(self, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> list[SessionRecord]:
         """The sessions of a namespace, the last used first."""
-        return self._turns.store.list(cache_salt)
+        return self._turns.store.list(Namespace(tenant, cache_salt))
 
     @property
     def tokenizer(self) -> Tokenizer:

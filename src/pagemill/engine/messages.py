@@ -50,6 +50,7 @@ class Unpin(msgspec.Struct, tag=True):
     """End a pin. Answered, in order, by a `PinList` of those that are left, or `Refused`."""
 
     name: str
+    tenant: str
     cache_salt: str
 
 
@@ -178,9 +179,10 @@ class Refused(msgspec.Struct, tag=True):
 
 
 class PinInfo(msgspec.Struct, kw_only=True):
-    """A prefix whose blocks are never evicted."""
+    """A prefix whose blocks are never evicted; its name is one of its namespace, `tenant` and `cache_salt`."""
 
     name: str
+    tenant: str
     cache_salt: str
     num_tokens: int
     num_blocks: int

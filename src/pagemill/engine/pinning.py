@@ -8,13 +8,20 @@ from collections.abc import Mapping, Sequence
 from pagemill.engine.input_processor import InputProcessor, ProcessedInput, Prompt
 from pagemill.engine.messages import PinInfo
 from pagemill.errors import InvalidRequestError, PinNotFoundError
+from pagemill.namespace import Namespace
 from pagemill.sampling.params import SamplingParams
 
 MAX_NAME = 128
 
 
 def pin_request(
-    inputs: InputProcessor, prompt: Prompt, request_id: str, name: str, expires_s: float | None, cache_salt: str
+    inputs: InputProcessor,
+    prompt: Prompt,
+    request_id: str,
+    name: str,
+    expires_s: float | None,
+    cache_salt: str,
+    tenant: str,
 ) -> ProcessedInput:
     """A request for the prompt's whole blocks. Raises `InvalidRequestError` children."""
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or "/" in name:
@@ -28,7 +35,8 @@ def pin_request(
         )
     if cache_salt:
         prompt = _salted(prompt, cache_salt)
-    item = inputs.process(prompt, SamplingParams(temperature=0.0, max_tokens=1, detokenize=False), request_id)
+    params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+    item = inputs.process(prompt, params, request_id, tenant=tenant)
     request, size = item.request, inputs.ready.block_size
     whole = len(request.prompt_token_ids) // size * size
     if not whole:
@@ -47,9 +55,9 @@ def _salted(prompt: Prompt, cache_salt: str) -> Prompt:
     return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": cache_salt}
 
 
-def pin_of(pins: Sequence[PinInfo], name: str, cache_salt: str) -> PinInfo:
+def pin_of(pins: Sequence[PinInfo], name: str, space: Namespace) -> PinInfo:
     """Raises `PinNotFoundError` if it has gone since it was made."""
     for pin in pins:
-        if (pin.name, pin.cache_salt) == (name, cache_salt):
+        if (pin.tenant, pin.cache_salt, pin.name) == (*space, name):
             return pin
     raise PinNotFoundError(f"pin {name!r} has expired, or was unpinned, as soon as it was computed", param="name")

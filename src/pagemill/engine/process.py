@@ -41,6 +41,7 @@ from pagemill.engine.messages import (
 )
 from pagemill.engine.wire import Channel
 from pagemill.errors import InvalidRequestError, PagemillError
+from pagemill.namespace import Namespace
 
 if TYPE_CHECKING:
     from pagemill.engine.core import EngineCore
@@ -108,7 +109,10 @@ def serve(core: EngineCore, channel: Channel[ToEngine]) -> None:
                 case PinsRequest():
                     channel.send(core.pins())
                 case Unpin():
-                    _answer(channel, functools.partial(core.unpin, message.name, message.cache_salt))
+                    _answer(
+                        channel,
+                        functools.partial(core.unpin, message.name, Namespace(message.tenant, message.cache_salt)),
+                    )
                 case SetTenant():
                     _answer(channel, functools.partial(core.set_tenant, message.name, message.limits))
                 case Shutdown():

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from pagemill.engine.outputs import RequestOutput
 from pagemill.engine.session_turns import Turn
+from pagemill.namespace import Namespace
 from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import SessionRecord
 
@@ -20,9 +21,9 @@ class Session:
     Raises `SessionBusyError`, `SessionLimitError`, `SessionNotFoundError` and `InvalidRequestError` children.
     """
 
-    def __init__(self, llm: LLM, name: str, cache_salt: str) -> None:
+    def __init__(self, llm: LLM, name: str, space: Namespace) -> None:
         self.name = name
-        self.cache_salt = cache_salt
+        self.space = space
         self._llm = llm
 
     def generate(
@@ -33,7 +34,7 @@ class Session:
         return self._run(
             params,
             lambda request_id: self._llm._turns.begin_prompt(
-                self.name, self.cache_salt, prompt, params, request_id, priority=priority
+                self.name, self.space, prompt, params, request_id, priority=priority
             ),
         )
 
@@ -50,14 +51,14 @@ class Session:
         return self._run(
             params,
             lambda request_id: self._llm._turns.begin_chat(
-                self.name, self.cache_salt, messages, params, request_id, template, priority=priority
+                self.name, self.space, messages, params, request_id, template, priority=priority
             ),
         )
 
     @property
     def record(self) -> SessionRecord:
         """The session as it is now."""
-        return self._llm._turns.store.get(self.name, self.cache_salt)
+        return self._llm._turns.store.get(self.name, self.space)
 
     @property
     def token_ids(self) -> list[int]:
@@ -71,12 +72,12 @@ class Session:
 
     def fork(self, name: str) -> Session:
         """Another session that begins as this one is now. They share all blocks that they have in common."""
-        self._llm._turns.store.fork(self.name, self.cache_salt, name)
-        return Session(self._llm, name, self.cache_salt)
+        self._llm._turns.store.fork(self.name, self.space, name)
+        return Session(self._llm, name, self.space)
 
     def delete(self) -> None:
         """Forgets the conversation; its blocks are evicted like any others that nobody asks for."""
-        self._llm._turns.store.delete(self.name, self.cache_salt)
+        self._llm._turns.store.delete(self.name, self.space)
 
     def _run(self, params: SamplingParams, begin: Callable[[str], Turn]) -> RequestOutput:
         turns = self._llm._turns

@@ -9,6 +9,7 @@ from typing import Any
 from pagemill.engine.input_processor import InputProcessor, ProcessedInput, Prompt
 from pagemill.engine.outputs import CompletionOutput
 from pagemill.errors import InvalidRequestError, PromptTooLongError, SamplingParamsError
+from pagemill.namespace import Namespace
 from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import SessionRecord, SessionStore
 from pagemill.text.chat_turn import turn_text
@@ -37,14 +38,14 @@ class SessionTurns:
     def begin_prompt(
         self,
         name: str,
-        cache_salt: str,
+        space: Namespace,
         prompt: str | Sequence[int],
         params: SamplingParams,
         request_id: str,
         **how: Any,
     ) -> Turn:
         """The session's tokens, then this text or these token ids."""
-        begun = self._begin(name, cache_salt, params)
+        begun = self._begin(name, space, params)
         try:
             if begun.messages is not None:
                 raise InvalidRequestError(
@@ -67,7 +68,7 @@ class SessionTurns:
     def begin_chat(
         self,
         name: str,
-        cache_salt: str,
+        space: Namespace,
         messages: Sequence[Mapping[str, Any]],
         params: SamplingParams,
         request_id: str,
@@ -76,7 +77,7 @@ class SessionTurns:
     ) -> Turn:
         """The session's tokens, then those of the new messages; or, where the chat template writes earlier turns anew,
         all of it rendered and tokenized again."""
-        begun = self._begin(name, cache_salt, params)
+        begun = self._begin(name, space, params)
         try:
             if begun.num_turns and begun.messages is None:
                 raise InvalidRequestError(
@@ -109,7 +110,7 @@ class SessionTurns:
         """The turn leaves no trace."""
         self.store.release(turn.begun)
 
-    def _begin(self, name: str, cache_salt: str, params: SamplingParams) -> SessionRecord:
+    def _begin(self, name: str, space: Namespace, params: SamplingParams) -> SessionRecord:
         if not isinstance(params, SamplingParams):
             raise SamplingParamsError(
                 f"a session goes on from one answer, by SamplingParams, not {type(params).__name__}", param="params"
@@ -119,7 +120,7 @@ class SessionTurns:
                 f"n is {params.n}, but a session goes on from one answer; ask for one, or fork the session", param="n"
             )
         fingerprint = self._inputs.tokenizer.fingerprint
-        return self.store.begin(name, cache_salt, model=self._model, tokenizer=fingerprint)
+        return self.store.begin(name, space, model=self._model, tokenizer=fingerprint)
 
     def _history(self, begun: SessionRecord) -> list[int]:
         """An end-of-sequence token that ended the last answer gives way to what follows."""
@@ -136,9 +137,11 @@ class SessionTurns:
         request_id: str,
         how: Mapping[str, Any],
     ) -> Turn:
-        prompt: Prompt = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": begun.cache_salt}
+        prompt: Prompt = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": begun.space.cache_salt}
         try:
-            return Turn(begun, self._inputs.process(prompt, params, request_id, **how), messages)
+            return Turn(
+                begun, self._inputs.process(prompt, params, request_id, tenant=begun.space.tenant, **how), messages
+            )
         except PromptTooLongError as error:
             raise PromptTooLongError(
                 f"{error.message}; {len(begun.token_ids)} of them are those of session {begun.name!r}: begin another",

@@ -36,11 +36,6 @@ def root_digest(fingerprint: bytes, kv_format: str, numerics: str, namespace: st
     return root.digest()
 
 
-def namespace(tenant: str, cache_salt: str) -> str:
-    """Whose blocks: different for every pair, so that no tenant can write a salt that finds another's."""
-    return f"{len(tenant)}:{tenant}{cache_salt}"
-
-
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
     """Token ids as little-endian uint32. Raises struct.error for ids that do not fit."""
     return struct.pack(f"<{len(token_ids)}I", *token_ids)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from pagemill.errors import PinLimitError
 from pagemill.memory.block_table import BlockTable, first_entry_in_window
 from pagemill.memory.manager import MemoryManager
+from pagemill.namespace import Namespace
 
 
 @dataclass(slots=True, eq=False)
 class Pin:
-    """A prefix of `num_tokens` tokens, whole blocks only, in the namespace `cache_salt`.
+    """A prefix of `num_tokens` tokens, whole blocks only, in a namespace.
 
     blocks: (digest, layer group) of each that it holds. table: None while they are being computed.
     """
 
     name: str
-    cache_salt: str
+    space: Namespace
     num_tokens: int
     expires_s: float | None
     blocks: list[tuple[bytes, int]]
@@ -33,28 +34,30 @@ class Pins:
     def __init__(self, memory: MemoryManager, share: float) -> None:
         self._memory = memory
         self._share = share
-        self._pins: dict[tuple[str, str], Pin] = {}
+        self._pins: dict[tuple[Namespace, str], Pin] = {}
         self._coming: dict[Hashable, Pin] = {}
-        self._blocks: Counter[tuple[bytes, int]] = Counter()
+        self._blocks: defaultdict[str, Counter[tuple[bytes, int]]] = defaultdict(Counter)
 
     @property
     def num_frames(self) -> int:
         """Frames that pins hold, or will."""
-        return len(self._blocks)
+        return sum(map(len, self._blocks.values()))
+
+    def held(self, tenant: str) -> int:
+        """Those of one tenant: no two tenants have a block in common."""
+        return len(self._blocks.get(tenant, ()))
 
     def reserve(
         self,
         owner: Hashable,
         name: str,
-        cache_salt: str,
+        space: Namespace,
         digests: Sequence[bytes],
         expires_s: float | None,
-        needed: int,
     ) -> None:
         """Makes room for a pin of the blocks with these digests, which `owner` is going to compute.
 
-        needed: frames that must not be pinned, for accepted requests and for guarantees. Raises PinLimitError, and
-        changes nothing.
+        Raises PinLimitError, and changes nothing, beyond the share of the pool, or of the tenant's quota.
         """
         memory = self._memory
         length = len(digests) * memory.block_size
@@ -63,8 +66,9 @@ class Pins:
             for group, window in enumerate(memory.windows)
             for digest in digests[first_entry_in_window(length, window, memory.block_size) :]
         ]
-        frames = len(self._blocks.keys() | set(blocks))
-        limit = int(self._share * memory.num_frames)
+        pinned, quota = self._blocks[space.tenant], memory.tenants[space.tenant].max_blocks
+        more = len(set(blocks) - pinned.keys())
+        frames, limit = self.num_frames + more, int(self._share * memory.num_frames)
         if frames > limit:
             raise PinLimitError(
                 f"pin {name!r} takes {len(blocks)} KV blocks; with it {frames} would be pinned, over max_pinned_share "
@@ -72,15 +76,15 @@ class Pins:
                 f"kv_memory",
                 param="prompt",
             )
-        if frames + needed > memory.num_frames:
+        if len(pinned) + more > (own := int(self._share * min(quota, memory.num_frames))):
             raise PinLimitError(
-                f"pin {name!r} takes {len(blocks)} KV blocks; with it {frames} would be pinned, and a request that was "
-                f"accepted, or a tenant's guarantee, may need {needed} of the pool's {memory.num_frames}; wait for its "
-                f"end, unpin something, or raise kv_memory",
+                f"pin {name!r} takes {len(blocks)} KV blocks; with it tenant {space.tenant!r} would have "
+                f"{len(pinned) + more} pinned, over max_pinned_share ({self._share:g}) of its max_blocks, {own} of "
+                f"{quota}; unpin something, or raise the tenant's limit",
                 param="prompt",
             )
-        self._blocks.update(blocks)
-        self._coming[owner] = Pin(name, cache_salt, length, expires_s, blocks)
+        pinned.update(blocks)
+        self._coming[owner] = Pin(name, space, length, expires_s, blocks)
 
     def keep(self, owner: Hashable, table: BlockTable, now: float) -> None:
         """The owner's table has been computed: it is pinned from now on, in the place of a pin of the same name. It
@@ -88,8 +92,8 @@ class Pins:
         pin = self._coming.pop(owner)
         pin.table = self._memory.fork(table, pin.num_tokens)
         pin.expires_s = None if pin.expires_s is None else now + pin.expires_s
-        self.unpin(pin.name, pin.cache_salt, now)
-        self._pins[pin.cache_salt, pin.name] = pin
+        self.unpin(pin.name, pin.space, now)
+        self._pins[pin.space, pin.name] = pin
 
     def drop(self, owner: Hashable) -> None:
         """Nothing more comes from this owner."""
@@ -97,9 +101,9 @@ class Pins:
         if pin is not None:
             self._forget(pin)
 
-    def unpin(self, name: str, cache_salt: str, now: float) -> bool:
+    def unpin(self, name: str, space: Namespace, now: float) -> bool:
         """Whether there was such a pin. Its blocks are cached from now on, unless somebody else holds them."""
-        pin = self._pins.pop((cache_salt, name), None)
+        pin = self._pins.pop((space, name), None)
         if pin is None or pin.table is None:
             return False
         self._memory.close(pin.table, now)
@@ -110,17 +114,18 @@ class Pins:
         """Ends the pins whose time is over."""
         for pin in self.list():
             if pin.expires_s is not None and pin.expires_s <= now:
-                self.unpin(pin.name, pin.cache_salt, now)
+                self.unpin(pin.name, pin.space, now)
 
     def clear(self, now: float) -> None:
         """Ends all pins."""
         for pin in self.list():
-            self.unpin(pin.name, pin.cache_salt, now)
+            self.unpin(pin.name, pin.space, now)
 
     def list(self) -> list[Pin]:
         """Those that are there, in the order in which they came."""
         return list(self._pins.values())
 
     def _forget(self, pin: Pin) -> None:
-        self._blocks.subtract(pin.blocks)
-        self._blocks = +self._blocks
+        left = self._blocks[pin.space.tenant]
+        left.subtract(pin.blocks)
+        self._blocks[pin.space.tenant] = +left

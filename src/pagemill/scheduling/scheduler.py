@@ -9,7 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from typing import NamedTuple
 
-from pagemill.errors import InvalidRequestError, KVMemoryError, RequestTooLargeError
+from pagemill.errors import InvalidRequestError, KVMemoryError, PinLimitError, RequestTooLargeError
 from pagemill.memory.digest import extend_chain
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.pins import Pins
@@ -23,7 +23,7 @@ from pagemill.scheduling.loading import Stored
 from pagemill.scheduling.sequence import Pinning, Rank, Request, Sequence, Status, by_rank
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 from pagemill.scheduling.tenancy import Live, Tenancy, borrower, victim
-from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
+from pagemill.tenant_limits import TenantLimits
 
 
 class Update(NamedTuple):
@@ -160,15 +160,17 @@ class Scheduler:
             raise InvalidRequestError(
                 f"pin {pin.name!r} could not be found again: enable_prefix_caching is False; set it", param="name"
             )
-        if request.tenant != DEFAULT_TENANT:
-            raise InvalidRequestError(
-                f"pin {pin.name!r} is of tenant {request.tenant!r}, but only {DEFAULT_TENANT!r} has pins; pin it there",
-                param="tenant",
-            )
         digests: list[bytes] = []
         extend_chain(digests, request.root, request.prompt_token_ids, self.memory.block_size)
-        needed = self.tenants.least_beside_pins(self._live())
-        self.pins.reserve(request.request_id, pin.name, pin.cache_salt, digests, pin.expires_s, needed)
+        self.pins.reserve(request.request_id, pin.name, pin.space, digests, pin.expires_s)
+        refusal = self.tenants.refusal(self.memory.num_frames, self._live())
+        if refusal is not None:
+            self.pins.drop(request.request_id)
+            raise PinLimitError(
+                f"pin {pin.name!r} leaves too little: {refusal}; wait for a request's end, unpin something, or raise "
+                f"kv_memory",
+                param="prompt",
+            )
 
     def abort(self, request_id: str, now: float) -> None:
         """Ends all sequences of a request. Unknown ids are ignored."""

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagemill.memory.block_table import BlockTable
+from pagemill.namespace import Namespace
 from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.params import SamplingParams
@@ -39,7 +40,7 @@ class Pinning(NamedTuple):
     """What a request is computed for, if not for its answer: a pin of its whole prompt."""
 
     name: str
-    cache_salt: str
+    space: Namespace
     expires_s: float | None
 
 

@@ -62,7 +62,7 @@ Live = abc.Sequence[tuple[Request, int]]
 
 
 class Tenancy:
-    """The tenants of one scheduler. One named "default" is always there; pins are its own."""
+    """The tenants of one scheduler. One named "default" is always there."""
 
     def __init__(self, memory: MemoryManager, pins: Pins) -> None:
         self._memory = memory
@@ -102,13 +102,18 @@ class Tenancy:
         """Why a pool of `num_frames` could not keep the limits, some of them changed, beside `live`; None if it can."""
         limits = {name: load.limits for name, load in self._loads.items()} | dict(changed or {})
         quotas = {name: _quota(each, num_frames) for name, each in limits.items()}
-        promised = sum(self._kept(name, guaranteed) for name, (guaranteed, _) in quotas.items())
+        promised = 0
+        for name, (guaranteed, most) in quotas.items():
+            pinned = self._pins.held(name)
+            if most is not None and pinned > most:
+                return f"its pins hold {pinned} blocks of tenant {name!r}, over its max_blocks, {most}"
+            promised += max(guaranteed, pinned)
         if promised > num_frames:
             return f"{promised} blocks would be guaranteed, and the pool has {num_frames}{self._pinned}"
         for request, need in live:
             guaranteed, most = quotas[request.tenant]
-            left = num_frames - promised + self._kept(request.tenant, guaranteed)
-            limit = min(NO_QUOTA if most is None else most, left) - self._kept(request.tenant, 0)
+            left = num_frames - promised + max(guaranteed, self._pins.held(request.tenant))
+            limit = min(NO_QUOTA if most is None else most, left) - self._pins.held(request.tenant)
             if need > limit:
                 return (
                     f"the request {request.request_id!r} may grow to {request.max_len} tokens, which takes {need} "
@@ -185,34 +190,19 @@ class Tenancy:
                 load = self._loads[sequence.request.tenant]
                 load.service += count / load.limits.weight
 
-    def least_beside_pins(self, live: Live) -> int:
-        """Frames that must not be pinned, for accepted requests and for guarantees."""
-        frames, default = self._memory.num_frames, self._memory.tenants[DEFAULT_TENANT]
-        guaranteed = sum(tenant.guaranteed_blocks for tenant in self._memory.tenants if tenant is not default)
-        most = min(default.max_blocks, frames - guaranteed)
-        for request, need in live:
-            account = self._memory.tenants[request.tenant]
-            own = guaranteed if account is default else guaranteed - account.guaranteed_blocks
-            room = frames - own
-            most = min(most, (min(default.max_blocks, room) if account is default else room) - need)
-        return frames - most
-
     @property
     def _pinned(self) -> str:
         """For messages."""
         return f", of which pins hold {self._pins.num_frames}" if self._pins.num_frames else ""
 
-    def _kept(self, name: str, guaranteed: int) -> int:
-        """Blocks that others can not have of a tenant: what it is guaranteed, or has pinned."""
-        return max(guaranteed, self._pins.num_frames) if name == DEFAULT_TENANT else guaranteed
-
     def _promised_beside(self, load: TenantLoad) -> int:
+        """Blocks that a tenant can not have of others: what they are guaranteed, or have pinned."""
         others = (tenant for tenant in self._memory.tenants if tenant is not load.account)
-        return sum(self._kept(tenant.name, tenant.guaranteed_blocks) for tenant in others)
+        return sum(max(tenant.guaranteed_blocks, self._pins.held(tenant.name)) for tenant in others)
 
     def _countable(self, load: TenantLoad) -> int:
         left = self._memory.num_frames - self._promised_beside(load)
-        return min(load.account.max_blocks, left) - self._kept(load.account.name, 0)
+        return min(load.account.max_blocks, left) - self._pins.held(load.account.name)
 
 
 def _quota(limits: TenantLimits, num_frames: int) -> tuple[int, int | None]:

@@ -25,14 +25,12 @@ from pagemill.server.protocol import (
     TokenLogprob,
     TopLogprob,
 )
-from pagemill.server.tenants import require_own_sessions
 
 
 class ChatCall:
     """One call: `run`, or `prepare_stream` for the events of a streamed answer."""
 
     def __init__(self, llm: AsyncLLM, request: ChatCompletionRequest, model: str, tenant: str) -> None:
-        require_own_sessions(tenant, used=request.session_id is not None)
         self._llm = llm
         self._tenant = tenant
         self._request = request
@@ -72,7 +70,7 @@ class ChatCall:
         salt = self._request.cache_salt or ""
         if self._request.session_id is not None:
             assert isinstance(params, SamplingParams)
-            session = self._llm.session(self._request.session_id, cache_salt=salt)
+            session = self._llm.session(self._request.session_id, cache_salt=salt, tenant=self._tenant)
             stream = await session.submit_chat(messages, params, self._id, priority=self._request.priority)
             return Generation.of([stream], 1)
         prompt = await self._llm.render_chat(messages, cache_salt=salt)

@@ -15,14 +15,12 @@ from pagemill.server.errors import error_response
 from pagemill.server.events import DONE, event
 from pagemill.server.generation import Generation, begin
 from pagemill.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
-from pagemill.server.tenants import require_own_sessions
 
 
 class CompletionCall:
     """One call. `run` or, after `prepare_stream`, `stream`; what it started ends with either."""
 
     def __init__(self, llm: AsyncLLM, request: CompletionRequest, model: str, tenant: str) -> None:
-        require_own_sessions(tenant, used=request.session_id is not None)
         self._llm = llm
         self._tenant = tenant
         self._request = request
@@ -98,7 +96,8 @@ class CompletionCall:
         if len(prompts) > 1 or self._request.echo:
             what = f"{len(prompts)} prompts" if len(prompts) > 1 else "echo"
             raise InvalidRequestError(f"a session takes one prompt and no echo, not {what}", param="session_id")
-        session = self._llm.session(session_id, cache_salt=self._request.cache_salt or "")
+        salt = self._request.cache_salt or ""
+        session = self._llm.session(session_id, cache_salt=salt, tenant=self._tenant)
         stream = await session.submit(prompts[0], params, self._id, priority=self._request.priority)
         return Generation.of([stream], 1)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from pagemill.engine.async_llm import AsyncLLM
@@ -13,6 +13,7 @@ from pagemill.engine.input_processor import Prompt
 from pagemill.engine.messages import PinInfo
 from pagemill.errors import ConfigError, InvalidRequestError
 from pagemill.server.protocol import ChatMessage
+from pagemill.tenant_limits import DEFAULT_TENANT
 
 
 class PinBody(BaseModel):
@@ -25,6 +26,12 @@ class PinBody(BaseModel):
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     expires_s: float | None = None
     cache_salt: str = ""
+
+
+class FilePin(PinBody):
+    """A pin of a file says whose it is; over HTTP the API key does."""
+
+    tenant: str = DEFAULT_TENANT
 
 
 class PinCard(BaseModel):
@@ -47,26 +54,27 @@ class PinDeleted(BaseModel):
 
 
 def pin_routes(llm: AsyncLLM) -> APIRouter:
-    """`cache_salt` is the namespace in which a pin has its name, and whose requests find its blocks."""
+    """A pin has its name in the namespace of the tenant and `cache_salt`, whose requests find its blocks."""
     routes = APIRouter(prefix="/v1/pins")
 
     @routes.get("")
-    async def pins(cache_salt: str = "") -> PinCards:
-        return PinCards(data=[_card(pin) for pin in await llm.pins() if pin.cache_salt == cache_salt])
+    async def pins(request: Request, cache_salt: str = "") -> PinCards:
+        own = (request.state.tenant, cache_salt)
+        return PinCards(data=[_card(pin) for pin in await llm.pins() if (pin.tenant, pin.cache_salt) == own])
 
     @routes.post("")
-    async def create(body: PinBody) -> PinCard:
-        return _card(await pin(llm, body))
+    async def create(body: PinBody, request: Request) -> PinCard:
+        return _card(await pin(llm, body, request.state.tenant))
 
     @routes.delete("/{name}")
-    async def delete(name: str, cache_salt: str = "") -> PinDeleted:
-        await llm.unpin(name, cache_salt=cache_salt)
+    async def delete(name: str, request: Request, cache_salt: str = "") -> PinDeleted:
+        await llm.unpin(name, cache_salt=cache_salt, tenant=request.state.tenant)
         return PinDeleted(name=name)
 
     return routes
 
 
-async def pin(llm: AsyncLLM, body: PinBody) -> PinInfo:
+async def pin(llm: AsyncLLM, body: PinBody, tenant: str) -> PinInfo:
     """Raises `InvalidRequestError` children."""
     if (body.prompt is None) == (body.messages is None):
         raise InvalidRequestError(f"pin {body.name!r} needs either a prompt or messages", param="prompt")
@@ -77,13 +85,13 @@ async def pin(llm: AsyncLLM, body: PinBody) -> PinInfo:
     else:
         messages = [message.for_template() for message in body.messages]
         prompt = await llm.render_chat(messages, add_generation_prompt=False)
-    return await llm.pin(prompt, name=body.name, expires_s=body.expires_s, cache_salt=body.cache_salt)
+    return await llm.pin(prompt, name=body.name, expires_s=body.expires_s, cache_salt=body.cache_salt, tenant=tenant)
 
 
-def read_pins(path: Path) -> list[PinBody]:
+def read_pins(path: Path) -> list[FilePin]:
     """Raises ConfigError for a file that is not a JSON list of pins."""
     try:
-        return TypeAdapter(list[PinBody]).validate_json(path.read_bytes())
+        return TypeAdapter(list[FilePin]).validate_json(path.read_bytes())
     except (OSError, ValidationError, InvalidRequestError) as error:
         detail: Any = error
         if isinstance(error, ValidationError):

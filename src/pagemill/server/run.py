@@ -18,7 +18,7 @@ from pagemill.engine.async_llm import AsyncLLM
 from pagemill.engine.messages import EngineReady
 from pagemill.errors import PagemillError
 from pagemill.server.app import create_app
-from pagemill.server.pins import PinBody, pin
+from pagemill.server.pins import FilePin, pin
 from pagemill.tenant_limits import TenantsFile
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ async def run_server(
     served_model_name: str,
     sock: socket.socket,
     on_ready: Callable[[EngineReady], None],
-    pins: Sequence[PinBody] = (),
+    pins: Sequence[FilePin] = (),
     tenants: TenantsFile | None = None,
 ) -> None:
     """Serves on a socket that already listens, until SIGINT or SIGTERM, or until the engine is gone.
@@ -51,7 +51,7 @@ async def run_server(
         try:
             ready = await llm.ready()
             for body in pins:
-                await pin(llm, body)
+                await pin(llm, body, body.tenant)
             on_ready(ready)
             return await llm.wait_dead()
         except PagemillError as error:

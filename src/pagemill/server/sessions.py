@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
 
 from pagemill.engine.async_llm import AsyncLLM
@@ -49,26 +49,28 @@ class ForkRequest(BaseModel):
 
 
 def session_routes(llm: AsyncLLM) -> APIRouter:
-    """`cache_salt` is the namespace in which a session has its name."""
+    """The namespace in which a session has its name is the tenant's and `cache_salt`."""
     routes = APIRouter(prefix="/v1/sessions")
 
     @routes.get("")
-    async def sessions(cache_salt: str = "") -> SessionList:
-        return SessionList(data=[_card(record) for record in await llm.sessions(cache_salt=cache_salt)])
+    async def sessions(request: Request, cache_salt: str = "") -> SessionList:
+        return SessionList(
+            data=[_card(record) for record in await llm.sessions(cache_salt=cache_salt, tenant=request.state.tenant)]
+        )
 
     @routes.get("/{session_id}")
-    async def session(session_id: str, cache_salt: str = "") -> SessionContent:
-        record = await llm.session(session_id, cache_salt=cache_salt).record()
+    async def session(session_id: str, request: Request, cache_salt: str = "") -> SessionContent:
+        record = await llm.session(session_id, cache_salt=cache_salt, tenant=request.state.tenant).record()
         return SessionContent(**_card(record).model_dump(), messages=record.messages)
 
     @routes.delete("/{session_id}")
-    async def delete(session_id: str, cache_salt: str = "") -> SessionDeleted:
-        await llm.session(session_id, cache_salt=cache_salt).delete()
+    async def delete(session_id: str, request: Request, cache_salt: str = "") -> SessionDeleted:
+        await llm.session(session_id, cache_salt=cache_salt, tenant=request.state.tenant).delete()
         return SessionDeleted(id=session_id)
 
     @routes.post("/{session_id}/fork")
-    async def fork(session_id: str, body: ForkRequest, cache_salt: str = "") -> SessionCard:
-        child = await llm.session(session_id, cache_salt=cache_salt).fork(body.session_id)
+    async def fork(session_id: str, body: ForkRequest, request: Request, cache_salt: str = "") -> SessionCard:
+        child = await llm.session(session_id, cache_salt=cache_salt, tenant=request.state.tenant).fork(body.session_id)
         return _card(await child.record())
 
     return routes

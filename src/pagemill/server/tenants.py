@@ -11,7 +11,7 @@ from fastapi import APIRouter, Body, Request
 
 from pagemill.engine.async_llm import AsyncLLM
 from pagemill.engine.messages import TenantStats
-from pagemill.errors import AuthenticationError, InvalidRequestError, PermissionDeniedError
+from pagemill.errors import AuthenticationError, PermissionDeniedError
 from pagemill.server.errors import asked_by_client
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits, TenantsFile, key_digest
 
@@ -36,19 +36,6 @@ class ApiKeys:
         request.state.tenant, request.state.admin = tenant or DEFAULT_TENANT, admin is not None
         if _is_admins(request) and admin is None:
             raise PermissionDeniedError(f"{request.method} {request.url.path} needs one of the admin keys")
-        require_own_sessions(request.state.tenant, used=request.url.path.startswith("/v1/sessions"))
-        if request.url.path.startswith("/v1/pins") and request.state.tenant != DEFAULT_TENANT:
-            raise InvalidRequestError(f"pins are served to the tenant {DEFAULT_TENANT!r} only, not to {tenant!r}")
-
-
-def require_own_sessions(tenant: str, *, used: bool) -> None:
-    """Raises InvalidRequestError where a tenant without sessions uses one: names of sessions are the default's."""
-    if used and tenant != DEFAULT_TENANT:
-        raise InvalidRequestError(
-            f"sessions are served to the tenant {DEFAULT_TENANT!r} only, not to {tenant!r}; leave session_id out and "
-            f"send the whole conversation, whose beginning is found in the cache",
-            param="session_id",
-        )
 
 
 def tenant_routes(llm: AsyncLLM) -> APIRouter:

@@ -28,19 +28,22 @@ from pagemill.errors import (
     SessionStoreError,
 )
 from pagemill.hub.registry import cache_dir
+from pagemill.namespace import Namespace
 
-VERSION = 1
+VERSION = 2
 BUSY_TIMEOUT_S = 10.0
 """How long a write waits for another process's."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 _SCHEMA = """
 CREATE TABLE sessions (
-    cache_salt TEXT, name TEXT, state TEXT NOT NULL, model TEXT NOT NULL, tokenizer TEXT NOT NULL,
+    tenant TEXT, cache_salt TEXT, name TEXT, state TEXT NOT NULL, model TEXT NOT NULL, tokenizer TEXT NOT NULL,
     token_ids BLOB NOT NULL, messages TEXT, num_turns INTEGER NOT NULL, created_s REAL NOT NULL, used_s REAL NOT NULL,
-    PRIMARY KEY (cache_salt, name)
-) WITHOUT ROWID;
+    PRIMARY KEY (tenant, cache_salt, name)
+) WITHOUT ROWID
 """
+_OF_VERSION_1 = "INSERT INTO sessions SELECT 'default', * FROM sessions_1"
+_KEY = "tenant = ? AND cache_salt = ? AND name = ?"
 
 
 def default_path() -> Path:
@@ -54,13 +57,13 @@ class SessionRecord:
 
     token_ids: prompts and answers of all turns, as the engine saw and produced them.
     messages:  the same as messages; None for a session of plain prompts.
-    cache_salt: its namespace: sessions of another one have names of their own, and can not be seen.
+    space:     its namespace: sessions of another one have names of their own, and can not be seen.
     tokenizer: fingerprint of the tokenizer that gives the ids their meaning; model: its name, for people.
     state:     changes with every turn; "" for a session that has none yet.
     """
 
     name: str
-    cache_salt: str
+    space: Namespace
     model: str
     tokenizer: str
     token_ids: list[int]
@@ -83,7 +86,7 @@ class SessionStore:
         self._max_sessions = max_sessions
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
-        self._in_use: set[tuple[str, str]] = set()
+        self._in_use: set[tuple[Namespace, str]] = set()
         with self._errors():
             if self.path is not None:
                 self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -94,8 +97,13 @@ class SessionStore:
             )
             with self._transaction():
                 (version,) = self._db.execute("PRAGMA user_version").fetchone()
-                if version == 0:
+                if version < VERSION:
+                    if version == 1:
+                        self._db.execute("ALTER TABLE sessions RENAME TO sessions_1")
                     self._db.execute(_SCHEMA)
+                    if version == 1:
+                        self._db.execute(_OF_VERSION_1)
+                        self._db.execute("DROP TABLE sessions_1")
                     self._db.execute(f"PRAGMA user_version = {VERSION}")
                 elif version != VERSION:
                     raise SessionStoreError(
@@ -105,7 +113,7 @@ class SessionStore:
 
     # A turn: begin, then commit or release
 
-    def begin(self, name: str, cache_salt: str, *, model: str, tokenizer: str) -> SessionRecord:
+    def begin(self, name: str, space: Namespace, *, model: str, tokenizer: str) -> SessionRecord:
         """Takes a session for one turn; one of this name is begun if there is none.
 
         Raises SessionBusyError while another turn of it runs here, SessionLimitError, and InvalidRequestError for a bad
@@ -115,22 +123,22 @@ class SessionStore:
         now = time.time()
         with self._lock:
             self._expire(now)
-            if (cache_salt, name) in self._in_use:
+            if (space, name) in self._in_use:
                 raise SessionBusyError(
                     f"session {name!r} is in use by another request; wait for its end, or fork the session",
                     param="session_id",
                 )
-            record = self._find(name, cache_salt)
+            record = self._find(name, space)
             if record is None:
-                self._require_room(cache_salt, name)
-                record = SessionRecord(name, cache_salt, model, tokenizer, [], None, 0, now, now, "")
+                self._require_room(space, name)
+                record = SessionRecord(name, space, model, tokenizer, [], None, 0, now, now, "")
             elif record.tokenizer != tokenizer:
                 raise InvalidRequestError(
                     f"session {name!r} was begun with {record.model}, whose tokens are not those of {model}; go on "
                     f"with that model, or use another name",
                     param="session_id",
                 )
-            self._in_use.add((cache_salt, name))
+            self._in_use.add((space, name))
             return record
 
     def commit(
@@ -140,7 +148,7 @@ class SessionStore:
         turn, if another process has changed or deleted the session since it was begun."""
         now = time.time()
         written = None if messages is None else json.dumps(messages, default=dict)
-        key = (begun.cache_salt, begun.name)
+        key = (*begun.space, begun.name)
         content = (secrets.token_hex(8), struct.pack(f"<{len(token_ids)}I", *token_ids), written, now)
         with self._lock:
             try:
@@ -148,13 +156,13 @@ class SessionStore:
                     if begun.state:
                         query = (
                             "UPDATE sessions SET state = ?, token_ids = ?, messages = ?, used_s = ?, "
-                            "num_turns = num_turns + 1 WHERE cache_salt = ? AND name = ? AND state = ?"
+                            f"num_turns = num_turns + 1 WHERE {_KEY} AND state = ?"
                         )
                         changed = self._db.execute(query, (*content, *key, begun.state)).rowcount
                     else:
                         query = (
-                            "INSERT OR IGNORE INTO sessions (state, token_ids, messages, used_s, cache_salt, name, "
-                            "model, tokenizer, created_s, num_turns) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 1)"
+                            "INSERT OR IGNORE INTO sessions (state, token_ids, messages, used_s, tenant, cache_salt, "
+                            "name, model, tokenizer, created_s, num_turns) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1)"
                         )
                         values = (*content, *key, begun.model, begun.tokenizer, begun.created_s)
                         changed = self._db.execute(query, values).rowcount
@@ -170,75 +178,75 @@ class SessionStore:
     def release(self, begun: SessionRecord) -> None:
         """Ends a turn without a trace. Nothing happens if it has ended already."""
         with self._lock:
-            self._in_use.discard((begun.cache_salt, begun.name))
+            self._in_use.discard((begun.space, begun.name))
 
     # Upkeep
 
-    def get(self, name: str, cache_salt: str) -> SessionRecord:
+    def get(self, name: str, space: Namespace) -> SessionRecord:
         """Raises SessionNotFoundError."""
         with self._lock:
             self._expire(time.time())
-            record = self._find(name, cache_salt)
+            record = self._find(name, space)
         if record is None:
             raise SessionNotFoundError(f"there is no session {name!r}; a request that names it begins one")
         return record
 
-    def list(self, cache_salt: str | None) -> list[SessionRecord]:
+    def list(self, space: Namespace | None) -> list[SessionRecord]:
         """Those of one namespace, or of all (None), the last used first."""
         with self._lock:
             self._expire(time.time())
-            where = "" if cache_salt is None else "WHERE cache_salt = ? "
+            where = "" if space is None else "WHERE tenant = ? AND cache_salt = ? "
             query = f"SELECT * FROM sessions {where}ORDER BY used_s DESC"
-            return [_record(row) for row in self._rows(query, () if cache_salt is None else (cache_salt,))]
+            return [_record(row) for row in self._rows(query, space or ())]
 
-    def fork(self, name: str, cache_salt: str, new_name: str) -> SessionRecord:
+    def fork(self, name: str, space: Namespace, new_name: str) -> SessionRecord:
         """Another session that begins as this one is now, and shares all its blocks.
 
         Raises SessionNotFoundError, SessionLimitError, and InvalidRequestError if the new name is bad or in use.
         """
         check_name(new_name)
         with self._lock:
-            record = self.get(name, cache_salt)
-            if (cache_salt, new_name) in self._in_use or self._find(new_name, cache_salt) is not None:
+            record = self.get(name, space)
+            if (space, new_name) in self._in_use or self._find(new_name, space) is not None:
                 raise InvalidRequestError(
                     f"there is a session {new_name!r} already; delete it, or fork to another name", param="session_id"
                 )
-            self._require_room(cache_salt, new_name)
+            self._require_room(space, new_name)
             now = time.time()
             child = replace(record, name=new_name, created_s=now, used_s=now, state=secrets.token_hex(8))
             with self._transaction():
                 self._db.execute(
-                    "INSERT INTO sessions SELECT cache_salt, ?, ?, model, tokenizer, token_ids, messages, num_turns, "
-                    "?, ? FROM sessions WHERE cache_salt = ? AND name = ?",
-                    (new_name, child.state, now, now, cache_salt, name),
+                    "INSERT INTO sessions SELECT tenant, cache_salt, ?, ?, model, tokenizer, token_ids, messages, "
+                    f"num_turns, ?, ? FROM sessions WHERE {_KEY}",
+                    (new_name, child.state, now, now, *space, name),
                 )
         return child
 
-    def delete(self, name: str, cache_salt: str) -> None:
+    def delete(self, name: str, space: Namespace) -> None:
         """Forgets a session. Raises SessionNotFoundError, and SessionBusyError while a turn of it runs here."""
         with self._lock:
-            if (cache_salt, name) in self._in_use:
+            if (space, name) in self._in_use:
                 raise SessionBusyError(f"session {name!r} is in use by a request; wait for its end", param="session_id")
-            self.get(name, cache_salt)
+            self.get(name, space)
             with self._transaction():
-                self._db.execute("DELETE FROM sessions WHERE cache_salt = ? AND name = ?", (cache_salt, name))
+                self._db.execute(f"DELETE FROM sessions WHERE {_KEY}", (*space, name))
 
     def close(self) -> None:
         with self._lock:
             self._db.close()
 
-    def _find(self, name: str, cache_salt: str) -> SessionRecord | None:
-        rows = self._rows("SELECT * FROM sessions WHERE cache_salt = ? AND name = ?", (cache_salt, name))
+    def _find(self, name: str, space: Namespace) -> SessionRecord | None:
+        rows = self._rows(f"SELECT * FROM sessions WHERE {_KEY}", (*space, name))
         return _record(rows[0]) if rows else None
 
     def _rows(self, query: str, values: tuple[Any, ...]) -> Any:
         with self._errors():
             return self._db.execute(query, values).fetchall()
 
-    def _require_room(self, cache_salt: str, name: str) -> None:
+    def _require_room(self, space: Namespace, name: str) -> None:
         """Room for one more, counting those whose first turn runs."""
         ((kept,),) = self._rows("SELECT COUNT(*) FROM sessions", ())
-        begun = sum(self._find(other, salt) is None for salt, other in self._in_use)
+        begun = sum(self._find(other, of) is None for of, other in self._in_use)
         if kept + begun >= self._max_sessions:
             raise SessionLimitError(
                 f"session {name!r} would be number {kept + begun + 1}, and max_sessions is {self._max_sessions}; "
@@ -250,11 +258,11 @@ class SessionStore:
         if self._timeout_s is None:
             return
         last = now - self._timeout_s
-        rows = self._rows("SELECT cache_salt, name FROM sessions WHERE used_s < ?", (last,))
-        idle = [row for row in rows if row not in self._in_use]
+        rows = self._rows("SELECT tenant, cache_salt, name FROM sessions WHERE used_s < ?", (last,))
+        idle = [row for row in rows if (Namespace(*row[:2]), row[2]) not in self._in_use]
         if idle:
             with self._transaction():
-                query = "DELETE FROM sessions WHERE cache_salt = ? AND name = ? AND used_s < ?"
+                query = f"DELETE FROM sessions WHERE {_KEY} AND used_s < ?"
                 self._db.executemany(query, [(*row, last) for row in idle])
 
     @contextmanager
@@ -290,10 +298,10 @@ def check_name(name: str) -> None:
 
 
 def _record(row: tuple[Any, ...]) -> SessionRecord:
-    cache_salt, name, state, model, tokenizer, packed, messages, num_turns, created_s, used_s = row
+    tenant, cache_salt, name, state, model, tokenizer, packed, messages, num_turns, created_s, used_s = row
     return SessionRecord(
         name=name,
-        cache_salt=cache_salt,
+        space=Namespace(tenant, cache_salt),
         model=model,
         tokenizer=tokenizer,
         token_ids=list(struct.unpack(f"<{len(packed) // 4}I", packed)),
