@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from pagemill.errors import MemoryInvariantError
 from pagemill.memory.block_table import BlockTable, first_entry_in_window
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.eviction import Lru
+from pagemill.memory.frames import REGION
 from pagemill.memory.manager import MemoryManager, Shortage
 from pagemill.memory.occupancy import scatter
 
@@ -266,7 +269,7 @@ def test_growing_sequences_keep_to_neighbouring_frames():
             engine.memory.reserve(table, length)
     for table in tables:
         frames = engine.frames(table)
-        assert frames == list(range(frames[0], frames[0] + 25))
+        assert sum(after != before + 1 for before, after in pairwise(frames)) <= 25 // REGION
 
 
 @pytest.mark.parametrize("back", ["fork", "truncate"])
@@ -508,8 +511,8 @@ def test_a_policy_of_ones_own_decides():
 def test_a_pool_shrinks_under_its_tables_and_grows_again():
     engine = Engine(12)
     gone, _ = engine.prefill(tokens_of(16, 100))
-    first, _ = engine.prefill(tokens_of(16))
     second, _ = engine.prefill(tokens_of(16, 50))
+    first, _ = engine.prefill(tokens_of(16))
     engine.memory.place(second, 0)
     engine.memory.drain(4)
     engine.memory.retire(4)
@@ -558,7 +561,7 @@ def test_what_is_wanted_again_soon_after_its_eviction_is_regretted():
 
 
 def test_scatter_counts_the_steps_that_do_not_lead_to_a_neighbour():
-    engine = Engine(12)
+    engine = Engine(8)
     first, _ = engine.prefill(tokens_of(12))
     second, _ = engine.prefill(tokens_of(8, 100))
     assert scatter(engine.memory) == (3, 0)

@@ -45,11 +45,12 @@ def test_a_sequence_gets_neighbours_and_room_to_grow():
     first, second = pool.take(5), pool.take(40)
     assert first == list(range(first[0], first[0] + 5))
     assert second == list(range(second[0], second[0] + 40))
-    for _ in range(20):
+    for _ in range(REGION - 5):
         first += pool.take(1, first[-1])
         second += pool.take(1, second[-1])
-    assert first == list(range(first[0], first[0] + 25))
-    assert second == list(range(second[0], second[0] + 60))
+    assert first == list(range(first[0], first[0] + REGION))
+    assert second == list(range(second[0], second[0] + 35 + REGION))
+    assert second[0] == first[0] + REGION
 
 
 def test_what_was_given_end_first_is_taken_as_neighbours():

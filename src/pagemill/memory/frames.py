@@ -9,8 +9,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-REGION = 32
-"""Frames between two places where the pool likes to start a sequence, so that one can grow before it meets the next."""
+REGION = 8
+"""Frames between two places where the pool likes to start a sequence, so that one can grow before it meets the next.
+
+More of them leave longer runs, but spread what is in use over more memory, which the system has to find and clear when
+it is first written.
+"""
 
 
 class FramePool:
