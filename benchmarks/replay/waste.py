@@ -5,7 +5,8 @@
 Counted in every step by the running allocator, weighted by the step's time: bytes of the frames that sequences hold,
 padding and the slots reserved for the running step included, each shared block once. Cached blocks that no sequence
 holds are not counted: they make room when asked. "waste" is the share in which no token is or is being written;
-"uncommitted" also counts the slots that the running step writes.
+"uncommitted" also counts the slots that the running step writes. "apart": of the steps from one of a sequence's blocks
+to the next, those that do not lead to the neighbouring frame, looked at in every 16th step.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ from benchmarks.replay.setup import (
     describe,
 )
 
+from pagemill.memory.occupancy import Scatter, scatter
+from pagemill.scheduling.step_plan import StepPlan
 from pagemill.simulate.simulator import replay
 from pagemill.simulate.step_time import StepTimes
 from pagemill.simulate.trace import TracedRequest
@@ -37,6 +40,7 @@ class Row:
     block_size: int
     waste: float
     uncommitted: float
+    apart: float
     mean_running: float
     most_running: int
     preemptions: int
@@ -58,12 +62,13 @@ def main(arguments: argparse.Namespace) -> None:
     rows = [
         measure(trace, chosen_setup(arguments, size), step_times) for size in map(int, arguments.block_sizes.split(","))
     ]
-    print("\n| block size | waste | uncommitted | mean running | most | preemptions | busy | replayed in |")
-    print("| ---: |" + " ---: |" * 7)
+    print("\n| block size | waste | uncommitted | apart | mean running | most | preemptions | busy | replayed in |")
+    print("| ---: |" + " ---: |" * 8)
     for row in rows:
         print(
-            f"| {row.block_size} | {row.waste:.2%} | {row.uncommitted:.2%} | {row.mean_running:.1f} | "
-            f"{row.most_running} | {row.preemptions} | {row.busy:.0%} | {row.replayed_s:.0f} s |"
+            f"| {row.block_size} | {row.waste:.2%} | {row.uncommitted:.2%} | {row.apart:.1%} | "
+            f"{row.mean_running:.1f} | {row.most_running} | {row.preemptions} | {row.busy:.0%} | "
+            f"{row.replayed_s:.0f} s |"
         )
     write_table(arguments, "waste", step_times.about, [asdict(row) for row in rows])
     bars(
@@ -79,12 +84,19 @@ def main(arguments: argparse.Namespace) -> None:
 def measure(trace: Sequence[TracedRequest], setup: Setup, step_times: StepTimes) -> Row:
     memory = setup.memory(step_times)
     meter = WasteMeter(memory, step_times.shape)
+    looked: list[Scatter] = []
+
+    def look(plan: StepPlan, seconds: float) -> None:
+        if plan.step % 16 == 0:
+            looked.append(scatter(memory))
+
     begin = time.perf_counter()
-    outcome = replay(trace, setup.scheduler(memory), step_times, [meter])
+    outcome = replay(trace, setup.scheduler(memory), step_times, [meter, look])
     return Row(
         block_size=setup.block_size,
         waste=meter.waste,
         uncommitted=meter.uncommitted,
+        apart=sum(one.apart for one in looked) / max(1, sum(one.steps for one in looked)),
         mean_running=outcome.mean_running,
         most_running=outcome.most_running,
         preemptions=outcome.preemptions,
