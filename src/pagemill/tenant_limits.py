@@ -27,7 +27,7 @@ Blocks = int | str
 """A number of KV blocks, or a share of the pool such as "25%"."""
 
 _COUNTS = {"max_running": 1, "max_waiting": 0}
-_BLOCKS = {"guaranteed_blocks": 0, "max_blocks": 1, "max_blocks_per_request": 1}
+_BLOCKS = {"guaranteed_blocks": 0, "max_blocks": 1, "max_blocks_per_request": 1, "max_blocks_per_session": 1}
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -37,6 +37,8 @@ class TenantLimits:
     guaranteed_blocks: kept for it. Beyond them it borrows what others do not use, and gives it back first.
     max_blocks: hard quota of its blocks, active and cached.
     max_blocks_per_request: hard limit of one request, over all its sequences.
+    max_blocks_per_session: hard limit of a session: of its whole conversation, with the answer under way.
+    idle_timeout_s: cached blocks that nobody used for so long leave the pool, for a lower tier where there is one.
     max_running: sequences that run at once.
     max_waiting: sequences that wait; a request beyond is refused (HTTP 429).
     weight: its share of the service when several tenants wait.
@@ -45,6 +47,8 @@ class TenantLimits:
     guaranteed_blocks: Blocks = 0
     max_blocks: Blocks | None = None
     max_blocks_per_request: Blocks | None = None
+    max_blocks_per_session: Blocks | None = None
+    idle_timeout_s: float | None = None
     max_running: int | None = None
     max_waiting: int | None = None
     weight: float = 1.0
@@ -65,9 +69,9 @@ class TenantLimits:
         for name, least in _COUNTS.items():
             if getattr(self, name) is not None:
                 _check_integer(name, getattr(self, name), least)
-        weight = self.weight
-        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
-            raise ConfigError(f"weight is {weight!r}; it must be a number above 0", param="tenants")
+        _check_positive("weight", self.weight)
+        if self.idle_timeout_s is not None:
+            _check_positive("idle_timeout_s", self.idle_timeout_s)
 
     def blocks(self, name: str, num_frames: int) -> int | None:
         """One of the limits on blocks, in blocks of a pool of `num_frames`; a share is rounded down."""
@@ -158,6 +162,11 @@ def key_digest(key: str) -> bytes:
 def _check_integer(name: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
         raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {least}", param="tenants")
+
+
+def _check_positive(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
+        raise ConfigError(f"{name} is {value!r}; it must be a number above 0", param="tenants")
 
 
 def _share(text: str) -> float | None:

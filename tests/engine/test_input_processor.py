@@ -22,6 +22,7 @@ def inputs():
         max_num_seqs=8,
         longest_sequence=24,
         longest_sequences={"default": 24},
+        longest_sessions={"default": 24},
         block_size=16,
         num_frames=4,
         kv_bytes=4096,

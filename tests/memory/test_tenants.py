@@ -6,6 +6,7 @@ import pytest
 
 from pagemill.errors import ConfigError, MemoryInvariantError, UnknownTenantError
 from pagemill.memory.digest import extend_chain, root_digest
+from pagemill.memory.eviction import POLICIES
 from pagemill.memory.manager import MemoryManager, Shortage
 from pagemill.namespace import Namespace
 
@@ -16,8 +17,8 @@ ROOTS = {name: root_digest(b"model", "f32", "reference", str(Namespace(name, "")
 class Pool:
     """A manager of tenants a, b and c, whose requests run alone, a whole prompt in a step."""
 
-    def __init__(self, frames: int, **quotas: tuple[int, int]) -> None:
-        self.memory = MemoryManager(frames, SIZE, [None])
+    def __init__(self, frames: int, policy: str = "lru", **quotas: tuple[int, int]) -> None:
+        self.memory = MemoryManager(frames, SIZE, [None], policy=POLICIES[policy](0.1), saves_evicted=True)
         self.steps = 0
         for name in ROOTS:
             self.memory.set_quota(name, *quotas.get(name, (0, frames)))
@@ -199,3 +200,31 @@ def test_a_smaller_pool_takes_of_what_is_guaranteed_only_in_the_end():
     assert pool.memory.resize(3) is None
     pool.memory.check()
     assert pool.charges() == {"a": (0, 3)}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_nobody_uses_leaves_the_pool_in_time(policy):
+    pool = Pool(32, policy)
+    memory = pool.memory
+    memory.tenants["a"].set_idle_timeout(10.0)
+    assert memory.end_idle(0.0) == 10.0, "nothing is cached: look again when it could be idle"
+    held = pool.run("a", 2, first=0)
+    old, young = pool.run("a", 4, first=100), pool.run("a", 3, first=200)
+    memory.close(old, 1.0)
+    memory.close(pool.run("b", 2), 1.0)
+    memory.close(young, 5.0)
+    assert memory.end_idle(10.9) == 11.0
+    assert pool.charges() == {"a": (2, 7), "b": (0, 2)}
+    assert memory.end_idle(11.0) == 15.0
+    memory.check()
+    assert pool.charges() == {"a": (2, 3), "b": (0, 2)}
+    assert sorted(name.depth for _, name in memory.take_saves()) == [0, 1, 2, 3], "they go down a tier"
+    memory.close(pool.run("a", 3, first=200), 14.0)
+    assert memory.end_idle(15.0) == 24.0, "used again since"
+    memory.close(held, 20.0)
+    assert memory.end_idle(24.0) == 30.0
+    assert memory.end_idle(30.0) == 40.0
+    assert pool.charges() == {"b": (0, 2)}
+    memory.tenants["a"].set_idle_timeout(None)
+    assert memory.end_idle(1e9) == float("inf")
+    memory.check()

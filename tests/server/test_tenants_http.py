@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import hashlib
 import json
+import time
 
 import httpx
 import openai
@@ -95,7 +96,7 @@ def test_an_admin_changes_limits_and_others_do_not(server):
 
 
 def api(server, key: str) -> httpx.Client:
-    return httpx.Client(base_url=f"{server.url}/v1", headers={"Authorization": f"Bearer {key}"}, timeout=60)
+    return httpx.Client(base_url=f"{server.url}/v1", headers={"Authorization": f"Bearer {key}"}, timeout=120)
 
 
 def test_a_session_is_its_tenants(server):
@@ -136,6 +137,37 @@ def test_a_pin_is_its_tenants_and_charged_to_it(server):
         assert wild.delete("/pins/p").status_code == 200
 
 
+def test_a_session_has_a_limit_of_its_own(server):
+    chat = {"messages": [{"role": "user", "content": PROMPTS[0]}], "temperature": 0, "ignore_eos": True}
+    talk = {**chat, "session_id": "long"}
+    with api(server, "sk-wild") as wild, api(server, "sk-admin") as admin:
+        admin.put("/tenants/wild", json={"max_blocks_per_session": 5})
+        assert wild.post("/chat/completions", json=talk).json()["usage"]["total_tokens"] == 5 * 16 + 1
+        refused = wild.post("/chat/completions", json={**talk, "max_tokens": 2})
+        assert refused.status_code == 400
+        assert "max_blocks_per_session of tenant 'wild' is 5" in refused.json()["error"]["message"]
+        assert wild.get("/sessions/long").json()["num_tokens"] == 5 * 16 + 1
+        alone = wild.post("/chat/completions", json={**chat, "max_tokens": 60})
+        assert alone.json()["usage"]["completion_tokens"] == 60
+        admin.put("/tenants/wild", json={"max_waiting": 30})
+        wild.delete("/sessions/long")
+
+
+def test_an_idle_engine_gives_back_what_its_time_has_come_for(server):
+    """Whoever asks for figures wakes the engine, but only after it should have acted."""
+    with api(server, "sk-wild") as wild, api(server, "sk-admin") as admin:
+        limits = {"idle_timeout_s": 0.4, "max_waiting": 30}
+        assert admin.put("/tenants/wild", json=limits).json()["limits"]["idle_timeout_s"] == 0.4
+        complete(server, "sk-wild", "Something of which nobody asks again, but which is longer than one block", 4)
+        time.sleep(1)
+        assert admin.get("/tenants").json()["wild"]["blocks_cached"] == 0
+        assert admin.put("/tenants/wild", json={"max_waiting": 30}).status_code == 200
+        card = wild.post("/pins", json={"name": "short", "prompt": "A prefix. " * 20, "expires_s": 0.5}).json()
+        time.sleep(1)
+        figures = admin.get("/tenants").json()["wild"]
+        assert (figures["blocks_active"], figures["blocks_cached"]) == (0, card["num_blocks"])
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -147,6 +179,7 @@ def test_a_pin_is_its_tenants_and_charged_to_it(server):
         ('{"tenants": {"a": {"max_blocks": "120%"}}}', "max_blocks is '120%'"),
         ('{"tenants": {"a": {"max_running": 0}}}', "max_running is 0"),
         ('{"tenants": {"a": {"weight": -1}}}', "weight is -1"),
+        ('{"tenants": {"a": {"idle_timeout_s": 0}}}', "idle_timeout_s is 0"),
         ('{"tenants": {"a": {"max_block": 1}}}', "has no limit 'max_block'"),
         ('{"tenants": {"a": 1}}', "must be an object of limits"),
     ],

@@ -116,6 +116,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
             max_num_seqs=config.max_num_seqs,
             longest_sequence=longest,
             longest_sequences=longest_sequences(scheduler, model.max_model_len),
+            longest_sessions=longest_sequences(scheduler, model.max_model_len, in_session=True),
             block_size=config.block_size,
             num_frames=memory.num_frames,
             kv_bytes=pool.nbytes,
@@ -139,11 +140,11 @@ def longest_sequence(memory: MemoryManager, num_blocks: int, max_model_len: int,
     return bisect_right(range(max_model_len), num_blocks, key=lambda n: memory.blocks_needed(n, chunk))
 
 
-def longest_sequences(scheduler: Scheduler, max_model_len: int) -> dict[str, int]:
+def longest_sequences(scheduler: Scheduler, max_model_len: int, in_session: bool = False) -> dict[str, int]:
     """The same by tenant, in what that can count on."""
     memory, tenants, chunk = scheduler.memory, scheduler.tenants, scheduler.max_num_batched_tokens
     names = [load.account.name for load in tenants]
-    return {name: longest_sequence(memory, tenants.limit(name), max_model_len, chunk) for name in names}
+    return {name: longest_sequence(memory, tenants.limit(name, in_session), max_model_len, chunk) for name in names}
 
 
 def _device(name: str) -> torch.device:

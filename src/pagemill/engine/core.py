@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Callable, Iterable
@@ -84,6 +85,7 @@ class EngineCore:
                 if request.pin is None
                 else Pinning(request.pin, Namespace(request.tenant, request.cache_salt), request.pin_expires_s),
                 tenant=request.tenant,
+                in_session=request.in_session,
             ),
             request.fork_of,
         )
@@ -109,6 +111,14 @@ class EngineCore:
 
     def has_work(self) -> bool:
         return self._scheduler.has_work()
+
+    def rest(self) -> float | None:
+        """Does between steps what its time has come for: ends pins, and cached blocks that nobody uses. Seconds until
+        there is more of that; None: no time will bring it."""
+        now = time.monotonic()
+        due = self._scheduler.expire(now)
+        self._start_transfers()
+        return None if due == math.inf else max(0.0, due - now)
 
     def step(self) -> list[SequenceOutput]:
         """Plans a step, runs it and commits it. Returns what it brought; nothing if there was no work."""
@@ -260,6 +270,7 @@ class EngineCore:
             kv_bytes=self._engine.pool.nbytes,
             longest_sequence=longest_sequence(memory, left, longest, self.config.max_num_batched_tokens),
             longest_sequences=longest_sequences(self._scheduler, longest),
+            longest_sessions=longest_sequences(self._scheduler, longest, in_session=True),
         )
         return self._ready
 

@@ -76,6 +76,7 @@ class InputProcessor:
         priority: int = 0,
         arrival_s: float | None = None,
         tenant: str = DEFAULT_TENANT,
+        in_session: bool = False,
     ) -> ProcessedInput:
         """Raises `InvalidRequestError` or one of its children; `params` is never changed."""
         if not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
@@ -83,9 +84,10 @@ class InputProcessor:
                 f"priority is {priority!r}; it must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
                 param="priority",
             )
-        longest = self.ready.longest_sequences.get(tenant)
+        by_tenant = self.ready.longest_sessions if in_session else self.ready.longest_sequences
+        longest = by_tenant.get(tenant)
         if longest is None:
-            raise UnknownTenantError.of(tenant, self.ready.longest_sequences)
+            raise UnknownTenantError.of(tenant, by_tenant)
         text, token_ids, salt = self._read(prompt)
         self._check_prompt(token_ids)
         beam = None
@@ -106,6 +108,7 @@ class InputProcessor:
             cache_salt=salt,
             beam=beam,
             tenant=tenant,
+            in_session=in_session,
         )
         return ProcessedInput(request, text, request_id, best_of)
 

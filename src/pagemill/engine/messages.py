@@ -34,6 +34,8 @@ class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
     """Prefixes are shared only between requests of one tenant and equal salt."""
     fork_of: tuple[str, int] | None = None
     """A sequence `(request_id, index)` with these tokens, whose blocks it may share if that still runs."""
+    in_session: bool = False
+    """Whether it is a turn of a session, for which a tenant may have a limit of its own."""
     beam: BeamSearchParams | None = None
     """Makes it a beam search; `params` then say how many sequences come back, and how they become text."""
     tenant: str = DEFAULT_TENANT
@@ -214,6 +216,8 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     """Tokens, prompt included, that one sequence can have: `max_model_len`, or fewer where the pool holds no more."""
     longest_sequences: dict[str, int]
     """The same by tenant, whose limits may hold still fewer. Changes with the limits."""
+    longest_sessions: dict[str, int]
+    """The same of a session, with the answer under way."""
     block_size: int
     num_frames: int
     kv_bytes: int

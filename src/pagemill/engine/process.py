@@ -91,7 +91,8 @@ def main(descriptor: int) -> int:
 def serve(core: EngineCore, channel: Channel[ToEngine]) -> None:
     """Steps until a `Shutdown`, or until the front end is gone."""
     while True:
-        messages = channel.receive(block=not core.has_work())
+        busy = core.has_work()
+        messages = channel.receive(block=not busy, timeout_s=None if busy else core.rest())
         if messages is None:
             return
         for message in messages:

@@ -140,7 +140,9 @@ class SessionTurns:
         prompt: Prompt = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": begun.space.cache_salt}
         try:
             return Turn(
-                begun, self._inputs.process(prompt, params, request_id, tenant=begun.space.tenant, **how), messages
+                begun,
+                self._inputs.process(prompt, params, request_id, tenant=begun.space.tenant, in_session=True, **how),
+                messages,
             )
         except PromptTooLongError as error:
             raise PromptTooLongError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ T = TypeVar("T")
 
 HEADER = struct.Struct("<I")
 _RECEIVE_BYTES = 1 << 18
+_LONGEST_WAIT_S = 3600.0
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -35,9 +37,12 @@ class Channel(Generic[T]):
         """Blocks while the other side is behind. Raises `OSError` when it is gone."""
         self._socket.sendall(frame(message))
 
-    def receive(self, *, block: bool) -> list[T] | None:
-        """All messages that are there, in order; with `block`, at least one. None when the other side is gone."""
+    def receive(self, *, block: bool, timeout_s: float | None = None) -> list[T] | None:
+        """All messages that are there, in order; with `block`, at least one, unless `timeout_s` is over before it has
+        begun to come. None when the other side is gone."""
         messages = list(self._take())
+        if block and timeout_s is not None and not messages:
+            block = bool(select.select([self._socket], [], [], min(timeout_s, _LONGEST_WAIT_S))[0])
         while not messages or not block:
             try:
                 data = self._socket.recv(_RECEIVE_BYTES, 0 if block else socket.MSG_DONTWAIT)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import OrderedDict
 from collections.abc import Callable
+from itertools import takewhile
 from typing import Protocol
 
 
@@ -43,6 +44,14 @@ class EvictionPolicy(Protocol):
         """A block that is not cached can no longer be found: what was known of it holds no more."""
         ...
 
+    def take_idle(self, until: float) -> list[int]:
+        """Takes out all blocks that became cached at `until` or before, none before those that hang on it."""
+        ...
+
+    def oldest(self) -> float | None:
+        """When the block became cached that has been so for longest."""
+        ...
+
     def __len__(self) -> int: ...
 
     def __contains__(self, block: object) -> bool: ...
@@ -53,10 +62,10 @@ class Lru:
     before it."""
 
     def __init__(self) -> None:
-        self._order: OrderedDict[int, None] = OrderedDict()
+        self._order: OrderedDict[int, float] = OrderedDict()  # since when
 
     def add(self, block: int, now: float) -> None:
-        self._order[block] = None
+        self._order[block] = now
 
     def remove(self, block: int) -> None:
         del self._order[block]
@@ -66,6 +75,15 @@ class Lru:
 
     def forget(self, block: int) -> None:
         pass
+
+    def take_idle(self, until: float) -> list[int]:
+        idle = list(takewhile(lambda block: self._order[block] <= until, self._order))
+        for block in idle:
+            del self._order[block]
+        return idle
+
+    def oldest(self) -> float | None:
+        return next(iter(self._order.values()), None)
 
     def __len__(self) -> int:
         return len(self._order)
@@ -92,6 +110,7 @@ class GreedyDual:
         self._serial = 0
         self._heap: list[tuple[float, int, int]] = []  # value, serial, block; outdated ones stay until they come up
         self._entries: dict[int, tuple[float, int]] = {}
+        self._since: dict[int, float] = {}  # in the order in which they became cached
         self._uses: dict[int, int] = {}
         self._least: dict[int, float] = {}  # the most that a block behind it was worth
 
@@ -103,19 +122,20 @@ class GreedyDual:
             self._least[parent] = max(self._least.get(parent, 0.0), value)
         self._serial += 1
         self._entries[block] = value, self._serial
+        self._since[block] = now
         heapq.heappush(self._heap, (value, self._serial, block))
         if len(self._heap) > 2 * len(self._entries) + 64:
             self._heap = [(*entry, cached) for cached, entry in self._entries.items()]
             heapq.heapify(self._heap)
 
     def remove(self, block: int) -> None:
-        del self._entries[block]
+        del self._entries[block], self._since[block]
 
     def victim(self) -> int:
         while self._heap:
             value, serial, block = heapq.heappop(self._heap)
             if self._entries.get(block) == (value, serial):
-                del self._entries[block]
+                self.remove(block)
                 self.forget(block)
                 self._age = value
                 return block
@@ -124,6 +144,16 @@ class GreedyDual:
     def forget(self, block: int) -> None:
         self._uses.pop(block, None)
         self._least.pop(block, None)
+
+    def take_idle(self, until: float) -> list[int]:
+        idle = list(takewhile(lambda block: self._since[block] <= until, self._since))
+        for block in idle:
+            self.remove(block)
+            self.forget(block)
+        return idle
+
+    def oldest(self) -> float | None:
+        return min(self._since.values(), default=None)
 
     def __len__(self) -> int:
         return len(self._entries)

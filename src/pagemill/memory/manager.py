@@ -303,6 +303,10 @@ class MemoryManager:
         """
         self._residency.make_room(self.tenants.set(tenant, guaranteed_blocks, max_blocks, self.num_frames), 0)
 
+    def end_idle(self, now: float) -> float:
+        """Evicts cached blocks that nobody has used for their tenant's `idle_timeout_s`; when to call it again."""
+        return self._residency.end_idle(now)
+
     def available(self, tenant: Tenant) -> int:
         """Frames that this tenant can have, if its own quota has room: free, or cached and evictable for it."""
         return self.tenants.available(tenant, self._pool.num_free)

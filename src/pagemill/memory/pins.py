@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
@@ -110,11 +111,12 @@ class Pins:
         self._forget(pin)
         return True
 
-    def expire(self, now: float) -> None:
-        """Ends the pins whose time is over."""
+    def expire(self, now: float) -> float:
+        """Ends the pins whose time is over; when that of the next one is (inf: of none)."""
         for pin in self.list():
             if pin.expires_s is not None and pin.expires_s <= now:
                 self.unpin(pin.name, pin.space, now)
+        return min((pin.expires_s for pin in self.list() if pin.expires_s is not None), default=math.inf)
 
     def clear(self, now: float) -> None:
         """Ends all pins."""

@@ -109,16 +109,30 @@ class Residency:
 
     def evict(self, tenant: Tenant, count: int) -> None:
         """Ends the `count` cached blocks that the tenant's policy gives up first."""
-        victim, forget, group = tenant.policy.victim, self.index.forget, self.blocks.group
-        victims = [victim() for _ in range(count)]
+        victim = tenant.policy.victim
+        self._end_cached([victim() for _ in range(count)], tenant)
+
+    def end_idle(self, now: float) -> float:
+        """Ends cached blocks that nobody has used for as long as their tenant says; when to call it again, at the
+        latest (inf: never)."""
+        for tenant in self.tenants:
+            if tenant.idle_timeout_s is not None and now >= tenant.look_s:
+                self._end_cached(tenant.policy.take_idle(now - tenant.idle_timeout_s), tenant)
+                oldest = tenant.policy.oldest()
+                tenant.look_s = (now if oldest is None else oldest) + tenant.idle_timeout_s
+        return min(tenant.look_s for tenant in self.tenants)
+
+    def _end_cached(self, victims: list[int], tenant: Tenant) -> None:
+        """Of blocks that its policy has let go."""
+        forget, group = self.index.forget, self.blocks.group
         if self._saves_evicted:
             self._saves += map(self._save, victims)
         for block in victims:
             if group[block] == self.index.leading:
                 self.regret.evicted(self.index.digest[block])
             forget(block, group[block])
-        tenant.evictions += count
-        tenant.charged -= count
+        tenant.evictions += len(victims)
+        tenant.charged -= len(victims)
         self.pool.give(self.blocks.end(victims))
 
     def withdraw(self, block: int, tenant: Tenant) -> None:

@@ -6,6 +6,7 @@ tables that share it are of that tenant, so an account is a sum, and needs no co
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterator
 
@@ -23,9 +24,13 @@ class Tenant:
     charged:           its blocks, active and cached.
     guaranteed_blocks: as many are kept for it: what others hold of them they have borrowed, and give back first.
     max_blocks:        it never has more; NO_QUOTA if only the pool's size says so.
+    idle_timeout_s:    so long its cached blocks stay when nobody uses them; None: for as long as there is room.
+    look_s:            when to look for such blocks next.
     """
 
-    __slots__ = ("charged", "evictions", "guaranteed_blocks", "max_blocks", "name", "policy")
+    __slots__ = (
+        "charged", "evictions", "guaranteed_blocks", "idle_timeout_s", "look_s", "max_blocks", "name", "policy"
+    )  # fmt: skip
 
     def __init__(self, name: str, policy: EvictionPolicy) -> None:
         self.name = name
@@ -34,6 +39,11 @@ class Tenant:
         self.max_blocks = NO_QUOTA
         self.charged = 0
         self.evictions = 0
+        self.set_idle_timeout(None)
+
+    def set_idle_timeout(self, idle_timeout_s: float | None) -> None:
+        self.idle_timeout_s = idle_timeout_s
+        self.look_s = math.inf if idle_timeout_s is None else -math.inf
 
     @property
     def cached(self) -> int:

@@ -229,7 +229,7 @@ class Scheduler:
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run before a step in flight is committed."""
-        self.pins.expire(now)
+        self.expire(now)
         planned = self._continue_running(now)
 
         def run(sequence: Sequence, budget: int) -> int:
@@ -246,6 +246,10 @@ class Scheduler:
             return None
         self.tenants.serve(planned)
         return self._batch.plan(planned)
+
+    def expire(self, now: float) -> float:
+        """Ends pins and cached blocks whose time is over; when there are more (inf: never). `schedule` does so too."""
+        return min(self.pins.expire(now), self.memory.end_idle(now))
 
     def take_loads(self) -> list[Load]:
         """Loads that have been begun since the last call; each ends with `finish_load`."""

@@ -64,6 +64,7 @@ class Request:
     beam: BeamSearchParams | None = None
     pin: Pinning | None = None
     tenant: str = DEFAULT_TENANT
+    in_session: bool = False
 
 
 @dataclass(slots=True, eq=False)

@@ -92,6 +92,7 @@ class Tenancy:
                 f"tenant {name!r}: {refusal}; change the limits less, or wait until they are free", param="tenants"
             )
         self._memory.set_quota(name, *_quota(limits, frames))
+        self._memory.tenants[name].set_idle_timeout(limits.idle_timeout_s)
         load = self._loads.get(name)
         if load is None:
             self._loads[name] = TenantLoad(self._memory.tenants[name], limits)
@@ -128,13 +129,13 @@ class Tenancy:
         for load in self:
             self._memory.set_quota(load.account.name, *_quota(load.limits, self._memory.num_frames))
 
-    def limit(self, name: str) -> int:
-        """The most blocks that a sequence of this tenant can count on: its quota, its limit per request, and what is
-        guaranteed to nobody else. Raises UnknownTenantError."""
+    def limit(self, name: str, in_session: bool) -> int:
+        """The most blocks that a sequence of this tenant can count on: its quota, its limit per request and, of a
+        session's, per session, and what is guaranteed to nobody else. Raises UnknownTenantError."""
         load, frames = self[name], self._memory.num_frames
-        per_request = load.limits.blocks("max_blocks_per_request", frames)
-        limit = self._countable(load)
-        return limit if per_request is None else min(limit, per_request)
+        own = ["max_blocks_per_request", "max_blocks_per_session"][: 1 + in_session]
+        limits = [load.limits.blocks(which, frames) for which in own]
+        return min([self._countable(load), *(limit for limit in limits if limit is not None)])
 
     def check(self, request: Request, need: int) -> None:
         """Refuses what can never run, or not wait now. need: blocks that one of the request's sequences may take; of a
@@ -168,6 +169,14 @@ class Tenancy:
             raise RequestTooLargeError(
                 f"{grows} {total} KV blocks of {size} tokens with n={n}, but max_blocks_per_request of tenant {name!r} "
                 f"is {per_request}; {shorter}, ask for fewer sequences, or raise the tenant's limit",
+                param="max_tokens",
+            )
+        per_session = limits.blocks("max_blocks_per_session", frames) if request.in_session else None
+        if per_session is not None and need > per_session:
+            raise RequestTooLargeError(
+                f"the session may grow to {request.max_len} tokens, which takes {need} KV blocks of {size} tokens, but "
+                f"max_blocks_per_session of tenant {name!r} is {per_session}; lower max_tokens, begin another session, "
+                f"or raise the tenant's limit",
                 param="max_tokens",
             )
         if limits.max_running is not None and n > limits.max_running:
