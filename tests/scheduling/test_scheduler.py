@@ -15,6 +15,7 @@ from simulated_device import VOCAB, SimulatedDevice, likeliest, next_token
 
 from pagemill.errors import ConfigError, InvalidRequestError, KVMemoryError, PinLimitError, RequestTooLargeError
 from pagemill.memory.digest import root_digest
+from pagemill.memory.eviction import POLICIES
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.work import Load
 from pagemill.namespace import Namespace
@@ -44,6 +45,7 @@ def make_request(
     arrival_s=0.0,
     pin=None,
     tenant="default",
+    in_session=False,
 ):
     return Request(
         request_id=name,
@@ -56,6 +58,7 @@ def make_request(
         max_len=len(prompt) + max_tokens,
         pin=None if pin is None else Pinning(pin, Namespace(tenant, salt), 30.0),
         tenant=tenant,
+        in_session=in_session,
     )
 
 
@@ -123,10 +126,21 @@ class Bench:
     """A scheduler, its memory and a device, with up to `depth` steps planned ahead of the commit."""
 
     def __init__(
-        self, *, frames=64, block_size=4, windows=(None,), max_num_seqs=8, budget=16, caching=True, depth=1, tier=None
+        self,
+        *,
+        frames=64,
+        block_size=4,
+        windows=(None,),
+        max_num_seqs=8,
+        budget=16,
+        caching=True,
+        depth=1,
+        tier=None,
+        policy="lru",
     ):
         self.tier = None if tier is None else LowerTier(tier, len(windows))
-        self.memory = MemoryManager(frames, block_size, list(windows), caching, saves_evicted=tier is not None)
+        order = POLICIES[policy](0.1)
+        self.memory = MemoryManager(frames, block_size, list(windows), caching, order, saves_evicted=tier is not None)
         self.scheduler = Scheduler(
             self.memory,
             max_num_seqs=max_num_seqs,
@@ -246,6 +260,8 @@ tenant_limits = st.builds(
     TenantLimits,
     guaranteed_blocks=st.sampled_from(["0%", "0%", "20%", "50%"]),
     max_blocks=st.sampled_from([None, None, "60%", "100%"]),
+    max_blocks_per_session=st.sampled_from([None, "30%"]),
+    idle_timeout_s=st.sampled_from([None, 2.0]),
     max_running=st.sampled_from([None, 3]),
     weight=st.sampled_from([1, 3.0]),
 )
@@ -253,7 +269,21 @@ scripts = st.lists(
     st.tuples(
         st.integers(0, 6),
         st.sampled_from(
-            ["add", "add", "abort", "fault", "finish", "fork", "resize", "resize", "pin", "pin", "unpin", "limits"]
+            [
+                "add",
+                "add",
+                "abort",
+                "fault",
+                "finish",
+                "fork",
+                "resize",
+                "resize",
+                "pin",
+                "pin",
+                "unpin",
+                "limits",
+                "talk",
+            ]
         ),
         st.integers(0, 9),
     ),
@@ -273,13 +303,14 @@ scripts = st.lists(
     depth=st.sampled_from([1, 2, 3]),
     tier=st.one_of(st.none(), st.integers(0, 99)),
     limits=st.lists(tenant_limits, min_size=2, max_size=2),
+    policy=st.sampled_from([*POLICIES]),
 )
 def test_any_load_gives_the_tokens_of_a_lone_run(
-    loads, script, frames, windows, max_num_seqs, budget, caching, depth, tier, limits
+    loads, script, frames, windows, max_num_seqs, budget, caching, depth, tier, limits, policy
 ):
     """Same request, same tokens: beside others, of other tenants too, with preemptions, prefix hits, forks, beams,
-    faults, aborts, steps ahead, limits that change, a pool that shrinks and grows, and blocks that go to a lower tier
-    and come back or get lost."""
+    faults, aborts, steps ahead, pins, turns of sessions, limits that change, idle blocks that go, a pool that shrinks
+    and grows, and blocks that go to a lower tier and come back or get lost. In the end every block is free."""
     bench = Bench(
         frames=frames * len(windows),
         windows=windows,
@@ -288,6 +319,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
         caching=caching,
         depth=depth,
         tier=tier,
+        policy=policy,
     )
     waiting = [
         make_request(f"r{i}", prompt, max_tokens, n=n, seed=seed, priority=priority, salt=salt, tenant=tenant)
@@ -327,6 +359,18 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
                 bench.scheduler.add(child, (name, origin.index))
                 all_requests.append(child)
 
+    def talk(pick: int) -> None:
+        """The next turn of a session, which begins with all that an earlier request has said."""
+        over = [r for r in all_requests if bench.reasons.get((r.request_id, 0)) in ("stop", "length") and not r.beam]
+        if over:
+            last = over[pick % len(over)]
+            tokens = last.prompt_token_ids + bench.outputs[last.request_id, 0] + [8, 9]
+            turn = make_request(f"turn{len(all_requests)}", tokens, 5, tenant=last.tenant, in_session=True)
+            turn.root, turn.arrival_s = last.root, bench.now
+            with contextlib.suppress(RequestTooLargeError):
+                bench.scheduler.add(turn)
+                all_requests.append(turn)
+
     def pin(pick: int) -> None:
         prompt, _, _, _, _, salt, _, tenant = loads[pick % len(loads)]
         whole = prompt[: len(prompt) // 4 * 4]
@@ -343,6 +387,8 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
             add()
         elif action == "fault":
             bench.step(frozenset([pick % max_num_seqs]))
+        elif action == "talk":
+            talk(pick)
         elif action == "pin":
             pin(pick)
         elif action == "unpin":
@@ -373,6 +419,11 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
     while waiting:
         add()
     bench.run()
+    for name in ("default", *names):
+        bench.scheduler.set_tenant(name, TenantLimits(idle_timeout_s=1.0))
+    bench.scheduler.expire(bench.now + 1)
+    bench.memory.check()
+    assert bench.memory.stats().frames_free == bench.memory.num_frames
     for request in all_requests:
         if request.beam is not None:
             reasons = [bench.reasons.get((request.request_id, index)) for index in range(request.beam.beam_width)]
