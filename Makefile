@@ -6,6 +6,7 @@ PORT ?= 8000
 SERVE_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+SOAK_ARGS ?=
 # Where torch comes from: an index URL, or "pip" for whatever pip is set up with. Empty: scripts/install decides.
 TORCH_INDEX ?=
 # The Python that makes .venv. Empty: scripts/install looks for one.
@@ -21,11 +22,11 @@ MODEL_READY = $(BIN)/pagemill pull $(MODEL)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test bench build lint format sanitize wheel clean distclean
+.PHONY: help serve test soak bench build lint format sanitize wheel clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "Settings: MODEL=$(MODEL) HOST=$(HOST) PORT=$(PORT) SERVE_ARGS= PYTEST_ARGS= BENCH_ARGS= TORCH_INDEX= PYTHON="
+	@echo "Settings: MODEL=$(MODEL) HOST=$(HOST) PORT=$(PORT) SERVE_ARGS= PYTEST_ARGS= BENCH_ARGS= SOAK_ARGS= TORCH_INDEX= PYTHON="
 
 serve: $(BUILT)  ## Install what is missing, fetch the model, serve it
 	@$(MODEL_READY)
@@ -34,6 +35,10 @@ serve: $(BUILT)  ## Install what is missing, fetch the model, serve it
 test: lint  ## Install what is missing, fetch the model, check style, types and arrows, run the tests
 	@$(MODEL_READY)
 	@exec $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
+
+soak: $(BUILT)  ## Ten minutes of random requests, faults, limits and sizes: no bit may change, no block be lost (settings: SOAK_ARGS)
+	@$(MODEL_READY)
+	@exec $(BIN)/python tests/soak/chaos.py $(SOAK_ARGS)
 
 bench: $(BUILT)  ## Measure the model's throughput and latency on this machine (settings: BENCH_ARGS)
 	@$(MODEL_READY)
