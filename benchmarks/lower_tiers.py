@@ -3,8 +3,8 @@
     python -m benchmarks.lower_tiers [--dtype float32] [--tokens 4096,8192] [--folder DIR]
 
 First a file of the store's size is read through in large pieces by two threads, then the store's blocks through
-`DiskStore`, checksums included; both with the page cache dropped, in turn, medians of three. Then a prompt is computed
-by one engine, which is closed, and asked for again in a new one, whose first token needs the blocks from disk.
+`DiskStore`, checksums included; both with the page cache dropped, in turn, medians of three. Then sessions are begun in
+one `LLM`, which is closed, and go on in a new one, where the first token of a turn needs their blocks from disk.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from benchmarks.peers.engines import MODEL
 from benchmarks.peers.machine import describe_machine
 from benchmarks.peers.workloads import tokenize
 
-from pagemill.config import EngineConfig
-from pagemill.engine.core import EngineCore
-from pagemill.engine.messages import EngineRequest
-from pagemill.hub import resolve_model
-from pagemill.sampling.params import SamplingParams
+from pagemill import LLM, SamplingParams
+from pagemill.kvcache.disk_store import DiskStore
 
 PIECE_BYTES = 16 << 20
 THREADS = 2
+TURN = 20
+"""Tokens of what a session is asked next."""
 
 
 def drop_cache(path: Path) -> None:
@@ -55,9 +54,8 @@ def read_file(path: Path) -> float:
         return size / (time.perf_counter() - begin)
 
 
-def read_store(core: EngineCore) -> float:
-    """Bytes per second of reading all blocks of an engine's store that is not in memory, in order of their chains."""
-    disk = core._tiers.lower.disk
+def read_store(disk: DiskStore) -> float:
+    """Bytes per second of reading all blocks of a store that is not in memory, in order of their chains."""
     drop_cache(disk.folder / "blocks.dat")
     names = disk.names()
     step = max(1, PIECE_BYTES // disk.record_bytes)
@@ -74,14 +72,12 @@ def read_store(core: EngineCore) -> float:
         return len(names) * disk.slot_bytes / (time.perf_counter() - begin)
 
 
-def first_token_s(core: EngineCore, prompt: list[int]) -> tuple[float, int]:
-    """Seconds to the first token of a prompt, and how many of its tokens were found."""
+def first_token_s(llm: LLM, name: str, prompt: list[int]) -> tuple[float, int]:
+    """Seconds of a session's turn of these tokens, answered with one, and how many of all its tokens were found."""
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     begin = time.perf_counter()
-    core.add_request(EngineRequest(request_id="r", prompt_token_ids=prompt, params=params, arrival_s=time.monotonic()))
-    while True:
-        for output in core.step():
-            return time.perf_counter() - begin, output.num_cached_tokens
+    output = llm.session(name).generate(prompt, params)
+    return time.perf_counter() - begin, output.num_cached_tokens or 0
 
 
 def main() -> None:
@@ -96,34 +92,32 @@ def main() -> None:
     lengths = [int(length) for length in arguments.tokens.split(",")]
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
 
-        def make() -> EngineCore:
-            return EngineCore(
-                EngineConfig(
-                    model=str(resolve_model(MODEL)), dtype=arguments.dtype, kv_disk_memory="8GiB", kv_disk_path=folder,
-                    kv_memory="1GiB", max_model_len=max(lengths) + 64,
-                    hf_overrides={"max_position_embeddings": max(lengths) + 64},
-                )
+        def make() -> LLM:
+            return LLM(
+                MODEL, dtype=arguments.dtype, kv_disk_memory="8GiB", kv_disk_path=folder, kv_memory="1GiB",
+                max_model_len=max(lengths) + 64, hf_overrides={"max_position_embeddings": max(lengths) + 64},
+                session_path=f"{folder}/sessions.sqlite",
             )  # fmt: skip
 
-        core = make()
-        first_token_s(core, text[-700:])  # warm-up
-        computed = {length: first_token_s(core, text[1000 : 1000 + length])[0] for length in lengths}
-        core.close()
-        core = make()
-        path = core._tiers.lower.disk.folder / "blocks.dat"
-        rounds = [(read_file(path), read_store(core)) for _ in range(3)]
+        with make() as llm:
+            first_token_s(llm, "warm-up", text[-700:])
+            computed = {n: first_token_s(llm, str(n), text[1000 : 1000 + n])[0] for n in lengths}
+        llm = make()
+        disk = llm._core._tiers.lower.disk
+        path = disk.folder / "blocks.dat"
+        rounds = [(read_file(path), read_store(disk)) for _ in range(3)]
         file, store = (median(speeds) for speeds in zip(*rounds, strict=True))
         print(f"disk {file / 1e6:.0f} MB/s, store {store / 1e6:.0f} MB/s: {store / file:.0%} of it (goal: 80 %)\n")
-        print("| tokens | found | MB | computed, s | loaded, s | bytes / 80 % of the disk + a step, s |")
+        print("| tokens | found | MB | computed, s | resumed, s | bytes / 80 % of the disk + a step, s |")
         print("| ---: | ---: | ---: | ---: | ---: | ---: |")
-        step_s = first_token_s(core, text[-40:-20])[0]
+        step_s = median(first_token_s(llm, "step", text[at : at + TURN])[0] for at in range(0, 10 * TURN, TURN))
         for length in lengths:
             drop_cache(path)
-            loaded_s, found = first_token_s(core, text[1000 : 1000 + length])
-            size = found // 16 * core._tiers.lower.record_bytes
+            resumed_s, found = first_token_s(llm, str(length), text[-TURN:])
+            size = found // 16 * disk.record_bytes
             goal = size / (0.8 * file) + step_s
-            print(f"| {length} | {found} | {size / 1e6:.0f} | {computed[length]:.2f} | {loaded_s:.2f} | {goal:.2f} |")
-        core.close()
+            print(f"| {length} | {found} | {size / 1e6:.0f} | {computed[length]:.2f} | {resumed_s:.2f} | {goal:.2f} |")
+        llm.close()
 
 
 if __name__ == "__main__":
