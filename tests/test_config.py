@@ -34,6 +34,7 @@ from pagemill.errors import ConfigError
         ("hf_overrides", "{}"),
         ("enable_prefix_caching", "yes"),
         ("eviction_policy", "fifo"),
+        ("preemption_mode", "drop"),
         ("tenants", [1]),
         ("quantization", "int4"),
         ("quantization", 8),
@@ -43,6 +44,12 @@ def test_a_wrong_setting_is_refused_by_name(name, value):
     with pytest.raises(ConfigError, match=f"^{name} is ") as caught:
         EngineConfig(model="m", **{name: value})
     assert caught.value.param == name
+
+
+@pytest.mark.parametrize("settings", [{}, {"kv_host_memory": "1GiB", "enable_prefix_caching": False}])
+def test_swapping_needs_a_place_and_names(settings):
+    with pytest.raises(ConfigError, match="set kv_host_memory or kv_disk_memory"):
+        EngineConfig(model="m", preemption_mode="swap", **settings)
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16", "int8"])

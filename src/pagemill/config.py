@@ -13,6 +13,7 @@ from pagemill.tenant_limits import TenantLimits, read_limits, read_tenants_file
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 EVICTION_POLICIES = ("lru", "lfu", "cost")
+PREEMPTION_MODES = ("auto", "swap", "recompute")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = (*DTYPES, "int8")
 QUANTIZATIONS = ("gguf", "int8")
@@ -73,6 +74,9 @@ class EngineConfig:
     eviction_policy: str = "lru"
     """Which cached blocks make room first: "lru" the least recently used; "lfu" the least often used; "cost" those that
     are the least work to compute again, times their uses. The last two age."""
+    preemption_mode: str = "auto"
+    """How a sequence that lost its blocks gets back those that have left the pool: "swap" loads them from the lower
+    tiers, "recompute" computes them again, "auto" does what takes less time by the speeds measured."""
     max_pinned_share: float = 0.5
     """The most of the KV pool that pinned prefixes may take."""
     session_path: str | None = None
@@ -120,6 +124,18 @@ class EngineConfig:
                 f"eviction_policy is {self.eviction_policy!r}; it must be one of {', '.join(EVICTION_POLICIES)}",
                 param="eviction_policy",
             )
+        if self.preemption_mode not in PREEMPTION_MODES:
+            raise ConfigError(
+                f"preemption_mode is {self.preemption_mode!r}; it must be one of {', '.join(PREEMPTION_MODES)}",
+                param="preemption_mode",
+            )
+        tiers = self.kv_host_memory is not None or self.kv_disk_memory is not None
+        if self.preemption_mode == "swap" and not (tiers and self.enable_prefix_caching):
+            raise ConfigError(
+                "preemption_mode 'swap' has nowhere to swap to, or no names for what it swaps: set kv_host_memory or "
+                "kv_disk_memory, and leave enable_prefix_caching on",
+                param="preemption_mode",
+            )
         if self.quantization not in (None, *QUANTIZATIONS):
             raise ConfigError(
                 f"quantization is {self.quantization!r}; it must be None or one of {', '.join(QUANTIZATIONS)}",
@@ -162,7 +178,7 @@ class EngineConfig:
                                     "max_pinned_share")),
             (int, float, str): ("bytes, a size or a share", ("kv_memory", "kv_host_memory", "kv_disk_memory")),
             str: ("a text", ("dtype", "quantization", "kv_cache_dtype", "kv_disk_path", "eviction_policy", "device",
-                             "session_path")),
+                             "session_path", "preemption_mode")),
             dict: ("a dict", ("hf_overrides",)),
         }  # fmt: skip
         optional = {setting.name for setting in fields(self) if setting.default is None}

@@ -100,3 +100,30 @@ def test_broken_blocks_are_computed_again(kept, conversations, expected, make_en
 def test_a_host_tier_below_one_block_is_refused(make_engine):
     with pytest.raises(ConfigError, match="kv_host_memory is 1000, but one block takes"):
         make_engine(**SMALL, kv_host_memory=1000)
+
+
+@pytest.mark.parametrize("mode", ["auto", "swap", "recompute"])
+def test_preempted_sequences_come_back_as_the_mode_says(crowd, make_engine, mode):
+    requests, expected = crowd
+    core = make_engine(
+        **SMALL | {"max_num_seqs": 6}, kv_host_memory=200 * FRAME_BYTES, preemption_mode=mode, num_threads=2
+    )
+    same(drive(core, requests, record=True), expected)
+    stats = core.stats()
+    assert stats.preemptions >= 3
+    if mode == "recompute":
+        assert stats.preempted_tokens_swapped_in == stats.blocks_loaded == 0
+        assert stats.preempted_tokens_recomputed > stats.preemptions * 16
+    if mode == "swap":
+        assert stats.preempted_tokens_swapped_in == 16 * stats.blocks_loaded > 0
+        assert stats.preempted_tokens_recomputed <= stats.preemptions * 16, "only what is left of the last block"
+    core.close()
+
+
+@pytest.fixture(scope="module")
+def crowd(prompts, make_engine):
+    """Six requests that fit side by side at first, and not at their end; and what they bring."""
+    joined = [token for prompt in prompts for token in prompt] * 3
+    params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
+    requests = [request(f"r{at}", joined[at * 60 : at * 60 + 40 + at], params, cache_salt=str(at)) for at in range(6)]
+    return requests, drive(make_engine(enable_prefix_caching=False), requests, record=True)

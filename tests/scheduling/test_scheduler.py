@@ -98,7 +98,7 @@ class LowerTier:
         self.under_way: list[tuple[int, Load]] = []
         self.arrived = 0
 
-    def stored(self, digests) -> int:
+    def stored(self, digests, preempted) -> int:
         held = [all((digest, group) in self.blocks for group in self.groups) for digest in digests]
         return [*held, False].index(False)
 

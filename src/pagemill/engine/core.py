@@ -208,6 +208,8 @@ class EngineCore:
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
             preemptions=self._scheduler.preemptions,
+            preempted_tokens_recomputed=self._scheduler.recomputed_tokens,
+            preempted_tokens_swapped_in=self._scheduler.swapped_in_tokens,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,

@@ -137,6 +137,9 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     running: int
     waiting: int
     preemptions: int
+    preempted_tokens_recomputed: int
+    """Tokens of preempted sequences that were computed once more; that came back from lower tiers."""
+    preempted_tokens_swapped_in: int
     steps: int
     prompt_tokens: int
     generated_tokens: int

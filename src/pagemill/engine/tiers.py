@@ -47,29 +47,37 @@ def make_tiers(config: EngineConfig, pool: DevicePool, fingerprint: bytes, kv_fo
         limit = parse_memory("kv_disk_memory", config.kv_disk_memory, shutil.disk_usage(root).free)
         name = Path(config.model).stem
         disk = DiskStore(root, StoreFormat(name, fingerprint.hex(), kv_format, numerics, record_bytes), limit)
-    return Tiers(LowerTiers(host, disk, record_bytes), pool)
+    return Tiers(LowerTiers(host, disk, record_bytes), pool, config.preemption_mode)
 
 
 class Tiers:
     """Transfers to and from the lower tiers, and what is known of their speed and of prefill's."""
 
-    def __init__(self, lower: LowerTiers, pool: DevicePool) -> None:
+    def __init__(self, lower: LowerTiers, pool: DevicePool, preemption_mode: str) -> None:
         self.lower = lower
         self.transfers = Transfers(pool, lower)
         self._groups = len(pool.groups.groups)
         self._block_size = pool.block_size
+        self._preemption_mode = preemption_mode
         self._prefill_s_per_token = 0.0
 
-    def stored(self, digests: Sequence[bytes]) -> int:
-        """Of a chain's digests, how many from the first on can be loaded in less time than it takes to compute their
-        tokens, as far as both have been measured."""
+    def stored(self, digests: Sequence[bytes], preempted: bool) -> int:
+        """Of a chain's digests, how many from the first on are to be loaded: as many as can be in less time than it
+        takes to compute their tokens, as far as both have been measured. For a preempted sequence the preemption mode
+        may say all that there are, what is still being stored included, or none."""
+        if preempted and self._preemption_mode == "recompute":
+            return 0
+        swap = preempted and self._preemption_mode == "swap"
         try:
             found = self.lower.find(digests, self._groups)
+            if swap and found < len(digests):
+                self.transfers.flush()
+                found = self.lower.find(digests, self._groups)
         except KVStoreError as error:
             logger.warning("%s", error)
             return 0
         stats = self.transfers.stats()
-        if not found or not stats.loaded or not self._prefill_s_per_token:
+        if swap or not found or not stats.loaded or not self._prefill_s_per_token:
             return found
         load_s = found * self._groups * stats.loading_s / stats.loaded
         return found if load_s < found * self._block_size * self._prefill_s_per_token else 0

@@ -60,8 +60,8 @@ class Transfers:
         self._waiting = 0
         self._stats = TransferStats()
         self._pieces: dict[int, list[list[bool] | None]] = {}
-        self._done: SimpleQueue[tuple[int, int, list[bool]]] = SimpleQueue()
-        self._loading_since = 0.0
+        self._done: SimpleQueue[tuple[int, int, list[bool], float]] = SimpleQueue()
+        self._loading_since = self._loading_until = 0.0
 
     def stats(self) -> TransferStats:
         with self._lock:
@@ -137,14 +137,16 @@ class Transfers:
         except (KVStoreError, MemoryError) as error:
             logger.warning("%s", error)
         finally:
-            self._done.put((load, piece, arrived))
+            self._done.put((load, piece, arrived, time.monotonic()))
 
     def finished(self, wait_s: float = 0.0) -> dict[int, list[bool]]:
         """Loads that are over, by id, and which of their blocks have arrived. Waits for news if there is none yet."""
         over: dict[int, list[bool]] = {}
         while self._pieces and not (over and self._done.empty()):
             try:
-                load, piece, found = self._done.get(timeout=wait_s) if wait_s > 0 else self._done.get_nowait()
+                load, piece, found, self._loading_until = (
+                    self._done.get(timeout=wait_s) if wait_s > 0 else self._done.get_nowait()
+                )
             except Empty:
                 break
             pieces = self._pieces[load]
@@ -153,7 +155,7 @@ class Transfers:
                 over[load] = [whole for part in self._pieces.pop(load) for whole in part or ()]
         if over:
             arrived, wanted = (sum(map(count, over.values())) for count in (sum, len))
-            spent = 0.0 if self._pieces else time.monotonic() - self._loading_since
+            spent = 0.0 if self._pieces else self._loading_until - self._loading_since
             self._count(loaded=arrived, missed=wanted - arrived, loading_s=spent)
         return over
 

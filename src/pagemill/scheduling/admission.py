@@ -41,10 +41,17 @@ class Admission:
         self._caching = enable_prefix_caching
         self._waiting = WaitingQueue(chunk)
         self._loading = Loading(memory, stored)
+        self.recomputed_tokens = 0
+        """Tokens that preempted sequences compute once more."""
 
     @property
     def num_loading(self) -> int:
         return len(self._loading)
+
+    @property
+    def swapped_in_tokens(self) -> int:
+        """Tokens that came back from lower tiers for preempted sequences."""
+        return self._loading.swapped_in_tokens
 
     def wait(self, sequence: Sequence) -> None:
         """A sequence waits for its turn."""
@@ -161,8 +168,10 @@ class Admission:
             self._memory.close(opened.table, now)
             return Lack.POOL if within else Lack.QUOTA
         sequence.table = opened.table
-        sequence.scheduled = found
-        if sequence.scheduled_s is None:
+        computed, sequence.scheduled = sequence.scheduled, found
+        if sequence.was_preempted:
+            self.recomputed_tokens += max(0, min(computed, len(tokens)) - found)
+        else:
             sequence.num_cached_tokens = found
         if share:
             self.pending.add(sequence, sequence.digests, found // self._memory.block_size)

@@ -15,8 +15,9 @@ from pagemill.memory.manager import MemoryManager
 from pagemill.memory.work import Load
 from pagemill.scheduling.sequence import Sequence as Waiting
 
-Stored = Callable[[Sequence[bytes]], int]
-"""Of a chain's digests, how many from the first on lower tiers hold, for all layer groups, and are worth loading."""
+Stored = Callable[[Sequence[bytes], bool], int]
+"""Of a chain's digests, how many from the first on lower tiers hold, for all layer groups, and are to be loaded; asked
+for a sequence that was preempted, or not."""
 
 
 class Begun(NamedTuple):
@@ -37,6 +38,9 @@ class Loading:
         self._missed: set[bytes] = set()
         """Blocks that did not arrive: who asks for one next computes it."""
         self._ids = count()
+        self._swapping: set[int] = set()
+        self.swapped_in_tokens = 0
+        """Tokens that have arrived for preempted sequences."""
 
     def __len__(self) -> int:
         return len(self._tables)
@@ -53,7 +57,7 @@ class Loading:
         if sequence.digests[found] in self._missed:
             self._missed.remove(sequence.digests[found])
             return None
-        more = self._stored(sequence.digests[found:last])
+        more = self._stored(sequence.digests[found:last], sequence.was_preempted)
         if more == 0:
             return None
         table, length = memory.open(sequence.tokens, sequence.digests, request.root, now, found * size, request.tenant)
@@ -65,6 +69,8 @@ class Loading:
         blocks = [(digest, group) for digest in digests[found:] for group in groups]
         load = Load(next(self._ids), blocks, memory.frames(table, found))
         self._begun.append(load)
+        if sequence.was_preempted:
+            self._swapping.add(load.id)
         self._tables[load.id] = table, sequence.tokens[: len(digests) * size], digests
         return Begun(load.id, digests)
 
@@ -80,6 +86,9 @@ class Loading:
         table, tokens, digests = self._tables.pop(load)
         whole = [*arrived, False].index(False) // len(memory.windows)
         blocks = table.length // memory.block_size + whole
+        if load in self._swapping:
+            self._swapping.remove(load)
+            self.swapped_in_tokens += whole * memory.block_size
         self._missed.update(digests[blocks : blocks + 1])
         memory.commit(table, blocks * memory.block_size, tokens, digests)
         memory.close(table, now)

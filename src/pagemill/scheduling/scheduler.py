@@ -98,6 +98,16 @@ class Scheduler:
         return sum(load.preemptions for load in self.tenants)
 
     @property
+    def swapped_in_tokens(self) -> int:
+        """Tokens that came back from lower tiers for preempted sequences."""
+        return self._admission.swapped_in_tokens
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens that preempted sequences have computed once more."""
+        return self._admission.recomputed_tokens
+
+    @property
     def prefix_queried_tokens(self) -> int:
         return sum(load.prefix_queried_tokens for load in self.tenants)
 

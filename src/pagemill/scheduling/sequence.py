@@ -109,6 +109,11 @@ class Sequence:
         return known - self.scheduled if known < self.request.max_len else 0
 
     @property
+    def was_preempted(self) -> bool:
+        """Whether it waits again, after having run."""
+        return self.status is Status.WAITING and self.scheduled_s is not None
+
+    @property
     def num_rows(self) -> int:
         """Rows that it needs to begin: its own, and those of the sequences that will fork off."""
         if self.group is not None:

@@ -35,6 +35,8 @@ COUNTERS = {
     "prefix_cache_queries": ("Tokens looked up in the prefix cache.", "prefix_queried_tokens"),
     "prefix_cache_hits": ("Tokens found there.", "prefix_hit_tokens"),
     "num_preemptions": ("Sequences that lost their blocks to others.", "preemptions"),
+    "preempted_tokens_recomputed": ("Their tokens that were computed once more.", "preempted_tokens_recomputed"),
+    "preempted_tokens_swapped_in": ("Those that came back from lower tiers.", "preempted_tokens_swapped_in"),
     "kv_evictions": ("Cached blocks that made room.", "evictions"),
     "kv_evictions_regretted": ("Evicted blocks that were wanted again before long.", "evictions_regretted"),
     "kv_copies": ("Blocks copied before a write, because others share them.", "copies"),

@@ -1,0 +1,120 @@
+"""What preemption costs when memory is short: a workload in a pool of half the blocks that it asks for.
+
+    python -m benchmarks.preemption [--workload mixed] [--dtype float32,bfloat16] [--modes recompute,swap,auto]
+
+All requests are there from the start. The pool has half of the blocks that they would hold at once if all ran side by
+side, host memory below it has room for everything. Gaps are the times between a request's tokens, those in which it
+was preempted included. "roomy" is the same in a pool that is large enough.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from benchmarks.peers.engines import MODEL
+from benchmarks.peers.machine import describe_machine
+from benchmarks.peers.workloads import SHAPES, Workload, make, tokenize
+
+from pagemill.config import EngineConfig
+from pagemill.engine.core import EngineCore
+from pagemill.engine.messages import EngineRequest
+from pagemill.hub import resolve_model
+from pagemill.sampling.params import SamplingParams
+
+BLOCK = 16
+
+
+def blocks_wanted(workload: Workload) -> int:
+    """The most blocks that its requests hold at once if all run side by side, a token each per step."""
+    lengths = list(zip(map(len, workload.prompts), workload.max_tokens, strict=True))
+    return max(
+        sum(-(-(prompt + step) // BLOCK) for prompt, output in lengths if step < output)
+        for step in range(max(workload.max_tokens))
+    )
+
+
+@dataclass
+class Served:
+    """seconds of the whole; gaps: seconds between two tokens of a request; counts: differences of `EngineStats`."""
+
+    seconds: float
+    tokens: int
+    gaps: list[float]
+    counts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def row(self) -> str:
+        middle, late = np.percentile(self.gaps, [50, 99])
+        counts = " | ".join(f"{count:.0f}" for count in self.counts.values())
+        return (
+            f"{self.tokens / self.seconds:.0f} | {1e3 * middle:.0f} | {1e3 * late:.0f} | {late / middle:.1f} | "
+            f"{max(self.gaps):.1f} | {counts} |"
+        )
+
+
+COUNTED = ("preemptions", "preempted_tokens_recomputed", "preempted_tokens_swapped_in", "evictions", "steps")
+
+
+def serve(core: EngineCore, workload: Workload) -> Served:
+    before, begin = core.stats(), time.perf_counter()
+    for index, (prompt, tokens) in enumerate(zip(workload.prompts, workload.max_tokens, strict=True)):
+        params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        core.add_request(
+            EngineRequest(request_id=str(index), prompt_token_ids=prompt, params=params, arrival_s=time.monotonic())
+        )
+    last: dict[str, float] = {}
+    gaps: list[float] = []
+    while core.has_work():
+        outputs, now = core.step(), time.perf_counter()
+        for output in outputs:
+            if output.request_id in last:
+                gaps.append(now - last[output.request_id])
+            last[output.request_id] = now
+    after = core.stats()
+    counts = {name: getattr(after, name) - getattr(before, name) for name in COUNTED}
+    return Served(time.perf_counter() - begin, workload.output_tokens, gaps, counts)
+
+
+def engine(dtype: str, frames: int, **settings: Any) -> EngineCore:
+    path = str(resolve_model(MODEL))
+    frame_bytes = (30 * 2 * 3 * 64 * BLOCK) * (4 if dtype == "float32" else 2)
+    core = EngineCore(
+        EngineConfig(
+            model=path, dtype=dtype, max_model_len=2048, kv_memory=frames * frame_bytes, block_size=BLOCK, **settings
+        )
+    )
+    assert core.ready.num_frames == frames
+    return core
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workload", default="mixed", choices=list(SHAPES))
+    parser.add_argument("--dtype", default="float32,bfloat16")
+    parser.add_argument("--modes", default="roomy,recompute,swap,auto")
+    parser.add_argument("--rounds", type=int, default=1)
+    arguments = parser.parse_args()
+    machine = describe_machine()
+    print(f"{machine['cpu']}, {machine['cores']} cores, load average {machine['load_average']}, {machine['date']}\n")
+    text = tokenize(MODEL)
+    wanted = blocks_wanted(make(arguments.workload, text))
+    print(f"| dtype | mode | tokens/s | gap ms, median | p99 | ratio | longest, s | {' | '.join(COUNTED)} |")
+    print("| --- | --- |" + " ---: |" * (5 + len(COUNTED)))
+    for dtype in arguments.dtype.split(","):
+        for mode in arguments.modes.split(","):
+            if mode == "roomy":
+                core = engine(dtype, 2 * wanted)
+            else:
+                core = engine(dtype, wanted // 2, kv_host_memory="2GiB", preemption_mode=mode)
+            serve(core, make("tiny", text))  # warm-up
+            for round in range(arguments.rounds):
+                print(f"| {dtype} | {mode} | {serve(core, make(arguments.workload, text, round)).row}", flush=True)
+            core.close()
+
+
+if __name__ == "__main__":
+    main()
