@@ -1,6 +1,7 @@
 """What preemption costs when memory is short: a workload in a pool of half the blocks that it asks for.
 
     python -m benchmarks.preemption [--workload mixed] [--dtype float32,bfloat16] [--modes recompute,swap,auto]
+        [--target-tpot-ms 60]
 
 All requests are there from the start. The pool has half of the blocks that they would hold at once if all ran side by
 side, host memory below it has room for everything. Gaps are the times between a request's tokens, those in which it
@@ -95,21 +96,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="mixed", choices=list(SHAPES))
     parser.add_argument("--dtype", default="float32,bfloat16")
+    parser.add_argument("--target-tpot-ms", type=float)
     parser.add_argument("--modes", default="roomy,recompute,swap,auto")
     parser.add_argument("--rounds", type=int, default=1)
     arguments = parser.parse_args()
     machine = describe_machine()
     print(f"{machine['cpu']}, {machine['cores']} cores, load average {machine['load_average']}, {machine['date']}\n")
-    text = tokenize(MODEL)
+    text, target = tokenize(MODEL), arguments.target_tpot_ms
     wanted = blocks_wanted(make(arguments.workload, text))
     print(f"| dtype | mode | tokens/s | gap ms, median | p99 | ratio | longest, s | {' | '.join(COUNTED)} |")
     print("| --- | --- |" + " ---: |" * (5 + len(COUNTED)))
     for dtype in arguments.dtype.split(","):
         for mode in arguments.modes.split(","):
             if mode == "roomy":
-                core = engine(dtype, 2 * wanted)
+                core = engine(dtype, 2 * wanted, target_tpot_ms=target)
             else:
-                core = engine(dtype, wanted // 2, kv_host_memory="2GiB", preemption_mode=mode)
+                core = engine(dtype, wanted // 2, kv_host_memory="2GiB", preemption_mode=mode, target_tpot_ms=target)
             serve(core, make("tiny", text))  # warm-up
             for round in range(arguments.rounds):
                 print(f"| {dtype} | {mode} | {serve(core, make(arguments.workload, text, round)).row}", flush=True)

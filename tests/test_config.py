@@ -35,6 +35,8 @@ from pagemill.errors import ConfigError
         ("enable_prefix_caching", "yes"),
         ("eviction_policy", "fifo"),
         ("preemption_mode", "drop"),
+        ("target_tpot_ms", 0),
+        ("target_tpot_ms", float("inf")),
         ("tenants", [1]),
         ("quantization", "int4"),
         ("quantization", 8),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ class Setup:
     block_size: int = 16
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 512
+    target_tpot_s: float = math.inf
 
     def memory(self, step_times: StepTimes, **settings: Any) -> MemoryManager:
         shape = step_times.shape
@@ -44,6 +46,7 @@ class Setup:
             eos_token_ids=frozenset(),
             ageing_s=10.0,
             enable_prefix_caching=caching,
+            target_tpot_s=self.target_tpot_s,
         )
 
 

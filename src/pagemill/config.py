@@ -74,6 +74,8 @@ class EngineConfig:
     eviction_policy: str = "lru"
     """Which cached blocks make room first: "lru" the least recently used; "lfu" the least often used; "cost" those that
     are the least work to compute again, times their uses. The last two age."""
+    target_tpot_ms: float | None = None
+    """Milliseconds between two tokens of a request that the controller holds; None: it changes nothing."""
     preemption_mode: str = "auto"
     """How a sequence that lost its blocks gets back those that have left the pool: "swap" loads them from the lower
     tiers, "recompute" computes them again, "auto" does what takes less time by the speeds measured."""
@@ -123,6 +125,11 @@ class EngineConfig:
             raise ConfigError(
                 f"eviction_policy is {self.eviction_policy!r}; it must be one of {', '.join(EVICTION_POLICIES)}",
                 param="eviction_policy",
+            )
+        if self.target_tpot_ms is not None and not 0 < self.target_tpot_ms < math.inf:
+            raise ConfigError(
+                f"target_tpot_ms is {self.target_tpot_ms}; it must be above 0 milliseconds, or None for no target",
+                param="target_tpot_ms",
             )
         if self.preemption_mode not in PREEMPTION_MODES:
             raise ConfigError(
@@ -174,7 +181,7 @@ class EngineConfig:
         kinds: dict[type | tuple[type, ...], tuple[str, tuple[str, ...]]] = {
             int: ("an integer", ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_threads",
                                  "kv_cache_memory_bytes", "seed", "max_sessions")),
-            (int, float): ("a number", ("gpu_memory_utilization", "ageing_s", "session_timeout_s",
+            (int, float): ("a number", ("gpu_memory_utilization", "ageing_s", "session_timeout_s", "target_tpot_ms",
                                     "max_pinned_share")),
             (int, float, str): ("bytes, a size or a share", ("kv_memory", "kv_host_memory", "kv_disk_memory")),
             str: ("a text", ("dtype", "quantization", "kv_cache_dtype", "kv_disk_path", "eviction_policy", "device",

@@ -127,3 +127,11 @@ def crowd(prompts, make_engine):
     params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
     requests = [request(f"r{at}", joined[at * 60 : at * 60 + 40 + at], params, cache_salt=str(at)) for at in range(6)]
     return requests, drive(make_engine(enable_prefix_caching=False), requests, record=True)
+
+
+def test_a_target_that_nobody_meets_changes_no_bit(crowd, make_engine):
+    requests, expected = crowd
+    core = make_engine(**SMALL | {"max_num_seqs": 6}, kv_host_memory=200 * FRAME_BYTES, target_tpot_ms=0.001)
+    same(drive(core, requests, record=True), expected)
+    assert core.stats().running_limit == 1
+    core.close()

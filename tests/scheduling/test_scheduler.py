@@ -234,8 +234,8 @@ class Bench:
         for load in self.scheduler.tenants:
             assert load.running == load.waiting == load.rows == load.account.active == 0
         assert sorted(self.scheduler._batch._free) == list(range(self.scheduler.max_num_seqs))
-        assert not self.scheduler._admission.pending._owner
-        assert not self.scheduler._admission.pending._waiters
+        assert not self.scheduler.admission.pending._owner
+        assert not self.scheduler.admission.pending._waiters
 
 
 prefixes = st.sampled_from([[], [1] * 9, [1] * 9 + [2] * 8, [3, 4] * 10])

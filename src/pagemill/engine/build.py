@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -93,6 +94,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
         enable_prefix_caching=config.enable_prefix_caching,
         stored=None if tiers is None else tiers.stored,
         max_pinned_share=config.max_pinned_share,
+        target_tpot_s=math.inf if config.target_tpot_ms is None else config.target_tpot_ms / 1e3,
     )
     runner = Runner(
         model.decoder,

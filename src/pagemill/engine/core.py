@@ -28,10 +28,10 @@ from pagemill.memory.occupancy import occupancy, scatter
 from pagemill.memory.tenants import NO_QUOTA
 from pagemill.namespace import Namespace
 from pagemill.scheduling.beam import row_params
-from pagemill.scheduling.scheduler import Update
 from pagemill.scheduling.sequence import Pinning, Request
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 from pagemill.scheduling.tenancy import TenantLoad
+from pagemill.scheduling.update import Update
 from pagemill.tenant_limits import TenantLimits
 
 LOAD_WAIT_S = 0.05
@@ -123,6 +123,7 @@ class EngineCore:
     def step(self) -> list[SequenceOutput]:
         """Plans a step, runs it and commits it. Returns what it brought; nothing if there was no work."""
         self._finish_loads(0.0)
+        begun = time.monotonic()
         plan = self._scheduler.schedule(time.monotonic())
         self._start_transfers()
         if plan is None:
@@ -144,6 +145,7 @@ class EngineCore:
         else:
             updates = self._scheduler.commit(result, time.monotonic())
         self._steps += 1
+        self._scheduler.note_step(plan, time.monotonic() - begun)
         if self._tiers is not None:
             self._tiers.note_step(plan.num_tokens, time.monotonic() - begin)
         if self.config.check_invariants:
@@ -208,8 +210,11 @@ class EngineCore:
             running=self._scheduler.num_running,
             waiting=self._scheduler.num_waiting,
             preemptions=self._scheduler.preemptions,
-            preempted_tokens_recomputed=self._scheduler.recomputed_tokens,
-            preempted_tokens_swapped_in=self._scheduler.swapped_in_tokens,
+            step_prompt_tokens=self._scheduler.controller.prompt_tokens,
+            running_limit=self._scheduler.controller.max_running,
+            watermark_blocks=self._scheduler.controller.watermark,
+            preempted_tokens_recomputed=self._scheduler.admission.recomputed_tokens,
+            preempted_tokens_swapped_in=self._scheduler.admission.swapped_in_tokens,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,

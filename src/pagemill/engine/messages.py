@@ -137,6 +137,11 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     running: int
     waiting: int
     preemptions: int
+    step_prompt_tokens: int
+    """What the controller allows: tokens of prompts in a step beside sequences that generate; sequences that run; and
+    the blocks that it leaves free when it admits one more."""
+    running_limit: int
+    watermark_blocks: int
     preempted_tokens_recomputed: int
     """Tokens of preempted sequences that were computed once more; that came back from lower tiers."""
     preempted_tokens_swapped_in: int

@@ -8,6 +8,7 @@ from pagemill.memory.digest import extend_chain
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.work import Load
 from pagemill.scheduling.batch import Batch
+from pagemill.scheduling.controller import Controller
 from pagemill.scheduling.loading import Loading, Stored
 from pagemill.scheduling.pending import PendingPrefixes
 from pagemill.scheduling.sequence import Sequence
@@ -27,6 +28,7 @@ class Admission:
         batch: Batch,
         tenants: Tenancy,
         running: list[Sequence],
+        controller: Controller,
         *,
         chunk: int,
         enable_prefix_caching: bool,
@@ -37,6 +39,7 @@ class Admission:
         self._batch = batch
         self._tenants = tenants
         self._running = running
+        self._controller = controller
         self._chunk = chunk
         self._caching = enable_prefix_caching
         self._waiting = WaitingQueue(chunk)
@@ -89,7 +92,7 @@ class Admission:
                 self._waiting.level(load)
                 passed.add(load)
                 continue
-            if crowded and not right:
+            if (crowded or len(self._running) >= self._controller.max_running) and not right:
                 passed.add(load)
                 continue
             if self._batch.num_free >= rows and self._comes_from_elsewhere(sequence, now):
@@ -124,10 +127,16 @@ class Admission:
             return False
         load = None
         if not self.pending.owned(sequence.digests[found]):
-            load = self._loading.begin(sequence, found, len(self._running), now)
+            load = self._loading.begin(sequence, found, self._headroom, now)
         if load is not None:
             self.pending.add(load.id, load.digests, found)
         return self.pending.wait(sequence.digests[found], sequence)
+
+    @property
+    def _headroom(self) -> int:
+        """Blocks left for running sequences to grow when another begins."""
+        running = len(self._running)
+        return running + self._controller.watermark if running else 0
 
     def take_loads(self) -> list[Load]:
         """Loads that have been begun since the last call; each ends with `finish_load`."""
@@ -142,7 +151,8 @@ class Admission:
         """Opens a waiting sequence's table and reserves its first chunk, or holds nothing and says what is lacking.
 
         There must be room for the whole sequence as it is and for one more block of each running one (of its own
-        tenant, where all of it is guaranteed, or within the tenant's quota): else it would soon be preempted again.
+        tenant, where all of it is guaranteed, or within the tenant's quota), and above the controller's watermark:
+        else it would soon be preempted again.
         """
         if self._batch.num_free < sequence.num_rows:
             return Lack.POOL
@@ -162,7 +172,7 @@ class Admission:
         need = self._memory.blocks_needed(len(tokens), self._chunk) - opened.table.num_held
         if sequence.group is not None:
             need += sequence.group.blocks_to_unpark(self._memory.block_size) * len(self._memory.windows)
-        room = self._memory.available(load.account) - (load.running if right else len(self._running))
+        room = self._memory.available(load.account) - (load.running if right else self._headroom)
         within = load.within_quota(need)
         if not within or need > room or self._memory.reserve(opened.table, found + chunk) is not None:
             self._memory.close(opened.table, now)

@@ -6,8 +6,8 @@ can be planned while one is running. Neither looks at a clock: `now` is an argum
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
-from typing import NamedTuple
 
 from pagemill.errors import InvalidRequestError, KVMemoryError, PinLimitError, RequestTooLargeError
 from pagemill.memory.digest import extend_chain
@@ -17,25 +17,18 @@ from pagemill.memory.work import Load
 from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.scheduling.admission import Admission
 from pagemill.scheduling.batch import Batch, Entry
-from pagemill.scheduling.beam import BeamGroup, Beams, Hypothesis, blocks_needed
+from pagemill.scheduling.beam import BeamGroup, Beams, blocks_needed
+from pagemill.scheduling.controller import Controller
 from pagemill.scheduling.forks import Forks
 from pagemill.scheduling.loading import Stored
 from pagemill.scheduling.sequence import Pinning, Rank, Request, Sequence, Status, by_rank
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 from pagemill.scheduling.tenancy import Live, Tenancy, borrower, victim
+from pagemill.scheduling.update import Update
 from pagemill.tenant_limits import TenantLimits
 
-
-class Update(NamedTuple):
-    """News of one sequence: a token, its end, or both; or what a beam search has ended with."""
-
-    sequence: Sequence
-    token: int | None
-    logprobs: TokenLogprobs | None
-    finish_reason: str | None
-    stop_reason: int | None = None
-    error: Exception | None = None
-    hypothesis: Hypothesis | None = None
+Wanted = list[tuple[int, Sequence]]
+"""Tokens that a sequence has left to compute, and the sequence."""
 
 
 class Scheduler:
@@ -60,6 +53,7 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         stored: Stored | None = None,
         max_pinned_share: float = 0.5,
+        target_tpot_s: float = math.inf,
     ) -> None:
         self.memory = memory
         self.pins = Pins(memory, max_pinned_share)
@@ -72,16 +66,20 @@ class Scheduler:
         self._running: list[Sequence] = []
         self._requests: dict[str, list[Sequence]] = {}
         self._batch = Batch(memory, max_num_seqs)
-        self._admission = Admission(
+        self.controller = Controller(
+            target_tpot_s, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
+        )
+        self.admission = Admission(
             memory,
             self._batch,
             self.tenants,
             self._running,
+            self.controller,
             chunk=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
             stored=stored,
         )
-        self._forks = Forks(memory, self._batch, self.tenants, self._admission, self._running, self._requests)
+        self._forks = Forks(memory, self._batch, self.tenants, self.admission, self._running, self._requests)
         self._beams = Beams(self._forks.beam, self._forks.choose, self._finish)
         self._arrivals = 0
 
@@ -98,16 +96,6 @@ class Scheduler:
         return sum(load.preemptions for load in self.tenants)
 
     @property
-    def swapped_in_tokens(self) -> int:
-        """Tokens that came back from lower tiers for preempted sequences."""
-        return self._admission.swapped_in_tokens
-
-    @property
-    def recomputed_tokens(self) -> int:
-        """Tokens that preempted sequences have computed once more."""
-        return self._admission.recomputed_tokens
-
-    @property
     def prefix_queried_tokens(self) -> int:
         return sum(load.prefix_queried_tokens for load in self.tenants)
 
@@ -116,7 +104,7 @@ class Scheduler:
         return sum(load.prefix_hit_tokens for load in self.tenants)
 
     def has_work(self) -> bool:
-        return bool(self._running or self.num_waiting or self._batch.flights or self._admission.num_loading)
+        return bool(self._running or self.num_waiting or self._batch.flights or self.admission.num_loading)
 
     def request_ids(self) -> list[str]:
         """All requests that have not finished."""
@@ -163,7 +151,7 @@ class Scheduler:
         if fork_of is not None and self._forks.into(sequence, fork_of[1], self._requests.get(fork_of[0], [])):
             self._run(sequence)
         else:
-            self._admission.wait(sequence)
+            self.admission.wait(sequence)
 
     def _reserve_pin(self, request: Request, pin: Pinning) -> None:
         if not self._caching:
@@ -201,8 +189,6 @@ class Scheduler:
         """Ends every running sequence, because what the device holds of them can no longer be trusted."""
         return [update for sequence in list(self._running) for update in self._fail(sequence, error, now)]
 
-    # ------------------------------------------------------------------- resize
-
     @property
     def least_frames(self) -> int:
         """The smallest pool that holds what is running now, in which each request can run to its end alone, beside what
@@ -235,12 +221,10 @@ class Scheduler:
         self.tenants.resized()
         return self._batch.plan({})
 
-    # ------------------------------------------------------------------ schedule
-
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run before a step in flight is committed."""
         self.expire(now)
-        planned = self._continue_running(now)
+        planned, budget = self._continue_running(now)
 
         def run(sequence: Sequence, budget: int) -> int:
             self._batch.seat(sequence)
@@ -251,7 +235,7 @@ class Scheduler:
         def preempt(sequence: Sequence) -> int:
             return self._preempt_planned(sequence, planned, now)
 
-        self._admission.admit(self.max_num_batched_tokens - sum(planned.values()), now, run, preempt)
+        self.admission.admit(budget, now, run, preempt)
         if not planned:
             return None
         self.tenants.serve(planned)
@@ -263,24 +247,35 @@ class Scheduler:
 
     def take_loads(self) -> list[Load]:
         """Loads that have been begun since the last call; each ends with `finish_load`."""
-        return self._admission.take_loads()
+        return self.admission.take_loads()
 
     def finish_load(self, load: int, arrived: list[bool], now: float) -> None:
         """A load is over: `arrived` says which of its blocks are in their frames. Who waited for it goes on."""
-        self._admission.finish_load(load, arrived, now)
+        self.admission.finish_load(load, arrived, now)
 
-    def _continue_running(self, now: float) -> dict[Sequence, int]:
-        """Gives running sequences their tokens: generating ones first, then begun prompts, by rank.
+    def note_step(self, plan: StepPlan, seconds: float) -> None:
+        """A step that has been committed took so long, planning and all."""
+        generating = int((plan.query_lens == 1).sum())
+        self.controller.note_step(seconds, plan.num_tokens - generating, generating, len(self._running))
+        self.controller.note_memory(self.preemptions, self.memory.num_frames)
+
+    def _continue_running(self, now: float) -> tuple[dict[Sequence, int], int]:
+        """Gives running sequences their tokens, generating ones first, by rank; and what is left for others."""
+        planned: dict[Sequence, int] = {}
+        wanted = [(sequence.remaining, sequence) for sequence in self._running]
+        budget = self._continue([w for w in wanted if w[0] == 1], planned, self.max_num_batched_tokens, now)
+        if planned:
+            budget = min(budget, self.controller.prompt_tokens)
+        return planned, self._continue([w for w in wanted if w[0] > 1], planned, budget, now)
+
+    def _continue(self, wanted: Wanted, planned: dict[Sequence, int], budget: int, now: float) -> int:
+        """Plans running sequences, each with the tokens it has left to compute, and returns what is left of the budget.
 
         Where blocks run out, a running sequence is preempted, which may be the one that asks. Not while a step is in
         flight, though: blocks given back under it come free only when it retires, so whoever lacks one sits this step
         out.
         """
-        planned: dict[Sequence, int] = {}
-        budget = self.max_num_batched_tokens
-        wanted = [(sequence.remaining, sequence) for sequence in self._running]
-        order = [w for w in wanted if w[0] == 1] + [w for w in wanted if w[0] > 1]
-        for remaining, sequence in order:
+        for remaining, sequence in wanted:
             count = min(remaining, budget)
             if count == 0 or sequence.table is None:
                 continue
@@ -293,7 +288,7 @@ class Scheduler:
             else:
                 planned[sequence] = count
                 budget -= count
-        return planned
+        return budget
 
     def _preempt_planned(self, sequence: Sequence, planned: dict[Sequence, int], now: float) -> int:
         """Preempts a sequence that may be in the plan of this step; how many of its tokens no longer are."""
@@ -310,7 +305,7 @@ class Scheduler:
             (sequence,) = sequence.group.beams
         self._release(sequence, now)
         sequence.status = Status.WAITING
-        self._admission.wait(sequence)
+        self.admission.wait(sequence)
 
     def _run(self, sequence: Sequence) -> None:
         """A sequence that has its table and its rows is running from now on."""
@@ -319,8 +314,6 @@ class Scheduler:
         load.running += 1
         load.rows += sequence.num_rows
         insort(self._running, sequence, key=by_rank)
-
-    # -------------------------------------------------------------------- commit
 
     def commit(self, result: StepResult, now: float) -> list[Update]:
         """Takes in the oldest step in flight: publishes its blocks, appends its tokens, ends what has ended."""
@@ -361,18 +354,16 @@ class Scheduler:
         self.memory.commit(sequence.table, end, sequence.tokens, sequence.digests)
         size = self.memory.block_size
         if end // size > start // size:
-            self._admission.resume(self._admission.pending.computed(sequence, end // size))
+            self.admission.resume(self.admission.pending.computed(sequence, end // size))
 
     def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now: float) -> Update:
         sequence.tokens.append(token)
         if len(sequence.tokens) % self.memory.block_size == 0:
-            self._admission.name_blocks(sequence)
+            self.admission.name_blocks(sequence)
         reason, stop_reason = sequence.ending(self._eos)
         if reason is not None:
             self._finish(sequence, now)
         return Update(sequence, token, logprobs, reason, stop_reason)
-
-    # ----------------------------------------------------------------------- end
 
     def _fail(self, sequence: Sequence, error: Exception, now: float) -> list[Update]:
         """One sequence failed alone; before its prompt forked, and in a search, that is the whole request."""
@@ -404,7 +395,7 @@ class Scheduler:
         """Takes a running sequence's row, blocks and claims away."""
         assert sequence.table is not None
         self.memory.close(sequence.table, now)
-        self._admission.resume(self._admission.pending.drop(sequence))
+        self.admission.resume(self.admission.pending.drop(sequence))
         self._running.remove(sequence)
         load = self.tenants[sequence.request.tenant]
         load.running -= 1

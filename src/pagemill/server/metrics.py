@@ -22,6 +22,12 @@ REQUEST_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 GAUGES = {
     "num_requests_running": ("Sequences that run.", "running"),
     "num_requests_waiting": ("Sequences that wait.", "waiting"),
+    "step_prompt_tokens": (
+        "Tokens of prompts that a step may take beside sequences that generate.",
+        "step_prompt_tokens",
+    ),
+    "running_limit": ("Sequences beyond which none is admitted.", "running_limit"),
+    "watermark_blocks": ("Blocks that admission leaves free for running sequences to grow.", "watermark_blocks"),
     "kv_block_bytes": ("Bytes of one block.", "block_bytes"),
     "kv_slots_reserved": ("Token slots of all blocks that sequences hold, shared ones once.", "slots_reserved"),
     "kv_slots_written": ("Those of them that hold a token.", "slots_written"),

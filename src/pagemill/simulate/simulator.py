@@ -126,6 +126,7 @@ def replay(
                 one.num_cached_tokens = update.sequence.num_cached_tokens
             if update.finish_reason is not None:
                 one.finished_s = now
+        scheduler.note_step(plan, seconds)
     outcome.end_s = now
     outcome.preemptions = scheduler.preemptions
     return outcome
