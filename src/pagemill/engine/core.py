@@ -170,12 +170,12 @@ class EngineCore:
             self._finish_loads(LOAD_WAIT_S)
         self._scheduler.check_size(frames)
         if frames > self._memory.num_frames:
-            pool.resize(frames)
+            self._runner.resize(frames)
         plan = self._scheduler.resize(frames, time.monotonic())
         self._start_transfers()
         self._runner.apply(plan)
         self._scheduler.commit(StepResult(), time.monotonic())
-        pool.resize(frames)
+        self._runner.resize(frames)
         return self._refresh()
 
     def pins(self) -> PinList:

@@ -16,6 +16,7 @@ from torch import Tensor
 from pagemill.attention.interface import AttentionBatch, GroupBatch
 from pagemill.errors import NonFiniteLogitsError, SamplingParamsError
 from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.pages_ahead import PagesAhead
 from pagemill.models.decoder import Decoder
 from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.sampler import Sampler, prompt_logprobs
@@ -47,6 +48,7 @@ class Runner:
     ) -> None:
         self._decoder = decoder
         self._pool = pool
+        self._pages = PagesAhead(pool)
         self._device = pool.device
         self._block_size = pool.block_size
         entries = -(-max_model_len // pool.block_size)
@@ -74,6 +76,12 @@ class Runner:
             self._pool.copy_frames(self._to_device(work.copy_source), self._to_device(work.copy_target))
         if len(work.edit_row):
             self._tables[work.edit_group, work.edit_row, work.edit_index] = work.edit_frame
+            self._pages.reach(int(work.edit_frame.max()))
+
+    def resize(self, num_frames: int) -> None:
+        """As `DevicePool.resize`, after the edits that it takes have been applied."""
+        self._pages.shrink(num_frames)
+        self._pool.resize(num_frames)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:

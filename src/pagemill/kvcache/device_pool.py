@@ -103,10 +103,9 @@ class DevicePool:
         for ids in (source, target):
             if int(ids.min()) < 0 or int(ids.max()) >= self.capacity:
                 raise IndexError(f"frames {ids.tolist()} are not all in 0 .. {self.capacity - 1}")
-        size, (pieces, _, elements) = self.dtype.itemsize, self._frames.shape
-        piece_stride, frame_stride = (stride * size for stride in self._frames.stride()[:2])
+        pieces, piece_stride, frame_stride = self.pieces
         _kernels.copy_frames(
-            self.storage.data_ptr(), pieces, piece_stride, frame_stride, elements * size,
+            self.storage.data_ptr(), pieces, piece_stride, frame_stride, self._frames[0, 0].nbytes,
             source.data_ptr(), target.data_ptr(), len(source),
         )  # fmt: skip
 
@@ -127,16 +126,19 @@ class DevicePool:
                 param="kv_memory",
             )
         if num_frames < self.num_frames and self._memory is not None:
-            size, (pieces, _, _) = self.dtype.itemsize, self._frames.shape
+            pieces, piece_stride, frame_stride = self.pieces
             for piece in range(pieces):
-                first, last = (
-                    (piece * self._frames.stride(0) + frame * self._frames.stride(1)) * size
-                    for frame in (num_frames, self.num_frames)
-                )
+                first, last = (piece * piece_stride + frame * frame_stride for frame in (num_frames, self.num_frames))
                 first, last = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, last // mmap.PAGESIZE * mmap.PAGESIZE
                 if first < last:
                     self._memory.madvise(mmap.MADV_DONTNEED, first, last - first)
         self.num_frames = num_frames
+
+    @property
+    def pieces(self) -> tuple[int, int, int]:
+        """How many contiguous pieces a frame has; bytes between a frame's pieces, and between a piece's frames."""
+        size = self.dtype.itemsize
+        return self._frames.shape[0], self._frames.stride(0) * size, self._frames.stride(1) * size
 
     @property
     def record_bytes(self) -> int:
