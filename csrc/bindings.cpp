@@ -16,6 +16,7 @@
 #include <nanobind/stl/vector.h>
 
 namespace nb = nanobind;
+using namespace nb::literals;
 using namespace pagemill;
 
 namespace {
@@ -128,11 +129,17 @@ void add_layer(Decoder& decoder, Address input_norm, const Linear& qkv, const Li
 
 void run_step(Decoder& decoder, Address token_ids, Address positions, int64_t tokens, int64_t max_positions,
               Address query_start, Address context_lens, int rows, const std::vector<Group>& groups,
-              const std::vector<Angles>& angles, const std::vector<const Cache*>& caches, Address output) {
+              const std::vector<Angles>& angles, const std::vector<const Cache*>& caches, Address output,
+              const nb::object& on_layer) {
     DecoderStep step{at<int64_t>(token_ids), at<int64_t>(positions), tokens, max_positions, at<int32_t>(query_start),
-                     at<int32_t>(context_lens), rows, {}, {}, {}, at<void>(output)};
+                     at<int32_t>(context_lens), rows, {}, {}, {}, at<void>(output), {}};
     for (const auto& [tables, stride, slots] : groups) step.groups.push_back({at<int32_t>(tables), stride, at<int64_t>(slots)});
     for (const auto& [cos, sin, half] : angles) step.angles.push_back({at<float>(cos), at<float>(sin), half});
+    if (!on_layer.is_none())
+        step.on_layer = [&](int layer) {
+            nb::gil_scoped_acquire held;
+            on_layer(layer);
+        };
     for (const Cache* cache : caches) step.caches.push_back({cache->key, cache->value, cache->type, cache->block_size});
     Run run;
     decoder.run(step);
@@ -215,7 +222,8 @@ NB_MODULE(_kernels, m) {
                                 scale, soft_cap, embedding_scale}, at<void>(embedding), projection(head), at<float>(final_norm));
         })
         .def("add_layer", &add_layer)
-        .def("run", &run_step)
+        .def("run", &run_step, "token_ids"_a, "positions"_a, "tokens"_a, "max_positions"_a, "query_start"_a, "context_lens"_a,
+             "rows"_a, "groups"_a, "angles"_a, "caches"_a, "output"_a, "on_layer"_a.none() = nb::none())
         .def_prop_ro("seconds", [](const Decoder& decoder) {
             nb::dict seconds;
             for (int op = 0; op < Decoder::kOperators; ++op) seconds[Decoder::kOperatorNames[op]] = decoder.seconds()[op];

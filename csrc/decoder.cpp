@@ -96,6 +96,7 @@ void Decoder::run(const DecoderStep& step) {
     set.rms_norm(at.x, hidden, 0, layers_.front().input_norm, shape_.eps, at.y, type, tokens, 1, hidden);
     watch.lap(kNorm);
     for (size_t i = 0; i < layers_.size(); ++i) {
+        if (step.on_layer) step.on_layer(int(i));
         const DecoderLayer& layer = layers_[i];
         const GroupTables& group = step.groups[layer.group];
         const LayerCache& cache = step.caches[i];

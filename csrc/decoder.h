@@ -4,6 +4,7 @@
 
 #include "kernels.h"
 
+#include <functional>
 #include <vector>
 
 namespace pagemill {
@@ -66,6 +67,7 @@ struct DecoderStep {
     std::vector<AngleTable> angles;
     std::vector<LayerCache> caches;  // by layer
     void* output;                    // [tokens, hidden], dtype of the shape
+    std::function<void(int)> on_layer;  // if given, called as each layer begins
 };
 
 class Decoder {

@@ -1,6 +1,7 @@
 # The compiled CPU kernels (csrc/bindings.cpp). Addresses are integers, strides are in elements; dtypes: 0 fp32, 1 bf16,
 # 2 fp16; 3 int8, of caches only.
 
+from collections.abc import Callable
 from typing import overload
 
 interface: str  # SHA-256 of this file when the kernels were compiled
@@ -170,8 +171,10 @@ class Decoder:
         angles: list[tuple[int, int, int]],
         caches: list[Cache],
         output: int,
+        on_layer: Callable[[int], None] | None = None,
     ) -> None:
-        """groups: (tables, stride, slots) each; angles: (cos, sin, half) each. IndexError: token id or position."""
+        """groups: (tables, stride, slots) each; angles: (cos, sin, half) each; on_layer: told each layer's number when
+        it begins. IndexError: token id or position."""
 
     @property
     def seconds(self) -> dict[str, float]: ...

@@ -28,6 +28,8 @@ TENANT_OF = {root_digest(b"model", "float32", "reference", str(Namespace(name)))
 ROOTS = list(TENANT_OF)
 TOKENS = st.integers(0, 2)
 LONGEST = 40
+LOWER = 64
+"""The first lower frame; the pool never has so many."""
 
 
 @dataclass(eq=False)
@@ -77,11 +79,12 @@ class MemoryMachine(RuleBasedStateMachine):
         depth=st.integers(1, 2),
         saves=st.booleans(),
         quotas=st.booleans(),
+        lower=st.sampled_from([0, 3, 20]),
     )
-    def start(self, frames, block_size, windows, caching, policy, depth, saves, quotas) -> None:
+    def start(self, frames, block_size, windows, caching, policy, depth, saves, quotas, lower) -> None:
         self.size, self.windows, self.caching, self.depth = block_size, windows, caching, depth
-        self.memory = MemoryManager(frames, block_size, windows, caching, policy, saves)
-        self.device = Device(frames, block_size, len(windows))
+        self.memory = MemoryManager(frames, block_size, windows, caching, policy, saves, (LOWER, lower))
+        self.device = Device(LOWER + lower, block_size, len(windows))
         self.quotas = quotas
         self.memory.set_quota("other", 0, frames)
         self.lowered = set()  # tenants whose quota may be below what they hold
@@ -227,7 +230,8 @@ class MemoryMachine(RuleBasedStateMachine):
                 sequence.tokens.append(data.draw(TOKENS))
             begin = sequence.scheduled
             end = data.draw(st.integers(begin + 1, min(len(sequence.tokens), begin + 9)))
-            if self.reserve(sequence, end + data.draw(st.sampled_from([0, 0, 0, 3]))):
+            up_to = end + data.draw(st.sampled_from([0, 0, 0, 3]))
+            if self.reserve(sequence, up_to) or (self.stream(data) and self.reserve(sequence, up_to)):
                 running.append((sequence, begin, end))
             elif not any(sequence is other for other, _, _ in running) and data.draw(st.booleans()):
                 self.drop(sequence)
@@ -250,6 +254,30 @@ class MemoryMachine(RuleBasedStateMachine):
             step.commits.append((sequence, end))
             sequence.scheduled = end
         self.flying.append(step)
+
+    def stream(self, data) -> bool:
+        memory = self.memory
+        table, count = data.draw(st.sampled_from(self.sequences)).table, data.draw(st.integers(1, 4))
+        before, references, frame = memory.stats(), list(memory._blocks.references), list(memory._blocks.frame)
+        charged, own = table.tenant.charged, memory.places(table)
+        if not memory.stream(table, count):
+            assert memory.stats() == before
+            return False
+        assert not self.flying, "a step in flight reads what was moved"
+        assert memory.stats().frames_free == before.frames_free + count
+        assert memory.stats().blocks_streamed == before.blocks_streamed + count
+        assert table.tenant.charged == charged - count
+        assert memory.places(table) == (own.resident - count, own.streamed + count)
+        assert own.streamed + count == sum(
+            memory._blocks.frame[block] >= LOWER for held in table.blocks for block in held if block >= 0
+        )
+        for group, held in enumerate(table.blocks):
+            for entry, block in enumerate(held):
+                if block >= 0 and memory._blocks.frame[block] != frame[block]:
+                    assert references[block] == 1, "what others share stays"
+                    assert self.windows[group] is None, "what has a window stays"
+                    assert (entry + 1) * self.size <= table.length, "what will be written stays"
+        return True
 
     @rule(data=st.data(), root=st.sampled_from(ROOTS), fresh=st.lists(TOKENS, min_size=4, max_size=30))
     def serve(self, data, root, fresh) -> None:
@@ -313,7 +341,7 @@ class MemoryMachine(RuleBasedStateMachine):
         if not hasattr(self, "memory"):
             return
         assert {(pin.space, pin.name) for pin in self.pins.list()} == self.pinned.keys()
-        if self.memory._work._copies:
+        if self.memory.has_copies:
             return  # what is to be moved lies where it was
         for pin in self.pins.list():
             root, tokens = self.pinned[pin.space, pin.name]
@@ -407,14 +435,11 @@ class MemoryMachine(RuleBasedStateMachine):
         assert (after.frames, after.frames_active) == (frames, before.frames_active)
         assert after.frames_cached == min(before.frames_cached, frames - before.frames_active), "evicted in vain"
         self.save()
-        while len(self.device.slots) < frames:
-            self.device.slots.append(["garbage"] * self.size)
-            self.device.writer.append([None] * self.size)
         self.step_number += 1
         self.device.apply(self.memory.drain(self.step_number))
         self.memory.retire(self.step_number)
         self.compare_tables()
-        for frame in range(frames, len(self.device.slots)):
+        for frame in range(frames, LOWER):
             self.device.slots[frame] = ["gone"] * self.size
 
     def compare_tables(self) -> None:

@@ -30,6 +30,8 @@ from pagemill.scheduling.step_plan import StepResult
 from pagemill.tenant_limits import TenantLimits
 
 EOS = 7
+LOWER = 1000
+"""The first lower frame."""
 
 
 def make_request(
@@ -137,10 +139,13 @@ class Bench:
         depth=1,
         tier=None,
         policy="lru",
+        lower=0,
     ):
         self.tier = None if tier is None else LowerTier(tier, len(windows))
         order = POLICIES[policy](0.1)
-        self.memory = MemoryManager(frames, block_size, list(windows), caching, order, saves_evicted=tier is not None)
+        self.memory = MemoryManager(
+            frames, block_size, list(windows), caching, order, tier is not None, lower_frames=(LOWER, lower)
+        )
         self.scheduler = Scheduler(
             self.memory,
             max_num_seqs=max_num_seqs,
@@ -209,7 +214,7 @@ class Bench:
             self.tier.take(self)
         self.device.apply(plan)
         self.scheduler.commit(StepResult(), self.now)
-        for frame in [frame for frame in self.device.frames if frame >= frames]:
+        for frame in [frame for frame in self.device.frames if frames <= frame < LOWER]:
             del self.device.frames[frame]
         self.memory.check()
 
@@ -228,7 +233,7 @@ class Bench:
         self.scheduler.pins.clear(self.now)
         assert self.scheduler.pins.num_frames == 0
         stats = self.memory.stats()
-        assert stats.frames_active == 0
+        assert stats.frames_active == stats.blocks_streamed == 0
         assert stats.frames_free + stats.frames_cached == stats.frames
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         for load in self.scheduler.tenants:
@@ -304,13 +309,15 @@ scripts = st.lists(
     tier=st.one_of(st.none(), st.integers(0, 99)),
     limits=st.lists(tenant_limits, min_size=2, max_size=2),
     policy=st.sampled_from([*POLICIES]),
+    lower=st.sampled_from([0, 0, 8, 60]),
 )
 def test_any_load_gives_the_tokens_of_a_lone_run(
-    loads, script, frames, windows, max_num_seqs, budget, caching, depth, tier, limits, policy
+    loads, script, frames, windows, max_num_seqs, budget, caching, depth, tier, limits, policy, lower
 ):
     """Same request, same tokens: beside others, of other tenants too, with preemptions, prefix hits, forks, beams,
     faults, aborts, steps ahead, pins, turns of sessions, limits that change, idle blocks that go, a pool that shrinks
-    and grows, and blocks that go to a lower tier and come back or get lost. In the end every block is free."""
+    and grows, blocks that are streamed, and blocks that go to a lower tier and come back or get lost. In the end every
+    block is free."""
     bench = Bench(
         frames=frames * len(windows),
         windows=windows,
@@ -320,6 +327,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
         depth=depth,
         tier=tier,
         policy=policy,
+        lower=lower,
     )
     waiting = [
         make_request(f"r{i}", prompt, max_tokens, n=n, seed=seed, priority=priority, salt=salt, tenant=tenant)

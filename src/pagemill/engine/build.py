@@ -6,6 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +15,7 @@ from pagemill.attention.select import select_attention
 from pagemill.config import EngineConfig
 from pagemill.engine.messages import EngineReady
 from pagemill.engine.runner import Runner
-from pagemill.engine.tiers import Tiers, make_tiers, wants_tiers
+from pagemill.engine.tiers import Streamed, Tiers, make_tiers, streamed_room, wants_tiers
 from pagemill.errors import ConfigError, KVMemoryError
 from pagemill.hub import resolve_model
 from pagemill.kvcache.device_pool import DevicePool, default_layout
@@ -68,9 +69,9 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
     )
     kv_dtype = model.dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
     groups = model.decoder.groups
-    memory = _memory(config, model, groups, kv_dtype, device)
+    sizes = _sizes(config, model, groups, kv_dtype, device)
     pool = DevicePool(
-        memory.num_frames,
+        sizes.frames,
         groups,
         model.spec.num_kv_heads,
         model.spec.head_dim,
@@ -78,13 +79,26 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
         kv_dtype,
         device,
         room=device_memory(device)[1],
+        lower_frames=sizes.streamed.frames,
+        lower_folder=sizes.streamed.folder,
+    )
+    memory = MemoryManager(
+        sizes.frames,
+        config.block_size,
+        [group.window for group in groups.groups],
+        config.enable_prefix_caching,
+        POLICIES[config.eviction_policy](model.spec.attention_share(config.block_size)),
+        wants_tiers(config),
+        (pool.first_lower, sizes.streamed.frames),
     )
     names = {name: str(value).removeprefix("torch.") for name, value in (("weights", model.dtype), ("kv", kv_dtype))}
     if config.quantization is not None:
         names["weights"] = f"{config.quantization} (others {names['weights']})"
     kv_format = f"{FORMAT if kv_dtype == torch.int8 else names['kv']},{config.block_size}"
     numerics = f"{ops.name},{attention.name},{names['weights']}"
-    tiers = make_tiers(config, pool, model.fingerprint, kv_format, numerics) if wants_tiers(config) else None
+    tiers = None
+    if wants_tiers(config):
+        tiers = make_tiers(config, pool, model.fingerprint, kv_format, numerics, sizes.streamed)
     scheduler = Scheduler(
         memory,
         max_num_seqs=config.max_num_seqs,
@@ -106,6 +120,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
     )
     for name, limits in config.tenants.items():
         scheduler.set_tenant(name, limits)
+    where = "host memory" if sizes.streamed.folder is None else sizes.streamed.folder
     longest = longest_sequence(memory, memory.num_frames, model.max_model_len, config.max_num_batched_tokens)
     return Engine(
         memory=memory,
@@ -127,6 +142,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
                 f"{model.spec.family} on {device}, weights {names['weights']}, operators {ops.name}, attention "
                 f"{attention.name}, layers {model.decoder.executor}; KV pool {pool.nbytes / 2**20:.0f} MiB: "
                 f"{memory.num_frames} blocks of {config.block_size} tokens in {names['kv']}"
+                + (f", and {sizes.streamed.frames} that stream from {where}" if sizes.streamed.frames else "")
                 + ("" if longest == model.max_model_len else f", {longest} of max_model_len={model.max_model_len} fit")
             ),
         ),
@@ -161,22 +177,22 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _memory(
+class Sizes(NamedTuple):
+    """Frames of the pool, and of a lower tier beside them, for contexts longer than the pool."""
+
+    frames: int
+    streamed: Streamed
+
+
+def _sizes(
     config: EngineConfig, model: LoadedModel, groups: LayerGroups, kv_dtype: torch.dtype, device: torch.device
-) -> MemoryManager:
-    """The memory manager, with as many frames as the settings and the machine's memory give.
+) -> Sizes:
+    """As many frames as the settings and the machine's memory give.
 
-    Raises `KVMemoryError` if a sequence of the `max_model_len` that was asked for could not fit.
+    Raises `KVMemoryError` if a sequence of the `max_model_len` that was asked for could not fit, lower tiers included.
     """
-    windows = [group.window for group in groups.groups]
-
-    policy = POLICIES[config.eviction_policy](model.spec.attention_share(config.block_size))
-
-    def manager(frames: int) -> MemoryManager:
-        return MemoryManager(
-            frames, config.block_size, windows, config.enable_prefix_caching, policy, wants_tiers(config)
-        )
-
+    windows, chunk = [group.window for group in groups.groups], config.max_num_batched_tokens
+    longest = model.max_model_len - 1
     frame_bytes = default_layout(device)(
         places=groups.layers_per_frame,
         frames=1,
@@ -186,7 +202,7 @@ def _memory(
         itemsize=kv_dtype.itemsize,
         scaled=kv_dtype == torch.int8,
     ).frame_bytes
-    needed = manager(1).blocks_needed(model.max_model_len - 1, config.max_num_batched_tokens)
+    needed = MemoryManager(1, config.block_size, windows).blocks_needed(longest, chunk)
     free, total = device_memory(device)
     frames = num_frames(
         frame_bytes,
@@ -197,12 +213,16 @@ def _memory(
         kv_cache_memory_bytes=config.kv_cache_memory_bytes,
         gpu_memory_utilization=config.gpu_memory_utilization,
     )
-    least = needed if config.max_model_len is not None else len(windows)
+    least, streamed = needed if config.max_model_len is not None else len(windows), Streamed()
+    if frames < least and wants_tiers(config) and device.type == "cpu":
+        resident = MemoryManager(1, config.block_size, windows, lower_frames=(1, needed)).blocks_needed(longest, chunk)
+        streamed = streamed_room(config, least - frames, needed - resident, frame_bytes)
+        least = max(resident, needed - streamed.frames)
     if frames < least:
         raise KVMemoryError(
             f"the KV pool has {frames} blocks ({frames * frame_bytes} bytes), but one sequence needs "
-            f"{least} ({least * frame_bytes} bytes) for max_model_len={model.max_model_len}; raise kv_memory or lower "
-            "max_model_len",
+            f"{least} ({least * frame_bytes} bytes) for max_model_len={model.max_model_len}; raise kv_memory, give "
+            "kv_host_memory or kv_disk_memory what is missing, or lower max_model_len",
             param="kv_memory",
         )
-    return manager(frames)
+    return Sizes(frames, streamed)

@@ -28,7 +28,7 @@ from pagemill.memory.occupancy import occupancy, scatter
 from pagemill.memory.tenants import NO_QUOTA
 from pagemill.namespace import Namespace
 from pagemill.scheduling.beam import row_params
-from pagemill.scheduling.sequence import Pinning, Request
+from pagemill.scheduling.sequence import Pinning, Request, Sequence
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 from pagemill.scheduling.tenancy import TenantLoad
 from pagemill.scheduling.update import Update
@@ -117,7 +117,7 @@ class EngineCore:
         there is more of that; None: no time will bring it."""
         now = time.monotonic()
         due = self._scheduler.expire(now)
-        self._start_transfers()
+        self._save_evicted()
         return None if due == math.inf else max(0.0, due - now)
 
     def step(self) -> list[SequenceOutput]:
@@ -125,8 +125,9 @@ class EngineCore:
         self._finish_loads(0.0)
         begun = time.monotonic()
         plan = self._scheduler.schedule(time.monotonic())
-        self._start_transfers()
+        self._save_evicted()
         if plan is None:
+            self._start_loads()
             waited = time.monotonic()
             self._finish_loads(LOAD_WAIT_S)
             self._stalled_s += time.monotonic() - waited
@@ -134,7 +135,8 @@ class EngineCore:
         begin = time.monotonic()
         try:
             self._runner.apply(plan)
-            result = self._run(plan)
+            self._start_loads()
+            result = self._run(plan) if len(plan.rows) else StepResult()
         except BaseException as error:
             # The plan's edits, which may concern rows outside it, are lost: no running sequence can go on.
             failure, now = _failed(error), time.monotonic()
@@ -172,7 +174,7 @@ class EngineCore:
         if frames > self._memory.num_frames:
             self._runner.resize(frames)
         plan = self._scheduler.resize(frames, time.monotonic())
-        self._start_transfers()
+        self._save_evicted()
         self._runner.apply(plan)
         self._scheduler.commit(StepResult(), time.monotonic())
         self._runner.resize(frames)
@@ -224,6 +226,7 @@ class EngineCore:
             frames_free=memory.frames_free,
             frames_cached=memory.frames_cached,
             frames_active=memory.frames_active,
+            blocks_streamed=memory.blocks_streamed,
             slots_reserved=slots.reserved,
             slots_written=slots.written,
             table_steps=steps.steps,
@@ -245,21 +248,26 @@ class EngineCore:
         """Ends every request, and keeps on disk, if that is a tier, what can be found again."""
         self.abort(self._scheduler.request_ids())
         self._scheduler.pins.clear(time.monotonic())
+        self._runner.close()
         if self._tiers is not None:
             while self._tiers.transfers.loading:
                 self._finish_loads(LOAD_WAIT_S)
-            self._start_transfers()
+            self._save_evicted()
             if self._tiers.lower.disk is not None:
                 self._tiers.transfers.save(self._memory.cached_blocks(), keep=True)
             self._tiers.close()
             self._tiers = None
 
-    def _start_transfers(self) -> None:
-        """Copies evicted blocks out of their frames, then lets loads into frames; before the device does anything."""
-        saves, loads = self._memory.take_saves(), self._scheduler.take_loads()
+    def _save_evicted(self) -> None:
+        """Copies evicted blocks out of their frames, before the device does anything."""
+        saves = self._memory.take_saves()
         if self._tiers is not None:
             self._tiers.transfers.save(saves)
-            for load in loads:
+
+    def _start_loads(self) -> None:
+        """Lets loads into frames; once the device has copied what was there before."""
+        for load in self._scheduler.take_loads():
+            if self._tiers is not None:
                 self._tiers.transfers.load(load)
 
     def _finish_loads(self, wait_s: float) -> None:
@@ -304,6 +312,7 @@ class EngineCore:
             new_token_ids=[] if token is None else [token],
             finish_reason=finish_reason,
             num_cached_tokens=sequence.num_cached_tokens,
+            kv_blocks=self._kv_blocks(sequence),
             scheduled_s=sequence.scheduled_s or 0.0,
         )
         if token is not None:
@@ -320,6 +329,11 @@ class EngineCore:
         if error is not None:
             output.error, output.error_type = str(error), type(error).__name__
         return output
+
+    def _kv_blocks(self, sequence: Sequence) -> tuple[int, int] | None:
+        if sequence.table is None:
+            return sequence.places
+        return self._memory.places(sequence.table) if self._memory.lower.active else None
 
 
 def _tenant_stats(load: TenantLoad) -> TenantStats:

@@ -106,6 +106,8 @@ class SequenceOutput(msgspec.Struct, tag=True, kw_only=True):
     """Class name in `pagemill.errors`."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
+    kv_blocks: tuple[int, int] | None = None
+    """Its blocks in the pool, and those that are streamed: with the end, and whenever any are streamed."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Sent once, with the first token. The first position has none."""
     cumulative_logprob: float | None = None
@@ -155,6 +157,8 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     frames_free: int
     frames_cached: int
     frames_active: int
+    blocks_streamed: int = 0
+    """Active blocks beside these, which attention reads in host memory or on disk."""
     slots_reserved: int
     """Token slots of all blocks that sequences hold, shared ones once; those of them with a token."""
     slots_written: int

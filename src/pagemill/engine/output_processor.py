@@ -33,6 +33,7 @@ class SequenceState:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: PagemillError | None = None
+        self.kv_blocks: tuple[int, int] | None = None
         self._params = params
         self._tokenizer = tokenizer
         self._detokenizer = (
@@ -48,6 +49,7 @@ class SequenceState:
     def add(self, output: SequenceOutput) -> bool:
         """Takes one step's tokens. True if a stop string has ended the sequence and the engine does not know it yet."""
         last = len(output.new_token_ids) - 1
+        self.kv_blocks = output.kv_blocks or self.kv_blocks
         if output.cumulative_logprob is not None:
             self.cumulative_logprob = output.cumulative_logprob
         for position, token_id in enumerate(output.new_token_ids):
@@ -97,6 +99,7 @@ class SequenceState:
             logprobs=logprobs,
             finish_reason=self.finish_reason,
             stop_reason=self.stop_reason,
+            kv_blocks=self.kv_blocks,
             error=self.error,
         )
 

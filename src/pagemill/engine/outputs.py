@@ -40,6 +40,9 @@ class CompletionOutput:
     """The stop token or stop string that ended it; None for the model's own end of sequence."""
     error: PagemillError | None = None
     """Why, when `finish_reason` is `"error"`."""
+    kv_blocks: tuple[int, int] | None = None
+    """Its KV blocks in the pool, and those that are streamed from a lower tier: at its end, and with each token while
+    any are streamed."""
 
 
 @dataclass(slots=True)

@@ -17,7 +17,7 @@ from pagemill.attention.interface import AttentionBatch, GroupBatch
 from pagemill.errors import NonFiniteLogitsError, SamplingParamsError
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.pages_ahead import PagesAhead
-from pagemill.models.decoder import Decoder
+from pagemill.models.decoder import Decoder, OnLayer
 from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.sampler import Sampler, prompt_logprobs
 from pagemill.scheduling.step_plan import StepPlan, StepResult
@@ -58,6 +58,7 @@ class Runner:
         self._prompt_lens = np.zeros(max_num_seqs, dtype=np.int32)
         self._logits = torch.empty(0, vocab_size)
         self._sampler = Sampler(max_num_seqs, vocab_size, self._device, eos_token_ids)
+        self._read_ahead = pool.read_ahead() if pool.streams_from_disk else None
 
     @torch.inference_mode()
     def apply(self, plan: StepPlan) -> None:
@@ -76,7 +77,7 @@ class Runner:
             self._pool.copy_frames(self._to_device(work.copy_source), self._to_device(work.copy_target))
         if len(work.edit_row):
             self._tables[work.edit_group, work.edit_row, work.edit_index] = work.edit_frame
-            self._pages.reach(int(work.edit_frame.max()))
+            self._pages.reach(int(work.edit_frame[work.edit_frame < self._pool.first_lower].max(initial=-1)))
 
     def resize(self, num_frames: int) -> None:
         """As `DevicePool.resize`, after the edits that it takes have been applied."""
@@ -95,6 +96,7 @@ class Runner:
             self._to_device(self._tokens[rows, positions].astype(np.int64)),
             self._batch(plan, query_start, rows, positions),
             self._pool,
+            self._on_layer(plan),
         )
         of_prompts: dict[int, list[TokenLogprobs]] = {}
         for index in plan.prompt_logprobs.tolist():
@@ -105,6 +107,18 @@ class Runner:
         output = self._sample(plan, hidden, query_start)
         output.prompt_logprobs = of_prompts
         return output
+
+    def close(self) -> None:
+        if self._read_ahead is not None:
+            self._read_ahead.close()
+
+    def _on_layer(self, plan: StepPlan) -> OnLayer | None:
+        """Reads ahead what the step attends of blocks that are streamed from disk."""
+        if self._read_ahead is None:
+            return None
+        first, entries = self._pool.first_lower, -(-int((plan.starts + plan.query_lens).max()) // self._block_size)
+        lower = [tables[tables >= first] - first for tables in self._tables[:, plan.rows, :entries]]
+        return self._read_ahead.step(lower) if any(map(len, lower)) else None
 
     def _batch(
         self, plan: StepPlan, query_start: NDArray[np.int32], rows: NDArray[np.int32], positions: NDArray[np.int64]

@@ -6,6 +6,7 @@ import logging
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -28,25 +29,65 @@ def wants_tiers(config: EngineConfig) -> bool:
     return config.kv_host_memory is not None or config.kv_disk_memory is not None
 
 
-def make_tiers(config: EngineConfig, pool: DevicePool, fingerprint: bytes, kv_format: str, numerics: str) -> Tiers:
-    """The tiers that the settings ask for. Raises ConfigError for sizes too small, KVStoreError for a bad folder."""
+class Streamed(NamedTuple):
+    """Room for streamed blocks: frames, and the folder of their file; None for host memory."""
+
+    frames: int = 0
+    folder: Path | None = None
+
+    def of(self, tier: str, frame_bytes: int) -> int:
+        """Bytes that it takes of the "host" or the "disk" tier."""
+        return self.frames * frame_bytes if (tier == "disk") == (self.folder is not None) else 0
+
+
+def streamed_room(config: EngineConfig, least: int, most: int, frame_bytes: int) -> Streamed:
+    """Room for `least` to `most` streamed blocks in the first lower tier that has so much; none if no tier has."""
+    if config.kv_host_memory is not None and (frames := _host_bytes(config) // frame_bytes) >= least:
+        return Streamed(min(frames, most))
+    if config.kv_disk_memory is not None and (frames := _disk_bytes(config) // frame_bytes) >= least:
+        return Streamed(min(frames, most), _disk_root(config))
+    return Streamed()
+
+
+def _host_bytes(config: EngineConfig) -> int:
+    assert config.kv_host_memory is not None
+    return parse_memory("kv_host_memory", config.kv_host_memory, device_memory(torch.device("cpu"))[0])
+
+
+def _disk_root(config: EngineConfig) -> Path:
+    root = default_root() if config.kv_disk_path is None else Path(config.kv_disk_path).expanduser()
+    root.mkdir(parents=True, exist_ok=True)
+    return root
+
+
+def _disk_bytes(config: EngineConfig) -> int:
+    assert config.kv_disk_memory is not None
+    return parse_memory("kv_disk_memory", config.kv_disk_memory, shutil.disk_usage(_disk_root(config)).free)
+
+
+def make_tiers(
+    config: EngineConfig, pool: DevicePool, fingerprint: bytes, kv_format: str, numerics: str, streamed: Streamed
+) -> Tiers | None:
+    """The tiers that the settings ask for, less what streamed blocks take of them; None if nothing is left. Raises
+    ConfigError for sizes too small, KVStoreError for a bad folder."""
     record_bytes = pool.record_bytes
     host = disk = None
+    taken = {tier: streamed.of(tier, pool.layout.frame_bytes) for tier in ("host", "disk")}
     if config.kv_host_memory is not None:
-        free, _ = device_memory(torch.device("cpu"))
-        capacity = parse_memory("kv_host_memory", config.kv_host_memory, free) // record_bytes
-        if capacity < 1:
+        capacity = (_host_bytes(config) - taken["host"]) // record_bytes
+        if capacity < 1 and not taken["host"]:
             raise ConfigError(
                 f"kv_host_memory is {config.kv_host_memory!r}, but one block takes {record_bytes} bytes; raise it",
                 param="kv_host_memory",
             )
-        host = HostStore(capacity, record_bytes)
+        host = HostStore(capacity, record_bytes) if capacity > 0 else None
     if config.kv_disk_memory is not None:
-        root = default_root() if config.kv_disk_path is None else Path(config.kv_disk_path).expanduser()
-        root.mkdir(parents=True, exist_ok=True)
-        limit = parse_memory("kv_disk_memory", config.kv_disk_memory, shutil.disk_usage(root).free)
-        name = Path(config.model).stem
-        disk = DiskStore(root, StoreFormat(name, fingerprint.hex(), kv_format, numerics, record_bytes), limit)
+        limit, name = _disk_bytes(config) - taken["disk"], Path(config.model).stem
+        if limit > 2 * record_bytes or not taken["disk"]:
+            format = StoreFormat(name, fingerprint.hex(), kv_format, numerics, record_bytes)
+            disk = DiskStore(_disk_root(config), format, limit)
+    if host is None and disk is None:
+        return None
     return Tiers(LowerTiers(host, disk, record_bytes), pool, config.preemption_mode)
 
 

@@ -7,9 +7,11 @@ written cost nothing.
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,6 +23,12 @@ from pagemill.attention.interface import LayerCache
 from pagemill.errors import KVMemoryError
 from pagemill.kvcache.layer_groups import LayerGroups
 from pagemill.kvcache.layout import SCALE_BYTES, KVLayout, block_major, layer_major
+from pagemill.kvcache.lower_frames import ReadAhead, Region, map_file
+
+_NORESERVE = 0x4000 if sys.platform == "linux" else 0
+"""What a file takes the place of is no memory."""
+PAGES_APART = 64
+"""Frames of whole cache lines that are whole pages, which lower frames begin and end at."""
 
 
 class DevicePool:
@@ -28,6 +36,8 @@ class DevicePool:
 
     room: bytes that it can grow to, on CPU: addresses that are set aside, without memory. Where the system does not
         give them, and elsewhere, it can not grow.
+    lower_frames: frames beside these, numbered from `first_lower` on, for blocks that are streamed: in host memory, or
+        in a file in `lower_folder`; on CPU only.
     dtype: of the elements; int8 is scaled by token and KV head.
     layout: constructor of the layout, by default layer-major on CPU and block-major elsewhere.
     Raises KVMemoryError if the memory can not be had. Contents are undefined at first.
@@ -44,6 +54,8 @@ class DevicePool:
         device: torch.device | str = "cpu",
         layout: Callable[..., KVLayout] | None = None,
         room: int = 0,
+        lower_frames: int = 0,
+        lower_folder: Path | None = None,
     ) -> None:
         self.num_frames = num_frames
         self.groups = groups
@@ -61,15 +73,21 @@ class DevicePool:
             scaled=dtype == torch.int8,
         )
         most = room // of_frames(frames=1).frame_bytes if self.device.type == "cpu" else 0
+        if lower_frames and self.device.type != "cpu":
+            raise KVMemoryError("contexts longer than the pool are streamed on CPU only; lower max_model_len")
         for self.capacity in (max(most, num_frames), num_frames):
-            self.layout = of_frames(frames=self.capacity)
+            self.first_lower = -(-self.capacity // PAGES_APART) * PAGES_APART if lower_frames else self.capacity
+            self.total_frames = self.first_lower + -(-lower_frames // PAGES_APART) * PAGES_APART
+            self.layout = of_frames(frames=self.total_frames)
             try:
-                self.storage, self._memory = _allocate(self.layout.pool_elements, dtype, self.device)
+                self.storage, self._memory = _allocate(
+                    self.layout.pool_elements, dtype, self.device, _NORESERVE if lower_frames else 0
+                )
                 break
             except KVMemoryError:
                 if self.capacity == num_frames:
                     raise
-        shape = (self.capacity, num_kv_heads, block_size, head_dim)
+        shape = (self.total_frames, num_kv_heads, block_size, head_dim)
         self._places = [self._place(place, shape) for place in range(groups.layers_per_frame)]
         pieces, per_frame, stride = (
             (groups.layers_per_frame, self.layout.chunk_bytes // dtype.itemsize, self.layout.place_stride)
@@ -77,11 +95,14 @@ class DevicePool:
             else (1, self.layout.frame_bytes // dtype.itemsize, 0)
         )
         self._frames = torch.as_strided(
-            self.storage, (pieces, self.capacity, per_frame), (stride, self.layout.frame_stride, 1)
+            self.storage, (pieces, self.total_frames, per_frame), (stride, self.layout.frame_stride, 1)
         )
         """[pieces, frames, elements]: the contiguous pieces of every frame."""
         members = [layer for group in groups.groups for layer in group.layers]
         self._where = {layer: groups.place(layer) for layer in members}
+        self.streams_from_disk = lower_folder is not None and lower_frames > 0
+        if lower_folder is not None and lower_frames:
+            map_file(lower_folder, [self._lower_region(piece) for piece in range(pieces)])
 
     def layer(self, layer: int) -> LayerCache:
         """Keys and values of a model layer, as views."""
@@ -101,8 +122,8 @@ class DevicePool:
                 self._frames[:, there] = self._frames[:, here]
             return
         for ids in (source, target):
-            if int(ids.min()) < 0 or int(ids.max()) >= self.capacity:
-                raise IndexError(f"frames {ids.tolist()} are not all in 0 .. {self.capacity - 1}")
+            if int(ids.min()) < 0 or int(ids.max()) >= self.total_frames:
+                raise IndexError(f"frames {ids.tolist()} are not all in 0 .. {self.total_frames - 1}")
         pieces, piece_stride, frame_stride = self.pieces
         _kernels.copy_frames(
             self.storage.data_ptr(), pieces, piece_stride, frame_stride, self._frames[0, 0].nbytes,
@@ -133,6 +154,17 @@ class DevicePool:
                 if first < last:
                     self._memory.madvise(mmap.MADV_DONTNEED, first, last - first)
         self.num_frames = num_frames
+
+    def read_ahead(self) -> ReadAhead:
+        """For lower frames in a file."""
+        where = [self._where[layer] for layer in sorted(self._where)]
+        regions = [self._lower_region(place if len(self._frames) > 1 else 0) for _, place in where]
+        return ReadAhead(regions, [group for group, _ in where], self._frames.stride(1) * self.dtype.itemsize)
+
+    def _lower_region(self, piece: int) -> Region:
+        size, (per_piece, per_frame, _) = self.dtype.itemsize, self._frames.stride()
+        begin = self.storage.data_ptr() + (piece * per_piece + self.first_lower * per_frame) * size
+        return Region(begin, (self.total_frames - self.first_lower) * per_frame * size)
 
     @property
     def pieces(self) -> tuple[int, int, int]:
@@ -193,13 +225,13 @@ def default_layout(device: torch.device) -> Callable[..., KVLayout]:
     return layer_major if device.type == "cpu" else block_major
 
 
-def _allocate(elements: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, mmap.mmap | None]:
+def _allocate(elements: int, dtype: torch.dtype, device: torch.device, flags: int) -> tuple[Tensor, mmap.mmap | None]:
     """The memory as a tensor, and as what can be given back in part, on CPU."""
     nbytes = elements * dtype.itemsize
     try:
         if device.type != "cpu":
             return torch.empty(elements, dtype=dtype, device=device), None
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
         with suppress(AttributeError, OSError):  # a system without huge pages
             memory.madvise(mmap.MADV_HUGEPAGE)
         return torch.frombuffer(memory, dtype=dtype), memory

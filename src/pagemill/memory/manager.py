@@ -14,10 +14,12 @@ from typing import NamedTuple
 from pagemill.memory.block_table import BlockTable, first_entry_in_window
 from pagemill.memory.digest import TOKEN_BYTES, pack_tokens
 from pagemill.memory.eviction import PolicyFactory, least_recently_used
+from pagemill.memory.lower_frames import NO_LOWER, LowerFrames
 from pagemill.memory.pending_work import PendingWork
 from pagemill.memory.prefix_index import PrefixIndex
 from pagemill.memory.residency import MemoryStats, Residency
 from pagemill.memory.resizing import change_frames
+from pagemill.memory.streaming import Places, places, stream
 from pagemill.memory.tenants import Tenant
 from pagemill.memory.work import MemoryWork, Save
 from pagemill.tenant_limits import DEFAULT_TENANT
@@ -36,6 +38,10 @@ class Shortage(NamedTuple):
     needed: int
     available: int
 
+    @property
+    def missing(self) -> int:
+        return self.needed - self.available
+
 
 class MemoryManager:
     """Block tables over one pool of frames. Not thread-safe; every operation is O(1) per block that it touches.
@@ -45,6 +51,7 @@ class MemoryManager:
     windows:    by layer group, the attention window in tokens, or None for full attention.
     policy:     each tenant's order of eviction; the least recently used by default.
     saves_evicted: whether `take_saves` offers what is evicted to lower tiers.
+    lower_frames: the number of the first frame of a lower tier, and how many there are, for blocks that `stream` moves.
     """
 
     def __init__(
@@ -55,6 +62,7 @@ class MemoryManager:
         enable_prefix_caching: bool = True,
         policy: PolicyFactory = least_recently_used,
         saves_evicted: bool = False,
+        lower_frames: tuple[int, int] = (NO_LOWER, 0),
     ) -> None:
         if num_frames < 1 or block_size < 1 or not windows or any(w is not None and w < 1 for w in windows):
             raise ValueError(f"need frames, a block size and groups: {num_frames=}, {block_size=}, {windows=}")
@@ -62,8 +70,9 @@ class MemoryManager:
         self.windows = tuple(windows)
         self._windowed = [(group, window) for group, window in enumerate(windows) if window is not None]
         self._caching = enable_prefix_caching
-        self._index = PrefixIndex(num_frames, block_size, windows)
-        self._residency = Residency(num_frames, self._index, policy, saves_evicted)
+        self.lower = LowerFrames(*lower_frames)
+        self._index = PrefixIndex(num_frames + self.lower.count, block_size, windows)
+        self._residency = Residency(num_frames, self._index, policy, saves_evicted, self.lower)
         self._pool, self._blocks = self._residency.pool, self._residency.blocks
         self.tenants = self._residency.tenants
         self._work = PendingWork(len(windows))
@@ -279,6 +288,19 @@ class MemoryManager:
         change_frames(self, num_frames)
         return None
 
+    def stream(self, table: BlockTable, count: int) -> bool:
+        """Makes `count` frames free by moving blocks of a table to lower ones; False, and no change, if it can not."""
+        return stream(self, table, count)
+
+    def places(self, table: BlockTable) -> Places:
+        """How many of a table's blocks lie in the pool, and how many are streamed."""
+        return places(self, table)
+
+    @property
+    def has_copies(self) -> bool:
+        """Whether the next `drain` has frames to copy."""
+        return self._work.has_copies
+
     def retire(self, step: int) -> None:
         """This step and all before it have finished and hold nothing any more."""
         self._residency.retire(step)
@@ -311,10 +333,9 @@ class MemoryManager:
         """Frames that this tenant can have, if its own quota has room: free, or cached and evictable for it."""
         return self.tenants.available(tenant, self._pool.num_free)
 
-    def blocks_needed(self, num_tokens: int, chunk: int) -> int:
-        """The most frames that one sequence may hold at once, over all groups, while it grows to `num_tokens` in steps
-        of 1 to `chunk` tokens, wherever these begin. With that many frames it always gets there, alone in the pool;
-        with fewer, there are steps with which it does not.
+    def blocks_held(self, num_tokens: int, chunk: int) -> int:
+        """The most blocks that one sequence may hold at once, over all groups, while it grows to `num_tokens` in steps
+        of 1 to `chunk` tokens, wherever these begin.
 
         A step from s to e holds, by group, the entries from the first that position s sees to the one of e - 1. The
         maximum is reached by the largest step that just enters the last entry.
@@ -325,6 +346,17 @@ class MemoryManager:
         start = max(0, last * self.block_size + 1 - chunk)
         return sum(last + 1 - first_entry_in_window(start, window, self.block_size) for window in self.windows)
 
+    def blocks_needed(self, num_tokens: int, chunk: int) -> int:
+        """Frames of the pool with which such a sequence always gets there, alone in the pool; with fewer, there are
+        steps with which it does not. Without lower frames that is all it holds; else what a step writes, and what does
+        not fit into them.
+        """
+        held = self.blocks_held(num_tokens, chunk)
+        if not self.lower.count or not held:
+            return held
+        entries, written = -(-num_tokens // self.block_size), (chunk - 1) // self.block_size + 2
+        return held - min(self.windows.count(None) * max(0, entries - written), self.lower.count)
+
     def stats(self) -> MemoryStats:
         free, cached = self._pool.num_free, self.tenants.cached
         return MemoryStats(
@@ -332,6 +364,7 @@ class MemoryManager:
             frames_free=free,
             frames_cached=cached,
             frames_active=self.num_frames - free - cached,
+            blocks_streamed=self.lower.active,
             evictions=sum(tenant.evictions for tenant in self.tenants),
             evictions_regretted=self._residency.regret.count,
             copies=self._num_copies,

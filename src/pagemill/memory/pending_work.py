@@ -23,6 +23,14 @@ class PendingWork:
         """The bytes of one frame go to another, after all copies so far."""
         self._copies.append((source, target))
 
+    @property
+    def has_copies(self) -> bool:
+        return bool(self._copies)
+
+    def copy_targets(self) -> set[int]:
+        """Frames whose contents are still elsewhere."""
+        return {target for _, target in self._copies}
+
     def place(self, row: int) -> None:
         """A row is another table's from now on: edits of the one before are nothing to it."""
         self._edits[row] = {}

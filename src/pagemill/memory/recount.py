@@ -31,15 +31,16 @@ def _require(holds: bool, invariant: str, detail: str) -> None:
 
 def _frames(manager: MemoryManager) -> None:
     rule = "every frame is free or occupied by one block"
-    pool, frame_of = manager._pool, manager._blocks.frame
+    lower, frame_of = manager.lower, manager._blocks.frame
     occupied = Counter(frame_of[block] for block in manager._blocks.in_use())
-    for frame, blocks in occupied.items():
-        _require(
-            blocks == 1 and not pool.is_free(frame), rule, f"frame {frame}: {blocks} blocks, {pool.is_free(frame)=}"
-        )
-    free = pool.count_free()
-    _require(free == pool.num_free, rule, f"{free} frames are marked free, {pool.num_free} counted")
-    _require(free + len(occupied) == manager.num_frames, rule, f"{free} free + {len(occupied)} of {manager.num_frames}")
+    for pool, first, until in ((manager._pool, 0, lower.first), (lower.pool, lower.first, lower.first + lower.count)):
+        here = {frame: blocks for frame, blocks in occupied.items() if first <= frame < until}
+        for frame, blocks in here.items():
+            is_free = pool.is_free(frame - first)
+            _require(blocks == 1 and not is_free, rule, f"frame {frame}: {blocks} blocks, {is_free=}")
+        free = pool.count_free()
+        _require(free == pool.num_free, rule, f"{free} frames are marked free, {pool.num_free} counted")
+        _require(free + len(here) == pool.num_frames, rule, f"{free} free + {len(here)} of {pool.num_frames}")
 
 
 def _references(manager: MemoryManager) -> None:
@@ -88,7 +89,8 @@ def _published(manager: MemoryManager) -> None:
         _require(whole and index.parent[block] != b"", rule, f"block {block} has no parent or tokens")
         children += group == index.leading
         reached = index.depth[block] == 0 or index.parent[block] in index.by_digest[group]
-        _require(reached or manager.windows[group] is not None, "what a block hangs on can be found", f"block {block}")
+        alone = manager.windows[group] is not None or manager.lower.count > 0
+        _require(reached or alone, "what a block hangs on can be found", f"block {block}")
     _require(children == index.count_children(), "each published block is among its parent's children", f"{children}")
 
 
@@ -97,8 +99,11 @@ def _states(manager: MemoryManager) -> None:
     cached = 0
     for block in manager._blocks.in_use():
         references = manager._blocks.references[block]
-        in_policy = any(block in tenant.policy for tenant in manager.tenants)
-        cached += in_policy
+        below = manager._blocks.frame[block] >= manager.lower.first
+        in_pool = any(block in tenant.policy for tenant in manager.tenants)
+        in_policy = in_pool or block in manager.lower.cached
+        cached += in_pool
+        _require(not in_policy or below != in_pool, "what is cached is listed where it lies", f"block {block}")
         _require(in_policy == (references == 0), rule, f"block {block}: {references=}, {in_policy=}")
         _require(not in_policy or manager._index.digest[block] != b"", "what is cached can be found", f"block {block}")
     listed = manager.tenants.cached
@@ -109,6 +114,7 @@ def _states(manager: MemoryManager) -> None:
 
 def _charges(manager: MemoryManager) -> None:
     owned: dict[Tenant, set[int]] = {tenant: set() for tenant in manager.tenants}
+    in_pool = {block for block in manager._blocks.in_use() if manager._blocks.frame[block] < manager.lower.first}
     for table in manager._tables:
         owned[table.tenant].update(block for entries in table.blocks for block in entries if block >= 0)
     for _, tenant, blocks in manager._residency.held:
@@ -117,10 +123,11 @@ def _charges(manager: MemoryManager) -> None:
         for tenant in manager.tenants:
             if block in tenant.policy:
                 owned[tenant].add(block)
-    rule = "a block is charged once, to the owner of its namespace"
-    used, charges = len(manager._blocks.in_use()), sum(tenant.charged for tenant in manager.tenants)
+    rule = "a block of the pool is charged once, to the owner of its namespace"
+    used, charges = len(in_pool), sum(tenant.charged for tenant in manager.tenants)
     _require(charges == used, rule, f"{charges} are charged, {used} in use")
     for tenant, held in owned.items():
+        held &= in_pool
         _require(tenant.charged == len(held), rule, f"{tenant.name!r} has {len(held)}, {tenant.charged} charged")
         within = tenant.charged <= tenant.max_blocks or not tenant.cached
         detail = f"{tenant.name!r}: {tenant.charged} of {tenant.max_blocks}, {tenant.cached} cached"

@@ -8,12 +8,13 @@ picks it; else it ends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 
 from pagemill.memory.blocks import Blocks
 from pagemill.memory.eviction import PolicyFactory
 from pagemill.memory.frames import FramePool
+from pagemill.memory.lower_frames import NO_LOWER, LowerFrames
 from pagemill.memory.prefix_index import Chains, PrefixIndex
 from pagemill.memory.regret import Regret
 from pagemill.memory.tenants import Tenant, Tenants
@@ -24,6 +25,7 @@ from pagemill.memory.work import BlockName, Save
 class MemoryStats:
     """Frames now, and sums since the start. frames = frames_free + frames_cached + frames_active.
 
+    blocks_streamed: active blocks beside these, in frames of a lower tier.
     evictions_regretted: evicted blocks that were computed or loaded again before as many others as the pool has frames
     were evicted; one layer group's.
     """
@@ -32,21 +34,25 @@ class MemoryStats:
     frames_free: int
     frames_cached: int
     frames_active: int
+    blocks_streamed: int
     evictions: int
     evictions_regretted: int
     copies: int
 
 
 class Residency:
-    """The blocks of one pool.
+    """The blocks of one pool, and those in frames of a lower tier, which are not charged to tenants.
 
     now:           seconds, of the last operation that had a time; blocks are cached with it.
     saves_evicted: whether `take_saves` offers what is evicted to lower tiers.
     """
 
-    def __init__(self, num_frames: int, index: PrefixIndex, policy: PolicyFactory, saves_evicted: bool) -> None:
+    def __init__(
+        self, num_frames: int, index: PrefixIndex, policy: PolicyFactory, saves_evicted: bool, lower: LowerFrames
+    ) -> None:
         self.pool = FramePool(num_frames)
-        self.blocks = Blocks(num_frames)
+        self.lower = lower
+        self.blocks = Blocks(num_frames + lower.count)
         self.index = index
         self.tenants = Tenants(lambda: policy(Chains(index, self.blocks.group)))
         self.regret = Regret(num_frames)
@@ -82,14 +88,16 @@ class Residency:
 
     def take(self, count: int, after: int) -> list[int]:
         """Frames, preferably behind that of block `after` (-1: none). They must be free."""
-        frames = self.pool.take(count, self.blocks.frame[after] if after >= 0 else None)
+        frame = self.blocks.frame[after] if after >= 0 else NO_LOWER
+        frames = self.pool.take(count, frame if frame < self.lower.first else None)
         assert frames is not None
         return frames
 
     def hold(self, blocks: Sequence[int], tenant: Tenant) -> None:
         """A table refers to blocks, active or cached."""
+        frame, lower = self.blocks.frame, self.lower
         for block in self.blocks.hold(blocks):
-            tenant.policy.remove(block)
+            (tenant.policy if frame[block] < lower.first else lower.cached).remove(block)
 
     def release(self, blocks: list[int], tenant: Tenant) -> None:
         """A table lets go of blocks; the last step in flight, if any, holds them instead."""
@@ -135,6 +143,18 @@ class Residency:
         tenant.charged -= len(victims)
         self.pool.give(self.blocks.end(victims))
 
+    def evict_lower(self, count: int, unwritten: Set[int]) -> None:
+        """Ends the `count` cached blocks of the lower tier used longest ago. What hangs on them and lies in the pool
+        may outlive them. unwritten: frames that do not hold their blocks yet."""
+        for _ in range(count):
+            block = self.lower.cached.victim()
+            if self._saves_evicted and self.blocks.frame[block] not in unwritten:
+                self._saves.append(self._save(block))
+            self.index.forget(block, self.blocks.group[block])
+            for tenant in self.tenants:
+                tenant.policy.forget(block)
+            self._give(self.blocks.end([block]))
+
     def withdraw(self, block: int, tenant: Tenant) -> None:
         """A published block that one table alone holds can not be found any more, as if it were evicted: it is that
         table's own again, to be written."""
@@ -158,17 +178,28 @@ class Residency:
         name = BlockName(index.digest[block], blocks.group[block], index.parent[block], index.depth[block])
         return Save(blocks.frame[block], name)
 
+    def _give(self, frames: list[int]) -> int:
+        """Makes frames free again; how many of them were the pool's."""
+        first = self.lower.first
+        if self.lower.count and (below := [frame - first for frame in frames if frame >= first]):
+            self.lower.pool.give(below)
+            frames = [frame for frame in frames if frame < first]
+        self.pool.give(frames)
+        return len(frames)
+
     def _drop(self, blocks: Sequence[int], tenant: Tenant) -> None:
         """Takes references back. Blocks without any are cached if they can be found, else ended."""
-        digest, add, now = self.index.digest, tenant.policy.add, self.now
+        digest, frame, lower = self.index.digest, self.blocks.frame, self.lower
+        add, first, now = tenant.policy.add, lower.first, self.now
         ended = []
         for block in self.blocks.drop(blocks):
-            if digest[block]:
+            if not digest[block]:
+                ended.append(block)
+            elif frame[block] < first:
                 add(block, now)
             else:
-                ended.append(block)
+                lower.cached.add(block, now)
         if ended:
-            self.pool.give(self.blocks.end(ended))
-            tenant.charged -= len(ended)
+            tenant.charged -= self._give(self.blocks.end(ended))
         if tenant.charged > tenant.max_blocks:
             self.make_room(tenant, 0)

@@ -14,13 +14,14 @@ def change_frames(manager: MemoryManager, num_frames: int) -> None:
     There must be at least as many frames as blocks that are held, and no step in flight.
     """
     pool, blocks = manager._pool, manager._blocks
-    blocks.grow(num_frames)
-    manager._index.grow(num_frames)
+    blocks.grow(num_frames + manager.lower.count)
+    manager._index.grow(num_frames + manager.lower.count)
     while (excess := pool.num_frames - pool.num_free - num_frames) > 0:
         manager._residency.evict(*manager.tenants.loser(excess))
     pool.resize(num_frames)
     frame_of = blocks.frame
-    leaving = sorted((block for block in blocks.in_use() if frame_of[block] >= num_frames), key=frame_of.__getitem__)
+    gone = range(num_frames, manager.lower.first)
+    leaving = sorted((block for block in blocks.in_use() if frame_of[block] in gone), key=frame_of.__getitem__)
     targets = pool.take(len(leaving)) or []
     for block, target in zip(leaving, targets, strict=True):
         manager._work.copy(frame_of[block], target)

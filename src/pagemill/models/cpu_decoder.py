@@ -8,7 +8,7 @@ from torch import Tensor
 from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.attention.interface import AttentionBatch, LayerCache
-from pagemill.models.decoder import Decoder, LayerCaches
+from pagemill.models.decoder import Decoder, LayerCaches, OnLayer
 from pagemill.models.spec import DecoderSpec
 from pagemill.models.weights import DecoderWeights, GatedMLP, LayerWeights
 from pagemill.ops.cpu_ops import ACTIVATIONS, DTYPES, CpuLinear, CpuOps, check_vector
@@ -40,7 +40,9 @@ class CpuDecoder(Decoder):
             self._add_layer(index, layer)
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, batch: AttentionBatch, pool: LayerCaches) -> Tensor:
+    def forward(
+        self, token_ids: Tensor, batch: AttentionBatch, pool: LayerCaches, on_layer: OnLayer | None = None
+    ) -> Tensor:
         """As `Decoder.forward`. Raises IndexError for a token id that is not in the vocabulary."""
         tokens, rows = token_ids.shape[0], batch.context_lens.shape[0]
         check_vector("token_ids", token_ids, torch.int64, tokens)
@@ -62,7 +64,7 @@ class CpuDecoder(Decoder):
         self._native.run(
             token_ids.data_ptr(), batch.positions.data_ptr(), tokens, batch.max_context_len,
             batch.query_start.data_ptr(), batch.context_lens.data_ptr(), rows, groups, angles, self._layers_of(pool),
-            output.data_ptr(),
+            output.data_ptr(), on_layer,
         )  # fmt: skip
         return output
 

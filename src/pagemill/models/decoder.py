@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -14,6 +15,8 @@ from pagemill.models.moe import apply_experts, apply_mlp
 from pagemill.models.spec import DecoderSpec, LayerSpec
 from pagemill.models.weights import DecoderWeights, Experts, LayerWeights
 from pagemill.ops.interface import Ops
+
+OnLayer = Callable[[int], None]
 
 
 class LayerCaches(Protocol):
@@ -47,8 +50,13 @@ class Decoder:
         self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype, device=self.device)
 
     @torch.inference_mode()
-    def forward(self, token_ids: Tensor, batch: AttentionBatch, pool: LayerCaches) -> Tensor:
-        """token_ids int64 [tokens], in the batch's order -> hidden states [tokens, hidden], final norm applied."""
+    def forward(
+        self, token_ids: Tensor, batch: AttentionBatch, pool: LayerCaches, on_layer: OnLayer | None = None
+    ) -> Tensor:
+        """token_ids int64 [tokens], in the batch's order -> hidden states [tokens, hidden], final norm applied.
+
+        on_layer: called with each layer's number as that begins.
+        """
         embedding = self.weights.embedding
         x = self.weights.lm_head.rows(token_ids) if embedding is None else embedding[token_ids]
         if self.spec.embedding_scale != 1.0:
@@ -58,6 +66,8 @@ class Decoder:
             table.reach(batch.max_context_len)
             angles.append((table.cos[batch.positions], table.sin[batch.positions]))
         for index, (layer, weights) in enumerate(zip(self.spec.layers, self.weights.layers, strict=True)):
+            if on_layer is not None:
+                on_layer(index)
             x = x + self._attend(x, layer, weights, angles, batch, self._group_of[index], pool.layer(index))
             x = x + self._mlp(x, weights)
         return self.ops.rms_norm(x, self.weights.final_norm, self.spec.norm_eps)

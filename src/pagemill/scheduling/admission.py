@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from pagemill.memory.block_table import BlockTable
 from pagemill.memory.digest import extend_chain
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.work import Load
@@ -87,7 +88,7 @@ class Admission:
         while budget > 0 and (turn := self._waiting.first(passed)) is not None:
             sequence, load = turn
             rows = sequence.num_rows
-            right = load.has_right_to(self._memory.blocks_needed(len(sequence.tokens), self._chunk))
+            right = load.has_right_to(self._wanted(sequence)[0])
             if not load.may_run(rows):
                 self._waiting.level(load)
                 passed.add(load)
@@ -98,8 +99,10 @@ class Admission:
             if self._batch.num_free >= rows and self._comes_from_elsewhere(sequence, now):
                 self._waiting.pop(load)
                 continue
-            while (lack := self._open(sequence, load, right, budget, now)) is Lack.POOL and right:
-                loser = None if self._batch.flights else borrower(self._running, load.account)
+            while (lack := self._open(sequence, load, right, budget, now)) is Lack.POOL:
+                if self._stream_largest():
+                    continue
+                loser = None if self._batch.flights or not right else borrower(self._running, load.account)
                 if loser is None:
                     break
                 passed.add(self._tenants[loser.request.tenant])
@@ -152,7 +155,7 @@ class Admission:
 
         There must be room for the whole sequence as it is and for one more block of each running one (of its own
         tenant, where all of it is guaranteed, or within the tenant's quota), and above the controller's watermark:
-        else it would soon be preempted again.
+        else it would soon be preempted again. One that can never have so much room streams the rest.
         """
         if self._batch.num_free < sequence.num_rows:
             return Lack.POOL
@@ -169,12 +172,16 @@ class Admission:
         )
         found = opened.num_cached_tokens
         chunk = min(len(tokens) - found, budget)
-        need = self._memory.blocks_needed(len(tokens), self._chunk) - opened.table.num_held
+        need, streams = self._wanted(sequence)
+        held = self._memory.places(opened.table)
+        below = self._memory.blocks_held(len(tokens), self._chunk) - need - held.streamed if streams else 0
+        need -= held.resident if streams else opened.table.num_held
         if sequence.group is not None:
             need += sequence.group.blocks_to_unpark(self._memory.block_size) * len(self._memory.windows)
         room = self._memory.available(load.account) - (load.running if right else self._headroom)
         within = load.within_quota(need)
-        if not within or need > room or self._memory.reserve(opened.table, found + chunk) is not None:
+        fits = within and need <= room and below <= self._memory.lower.available
+        if not fits or not self._reserve(opened.table, found + chunk, streams):
             self._memory.close(opened.table, now)
             return Lack.POOL if within else Lack.QUOTA
         sequence.table = opened.table
@@ -188,6 +195,28 @@ class Admission:
             load.prefix_queried_tokens += len(tokens)
             load.prefix_hit_tokens += found
         return None
+
+    def _wanted(self, sequence: Sequence) -> tuple[int, bool]:
+        """Frames of the pool that a sequence is given before it begins, and whether what else it holds must stream."""
+        tokens, memory, request = len(sequence.tokens), self._memory, sequence.request
+        whole = memory.blocks_held(tokens, self._chunk)
+        if not memory.lower.count or whole <= self._tenants.limit(request.tenant, request.in_session):
+            return whole, False
+        return memory.blocks_needed(tokens, self._chunk), True
+
+    def _stream_largest(self) -> bool:
+        """Leaves a running sequence that has more than half of the pool just that, if there is one."""
+        half = self._memory.num_frames // 2
+        for one in self._running if self._memory.lower.count else ():
+            if one.table is not None and (excess := self._memory.places(one.table).resident - half) > 0:
+                return self._memory.stream(one.table, excess)
+        return False
+
+    def _reserve(self, table: BlockTable, up_to: int, streams: bool) -> bool:
+        shortage = self._memory.reserve(table, up_to)
+        if shortage is None or not streams or not self._memory.stream(table, shortage.missing):
+            return shortage is None
+        return self._memory.reserve(table, up_to) is None
 
     def shares_prefixes(self, sequence: Sequence) -> bool:
         """Whether its blocks are published, and looked up."""

@@ -222,7 +222,10 @@ class Scheduler:
         return self._batch.plan({})
 
     def schedule(self, now: float) -> StepPlan | None:
-        """The next step, or None if nothing can run before a step in flight is committed."""
+        """The next step, or None if nothing can run before a step in flight is committed.
+
+        A step without rows has frames to copy, before a load may use those that have come free.
+        """
         self.expire(now)
         planned, budget = self._continue_running(now)
 
@@ -236,7 +239,7 @@ class Scheduler:
             return self._preempt_planned(sequence, planned, now)
 
         self.admission.admit(budget, now, run, preempt)
-        if not planned:
+        if not planned and not (self.memory.has_copies and not self._batch.flights):
             return None
         self.tenants.serve(planned)
         return self._batch.plan(planned)
@@ -282,13 +285,26 @@ class Scheduler:
             while (shortage := self.memory.reserve(sequence.table, sequence.scheduled + count)) is not None:
                 if self._batch.flights:
                     break
-                budget += self._preempt_planned(victim(self._running, sequence, shortage), planned, now)
+                loser = victim(self._running, sequence, shortage)
+                if self._stream(sequence, loser, shortage.missing):
+                    continue
+                budget += self._preempt_planned(loser, planned, now)
                 if sequence.table is None:
                     break
             else:
                 planned[sequence] = count
                 budget -= count
         return budget
+
+    def _stream(self, sequence: Sequence, loser: Sequence, count: int) -> bool:
+        """Makes room for a sequence without preempting the loser, which may be itself: by streaming blocks of the one
+        of them that has more than half of the pool, or its own before it loses all."""
+        for one in (sequence, loser) if self.memory.lower.count else ():
+            assert one.table is not None
+            large = 2 * self.memory.places(one.table).resident > self.memory.num_frames
+            if (large or one is loser is sequence) and self.memory.stream(one.table, count):
+                return True
+        return False
 
     def _preempt_planned(self, sequence: Sequence, planned: dict[Sequence, int], now: float) -> int:
         """Preempts a sequence that may be in the plan of this step; how many of its tokens no longer are."""
@@ -394,6 +410,7 @@ class Scheduler:
     def _release(self, sequence: Sequence, now: float) -> None:
         """Takes a running sequence's row, blocks and claims away."""
         assert sequence.table is not None
+        sequence.places = self.memory.places(sequence.table)
         self.memory.close(sequence.table, now)
         self.admission.resume(self.admission.pending.drop(sequence))
         self._running.remove(sequence)

@@ -7,6 +7,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 from pagemill.memory.block_table import BlockTable
+from pagemill.memory.streaming import Places
 from pagemill.namespace import Namespace
 from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.logprobs import TokenLogprobs
@@ -93,6 +94,8 @@ class Sequence:
     """When it first entered a step."""
     group: BeamGroup | None = None
     """The beams among which it is one."""
+    places: Places | None = None
+    """Of its blocks, when it last let go of them."""
 
     @property
     def prompt_len(self) -> int:

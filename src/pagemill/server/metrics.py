@@ -29,6 +29,7 @@ GAUGES = {
     "running_limit": ("Sequences beyond which none is admitted.", "running_limit"),
     "watermark_blocks": ("Blocks that admission leaves free for running sequences to grow.", "watermark_blocks"),
     "kv_block_bytes": ("Bytes of one block.", "block_bytes"),
+    "kv_blocks_streamed": ("Blocks in use that attention reads in a lower tier.", "blocks_streamed"),
     "kv_slots_reserved": ("Token slots of all blocks that sequences hold, shared ones once.", "slots_reserved"),
     "kv_slots_written": ("Those of them that hold a token.", "slots_written"),
     "kv_table_steps": ("Steps from one of a sequence's blocks to the next.", "table_steps"),

@@ -1,0 +1,117 @@
+"""Lower frames on disk: an unlinked file, mapped behind the pool's frames, whose bytes attention reads where they lie.
+
+The system keeps what it has memory for; what the process maps is bounded: a layer's blocks are read ahead while the
+layers before it are computed, and let go of when it has been. A medium that fails a read ends the process (SIGBUS), as
+it does with any mapped file; what does not fit on it is refused at the start.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill.errors import KVStoreError
+
+LAYERS_AHEAD = 2
+READ_BYTES = 4 << 20
+"""Read with one call."""
+_MAP_FIXED, _POPULATE_READ = 0x10, 22
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+class Region(NamedTuple):
+    """Addresses [begin, begin + bytes): the lower frames of one contiguous piece of the pool. Whole pages."""
+
+    begin: int
+    bytes: int
+
+
+def map_file(folder: Path, regions: Sequence[Region]) -> None:
+    """Puts a new file in the place of the memory at these addresses, for as long as that is mapped. Raises
+    KVStoreError if the disk has no room for it."""
+    size = sum(region.bytes for region in regions)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder, prefix="streamed-") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            offset = 0
+            for region in regions:
+                access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
+                if _libc.mmap(region.begin, region.bytes, access, flags, file.fileno(), offset) != region.begin:
+                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+                offset += region.bytes
+    except OSError as error:
+        raise KVStoreError(
+            f"{size} bytes for contexts longer than the pool can not be had in {folder}: {error}; free some, name "
+            f"another kv_disk_path, or lower max_model_len"
+        ) from error
+
+
+class ReadAhead:
+    """Reads the lower frames of a step's rows, layer by layer, before attention does. Its methods belong to one thread.
+
+    regions: by layer, in the order in which layers are computed. frame_bytes: of a frame in a region.
+    """
+
+    def __init__(self, regions: Sequence[Region], groups: Sequence[int], frame_bytes: int) -> None:
+        self._regions = regions
+        self._groups = groups
+        self._frame_bytes = frame_bytes
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="kv-stream")
+        self._under_way: dict[int, Future[None]] = {}
+
+    def step(self, frames: Sequence[NDArray[np.int32]]) -> Callable[[int], None]:
+        """What is called with each layer's number when that begins. frames: by layer group, those that the step reads,
+        counted from the first lower one."""
+        runs = [_runs(each, self._frame_bytes) for each in frames]
+        layers = len(self._regions)
+
+        def read(layer: int) -> None:
+            if layer not in self._under_way:
+                wanted = runs[self._groups[layer]]
+                self._under_way[layer] = self._reader.submit(_read, self._regions[layer], wanted)
+
+        def begin(layer: int) -> None:
+            for ahead in range(layer, layer + 1 + LAYERS_AHEAD):
+                read(ahead % layers)
+            self._under_way.pop(layer).result()
+            before = self._regions[layer - 1]
+            if before != self._regions[layer]:
+                _libc.madvise(before.begin, before.bytes, mmap.MADV_DONTNEED)
+
+        return begin
+
+    def close(self) -> None:
+        self._reader.shutdown(cancel_futures=True)
+
+
+def _runs(frames: NDArray[np.int32], frame_bytes: int) -> list[tuple[int, int]]:
+    """Neighbouring frames as (first byte, bytes) within a region, whole pages."""
+    frames = np.unique(frames)
+    found = []
+    for run in np.split(frames, np.flatnonzero(np.diff(frames) != 1) + 1) if len(frames) else ():
+        begin = int(run[0]) * frame_bytes // mmap.PAGESIZE * mmap.PAGESIZE
+        found.append((begin, (int(run[-1]) + 1) * frame_bytes - begin))
+    return found
+
+
+def _read(region: Region, runs: Iterable[tuple[int, int]]) -> None:
+    """Asks for all first, so that the medium is never idle, then waits and maps."""
+    for begin, size in runs:
+        _libc.madvise(region.begin + begin, size, mmap.MADV_WILLNEED)
+    for begin, size in runs:
+        for at in range(begin, begin + size, READ_BYTES):
+            _libc.madvise(region.begin + at, min(READ_BYTES, begin + size - at), _POPULATE_READ)

@@ -1,0 +1,104 @@
+"""Contexts several times the pool, attended from host memory and from disk, have the bits of an all-resident run."""
+
+from __future__ import annotations
+
+import pytest
+from drive import drive, request
+
+from pagemill.errors import KVMemoryError, KVStoreError
+from pagemill.kvcache import lower_frames
+from pagemill.sampling.params import SamplingParams
+
+FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
+SMALL = {"kv_memory": 12 * FRAME_BYTES, "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+"""Of a pool of 12 blocks, a step writes 5; the context has 32."""
+
+
+@pytest.fixture(scope="module")
+def conversations(prompts):
+    joined = [token for prompt in prompts for token in prompt] * 4
+    params = SamplingParams(temperature=0.0, max_tokens=25, ignore_eos=True)
+    return [request("long", joined[:480], params), request("short", joined[900:960], params)]
+
+
+@pytest.fixture(scope="module")
+def expected(conversations, make_engine):
+    return drive(make_engine(), conversations, record=True)
+
+
+def settings(tier, folder):
+    bytes = 70 * FRAME_BYTES
+    return {"kv_host_memory": bytes} if tier == "host" else {"kv_disk_memory": bytes, "kv_disk_path": str(folder)}
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_not_a_bit_differs(conversations, expected, make_engine, tmp_path, tier):
+    core = make_engine(**SMALL, **settings(tier, tmp_path))
+    assert core.ready.longest_sequence == 512
+    run = drive(core, conversations, record=True)
+    assert run.tokens == expected.tokens
+    for key, logits in run.logits.items():
+        assert logits.equal(expected.logits[key]), key
+    resident, streamed = run.last["long", 0].kv_blocks
+    assert 0 < resident <= 12
+    assert resident + streamed == 32
+    assert sum(run.last["short", 0].kv_blocks) == 6
+    assert core.stats().preemptions == core.stats().blocks_streamed == core.stats().frames_active == 0
+    core.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_in_other_dtypes(conversations, make_engine, tmp_path, dtype):
+    kinds = {"dtype": "bfloat16"} if dtype == "bfloat16" else {"kv_cache_dtype": "int8"}
+    small = SMALL | {"kv_memory": SMALL["kv_memory"] // (2 if dtype == "bfloat16" else 3)}
+    whole = drive(make_engine(**kinds), conversations[:1], record=True)
+    core = make_engine(**small, **settings("disk", tmp_path), **kinds)
+    run = drive(core, conversations[:1], record=True)
+    assert run.last["long", 0].kv_blocks[1] > 15
+    for key, logits in run.logits.items():
+        assert logits.equal(whole.logits[key]), key
+    core.close()
+
+
+def test_layers_are_read_ahead_and_let_go_of(conversations, expected, make_engine, tmp_path, monkeypatch):
+    core = make_engine(**SMALL, **settings("disk", tmp_path))
+    pool, calls = core._engine.pool, []
+    advise = lower_frames._libc.madvise
+    monkeypatch.setattr(
+        lower_frames, "_libc", type("Libc", (), {"madvise": lambda *call: calls.append(call) or advise(*call)})
+    )
+    run = drive(core, conversations[:1])
+    assert run.tokens["long", 0] == expected.tokens["long", 0]
+    regions = [pool._lower_region(place) for place in range(30)]
+    read = [call for call in calls if call[2] == lower_frames._POPULATE_READ]
+    steps = core.stats().steps
+    for region in regions:
+        inside = [call for call in read if region.begin <= call[0] and call[0] + call[1] <= region.begin + region.bytes]
+        assert 20 < len(inside) <= 2 * steps, "each layer is read ahead in each step that streams"
+    let_go = [call[:2] for call in calls if call[2] == lower_frames.mmap.MADV_DONTNEED]
+    assert set(let_go) == {tuple(region) for region in regions}
+    core.close()
+
+
+def test_a_context_is_found_again_where_it_lies(conversations, expected, make_engine, tmp_path):
+    core = make_engine(**SMALL, **settings("disk", tmp_path))
+    drive(core, conversations[:1])
+    again = drive(core, conversations[:1])
+    assert again.cached["long"] == 479
+    assert again.tokens["long", 0] == expected.tokens["long", 0]
+    core.close()
+
+
+def test_what_no_tier_holds_is_refused(make_engine, tmp_path, monkeypatch):
+    with pytest.raises(KVMemoryError, match="give kv_host_memory or kv_disk_memory what is missing"):
+        make_engine(**SMALL, kv_host_memory=19 * FRAME_BYTES)
+    make_engine(**SMALL, kv_host_memory=20 * FRAME_BYTES).close()
+    with pytest.raises(KVMemoryError, match="one sequence needs 5"):
+        make_engine(**SMALL | {"kv_memory": 4 * FRAME_BYTES}, kv_host_memory=70 * FRAME_BYTES)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(lower_frames.os, "posix_fallocate", full)
+    with pytest.raises(KVStoreError, match="No space left"):
+        make_engine(**SMALL, **settings("disk", tmp_path))

@@ -1,0 +1,96 @@
+"""Contexts longer than the pool: what is streamed, what stays, and who may begin beside them."""
+
+from __future__ import annotations
+
+import pytest
+from test_scheduler import Bench, expected, make_request
+
+from pagemill.errors import RequestTooLargeError
+
+FRAMES, BUDGET = 12, 16
+"""Frames of 4 tokens; the most that a step writes is 4 blocks, or 5."""
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6), (9, None, None)])
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_context_several_times_the_pool_is_computed(windows, depth):
+    bench = Bench(frames=FRAMES * len(windows), windows=windows, budget=BUDGET, lower=200, depth=depth)
+    request = make_request("long", [3, 4] * 90, 40, ignore_eos=True)
+    bench.scheduler.add(request)
+    bench.step()
+    while bench.scheduler.has_work():
+        bench.step()
+    assert bench.outputs["long", 0] == expected(request, 0)
+    assert bench.scheduler.preemptions == 0
+    bench.assert_all_free()
+
+
+def test_what_can_not_be_streamed_is_refused():
+    bench = Bench(frames=FRAMES, budget=BUDGET, lower=20)
+    bench.scheduler.add(make_request("fits", [3] * 120, 9))
+    with pytest.raises(RequestTooLargeError, match="pool has 12"):
+        bench.scheduler.add(make_request("larger", [3] * 120, 10))
+    windowed = Bench(frames=FRAMES, budget=BUDGET, windows=(60,), lower=100)
+    with pytest.raises(RequestTooLargeError, match="pool has 12"):
+        windowed.scheduler.add(make_request("window", [3] * 120, 9))
+    bench.run()
+
+
+def test_residency_is_reported_and_the_oldest_blocks_go():
+    bench = Bench(frames=FRAMES, budget=BUDGET, lower=100)
+    bench.scheduler.add(make_request("long", [3, 4] * 40, 30, ignore_eos=True))
+    while len(bench.outputs.get(("long", 0), [])) < 29:
+        bench.step()
+    (sequence,) = bench.scheduler._running
+    frames = bench.memory.frames(sequence.table, 0)
+    below = [frame >= 1000 for frame in frames]
+    assert below == sorted(below, reverse=True)
+    assert bench.memory.places(sequence.table) == (below.count(False), below.count(True)) == (FRAMES, 15)
+    assert bench.memory.stats().blocks_streamed == 15
+    bench.run()
+    assert sequence.places == (FRAMES, 16)
+
+
+def test_a_long_context_makes_room_for_others_without_losing_anything():
+    bench = Bench(frames=FRAMES, budget=BUDGET, lower=100)
+    long = make_request("long", [3, 4] * 40, 60, ignore_eos=True)
+    bench.scheduler.add(long)
+    while not bench.outputs:
+        bench.step()
+    short = make_request("short", [8] * 15, 5, ignore_eos=True)
+    bench.scheduler.add(short)
+    steps = bench.steps
+    while ("short", 0) not in bench.reasons:
+        bench.step()
+    assert bench.steps - steps < 9
+    assert ("long", 0) not in bench.reasons
+    bench.run()
+    assert bench.scheduler.preemptions == 0
+    for request in (long, short):
+        assert bench.outputs[request.request_id, 0] == expected(request, 0)
+
+
+def test_what_is_shared_or_pinned_stays_in_the_pool():
+    bench = Bench(frames=FRAMES, budget=BUDGET, lower=100)
+    prefix = [5, 6] * 8
+    bench.scheduler.add(make_request("pin", prefix, 1, pin="p"))
+    bench.run_steps()
+    bench.scheduler.add(make_request("long", prefix + [7] * 60, 5, ignore_eos=True))
+    while bench.scheduler.has_work():
+        bench.step()
+        for sequence in bench.scheduler._running:
+            assert all(frame < 1000 for frame in bench.memory.frames(sequence.table, 0)[:4])
+    bench.run()
+
+
+def test_a_context_that_waited_goes_on_where_its_blocks_lie():
+    bench = Bench(frames=FRAMES, budget=BUDGET, lower=100)
+    first = make_request("first", [3, 4] * 40, 4, ignore_eos=True)
+    bench.scheduler.add(first)
+    bench.run()
+    computed = bench.device.computed_tokens
+    again = make_request("again", [3, 4] * 40 + [9] * 8, 4, ignore_eos=True)
+    bench.scheduler.add(again)
+    bench.run()
+    assert bench.outputs["again", 0] == expected(again, 0)
+    assert bench.device.computed_tokens - computed == 8 + 3, "80 tokens were found again, most of them below the pool"
