@@ -150,6 +150,7 @@ void run_step(Decoder& decoder, Address token_ids, Address positions, int64_t to
 NB_MODULE(_kernels, m) {
     m.doc() = "CPU kernels. Arguments are addresses, strides in elements and dtypes (0 fp32, 1 bf16, 2 fp16; 3 int8, of caches only).";
     m.attr("interface") = PAGEMILL_INTERFACE;
+    m.attr("sources") = PAGEMILL_SOURCES;
     m.def("isa", [] { return std::string(kernels().isa); }, "Name of the instruction set whose kernels run.");
     m.def("available_isas", [] {
         nb::list names;

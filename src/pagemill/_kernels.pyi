@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import overload
 
 interface: str  # SHA-256 of this file when the kernels were compiled
+sources: str  # SHA-256 of the hexadecimal SHA-256s of csrc/**/*.{cpp,h} without csrc/tests, by path
 
 def isa() -> str: ...
 def available_isas() -> list[str]: ...

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -35,6 +37,16 @@ def test_kernels_of_other_files_are_refused(monkeypatch: pytest.MonkeyPatch, att
         build(EngineConfig(model="no-such-model"))
     assert "\n" not in caught.value.message
     assert examine()["pagemill"]["kernels"] == f"not usable: {caught.value.message}"
+
+
+def test_kernels_of_other_sources_are_refused(tmp_path: Path) -> None:
+    csrc = tmp_path / "csrc"
+    shutil.copytree(Path(__file__).parents[2] / "csrc", csrc)
+    check_compiled(csrc)
+    with (csrc / "isa" / "simd.h").open("a") as header:
+        header.write("// later\n")
+    with pytest.raises(StaleKernelsError, match=r"have sources .*, the files in csrc .*make build"):
+        check_compiled(csrc)
 
 
 def test_the_engine_process_says_it_to_the_front_end() -> None:
