@@ -1,5 +1,6 @@
 """The front end starts quickly: it imports neither torch nor transformers, and `import pagemill` next to nothing."""
 
+import os
 import subprocess
 import sys
 
@@ -31,3 +32,12 @@ def test_every_public_name_is_there():
     assert [name for name in pagemill.__all__ if not hasattr(pagemill, name)] == []
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         _ = pagemill.Nothing
+
+
+@pytest.mark.parametrize("policy", ["PASSIVE", "ACTIVE"])
+def test_idle_threads_of_torch_sleep_unless_told_otherwise(policy):
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment |= {"OMP_DISPLAY_ENV": "true"} | ({"OMP_WAIT_POLICY": policy} if policy == "ACTIVE" else {})
+    code = "import pagemill, torch"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
+    assert f"OMP_WAIT_POLICY='{policy}'" in result.stderr.replace(" ", "")

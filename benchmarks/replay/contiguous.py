@@ -7,11 +7,14 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, insort
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Protocol
 
 from pagemill.memory.block_table import BlockTable
 from pagemill.memory.eviction import Lru
+from pagemill.memory.lower_frames import NO_LOWER, LowerFrames
 from pagemill.memory.manager import Opened, Shortage
+from pagemill.memory.streaming import Places
 from pagemill.memory.tenants import Tenant, Tenants
 from pagemill.memory.work import MemoryWork
 from pagemill.simulate.trace import TracedRequest
@@ -107,10 +110,12 @@ class ContiguousMemory:
 
     block_size = 1
     windows = (None,)
+    has_copies = False
 
     def __init__(self, slots: int, placement: Placement, reserve_for: Callable[[bytes], int]) -> None:
         self.num_frames = slots
         self.tenants = Tenants(Lru)
+        self.lower = LowerFrames(NO_LOWER, 0)
         self._placement = placement
         self._reserve_for = reserve_for
         self._extents: dict[BlockTable, Extent] = {}
@@ -130,6 +135,14 @@ class ContiguousMemory:
 
     def blocks_needed(self, num_tokens: int, chunk: int) -> int:
         return num_tokens
+
+    blocks_held = blocks_needed
+
+    def places(self, table: BlockTable) -> Places:
+        return Places(table.num_held, 0)
+
+    def end_idle(self, now: float) -> float:
+        return inf
 
     def peek(self, digests: Sequence[bytes], root: bytes) -> int:
         return 0

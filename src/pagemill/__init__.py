@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,6 +24,10 @@ if TYPE_CHECKING:
     from pagemill.tenant_limits import TenantLimits
 
 __version__ = "0.1.0"
+
+# Torch's idle OpenMP threads would spin for milliseconds on cores where the kernels' own threads compute. OpenMP reads
+# this when torch is imported; who imports torch first, or sets it, decides otherwise.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __all__ = [
     "LLM",

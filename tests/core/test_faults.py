@@ -30,8 +30,8 @@ def poison(core, monkeypatch, act):
     """Lets `act(token_ids, hidden)` meddle with the forward pass."""
     forward = core._runner._decoder.forward
 
-    def meddling(token_ids, batch, pool):
-        return act(token_ids, batch, forward(token_ids, batch, pool))
+    def meddling(token_ids, batch, *rest):
+        return act(token_ids, batch, forward(token_ids, batch, *rest))
 
     monkeypatch.setattr(core._runner._decoder, "forward", meddling)
 
@@ -120,7 +120,7 @@ def test_a_request_id_in_use_is_refused(core, requests):
 
 def test_a_pool_too_small_for_one_sequence_is_refused(make_engine):
     with pytest.raises(
-        KVMemoryError, match=r"the KV pool has 14 blocks .* one sequence needs 64 .* raise kv_memory or"
+        KVMemoryError, match=r"the KV pool has 14 blocks .* one sequence needs 64 .* raise kv_memory, give "
     ):
         make_engine(kv_memory="10MiB", max_model_len=1024)
 
