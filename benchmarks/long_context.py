@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from benchmarks.lower_tiers import read_file
-from benchmarks.peers.engines import MODEL
+from benchmarks.peers.engines import BLOCK_ELEMENTS, MODEL
 from benchmarks.peers.machine import describe_machine
 from numpy.typing import NDArray
 
@@ -30,7 +30,7 @@ from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.engine.messages import EngineRequest
 from pagemill.hub import resolve_model
-from pagemill.kvcache import lower_frames
+from pagemill.kvcache.advice import advise
 from pagemill.memory.digest import extend_chain
 from pagemill.sampling.params import SamplingParams
 from pagemill.scheduling.step_plan import StepResult
@@ -89,7 +89,7 @@ def drop(core: EngineCore) -> None:
     os.sync()
     for place in range(pool.groups.layers_per_frame):
         region = pool._lower_region(place)
-        lower_frames._libc.madvise(region.begin, region.bytes, _PAGEOUT)
+        advise(*region, _PAGEOUT)
 
 
 def run(core: EngineCore, tokens: int, cold: bool) -> Run:
@@ -140,7 +140,7 @@ def main() -> None:
         runs = []
         pools = [(arguments.kv_memory, False), (arguments.kv_memory, True)]
         if arguments.resident:
-            frame_bytes = 2 * 3 * 64 * 16 * 30 * getattr(torch, arguments.dtype).itemsize
+            frame_bytes = BLOCK_ELEMENTS * getattr(torch, arguments.dtype).itemsize
             pools.append((((arguments.tokens + CHUNK + NEW) // 16 + 64) * frame_bytes, False))
         for kv_memory, cold in pools:
             with tempfile.TemporaryDirectory(dir=folder) as own:

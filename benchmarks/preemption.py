@@ -16,7 +16,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from benchmarks.peers.engines import MODEL
+import torch
+from benchmarks.peers.engines import BLOCK_ELEMENTS, MODEL
 from benchmarks.peers.machine import describe_machine
 from benchmarks.peers.workloads import SHAPES, Workload, make, tokenize
 
@@ -82,7 +83,7 @@ def serve(core: EngineCore, workload: Workload) -> Served:
 
 def engine(dtype: str, frames: int, **settings: Any) -> EngineCore:
     path = str(resolve_model(MODEL))
-    frame_bytes = (30 * 2 * 3 * 64 * BLOCK) * (4 if dtype == "float32" else 2)
+    frame_bytes = BLOCK_ELEMENTS * getattr(torch, dtype).itemsize
     core = EngineCore(
         EngineConfig(
             model=path, dtype=dtype, max_model_len=2048, kv_memory=frames * frame_bytes, block_size=BLOCK, **settings

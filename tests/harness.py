@@ -16,6 +16,9 @@ from pagemill.attention.interface import AttentionBatch, GroupBatch
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.models.decoder import Decoder
 
+FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
+"""Of SmolLM2-135M in float32, blocks of 16: 30 layers, 3 KV heads of 64."""
+
 
 def poison(pool: DevicePool) -> None:
     """Fills the whole pool with NaN; int8 with -1 and scales that are NaN."""

@@ -11,6 +11,8 @@ from typing import Any
 from pagemill.hub.registry import REGISTRY
 
 MODEL = "smollm2-135m"
+BLOCK_ELEMENTS = 30 * 2 * 3 * 64 * 16
+"""Keys and values of 16 tokens in MODEL: 30 layers, 3 KV heads of 64."""
 PEERS = Path.home() / ".cache/pagemill/peers"
 """One environment per peer, and the model in the peers' formats; nothing of it in the repository."""
 QUANTIZED = "4-bit GGUF, int8"

@@ -17,16 +17,7 @@ from dataclasses import asdict, dataclass
 
 from benchmarks.replay.contiguous import PLACEMENTS, RESERVATIONS, ContiguousMemory, root_of
 from benchmarks.replay.output import bars, write_table
-from benchmarks.replay.setup import (
-    Setup,
-    add_engine_arguments,
-    add_output_argument,
-    add_trace_arguments,
-    chosen_setup,
-    chosen_trace,
-    describe,
-    latencies,
-)
+from benchmarks.replay.setup import Setup, add_replay_arguments, begin, chosen_setup, latencies
 
 from pagemill.memory.occupancy import occupancy
 from pagemill.scheduling.step_plan import StepPlan
@@ -75,17 +66,13 @@ class PoolMeter:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_trace_arguments(parser, seconds=120, rate=1.0)
-    add_engine_arguments(parser)
-    add_output_argument(parser)
+    add_replay_arguments(parser, seconds=120, rate=1.0)
     parser.set_defaults(kv_mib=1024)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    step_times, trace = StepTimes.load(arguments.calibration), chosen_trace(arguments)
-    setup = chosen_setup(arguments)
+    (step_times, trace), setup = begin(arguments), chosen_setup(arguments)
     longest = max(request.length for request in read_trace(arguments.trace))
-    print(describe(arguments, step_times, trace), flush=True)
     rows = [paged(trace, setup, step_times)]
     rows += [contiguous(trace, longest, setup, step_times, *kind) for kind in CONTIGUOUS]
     print(

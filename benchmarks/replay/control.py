@@ -15,16 +15,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from benchmarks.replay.output import bars, write_table
-from benchmarks.replay.setup import (
-    Setup,
-    add_engine_arguments,
-    add_output_argument,
-    add_trace_arguments,
-    chosen_setup,
-    chosen_trace,
-    describe,
-    latencies,
-)
+from benchmarks.replay.setup import Setup, add_replay_arguments, begin, chosen_setup, latencies
 
 from pagemill.scheduling.step_plan import StepPlan
 from pagemill.simulate.simulator import replay
@@ -49,18 +40,15 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_trace_arguments(parser, seconds=200, rate=0.1)
-    add_engine_arguments(parser)
-    add_output_argument(parser)
+    add_replay_arguments(parser, seconds=200, rate=0.1)
     parser.add_argument("--target-tpot-ms", type=float, default=150.0)
     parser.add_argument("--tokens", default="32,64,128,256,512", help="max_num_batched_tokens of the fixed settings")
     parser.add_argument("--seqs", default="16,64,256", help="max_num_seqs of the fixed settings")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    step_times, trace, setup = StepTimes.load(arguments.calibration), chosen_trace(arguments), chosen_setup(arguments)
+    (step_times, trace), setup = begin(arguments), chosen_setup(arguments)
     target_s = arguments.target_tpot_ms / 1e3
-    print(describe(arguments, step_times, trace), flush=True)
     print(
         "\n| setting | goodput, tokens/s | all tokens/s | in time | bursts | TPOT median | TPOT p99 | TTFT median | "
         "finished | preemptions | replayed in |"
@@ -93,9 +81,8 @@ def measure(
 
     def count(plan: StepPlan, seconds: float) -> None:
         nonlocal gaps, late
-        generating = int((plan.query_lens == 1).sum())
-        gaps += generating
-        late += generating * (seconds > target_s)
+        gaps += plan.num_generating
+        late += plan.num_generating * (seconds > target_s)
 
     begin = time.perf_counter()
     scheduler = setup.scheduler(setup.memory(step_times))

@@ -68,6 +68,20 @@ def add_output_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for tables (JSON) and plots (PNG)")
 
 
+def add_replay_arguments(parser: argparse.ArgumentParser, *, seconds: float, rate: float) -> None:
+    """All of the above."""
+    add_trace_arguments(parser, seconds=seconds, rate=rate)
+    add_engine_arguments(parser)
+    add_output_argument(parser)
+
+
+def begin(arguments: argparse.Namespace) -> tuple[StepTimes, list[TracedRequest]]:
+    """What is replayed, and how long its steps take. Says so."""
+    step_times, trace = StepTimes.load(arguments.calibration), chosen_trace(arguments)
+    print(describe(arguments, step_times, trace), flush=True)
+    return step_times, trace
+
+
 def chosen_trace(arguments: argparse.Namespace) -> list[TracedRequest]:
     return slice_of(read_trace(arguments.trace), arguments.start, arguments.seconds, arguments.rate)
 

@@ -17,15 +17,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from benchmarks.replay.output import bars, write_table
-from benchmarks.replay.setup import (
-    Setup,
-    add_engine_arguments,
-    add_output_argument,
-    add_trace_arguments,
-    chosen_setup,
-    chosen_trace,
-    describe,
-)
+from benchmarks.replay.setup import Setup, add_replay_arguments, begin, chosen_setup
 
 from pagemill.memory.occupancy import Scatter, scatter
 from pagemill.scheduling.step_plan import StepPlan
@@ -50,15 +42,12 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_trace_arguments(parser, seconds=3600, rate=0.1)
-    add_engine_arguments(parser)
-    add_output_argument(parser)
+    add_replay_arguments(parser, seconds=3600, rate=0.1)
     parser.add_argument("--block-sizes", default="8,16,32,64,128,256")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    step_times, trace = StepTimes.load(arguments.calibration), chosen_trace(arguments)
-    print(describe(arguments, step_times, trace), flush=True)
+    step_times, trace = begin(arguments)
     rows = [
         measure(trace, chosen_setup(arguments, size), step_times) for size in map(int, arguments.block_sizes.split(","))
     ]

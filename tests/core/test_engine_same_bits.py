@@ -8,9 +8,9 @@ import pytest
 import torch
 from drive import Run, drive, request
 
+from harness import FRAME_BYTES
 from pagemill.sampling.params import SamplingParams
 
-FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
 """One block of 16 tokens of SmolLM2-135M in fp32."""
 
 FORMATS = {

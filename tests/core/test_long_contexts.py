@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from drive import drive, request
 
+from harness import FRAME_BYTES
 from pagemill.errors import KVMemoryError, KVStoreError
 from pagemill.kvcache import lower_frames
 from pagemill.sampling.params import SamplingParams
 
-FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
 SMALL = {"kv_memory": 12 * FRAME_BYTES, "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 """Of a pool of 12 blocks, a step writes 5; the context has 32."""
 
@@ -63,14 +63,12 @@ def test_in_other_dtypes(conversations, make_engine, tmp_path, dtype):
 def test_layers_are_read_ahead_and_let_go_of(conversations, expected, make_engine, tmp_path, monkeypatch):
     core = make_engine(**SMALL, **settings("disk", tmp_path))
     pool, calls = core._engine.pool, []
-    advise = lower_frames._libc.madvise
-    monkeypatch.setattr(
-        lower_frames, "_libc", type("Libc", (), {"madvise": lambda *call: calls.append(call) or advise(*call)})
-    )
+    advise = lower_frames.advise
+    monkeypatch.setattr(lower_frames, "advise", lambda *call: calls.append(call) or advise(*call))
     run = drive(core, conversations[:1])
     assert run.tokens["long", 0] == expected.tokens["long", 0]
     regions = [pool._lower_region(place) for place in range(30)]
-    read = [call for call in calls if call[2] == lower_frames._POPULATE_READ]
+    read = [call for call in calls if call[2] == lower_frames.POPULATE_READ]
     steps = core.stats().steps
     for region in regions:
         inside = [call for call in read if region.begin <= call[0] and call[0] + call[1] <= region.begin + region.bytes]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from drive import drive, request
 
+from harness import FRAME_BYTES
 from pagemill.errors import ConfigError
 from pagemill.sampling.params import SamplingParams
 
-FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
 LENGTH, BLOCKS = 200, 12
 """Of each prompt, in tokens and whole blocks."""
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from drive import Run, drive, record_logits, request
 
+from harness import FRAME_BYTES
 from pagemill.errors import ConfigError, KVMemoryError
 from pagemill.sampling.params import SamplingParams
 from pagemill.tenant_limits import TenantLimits
 
-FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
 PARAMS = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
 
 

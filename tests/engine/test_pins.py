@@ -2,9 +2,9 @@
 
 import pytest
 
+from harness import FRAME_BYTES
 from pagemill import LLM, SamplingParams, errors
 
-FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
 GREEDY = SamplingParams(temperature=0.0, max_tokens=6, logprobs=1)
 PREFIX = "You are a patient teacher of astronomy, and answer in one short sentence. " * 6
 QUESTION = PREFIX + "Why is the sky dark at night?"

@@ -5,9 +5,9 @@ import asyncio
 
 import pytest
 
+from harness import FRAME_BYTES
 from pagemill import LLM, BeamSearchParams, SamplingParams, errors
 
-FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
 SETTINGS = {"dtype": "float32", "max_model_len": 640, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 PARAMS = SamplingParams(temperature=0.8, seed=3, max_tokens=40, ignore_eos=True, logprobs=2)
 TURNS = [

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from msgspec.structs import replace
 
 from pagemill.config import EngineConfig
-from pagemill.engine.build import Engine, build, longest_sequence, longest_sequences
+from pagemill.engine.build import Engine, build, longest_sequences
 from pagemill.engine.messages import (
     EngineReady,
     EngineRequest,
@@ -124,7 +124,7 @@ class EngineCore:
         """Plans a step, runs it and commits it. Returns what it brought; nothing if there was no work."""
         self._finish_loads(0.0)
         begun = time.monotonic()
-        plan = self._scheduler.schedule(time.monotonic())
+        plan = self._scheduler.schedule(begun)
         self._save_evicted()
         if plan is None:
             self._start_loads()
@@ -277,15 +277,14 @@ class EngineCore:
 
     def _refresh(self) -> EngineReady:
         """What is said of the engine, with the pool, the pins and the limits as they are now."""
-        memory, longest = self._memory, self._ready.max_model_len
-        left = memory.num_frames - self._scheduler.pins.num_frames
+        longest = longest_sequences(self._scheduler, self._ready.max_model_len)
         self._ready = replace(
             self._ready,
-            num_frames=memory.num_frames,
+            num_frames=self._memory.num_frames,
             kv_bytes=self._engine.pool.nbytes,
-            longest_sequence=longest_sequence(memory, left, longest, self.config.max_num_batched_tokens),
-            longest_sequences=longest_sequences(self._scheduler, longest),
-            longest_sessions=longest_sequences(self._scheduler, longest, in_session=True),
+            longest_sequence=longest.of_any,
+            longest_sequences=longest.by_tenant,
+            longest_sessions=longest.sessions,
         )
         return self._ready
 
@@ -333,7 +332,8 @@ class EngineCore:
     def _kv_blocks(self, sequence: Sequence) -> tuple[int, int] | None:
         if sequence.table is None:
             return sequence.places
-        return self._memory.places(sequence.table) if self._memory.lower.active else None
+        lower = self._memory.lower
+        return self._memory.places(sequence.table) if lower.count and lower.active else None
 
 
 def _tenant_stats(load: TenantLoad) -> TenantStats:

@@ -20,16 +20,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagemill.errors import KVStoreError
+from pagemill.kvcache.advice import POPULATE_READ, advise
 
 LAYERS_AHEAD = 2
 READ_BYTES = 4 << 20
 """Read with one call."""
-_MAP_FIXED, _POPULATE_READ = 0x10, 22
+_MAP_FIXED = 0x10
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 class Region(NamedTuple):
@@ -90,7 +90,7 @@ class ReadAhead:
             self._under_way.pop(layer).result()
             before = self._regions[layer - 1]
             if before != self._regions[layer]:
-                _libc.madvise(before.begin, before.bytes, mmap.MADV_DONTNEED)
+                advise(*before, mmap.MADV_DONTNEED)
 
         return begin
 
@@ -111,7 +111,7 @@ def _runs(frames: NDArray[np.int32], frame_bytes: int) -> list[tuple[int, int]]:
 def _read(region: Region, runs: Iterable[tuple[int, int]]) -> None:
     """Asks for all first, so that the medium is never idle, then waits and maps."""
     for begin, size in runs:
-        _libc.madvise(region.begin + begin, size, mmap.MADV_WILLNEED)
+        advise(region.begin + begin, size, mmap.MADV_WILLNEED)
     for begin, size in runs:
         for at in range(begin, begin + size, READ_BYTES):
-            _libc.madvise(region.begin + at, min(READ_BYTES, begin + size - at), _POPULATE_READ)
+            advise(region.begin + at, min(READ_BYTES, begin + size - at), POPULATE_READ)

@@ -6,11 +6,11 @@ machine twice over. A thread of its own does that for frames ahead of those in u
 
 from __future__ import annotations
 
-import ctypes
 import threading
 
 from torch import Tensor
 
+from pagemill.kvcache.advice import POPULATE_WRITE, advise
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layout import PAGE_BYTES
 
@@ -19,8 +19,6 @@ AHEAD_BYTES = 256 << 20
 SHARE = 8
 """Nor more than a pool's eighth."""
 HUGE_PAGE = 2 << 20
-POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE, Linux 5.14: makes pages as a write would, and leaves what lies in them."""
 
 
 class PagesAhead:
@@ -61,8 +59,6 @@ def _populate(storage: Tensor, pieces: int, piece_bytes: int, frame_bytes: int, 
 
     A huge page at a time: the system's lock on the memory map is free in between.
     """
-    madvise = ctypes.CDLL(None).madvise
-    madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
     step, base = max(1, HUGE_PAGE // frame_bytes), storage.data_ptr()
     last = base + storage.nbytes
     for first in range(begin, end, step):
@@ -70,5 +66,5 @@ def _populate(storage: Tensor, pieces: int, piece_bytes: int, frame_bytes: int, 
             at = base + piece * piece_bytes + first * frame_bytes
             to = min(at + min(step, end - first) * frame_bytes, last)
             at = at // PAGE_BYTES * PAGE_BYTES
-            if madvise(at, to - at, POPULATE_WRITE):
+            if not advise(at, to - at, POPULATE_WRITE):
                 return  # an older system, or out of memory: the writes will tell

@@ -153,7 +153,7 @@ class GreedyDual:
         return idle
 
     def oldest(self) -> float | None:
-        return min(self._since.values(), default=None)
+        return next(iter(self._since.values()), None)
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -33,12 +33,11 @@ class Loading:
     def __init__(self, memory: MemoryManager, stored: Stored | None) -> None:
         self._memory = memory
         self._stored = stored
-        self._tables: dict[int, tuple[BlockTable, list[int], list[bytes]]] = {}
+        self._tables: dict[int, tuple[BlockTable, list[int], list[bytes], bool]] = {}
         self._begun: list[Load] = []
         self._missed: set[bytes] = set()
         """Blocks that did not arrive: who asks for one next computes it."""
         self._ids = count()
-        self._swapping: set[int] = set()
         self.swapped_in_tokens = 0
         """Tokens that have arrived for preempted sequences."""
 
@@ -69,9 +68,7 @@ class Loading:
         blocks = [(digest, group) for digest in digests[found:] for group in groups]
         load = Load(next(self._ids), blocks, memory.frames(table, found))
         self._begun.append(load)
-        if sequence.was_preempted:
-            self._swapping.add(load.id)
-        self._tables[load.id] = table, sequence.tokens[: len(digests) * size], digests
+        self._tables[load.id] = table, sequence.tokens[: len(digests) * size], digests, sequence.was_preempted
         return Begun(load.id, digests)
 
     def take_begun(self) -> list[Load]:
@@ -83,11 +80,10 @@ class Loading:
         """A load is over; `arrived` says which of its blocks are in their frames. Those before the first gap can be
         found from now on, the rest ends. Returns how many blocks of the chain are there."""
         memory = self._memory
-        table, tokens, digests = self._tables.pop(load)
+        table, tokens, digests, swaps_in = self._tables.pop(load)
         whole = [*arrived, False].index(False) // len(memory.windows)
         blocks = table.length // memory.block_size + whole
-        if load in self._swapping:
-            self._swapping.remove(load)
+        if swaps_in:
             self.swapped_in_tokens += whole * memory.block_size
         self._missed.update(digests[blocks : blocks + 1])
         memory.commit(table, blocks * memory.block_size, tokens, digests)

@@ -258,7 +258,7 @@ class Scheduler:
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """A step that has been committed took so long, planning and all."""
-        generating = int((plan.query_lens == 1).sum())
+        generating = plan.num_generating
         self.controller.note_step(seconds, plan.num_tokens - generating, generating, len(self._running))
         self.controller.note_memory(self.preemptions, self.memory.num_frames)
 

@@ -68,6 +68,11 @@ class StepPlan:
     def num_tokens(self) -> int:
         return int(self.query_lens.sum())
 
+    @property
+    def num_generating(self) -> int:
+        """Rows of one query token."""
+        return int((self.query_lens == 1).sum())
+
     def select(self, begin: int, end: int) -> StepPlan:
         """The part of this step that runs rows[begin:end]; without edits, which have been applied by then."""
         samples = (self.sample_from >= begin) & (self.sample_from < end)
