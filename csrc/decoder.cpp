@@ -122,10 +122,15 @@ void Decoder::run(const DecoderStep& step) {
         watch.lap(kO);
         set.add_norm(at.x, at.y, layer.post_attention_norm, layer.pre_mlp_norm, shape_.eps, at.y, type, tokens, hidden);
         watch.lap(kNorm);
-        apply(layer.gate_up, at.y, at.wide, type, tokens);
-        watch.lap(kGateUp);
-        set.gated(at.wide, layer.gate_up.weight->n, at.context, type, shape_.activation, tokens, layer.down.weight->k);
-        watch.lap(kActivation);
+        const PackedLinear& gate_up = *layer.gate_up.weight;
+        if (layer.gate_up.set->linear_gated(gate_up, at.y, gate_up.k, at.context, type, shape_.activation, tokens)) {
+            watch.lap(kGateUp);
+        } else {
+            apply(layer.gate_up, at.y, at.wide, type, tokens);
+            watch.lap(kGateUp);
+            set.gated(at.wide, gate_up.n, at.context, type, shape_.activation, tokens, layer.down.weight->k);
+            watch.lap(kActivation);
+        }
         apply(layer.down, at.context, at.y, type, tokens);
         watch.lap(kDown);
         const bool last = i + 1 == layers_.size();

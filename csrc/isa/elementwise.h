@@ -99,17 +99,6 @@ void rotate(void* x, int64_t x_token, int64_t x_head, DType type, const float* c
     });
 }
 
-// silu(g) = g / (1 + exp(-g)). The tanh form of GELU is g / (1 + exp(-2u)) with u = sqrt(2/pi) (g + 0.044715 g^3),
-// because 1 + tanh(u) = 2 / (1 + exp(-2u)).
-template <Activation A> INLINE F activate(F g) {
-    F e = zero() - g;
-    if (A == Activation::gelu_tanh) {
-        const F cube = g * g * g;
-        e = fma(cube, broadcast(0.044715f), g) * broadcast(-1.5957691216f);
-    }
-    return g / (broadcast(1.0f) + exp(e));
-}
-
 template <Activation A, class T> void gated_rows(const T* x, int64_t x_row, T* y, int64_t rows, int64_t n) {
     for_rows(rows, 2 * n, [&](int64_t row) {
         const T *gate = x + row * x_row, *up = gate + n;

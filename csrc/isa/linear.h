@@ -161,6 +161,23 @@ template <class Y> void write_tile(const float* c, int width, int height, const 
         }
 }
 
+// y [height][NR] = activation(gate) * up, of two tiles' sums.
+template <Activation A>
+void write_gated(const float* gate, const float* up, int height, const float* gate_bias, const float* up_bias, float* y, int64_t y_row) {
+    for (int r = 0; r < height; ++r)
+        for (int v = 0; v < NR; v += W) {
+            F g = load(gate + r * NR + v), u = load(up + r * NR + v);
+            if (gate_bias) g = g + load(gate_bias + v), u = u + load(up_bias + v);
+            store(y + r * y_row + v, activate<A>(g) * u);
+        }
+}
+
+// With a gate, y is activation(first half of the outputs) * second half, and each half has `panels` panels; 0: none.
+struct Gate {
+    int64_t panels = 0;
+    Activation activation = Activation::silu;
+};
+
 // T: element of the panels, Pair if they hold pairs. With `Unpair` x is fp32 all the same.
 template <class T, bool Unpair> struct LinearRun {
     const PackedLinear& weight;
@@ -169,8 +186,9 @@ template <class T, bool Unpair> struct LinearRun {
     int64_t y_row, k, group, blocks;  // k: links of a chain; group: panels in a task; blocks of tiles
     DType type;
     Tiles tiles;
+    Gate gate;
 
-    int64_t panels() const { return (weight.n + NR - 1) / NR; }
+    int64_t panels() const { return gate.panels ? gate.panels : (weight.n + NR - 1) / NR; }
 
     void operator()(int64_t task, int thread) {
         const int64_t groups = (panels() + group - 1) / group;
@@ -180,6 +198,7 @@ template <class T, bool Unpair> struct LinearRun {
             const bool wide = !Unpair && tiles.count == 1 && tiles.height(0) <= kMaxWide && panel + 2 <= last;
             const int np = wide ? 2 : 1;
             run_panels(panel, np, tile_begin, tile_end, thread);
+            if (gate.panels) run_panels(gate.panels + panel, np, tile_begin, tile_end, thread);
             panel += np;
         }
     }
@@ -191,8 +210,11 @@ template <class T, bool Unpair> struct LinearRun {
         const int width = np * NR;
         // With few rows the weight is widened on its way into the registers, with many once per piece.
         const bool widen = Unpair || (sizeof(T) == 2 && count > 2);
-        float* c = (float*)thread_scratch(thread, sizeof(float) * (rows * width + (widen ? kChunk * NR : 0)));
-        float* wide_piece = c + rows * width;
+        const bool second = gate.panels && panel >= gate.panels;
+        const int64_t sums = rows * width, all_sums = gate.panels ? 2 * sums : sums;
+        float* scratch = (float*)thread_scratch(thread, sizeof(float) * (all_sums + (widen ? kChunk * NR : 0)));
+        float* wide_piece = scratch + all_sums;
+        float* c = second ? scratch + sums : scratch;
         // Two tiles fetch from memory faster than it follows: they begin with less of a piece missing.
         const int64_t most = count == 1 && !Unpair ? k : count == 2 ? kChunk / 4 : kChunk;
         const int64_t pieces = (k + most - 1) / most, chunk = ((k + pieces - 1) / pieces + 1) & ~int64_t(1);
@@ -202,10 +224,11 @@ template <class T, bool Unpair> struct LinearRun {
             if constexpr (Unpair) widen_pairs(piece, length, wide_piece);
             else if (widen)
                 for (int64_t i = 0; i < length * NR; i += W) store(wide_piece + i, load(piece + i));
-            // What is read next follows in memory, be it this panel's next piece or the next panel: each tile fetches its
-            // share of it.
+            // What is read next follows in memory, be it this panel's next piece or the next panel, unless that is the gate's
+            // counterpart: each tile fetches its share of it.
             const int64_t piece_bytes = length * NR * int64_t(sizeof(T)) / (Unpair ? 2 : 1);
             const char* next = (const char*)piece + (count > 1 ? piece_bytes : kAheadBytes);
+            if (gate.panels && k0 + length == k) next += (second ? -gate.panels : gate.panels - 1) * panel_size * int64_t(sizeof(T));
             const int64_t share = (piece_bytes + count - 1) / count, stride = (share + length - 1) / length;
             for (int64_t t = tile_begin; t < tile_end; ++t) {
                 const int height = tiles.height(t);
@@ -215,9 +238,19 @@ template <class T, bool Unpair> struct LinearRun {
                 if (widen) choose_tile<1, float>(height, Upto<kMaxTile>{})(a, wide_piece, 0, length, out, k0 > 0, ahead);
                 else if (np == 1) choose_tile<1, T>(height, Upto<kMaxTile>{})(a, piece, 0, length, out, k0 > 0, ahead);
                 else choose_tile<2, T>(height, Upto<kMaxWide>{})(a, piece, panel_size, length, out, k0 > 0, {(const char*)piece, 0});
-                if (k0 + length == k) write(out, width, height, panel, tiles.begin(t));
+                if (k0 + length < k) continue;
+                if (second) write_product(out - sums, out, height, panel, tiles.begin(t));
+                else if (!gate.panels) write(out, width, height, panel, tiles.begin(t));
             }
         }
+    }
+
+    void write_product(const float* gated, const float* up, int height, int64_t panel, int64_t row) {
+        const float* up_bias = weight.bias ? weight.bias + panel * NR : nullptr;
+        const float* gate_bias = weight.bias ? up_bias - gate.panels * NR : nullptr;
+        float* to = (float*)y + row * y_row + (panel - gate.panels) * NR;
+        if (gate.activation == Activation::silu) write_gated<Activation::silu>(gated, up, height, gate_bias, up_bias, to, y_row);
+        else write_gated<Activation::gelu_tanh>(gated, up, height, gate_bias, up_bias, to, y_row);
     }
 
     void write(const float* c, int width, int height, int64_t panel, int64_t row) {
@@ -238,7 +271,8 @@ INLINE int64_t panels_in_task(int64_t panels, int64_t blocks, bool wide) {
 }
 
 template <class T, bool Unpair = false>
-void linear_typed(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m) {
+void linear_typed(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m,
+                  Gate gate = {}) {
     constexpr bool kPairs = sizeof(T) == sizeof(Pair) && !Unpair;
     const Tiles tiles(m, kMaxTile);
     const bool pairs = weight.type == DType::bf16 && kPairs;
@@ -258,10 +292,10 @@ void linear_typed(const PackedLinear& weight, const void* x, int64_t x_row, void
         else pack(0, 0);
         packed = rows;
     }
-    const int64_t panels = (weight.n + NR - 1) / NR;
+    const int64_t panels = gate.panels ? gate.panels : (weight.n + NR - 1) / NR;
     const int64_t blocks = (tiles.count + kBlockRows / kMaxTile - 1) / (kBlockRows / kMaxTile);
     const int64_t group = panels_in_task(panels, blocks, tiles.count == 1 && tiles.height(0) <= kMaxWide);
-    LinearRun<T, Unpair> run{weight, packed, y, y_row, k, group, blocks, type, tiles};
+    LinearRun<T, Unpair> run{weight, packed, y, y_row, k, group, blocks, type, tiles, gate};
     parallel((panels + group - 1) / group * blocks, run);
 }
 
@@ -283,6 +317,14 @@ void linear(const PackedLinear& weight, const void* x, int64_t x_row, void* y, i
     }
 #endif
     with_type(weight.type, [&](auto* t) { linear_typed<Pointee<decltype(t)>>(weight, x, x_row, y, y_row, type, m); });
+}
+
+// For rows in several tiles: with fewer, what passes between linear layer and activation stays in the caches.
+bool linear_gated(const PackedLinear& weight, const void* x, int64_t x_row, void* y, DType type, Activation activation, int64_t m) {
+    if (type != DType::f32 || weight.type != DType::f32 || weight.format != Format::dense || m <= kMaxTile || weight.n % (2 * NR))
+        return false;
+    linear_typed<float>(weight, x, x_row, y, weight.n / 2, type, m, {weight.n / 2 / NR, activation});
+    return true;
 }
 
 // k that lie side by side in a panel.

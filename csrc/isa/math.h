@@ -50,3 +50,14 @@ INLINE F tanh(F x) {
     const F large = with_sign_of((broadcast(1.0f) - e) / (broadcast(1.0f) + e), x);
     return select_less(a, broadcast(0.625f), small, large);
 }
+
+// silu(g) = g / (1 + exp(-g)). The tanh form of GELU is g / (1 + exp(-2u)) with u = sqrt(2/pi) (g + 0.044715 g^3),
+// because 1 + tanh(u) = 2 / (1 + exp(-2u)).
+template <Activation A> INLINE F activate(F g) {
+    F e = zero() - g;
+    if (A == Activation::gelu_tanh) {
+        const F cube = g * g * g;
+        e = fma(cube, broadcast(0.044715f), g) * broadcast(-1.5957691216f);
+    }
+    return g / (broadcast(1.0f) + exp(e));
+}

@@ -73,19 +73,21 @@ def test_bits(case, dtype, kv_dtype, tmp_path):
             assert bool(a.isfinite().all())
 
 
-@pytest.mark.parametrize("hidden", [72, 200])
-def test_bits_at_odd_sizes(hidden, tmp_path):
-    """Sizes that are no multiple of a vector, and heads whose halves are none either."""
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "lengths"), [(72, 90, (33, 9, 1)), (200, 90, (33, 9, 1)), (640, 128, (270, 20))]
+)
+def test_bits_at_odd_sizes(hidden, intermediate, lengths, tmp_path):
+    """Sizes that are no multiple of a vector, heads whose halves are none; weights and rows in several pieces."""
     case = BY_NAME["gemma3"]
-    odd = {"hidden_size": hidden, "intermediate_size": 90, "head_dim": 40}
-    changed = type(case)(case.name, case.model_type, {**case.settings, **odd}, {}, lengths=(33, 9, 1))
+    odd = {"hidden_size": hidden, "intermediate_size": intermediate, "head_dim": 40}
+    changed = type(case)(case.name, case.model_type, {**case.settings, **odd}, {}, lengths=lengths)
     changed.save(tmp_path)
     decoder = load(changed, tmp_path)
     prompts = changed.prompts()
-    steps = steps_of(prompts)
-    ours = hidden_states(CpuDecoder.forward, decoder, steps, prompts)
-    for a, b in zip(ours, hidden_states(Decoder.forward, decoder, steps, prompts), strict=True):
-        assert torch.equal(a, b)
+    for steps in (steps_of(prompts), [list(enumerate(lengths))]):
+        ours = hidden_states(CpuDecoder.forward, decoder, steps, prompts)
+        for a, b in zip(ours, hidden_states(Decoder.forward, decoder, steps, prompts), strict=True):
+            assert torch.equal(a, b)
 
 
 def test_experts_run_on_torch(tmp_path):
