@@ -42,7 +42,7 @@ void apply(const Projection& projection, const void* x, void* y, DType type, int
 }  // namespace
 
 const char* const Decoder::kOperatorNames[kOperators] = {"embedding", "norms", "qkv",        "heads", "attention",
-                                                         "o",         "gate_up", "activation", "down"};
+                                                         "o",         "gate_up", "activation", "down",  "mlp"};
 
 // A step's intermediate results, each [tokens, ...] and contiguous.
 struct Decoder::Workspace {
@@ -122,17 +122,17 @@ void Decoder::run(const DecoderStep& step) {
         watch.lap(kO);
         set.add_norm(at.x, at.y, layer.post_attention_norm, layer.pre_mlp_norm, shape_.eps, at.y, type, tokens, hidden);
         watch.lap(kNorm);
-        const PackedLinear& gate_up = *layer.gate_up.weight;
-        if (layer.gate_up.set->linear_gated(gate_up, at.y, gate_up.k, at.context, type, shape_.activation, tokens)) {
-            watch.lap(kGateUp);
+        const PackedLinear &gate_up = *layer.gate_up.weight, &down = *layer.down.weight;
+        if (layer.gate_up.set->mlp(gate_up, down, at.y, hidden, at.y, hidden, type, shape_.activation, tokens)) {
+            watch.lap(kMlp);
         } else {
             apply(layer.gate_up, at.y, at.wide, type, tokens);
             watch.lap(kGateUp);
-            set.gated(at.wide, gate_up.n, at.context, type, shape_.activation, tokens, layer.down.weight->k);
+            set.gated(at.wide, gate_up.n, at.context, type, shape_.activation, tokens, down.k);
             watch.lap(kActivation);
+            apply(layer.down, at.context, at.y, type, tokens);
+            watch.lap(kDown);
         }
-        apply(layer.down, at.context, at.y, type, tokens);
-        watch.lap(kDown);
         const bool last = i + 1 == layers_.size();
         set.add_norm(at.x, at.y, layer.post_mlp_norm, last ? final_norm_ : layers_[i + 1].input_norm, shape_.eps,
                      last ? step.output : at.y, type, tokens, hidden);

@@ -72,7 +72,8 @@ struct DecoderStep {
 
 class Decoder {
   public:
-    enum Operator { kEmbed, kNorm, kQkv, kHeads, kAttention, kO, kGateUp, kActivation, kDown, kOperators };
+    enum Operator { kEmbed, kNorm, kQkv, kHeads, kAttention, kO, kGateUp, kActivation, kDown, kMlp, kOperators };
+    // kMlp: gate_up, activation and down in one.
     static const char* const kOperatorNames[kOperators];
 
     // The embedding [vocab, hidden] as a table, or null: the rows of `tied`.

@@ -154,9 +154,10 @@ struct Kernels {
     bool (*pack_quantized)(PackedLinear&, const QuantizedSource&);
     // y [m, n] = x [m, k] · weight^T + bias; rows of x and y at row_stride; both of dtype `type`.
     void (*linear)(const PackedLinear&, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m);
-    // y [m, n / 2] = activation(first half of linear's outputs) * second half, the same bits as linear and gated give; false,
-    // and nothing is done: this set has no such kernel for these operands.
-    bool (*linear_gated)(const PackedLinear&, const void* x, int64_t x_row, void* y, DType type, Activation, int64_t m);
+    // y [m, n of down] = down · (activation(first half of gate_up's outputs) * second half), the same bits as linear, gated and
+    // linear give; false, and nothing is done: this set has no such kernel for these operands.
+    bool (*mlp)(const PackedLinear& gate_up, const PackedLinear& down, const void* x, int64_t x_row, void* y, int64_t y_row,
+                DType type, Activation, int64_t m);
     void (*attend)(const AttentionArgs&);
     void (*write_kv)(const WriteArgs&);
     // x [outer, inner, n], the last dimension contiguous; y the same, contiguous; weight [n] fp32

@@ -161,18 +161,20 @@ template <class Y> void write_tile(const float* c, int width, int height, const 
         }
 }
 
-// y [height][NR] = activation(gate) * up, of two tiles' sums.
+// activation(gate) * up of two tiles' sums [height][NR], packed as x is: [NR][height]. It is written over up's sums first.
 template <Activation A>
-void write_gated(const float* gate, const float* up, int height, const float* gate_bias, const float* up_bias, float* y, int64_t y_row) {
+void pack_gated(const float* gate, float* up, int height, const float* gate_bias, const float* up_bias, float* packed) {
     for (int r = 0; r < height; ++r)
         for (int v = 0; v < NR; v += W) {
             F g = load(gate + r * NR + v), u = load(up + r * NR + v);
             if (gate_bias) g = g + load(gate_bias + v), u = u + load(up_bias + v);
-            store(y + r * y_row + v, activate<A>(g) * u);
+            store(up + r * NR + v, activate<A>(g) * u);
         }
+    pack_rows<float>(up, NR * sizeof(float), NR, height, packed);
 }
 
-// With a gate, y is activation(first half of the outputs) * second half, and each half has `panels` panels; 0: none.
+// With a gate, y is activation(first half of the outputs) * second half as packed rows, and each half has `panels` panels;
+// 0: none.
 struct Gate {
     int64_t panels = 0;
     Activation activation = Activation::silu;
@@ -245,12 +247,12 @@ template <class T, bool Unpair> struct LinearRun {
         }
     }
 
-    void write_product(const float* gated, const float* up, int height, int64_t panel, int64_t row) {
+    void write_product(const float* gated, float* up, int height, int64_t panel, int64_t row) {
         const float* up_bias = weight.bias ? weight.bias + panel * NR : nullptr;
         const float* gate_bias = weight.bias ? up_bias - gate.panels * NR : nullptr;
-        float* to = (float*)y + row * y_row + (panel - gate.panels) * NR;
-        if (gate.activation == Activation::silu) write_gated<Activation::silu>(gated, up, height, gate_bias, up_bias, to, y_row);
-        else write_gated<Activation::gelu_tanh>(gated, up, height, gate_bias, up_bias, to, y_row);
+        float* to = (float*)y + (row * gate.panels + (panel - gate.panels) * height) * NR;
+        if (gate.activation == Activation::silu) pack_gated<Activation::silu>(gated, up, height, gate_bias, up_bias, to);
+        else pack_gated<Activation::gelu_tanh>(gated, up, height, gate_bias, up_bias, to);
     }
 
     void write(const float* c, int width, int height, int64_t panel, int64_t row) {
@@ -268,6 +270,16 @@ template <class T, bool Unpair> struct LinearRun {
 INLINE int64_t panels_in_task(int64_t panels, int64_t blocks, bool wide) {
     const int64_t group = panels * blocks / (int64_t(num_threads()) * 8);
     return group < 2 ? (wide && panels > 2 * num_threads() ? 2 : 1) : lesser<int64_t>(group, 64) & ~int64_t(1);
+}
+
+template <class T, bool Unpair = false>
+void linear_packed(const PackedLinear& weight, const float* x, int64_t k, void* y, int64_t y_row, DType type, Tiles tiles,
+                   Gate gate = {}) {
+    const int64_t panels = gate.panels ? gate.panels : (weight.n + NR - 1) / NR;
+    const int64_t blocks = (tiles.count + kBlockRows / kMaxTile - 1) / (kBlockRows / kMaxTile);
+    const int64_t group = panels_in_task(panels, blocks, tiles.count == 1 && tiles.height(0) <= kMaxWide);
+    LinearRun<T, Unpair> run{weight, x, y, y_row, k, group, blocks, type, tiles, gate};
+    parallel((panels + group - 1) / group * blocks, run);
 }
 
 template <class T, bool Unpair = false>
@@ -292,11 +304,7 @@ void linear_typed(const PackedLinear& weight, const void* x, int64_t x_row, void
         else pack(0, 0);
         packed = rows;
     }
-    const int64_t panels = gate.panels ? gate.panels : (weight.n + NR - 1) / NR;
-    const int64_t blocks = (tiles.count + kBlockRows / kMaxTile - 1) / (kBlockRows / kMaxTile);
-    const int64_t group = panels_in_task(panels, blocks, tiles.count == 1 && tiles.height(0) <= kMaxWide);
-    LinearRun<T, Unpair> run{weight, packed, y, y_row, k, group, blocks, type, tiles, gate};
-    parallel((panels + group - 1) / group * blocks, run);
+    linear_packed<T, Unpair>(weight, packed, k, y, y_row, type, tiles, gate);
 }
 
 #if defined(__AMX_BF16__)
@@ -319,11 +327,16 @@ void linear(const PackedLinear& weight, const void* x, int64_t x_row, void* y, i
     with_type(weight.type, [&](auto* t) { linear_typed<Pointee<decltype(t)>>(weight, x, x_row, y, y_row, type, m); });
 }
 
-// For rows in several tiles: with fewer, what passes between linear layer and activation stays in the caches.
-bool linear_gated(const PackedLinear& weight, const void* x, int64_t x_row, void* y, DType type, Activation activation, int64_t m) {
-    if (type != DType::f32 || weight.type != DType::f32 || weight.format != Format::dense || m <= kMaxTile || weight.n % (2 * NR))
-        return false;
-    linear_typed<float>(weight, x, x_row, y, weight.n / 2, type, m, {weight.n / 2 / NR, activation});
+// For rows in several tiles: with fewer, what passes between the operators stays in the caches. What comes out of the
+// activation is packed for `down` at once.
+bool mlp(const PackedLinear& gate_up, const PackedLinear& down, const void* x, int64_t x_row, void* y, int64_t y_row,
+         DType type, Activation activation, int64_t m) {
+    const auto dense = [](const PackedLinear& weight) { return weight.type == DType::f32 && weight.format == Format::dense; };
+    if (type != DType::f32 || !dense(gate_up) || !dense(down)) return false;
+    if (m <= kMaxTile || gate_up.n % (2 * NR) || gate_up.n != 2 * down.k) return false;
+    float* gated = (float*)caller_scratch(1, sizeof(float) * m * down.k);
+    linear_typed<float>(gate_up, x, x_row, gated, 0, type, m, {down.k / NR, activation});
+    linear_packed<float>(down, gated, down.k, y, y_row, type, Tiles(m, kMaxTile));
     return true;
 }
 

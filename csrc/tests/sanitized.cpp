@@ -43,6 +43,45 @@ void check_linear() {
     release(packed);
 }
 
+void check_mlp() {
+    const int64_t k = 1 + below(700), half = 32 * (1 + below(4)), n = 1 + below(100), m = 1 + below(90), gap = below(3) * 32;
+    const Activation activation = below(2) ? Activation::silu : Activation::gelu_tanh;
+    where = "mlp";
+    Guarded first(2 * half * k, DType::f32), first_bias(2 * half, DType::f32), second(n * half, DType::f32);
+    Guarded second_bias(n, DType::f32), x((m - 1) * (k + gap) + k, DType::f32), y(m * n, DType::f32);
+    first.fill(random_source, 0.125);
+    for (Guarded* each : {&first_bias, &second, &second_bias, &x}) each->fill(random_source);
+    PackedLinear gate_up, down;
+    gate_up.n = 2 * half;
+    gate_up.k = k;
+    down.n = n;
+    down.k = half;
+    if (!kernels().pack_linear(gate_up, first.data(), first_bias.as<float>())) std::abort();
+    if (!kernels().pack_linear(down, second.data(), second_bias.as<float>())) std::abort();
+    if (kernels().mlp(gate_up, down, x.data(), k + gap, y.data(), n, DType::f32, activation, m)) {
+        for (int64_t row = 0; row < m; ++row) {
+            std::vector<double> sums(2 * half), gated(half);
+            for (int64_t i = 0; i < 2 * half; ++i) {
+                sums[i] = first_bias.get(i);
+                for (int64_t j = 0; j < k; ++j) sums[i] += x.get(row * (k + gap) + j) * first.get(i * k + j);
+            }
+            for (int64_t i = 0; i < half; ++i) {
+                const double g = sums[i], cube = 0.7978845608 * (g + 0.044715 * g * g * g);
+                gated[i] = (activation == Activation::silu ? g / (1 + std::exp(-g)) : g * (1 + std::tanh(cube)) / 2) * sums[half + i];
+            }
+            for (int64_t out = 0; out < n; ++out) {
+                double sum = second_bias.get(out);
+                for (int64_t i = 0; i < half; ++i) sum += gated[i] * second.get(out * half + i);
+                expect(y.get(row * n + out), sum, tolerance(DType::f32));
+            }
+        }
+    } else if (m > 14) {
+        expect(0, 1, 0);  // these operands have a kernel
+    }
+    release(gate_up);
+    release(down);
+}
+
 // Rows of several lengths over shuffled frames, some of which begin with those of the first row; slots that belong to nobody stay NaN.
 void check_attention() {
     const DType type = any_type(), cached = any_cache_type();
@@ -394,6 +433,7 @@ int main(int count, char** arguments) {
             Exclusive exclusive;
             set_num_threads(1 + round % 3);
             check_linear();
+            check_mlp();
             check_attention();
             check_elementwise();
             check_prepare_heads();

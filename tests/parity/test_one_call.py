@@ -74,11 +74,17 @@ def test_bits(case, dtype, kv_dtype, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("hidden", "intermediate", "lengths"), [(72, 90, (33, 9, 1)), (200, 90, (33, 9, 1)), (640, 128, (270, 20))]
+    ("name", "hidden", "intermediate", "lengths"),
+    [
+        ("gemma3", 72, 90, (33, 9, 1)),
+        ("gemma3", 200, 90, (33, 9, 1)),
+        ("gemma3", 640, 128, (270, 20)),
+        ("llama-bias", 640, 1536, (270, 20)),
+    ],
 )
-def test_bits_at_odd_sizes(hidden, intermediate, lengths, tmp_path):
+def test_bits_at_odd_sizes(name, hidden, intermediate, lengths, tmp_path):
     """Sizes that are no multiple of a vector, heads whose halves are none; weights and rows in several pieces."""
-    case = BY_NAME["gemma3"]
+    case = BY_NAME[name]
     odd = {"hidden_size": hidden, "intermediate_size": intermediate, "head_dim": 40}
     changed = type(case)(case.name, case.model_type, {**case.settings, **odd}, {}, lengths=lengths)
     changed.save(tmp_path)
