@@ -113,6 +113,7 @@ def main() -> None:
     decoder = core._runner._decoder
     timed(decoder, "forward", "forward", spent)
     timed(decoder, "logits", "head", spent)
+    timed(decoder, "likeliest", "head", spent)
     timed(core._runner._sampler, "sample", "sampler", spent)
     timed(core._scheduler, "schedule", "schedule", spent)
     timed(core._scheduler, "commit", "commit", spent)

@@ -194,6 +194,7 @@ class Recorder:
         self._decoder = core._runner._decoder
         timed(self._decoder, "forward", "layers", self._parts)
         timed(self._decoder, "logits", "head", self._parts)
+        timed(self._decoder, "likeliest", "head", self._parts)
         timed(core._runner._sampler, "sample", "sampler", self._parts)
         self._runner = core._runner
         self._groups = core._runner._decoder.groups

@@ -69,6 +69,11 @@ struct Linear {
         Run run;
         set.linear(weight, at<void>(x), x_row, at<void>(y), y_row, dtype(type), rows);
     }
+
+    void likeliest(Address x, int64_t x_row, int type, int64_t rows, Address tokens) const {
+        Run run;
+        set.linear_likeliest(weight, at<void>(x), x_row, dtype(type), rows, at<int64_t>(tokens));
+    }
 };
 
 // Address and strides (frame, head, token, dim) of elements, address and strides (frame, head) of their scales.
@@ -209,6 +214,7 @@ NB_MODULE(_kernels, m) {
         .def(nb::init<Address, Address, Address, Address, Address, int64_t, int64_t, int>(), "values", "slopes", "offsets",
              "scales", "bias", "n", "k", "dtype")
         .def("__call__", &Linear::call)
+        .def("likeliest", &Linear::likeliest)
         .def("rows", &Linear::rows)
         .def_prop_ro("nbytes", [](const Linear& linear) { return linear.weight.bytes; });
     nb::class_<Cache>(m, "Cache")

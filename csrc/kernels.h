@@ -154,6 +154,9 @@ struct Kernels {
     bool (*pack_quantized)(PackedLinear&, const QuantizedSource&);
     // y [m, n] = x [m, k] · weight^T + bias; rows of x and y at row_stride; both of dtype `type`.
     void (*linear)(const PackedLinear&, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m);
+    // tokens [m]: of each row of `linear`, the likeliest output as choose_tokens would find it at temperature 0 once the row has
+    // been rounded to `type`, and what that says of other rows. No output is written.
+    void (*linear_likeliest)(const PackedLinear&, const void* x, int64_t x_row, DType type, int64_t m, int64_t* tokens);
     // y [m, n of down] = down · (activation(first half of gate_up's outputs) * second half), the same bits as linear, gated and
     // linear give; false, and nothing is done: this set has no such kernel for these operands.
     bool (*mlp)(const PackedLinear& gate_up, const PackedLinear& down, const void* x, int64_t x_row, void* y, int64_t y_row,

@@ -69,7 +69,7 @@ struct Pool {
     std::vector<std::thread> threads;
     std::unique_ptr<Share[]> shares{new Share[1]};
     std::vector<Scratch> scratch{1};
-    Scratch caller[2];
+    Scratch caller[3];
 
     // One region. `gate` is its generation, odd while it is open, above the number of threads inside. Only threads that came
     // in while it was open are waited for: one that the system has descheduled, or that sleeps, holds nobody up.

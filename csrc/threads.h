@@ -23,7 +23,7 @@ void parallel(int64_t count, Body& body) {
 
 // Memory that thread `thread` may use until its task ends; at least `bytes`, 64-byte aligned, undefined contents.
 void* thread_scratch(int thread, size_t bytes);
-// The same for the caller of a region, living across its regions; `slot` 0 or 1.
+// The same for the caller of a region, living across its regions; `slot` 0, 1 or 2.
 void* caller_scratch(int slot, size_t bytes);
 
 // Held by a caller while it runs kernels: pool and scratch serve one caller at a time.

@@ -26,6 +26,7 @@ template <int N> using Upto = typename UptoOf<N>::type;  // Sequence<0, ..., N -
 
 #include "simd.h"
 #include "math.h"
+#include "likeliest.h"
 #include "linear.h"
 #include "quantized.h"
 #include "elementwise.h"
@@ -45,8 +46,16 @@ template <int N> using Upto = typename UptoOf<N>::type;  // Sequence<0, ..., N -
 
 void linear_of_any_format(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type,
                           int64_t m) {
+    if (m <= 0) return;
     if (weight.format == Format::dense) linear(weight, x, x_row, y, y_row, type, m);
-    else if (m > 0) linear_quantized(weight, x, x_row, y, y_row, type, m);
+    else linear_quantized(weight, x, x_row, y, y_row, type, m);
+}
+
+void linear_likeliest(const PackedLinear& weight, const void* x, int64_t x_row, DType type, int64_t m, int64_t* tokens) {
+    if (m <= 0) return;
+    Likeliest likeliest{tokens, type};
+    if (weight.format == Format::dense) linear(weight, x, x_row, nullptr, 0, type, m, &likeliest);
+    else linear_quantized(weight, x, x_row, nullptr, 0, type, m, &likeliest);
 }
 
 void embed_any_format(const PackedLinear& packed, const int64_t* ids, float scale, void* y, int64_t tokens) {
@@ -54,7 +63,7 @@ void embed_any_format(const PackedLinear& packed, const int64_t* ids, float scal
     else embed_quantized(packed, ids, scale, y, tokens);
 }
 
-constexpr Kernels table{NAME(PAGEMILL_ISA), pack_linear, pack_quantized, linear_of_any_format, mlp, attend, write_kv,
+constexpr Kernels table{NAME(PAGEMILL_ISA), pack_linear, pack_quantized, linear_of_any_format, linear_likeliest, mlp, attend, write_kv,
                         rms_norm, rotate, gated, embed, embed_any_format, add_norm, prepare_heads, choose_tokens, log_probabilities,
                         exp_all, tanh_all};
 

@@ -189,6 +189,7 @@ template <class T, bool Unpair> struct LinearRun {
     DType type;
     Tiles tiles;
     Gate gate;
+    Likeliest* likeliest;  // takes the outputs instead of y, if given
 
     int64_t panels() const { return gate.panels ? gate.panels : (weight.n + NR - 1) / NR; }
 
@@ -257,6 +258,7 @@ template <class T, bool Unpair> struct LinearRun {
 
     void write(const float* c, int width, int height, int64_t panel, int64_t row) {
         const float* bias = weight.bias ? weight.bias + panel * NR : nullptr;
+        if (likeliest) return likeliest->take(c, width, height, bias, panel * NR, weight.n, panel / group, row);
         const int64_t at = row * y_row + panel * NR;
         with_type(type, [&](auto* t) {
             using Y = Pointee<decltype(t)>;
@@ -274,17 +276,20 @@ INLINE int64_t panels_in_task(int64_t panels, int64_t blocks, bool wide) {
 
 template <class T, bool Unpair = false>
 void linear_packed(const PackedLinear& weight, const float* x, int64_t k, void* y, int64_t y_row, DType type, Tiles tiles,
-                   Gate gate = {}) {
+                   Gate gate = {}, Likeliest* likeliest = nullptr) {
     const int64_t panels = gate.panels ? gate.panels : (weight.n + NR - 1) / NR;
     const int64_t blocks = (tiles.count + kBlockRows / kMaxTile - 1) / (kBlockRows / kMaxTile);
     const int64_t group = panels_in_task(panels, blocks, tiles.count == 1 && tiles.height(0) <= kMaxWide);
-    LinearRun<T, Unpair> run{weight, x, y, y_row, k, group, blocks, type, tiles, gate};
-    parallel((panels + group - 1) / group * blocks, run);
+    const int64_t groups = (panels + group - 1) / group;
+    LinearRun<T, Unpair> run{weight, x, y, y_row, k, group, blocks, type, tiles, gate, likeliest};
+    if (likeliest) likeliest->begin(tiles.rows, groups);
+    parallel(groups * blocks, run);
+    if (likeliest) likeliest->end();
 }
 
 template <class T, bool Unpair = false>
 void linear_typed(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m,
-                  Gate gate = {}) {
+                  Gate gate = {}, Likeliest* likeliest = nullptr) {
     constexpr bool kPairs = sizeof(T) == sizeof(Pair) && !Unpair;
     const Tiles tiles(m, kMaxTile);
     const bool pairs = weight.type == DType::bf16 && kPairs;
@@ -304,27 +309,30 @@ void linear_typed(const PackedLinear& weight, const void* x, int64_t x_row, void
         else pack(0, 0);
         packed = rows;
     }
-    linear_packed<T, Unpair>(weight, packed, k, y, y_row, type, tiles, gate);
+    linear_packed<T, Unpair>(weight, packed, k, y, y_row, type, tiles, gate, likeliest);
 }
 
 #if defined(__AMX_BF16__)
 #include "linear_amx.h"
 #elif defined(__AVX512BF16__)
-void linear_pairs(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, int64_t m) {
-    linear_typed<Pair>(weight, x, x_row, y, y_row, DType::bf16, m);
+void linear_pairs(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, int64_t m,
+                  Likeliest* likeliest) {
+    linear_typed<Pair>(weight, x, x_row, y, y_row, DType::bf16, m, {}, likeliest);
 }
 #endif
 
-void linear(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m) {
-    if (m <= 0) return;
+void linear(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m,
+            Likeliest* likeliest = nullptr) {
 #if defined(__AVX512BF16__)
     if (weight.type == DType::bf16) {
-        if (type == DType::bf16) linear_pairs(weight, x, x_row, y, y_row, m);
-        else linear_typed<Pair, true>(weight, x, x_row, y, y_row, type, m);
+        if (type == DType::bf16) linear_pairs(weight, x, x_row, y, y_row, m, likeliest);
+        else linear_typed<Pair, true>(weight, x, x_row, y, y_row, type, m, {}, likeliest);
         return;
     }
 #endif
-    with_type(weight.type, [&](auto* t) { linear_typed<Pointee<decltype(t)>>(weight, x, x_row, y, y_row, type, m); });
+    with_type(weight.type, [&](auto* t) {
+        linear_typed<Pointee<decltype(t)>>(weight, x, x_row, y, y_row, type, m, {}, likeliest);
+    });
 }
 
 // For rows in several tiles: with fewer, what passes between the operators stays in the caches. What comes out of the

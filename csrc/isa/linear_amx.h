@@ -111,6 +111,7 @@ struct AmxRun {
     int64_t y_row, group, block;  // panels and tiles in a task
     Tiles tiles;
     TileConfig config;
+    Likeliest* likeliest;
 
     int64_t panels() const { return (weight.n + NR - 1) / NR; }
     int height() const { return config.rows[0]; }
@@ -169,19 +170,23 @@ struct AmxRun {
 
     void write(const float* c, int width, int64_t panel, int64_t tile) const {
         const float* bias = weight.bias ? weight.bias + panel * NR : nullptr;
+        const int height = tiles.height(tile);
+        if (likeliest) return likeliest->take(c, width, height, bias, panel * NR, weight.n, panel / group, tiles.begin(tile));
         bf16* to = y + tiles.begin(tile) * y_row + panel * NR;
-        write_tile(c, width, tiles.height(tile), bias, to, y_row, weight.n - panel * NR);
+        write_tile(c, width, height, bias, to, y_row, weight.n - panel * NR);
     }
 };
 
 // Tiles are as high as the highest: a lower one takes the next tile's first row in, and its result is dropped. The last is
 // one of the highest. Rows that end within a step, or whose distance would put a tile's rows in the same lines of the
 // first-level cache, are copied.
-void linear_pairs(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, int64_t m) {
+void linear_pairs(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, int64_t m,
+                  Likeliest* likeliest) {
     const Tiles tiles(m, kTileHeight);
     const int height = int((m + tiles.count - 1) / tiles.count);
     const int64_t padded = packed_k(weight), row_bytes = x_row * 2;
-    AmxRun run{weight, {(const char*)x, row_bytes, kStep * 2}, 0, (bf16*)y, y_row, 0, 0, tiles, TileConfig(height)};
+    AmxRun run{weight, {(const char*)x, row_bytes, kStep * 2}, 0, (bf16*)y, y_row, 0, 0, tiles, TileConfig(height),
+               likeliest};
     if (padded > weight.k || (height > 8 && row_bytes % 1024 == 0)) {
         run.tile_bytes = height * padded * 2;
         run.x = {(const char*)caller_scratch(0, tiles.count * run.tile_bytes), kStep * 2, height * kStep * 2};
@@ -204,6 +209,9 @@ void linear_pairs(const PackedLinear& weight, const void* x, int64_t x_row, void
     run.block = lesser(kBlockTiles, greater<int64_t>(2, kBlockBytes / (height * padded * 2) / 2 * 2));
     const int64_t blocks = (tiles.count + run.block - 1) / run.block;
     run.group = panels_in_task(run.panels(), blocks, tiles.count == 1);
+    const int64_t groups = (run.panels() + run.group - 1) / run.group;
+    if (likeliest) likeliest->begin(m, groups);
     __asm__ volatile("" ::: "memory");  // the tile intrinsics do not tell the compiler what they read
-    parallel((run.panels() + run.group - 1) / run.group * blocks, run);
+    parallel(groups * blocks, run);
+    if (likeliest) likeliest->end();
 }

@@ -226,6 +226,7 @@ struct QuantizedRun {
     int64_t together;      // panels that a tile passes over, so that what it writes lies together
     int height;            // of all tiles as multiplied
     PanelProduct product;
+    Likeliest* likeliest;  // takes the outputs instead of y, if given
 
     static constexpr int64_t kAhead = 8192;
 
@@ -259,6 +260,11 @@ struct QuantizedRun {
     }
 
     void write(const float* c, int64_t panel, int64_t tile) const {
+        if (likeliest) {
+            const float* bias = weight.bias ? weight.bias + panel * kPanel : nullptr;
+            const int64_t row = tiles.begin(tile);
+            return likeliest->take(c, kPanel, tiles.height(tile), bias, panel * kPanel, weight.n, panel / group, row);
+        }
         const int64_t left = weight.n - panel * kPanel, at = tiles.begin(tile) * y_row + panel * kPanel;
         with_type(type, [&](auto* t) {
             auto* out = (Pointee<decltype(t)>*)y + at;
@@ -273,7 +279,8 @@ struct QuantizedRun {
     }
 };
 
-void linear_quantized(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m) {
+void linear_quantized(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m,
+                      Likeliest* likeliest = nullptr) {
     constexpr int64_t kBlockRows8 = 512, kTogetherBytes = 192 << 10;
     const Tiles tiles(m, kRowsInTile);
     const int64_t steps = steps_of(weight.k);
@@ -288,13 +295,16 @@ void linear_quantized(const PackedLinear& weight, const void* x, int64_t x_row, 
         if (tiles.count > 1) parallel(tiles.count, quantize);
         else quantize(0, 0);
     });
-    QuantizedRun run{weight, rows, y, y_row, type, tiles, 0, 0, 1, 0, nullptr};
+    QuantizedRun run{weight, rows, y, y_row, type, tiles, 0, 0, 1, 0, nullptr, likeliest};
     run.product = choose_product(int((m + tiles.count - 1) / tiles.count), run.height, Upto<kRowsInTile / 2>{});
     run.block = kBlockRows8 / kRowsInTile;
     if (tiles.count > 1) run.together = greater<int64_t>(1, lesser<int64_t>(8, kTogetherBytes / (steps * kStepLines)));
     const int64_t blocks = (tiles.count + run.block - 1) / run.block;
     run.group = greater<int64_t>(1, lesser<int64_t>(64, run.panels() * blocks / (int64_t(num_threads()) * 8)));
-    parallel((run.panels() + run.group - 1) / run.group * blocks, run);
+    const int64_t groups = (run.panels() + run.group - 1) / run.group;
+    if (likeliest) likeliest->begin(m, groups);
+    parallel(groups * blocks, run);
+    if (likeliest) likeliest->end();
 }
 
 // The weight at (i, j), in units of its group's scale.

@@ -36,6 +36,14 @@ void check_linear() {
             for (int64_t i = 0; i < k; ++i) sum += x.get(row * (k + gap) + i) * weight.get(out * k + i);
             expect(y.get(row * n + out), sum, tolerance(type));
         }
+    Guarded likeliest(sizeof(int64_t) * m);
+    kernels().linear_likeliest(packed, x.data(), k + gap, type, m, likeliest.as<int64_t>());
+    for (int64_t row = 0; row < m; ++row) {
+        int64_t best = 0;
+        for (int64_t out = 1; out < n; ++out)
+            if (y.get(row * n + out) > y.get(row * n + best)) best = out;
+        expect(likeliest.as<int64_t>()[row], best, 0);
+    }
     Guarded ids(sizeof(int64_t)), embedded(k, stored);
     *ids.as<int64_t>() = below(int(n));
     kernels().embed_packed(packed, ids.as<int64_t>(), 1.0f, embedded.data(), 1);

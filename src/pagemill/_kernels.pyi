@@ -64,6 +64,9 @@ class Linear:
         self, values: int, slopes: int, offsets: int, scales: int, bias: int, n: int, k: int, dtype: int
     ) -> None: ...
     def __call__(self, x: int, x_row: int, y: int, y_row: int, dtype: int, rows: int) -> None: ...
+    def likeliest(self, x: int, x_row: int, dtype: int, rows: int, tokens: int) -> None:
+        """tokens int64 [rows]: as `choose_tokens` at temperature 0 from what a call would have written."""
+
     def rows(self, ids: int, y: int, count: int) -> None:
         """y [count, k] in the weight's dtype = weight[ids]; ids int64."""
 

@@ -51,6 +51,7 @@ def record_logits(core: EngineCore, run: Run) -> None:
             run.logits[entry.sequence.request.request_id, index or entry.sequence.index, entry.end] = logits[i].clone()
         return sample(logits, rows)
 
+    sampler.only_likeliest = lambda rows: False  # else there are no logits
     sampler.sample = recording
 
 

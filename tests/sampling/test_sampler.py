@@ -11,6 +11,7 @@ from reference_sampling import kept_probabilities, modified_logits
 
 from pagemill.sampling.cpu_passes import CpuPasses
 from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.passes import Choices
 from pagemill.sampling.random import sequence_seed, uniform
 from pagemill.sampling.sampler import Sampler, prompt_logprobs
 from pagemill.sampling.torch_passes import TorchPasses
@@ -380,3 +381,37 @@ def test_penalties_count_every_token_of_a_long_answer():
     logits = torch.zeros(2, 500)
     sampler.sample(logits, np.arange(2))
     np.testing.assert_array_equal(logits.numpy(), [expected, expected])
+
+
+def test_rows_that_need_only_their_likeliest_token():
+    greedy = SamplingParams(temperature=0.0)
+    needs_more = [
+        SamplingParams(temperature=0.5),
+        SamplingParams(temperature=0.0, logprobs=0),
+        SamplingParams(temperature=0.0, repetition_penalty=1.1),
+        SamplingParams(temperature=0.0, min_tokens=3),
+        SamplingParams(temperature=0.0, logit_bias={1: 1.0}),
+        SamplingParams(temperature=0.0, allowed_token_ids=[1]),
+    ]
+    sampler = sampler_with([(params, 7, (), ()) for params in [greedy, *needs_more, greedy]], 40, eos=[2])
+    last = len(needs_more) + 1
+    assert sampler.only_likeliest(np.array([0, last]))
+    for row in range(1, last):
+        assert not sampler.only_likeliest(np.array([0, row, last])), needs_more[row - 1]
+
+
+def test_likeliest_tokens_are_taken_as_if_sampled(passes):
+    rows = [(SamplingParams(temperature=0.0), 7, (), ())] * 5
+    logits = np.random.default_rng(3).normal(size=(5, 40)).astype(np.float32)
+    logits[1, 4], logits[3] = np.nan, -np.inf
+    logits = torch.from_numpy(logits)
+    whole, short = sampler_with(rows, 40), sampler_with(rows, 40)
+    places = np.array([4, 0, 3, 1, 2])
+    sampled = whole.sample(logits.clone(), places)
+    taken = short.take_likeliest(passes.choose(logits, np.arange(5), Choices.likeliest(5)), places)
+    assert taken.token_ids[sampled.finite].tolist() == sampled.token_ids[sampled.finite].tolist()
+    assert taken.token_ids.dtype == sampled.token_ids.dtype
+    assert taken.finite.tolist() == sampled.finite.tolist() == [True, False, True, False, True]
+    assert taken.exhausted.tolist() == sampled.exhausted.tolist()
+    assert taken.logprobs == sampled.logprobs
+    assert short._positions.tolist() == whole._positions.tolist()

@@ -148,10 +148,12 @@ class Runner:
         if several:
             tokens, which = np.unique(tokens, return_inverse=True)
         last = hidden if len(tokens) == len(hidden) else _take_rows(hidden, tokens)
-        logits = self._decoder.logits(last, self._logits_of(len(last)))
-        if several:
-            logits = _take_rows(logits, which)
-        sampled = self._sampler.sample(logits, plan.sample_to)
+        likeliest = self._decoder.likeliest(last) if self._sampler.only_likeliest(plan.sample_to) else None
+        if likeliest is None:
+            logits = self._decoder.logits(last, self._logits_of(len(last)))
+            sampled = self._sampler.sample(_take_rows(logits, which) if several else logits, plan.sample_to)
+        else:
+            sampled = self._sampler.take_likeliest(likeliest[which] if several else likeliest, plan.sample_to)
         ends = plan.starts[plan.sample_from] + plan.query_lens[plan.sample_from]
         fits = ends < self._tokens.shape[1]
         self._tokens[plan.sample_to[fits], ends[fits]] = sampled.token_ids[fits]

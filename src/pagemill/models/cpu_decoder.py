@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -67,6 +69,15 @@ class CpuDecoder(Decoder):
             output.data_ptr(), on_layer,
         )  # fmt: skip
         return output
+
+    @torch.inference_mode()
+    def likeliest(self, hidden: Tensor) -> npt.NDArray[np.int64] | None:
+        """As `Decoder.likeliest`, from the head's sums: the logits are not written. Rounding a soft cap may make others
+        equal, so with one they are."""
+        head = self.weights.lm_head
+        if self.spec.final_soft_cap is not None or not isinstance(head, CpuLinear):
+            return None
+        return head.likeliest(hidden)
 
     def operator_seconds(self) -> dict[str, float]:
         """Seconds spent in each operator of `forward` so far."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -83,6 +85,10 @@ class Decoder:
         if cap is not None:
             return cap * torch.tanh(logits.float() / cap)
         return logits.float() if out is None or logits.dtype == torch.float32 else out.copy_(logits)
+
+    def likeliest(self, hidden: Tensor) -> npt.NDArray[np.int64] | None:
+        """The likeliest token of each row, as `Passes.choose` finds it in `logits`; None: take them from those."""
+        return None
 
     def _attend(
         self,

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -58,12 +60,24 @@ class CpuLinear:
         return self.packed.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows, columns = x.shape
-        if columns != self.in_features or x.stride(1) != 1:
-            raise ValueError(f"x is {tuple(x.shape)}; it must be [tokens, {self.in_features}] with contiguous rows")
-        y = torch.empty(rows, self.out_features, dtype=x.dtype)
-        self.packed(x.data_ptr(), x.stride(0), y.data_ptr(), self.out_features, dtype_code(x), rows)
+        self._check(x)
+        y = torch.empty(x.shape[0], self.out_features, dtype=x.dtype)
+        self.packed(x.data_ptr(), x.stride(0), y.data_ptr(), self.out_features, dtype_code(x), x.shape[0])
         return y
+
+    def likeliest(self, x: Tensor) -> npt.NDArray[np.int64]:
+        """x [tokens, in_features] -> [tokens]: the first of each row's largest outputs; no output is written.
+
+        Negative where a row has none: what `Passes.choose` gives for the outputs, widened to float32.
+        """
+        self._check(x)
+        ids = np.empty(x.shape[0], np.int64)
+        self.packed.likeliest(x.data_ptr(), x.stride(0), dtype_code(x), x.shape[0], ids.ctypes.data)
+        return ids
+
+    def _check(self, x: Tensor) -> None:
+        if x.shape[1] != self.in_features or x.stride(1) != 1:
+            raise ValueError(f"x is {tuple(x.shape)}; it must be [tokens, {self.in_features}] with contiguous rows")
 
     def rows(self, ids: Tensor) -> Tensor:
         check_vector("ids", ids, torch.int64, ids.numel())

@@ -93,6 +93,19 @@ class Sampler:
             raise KeyError(f"no sequence in row {row}")
         return params
 
+    def only_likeliest(self, rows: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> bool:
+        """Whether all that `rows` need of their logits is the likeliest token."""
+        asked = self._temperature[rows].any() or self._constrained[rows].any() or (self._logprobs[rows] >= 0).any()
+        return not asked
+
+    def take_likeliest(
+        self, tokens: npt.NDArray[np.int64], rows: npt.NDArray[np.int32] | npt.NDArray[np.int64]
+    ) -> Sampled:
+        """As `sample`, given what `Passes.choose` says of the logits ([m]), for rows that are `only_likeliest`."""
+        chosen = tokens >= 0
+        self._positions[rows[chosen]] += 1
+        return Sampled(tokens.astype(np.int32), [None] * len(rows), chosen, np.zeros(len(rows), np.bool_))
+
     def sample(self, logits: torch.Tensor, rows: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> Sampled:
         """Choose the next token of each of `rows` ([m], distinct) from `logits` (float32 [m, vocab], on this device).
 
