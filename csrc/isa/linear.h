@@ -349,7 +349,9 @@ bool mlp(const PackedLinear& gate_up, const PackedLinear& down, const void* x, i
 }
 
 // k that lie side by side in a panel.
-int64_t together(const PackedLinear& packed) { return kHasPairs && packed.type == DType::bf16 ? 2 : 1; }
+template <class T> constexpr int64_t kTogether = 1;
+template <> constexpr int64_t kTogether<bf16> = kHasPairs ? 2 : 1;
+constexpr int64_t kPackedTogether = 128;  // k: so much of a panel stays in the first-level cache for all its outputs
 
 bool pack_linear(PackedLinear& packed, const void* weight, const float* bias) {
     const int64_t n = packed.n, k = packed.k, padded = packed_k(packed), panels = (n + NR - 1) / NR;
@@ -365,15 +367,17 @@ bool pack_linear(PackedLinear& packed, const void* weight, const float* bias) {
     }
     with_type(packed.type, [&](auto* t) {
         using T = Pointee<decltype(t)>;
-        const int64_t beside = together(packed);
+        constexpr int64_t beside = kTogether<T>;
         auto pack = [&](int64_t panel, int) {
             T* out = (T*)packed.panels + panel * NR * padded;
             const int64_t filled = lesser<int64_t>(NR, n - panel * NR);
             if (filled < NR || padded > k) std::memset(out, 0, NR * padded * sizeof(T));
-            for (int64_t i = 0; i < filled; ++i) {
-                const T* row = (const T*)weight + (panel * NR + i) * k;
-                for (int64_t j = 0; j < k; ++j) out[(j / beside * NR + i) * beside + j % beside] = row[j];
-            }
+            for (int64_t begin = 0; begin < k; begin += kPackedTogether)
+                for (int64_t i = 0; i < filled; ++i) {
+                    const T* row = (const T*)weight + (panel * NR + i) * k;
+                    for (int64_t j = begin; j < lesser(k, begin + kPackedTogether); ++j)
+                        out[(j / beside * NR + i) * beside + j % beside] = row[j];
+                }
         };
         parallel(panels, pack);
     });
@@ -383,7 +387,8 @@ bool pack_linear(PackedLinear& packed, const void* weight, const float* bias) {
 void embed_packed(const PackedLinear& packed, const int64_t* ids, float scale, void* y, int64_t tokens) {
     with_type(packed.type, [&](auto* t) {
         using T = Pointee<decltype(t)>;
-        const int64_t k = packed.k, beside = together(packed);
+        constexpr int64_t beside = kTogether<T>;
+        const int64_t k = packed.k;
         auto unpack = [&](int64_t token, int) {
             const T* panel = (const T*)packed.panels + ids[token] / NR * NR * packed_k(packed);
             T* out = (T*)y + token * k;
