@@ -12,6 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from pagemill.config import KV_COMPACTION
+from pagemill.memory.compaction import Compaction
 from pagemill.memory.manager import MemoryManager
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.simulate.simulator import Served
@@ -32,6 +34,7 @@ class Setup:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 512
     target_tpot_s: float = math.inf
+    kv_compaction: str = "auto"
 
     def memory(self, step_times: StepTimes, **settings: Any) -> MemoryManager:
         shape = step_times.shape
@@ -39,6 +42,7 @@ class Setup:
         return MemoryManager(frames, self.block_size, [group.window for group in shape.groups.groups], **settings)
 
     def scheduler(self, memory: Any, *, caching: bool = True) -> Scheduler:
+        paged = isinstance(memory, MemoryManager)
         return Scheduler(
             memory,
             max_num_seqs=self.max_num_seqs,
@@ -47,6 +51,7 @@ class Setup:
             ageing_s=10.0,
             enable_prefix_caching=caching,
             target_tpot_s=self.target_tpot_s,
+            compaction=Compaction(memory) if self.kv_compaction == "auto" and paged else None,
         )
 
 
@@ -62,6 +67,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-mib", type=int, default=2048, help="bytes of the KV pool, in MiB")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
+    parser.add_argument("--kv-compaction", default="auto", choices=KV_COMPACTION)
 
 
 def add_output_argument(parser: argparse.ArgumentParser) -> None:
@@ -87,7 +93,13 @@ def chosen_trace(arguments: argparse.Namespace) -> list[TracedRequest]:
 
 
 def chosen_setup(arguments: argparse.Namespace, block_size: int = 16) -> Setup:
-    return Setup(arguments.kv_mib * MIB, block_size, arguments.max_num_seqs, arguments.max_num_batched_tokens)
+    return Setup(
+        arguments.kv_mib * MIB,
+        block_size,
+        arguments.max_num_seqs,
+        arguments.max_num_batched_tokens,
+        kv_compaction=arguments.kv_compaction,
+    )
 
 
 def describe(arguments: argparse.Namespace, step_times: StepTimes, trace: Sequence[TracedRequest]) -> str:

@@ -13,6 +13,7 @@ from pagemill.tenant_limits import TenantLimits, read_limits, read_tenants_file
 
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 EVICTION_POLICIES = ("lru", "lfu", "cost")
+KV_COMPACTION = ("auto", "off")
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = (*DTYPES, "int8")
@@ -74,6 +75,9 @@ class EngineConfig:
     eviction_policy: str = "lru"
     """Which cached blocks make room first: "lru" the least recently used; "lfu" the least often used; "cost" those that
     are the least work to compute again, times their uses. The last two age."""
+    kv_compaction: str = "auto"
+    """Whether blocks of running sequences are moved together again: "auto" on CPU, where that saves attention more time
+    than it costs; "off" never."""
     target_tpot_ms: float | None = None
     """Milliseconds between two tokens of a request that the controller holds; None: it changes nothing."""
     preemption_mode: str = "auto"
@@ -131,6 +135,11 @@ class EngineConfig:
                 f"target_tpot_ms is {self.target_tpot_ms}; it must be above 0 milliseconds, or None for no target",
                 param="target_tpot_ms",
             )
+        if self.kv_compaction not in KV_COMPACTION:
+            raise ConfigError(
+                f"kv_compaction is {self.kv_compaction!r}; it must be one of {', '.join(KV_COMPACTION)}",
+                param="kv_compaction",
+            )
         if self.preemption_mode not in PREEMPTION_MODES:
             raise ConfigError(
                 f"preemption_mode is {self.preemption_mode!r}; it must be one of {', '.join(PREEMPTION_MODES)}",
@@ -185,7 +194,7 @@ class EngineConfig:
                                     "max_pinned_share")),
             (int, float, str): ("bytes, a size or a share", ("kv_memory", "kv_host_memory", "kv_disk_memory")),
             str: ("a text", ("dtype", "quantization", "kv_cache_dtype", "kv_disk_path", "eviction_policy", "device",
-                             "session_path", "preemption_mode")),
+                             "session_path", "preemption_mode", "kv_compaction")),
             dict: ("a dict", ("hf_overrides",)),
         }  # fmt: skip
         optional = {setting.name for setting in fields(self) if setting.default is None}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import hypothesis.strategies as st
 import pytest
@@ -18,6 +19,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pagemill.errors import ConfigError, PinLimitError
 from pagemill.memory.block_table import BlockTable, first_entry_in_window
+from pagemill.memory.compaction import Compaction
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.eviction import cheapest_to_recompute, least_frequently_used, least_recently_used
 from pagemill.memory.manager import MemoryManager
@@ -69,6 +71,12 @@ class Device:
             self.tables.setdefault((row, group), {})[index] = frame
 
 
+def apart_in(memory: MemoryManager, table: BlockTable) -> int:
+    """Of the steps from one of its blocks to the next, those that do not lead to the neighbouring frame."""
+    rows = [[memory._blocks.frame[b] for b in held if b >= 0] for held in table.blocks]
+    return sum(there != here + 1 for row in rows for here, there in pairwise(row))
+
+
 class MemoryMachine(RuleBasedStateMachine):
     @initialize(
         frames=st.integers(4, 48),
@@ -80,11 +88,16 @@ class MemoryMachine(RuleBasedStateMachine):
         saves=st.booleans(),
         quotas=st.booleans(),
         lower=st.sampled_from([0, 3, 20]),
+        payback_steps=st.sampled_from([0.1, 1, 5]),
+        piece=st.sampled_from([2, 3, 32]),
     )
-    def start(self, frames, block_size, windows, caching, policy, depth, saves, quotas, lower) -> None:
+    def start(
+        self, frames, block_size, windows, caching, policy, depth, saves, quotas, lower, payback_steps, piece
+    ) -> None:
         self.size, self.windows, self.caching, self.depth = block_size, windows, caching, depth
         self.memory = MemoryManager(frames, block_size, windows, caching, policy, saves, (LOWER, lower))
         self.device = Device(LOWER + lower, block_size, len(windows))
+        self.compaction = Compaction(self.memory, payback_steps, piece)
         self.quotas = quotas
         self.memory.set_quota("other", 0, frames)
         self.lowered = set()  # tenants whose quota may be below what they hold
@@ -235,6 +248,8 @@ class MemoryMachine(RuleBasedStateMachine):
                 running.append((sequence, begin, end))
             elif not any(sequence is other for other, _, _ in running) and data.draw(st.booleans()):
                 self.drop(sequence)
+        for sequence in self.sequences if data.draw(st.booleans()) else ():
+            self.compact(sequence.table, data.draw(st.integers(0, 40)), data.draw(st.sampled_from([64, 64, 5])))
         self.step_number += 1
         free_rows = [row for row in range(6) if all(row != sequence.row for sequence in self.sequences)]
         for sequence, _, _ in running:
@@ -278,6 +293,27 @@ class MemoryMachine(RuleBasedStateMachine):
                     assert self.windows[group] is None, "what has a window stays"
                     assert (entry + 1) * self.size <= table.length, "what will be written stays"
         return True
+
+    def compact(self, table, steps_left, max_copies) -> None:
+        memory = self.memory
+        before, references, frame = memory.stats(), list(memory._blocks.references), list(memory._blocks.frame)
+        apart = apart_in(memory, table)
+        copies = self.compaction.compact(table, steps_left, max_copies)
+        if not copies:
+            assert list(memory._blocks.frame) == frame or memory.stats().evictions > before.evictions
+            return
+        assert not self.flying, "a step in flight reads what was moved"
+        after, left = memory.stats(), apart_in(memory, table)
+        assert copies <= max_copies
+        assert after.frames_active == before.frames_active
+        assert after.frames_free == before.frames_free + after.evictions - before.evictions
+        assert (apart - left) * steps_left > copies * self.compaction._payback_steps, "it did not pay"
+        own = {block for held in table.blocks for block in held}
+        for block, place in enumerate(memory._blocks.frame):
+            assert memory._blocks.references[block] == references[block]
+            if place not in (frame[block], -1):
+                assert place < LOWER
+                assert references[block] == (block in own), "what others hold stays"
 
     @rule(data=st.data(), root=st.sampled_from(ROOTS), fresh=st.lists(TOKENS, min_size=4, max_size=30))
     def serve(self, data, root, fresh) -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from simulated_device import VOCAB, SimulatedDevice, likeliest, next_token
 
 from pagemill.errors import ConfigError, InvalidRequestError, KVMemoryError, PinLimitError, RequestTooLargeError
+from pagemill.memory.compaction import Compaction
 from pagemill.memory.digest import root_digest
 from pagemill.memory.eviction import POLICIES
 from pagemill.memory.manager import MemoryManager
@@ -140,6 +141,7 @@ class Bench:
         tier=None,
         policy="lru",
         lower=0,
+        payback_steps=None,
     ):
         self.tier = None if tier is None else LowerTier(tier, len(windows))
         order = POLICIES[policy](0.1)
@@ -154,6 +156,7 @@ class Bench:
             ageing_s=10.0,
             enable_prefix_caching=caching,
             stored=None if self.tier is None else self.tier.stored,
+            compaction=None if payback_steps is None else Compaction(self.memory, payback_steps, piece=4),
         )
         self.device = SimulatedDevice(block_size, list(windows))
         self.depth = depth
@@ -310,13 +313,14 @@ scripts = st.lists(
     limits=st.lists(tenant_limits, min_size=2, max_size=2),
     policy=st.sampled_from([*POLICIES]),
     lower=st.sampled_from([0, 0, 8, 60]),
+    payback_steps=st.sampled_from([None, 0.1, 2]),
 )
 def test_any_load_gives_the_tokens_of_a_lone_run(
-    loads, script, frames, windows, max_num_seqs, budget, caching, depth, tier, limits, policy, lower
+    loads, script, frames, windows, max_num_seqs, budget, caching, depth, tier, limits, policy, lower, payback_steps
 ):
     """Same request, same tokens: beside others, of other tenants too, with preemptions, prefix hits, forks, beams,
     faults, aborts, steps ahead, pins, turns of sessions, limits that change, idle blocks that go, a pool that shrinks
-    and grows, blocks that are streamed, and blocks that go to a lower tier and come back or get lost. In the end every
+    and grows, blocks that are streamed or moved together, and blocks that go to a lower tier and come back or get lost. In the end every
     block is free."""
     bench = Bench(
         frames=frames * len(windows),
@@ -328,6 +332,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
         tier=tier,
         policy=policy,
         lower=lower,
+        payback_steps=payback_steps,
     )
     waiting = [
         make_request(f"r{i}", prompt, max_tokens, n=n, seed=seed, priority=priority, salt=salt, tenant=tenant)

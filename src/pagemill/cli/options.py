@@ -42,6 +42,7 @@ ENGINE_HELP = {
     "kv_disk_path": "Folder for them. Default: kv in pagemill's cache folder.",
     "enable_prefix_caching": "Share the KV cache of equal prefixes.",
     "eviction_policy": "Which cached blocks make room first: lru, lfu or cost (of computing them again).",
+    "kv_compaction": "Move blocks of running sequences together again: auto (on CPU, where it pays) or off.",
     "target_tpot_ms": "Milliseconds between a request's tokens to aim for. Default: no limit beside the settings.",
     "preemption_mode": "How preempted sequences get back blocks that left the pool: auto, swap or recompute.",
     "max_pinned_share": "The most of the KV cache that pinned prefixes may take, from 0 to 1.",

@@ -21,6 +21,7 @@ from pagemill.hub import resolve_model
 from pagemill.kvcache.device_pool import DevicePool, default_layout
 from pagemill.kvcache.layer_groups import LayerGroups
 from pagemill.kvcache.sizing import device_memory, num_frames
+from pagemill.memory.compaction import Compaction
 from pagemill.memory.eviction import POLICIES
 from pagemill.memory.manager import MemoryManager
 from pagemill.models.loading import LoadedModel, load_model
@@ -109,6 +110,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
         stored=None if tiers is None else tiers.stored,
         max_pinned_share=config.max_pinned_share,
         target_tpot_s=math.inf if config.target_tpot_ms is None else config.target_tpot_ms / 1e3,
+        compaction=Compaction(memory) if config.kv_compaction == "auto" and device.type == "cpu" else None,
     )
     runner = Runner(
         model.decoder,

@@ -24,6 +24,7 @@ from pagemill.errors import InvalidRequestError, PinNotFoundError, StepFailedErr
 from pagemill.kvcache.sizing import device_memory, num_frames
 from pagemill.kvcache.transfers import TransferStats
 from pagemill.memory.digest import root_digest
+from pagemill.memory.moving import forget_unwritten
 from pagemill.memory.occupancy import occupancy, scatter
 from pagemill.memory.tenants import NO_QUOTA
 from pagemill.namespace import Namespace
@@ -140,6 +141,7 @@ class EngineCore:
         except BaseException as error:
             # The plan's edits, which may concern rows outside it, are lost: no running sequence can go on.
             failure, now = _failed(error), time.monotonic()
+            forget_unwritten(self._memory, set(plan.work.copy_target.tolist()))
             updates = self._scheduler.commit(StepResult.failure(plan, failure), now)
             updates += self._scheduler.fail_running(failure, now)
             if not isinstance(error, Exception):
@@ -207,6 +209,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         memory, slots, steps = self._memory.stats(), occupancy(self._memory), scatter(self._memory)
+        compaction = self._scheduler.compaction
         transfers = TransferStats() if self._tiers is None else self._tiers.transfers.stats()
         return EngineStats(
             running=self._scheduler.num_running,
@@ -234,6 +237,8 @@ class EngineCore:
             evictions=memory.evictions,
             evictions_regretted=memory.evictions_regretted,
             copies=memory.copies,
+            compaction_copies=0 if compaction is None else compaction.copies,
+            compactions=0 if compaction is None else compaction.sequences,
             stalled_s=self._stalled_s,
             loading_s=transfers.loading_s,
             block_bytes=self._engine.pool.layout.frame_bytes,

@@ -60,6 +60,12 @@ class FramePool:
                 self._listed[frame] = 0
         return taken
 
+    def claim(self, frames: Sequence[int]) -> None:
+        """Takes just these frames, which must be free."""
+        for frame in frames:
+            self._free[frame] = 0
+        self.num_free -= len(frames)
+
     def give(self, frames: Sequence[int]) -> None:
         """Makes frames free again. Runs given from their end to their beginning are taken from their beginning on."""
         free, listed = self._free, self._listed

@@ -162,6 +162,20 @@ class Residency:
         tenant.policy.forget(block)
         tenant.evictions += 1
 
+    def forget(self, block: int) -> None:
+        """A published block can not be found any more, and ends unless somebody holds it. It is not saved."""
+        self.index.forget(block, self.blocks.group[block])
+        cached = not self.blocks.references[block]
+        for tenant in self.tenants:
+            if block in tenant.policy:
+                tenant.policy.remove(block)
+                tenant.charged -= 1
+            tenant.policy.forget(block)
+        if cached:
+            if block in self.lower.cached:
+                self.lower.cached.remove(block)
+            self._give(self.blocks.end([block]))
+
     def take_saves(self) -> list[Save]:
         """Evicted blocks for lower tiers, since the last call."""
         saves, self._saves = self._saves, []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from pagemill.memory.moving import move
+
 if TYPE_CHECKING:
     from pagemill.memory.manager import MemoryManager
 
@@ -24,8 +26,7 @@ def change_frames(manager: MemoryManager, num_frames: int) -> None:
     leaving = sorted((block for block in blocks.in_use() if frame_of[block] in gone), key=frame_of.__getitem__)
     targets = pool.take(len(leaving)) or []
     for block, target in zip(leaving, targets, strict=True):
-        manager._work.copy(frame_of[block], target)
-        frame_of[block] = target
+        move(manager, block, target)
     moved = set(leaving)
     for table in manager._tables if moved else ():
         for group, entries in enumerate(table.blocks):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from pagemill.memory.block_table import BlockTable
+from pagemill.memory.moving import move
 
 if TYPE_CHECKING:
     from pagemill.memory.manager import MemoryManager
@@ -60,9 +61,7 @@ def stream(manager: MemoryManager, table: BlockTable, count: int) -> bool:
     freed = []
     for (entry, group), target in zip(chosen, targets, strict=True):
         block = table.blocks[group][entry]
-        freed.append(blocks.frame[block])
-        blocks.frame[block] = lower.first + target
-        manager._work.copy(freed[-1], blocks.frame[block])
+        freed.append(move(manager, block, lower.first + target))
         manager._edit(table, group, entry, [blocks.frame[block]])
     manager._pool.give(freed)
     table.tenant.charged -= count

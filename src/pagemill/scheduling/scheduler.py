@@ -10,6 +10,7 @@ import math
 from bisect import bisect_left, insort
 
 from pagemill.errors import InvalidRequestError, KVMemoryError, PinLimitError, RequestTooLargeError
+from pagemill.memory.compaction import Compaction
 from pagemill.memory.digest import extend_chain
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.pins import Pins
@@ -18,6 +19,7 @@ from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.scheduling.admission import Admission
 from pagemill.scheduling.batch import Batch, Entry
 from pagemill.scheduling.beam import BeamGroup, Beams, blocks_needed
+from pagemill.scheduling.compactor import Compactor
 from pagemill.scheduling.controller import Controller
 from pagemill.scheduling.forks import Forks
 from pagemill.scheduling.loading import Stored
@@ -54,8 +56,10 @@ class Scheduler:
         stored: Stored | None = None,
         max_pinned_share: float = 0.5,
         target_tpot_s: float = math.inf,
+        compaction: Compaction | None = None,
     ) -> None:
         self.memory = memory
+        self.compaction = compaction
         self.pins = Pins(memory, max_pinned_share)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -81,6 +85,7 @@ class Scheduler:
         )
         self._forks = Forks(memory, self._batch, self.tenants, self.admission, self._running, self._requests)
         self._beams = Beams(self._forks.beam, self._forks.choose, self._finish)
+        self._compactor = None if compaction is None else Compactor(compaction, self._running)
         self._arrivals = 0
 
     @property
@@ -241,6 +246,8 @@ class Scheduler:
         self.admission.admit(budget, now, run, preempt)
         if not planned and not (self.memory.has_copies and not self._batch.flights):
             return None
+        if self._compactor is not None and not self._batch.flights:
+            self._compactor.step()
         self.tenants.serve(planned)
         return self._batch.plan(planned)
 

@@ -47,6 +47,8 @@ COUNTERS = {
     "kv_evictions": ("Cached blocks that made room.", "evictions"),
     "kv_evictions_regretted": ("Evicted blocks that were wanted again before long.", "evictions_regretted"),
     "kv_copies": ("Blocks copied before a write, because others share them.", "copies"),
+    "kv_compaction_copies": ("Blocks copied to make a sequence's frames neighbours.", "compaction_copies"),
+    "kv_compactions": ("Times that a sequence's blocks were moved for it.", "compactions"),
     "kv_blocks_saved": ("Blocks that went to lower tiers.", "blocks_saved"),
     "kv_blocks_dropped": ("Blocks that did not, because storing failed or could not keep up.", "blocks_dropped"),
     "kv_blocks_loaded": ("Blocks that came back from lower tiers.", "blocks_loaded"),

@@ -1,0 +1,32 @@
+"""How a block moves: resizing, streaming and compaction choose which, and where to. And what if it did not arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagemill.memory.manager import MemoryManager
+
+
+def move(manager: MemoryManager, block: int, frame: int) -> int:
+    """The content lies in another frame once the device has done the work of the next `drain`; which one it left.
+
+    Which frames are free, and what tables on the device say, is the caller's to change.
+    """
+    source = manager._blocks.frame[block]
+    manager._work.copy(source, frame)
+    manager._blocks.frame[block] = frame
+    return source
+
+
+def forget_unwritten(manager: MemoryManager, frames: Set[int]) -> None:
+    """The device has failed before these frames were written: nobody finds what should be in them, or hangs on it, any
+    more. O(blocks)."""
+    index, blocks, lost = manager._index, manager._blocks, set[tuple[int, bytes]]()
+    published = [block for block in blocks.in_use() if index.digest[block]]
+    for block in sorted(published, key=index.depth.__getitem__):
+        group, digest = blocks.group[block], index.digest[block]
+        if blocks.frame[block] in frames or (group, index.parent[block]) in lost:
+            lost.add((group, digest))
+            manager._residency.forget(block)

@@ -1,0 +1,43 @@
+"""Compactor: whose frames are looked at in which step, and for how long that sequence is likely to go on."""
+
+from __future__ import annotations
+
+from pagemill.memory.compaction import Compaction
+from pagemill.scheduling.sequence import Sequence
+
+REST = 16
+"""Steps without a look after all sequences have been looked at in vain."""
+MAX_COPIES = 64
+"""Of one step: a bound on what the others wait."""
+
+
+class Compactor:
+    """Goes around the running sequences, one in each step. running: the scheduler's."""
+
+    def __init__(self, compaction: Compaction, running: list[Sequence]) -> None:
+        self._compaction = compaction
+        self._running = running
+        self._next = 0
+        self._in_vain = 0
+        self._rest = 0
+
+    def step(self) -> None:
+        """The last thing before a plan is made, with no step in flight."""
+        if self._rest or not self._running:
+            self._rest = max(0, self._rest - 1)
+            return
+        self._next = (self._next + 1) % len(self._running)
+        sequence, copies = self._running[self._next], 0
+        if sequence.table is not None and (left := steps_left(sequence)):
+            copies = self._compaction.compact(sequence.table, left, MAX_COPIES)
+        self._in_vain = 0 if copies else self._in_vain + 1
+        if self._in_vain >= len(self._running):
+            self._in_vain, self._rest = 0, REST
+
+
+def steps_left(sequence: Sequence) -> int:
+    """Further steps in which it is likely to generate: as many as it may have, and if it may end by itself no more than
+    it has had already, which is what to expect of a length about which nothing is known."""
+    params, left = sequence.request.params, sequence.request.max_len - len(sequence.tokens)
+    certain = params.ignore_eos and not params.stop_token_ids and not params.stop
+    return left if certain and sequence.num_output_tokens else min(left, sequence.num_output_tokens)
