@@ -1,10 +1,12 @@
 """What scattered frames cost whole decode steps, and what it would cost to make them neighbours.
 
-    python -m benchmarks.compaction [--rows 64] [--context 1024] [--steps 40]
+    python -m benchmarks.compaction [--rows 64] [--context 1024] [--steps 120]
 
-Two engines decode the same prompts, which share nothing, and take their steps in turn. In one, each sequence's frames
-are neighbours, as the pool gives them; in the other, all blocks have changed places at random, the worst there is. Then
-blocks are moved as resizing moves them, from frames anywhere to neighbouring ones, a sequence's at a time. Medians.
+Three engines decode the same prompts, which share nothing, and take their steps in turn. In one, each sequence's frames
+are neighbours, as the pool gives them; in the others, all blocks have changed places at random, the worst there is, and
+one of these moves them together again while it decodes (`kv_compaction`). "late" are the last quarter of the steps.
+Then a sequence's blocks are moved at once, from frames anywhere to neighbouring ones; and the engine that has nothing
+to move looks for it. Medians.
 """
 
 from __future__ import annotations
@@ -29,13 +31,14 @@ from pagemill.scheduling.step_plan import StepPlan, StepResult
 BLOCK_SIZE = 16
 
 
-def decoding(arguments: argparse.Namespace, scattered: bool) -> EngineCore:
+def decoding(arguments: argparse.Namespace, scattered: bool, kv_compaction: str) -> EngineCore:
     """An engine whose rows have all been given their first token."""
     rows, length = arguments.rows, arguments.context + arguments.steps + 8
     frames = 2 * rows * -(-length // BLOCK_SIZE)
     config = EngineConfig(
-        model=str(resolve_model(MODEL)), dtype=arguments.dtype, kv_memory="8GiB", max_model_len=length,
+        model=str(resolve_model(MODEL)), dtype=arguments.dtype, kv_memory="1GiB", max_model_len=length,
         max_num_seqs=rows, max_num_batched_tokens=1024, enable_prefix_caching=False,
+        kv_compaction=kv_compaction,
     )  # fmt: skip
     core = EngineCore(config)
     core.resize(frames * core._engine.pool.layout.frame_bytes)
@@ -81,16 +84,31 @@ def move_s(core: EngineCore, blocks: int, rounds: int) -> float:
     return median(times)
 
 
+def look_s(core: EngineCore, rounds: int) -> float:
+    """Seconds to look at a sequence whose blocks lie together, on average."""
+    compaction, tables = core._scheduler.compaction, list(core._memory._tables)
+    assert compaction is not None
+    begin = time.perf_counter()
+    for turn in range(rounds):
+        assert compaction.compact(tables[turn % len(tables)], 1000, 64) == 0
+    return (time.perf_counter() - begin) / rounds
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--context", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=120)
     parser.add_argument("--dtype", default="bfloat16")
     arguments = parser.parse_args()
     machine = describe_machine()
     print(f"{machine['cpu']}, {machine['cores']} cores, {arguments.dtype}, load average {machine['load_average']}")
-    cores = {"neighbours": decoding(arguments, scattered=False), "scattered": decoding(arguments, scattered=True)}
+    cores = {
+        "neighbours": decoding(arguments, scattered=False, kv_compaction="auto"),
+        "scattered": decoding(arguments, scattered=True, kv_compaction="off"),
+        "compacting": decoding(arguments, scattered=True, kv_compaction="auto"),
+    }
+    looked = look_s(cores["neighbours"], 2000)
     times: dict[str, list[float]] = {name: [] for name in cores}
     for _ in range(arguments.steps):
         for name, core in cores.items():
@@ -100,7 +118,11 @@ def main() -> None:
     step = {name: median(values[2:]) for name, values in times.items()}
     for name, core in cores.items():
         steps, apart = scatter(core._memory)
-        print(f"{name:12} {1e3 * step[name]:7.2f} ms per step, {apart / steps:.0%} of table steps lead elsewhere")
+        late, stats = median(times[name][-arguments.steps // 4 :]), core.stats()
+        print(
+            f"{name:12} {1e3 * step[name]:7.2f} ms per step, late {1e3 * late:7.2f}, all {sum(times[name]):6.2f} s; "
+            f"{apart / steps:.0%} of table steps lead elsewhere, {stats.compaction_copies} copies"
+        )
     gained = (step["scattered"] - step["neighbours"]) / arguments.rows
     blocks = -(-arguments.context // BLOCK_SIZE)
     moved = move_s(cores["scattered"], blocks, 20)
@@ -108,6 +130,7 @@ def main() -> None:
         f"scattered / neighbours {step['scattered'] / step['neighbours']:.3f}; {1e6 * gained:.0f} µs per row and step"
     )
     print(f"to move a row's {blocks} blocks {1e3 * moved:.2f} ms, which is {moved / gained:.0f} of its steps")
+    print(f"to look at a row and find nothing to move {1e6 * looked:.1f} µs")
 
 
 if __name__ == "__main__":

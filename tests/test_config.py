@@ -34,6 +34,7 @@ from pagemill.errors import ConfigError
         ("hf_overrides", "{}"),
         ("enable_prefix_caching", "yes"),
         ("eviction_policy", "fifo"),
+        ("kv_compaction", "on"),
         ("preemption_mode", "drop"),
         ("target_tpot_ms", 0),
         ("target_tpot_ms", float("inf")),

@@ -50,7 +50,7 @@ def _openvino(**properties: Any) -> EngineSetup:
 
 LLAMACPP = {"n_seq_max": 32, "n_batch": 512, "n_ubatch": 512, "n_ctx": 1 << 16}
 
-SMALL_KV = {"dtype": "float32", "kv_memory": "512MiB", "max_model_len": 2048}
+SMALL_KV = {"dtype": "float32", "kv_memory": "512MiB", "max_model_len": 2048, "kv_compaction": "off"}
 """Half of what the requests of mixed fill together, and five times `max_model_len`."""
 
 ENGINES = {

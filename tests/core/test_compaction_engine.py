@@ -1,4 +1,4 @@
-"""Blocks of running sequences are moved together, on the real model: no bit changes, and nothing wrong is ever found."""
+"""Blocks of running sequences are moved together, on the real model: no bit changes, and nothing wrong is found."""
 
 from __future__ import annotations
 

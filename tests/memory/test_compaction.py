@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from pagemill.memory.compaction import Compaction
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.manager import MemoryManager
@@ -35,7 +37,7 @@ def interleaved(memory, blocks=20, tables=2):
 
 
 def steps_apart(frames):
-    return sum(there != here + 1 for here, there in zip(frames, frames[1:], strict=False))
+    return sum(there != here + 1 for here, there in pairwise(frames))
 
 
 def test_a_scattered_table_becomes_neighbours_and_the_device_learns_it():

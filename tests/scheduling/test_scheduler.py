@@ -320,8 +320,8 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
 ):
     """Same request, same tokens: beside others, of other tenants too, with preemptions, prefix hits, forks, beams,
     faults, aborts, steps ahead, pins, turns of sessions, limits that change, idle blocks that go, a pool that shrinks
-    and grows, blocks that are streamed or moved together, and blocks that go to a lower tier and come back or get lost. In the end every
-    block is free."""
+    and grows, blocks that are streamed or moved together, and blocks that go to a lower tier and come back or get lost.
+    In the end every block is free."""
     bench = Bench(
         frames=frames * len(windows),
         windows=windows,

@@ -19,9 +19,9 @@ from pagemill.memory.work import Ints
 PIECE = 32
 """Entries of a table that are made neighbours at once: long enough that its two ends do not matter, short enough to
 find room, and to be copied within one step."""
-PAYBACK_STEPS = 28
-"""Decode steps after which one more pair of neighbours has saved the time of one copy, where that is latest (float32;
-18 in bfloat16), by `python -m benchmarks.compaction`."""
+PAYBACK_STEPS = 40
+"""Decode steps after which one more pair of neighbours has saved the time of one copy: the longest that
+`python -m benchmarks.compaction` has said, of 18 to 40."""
 
 
 class Piece(NamedTuple):

@@ -5,20 +5,19 @@ from __future__ import annotations
 from pagemill.memory.compaction import Compaction
 from pagemill.scheduling.sequence import Sequence
 
-REST = 16
-"""Steps without a look after all sequences have been looked at in vain."""
+REST = 3
+"""Steps without a look after one in vain."""
 MAX_COPIES = 64
 """Of one step: a bound on what the others wait."""
 
 
 class Compactor:
-    """Goes around the running sequences, one in each step. running: the scheduler's."""
+    """Goes around the running sequences, one in a step. running: the scheduler's."""
 
     def __init__(self, compaction: Compaction, running: list[Sequence]) -> None:
         self._compaction = compaction
         self._running = running
         self._next = 0
-        self._in_vain = 0
         self._rest = 0
 
     def step(self) -> None:
@@ -30,9 +29,7 @@ class Compactor:
         sequence, copies = self._running[self._next], 0
         if sequence.table is not None and (left := steps_left(sequence)):
             copies = self._compaction.compact(sequence.table, left, MAX_COPIES)
-        self._in_vain = 0 if copies else self._in_vain + 1
-        if self._in_vain >= len(self._running):
-            self._in_vain, self._rest = 0, REST
+        self._rest = 0 if copies else REST
 
 
 def steps_left(sequence: Sequence) -> int:
