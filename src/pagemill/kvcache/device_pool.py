@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import mmap
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from pagemill.errors import KVMemoryError
 from pagemill.kvcache.layer_groups import LayerGroups
 from pagemill.kvcache.layout import SCALE_BYTES, KVLayout, block_major, layer_major
 from pagemill.kvcache.lower_frames import ReadAhead, Region, map_file
+from pagemill.kvcache.records import Records
 
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 """What a file takes the place of is no memory."""
@@ -189,6 +190,18 @@ class DevicePool:
         for record, frame in zip(records, frames, strict=True):
             record[:] = raw[:, frame]
         return records.reshape(len(frames), -1)
+
+    @contextmanager
+    def records(self, frames: Sequence[int]) -> Iterator[Records]:
+        """A record for each of these frames, to be written: on CPU the frames themselves; elsewhere memory on the host
+        that is copied into them at the end. What is not written is undefined."""
+        if self.device.type == "cpu":
+            raw = self._frames.view(torch.uint8).numpy()
+            yield [raw[:, frame] for frame in frames]
+        else:
+            staged = np.empty((len(frames), self.record_bytes), dtype=np.uint8)
+            yield staged
+            self.write_frames(frames, staged)
 
     def write_frames(self, frames: Sequence[int], records: NDArray[np.uint8]) -> None:
         """The reverse of `read_frames`."""

@@ -29,12 +29,13 @@ from numpy.typing import NDArray
 
 from pagemill.errors import KVStoreError
 from pagemill.hub.registry import cache_dir
+from pagemill.kvcache.records import Records, parts
 from pagemill.memory.work import BlockName
 
 VERSION = 1
 PAGE_BYTES = 4096
-BATCH_SLOTS = 256
-"""Slots that are read with one call where they are neighbours: two buffers each, of 1,024 that the system takes."""
+BUFFERS = 1024
+"""That the system takes with one call, which reads slots that are neighbours."""
 
 _HEADER = struct.Struct("<8s32s32sII")  # magic, digest, parent, group, depth; then the checksum
 _CHECKSUM_BYTES = 8
@@ -145,16 +146,17 @@ class DiskStore:
 
     # Reading and writing
 
-    def read(self, blocks: Sequence[tuple[bytes, int]], out: NDArray[np.uint8]) -> list[bool]:
-        """Blocks (digest, group) into the rows of `out` [len(blocks), record_bytes], contiguous; which of them were
-        there, whole. The other rows hold nothing of use. A broken block is dropped from the store."""
+    def read(self, blocks: Sequence[tuple[bytes, int]], out: Records) -> list[bool]:
+        """Blocks (digest, group) into `out`, a record each; which of them were there, whole. The other records hold
+        nothing of use. A broken block is dropped from the store."""
         slots = self._slots(blocks)
         rows = sorted((slot, row) for row, slot in enumerate(slots) if slot is not None)
         found = [False] * len(blocks)
         heads = np.empty((len(blocks), self._head_bytes), dtype=np.uint8)
-        for run in _runs(rows):
+        most = max(1, BUFFERS // (1 + len(parts(out[0])))) if rows else 1
+        for run in _runs(rows, most):
             with suppress(OSError):  # what could not be read fails its check
-                buffers = [buffer for _, row in run for buffer in (heads[row], out[row])]
+                buffers = [buffer for _, row in run for buffer in (heads[row], *parts(out[row]))]
                 os.preadv(self._file, buffers, run[0][0] * self.slot_bytes)
         for slot, row in rows:
             found[row] = self._whole(heads[row], out[row], *blocks[row])
@@ -164,8 +166,8 @@ class DiskStore:
             self._read_since.update(block for block, whole in zip(blocks, found, strict=True) if whole)
         return found
 
-    def write(self, names: Sequence[BlockName], records: Sequence[NDArray[np.uint8]]) -> int:
-        """Stores what is not stored yet, contents of record_bytes each; returns how many blocks that were.
+    def write(self, names: Sequence[BlockName], records: Records) -> int:
+        """Stores what is not stored yet, contents [record_bytes] each; returns how many blocks that were.
 
         Raises KVStoreError if the disk takes no more; what was stored before is still there.
         """
@@ -411,15 +413,16 @@ def _open(path: Path) -> int:
 
 def _checksum(fields: bytes, record: NDArray[np.uint8]) -> bytes:
     checksum = xxhash.xxh3_64(fields)
-    checksum.update(record.data)
+    for part in parts(record):
+        checksum.update(part.data)
     return checksum.digest()
 
 
-def _runs(rows: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
-    """(slot, row) pairs in order of slots, cut where neighbours end or a call would take no more."""
+def _runs(rows: Sequence[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
+    """(slot, row) pairs in order of slots, cut where neighbours end or there are `most`."""
     run: list[tuple[int, int]] = []
     for slot, row in rows:
-        if run and (slot != run[-1][0] + 1 or len(run) == BATCH_SLOTS):
+        if run and (slot != run[-1][0] + 1 or len(run) == most):
             yield run
             run = []
         run.append((slot, row))

@@ -9,9 +9,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from pagemill.kvcache.records import Records
 from pagemill.memory.work import BlockName
-
-Records = Sequence[NDArray[np.uint8]]
 
 
 class HostStore:
@@ -31,15 +30,15 @@ class HostStore:
                     return count
         return len(digests)
 
-    def read(self, blocks: Sequence[tuple[bytes, int]], out: NDArray[np.uint8]) -> list[bool]:
-        """Blocks (digest, group) into the rows of `out` [len(blocks), record_bytes]; which of them were here."""
+    def read(self, blocks: Sequence[tuple[bytes, int]], out: Records) -> list[bool]:
+        """Blocks (digest, group) into `out`, a record each; which of them were here."""
         found = []
         with self._lock:
             for row, block in enumerate(blocks):
                 found.append(block in self._slots)
                 if found[-1]:
                     self._slots.move_to_end(block)
-                    out[row] = self._arena[self._slots[block][0]]
+                    out[row][:] = self._arena[self._slots[block][0]].reshape(out[row].shape)
         return found
 
     def write(self, names: Sequence[BlockName], records: Records) -> list[tuple[BlockName, NDArray[np.uint8]]]:

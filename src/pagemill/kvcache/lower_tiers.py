@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-from numpy.typing import NDArray
-
 from pagemill.kvcache.disk_store import DiskStore
-from pagemill.kvcache.host_store import HostStore, Records
+from pagemill.kvcache.host_store import HostStore
+from pagemill.kvcache.records import Records
 from pagemill.memory.work import BlockName
 
 
@@ -33,23 +31,16 @@ class LowerTiers:
     def holds(self, name: BlockName) -> bool:
         return any(tier.find([name.digest], name.group) for tier in self._tiers())
 
-    def read(self, blocks: Sequence[tuple[bytes, int]], out: NDArray[np.uint8]) -> list[bool]:
-        """Blocks (digest, group) into the rows of `out` [len(blocks), record_bytes], contiguous; which were there."""
+    def read(self, blocks: Sequence[tuple[bytes, int]], out: Records) -> list[bool]:
+        """Blocks (digest, group) into `out`, a record each; which of them were there."""
         found = [False] * len(blocks)
         for tier in self._tiers():
             missing = [row for row, whole in enumerate(found) if not whole]
             if not missing:
                 break
-            if len(missing) == len(blocks):
-                found = tier.read(blocks, out)
-                continue
-            part = np.empty((len(missing), self.record_bytes), dtype=np.uint8)
-            for row, whole, record in zip(
-                missing, tier.read([blocks[row] for row in missing], part), part, strict=True
-            ):
-                if whole:
-                    found[row] = True
-                    out[row] = record
+            arrived = tier.read([blocks[row] for row in missing], [out[row] for row in missing])
+            for row, whole in zip(missing, arrived, strict=True):
+                found[row] = whole
         return found
 
     def write(self, names: Sequence[BlockName], records: Records) -> None:

@@ -6,7 +6,6 @@ that is loaded goes straight into a frame that nobody else has until the load ha
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
 import time
@@ -26,7 +25,9 @@ from pagemill.memory.work import Load, Save
 logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 16 << 20
-"""A load or save is cut into pieces of this size; pieces of a load are read side by side."""
+"""A save is cut into pieces of this size."""
+PIECE_BYTES = 4 << 20
+"""A load is cut into pieces of this size, which are read side by side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class Transfers:
         self._pool = pool
         self._tiers = tiers
         self._batch = max(1, BATCH_BYTES // tiers.record_bytes)
+        self._piece = max(1, PIECE_BYTES // tiers.record_bytes)
         self._most_waiting = max(1, backlog_bytes // tiers.record_bytes)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-save")
         self._readers = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-load")
@@ -121,18 +123,17 @@ class Transfers:
         """Begins to bring blocks up; `finished` tells when it is over."""
         if not self._pieces:
             self._loading_since = time.monotonic()
-        starts = range(0, len(load.blocks), self._batch)
+        starts = range(0, len(load.blocks), self._piece)
         self._pieces[load.id] = [None] * len(starts)
         for piece, first in enumerate(starts):
-            end = first + self._batch
+            end = first + self._piece
             self._readers.submit(self._fetch, load.id, piece, load.blocks[first:end], load.frames[first:end])
 
     def _fetch(self, load: int, piece: int, blocks: Sequence[tuple[bytes, int]], frames: Sequence[int]) -> None:
         arrived = [False] * len(blocks)
         try:
-            records = np.empty((len(blocks), self._tiers.record_bytes), dtype=np.uint8)
-            found = self._tiers.read(blocks, records)
-            self._pool.write_frames(list(itertools.compress(frames, found)), records[found])
+            with self._pool.records(frames) as records:
+                found = self._tiers.read(blocks, records)
             arrived = found
         except (KVStoreError, MemoryError) as error:
             logger.warning("%s", error)
