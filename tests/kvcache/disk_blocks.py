@@ -1,6 +1,7 @@
 """Blocks for the tests of stores on disk: block i of one long chain, with a content that follows from i."""
 
 import hashlib
+from functools import cache
 
 import numpy as np
 
@@ -20,8 +21,11 @@ def name_of(i: int, group: int = 0) -> BlockName:
     return BlockName(digest_of(i), group, digest_of(i - 1) if i else ROOT, i)
 
 
+@cache
 def content(i: int, group: int = 0) -> np.ndarray:
-    return np.random.default_rng([i, group]).integers(0, 256, RECORD, dtype=np.uint8)
+    bytes = np.random.default_rng([i, group]).integers(0, 256, RECORD, dtype=np.uint8)
+    bytes.flags.writeable = False
+    return bytes
 
 
 def store_of(path, blocks: int = 1000) -> DiskStore:
