@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
+
 import pytest
-from drive import drive, request
+from drive import Run, drive, request
 
 from harness import FRAME_BYTES
 from pagemill.errors import KVMemoryError, KVStoreError
@@ -76,6 +79,36 @@ def test_layers_are_read_ahead_and_let_go_of(conversations, expected, make_engin
     let_go = [call[:2] for call in calls if call[2] == lower_frames.mmap.MADV_DONTNEED]
     assert set(let_go) == {tuple(region) for region in regions}
     core.close()
+
+
+def test_a_disk_that_can_not_read_fails_the_request_and_no_other(
+    conversations, expected, make_engine, tmp_path, monkeypatch
+):
+    files, make_file = [], tempfile.TemporaryFile
+
+    def kept_open(**settings):
+        file = make_file(**settings)
+        files.append(os.dup(file.fileno()))
+        return file
+
+    monkeypatch.setattr(lower_frames.tempfile, "TemporaryFile", kept_open)
+    core = make_engine(**SMALL, **settings("disk", tmp_path))
+    run = Run()
+    for each in reversed(conversations):
+        core.add_request(each)
+    while len(run.tokens.get(("long", 0), [])) < 2:  # then nothing is moved in the next step
+        run.take(core.step())
+    size = os.fstat(files[0]).st_size
+    os.ftruncate(files[0], size // 2)  # what lies behind the end of a file fails as a broken disk does
+    while core.has_work():
+        run.take(core.step())
+    assert run.tokens["short", 0] == expected.tokens["short", 0]
+    assert run.last["long", 0].finish_reason == "error"
+    assert "the disk can not read blocks of this context, of layer 15" in run.last["long", 0].error
+    assert core.stats().blocks_streamed == 0
+    os.ftruncate(files[0], size)
+    core.close()
+    os.close(files[0])
 
 
 def test_a_context_is_found_again_where_it_lies(conversations, expected, make_engine, tmp_path):

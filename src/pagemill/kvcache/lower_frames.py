@@ -1,17 +1,18 @@
 """Lower frames on disk: an unlinked file, mapped behind the pool's frames, whose bytes attention reads where they lie.
 
 The system keeps what it has memory for; what the process maps is bounded: a layer's blocks are read ahead while the
-layers before it are computed, and let go of when it has been. A medium that fails a read ends the process (SIGBUS), as
-it does with any mapped file; what does not fit on it is refused at the start.
+layers before it are computed, and let go of when it has been. What a disk can not read is found then, and fails the
+step; what does not fit on it is refused at the start.
 """
 
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -30,6 +31,10 @@ _MAP_FIXED = 0x10
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
+
+
+Runs = list[tuple[int, int]]
+"""(first byte, bytes) within a region, whole pages."""
 
 
 class Region(NamedTuple):
@@ -71,23 +76,27 @@ class ReadAhead:
         self._groups = groups
         self._frame_bytes = frame_bytes
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kv-stream")
-        self._under_way: dict[int, Future[None]] = {}
+        self._under_way: dict[int, tuple[Runs, Future[bool]]] = {}
 
     def step(self, frames: Sequence[NDArray[np.int32]]) -> Callable[[int], None]:
         """What is called with each layer's number when that begins. frames: by layer group, those that the step reads,
-        counted from the first lower one."""
+        counted from the first lower one. Raises KVStoreError if the disk can not read them."""
         runs = [_runs(each, self._frame_bytes) for each in frames]
         layers = len(self._regions)
 
         def read(layer: int) -> None:
-            if layer not in self._under_way:
-                wanted = runs[self._groups[layer]]
-                self._under_way[layer] = self._reader.submit(_read, self._regions[layer], wanted)
+            wanted = runs[self._groups[layer]]
+            if layer not in self._under_way or self._under_way[layer][0] != wanted:  # by the end of the step before
+                self._under_way[layer] = wanted, self._reader.submit(_read, self._regions[layer], wanted)
 
         def begin(layer: int) -> None:
             for ahead in range(layer, layer + 1 + LAYERS_AHEAD):
                 read(ahead % layers)
-            self._under_way.pop(layer).result()
+            if not self._under_way.pop(layer)[1].result():
+                raise KVStoreError(
+                    f"the disk can not read blocks of this context, of layer {layer}; see the system's log, and name "
+                    f"another kv_disk_path"
+                )
             before = self._regions[layer - 1]
             if before != self._regions[layer]:
                 advise(*before, mmap.MADV_DONTNEED)
@@ -98,8 +107,8 @@ class ReadAhead:
         self._reader.shutdown(cancel_futures=True)
 
 
-def _runs(frames: NDArray[np.int32], frame_bytes: int) -> list[tuple[int, int]]:
-    """Neighbouring frames as (first byte, bytes) within a region, whole pages."""
+def _runs(frames: NDArray[np.int32], frame_bytes: int) -> Runs:
+    """Of neighbouring frames."""
     frames = np.unique(frames)
     found = []
     for run in np.split(frames, np.flatnonzero(np.diff(frames) != 1) + 1) if len(frames) else ():
@@ -108,10 +117,13 @@ def _runs(frames: NDArray[np.int32], frame_bytes: int) -> list[tuple[int, int]]:
     return found
 
 
-def _read(region: Region, runs: Iterable[tuple[int, int]]) -> None:
-    """Asks for all first, so that the medium is never idle, then waits and maps."""
+def _read(region: Region, runs: Runs) -> bool:
+    """Asks for all first, so that the medium is never idle, then waits and maps; whether all could be read."""
     for begin, size in runs:
         advise(region.begin + begin, size, mmap.MADV_WILLNEED)
     for begin, size in runs:
         for at in range(begin, begin + size, READ_BYTES):
-            advise(region.begin + at, min(READ_BYTES, begin + size - at), POPULATE_READ)
+            taken = advise(region.begin + at, min(READ_BYTES, begin + size - at), POPULATE_READ)
+            if not taken and ctypes.get_errno() in (errno.EFAULT, errno.EIO):
+                return False
+    return True
