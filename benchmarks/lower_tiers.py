@@ -3,8 +3,10 @@
     python -m benchmarks.lower_tiers [--dtype float32] [--tokens 4096,8192] [--folder DIR]
 
 First a file of the store's size is read through in large pieces by two threads, then the store's blocks through
-`DiskStore`, checksums included; both with the page cache dropped, in turn, medians of three. Then sessions are begun in
-one `LLM`, which is closed, and go on in a new one, where the first token of a turn needs their blocks from disk.
+`DiskStore`, checksums included; both with the page cache dropped, in turn, medians of three. Then sessions without
+common text are begun in one `LLM`, which is closed, and go on in a new one, where the first token of a turn needs their
+blocks from disk; then with another turn when these are in the pool, which says what the step takes. Medians of three
+new `LLM`s, each with the disk's speed beside it.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from pagemill.kvcache.disk_store import DiskStore
 
 PIECE_BYTES = 16 << 20
 THREADS = 2
+ROUNDS = 3
 TURN = 20
 """Tokens of what a session is asked next."""
 
@@ -80,6 +83,14 @@ def first_token_s(llm: LLM, name: str, prompt: list[int]) -> tuple[float, int]:
     return time.perf_counter() - begin, output.num_cached_tokens or 0
 
 
+def resume_s(llm: LLM, name: str, prompt: list[int]) -> tuple[float, int]:
+    """As `first_token_s`, of a fork, which is forgotten."""
+    fork = llm.session(name).fork(f"{name}-again")
+    found = first_token_s(llm, fork.name, prompt)
+    fork.delete()
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32")
@@ -101,23 +112,31 @@ def main() -> None:
 
         with make() as llm:
             first_token_s(llm, "warm-up", text[-700:])
-            computed = {n: first_token_s(llm, str(n), text[1000 : 1000 + n])[0] for n in lengths}
-        llm = make()
-        disk = llm._core._tiers.lower.disk
-        path = disk.folder / "blocks.dat"
-        rounds = [(read_file(path), read_store(disk)) for _ in range(3)]
-        file, store = (median(speeds) for speeds in zip(*rounds, strict=True))
+            begins = [1000 + sum(lengths[:i]) for i in range(len(lengths))]
+            computed = [first_token_s(llm, str(n), text[at : at + n])[0] for n, at in zip(lengths, begins, strict=True)]
+        speeds, turns = [], []
+        for turn in range(0, 2 * TURN * ROUNDS, 2 * TURN):
+            with make() as llm:
+                disk = llm._core._tiers.lower.disk
+                path, record_bytes = disk.folder / "blocks.dat", disk.record_bytes
+                speeds.append((read_file(path), read_store(disk)))
+                first_token_s(llm, "step", text[-700:])
+                turns.append([])
+                for length in lengths:
+                    drop_cache(path)
+                    resumed_s, found = resume_s(llm, str(length), text[turn : turn + TURN])
+                    step_s, _ = resume_s(llm, str(length), text[turn + TURN : turn + 2 * TURN])
+                    turns[-1].append((resumed_s, step_s, found))
+        file, store = (median(each) for each in zip(*speeds, strict=True))
         print(f"disk {file / 1e6:.0f} MB/s, store {store / 1e6:.0f} MB/s: {store / file:.0%} of it (goal: 80 %)\n")
-        print("| tokens | found | MB | computed, s | resumed, s | bytes / 80 % of the disk + a step, s |")
-        print("| ---: | ---: | ---: | ---: | ---: | ---: |")
-        step_s = median(first_token_s(llm, "step", text[at : at + TURN])[0] for at in range(0, 10 * TURN, TURN))
-        for length in lengths:
-            drop_cache(path)
-            resumed_s, found = first_token_s(llm, str(length), text[-TURN:])
-            size = found // 16 * disk.record_bytes
+        print("| tokens | found | MB | computed, s | resumed, s | step, s | bytes / 80 % of the disk + the step, s |")
+        print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+        for length, computed_s, rounds in zip(lengths, computed, zip(*turns, strict=True), strict=True):
+            resumed_s, step_s, found = (median(each) for each in zip(*rounds, strict=True))
+            size = found // 16 * record_bytes
             goal = size / (0.8 * file) + step_s
-            print(f"| {length} | {found} | {size / 1e6:.0f} | {computed[length]:.2f} | {resumed_s:.2f} | {goal:.2f} |")
-        llm.close()
+            figures = f"{size / 1e6:.0f} | {computed_s:.2f} | {resumed_s:.3f} | {step_s:.3f} | {goal:.3f}"
+            print(f"| {length} | {found} | {figures} |")
 
 
 if __name__ == "__main__":
