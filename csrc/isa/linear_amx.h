@@ -4,7 +4,8 @@
 
 constexpr int64_t kStep = 32;  // k in a tile product
 constexpr int kTileHeight = 16;
-constexpr int64_t kPieceSteps = 9;  // a piece of a panel of so many stays in the first-level cache for all tiles
+constexpr int64_t kPieceSteps = 9;  // a piece of a panel of so many stays in the first-level cache for all tiles,
+constexpr int64_t kShortPieceSteps = 6;  // of so many with two passes, whose rows of x it then shares that cache with
 constexpr int64_t kBlockTiles = 16;  // at most so many tiles' rows of x pass over a panel together,
 constexpr int64_t kBlockBytes = 1 << 20;  // or so many bytes of them: they stay in the second-level cache
 constexpr int64_t kAheadTiles = 8192;  // with one pass over a panel: how far ahead in it, to hide memory's latency
@@ -27,13 +28,14 @@ struct TileRows {
     int64_t row, step;
 };
 
-// Weights to fetch during a product: `bytes` in each of its steps, from `at` on.
+// Weights to fetch during a product: `bytes` in each of its steps, from `at` on; a quarter at a time, between the tiles' loads,
+// which need the same few buffers.
 struct TilesAhead {
     const char* at;
     int64_t bytes;
 
-    void fetch(int64_t step) const {
-        for (int64_t line = 0; line < bytes; line += 64) __builtin_prefetch(at + step * bytes + line, 0, 2);
+    INLINE void fetch(int64_t step, int quarter) const {
+        for (int64_t line = quarter * 64; line < bytes; line += 4 * 64) __builtin_prefetch(at + step * bytes + line, 0, 2);
     }
 };
 
@@ -54,14 +56,17 @@ void amx_two_tiles(TileRows first, TileRows second, const char* b, int64_t steps
         _tile_zero(3);
     }
     for (int64_t s = 0; s < steps; ++s, b += kStepBytes) {
-        ahead.fetch(s);
+        ahead.fetch(s, 0);
         _tile_loadd(6, b, kLine);
         _tile_loadd(4, first.data + s * first.step, first.row);
         _tile_dpbf16ps(0, 4, 6);
+        ahead.fetch(s, 1);
         _tile_loadd(7, b + 64, kLine);
         _tile_dpbf16ps(1, 4, 7);
+        ahead.fetch(s, 2);
         _tile_loadd(5, second.data + s * second.step, second.row);
         _tile_dpbf16ps(2, 5, 6);
+        ahead.fetch(s, 3);
         _tile_dpbf16ps(3, 5, 7);
     }
     _tile_stored(0, c, kRow);
@@ -83,8 +88,10 @@ void amx_one_tile(TileRows x, const char* b, int64_t b_panel, int64_t steps, flo
         _tile_loadd(1, c + W, kRow);
     }
     for (int64_t s = 0; s < steps; ++s, b += kStepBytes) {
-        ahead.fetch(s);
-        if (NP == 2) TilesAhead{ahead.at + b_panel, ahead.bytes}.fetch(s);
+        for (int quarter = 0; quarter < 4; ++quarter) {
+            ahead.fetch(s, quarter);
+            if (NP == 2) TilesAhead{ahead.at + b_panel, ahead.bytes}.fetch(s, quarter);
+        }
         _tile_loadd(4, x.data + s * x.step, x.row);
         _tile_loadd(6, b, kLine);
         _tile_dpbf16ps(0, 4, 6);
@@ -146,9 +153,10 @@ struct AmxRun {
 
     void many_rows(int64_t panel, int64_t tile_begin, int64_t tile_end, float* c) const {
         const int64_t steps = packed_k(weight) / kStep, count = tile_end - tile_begin;
-        const int64_t pieces = count <= 4 ? 1 : (steps + kPieceSteps - 1) / kPieceSteps;
+        const int64_t passes = (count + 1) / 2, most = passes == 1 ? steps : passes == 2 ? kShortPieceSteps : kPieceSteps;
+        const int64_t pieces = (steps + most - 1) / most;
         // Each pass over a piece fetches its share of what follows in memory.
-        const int64_t passes = (count + 1) / 2, share = (kStepBytes / passes + 63) / 64 * 64;
+        const int64_t share = (kStepBytes / passes + 63) / 64 * 64;
         for (int64_t piece = 0; piece < pieces; ++piece) {
             const int64_t begin = steps * piece / pieces, length = steps * (piece + 1) / pieces - begin;
             const char* b = panel_at(panel) + begin * kStepBytes;
