@@ -39,6 +39,7 @@ void amx_product(const TileOperand& a, const TileOperand& b, int steps, float* c
 struct AmxPass {
     static constexpr int kRows = 192;
     static constexpr int64_t kTile = 512;  // elements of a tile
+    static constexpr int64_t kRow = kPartition + W;  // of scores: a tile's rows lie in different lines of the nearest cache
 
     const AttentionArgs& args;
     const AttentionTask& task;
@@ -60,7 +61,7 @@ struct AmxPass {
     int64_t query_size() const { return tiles.count * dim_steps * kTile; }  // of one KV head
     int64_t scratch_size() const {
         const int64_t partition = (dim_steps * (kPartition / 16) + dim_tiles * (kPartition / 32)) * kTile;
-        return (task.heads * query_size() + partition) / 2 + 2 * kTileHeight * (kScoreRow + padded);
+        return (task.heads * query_size() + partition) / 2 + 2 * kTileHeight * (kRow + padded);
     }
 
     void begin(float* memory) {
@@ -68,7 +69,7 @@ struct AmxPass {
         keys = queries + task.heads * query_size();
         values = keys + dim_steps * (kPartition / 16) * kTile;
         scores = (float*)(values + dim_tiles * (kPartition / 32) * kTile);
-        part = scores + 2 * kTileHeight * kScoreRow;
+        part = scores + 2 * kTileHeight * kRow;
         for (int h = 0; h < task.heads; ++h)
             for (int64_t tile = 0; tile < tiles.count; ++tile)
                 pack_query(task.head + h, tile, queries + h * query_size() + tile * dim_steps * kTile);
@@ -180,7 +181,7 @@ struct AmxPass {
     template <int M> void score_step(const bf16* q, int key) const {
         const int64_t key_tile = dim_steps * kTile * 2;  // bytes
         amx_product<M, 2>({(const char*)q, 64, kTile * 2, key_tile}, {(const char*)keys + key / 16 * key_tile, 64, kTile * 2, key_tile},
-                          dim_steps, scores + key, kScoreRow, height);
+                          dim_steps, scores + key, kRow, height);
     }
 
     // M tiles of rows from `tile` on.
@@ -191,13 +192,18 @@ struct AmxPass {
         const int from = int(span.begin) / 32 * 32, until = (int(span.end) + 31) / 32 * 32;
         for (int key = from; key < until; key += 32) score_step<M>(q, key);
         Softmax result[M][kTileHeight];
-        for (int m = 0; m < M; ++m)
-            for (int r = 0; r < tiles.height(tile + m); ++r) {
-                const KeyRange& own = ranges[(tiles.begin(tile + m) + r) / group];
-                result[m][r] = softmax_to_bf16<bf16>(scores + (m * height + r) * kScoreRow, int(own.begin), int(own.end), from, until,
-                                               args.scale, args.soft_cap);
+        {
+            const FlushSubnormals rounding;
+            for (int m = 0; m < M; ++m) {
+                const int first = int(tiles.begin(tile + m)), count = tiles.height(tile + m);
+                for (int r = 0; r < count; ++r) {
+                    const KeyRange& own = ranges[(first + r) / group];
+                    result[m][r] = softmax_to_bf16<bf16>(scores + (m * height + r) * kRow, int(own.begin), int(own.end), from,
+                                                         until, args.scale, args.soft_cap);
+                }
             }
-        const TileOperand weights{(const char*)scores + from * 2, kScoreRow * 4, 64, height * kScoreRow * 4};
+        }
+        const TileOperand weights{(const char*)scores + from * 2, kRow * 4, 64, height * kRow * 4};
         for (int n = 0; n < dim_tiles; n += 2) {
             const TileOperand value{(const char*)values + from / 32 * value_step + n * kTile * 2, 64, value_step, kTile * 2};
             if (n + 1 < dim_tiles) amx_product<M, 2>(weights, value, (until - from) / 32, part + n * 16, padded, height);

@@ -101,19 +101,16 @@ template <class T, int... R> const TileKernels<T>& pair_kernels(int rows, Sequen
     return table[rows - 1];
 }
 
-// 2^x for x <= 0 (relative error below 3e-6), exactly 0 below 2^-125.5.
+// 2^x for x <= 0 (relative error below 3e-6), exactly 0 below 2^-126 where subnormal numbers are flushed.
 INLINE F exp2_nonpositive(F x) {
-    const F magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to whole numbers
-    const F t = x + magic;
-    const F r = x - (t - magic);
-    F p = broadcast(0.0095700901f);
-    p = fma(p, r, broadcast(0.0559178591f));
-    p = fma(p, r, broadcast(0.240247458f));
-    p = fma(p, r, broadcast(0.693121791f));
-    p = fma(p, r, broadcast(0.999999285f));
-    const __mmask16 above = _mm512_cmp_ps_mask(x.v, _mm512_set1_ps(-125.5f), _CMP_NLT_UQ);  // NaN stays
-    return {_mm512_castsi512_ps(_mm512_maskz_add_epi32(above, _mm512_castps_si512(p.v),
-                                                       _mm512_slli_epi32(_mm512_castps_si512(t.v), 23)))};
+    constexpr int kFraction = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
+    const F r{_mm512_reduce_ps(x.v, kFraction)};
+    F p = broadcast(0.0135341678f);
+    p = fma(p, r, broadcast(0.0520114601f));
+    p = fma(p, r, broadcast(0.241442755f));
+    p = fma(p, r, broadcast(0.693003833f));
+    p = fma(p, r, broadcast(1.00000262f));
+    return {_mm512_scalef_ps(p.v, x.v)};
 }
 
 // Two vectors of weights, rounded to bf16.
@@ -138,21 +135,18 @@ template <class O> INLINE Softmax softmax_to_bf16(float* s, int begin, int end, 
     float lanes[W];
     for (int i = 0; i < W; ++i) lanes[i] = float(i);
     const F iota = load(lanes), none = broadcast(-kInf);
-    auto masked = [&](int i) __attribute__((always_inline)) {
-        F x = load(s + i);
-        const bool edge = i < begin || i + W > end;
-        if (soft_cap != 0.0f) x = tanh(x * broadcast(scale / soft_cap)) * broadcast(soft_cap);
-        if (edge) {
-            x = select_less(iota, broadcast(float(begin - i)), none, x);
-            x = select_less(iota, broadcast(float(end - i)), x, none);
-        }
-        if (edge || soft_cap != 0.0f) store(s + i, x);
-        return x;
+    for (int i = first; i < last && soft_cap != 0.0f; i += W)
+        store(s + i, tanh(load(s + i) * broadcast(scale / soft_cap)) * broadcast(soft_cap));
+    auto mask = [&](int i) {
+        const F x = select_less(iota, broadcast(float(begin - i)), none, load(s + i));
+        store(s + i, select_less(iota, broadcast(float(end - i)), x, none));
     };
+    for (int i = first; i < last && i < begin; i += W) mask(i);
+    for (int i = last - W; i >= first && i + W > end; i -= W) mask(i);
     F top_even = none, top_odd = none;
     for (int i = first; i < last; i += 2 * W) {
-        top_even = max(top_even, masked(i));
-        top_odd = max(top_odd, masked(i + W));
+        top_even = max(top_even, load(s + i));
+        top_odd = max(top_odd, load(s + i + W));
     }
     const float top = maximum(max(top_even, top_odd)), natural = soft_cap != 0.0f ? 1.0f : scale;
     const F factor = broadcast(natural * 1.44269504f), shift = broadcast(-top * (natural * 1.44269504f));

@@ -101,12 +101,9 @@ template <class T, class Sums = ChainSums> struct VectorPass {
                 [[maybe_unused]] const typename Sums::Rounding rounding;
                 for (int v = from / W; v * W < until; v += run.vectors)
                     run.score(q + first_row * args.head_dim, keys + v, key_dim, args.head_dim, scores + v * W);
-            }
-            for (int r = 0; r < height; ++r)
-                result[r] = Sums::weigh(args, scores + r * kScoreRow, ranges[(first_row + r) / group], from, until, scales);
-            if (from < until) {
-                [[maybe_unused]] const typename Sums::Rounding rounding;
-                run.value(scores, values, padded, from, until, part);
+                for (int r = 0; r < height; ++r)
+                    result[r] = Sums::weigh(args, scores + r * kScoreRow, ranges[(first_row + r) / group], from, until, scales);
+                if (from < until) run.value(scores, values, padded, from, until, part);
             }
             emit(first_row, height, result, part);
         }

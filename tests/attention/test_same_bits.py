@@ -94,6 +94,21 @@ def test_few_and_many_rows_in_tiny_numbers(backend: CpuAttention, heads: int) ->
         assert same(got, (whole[0][begin:end], whole[1][begin:end]))
 
 
+@pytest.mark.parametrize("heads", [2, 6, 14])
+def test_few_and_many_rows_with_scores_far_apart(backend: CpuAttention, heads: int) -> None:
+    """Weights from 1 down through subnormal numbers to 0."""
+    case = PagedCase([(400, 60)], heads=heads, dtype=torch.bfloat16, query_dtype=torch.bfloat16, seed=28)
+    case.keys[0] *= 2.0 ** torch.randint(-4, 7, (400, 1, 1))
+    case.write_all(backend)
+    whole = run(backend, case, [(0, 0, 60)])[0]
+    expected, expected_lse = case.expected(scale=0.125)
+    torch.testing.assert_close(whole[0].double(), expected, rtol=1e-2, atol=1e-2)
+    torch.testing.assert_close(whole[1].double(), expected_lse, rtol=1e-5, atol=1e-5)
+    for begin, end in ((0, 1), (1, 3), (3, 6), (6, 12), (12, 31), (31, 60)):
+        got = run(backend, case, [(0, begin, end)])[0]
+        assert same(got, (whole[0][begin:end], whole[1][begin:end]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_threads(backend: CpuAttention, options: dict[str, object], dtype: torch.dtype) -> None:
