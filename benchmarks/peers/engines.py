@@ -79,6 +79,9 @@ ENGINES = {
     "transformers-static": EngineSetup(
         "transformers_static", "transformers", "float32", {"dtype": "float32", "batch_size": 16}
     ),
+    "transformers-static-bf16": EngineSetup(
+        "transformers_static", "transformers", "bfloat16", {"dtype": "bfloat16", "batch_size": 16}
+    ),
 }
 
 

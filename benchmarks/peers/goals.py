@@ -31,6 +31,7 @@ GOALS = (
     Goal("prefix", "pagemill-gguf", OPENVINO, 8.0),
     Goal("prefix", "pagemill-gguf", ("pagemill", "pagemill-bf16"), 1.0),
     Goal("mixed", "pagemill", ("transformers-static",), 24.0),
+    Goal("mixed", "pagemill-bf16", ("transformers-static-bf16",), 24.0),
 )
 
 CAPACITY_RATIO = 1.5
