@@ -89,6 +89,20 @@ KeyRange own_keys(const AttentionArgs& args, int first, int tokens) {
     return span_of(ranges, tokens);
 }
 
+// How many pieces a shared prefix's tokens are cut into: as few as `most` tokens in each allow, or some more if the threads
+// are then done sooner. A piece takes the time of its rows and of kPackedRows more, for what it copies.
+int pieces_of(int tokens, int most, int group, int kv_heads) {
+    constexpr int64_t kPackedRows = 12;
+    const int fewest = (tokens + most - 1) / most, threads = num_threads();
+    int best = fewest;
+    int64_t least = INT64_MAX;
+    for (int pieces = fewest; pieces <= lesser(tokens, 2 * fewest + 1); ++pieces) {
+        const int64_t rounds = (int64_t(pieces) * kv_heads + threads - 1) / threads, rows = (tokens + pieces - 1) / pieces * group;
+        if (rounds * (rows + kPackedRows) < least) least = rounds * (rows + kPackedRows), best = pieces;
+    }
+    return best;
+}
+
 // A task has up to `task_rows` (token, head) rows of one row's tokens.
 AttentionPlan plan_attention(const AttentionArgs& args, AttentionTask* tasks, AttentionTask* merges, int task_rows,
                              int64_t target) {
@@ -97,10 +111,11 @@ AttentionPlan plan_attention(const AttentionArgs& args, AttentionTask* tasks, At
     for (int i = 0; i < args.num_prefixes; ++i) {
         const SharedPrefix& prefix = args.prefixes[i];
         const int64_t keys = int64_t(prefix.partitions) * kPartition;
-        int size = greater(1, kSharedRows / group);
-        while (size > per_task && keys * size * group > target) size = (size + 1) / 2;
-        for (int begin = 0; begin < prefix.tokens; begin += size)
-            plan_keys(args, plan, {prefix.first + begin, lesser(size, prefix.tokens - begin), 0, 0, true, 0, 0, -1}, {0, keys}, target);
+        const int pieces = pieces_of(prefix.tokens, per_task, group, args.kv_heads);
+        for (int i = 0; i < pieces; ++i) {
+            const int begin = int(int64_t(prefix.tokens) * i / pieces), end = int(int64_t(prefix.tokens) * (i + 1) / pieces);
+            plan_keys(args, plan, {prefix.first + begin, end - begin, 0, 0, true, 0, 0, -1}, {0, keys}, target);
+        }
     }
     plan.shared_tasks = plan.num_tasks;
     plan.shared_merges = plan.num_merges;
