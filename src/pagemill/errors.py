@@ -117,7 +117,7 @@ class SessionBusyError(InvalidRequestError):
 
 
 class SessionLimitError(InvalidRequestError):
-    """One session more than `max_sessions`."""
+    """One session more than `max_sessions`, the engine's or the tenant's."""
 
 
 class PinLimitError(InvalidRequestError):

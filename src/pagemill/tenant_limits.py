@@ -26,7 +26,7 @@ DEFAULT_TENANT = "default"
 Blocks = int | str
 """A number of KV blocks, or a share of the pool such as "25%"."""
 
-_COUNTS = {"max_running": 1, "max_waiting": 0}
+_COUNTS = {"max_running": 1, "max_waiting": 0, "max_sessions": 0}
 _BLOCKS = {"guaranteed_blocks": 0, "max_blocks": 1, "max_blocks_per_request": 1, "max_blocks_per_session": 1}
 
 
@@ -41,6 +41,7 @@ class TenantLimits:
     idle_timeout_s: cached blocks that nobody used for so long leave the pool, for a lower tier where there is one.
     max_running: sequences that run at once.
     max_waiting: sequences that wait; a request beyond is refused (HTTP 429).
+    max_sessions: sessions that are kept; one more is refused.
     weight: its share of the service when several tenants wait.
     """
 
@@ -51,6 +52,7 @@ class TenantLimits:
     idle_timeout_s: float | None = None
     max_running: int | None = None
     max_waiting: int | None = None
+    max_sessions: int | None = None
     weight: float = 1.0
 
     def __post_init__(self) -> None:

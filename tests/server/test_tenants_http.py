@@ -153,6 +153,22 @@ def test_a_session_has_a_limit_of_its_own(server):
         wild.delete("/sessions/long")
 
 
+def test_a_tenant_keeps_no_more_sessions_than_it_may(server):
+    talk = {"messages": [{"role": "user", "content": PROMPTS[0]}], "max_tokens": 1}
+    with api(server, "sk-wild") as wild, api(server, "sk-calm") as calm, api(server, "sk-admin") as admin:
+        limits = admin.put("/tenants/wild", json={"max_sessions": 1}).json()["limits"]
+        assert limits["max_sessions"] == 1
+        assert wild.post("/chat/completions", json={**talk, "session_id": "one"}).status_code == 200
+        refused = wild.post("/chat/completions", json={**talk, "session_id": "two"})
+        assert refused.status_code == 400
+        assert "max_sessions of tenant 'wild' is 1" in refused.json()["error"]["message"]
+        assert calm.post("/chat/completions", json={**talk, "session_id": "two"}).status_code == 200
+        admin.put("/tenants/wild", json={"max_waiting": 30})
+        assert wild.post("/chat/completions", json={**talk, "session_id": "two"}).status_code == 200
+        for owner, name in ((wild, "one"), (wild, "two"), (calm, "two")):
+            owner.delete(f"/sessions/{name}")
+
+
 def test_an_idle_engine_gives_back_what_its_time_has_come_for(server):
     """Whoever asks for figures wakes the engine, but only after it should have acted."""
     with api(server, "sk-wild") as wild, api(server, "sk-admin") as admin:

@@ -135,6 +135,24 @@ def test_one_session_too_many_is_refused_and_counts_those_in_their_first_turn():
     turn(store, "a", [1, 2])
 
 
+def test_a_tenant_has_a_limit_of_its_own_beside_that_of_all():
+    store = store_of(max_sessions=4)
+    wild, other = Namespace("wild", ""), Namespace("wild", "another salt")
+    store.set_limit("wild", 2)
+    turn(store, "a", [1], space=wild)
+    begun = store.begin("a", other, **OF)
+    for more in (lambda: store.begin("b", wild, **OF), lambda: store.fork("a", wild, "b")):
+        with pytest.raises(errors.SessionLimitError, match="number 3, and max_sessions of tenant 'wild' is 2;"):
+            more()
+    turn(store, "a", [1])
+    turn(store, "b", [1])
+    store.release(begun)
+    turn(store, "b", [1], space=wild)
+    store.set_limit("wild", None)
+    with pytest.raises(errors.SessionLimitError, match="number 5, and max_sessions is 4"):
+        store.begin("c", wild, **OF)
+
+
 def test_a_session_that_nobody_uses_is_forgotten(monkeypatch):
     now = [1000.0]
     monkeypatch.setattr(time, "time", lambda: now[0])

@@ -22,7 +22,7 @@ from pagemill.engine.messages import (
     Unpin,
 )
 from pagemill.errors import PagemillError
-from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits, read_limits
+from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 
 
 class AsyncControl(ABC):
@@ -61,7 +61,7 @@ class AsyncControl(ABC):
 
         Raises `ConfigError`, and changes nothing, for what the pool or requests under way do not allow.
         """
-        await self._ask_ready(SetTenant(name, read_limits({name: limits})[name]))
+        await self._ask_ready(SetTenant(name, limits))
 
     async def _ask_pins(self, message: PinsRequest | Unpin) -> list[PinInfo]:
         answer: PinList = await self._ask(message)

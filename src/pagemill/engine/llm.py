@@ -47,7 +47,7 @@ class LLM:
         self.config = config_for("LLM", model, settings)
         self.config.model = str(resolve_model(self.config.model))
         tokenizer = Tokenizer.load(self.config)
-        store = SessionStore(self.config.session_path, self.config.max_sessions, self.config.session_timeout_s)
+        store = SessionStore.of(self.config)
         from pagemill.engine.core import EngineCore
 
         with tqdm(desc="Loading weights", unit="B", unit_scale=True, leave=False, disable=None) as bar:
@@ -206,7 +206,9 @@ class LLM:
     def set_tenant(self, name: str, limits: TenantLimits) -> None:
         """Makes a tenant known, or changes its limits. Raises `ConfigError`, and changes nothing, for what the pool can
         not keep; its message says what it could."""
-        self._input.ready = self._engine().set_tenant(name, read_limits({name: limits})[name])
+        limits = read_limits({name: limits})[name]
+        self._input.ready = self._engine().set_tenant(name, limits)
+        self._turns.store.set_limit(name, limits.max_sessions)
 
     def close(self) -> None:
         """Gives the model and the KV pool back. May be called twice; `generate` then raises `EngineDeadError`."""

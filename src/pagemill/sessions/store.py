@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pagemill.config import EngineConfig
 from pagemill.errors import (
     InvalidRequestError,
     SessionBusyError,
@@ -77,13 +78,15 @@ class SessionRecord:
 class SessionStore:
     """Thread-safe, and several processes may use one file. Raises SessionStoreError for a file that can not be used.
 
-    path: None keeps sessions in memory. max_sessions: over all namespaces; one more is refused.
+    path: None keeps sessions in memory. max_sessions: over all namespaces; one more is refused, and so is one more than
+    a tenant's own limit (`set_limit`).
     timeout_s: a session that was not used for so long is forgotten; None keeps it.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, max_sessions: int, timeout_s: float | None) -> None:
         self.path = None if path is None else Path(path).expanduser()
         self._max_sessions = max_sessions
+        self._limits: dict[str, int] = {}
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._in_use: set[tuple[Namespace, str]] = set()
@@ -110,6 +113,14 @@ class SessionStore:
                         f"{self.path} has sessions of version {version}; this one reads version {VERSION}; give "
                         f"another session_path"
                     )
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> SessionStore:
+        """What an engine's settings ask for, with its tenants' own limits."""
+        store = cls(config.session_path, config.max_sessions, config.session_timeout_s)
+        for tenant, limits in config.tenants.items():
+            store.set_limit(tenant, limits.max_sessions)
+        return store
 
     # A turn: begin, then commit or release
 
@@ -182,6 +193,14 @@ class SessionStore:
 
     # Upkeep
 
+    def set_limit(self, tenant: str, max_sessions: int | None) -> None:
+        """Of this tenant's sessions; None is none of its own. Those that are there stay, however many."""
+        with self._lock:
+            if max_sessions is None:
+                self._limits.pop(tenant, None)
+            else:
+                self._limits[tenant] = max_sessions
+
     def get(self, name: str, space: Namespace) -> SessionRecord:
         """Raises SessionNotFoundError."""
         with self._lock:
@@ -245,14 +264,20 @@ class SessionStore:
 
     def _require_room(self, space: Namespace, name: str) -> None:
         """Room for one more, counting those whose first turn runs."""
-        ((kept,),) = self._rows("SELECT COUNT(*) FROM sessions", ())
-        begun = sum(self._find(other, of) is None for of, other in self._in_use)
-        if kept + begun >= self._max_sessions:
-            raise SessionLimitError(
-                f"session {name!r} would be number {kept + begun + 1}, and max_sessions is {self._max_sessions}; "
-                f"delete one, raise max_sessions, or let idle ones go (session_timeout_s)",
-                param="session_id",
-            )
+        begun = [of.tenant for of, other in self._in_use if self._find(other, of) is None]
+        query = "SELECT COUNT(*), COUNT(*) FILTER (WHERE tenant = ?) FROM sessions"
+        ((kept, own),) = self._rows(query, (space.tenant,))
+        of_tenant = self._limits.get(space.tenant)
+        for limit, count, whose in (
+            (self._max_sessions, kept + len(begun), ""),
+            (of_tenant, own + begun.count(space.tenant), f" of tenant {space.tenant!r}"),
+        ):
+            if limit is not None and count >= limit:
+                raise SessionLimitError(
+                    f"session {name!r} would be number {count + 1}, and max_sessions{whose} is {limit}; delete one, "
+                    f"raise max_sessions, or let idle ones go (session_timeout_s)",
+                    param="session_id",
+                )
 
     def _expire(self, now: float) -> None:
         if self._timeout_s is None:
