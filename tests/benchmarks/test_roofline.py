@@ -42,7 +42,9 @@ def test_recorded_steps_are_the_workloads_work(engine):
     assert min(parts.values()) >= 0
     assert all(parts[name] > 0 for name in ("attention", "head", "engine"))
     # Many rows take an MLP as one operator, few as three. Greedy tokens come from the head.
-    assert parts["mlp"] > 0 and parts["down"] > 0 and parts["sampler"] == 0
+    assert parts["mlp"] > 0
+    assert parts["down"] > 0
+    assert parts["sampler"] == 0
     # The shared 16-token prefix is one block, computed once; the last token of each answer is never fed back.
     computed = workload.prompt_tokens - 3 * 16 + workload.output_tokens - 4
     assert sum(step.tokens for step in steps) == computed
