@@ -277,6 +277,33 @@ def test_killed_at_any_moment_a_store_holds_whole_blocks_only(tmp_path):
 KILLS = int(os.environ.get("PAGEMILL_TEST_KILLS", "12"))
 
 
+def test_processes_that_open_a_new_store_at_the_same_time_wait_for_each_other(tmp_path):
+    code = """
+failed = 0
+for attempt in range(40):
+    path = tmp_path / str(attempt)
+    path.mkdir()
+    begin = time.monotonic() + 0.02
+    pids = []
+    for _ in range(4):
+        pid = os.fork()
+        if not pid:
+            while time.monotonic() < begin: pass
+            try:
+                store_of(path, blocks=10)
+                os._exit(0)
+            except Exception:
+                traceback.print_exc()
+                os._exit(1)
+        pids.append(pid)
+    failed += sum(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids)
+sys.exit(failed)
+"""
+    process = child(tmp_path, "import time, traceback\n" + code, stderr=subprocess.PIPE, text=True)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, errors
+
+
 def test_two_processes_share_a_store(tmp_path):
     code = """
 rng = random.Random(os.getpid())

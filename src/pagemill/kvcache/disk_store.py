@@ -34,6 +34,8 @@ from pagemill.memory.work import BlockName
 
 VERSION = 1
 PAGE_BYTES = 4096
+BUSY_TIMEOUT_S = 30.0
+"""How long the index waits for another process's write."""
 BUFFERS = 1024
 """That the system takes with one call, which reads slots that are neighbours."""
 
@@ -336,9 +338,10 @@ class DiskStore:
     def _connect(self, path: Path) -> None:
         os.close(_open(path))  # with its permissions, before SQLite would make it with others
         self._db, self._lookup = (
-            sqlite3.connect(path, timeout=30, isolation_level=None, check_same_thread=False) for _ in range(2)
+            sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+            for _ in range(2)
         )
-        self._db.execute("PRAGMA journal_mode = WAL")
+        _write_ahead(self._db)
         self._db.execute("PRAGMA synchronous = NORMAL")
         with self._transaction() as db:
             if db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0] == 0:
@@ -405,6 +408,19 @@ class DiskStore:
                 self._db.execute("ROLLBACK")
             raise
         self._db.execute("COMMIT")
+
+
+def _write_ahead(db: sqlite3.Connection) -> None:
+    """Chooses the journal. SQLite's own waiting does not cover this when another process opens a new index too."""
+    until = time.monotonic() + BUSY_TIMEOUT_S
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > until:
+                raise
+            time.sleep(0.01)
 
 
 def _open(path: Path) -> int:
