@@ -413,14 +413,20 @@ class DiskStore:
 def _write_ahead(db: sqlite3.Connection) -> None:
     """Chooses the journal. SQLite's own waiting does not cover this when another process opens a new index too."""
     until = time.monotonic() + BUSY_TIMEOUT_S
-    while True:
-        try:
-            db.execute("PRAGMA journal_mode = WAL")
-            return
-        except sqlite3.OperationalError as error:
-            if "locked" not in str(error) or time.monotonic() > until:
-                raise
-            time.sleep(0.01)
+    while (locked := _try_write_ahead(db)) is not None:
+        if time.monotonic() > until:
+            raise locked
+        time.sleep(0.01)
+
+
+def _try_write_ahead(db: sqlite3.Connection) -> sqlite3.OperationalError | None:
+    try:
+        db.execute("PRAGMA journal_mode = WAL")
+    except sqlite3.OperationalError as error:
+        if "locked" not in str(error):
+            raise
+        return error
+    return None
 
 
 def _open(path: Path) -> int:
