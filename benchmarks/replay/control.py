@@ -81,8 +81,9 @@ def measure(
 
     def count(plan: StepPlan, seconds: float) -> None:
         nonlocal gaps, late
-        gaps += plan.num_generating
-        late += plan.num_generating * (seconds > target_s)
+        generating = plan.num_generating
+        gaps += generating
+        late += generating * (seconds > target_s)
 
     begin = time.perf_counter()
     scheduler = setup.scheduler(setup.memory(step_times))

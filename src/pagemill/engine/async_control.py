@@ -22,7 +22,8 @@ from pagemill.engine.messages import (
     Unpin,
 )
 from pagemill.errors import PagemillError
-from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
+from pagemill.sessions.store import SessionStore
+from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits, read_limits
 
 
 class AsyncControl(ABC):
@@ -31,8 +32,9 @@ class AsyncControl(ABC):
     All methods raise what the engine refuses with, or `EngineDeadError`.
     """
 
-    def __init__(self, client: EngineClient) -> None:
+    def __init__(self, client: EngineClient, sessions: SessionStore) -> None:
         self._client = client
+        self._sessions = sessions
         self._asked: deque[asyncio.Future[Any]] = deque()
 
     @abstractmethod
@@ -61,7 +63,9 @@ class AsyncControl(ABC):
 
         Raises `ConfigError`, and changes nothing, for what the pool or requests under way do not allow.
         """
+        limits = read_limits({name: limits})[name]
         await self._ask_ready(SetTenant(name, limits))
+        self._sessions.set_limit(name, limits.max_sessions)
 
     async def _ask_pins(self, message: PinsRequest | Unpin) -> list[PinInfo]:
         answer: PinList = await self._ask(message)

@@ -44,7 +44,7 @@ from pagemill.namespace import Namespace
 from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import SessionRecord, SessionStore
-from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits, read_limits
+from pagemill.tenant_limits import DEFAULT_TENANT
 from pagemill.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -66,8 +66,8 @@ class AsyncLLM(AsyncControl):
         self._on_progress = on_progress
         self.on_request_end: Callable[[RequestState], None] | None = None
         """Told of each request when it has ended, in the event loop."""
-        self._sessions = SessionStore.of(self.config)
-        super().__init__(EngineClient(self.config))
+        sessions = SessionStore.of(self.config)  # before a process is started: its file may be refused
+        super().__init__(EngineClient(self.config), sessions)
         self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
         self._loading_tokenizer = self._tokenizer_thread.submit(Tokenizer.load, self.config)
         self._input: InputProcessor | None = None
@@ -230,11 +230,6 @@ class AsyncLLM(AsyncControl):
             if stream is not None:
                 self._release(stream)
                 stream.abort()
-
-    async def set_tenant(self, name: str, limits: TenantLimits) -> None:
-        limits = read_limits({name: limits})[name]
-        await super().set_tenant(name, limits)
-        self._sessions.set_limit(name, limits.max_sessions)
 
     def session(self, name: str, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> AsyncSession:
         """A conversation that goes on where its last turn ended, under a name of its own in this namespace."""

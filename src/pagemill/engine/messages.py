@@ -170,9 +170,9 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     evictions_regretted: int
     copies: int
     """Blocks copied because others held them, or could find them, when they were to be written."""
-    compaction_copies: int = 0
+    compaction_copies: int
     """Blocks copied to make a sequence's frames neighbours, or out of their way; times that a sequence's were."""
-    compactions: int = 0
+    compactions: int
     stalled_s: float
     """Time in which there was nothing to compute before blocks from lower tiers had come."""
     loading_s: float
