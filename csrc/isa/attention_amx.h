@@ -37,7 +37,7 @@ void amx_product(const TileOperand& a, const TileOperand& b, int steps, float* c
 }
 
 struct AmxPass {
-    static constexpr int kRows = 192;
+    static constexpr int kRows = kTileTaskRows;
     static constexpr int64_t kTile = 512;  // elements of a tile
     static constexpr int64_t kRow = kPartition + W;  // of scores: a tile's rows lie in different lines of the nearest cache
 

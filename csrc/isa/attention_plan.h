@@ -10,8 +10,8 @@ struct AttentionTask {
 };
 
 constexpr int kTaskRows = 48;     // (token, head) rows over one KV head that share one pass over a partition
-constexpr int kSharedRows = 256;  // likewise of a shared prefix, where every row takes every key
-constexpr int kTaskTokens = kSharedRows;
+constexpr int kTileTaskRows = 192;  // likewise on tiles, where a pass copies keys and values first
+constexpr int kTaskTokens = kTileTaskRows;
 
 // What all of `count` ranges lie in; empty ones do not count.
 INLINE KeyRange span_of(const KeyRange* ranges, int count) {
@@ -89,18 +89,18 @@ KeyRange own_keys(const AttentionArgs& args, int first, int tokens) {
     return span_of(ranges, tokens);
 }
 
-// How many pieces a shared prefix's tokens are cut into: as few as `most` tokens in each allow, or some more if the threads
-// are then done sooner. A piece takes the time of its rows and of kPackedRows more, for what it copies.
-int pieces_of(int tokens, int most, int group, int kv_heads) {
+// A shared prefix's tokens, cut as few times as `most` tokens in a piece allow, or some more if the threads are then done
+// sooner. A piece takes the time of its rows and of kPackedRows more, for what it copies.
+Tiles cut_shared(int tokens, int most, int group, int kv_heads) {
     constexpr int64_t kPackedRows = 12;
-    const int fewest = (tokens + most - 1) / most, threads = num_threads();
-    int best = fewest;
+    Tiles cut(tokens, most);
+    const int64_t threads = num_threads(), last = lesser<int64_t>(tokens, 2 * cut.count + 1);
     int64_t least = INT64_MAX;
-    for (int pieces = fewest; pieces <= lesser(tokens, 2 * fewest + 1); ++pieces) {
-        const int64_t rounds = (int64_t(pieces) * kv_heads + threads - 1) / threads, rows = (tokens + pieces - 1) / pieces * group;
-        if (rounds * (rows + kPackedRows) < least) least = rounds * (rows + kPackedRows), best = pieces;
+    for (int64_t pieces = cut.count; pieces <= last; ++pieces) {
+        const int64_t rounds = (pieces * kv_heads + threads - 1) / threads, rows = (tokens + pieces - 1) / pieces * group;
+        if (rounds * (rows + kPackedRows) < least) least = rounds * (rows + kPackedRows), cut.count = pieces;
     }
-    return best;
+    return cut;
 }
 
 // A task has up to `task_rows` (token, head) rows of one row's tokens.
@@ -111,11 +111,9 @@ AttentionPlan plan_attention(const AttentionArgs& args, AttentionTask* tasks, At
     for (int i = 0; i < args.num_prefixes; ++i) {
         const SharedPrefix& prefix = args.prefixes[i];
         const int64_t keys = int64_t(prefix.partitions) * kPartition;
-        const int pieces = pieces_of(prefix.tokens, per_task, group, args.kv_heads);
-        for (int i = 0; i < pieces; ++i) {
-            const int begin = int(int64_t(prefix.tokens) * i / pieces), end = int(int64_t(prefix.tokens) * (i + 1) / pieces);
-            plan_keys(args, plan, {prefix.first + begin, end - begin, 0, 0, true, 0, 0, -1}, {0, keys}, target);
-        }
+        const Tiles cut = cut_shared(prefix.tokens, per_task, group, args.kv_heads);
+        for (int64_t i = 0; i < cut.count; ++i)
+            plan_keys(args, plan, {prefix.first + int(cut.begin(i)), cut.height(i), 0, 0, true, 0, 0, -1}, {0, keys}, target);
     }
     plan.shared_tasks = plan.num_tasks;
     plan.shared_merges = plan.num_merges;

@@ -58,3 +58,11 @@ struct Likeliest {
         }
     }
 };
+
+// All tasks of a linear layer: each takes a group of its panels, for a block of its rows.
+template <class Run> void run_panels(Run& run, int64_t rows, int64_t blocks) {
+    const int64_t groups = (run.panels() + run.group - 1) / run.group;
+    if (run.likeliest) run.likeliest->begin(rows, groups);
+    parallel(groups * blocks, run);
+    if (run.likeliest) run.likeliest->end();
+}

@@ -280,11 +280,8 @@ void linear_packed(const PackedLinear& weight, const float* x, int64_t k, void* 
     const int64_t panels = gate.panels ? gate.panels : (weight.n + NR - 1) / NR;
     const int64_t blocks = (tiles.count + kBlockRows / kMaxTile - 1) / (kBlockRows / kMaxTile);
     const int64_t group = panels_in_task(panels, blocks, tiles.count == 1 && tiles.height(0) <= kMaxWide);
-    const int64_t groups = (panels + group - 1) / group;
     LinearRun<T, Unpair> run{weight, x, y, y_row, k, group, blocks, type, tiles, gate, likeliest};
-    if (likeliest) likeliest->begin(tiles.rows, groups);
-    parallel(groups * blocks, run);
-    if (likeliest) likeliest->end();
+    run_panels(run, tiles.rows, blocks);
 }
 
 template <class T, bool Unpair = false>

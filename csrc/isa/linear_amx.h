@@ -28,14 +28,14 @@ struct TileRows {
     int64_t row, step;
 };
 
-// Weights to fetch during a product: `bytes` in each of its steps, from `at` on; a quarter at a time, between the tiles' loads,
-// which need the same few buffers.
+// Weights to fetch during a product: `bytes` in each of its steps, from `at` on; at once, or in parts between the tiles'
+// loads, which need the same few buffers.
 struct TilesAhead {
     const char* at;
     int64_t bytes;
 
-    INLINE void fetch(int64_t step, int quarter) const {
-        for (int64_t line = quarter * 64; line < bytes; line += 4 * 64) __builtin_prefetch(at + step * bytes + line, 0, 2);
+    INLINE void fetch(int64_t step, int part = 0, int parts = 1) const {
+        for (int64_t line = part * 64; line < bytes; line += parts * 64) __builtin_prefetch(at + step * bytes + line, 0, 2);
     }
 };
 
@@ -56,17 +56,17 @@ void amx_two_tiles(TileRows first, TileRows second, const char* b, int64_t steps
         _tile_zero(3);
     }
     for (int64_t s = 0; s < steps; ++s, b += kStepBytes) {
-        ahead.fetch(s, 0);
+        ahead.fetch(s, 0, 4);
         _tile_loadd(6, b, kLine);
         _tile_loadd(4, first.data + s * first.step, first.row);
         _tile_dpbf16ps(0, 4, 6);
-        ahead.fetch(s, 1);
+        ahead.fetch(s, 1, 4);
         _tile_loadd(7, b + 64, kLine);
         _tile_dpbf16ps(1, 4, 7);
-        ahead.fetch(s, 2);
+        ahead.fetch(s, 2, 4);
         _tile_loadd(5, second.data + s * second.step, second.row);
         _tile_dpbf16ps(2, 5, 6);
-        ahead.fetch(s, 3);
+        ahead.fetch(s, 3, 4);
         _tile_dpbf16ps(3, 5, 7);
     }
     _tile_stored(0, c, kRow);
@@ -88,10 +88,8 @@ void amx_one_tile(TileRows x, const char* b, int64_t b_panel, int64_t steps, flo
         _tile_loadd(1, c + W, kRow);
     }
     for (int64_t s = 0; s < steps; ++s, b += kStepBytes) {
-        for (int quarter = 0; quarter < 4; ++quarter) {
-            ahead.fetch(s, quarter);
-            if (NP == 2) TilesAhead{ahead.at + b_panel, ahead.bytes}.fetch(s, quarter);
-        }
+        ahead.fetch(s);
+        if (NP == 2) TilesAhead{ahead.at + b_panel, ahead.bytes}.fetch(s);
         _tile_loadd(4, x.data + s * x.step, x.row);
         _tile_loadd(6, b, kLine);
         _tile_dpbf16ps(0, 4, 6);
@@ -217,9 +215,6 @@ void linear_pairs(const PackedLinear& weight, const void* x, int64_t x_row, void
     run.block = lesser(kBlockTiles, greater<int64_t>(2, kBlockBytes / (height * padded * 2) / 2 * 2));
     const int64_t blocks = (tiles.count + run.block - 1) / run.block;
     run.group = panels_in_task(run.panels(), blocks, tiles.count == 1);
-    const int64_t groups = (run.panels() + run.group - 1) / run.group;
-    if (likeliest) likeliest->begin(m, groups);
     __asm__ volatile("" ::: "memory");  // the tile intrinsics do not tell the compiler what they read
-    parallel(groups * blocks, run);
-    if (likeliest) likeliest->end();
+    run_panels(run, m, blocks);
 }

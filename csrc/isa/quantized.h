@@ -301,10 +301,7 @@ void linear_quantized(const PackedLinear& weight, const void* x, int64_t x_row, 
     if (tiles.count > 1) run.together = greater<int64_t>(1, lesser<int64_t>(8, kTogetherBytes / (steps * kStepLines)));
     const int64_t blocks = (tiles.count + run.block - 1) / run.block;
     run.group = greater<int64_t>(1, lesser<int64_t>(64, run.panels() * blocks / (int64_t(num_threads()) * 8)));
-    const int64_t groups = (run.panels() + run.group - 1) / run.group;
-    if (likeliest) likeliest->begin(m, groups);
-    parallel(groups * blocks, run);
-    if (likeliest) likeliest->end();
+    run_panels(run, m, blocks);
 }
 
 // The weight at (i, j), in units of its group's scale.
