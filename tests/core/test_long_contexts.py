@@ -120,6 +120,22 @@ def test_a_context_is_found_again_where_it_lies(conversations, expected, make_en
     core.close()
 
 
+def test_a_stored_context_is_loaded_in_another_engine(conversations, expected, make_engine, tmp_path):
+    small = SMALL | settings("disk", tmp_path) | {"kv_disk_memory": 110 * FRAME_BYTES}
+    core = make_engine(**small)
+    drive(core, conversations[:1])
+    core.close()
+    core = make_engine(**small)
+    run = drive(core, conversations[:1], record=True)
+    assert run.cached["long"] == 464, "29 blocks, in a pool of 12"
+    for key, logits in run.logits.items():
+        assert logits.equal(expected.logits[key]), key
+    assert run.last["long", 0].kv_blocks[1] > 15
+    assert core.stats().blocks_loaded == 29
+    assert core.stats().blocks_streamed == core.stats().frames_active == 0
+    core.close()
+
+
 def test_what_no_tier_holds_is_refused(make_engine, tmp_path, monkeypatch):
     with pytest.raises(KVMemoryError, match="give kv_host_memory or kv_disk_memory what is missing"):
         make_engine(**SMALL, kv_host_memory=19 * FRAME_BYTES)

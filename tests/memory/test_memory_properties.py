@@ -442,6 +442,15 @@ class MemoryMachine(RuleBasedStateMachine):
         if reach == found:
             return
         table, length = self.memory.open(tokens, digests, root, self.time, found * self.size, TENANT_OF[root])
+        below = data.draw(st.integers(found, reach))
+        before = self.memory.stats()
+        if not self.memory.reserve_streamed(table, below * self.size):
+            assert (below - found) * len(groups) > self.memory.lower.available
+            assert self.memory.stats() == before
+            below = found
+        elif length == found * self.size:
+            assert self.memory.stats().blocks_streamed == before.blocks_streamed + (below - found) * len(groups)
+            assert self.memory.stats().frames_active == before.frames_active
         if length == found * self.size and self.memory.reserve(table, reach * self.size) is None:
             self.save()
             blocks = [(digest, group) for digest in digests[found:reach] for group in groups]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import chain, repeat
+
 import pytest
 from test_scheduler import Bench, expected, make_request
 
@@ -94,3 +96,47 @@ def test_a_context_that_waited_goes_on_where_its_blocks_lie():
     bench.run()
     assert bench.outputs["again", 0] == expected(again, 0)
     assert bench.device.computed_tokens - computed == 8 + 3, "80 tokens were found again, most of them below the pool"
+
+
+def one_after_another(tier_loses, windows=(None,), lower=24) -> tuple[Bench, int]:
+    """A context of 21 blocks in a pool of 12; another, for which all of it is evicted; the first again. And how many
+    tokens that computed."""
+    bench = Bench(frames=FRAMES * len(windows), windows=windows, budget=BUDGET, lower=lower, tier=1)
+    assert bench.tier is not None
+    bench.tier.random.random = lambda: next(tier_loses)  # type: ignore[method-assign]
+    first = [3, 4, 5, 6] * 20 + [7]
+    for name, prompt in (("first", first), ("flood", [8, 9, *range(20)] * 6 + [3] * 8), ("again", first)):
+        computed = bench.device.computed_tokens
+        request = make_request(name, prompt, 3, ignore_eos=True)
+        bench.scheduler.add(request)
+        bench.run()
+        assert bench.outputs[name, 0] == expected(request, 0)
+    return bench, bench.device.computed_tokens - computed
+
+
+@pytest.mark.parametrize(("windows", "lower"), [((None,), 24), ((None, None), 48)])
+def test_a_stored_context_longer_than_the_pool_is_loaded(windows, lower):
+    bench, computed = one_after_another(repeat(0.0), windows, lower)
+    assert computed == 1 + 2
+    assert bench.tier is not None
+    assert bench.tier.arrived > 12 * len(windows), "more than the pool holds"
+    assert bench.scheduler.prefix_hit_tokens == 80
+
+
+def test_what_a_load_of_a_long_context_lost_is_computed():
+    bench, computed = one_after_another(chain([0.0] * 6, [1.0], repeat(0.0)))
+    assert computed == 81 + 2 - 6 * 4
+    assert bench.scheduler.prefix_hit_tokens == 24
+
+
+def test_of_a_loaded_context_the_newest_blocks_are_in_the_pool():
+    bench, _ = one_after_another(repeat(0.0))
+    assert bench.tier is not None
+    bench.scheduler.add(make_request("another", [9, 8, *range(20)] * 6 + [3] * 8, 3, ignore_eos=True))
+    bench.run()
+    bench.scheduler.add(make_request("anew", [3, 4, 5, 6] * 20 + [7], 3, ignore_eos=True))
+    while not (loads := [load for _, load in bench.tier.under_way]):
+        bench.step()
+    below = [frame >= 1000 for frame in loads[0].frames]
+    assert below == [True] * 9 + [False] * 11, "of 12 frames in the pool, one is for what is computed"
+    bench.run()

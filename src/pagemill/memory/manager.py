@@ -19,7 +19,7 @@ from pagemill.memory.pending_work import PendingWork
 from pagemill.memory.prefix_index import PrefixIndex
 from pagemill.memory.residency import MemoryStats, Residency
 from pagemill.memory.resizing import change_frames
-from pagemill.memory.streaming import Places, places, stream
+from pagemill.memory.streaming import Places, places, reserve_streamed, stream
 from pagemill.memory.tenants import Tenant
 from pagemill.memory.work import MemoryWork, Save
 from pagemill.tenant_limits import DEFAULT_TENANT
@@ -291,6 +291,10 @@ class MemoryManager:
     def stream(self, table: BlockTable, count: int) -> bool:
         """Makes `count` frames free by moving blocks of a table to lower ones; False, and no change, if it can not."""
         return stream(self, table, count)
+
+    def reserve_streamed(self, table: BlockTable, up_to: int) -> bool:
+        """As `reserve`, for what is loaded into lower frames; False, and no change, if there are too few."""
+        return reserve_streamed(self, table, up_to)
 
     def places(self, table: BlockTable) -> Places:
         """How many of a table's blocks lie in the pool, and how many are streamed."""

@@ -1,6 +1,7 @@
 """Streaming: blocks of a context longer than the pool stay in frames of a lower tier, where attention reads them.
 
-A move changes a block's frame and nothing else: tables, digests and references do not notice.
+They are moved there, or loaded straight into such frames. A move changes a block's frame and nothing else: tables,
+digests and references do not notice.
 """
 
 from __future__ import annotations
@@ -52,17 +53,36 @@ def stream(manager: MemoryManager, table: BlockTable, count: int) -> bool:
     if len(chosen) < count:
         return False
     chosen = sorted(chosen)[:count]
-    if (missing := count - lower.pool.num_free) > 0:
-        residency.evict_lower(missing, manager._work.copy_targets())
     entry, group = chosen[0]
-    before = blocks.frame[table.blocks[group][entry - 1]] - lower.first if entry else -1
-    targets = lower.pool.take(count, before if before >= 0 else None)
-    assert targets is not None
+    targets = _take(manager, count, table.blocks[group][entry - 1] if entry else -1)
     freed = []
     for (entry, group), target in zip(chosen, targets, strict=True):
         block = table.blocks[group][entry]
-        freed.append(move(manager, block, lower.first + target))
+        freed.append(move(manager, block, target))
         manager._edit(table, group, entry, [blocks.frame[block]])
     manager._pool.give(freed)
     table.tenant.charged -= count
     return True
+
+
+def reserve_streamed(manager: MemoryManager, table: BlockTable, up_to: int) -> bool:
+    """Makes whole blocks behind the table's end writable up to position `up_to`, in lower frames, for contents that are
+    loaded into them; False, and no change, if there are too few. The table has no row."""
+    new = up_to // manager.block_size - table.num_entries
+    if new * len(manager.windows) > manager.lower.available:
+        return False
+    for group, entries in enumerate(table.blocks):
+        entries.extend(manager._blocks.new(group, _take(manager, new, entries[-1] if entries else -1)))
+    table.writable = table.num_entries * manager.block_size
+    return True
+
+
+def _take(manager: MemoryManager, count: int, after: int) -> list[int]:
+    """Lower frames, preferably behind that of block `after` (-1: none). So many must hold nothing active."""
+    lower = manager.lower
+    if (missing := count - lower.pool.num_free) > 0:
+        manager._residency.evict_lower(missing, manager._work.copy_targets())
+    before = manager._blocks.frame[after] - lower.first if after >= 0 else -1
+    frames = lower.pool.take(count, before if before >= 0 else None)
+    assert frames is not None
+    return [lower.first + frame for frame in frames]

@@ -130,7 +130,8 @@ class Admission:
             return False
         load = None
         if not self.pending.owned(sequence.digests[found]):
-            load = self._loading.begin(sequence, found, self._headroom, now)
+            need, streams = self._wanted(sequence)
+            load = self._loading.begin(sequence, found, self._headroom, need if streams else None, now)
         if load is not None:
             self.pending.add(load.id, load.digests, found)
         return self.pending.wait(sequence.digests[found], sequence)

@@ -2,6 +2,7 @@
 
 A load is a block table like a sequence's: it opens with what the pool has, reserves frames for what lower tiers have,
 commits what has arrived, and closes. What arrived is then found by whoever waited for it, as if it had been computed.
+Of a context longer than the pool, the oldest blocks are loaded into lower frames, where attention reads them.
 """
 
 from __future__ import annotations
@@ -44,14 +45,23 @@ class Loading:
     def __len__(self) -> int:
         return len(self._tables)
 
-    def begin(self, sequence: Waiting, found: int, headroom: int, now: float) -> Begun | None:
+    def begin(
+        self, sequence: Waiting, found: int, headroom: int, least_resident: int | None, now: float
+    ) -> Begun | None:
         """Begins to load what lower tiers hold behind the first `found` blocks of a waiting sequence, if there is room
-        for the whole sequence and `headroom` blocks more."""
+        for the whole sequence and `headroom` blocks more. One that streams what the pool never has room for only needs
+        `least_resident` there; None: it does not stream."""
         memory, size, request = self._memory, self._memory.block_size, sequence.request
         last = (len(sequence.tokens) - 1) // size
-        tenant = memory.tenants[request.tenant]
-        room = min(memory.available(tenant) - headroom, tenant.room)
-        if self._stored is None or found >= last or (last + 1 - found) * len(memory.windows) > room:
+        if self._stored is None or found >= last:
+            return None
+        groups, tenant = len(memory.windows), memory.tenants[request.tenant]
+        wanted = (last + 1 - found) * groups
+
+        def room() -> int:
+            return max(0, min(memory.available(tenant) - headroom, tenant.room))
+
+        if (wanted if least_resident is None else min(wanted, least_resident)) > room():
             return None
         if sequence.digests[found] in self._missed:
             self._missed.remove(sequence.digests[found])
@@ -60,12 +70,16 @@ class Loading:
         if more == 0:
             return None
         table, length = memory.open(sequence.tokens, sequence.digests, request.root, now, found * size, request.tenant)
-        if length < found * size or memory.reserve(table, (found + more) * size) is not None:
+        below = 0 if least_resident is None else min(more, max(0, last + 1 - found - room() // groups))
+        if (
+            length < found * size
+            or not memory.reserve_streamed(table, (found + below) * size)
+            or memory.reserve(table, (found + more) * size) is not None
+        ):
             memory.close(table, now)
             return None
         digests = sequence.digests[: found + more]
-        groups = range(len(memory.windows))
-        blocks = [(digest, group) for digest in digests[found:] for group in groups]
+        blocks = [(digest, group) for digest in digests[found:] for group in range(groups)]
         load = Load(next(self._ids), blocks, memory.frames(table, found))
         self._begun.append(load)
         self._tables[load.id] = table, sequence.tokens[: len(digests) * size], digests, sequence.was_preempted
