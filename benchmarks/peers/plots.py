@@ -106,6 +106,32 @@ def plot_shares(rows: list[dict[str, Any]], title: str, path: Path) -> None:
     pyplot.close(figure)
 
 
+def plot_long_prompt(
+    rows: list[dict[str, float]], looks: list[dict[str, int]], kv_bytes: int, title: str, path: Path
+) -> None:
+    """Speed against context, and resident K/V over the run beside all that there are."""
+    pyplot = _pyplot()
+    figure, (speed, memory) = pyplot.subplots(1, 2, figsize=(8, 3), layout="constrained")
+    contexts = [row["context"] / 1024 for row in rows]
+    speed.plot(contexts, [row["tokens_per_cpu_s"] for row in rows], color=OWN[0], marker="o", markersize=3.5)
+    speed.set_title("tokens per second of one processor", fontsize=9, loc="left")
+    speed.set_xlabel("context, thousands of tokens (1,024)", fontsize=8)
+    share = [100 * place / len(looks) for place in range(len(looks))]
+    pool, streamed = ([look[name] / (1 << 30) for look in looks] for name in ("pool", "streamed"))
+    memory.stackplot(share, pool, streamed, colors=[OWN[0], OWN[2]], labels=["pool", "streamed, mapped"])
+    memory.axhline(kv_bytes / (1 << 30), color="#111827", linewidth=0.8, linestyle=":", label="all K/V in the end")
+    memory.set_title("K/V in memory, GiB", fontsize=9, loc="left")
+    memory.set_xlabel("time, % of the run", fontsize=8)
+    memory.legend(fontsize=7, frameon=False)
+    for axis in (speed, memory):
+        axis.tick_params(labelsize=7)
+        axis.set_ylim(bottom=0)
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title, fontsize=9)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
 def _pyplot() -> Any:
     import matplotlib
 
