@@ -117,6 +117,8 @@ def main() -> None:
     arguments.tokens = arguments.tokens // PIECE * PIECE
     if unknown := set(arguments.runs) - {"streamed", "cold", "resident"}:
         parser.error(f"--runs has {', '.join(sorted(unknown))}; there are streamed, cold and resident")
+    if arguments.tokens % PIECE:
+        parser.error(f"--tokens is {arguments.tokens}; it must be a multiple of {PIECE}, which are seeded at a time")
     machine = describe_machine()
     print(f"{machine['cpu']}, {machine['cores']} cores, load average {machine['load_average']}, {machine['date']}\n")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
