@@ -33,7 +33,7 @@ from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.engine.messages import EngineRequest
 from pagemill.hub import resolve_model
-from pagemill.kvcache.advice import advise
+from pagemill.kvcache.advice import POPULATE_READ, advise
 from pagemill.sampling.params import SamplingParams
 
 CHUNK, NEW = 256, 32
@@ -69,12 +69,13 @@ def frame_bytes(arguments: argparse.Namespace) -> int:
 
 
 def drop(core: EngineCore) -> None:
-    """Writes streamed blocks out and drops them from memory."""
+    """Writes streamed blocks out and drops them from memory. The system takes back what is mapped, so all is first."""
     pool = core._engine.pool
     os.sync()
     for place in range(pool.groups.layers_per_frame):
         region = pool._lower_region(place)
-        advise(*region, _PAGEOUT)
+        for advice in (POPULATE_READ, _PAGEOUT):
+            advise(*region, advice)
 
 
 def run(core: EngineCore, tokens: int, cold: bool) -> Run:
