@@ -122,7 +122,7 @@ def plot_long_prompt(
     memory.axhline(kv_bytes / (1 << 30), color="#111827", linewidth=0.8, linestyle=":", label="all K/V in the end")
     memory.set_title("K/V in memory, GiB", fontsize=9, loc="left")
     memory.set_xlabel("time, % of the run", fontsize=8)
-    memory.legend(fontsize=7, frameon=False)
+    memory.legend(fontsize=7, loc="lower right", framealpha=0.9)
     for axis in (speed, memory):
         axis.tick_params(labelsize=7)
         axis.set_ylim(bottom=0)
