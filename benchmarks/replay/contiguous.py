@@ -133,7 +133,7 @@ class ContiguousMemory:
     def written(self) -> int:
         return sum(table.length for table in self.tables)
 
-    def blocks_needed(self, num_tokens: int, chunk: int) -> int:
+    def blocks_needed(self, num_tokens: int, chunk: int, pinned: int = 0) -> int:
         return num_tokens
 
     blocks_held = blocks_needed

@@ -21,8 +21,7 @@ def inputs():
         max_model_len=32,
         max_num_seqs=8,
         longest_sequence=24,
-        longest_sequences={"default": 24},
-        longest_sessions={"default": 24},
+        tenants=["default"],
         block_size=16,
         num_frames=4,
         kv_bytes=4096,
@@ -56,11 +55,10 @@ def test_a_rendered_chat_gets_no_second_set_of_special_tokens(inputs):
     assert request.cache_salt == "s"
 
 
-def test_no_maximum_means_what_is_left(inputs):
+def test_no_maximum_is_left_to_the_engine_which_knows_what_is_free(inputs):
     params = SamplingParams(max_tokens=None)
     before = copy.deepcopy(params)
-    assert inputs.process([5] * 20, params, "r").request.params.max_tokens == 4  # the pool holds 24
-    assert inputs.process([5] * 30, params, "r").request.params.max_tokens == 1  # which the engine refuses by its need
+    assert inputs.process([5] * 20, params, "r").request.params.max_tokens is None
     assert params == before
 
 

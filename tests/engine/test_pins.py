@@ -87,6 +87,8 @@ def test_limits_are_said_and_leave_room_for_what_was_accepted(llm):
         llm.generate([7] * 500, SamplingParams(max_tokens=12), use_tqdm=False)
     (output,) = llm.generate([7] * 400, SamplingParams(max_tokens=None, ignore_eos=True), use_tqdm=False)
     assert len(output.outputs[0].token_ids) == 27 * 16 + 1 - 400, "as far as the pool goes beside the pin"
+    (output,) = llm.generate([5] * 310, SamplingParams(max_tokens=None, ignore_eos=True), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 512 - 310, "what begins with the pin has its blocks beside these"
 
 
 @pytest.mark.parametrize(

@@ -746,6 +746,60 @@ def test_pins_and_requests_never_shut_each_other_out():
     bench.run()
 
 
+@pytest.mark.parametrize("lower", [0, 4])
+def test_a_pinned_prefix_counts_once_for_who_begins_with_it(lower):
+    bench = Bench(frames=20, budget=16, lower=lower)
+    prefix = [1, 2] * 14  # 7 blocks
+    bench.scheduler.add(make_request("pin", prefix, 1, pin="p"))
+    bench.run_steps()
+    most = (20 + lower) * 4 + 1
+    with pytest.raises(RequestTooLargeError, match=r"takes 14 KV blocks of 4 tokens beside 7 pinned, but the pool has"):
+        bench.scheduler.add(make_request("larger", prefix + [9] * 2, most + 1 - 30))
+    with pytest.raises(RequestTooLargeError, match=r"takes 20 KV blocks of 4 tokens, but the pool has 20, of which"):
+        bench.scheduler.add(make_request("other", [9] * 30, most - 30))
+    full = make_request("full", prefix + [9] * 2, most - 30, ignore_eos=True)
+    bench.scheduler.add(full)
+    unsaid = make_request("unsaid", prefix + [8] * 2, 200, ignore_eos=True)
+    unsaid.params.max_tokens = None
+    bench.scheduler.add(unsaid)
+    with pytest.raises(KVMemoryError, match=r"'full' .* takes 13 blocks, .* could count on 12"):
+        bench.scheduler.resize(19, bench.now)
+    bench.run_steps()
+    assert unsaid.max_len == most
+    for request in (full, unsaid):
+        assert bench.outputs[request.request_id, 0] == expected(request, 0)
+    bench.assert_all_free()
+
+
+def test_who_begins_with_a_pin_fits_without_it_too():
+    """Whatever becomes of the pin: it ends, or its request does before it is there."""
+    bench = Bench(frames=20, budget=16)
+    prefix = [1, 2] * 14
+    for ending in ("unpin", "abort"):
+        bench.scheduler.add(make_request(f"pin-{ending}", prefix, 1, pin="p"))
+        if ending == "unpin":
+            bench.run_steps()
+        full = make_request(f"full-{ending}", [*prefix, 9], 81 - 29, ignore_eos=True)
+        bench.scheduler.add(full)
+        bench.step()
+        bench.scheduler.abort(f"pin-{ending}", bench.now)
+        bench.scheduler.pins.unpin("p", Namespace(), bench.now)
+        bench.run()
+        assert bench.outputs[full.request_id, 0] == expected(full, 0)
+
+
+def test_with_windows_a_pinned_prefix_counts_in_full():
+    """A prompt that leaves the pin before its end finds nothing of it: its window's blocks are not there."""
+    bench = Bench(frames=24, budget=64, windows=(None, 6))
+    bench.scheduler.add(make_request("pin", [1, 2] * 14, 1, pin="p"))
+    bench.run_steps()
+    assert bench.scheduler.pins.num_frames == 9
+    with pytest.raises(RequestTooLargeError, match=r"takes 16 KV blocks .* of which pins hold 9"):
+        bench.scheduler.add(make_request("larger", [1, 2] * 10 + [9] * 9, 4))
+    bench.scheduler.add(make_request("fits", [1, 2] * 10 + [9] * 7, 2, ignore_eos=True))
+    bench.run()
+
+
 def run_one_after_another(tier_loses) -> Bench:
     """A prompt of eight blocks; one that needs all frames but one; the first again."""
     bench = Bench(frames=17, tier=1)

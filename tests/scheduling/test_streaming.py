@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import chain, repeat
 
 import pytest
-from test_scheduler import Bench, expected, make_request
+from test_scheduler import Bench, expected, expected_of_search, make_request, make_search
 
-from pagemill.errors import RequestTooLargeError
+from pagemill.errors import KVMemoryError, RequestTooLargeError
 
 FRAMES, BUDGET = 12, 16
 """Frames of 4 tokens; the most that a step writes is 4 blocks, or 5."""
@@ -36,6 +36,20 @@ def test_what_can_not_be_streamed_is_refused():
     with pytest.raises(RequestTooLargeError, match="pool has 12"):
         windowed.scheduler.add(make_request("window", [3] * 120, 9))
     bench.run()
+
+
+def test_a_search_counts_on_no_lower_frames_since_what_beams_share_is_not_streamed():
+    bench = Bench(frames=FRAMES, budget=6, lower=60)
+    with pytest.raises(RequestTooLargeError, match=r"takes 13 KV blocks .* pool has 12"):
+        bench.scheduler.add(make_search("larger", [1] * 19, 9, 3))
+    searches = [make_search(f"fits{prompt_len}", [1] * prompt_len, 9, 3) for prompt_len in (16, 20)]
+    for search in searches:
+        bench.scheduler.add(search)
+    with pytest.raises(KVMemoryError, match=r"'fits20' .* takes 11 blocks"):
+        bench.scheduler.resize(10, bench.now)
+    bench.run()
+    for search in searches:
+        assert bench.found[search.request_id] == expected_of_search(search)
 
 
 def test_residency_is_reported_and_the_oldest_blocks_go():

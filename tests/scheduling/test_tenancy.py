@@ -140,6 +140,22 @@ def test_within_its_guarantee_a_tenant_preempts_who_has_borrowed():
     assert load_of(bench, "calm").preemptions == 0
 
 
+def test_what_a_tenant_shares_already_counts_once_in_its_guarantee():
+    bench = bench_of({"calm": TenantLimits(guaranteed_blocks=8)}, frames=16, block_size=SIZE, budget=64)
+    prefix = [5, 6] * 8
+    bench.scheduler.add(make_request("pin", prefix, 1, tenant="calm", pin="p"))
+    bench.run_steps()
+    for i in range(3):
+        bench.scheduler.add(make_request(f"a{i}", [i] * 12, 6, ignore_eos=True))
+    bench.step()
+    bench.scheduler.add(make_request("calm", [*prefix, 7, 8, 9], 4, ignore_eos=True, arrival_s=1.0, tenant="calm"))
+    bench.step()
+    assert load_of(bench, "calm").running == 1, "five blocks, of which four are pinned, and one to grow: eight in all"
+    assert load_of(bench, "default").preemptions > 0
+    bench.run()
+    assert load_of(bench, "calm").preemptions == 0
+
+
 def test_within_its_guarantee_a_tenant_gets_a_row():
     bench = bench_of({"calm": TenantLimits(guaranteed_blocks=8)}, frames=64, max_num_seqs=2, budget=16)
     for i in range(3):

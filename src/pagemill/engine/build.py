@@ -123,7 +123,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
     for name, limits in config.tenants.items():
         scheduler.set_tenant(name, limits)
     where = "host memory" if sizes.streamed.folder is None else sizes.streamed.folder
-    longest = longest_sequences(scheduler, model.max_model_len)
+    longest = longest_sequence(scheduler, model.max_model_len)
     return Engine(
         memory=memory,
         pool=pool,
@@ -133,9 +133,8 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
             vocab_size=model.spec.vocab_size,
             max_model_len=model.max_model_len,
             max_num_seqs=config.max_num_seqs,
-            longest_sequence=longest.of_any,
-            longest_sequences=longest.by_tenant,
-            longest_sessions=longest.sessions,
+            longest_sequence=longest,
+            tenants=[load.account.name for load in scheduler.tenants],
             block_size=config.block_size,
             num_frames=memory.num_frames,
             kv_bytes=pool.nbytes,
@@ -145,11 +144,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
                 f"{attention.name}, layers {model.decoder.executor}; KV pool {pool.nbytes / 2**20:.0f} MiB: "
                 f"{memory.num_frames} blocks of {config.block_size} tokens in {names['kv']}"
                 + (f", and {sizes.streamed.frames} that stream from {where}" if sizes.streamed.frames else "")
-                + (
-                    ""
-                    if longest.of_any == model.max_model_len
-                    else f", {longest.of_any} of max_model_len={model.max_model_len} fit"
-                )
+                + ("" if longest == model.max_model_len else f", {longest} of max_model_len={model.max_model_len} fit")
             ),
         ),
         fingerprint=model.fingerprint,
@@ -159,27 +154,12 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
     )
 
 
-class Longest(NamedTuple):
-    """Tokens that one sequence can have: whoever's it is, and by tenant in what that can count on; of its sessions."""
-
-    of_any: int
-    by_tenant: dict[str, int]
-    sessions: dict[str, int]
-
-
-def longest_sequences(scheduler: Scheduler, max_model_len: int) -> Longest:
-    """With the pool, pins and limits as they are: tokens whose K/V fit, and a last one, which needs no place."""
-    memory, tenants, chunk = scheduler.memory, scheduler.tenants, scheduler.max_num_batched_tokens
-    names = [load.account.name for load in tenants]
-
-    def within(num_blocks: int) -> int:
-        return bisect_right(range(max_model_len), num_blocks, key=lambda n: memory.blocks_needed(n, chunk))
-
-    return Longest(
-        within(memory.num_frames - scheduler.pins.num_frames),
-        {name: within(tenants.limit(name, in_session=False)) for name in names},
-        {name: within(tenants.limit(name, in_session=True)) for name in names},
-    )
+def longest_sequence(scheduler: Scheduler, max_model_len: int) -> int:
+    """Tokens that a sequence that begins like no pin can have: those whose K/V fit beside the pins, and a last one,
+    which needs no place."""
+    memory, chunk = scheduler.memory, scheduler.max_num_batched_tokens
+    room = memory.num_frames - scheduler.pins.num_frames
+    return bisect_right(range(max_model_len), room, key=lambda n: memory.blocks_needed(n, chunk))
 
 
 def _device(name: str) -> torch.device:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from msgspec.structs import replace
 
 from pagemill.config import EngineConfig
-from pagemill.engine.build import Engine, build, longest_sequences
+from pagemill.engine.build import Engine, build, longest_sequence
 from pagemill.engine.messages import (
     EngineReady,
     EngineRequest,
@@ -103,7 +103,7 @@ class EngineCore:
             self._scheduler.finish(request_id, index, time.monotonic())
 
     def set_tenant(self, name: str, limits: TenantLimits) -> EngineReady:
-        """Makes a tenant known, or changes its limits, between two steps. Returns how long sequences may be now.
+        """Makes a tenant known, or changes its limits, between two steps. Returns what the engine is now.
 
         Raises `ConfigError`, and changes nothing, for what the pool or requests under way do not allow.
         """
@@ -282,14 +282,12 @@ class EngineCore:
 
     def _refresh(self) -> EngineReady:
         """What is said of the engine, with the pool, the pins and the limits as they are now."""
-        longest = longest_sequences(self._scheduler, self._ready.max_model_len)
         self._ready = replace(
             self._ready,
             num_frames=self._memory.num_frames,
             kv_bytes=self._engine.pool.nbytes,
-            longest_sequence=longest.of_any,
-            longest_sequences=longest.by_tenant,
-            longest_sessions=longest.sessions,
+            longest_sequence=longest_sequence(self._scheduler, self._ready.max_model_len),
+            tenants=[load.account.name for load in self._scheduler.tenants],
         )
         return self._ready
 

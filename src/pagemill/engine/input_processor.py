@@ -84,17 +84,15 @@ class InputProcessor:
                 f"priority is {priority!r}; it must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
                 param="priority",
             )
-        by_tenant = self.ready.longest_sessions if in_session else self.ready.longest_sequences
-        longest = by_tenant.get(tenant)
-        if longest is None:
-            raise UnknownTenantError.of(tenant, by_tenant)
+        if tenant not in self.ready.tenants:
+            raise UnknownTenantError.of(tenant, self.ready.tenants)
         text, token_ids, salt = self._read(prompt)
         self._check_prompt(token_ids)
         beam = None
         if isinstance(params, BeamSearchParams):
             beam = dataclasses.replace(params)
             params = self._params_of_search(beam)
-        params = self._fit_params(params, len(token_ids), longest)
+        params = self._fit_params(params, len(token_ids))
         best_of = None
         if params.best_of is not None and params.best_of > params.n:
             best_of = BestOf(params.n, params.logprobs is not None)
@@ -180,8 +178,8 @@ class InputProcessor:
             include_stop_str_in_output=beam.include_stop_str_in_output,
         )
 
-    def _fit_params(self, params: SamplingParams, prompt_len: int, longest: int) -> SamplingParams:
-        """A copy that says in numbers what the engine must do: `max_tokens` filled in, bad words as tokens.
+    def _fit_params(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
+        """A copy that says in numbers what the engine must do: bad words as tokens.
 
         It is checked once more: the caller may have changed the parameters since they were made.
         """
@@ -200,8 +198,6 @@ class InputProcessor:
         limit = self.ready.max_model_len
         room = limit - prompt_len
         if params.max_tokens is None:
-            # At least what was asked for, so that a prompt for which the pool is too small is refused with its need.
-            params.max_tokens = max(longest - prompt_len, params.min_tokens, 1)
             if params.min_tokens > room:
                 raise PromptTooLongError(
                     f"min_tokens is {params.min_tokens}, but after the prompt's {prompt_len} tokens only {room} fit "

@@ -229,10 +229,8 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     max_num_seqs: int
     longest_sequence: int
     """Tokens, prompt included, that one sequence can have: `max_model_len`, or fewer where the pool holds no more."""
-    longest_sequences: dict[str, int]
-    """The same by tenant, whose limits may hold still fewer. Changes with the limits."""
-    longest_sessions: dict[str, int]
-    """The same of a session, with the answer under way."""
+    tenants: list[str]
+    """Those that requests may name."""
     block_size: int
     num_frames: int
     kv_bytes: int

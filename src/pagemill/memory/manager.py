@@ -115,6 +115,14 @@ class MemoryManager:
             return 0
         return self._index.match(digests, root, (), len(digests) * self.block_size).num_tokens // self.block_size
 
+    def count_active(self, digests: Sequence[bytes], root: bytes) -> int:
+        """How many of the blocks that `open` would find by these digests are active already. Changes nothing."""
+        if not self._caching:
+            return 0
+        match = self._index.match(digests, root, (), len(digests) * self.block_size)
+        references = self._blocks.references
+        return sum(block >= 0 and references[block] > 0 for entries in match.blocks for block in entries)
+
     def fork(self, table: BlockTable, length: int) -> BlockTable:
         """A table that shares the first `length` committed tokens and takes no frame: writing copies, see `reserve`.
 
@@ -350,16 +358,16 @@ class MemoryManager:
         start = max(0, last * self.block_size + 1 - chunk)
         return sum(last + 1 - first_entry_in_window(start, window, self.block_size) for window in self.windows)
 
-    def blocks_needed(self, num_tokens: int, chunk: int) -> int:
+    def blocks_needed(self, num_tokens: int, chunk: int, pinned: int = 0) -> int:
         """Frames of the pool with which such a sequence always gets there, alone in the pool; with fewer, there are
         steps with which it does not. Without lower frames that is all it holds; else what a step writes, and what does
-        not fit into them.
+        not fit into them. `pinned` leading entries stay in the pool.
         """
         held = self.blocks_held(num_tokens, chunk)
         if not self.lower.count or not held:
             return held
         entries, written = -(-num_tokens // self.block_size), (chunk - 1) // self.block_size + 2
-        return held - min(self.windows.count(None) * max(0, entries - written), self.lower.count)
+        return held - min(self.windows.count(None) * max(0, entries - written - pinned), self.lower.count)
 
     def stats(self) -> MemoryStats:
         free, cached = self._pool.num_free, self.tenants.cached

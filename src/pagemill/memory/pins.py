@@ -48,6 +48,17 @@ class Pins:
         """Those of one tenant: no two tenants have a block in common."""
         return len(self._blocks.get(tenant, ()))
 
+    def leading(self, tenant: str, digests: Sequence[bytes]) -> int:
+        """How many of a prompt's leading blocks are pinned, or will be, in every layer group.
+
+        None where there are windows: such a group's blocks are pinned only where the pin's end sees them, so a prompt
+        that finds fewer tokens than the pin has may need all of its own.
+        """
+        if not self.held(tenant) or any(window is not None for window in self._memory.windows):
+            return 0
+        pinned = self._blocks[tenant]
+        return next((at for at, digest in enumerate(digests) if (digest, 0) not in pinned), len(digests))
+
     def reserve(
         self,
         owner: Hashable,

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pagemill.memory.block_table import BlockTable
 from pagemill.memory.digest import extend_chain
 from pagemill.memory.manager import MemoryManager
+from pagemill.memory.pins import Pins
 from pagemill.memory.work import Load
 from pagemill.scheduling.batch import Batch
 from pagemill.scheduling.controller import Controller
@@ -28,6 +29,7 @@ class Admission:
         memory: MemoryManager,
         batch: Batch,
         tenants: Tenancy,
+        pins: Pins,
         running: list[Sequence],
         controller: Controller,
         *,
@@ -39,6 +41,7 @@ class Admission:
         self._memory = memory
         self._batch = batch
         self._tenants = tenants
+        self._pins = pins
         self._running = running
         self._controller = controller
         self._chunk = chunk
@@ -88,7 +91,7 @@ class Admission:
         while budget > 0 and (turn := self._waiting.first(passed)) is not None:
             sequence, load = turn
             rows = sequence.num_rows
-            right = load.has_right_to(self._wanted(sequence)[0])
+            right = self._has_right(sequence, load)
             if not load.may_run(rows):
                 self._waiting.level(load)
                 passed.add(load)
@@ -199,11 +202,29 @@ class Admission:
 
     def _wanted(self, sequence: Sequence) -> tuple[int, bool]:
         """Frames of the pool that a sequence is given before it begins, and whether what else it holds must stream."""
-        tokens, memory, request = len(sequence.tokens), self._memory, sequence.request
+        tokens, memory = len(sequence.tokens), self._memory
         whole = memory.blocks_held(tokens, self._chunk)
-        if not memory.lower.count or whole <= self._tenants.limit(request.tenant, request.in_session):
+        if not memory.lower.count:
             return whole, False
-        return memory.blocks_needed(tokens, self._chunk), True
+        pinned = self.pinned(sequence)
+        if self._tenants.fits(sequence.request, whole, pinned * len(memory.windows)):
+            return whole, False
+        return memory.blocks_needed(tokens, self._chunk, pinned), True
+
+    def _has_right(self, sequence: Sequence, load: TenantLoad) -> bool:
+        """Whether its tenant is guaranteed all blocks that a sequence wants, beside those that are active already."""
+        if not load.account.guaranteed_blocks:
+            return False
+        self.name_blocks(sequence)
+        shared = self._memory.count_active(sequence.digests, sequence.request.root)
+        return load.has_right_to(self._wanted(sequence)[0] - shared)
+
+    def pinned(self, sequence: Sequence) -> int:
+        """How many leading blocks of its prompt, in every layer group, are pinned, or will be: it finds them whenever
+        it begins, and never writes them."""
+        self.name_blocks(sequence)
+        size = self._memory.block_size
+        return self._pins.leading(sequence.request.tenant, sequence.digests[: (sequence.prompt_len - 1) // size])
 
     def _stream_largest(self) -> bool:
         """Leaves a running sequence that has more than half of the pool just that, if there is one."""

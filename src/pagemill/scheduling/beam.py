@@ -206,13 +206,14 @@ def row_params(params: BeamSearchParams, num_eos_tokens: int) -> SamplingParams:
     return rows
 
 
-def blocks_needed(memory: MemoryManager, request: Request, chunk: int) -> int:
+def blocks_needed(memory: MemoryManager, request: Request, chunk: int, pinned: int) -> int:
     """The most frames that a request may hold before others need to wait: of a search, every beam its own blocks, but
-    for the whole ones of the prompt, which it never computes, and shares where no window leaves them behind."""
-    alone = memory.blocks_needed(request.max_len - 1, chunk)
+    for the whole ones of the prompt, which it never computes, and shares where no window leaves them behind. pinned:
+    the prompt's leading entries that pins hold. What beams share is not streamed, so lower frames do not help them."""
     if request.beam is None:
-        return alone
+        return memory.blocks_needed(request.max_len - 1, chunk, pinned)
     prompt_len = len(request.prompt_token_ids)
-    beam = memory.blocks_needed(request.max_len - 1, min(chunk, request.max_len - prompt_len))
+    alone = memory.blocks_held(request.max_len - 1, chunk)
+    beam = memory.blocks_held(request.max_len - 1, min(chunk, request.max_len - prompt_len))
     shared = prompt_len // memory.block_size * memory.windows.count(None)
     return alone + (request.beam.beam_width - 1) * (beam - shared)

@@ -77,6 +77,7 @@ class Scheduler:
             memory,
             self._batch,
             self.tenants,
+            self.pins,
             self._running,
             self.controller,
             chunk=max_num_batched_tokens,
@@ -124,15 +125,20 @@ class Scheduler:
         self.tenants.set(name, limits, self._live())
 
     def _live(self) -> Live:
-        requests = [siblings[0].request for siblings in self._requests.values()]
-        return [(request, self._most_blocks(request)) for request in requests]
+        first = [siblings[0] for siblings in self._requests.values()]
+        needs = [(sequence.request, *self._most_blocks(sequence)) for sequence in first]
+        return [(request, need - pinned) for request, need, pinned in needs]
 
-    def _most_blocks(self, request: Request) -> int:
-        return blocks_needed(self.memory, request, self.max_num_batched_tokens)
+    def _most_blocks(self, sequence: Sequence) -> tuple[int, int]:
+        """The most blocks that a request's sequence may take, and how many of them pins hold."""
+        pinned = self.admission.pinned(sequence)
+        need = blocks_needed(self.memory, sequence.request, self.max_num_batched_tokens, pinned)
+        return need, pinned * len(self.memory.windows)
 
     def add(self, request: Request, fork_of: tuple[str, int] | None = None) -> None:
-        """Queues a request. Raises `RequestTooLargeError` if even alone it could never run, `TooManyWaitingError` where
-        its tenant has as many waiting as it may, and `UnknownTenantError`.
+        """Queues a request; one whose `max_tokens` is None may grow as far as it fits. Raises `RequestTooLargeError` if
+        even alone it could never run, `TooManyWaitingError` where its tenant has as many waiting as it may, and
+        `UnknownTenantError`.
 
         fork_of: a sequence `(request_id, index)` whose tokens the prompt is. If that is running, so is the new one at
         once, and shares all its blocks; else the prompt is like any other.
@@ -144,12 +150,14 @@ class Scheduler:
                 f"or raise it",
                 param=name,
             )
-        self.tenants.check(request, self._most_blocks(request))
+        rank = Rank(request.arrival_s + request.priority * self._ageing_s, self._arrivals, 0)
+        sequence = Sequence(request, 0, rank, list(request.prompt_token_ids))
+        if request.params.max_tokens is None:
+            request.max_len = self._longest(sequence)
+        self.tenants.check(request, *self._most_blocks(sequence))
         if request.pin is not None:
             self._reserve_pin(request, request.pin)
-        rank = Rank(request.arrival_s + request.priority * self._ageing_s, self._arrivals, 0)
         self._arrivals += 1
-        sequence = Sequence(request, 0, rank, list(request.prompt_token_ids))
         if request.beam is not None:
             sequence.group = BeamGroup(sequence, self._eos)
         self._requests[request.request_id] = [sequence]
@@ -157,6 +165,19 @@ class Scheduler:
             self._run(sequence)
         else:
             self.admission.wait(sequence)
+
+    def _longest(self, sequence: Sequence) -> int:
+        """How many of the `max_len` tokens that a request may have fit for certain, beside what is pinned; at least
+        what it asks for, so that `check` refuses it with its need. The last token needs no place."""
+        request, memory, chunk = sequence.request, self.memory, self.max_num_batched_tokens
+        pinned = self.admission.pinned(sequence)
+
+        def lacks_room(num_tokens: int) -> bool:
+            need = memory.blocks_needed(num_tokens - 1, chunk, pinned)
+            return not self.tenants.fits(request, need, pinned * len(memory.windows))
+
+        least = sequence.prompt_len + max(request.params.min_tokens, 1)
+        return least + bisect_left(range(least + 1, request.max_len + 1), True, key=lacks_room)
 
     def _reserve_pin(self, request: Request, pin: Pinning) -> None:
         if not self._caching:

@@ -58,7 +58,7 @@ class Lack(Enum):
 
 
 Live = abc.Sequence[tuple[Request, int]]
-"""Requests that have been accepted, and the most blocks that one sequence of each may take."""
+"""Requests that have been accepted, and the most blocks that one sequence of each may take beside what is pinned."""
 
 
 class Tenancy:
@@ -129,17 +129,18 @@ class Tenancy:
         for load in self:
             self._memory.set_quota(load.account.name, *_quota(load.limits, self._memory.num_frames))
 
-    def limit(self, name: str, in_session: bool) -> int:
-        """The most blocks that a sequence of this tenant can count on: its quota, its limit per request and, of a
-        session's, per session, and what is guaranteed to nobody else. Raises UnknownTenantError."""
-        load, frames = self[name], self._memory.num_frames
-        own = ["max_blocks_per_request", "max_blocks_per_session"][: 1 + in_session]
+    def fits(self, request: Request, need: int, pinned: int) -> bool:
+        """Whether one sequence of this request can count on `need` blocks, of which pins hold `pinned`: within its
+        tenant's quota, the limit per request and, of a session's, per session, and what is guaranteed to nobody else.
+        Raises UnknownTenantError."""
+        load, frames = self[request.tenant], self._memory.num_frames
+        own = ["max_blocks_per_request", "max_blocks_per_session"][: 1 + request.in_session]
         limits = [load.limits.blocks(which, frames) for which in own]
-        return min([self._countable(load), *(limit for limit in limits if limit is not None)])
+        return need - pinned <= self._countable(load) and all(limit is None or need <= limit for limit in limits)
 
-    def check(self, request: Request, need: int) -> None:
-        """Refuses what can never run, or not wait now. need: blocks that one of the request's sequences may take; of a
-        search, all.
+    def check(self, request: Request, need: int, pinned: int) -> None:
+        """Refuses what can never run, or not wait now. need: blocks that one of the request's sequences may take, of
+        which pins hold `pinned`; of a search, all.
 
         Raises UnknownTenantError, RequestTooLargeError or TooManyWaitingError.
         """
@@ -148,16 +149,17 @@ class Tenancy:
         apart = n - 1 if request.beam is None else 0  # what a search needs is counted over all its beams
         grows = f"the request may grow to {request.max_len} tokens, which takes"
         shorter = "lower max_tokens or the prompt's length"
-        if need > frames - self._pins.num_frames:
+        beside = f"{grows} {need - pinned} KV blocks of {size} tokens" + (f" beside {pinned} pinned" if pinned else "")
+        if need - pinned > frames - self._pins.num_frames:
             raise RequestTooLargeError(
-                f"{grows} {need} KV blocks of {size} tokens, but the pool has {frames}{self._pinned}; {shorter}, or "
+                f"{beside}, but the pool has {frames}{self._pinned}; {shorter}, or "
                 f"give the pool more memory (kv_memory)",
                 param="max_tokens",
             )
         countable = self._countable(load)
-        if need > countable:
+        if need - pinned > countable:
             raise RequestTooLargeError(
-                f"{grows} {need} KV blocks of {size} tokens, but tenant {name!r} can count on {countable} (its "
+                f"{beside}, but tenant {name!r} can count on {countable} (its "
                 f"max_blocks is {limits.max_blocks}; {self._promised_beside(load)} of the pool's {frames} are "
                 f"guaranteed to others{self._pinned}); {shorter}, or raise the tenant's limit",
                 param="max_tokens",
