@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill.memory.manager import MemoryManager
-from pagemill.scheduling.controller import CALM, LEAST_PROMPT_TOKENS, MOST_KEPT, Controller
+from pagemill.scheduling.controller import CALM, LEAST_PROMPT_TOKENS, MOST_KEPT, PATIENCE, Controller
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.simulate.simulator import replay
 from pagemill.simulate.step_time import COSTS, KVShape, StepTimes
@@ -59,6 +61,53 @@ def test_fewer_run_where_prompts_are_not_what_takes_long_and_more_again_later():
     for _ in range(1000):
         one.note_step(0.01 * one.max_running, 0, one.max_running, one.max_running)
     assert one.max_running == MOST_SEQS
+
+
+LONG, CALM_S, SHORT = 2.0, 0.9, 0.1
+"""Steps of a target of one second."""
+
+
+def running_after(steps) -> list[int]:
+    """The limit on running sequences, lowered to 28 first, after each of these (seconds, running) without prompts."""
+    one, after = controller(), []
+    for seconds, running in [(LONG, MOST_SEQS)] * PATIENCE + steps:
+        one.note_step(seconds, 0, running, running)
+        after.append(one.max_running)
+    return after[PATIENCE:]
+
+
+def test_only_several_long_steps_in_a_row_let_fewer_run():
+    few = PATIENCE - 1
+    for between in (CALM_S, SHORT):
+        steps = [(LONG, 28)] * few + [(between, 27)] + [(LONG, 28)] * few
+        assert running_after(steps) == [28] * len(steps)
+    assert running_after([(LONG, 28)] * PATIENCE) == [28] * few + [25]
+
+
+def test_only_several_short_steps_in_a_row_with_all_running_let_more_run():
+    few = PATIENCE - 1
+    for between in ((CALM_S, 28), (LONG, 28), (SHORT, 27)):
+        steps = [(SHORT, 28)] * few + [between] + [(SHORT, 28)] * few
+        assert running_after(steps) == [28] * len(steps)
+    assert running_after([(SHORT, 28)] * PATIENCE) == [28] * few + [29]
+
+
+def test_tokens_of_prompts_that_nobody_wanted_do_not_become_more():
+    one = controller()
+    one.note_step(LONG, MOST_TOKENS, 8, 8)
+    lowered = one.prompt_tokens
+    one.note_step(SHORT, lowered - 1, 8, 8)
+    assert one.prompt_tokens == lowered < MOST_TOKENS
+    one.note_step(SHORT, lowered, 8, 8)
+    assert one.prompt_tokens == lowered + LEAST_PROMPT_TOKENS
+
+
+def test_without_a_target_nothing_changes():
+    one = controller(math.inf)
+    for preemptions in range(20):
+        one.note_step(100.0, 0, 8, 8)
+        one.note_memory(preemptions, frames=100)
+    assert (*limits(one), one.watermark) == (MOST_TOKENS, MOST_SEQS, 0)
 
 
 def test_a_step_in_which_nothing_generates_says_nothing():

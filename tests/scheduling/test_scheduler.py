@@ -203,7 +203,7 @@ class Bench:
             self.commit()
         if self.tier is not None:
             self.tier.step(self, wait=True)
-        least, held = self.scheduler.least_frames, self.memory.num_frames - self.memory.num_available
+        least, held = self.scheduler.acceptance.least_frames, self.memory.num_frames - self.memory.num_available
         running = self.scheduler.num_running
         try:
             plan = self.scheduler.resize(frames, self.now)
@@ -342,7 +342,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
     ]
     names = ("one", "other")
     for name, each in zip(names, limits, strict=True):
-        bench.scheduler.set_tenant(name, each)
+        bench.scheduler.acceptance.set_tenant(name, each)
     all_requests = list(waiting)
     disturbed: set[str] = set()
     numbers = count()
@@ -411,7 +411,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
             bench.resize((pick * 4 + 4) * len(windows))
         elif action == "limits":
             with contextlib.suppress(ConfigError):
-                bench.scheduler.set_tenant(names[pick % 2], limits[pick // 2 % 2])
+                bench.scheduler.acceptance.set_tenant(names[pick % 2], limits[pick // 2 % 2])
             bench.memory.check()
         elif live:
             name = live[pick % len(live)]
@@ -427,13 +427,13 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
     bench.run_steps()
     bench.scheduler.pins.clear(bench.now)
     for name in names:
-        bench.scheduler.set_tenant(name, TenantLimits())
-    bench.resize(max(frames * len(windows), bench.scheduler.least_frames))
+        bench.scheduler.acceptance.set_tenant(name, TenantLimits())
+    bench.resize(max(frames * len(windows), bench.scheduler.acceptance.least_frames))
     while waiting:
         add()
     bench.run()
     for name in ("default", *names):
-        bench.scheduler.set_tenant(name, TenantLimits(idle_timeout_s=1.0))
+        bench.scheduler.acceptance.set_tenant(name, TenantLimits(idle_timeout_s=1.0))
     bench.scheduler.expire(bench.now + 1)
     bench.memory.check()
     assert bench.memory.stats().frames_free == bench.memory.num_frames
@@ -735,7 +735,7 @@ def test_pins_and_requests_never_shut_each_other_out():
     with pytest.raises(PinLimitError, match="12 would be pinned"):
         bench.scheduler.add(make_request("second", [3] * 20, 1, pin="b"))
     bench.run_steps()
-    assert bench.scheduler.least_frames == 7
+    assert bench.scheduler.acceptance.least_frames == 7
     with pytest.raises(KVMemoryError, match="pins hold 7"):
         bench.scheduler.resize(6, bench.now)
     bench.scheduler.add(make_request("again", [1, 2] * 16, 1, pin="a"))  # in the place of the first: one block more

@@ -22,7 +22,7 @@ SIZE = 4
 def bench_of(tenants: dict[str, TenantLimits], **settings) -> Bench:
     bench = Bench(**settings)
     for name, limits in tenants.items():
-        bench.scheduler.set_tenant(name, limits)
+        bench.scheduler.acceptance.set_tenant(name, limits)
     return bench
 
 
@@ -303,12 +303,12 @@ def test_limits_that_an_accepted_request_needs_stay():
     bench.scheduler.add(make_request("r", [1] * 10, 10, ignore_eos=True, tenant="a"))
     bench.step()
     with pytest.raises(ConfigError, match=r"'r' may grow to 20 tokens, which takes 5 .* 'a' could count on 4"):
-        bench.scheduler.set_tenant("a", TenantLimits(max_blocks=4))
+        bench.scheduler.acceptance.set_tenant("a", TenantLimits(max_blocks=4))
     with pytest.raises(ConfigError, match=r"tenant 'b': the request 'r' .* could count on 4"):
-        bench.scheduler.set_tenant("b", TenantLimits(guaranteed_blocks=16))
-    bench.scheduler.set_tenant("a", TenantLimits(max_blocks=5))
+        bench.scheduler.acceptance.set_tenant("b", TenantLimits(guaranteed_blocks=16))
+    bench.scheduler.acceptance.set_tenant("a", TenantLimits(max_blocks=5))
     bench.run()
-    bench.scheduler.set_tenant("a", TenantLimits(max_blocks=4))
+    bench.scheduler.acceptance.set_tenant("a", TenantLimits(max_blocks=4))
     assert load_of(bench, "a").account.charged <= 4
 
 
@@ -332,7 +332,7 @@ def test_limits_that_are_shares_follow_the_pool():
     assert (account.guaranteed_blocks, account.max_blocks) == (8, 12)
     bench.resize(12)
     assert (account.guaranteed_blocks, account.max_blocks) == (6, 9)
-    assert bench.scheduler.least_frames == 11
+    assert bench.scheduler.acceptance.least_frames == 11
     with pytest.raises(KVMemoryError, match=r"can not have 10 blocks now: 11 blocks would be guaranteed"):
         bench.scheduler.resize(10, bench.now)
     bench.resize(40)
@@ -348,7 +348,7 @@ def test_pins_leave_what_is_guaranteed():
     with pytest.raises(RequestTooLargeError, match=r"tenant 'default' can count on 2 .* of which pins hold 6"):
         bench.scheduler.add(make_request("big", [2] * 10, 3))
     with pytest.raises(ConfigError, match=r"21 blocks would be guaranteed, .* of which pins hold 6"):
-        bench.scheduler.set_tenant("calm", TenantLimits(guaranteed_blocks=15))
+        bench.scheduler.acceptance.set_tenant("calm", TenantLimits(guaranteed_blocks=15))
     bench.scheduler.add(make_request("calm", [2] * 40, 4, ignore_eos=True, tenant="calm"))
     bench.run_steps()
     assert bench.outputs["calm", 0] == expected(make_request("calm", [2] * 40, 4, ignore_eos=True, tenant="calm"), 0)

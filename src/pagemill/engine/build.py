@@ -121,7 +121,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
         eos_token_ids=model.eos_token_ids,
     )
     for name, limits in config.tenants.items():
-        scheduler.set_tenant(name, limits)
+        scheduler.acceptance.set_tenant(name, limits)
     where = "host memory" if sizes.streamed.folder is None else sizes.streamed.folder
     longest = longest_sequence(scheduler, model.max_model_len)
     return Engine(

@@ -107,7 +107,7 @@ class EngineCore:
 
         Raises `ConfigError`, and changes nothing, for what the pool or requests under way do not allow.
         """
-        self._scheduler.set_tenant(name, limits)
+        self._scheduler.acceptance.set_tenant(name, limits)
         return self._refresh()
 
     def has_work(self) -> bool:
@@ -166,13 +166,13 @@ class EngineCore:
         if kv_memory is None:
             frames = self._engine.ready.num_frames
         elif kv_memory == "used":
-            frames = self._scheduler.least_frames
+            frames = self._scheduler.acceptance.least_frames
         else:
             free, total = device_memory(pool.device)
             frames = num_frames(pool.layout.frame_bytes, 0, free=free + pool.nbytes, total=total, kv_memory=kv_memory)
         while self._tiers is not None and self._tiers.transfers.loading:
             self._finish_loads(LOAD_WAIT_S)
-        self._scheduler.check_size(frames)
+        self._scheduler.acceptance.check_size(frames)
         if frames > self._memory.num_frames:
             self._runner.resize(frames)
         plan = self._scheduler.resize(frames, time.monotonic())

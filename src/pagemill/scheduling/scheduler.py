@@ -7,27 +7,25 @@ can be planned while one is running. Neither looks at a clock: `now` is an argum
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from bisect import insort
 
-from pagemill.errors import InvalidRequestError, KVMemoryError, PinLimitError, RequestTooLargeError
 from pagemill.memory.compaction import Compaction
-from pagemill.memory.digest import extend_chain
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.pins import Pins
 from pagemill.memory.work import Load
 from pagemill.sampling.logprobs import TokenLogprobs
+from pagemill.scheduling.acceptance import Acceptance
 from pagemill.scheduling.admission import Admission
 from pagemill.scheduling.batch import Batch, Entry
-from pagemill.scheduling.beam import BeamGroup, Beams, blocks_needed
+from pagemill.scheduling.beam import BeamGroup, Beams
 from pagemill.scheduling.compactor import Compactor
 from pagemill.scheduling.controller import Controller
 from pagemill.scheduling.forks import Forks
 from pagemill.scheduling.loading import Stored
-from pagemill.scheduling.sequence import Pinning, Rank, Request, Sequence, Status, by_rank
+from pagemill.scheduling.sequence import Rank, Request, Sequence, Status, by_rank
 from pagemill.scheduling.step_plan import StepPlan, StepResult
-from pagemill.scheduling.tenancy import Live, Tenancy, borrower, victim
+from pagemill.scheduling.tenancy import Tenancy, borrower, victim
 from pagemill.scheduling.update import Update
-from pagemill.tenant_limits import TenantLimits
 
 Wanted = list[tuple[int, Sequence]]
 """Tokens that a sequence has left to compute, and the sequence."""
@@ -66,7 +64,6 @@ class Scheduler:
         self.tenants = Tenancy(memory, self.pins)
         self._eos = eos_token_ids
         self._ageing_s = ageing_s
-        self._caching = enable_prefix_caching
         self._running: list[Sequence] = []
         self._requests: dict[str, list[Sequence]] = {}
         self._batch = Batch(memory, max_num_seqs)
@@ -83,6 +80,16 @@ class Scheduler:
             chunk=max_num_batched_tokens,
             enable_prefix_caching=enable_prefix_caching,
             stored=stored,
+        )
+        self.acceptance = Acceptance(
+            memory,
+            self.tenants,
+            self.pins,
+            self.admission,
+            self._requests,
+            chunk=max_num_batched_tokens,
+            max_num_seqs=max_num_seqs,
+            enable_prefix_caching=enable_prefix_caching,
         )
         self._forks = Forks(memory, self._batch, self.tenants, self.admission, self._running, self._requests)
         self._beams = Beams(self._forks.beam, self._forks.choose, self._finish)
@@ -119,44 +126,15 @@ class Scheduler:
     def live(self, request_id: str) -> bool:
         return request_id in self._requests
 
-    def set_tenant(self, name: str, limits: TenantLimits) -> None:
-        """Makes a tenant known, or changes its limits. Raises ConfigError, and changes nothing, for what can not be
-        kept, of the pool or of the requests that have been accepted."""
-        self.tenants.set(name, limits, self._live())
-
-    def _live(self) -> Live:
-        first = [siblings[0] for siblings in self._requests.values()]
-        needs = [(sequence.request, *self._most_blocks(sequence)) for sequence in first]
-        return [(request, need - pinned) for request, need, pinned in needs]
-
-    def _most_blocks(self, sequence: Sequence) -> tuple[int, int]:
-        """The most blocks that a request's sequence may take, and how many of them pins hold."""
-        pinned = self.admission.pinned(sequence)
-        need = blocks_needed(self.memory, sequence.request, self.max_num_batched_tokens, pinned)
-        return need, pinned * len(self.memory.windows)
-
     def add(self, request: Request, fork_of: tuple[str, int] | None = None) -> None:
-        """Queues a request; one whose `max_tokens` is None may grow as far as it fits. Raises `RequestTooLargeError` if
-        even alone it could never run, `TooManyWaitingError` where its tenant has as many waiting as it may, and
-        `UnknownTenantError`.
+        """Queues a request. Raises as `Acceptance.accept` does.
 
         fork_of: a sequence `(request_id, index)` whose tokens the prompt is. If that is running, so is the new one at
         once, and shares all its blocks; else the prompt is like any other.
         """
-        name, count = ("n", request.params.n) if request.beam is None else ("beam_width", request.beam.beam_width)
-        if count > self.max_num_seqs:
-            raise RequestTooLargeError(
-                f"{name} is {count}, but max_num_seqs lets {self.max_num_seqs} sequences run at once; ask for fewer "
-                f"or raise it",
-                param=name,
-            )
         rank = Rank(request.arrival_s + request.priority * self._ageing_s, self._arrivals, 0)
         sequence = Sequence(request, 0, rank, list(request.prompt_token_ids))
-        if request.params.max_tokens is None:
-            request.max_len = self._longest(sequence)
-        self.tenants.check(request, *self._most_blocks(sequence))
-        if request.pin is not None:
-            self._reserve_pin(request, request.pin)
+        self.acceptance.accept(sequence)
         self._arrivals += 1
         if request.beam is not None:
             sequence.group = BeamGroup(sequence, self._eos)
@@ -165,36 +143,6 @@ class Scheduler:
             self._run(sequence)
         else:
             self.admission.wait(sequence)
-
-    def _longest(self, sequence: Sequence) -> int:
-        """How many of the `max_len` tokens that a request may have fit for certain, beside what is pinned; at least
-        what it asks for, so that `check` refuses it with its need. The last token needs no place."""
-        request, memory, chunk = sequence.request, self.memory, self.max_num_batched_tokens
-        pinned = self.admission.pinned(sequence)
-
-        def lacks_room(num_tokens: int) -> bool:
-            need = memory.blocks_needed(num_tokens - 1, chunk, pinned)
-            return not self.tenants.fits(request, need, pinned * len(memory.windows))
-
-        least = sequence.prompt_len + max(request.params.min_tokens, 1)
-        return least + bisect_left(range(least + 1, request.max_len + 1), True, key=lacks_room)
-
-    def _reserve_pin(self, request: Request, pin: Pinning) -> None:
-        if not self._caching:
-            raise InvalidRequestError(
-                f"pin {pin.name!r} could not be found again: enable_prefix_caching is False; set it", param="name"
-            )
-        digests: list[bytes] = []
-        extend_chain(digests, request.root, request.prompt_token_ids, self.memory.block_size)
-        self.pins.reserve(request.request_id, pin.name, pin.space, digests, pin.expires_s)
-        refusal = self.tenants.refusal(self.memory.num_frames, self._live())
-        if refusal is not None:
-            self.pins.drop(request.request_id)
-            raise PinLimitError(
-                f"pin {pin.name!r} leaves too little: {refusal}; wait for a request's end, unpin something, or raise "
-                f"kv_memory",
-                param="prompt",
-            )
 
     def abort(self, request_id: str, now: float) -> None:
         """Ends all sequences of a request. Unknown ids are ignored."""
@@ -215,33 +163,13 @@ class Scheduler:
         """Ends every running sequence, because what the device holds of them can no longer be trusted."""
         return [update for sequence in list(self._running) for update in self._fail(sequence, error, now)]
 
-    @property
-    def least_frames(self) -> int:
-        """The smallest pool that holds what is running now, in which each request can run to its end alone, beside what
-        is pinned, and what is guaranteed can be kept."""
-        held, live = self.memory.num_frames - self.memory.num_available, self._live()
-        least = max([held, len(self.memory.windows), *(need for _, need in live)])
-        more = range(self.memory.num_frames - least)
-        return least + bisect_left(more, True, key=lambda frames: self.tenants.refusal(least + frames, live) is None)
-
-    def check_size(self, num_frames: int) -> None:
-        """Raises KVMemoryError if with so many frames in the pool a request could not run to its end any more, or a
-        tenant's guarantee not be kept."""
-        refusal = self.tenants.refusal(num_frames, self._live())
-        if refusal is not None:
-            raise KVMemoryError(
-                f"the KV pool can not have {num_frames} blocks now: {refusal}; ask for another size, or wait for the "
-                f"request's end",
-                param="kv_memory",
-            )
-
     def resize(self, num_frames: int, now: float) -> StepPlan:
         """Another number of frames in the pool: a plan without rows, whose work must be done before frames go.
 
         Sequences of the worst rank, of borrowers first, are preempted while what is held does not fit. No step may be
-        in flight, no load under way. Raises as `check_size` does, and changes nothing.
+        in flight, no load under way. Raises as `Acceptance.check_size` does, and changes nothing.
         """
-        self.check_size(num_frames)
+        self.acceptance.check_size(num_frames)
         while self.memory.resize(num_frames) is not None:
             self._preempt(borrower(self._running) or self._running[-1], now)
         self.tenants.resized()
