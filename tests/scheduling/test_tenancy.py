@@ -273,6 +273,18 @@ def test_what_can_never_fit_its_tenants_limits_is_refused_at_once(limits, n, mes
     assert not bench.scheduler.has_work()
 
 
+def test_a_session_grows_to_its_limit_and_no_further():
+    bench = bench_of({"a": TenantLimits(max_blocks_per_session=4)}, frames=20, block_size=SIZE)
+    with pytest.raises(RequestTooLargeError, match=r"session may grow to 20 .* max_blocks_per_session .* 'a' is 4"):
+        bench.scheduler.add(make_request("turn", [1] * 10, 10, tenant="a", in_session=True))
+    for in_session, most in ((True, 4 * SIZE + 1), (False, 40)):
+        request = make_request(f"{in_session}", [1] * 10, 30, ignore_eos=True, tenant="a", in_session=in_session)
+        request.params.max_tokens = None
+        bench.scheduler.add(request)
+        assert request.max_len == most
+    bench.run()
+
+
 def test_what_others_are_guaranteed_can_not_be_counted_on():
     bench = bench_of({"calm": TenantLimits(guaranteed_blocks="50%")}, frames=8, block_size=SIZE)
     with pytest.raises(RequestTooLargeError, match=r"can count on 4 .*; 4 of the pool's 8 are guaranteed to others"):

@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import sqlite3
-import struct
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -24,24 +23,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
-import xxhash
 from numpy.typing import NDArray
 
 from pagemill.errors import KVStoreError
 from pagemill.hub.registry import cache_dir
 from pagemill.kvcache.records import Records, parts
+from pagemill.kvcache.slots import HEADER_BYTES, Slots, is_whole, name_in
 from pagemill.memory.work import BlockName
 
 VERSION = 1
-PAGE_BYTES = 4096
 BUSY_TIMEOUT_S = 30.0
 """How long the index waits for another process's write."""
 BUFFERS = 1024
 """That the system takes with one call, which reads slots that are neighbours."""
 
-_HEADER = struct.Struct("<8s32s32sII")  # magic, digest, parent, group, depth; then the checksum
-_CHECKSUM_BYTES = 8
-_MAGIC = b"pmillKV1"
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
 CREATE TABLE blocks (
@@ -109,9 +104,8 @@ class DiskStore:
         self.format = format
         self.folder = root / format.key
         self.record_bytes = format.record_bytes
-        self._head_bytes = -(-(_HEADER.size + _CHECKSUM_BYTES + format.record_bytes) // PAGE_BYTES) * PAGE_BYTES
-        self._head_bytes -= format.record_bytes
-        self.slot_bytes = self._head_bytes + format.record_bytes
+        self._layout = Slots(format.record_bytes)
+        self.slot_bytes = self._layout.nbytes
         self.limit_bytes = limit_bytes
         if limit_bytes < self.slot_bytes:
             raise KVStoreError(
@@ -154,14 +148,14 @@ class DiskStore:
         slots = self._slots(blocks)
         rows = sorted((slot, row) for row, slot in enumerate(slots) if slot is not None)
         found = [False] * len(blocks)
-        heads = np.empty((len(blocks), self._head_bytes), dtype=np.uint8)
+        heads = np.empty((len(blocks), self._layout.head_bytes), dtype=np.uint8)
         most = max(1, BUFFERS // (1 + len(parts(out[0])))) if rows else 1
         for run in _runs(rows, most):
             with suppress(OSError):  # what could not be read fails its check
                 buffers = [buffer for _, row in run for buffer in (heads[row], *parts(out[row]))]
                 os.preadv(self._file, buffers, run[0][0] * self.slot_bytes)
         for slot, row in rows:
-            found[row] = self._whole(heads[row], out[row], *blocks[row])
+            found[row] = is_whole(heads[row], out[row], *blocks[row])
             if not found[row]:
                 self._drop_broken(*blocks[row], slot)
         with self._lookup_lock:
@@ -207,18 +201,18 @@ class DiskStore:
         records = np.empty((len(names), self.record_bytes), dtype=np.uint8)
         for name, record, whole in zip(names, records, self.read([name[:2] for name in names], records), strict=True):
             if whole:
-                yield self._head(name, record) + record.tobytes()
+                yield self._layout.head(name, record) + record.tobytes()
 
     def write_images(self, images: Sequence[bytes]) -> int:
         """Stores what another store's `images` gave; returns how many were new. Raises KVStoreError if one is bad."""
         names, records = [], []
         for image in images:
-            head = np.frombuffer(image, dtype=np.uint8)[: self._head_bytes]
-            record = np.frombuffer(image, dtype=np.uint8)[self._head_bytes :]
-            _, digest, parent, group, depth = _HEADER.unpack_from(image)
-            if not self._whole(head, record, digest, group):
-                raise KVStoreError(f"a block of the archive is broken: {digest.hex()}; export it again")
-            names.append(BlockName(digest, group, parent, depth))
+            head, record = np.split(np.frombuffer(image, dtype=np.uint8), [self._layout.head_bytes])
+            name = name_in(image)
+            if name is None or not is_whole(head, record, name.digest, name.group):
+                what = "its header" if name is None else name.digest.hex()
+                raise KVStoreError(f"a block of the archive is broken: {what}; export it again")
+            names.append(name)
             records.append(record)
         return self.write(names, records)
 
@@ -294,22 +288,10 @@ class DiskStore:
         query = "SELECT value - (SELECT COUNT(*) FROM free) FROM meta WHERE key = 'slots'"
         return int(db.execute(query).fetchone()[0])
 
-    def _head(self, name: BlockName, record: NDArray[np.uint8]) -> bytes:
-        fields = _HEADER.pack(_MAGIC, name.digest, name.parent, name.group, name.depth)
-        return (fields + _checksum(fields, record)).ljust(self._head_bytes, b"\0")
-
     def _put(self, slot: int, name: BlockName, record: NDArray[np.uint8]) -> None:
-        written = os.pwritev(self._file, [self._head(name, record), record.data], slot * self.slot_bytes)
+        written = os.pwritev(self._file, [self._layout.head(name, record), record.data], slot * self.slot_bytes)
         if written != self.slot_bytes:
             raise OSError(f"{written} of {self.slot_bytes} bytes were written")
-
-    @staticmethod
-    def _whole(head: NDArray[np.uint8], record: NDArray[np.uint8], digest: bytes, group: int) -> bool:
-        raw = head[: _HEADER.size + _CHECKSUM_BYTES].tobytes()
-        fields = raw[: _HEADER.size]
-        magic, stored_digest, _, stored_group, _ = _HEADER.unpack(fields)
-        named = (magic, stored_digest, stored_group) == (_MAGIC, digest, group)
-        return named and raw[_HEADER.size :] == _checksum(fields, record)
 
     def _drop_broken(self, digest: bytes, group: int, slot: int) -> None:
         """Unless another process has given the slot to another block in the meantime."""
@@ -375,12 +357,11 @@ class DiskStore:
         slots = os.fstat(self._file).st_size // self.slot_bytes
         db.execute("UPDATE meta SET value = ? WHERE key = 'slots'", (slots,))
         for slot in range(slots):
-            head = os.pread(self._file, _HEADER.size, slot * self.slot_bytes)
-            magic, digest, parent, group, depth = _HEADER.unpack(head)
-            row = (digest, group, slot, parent, depth, 0.0)
-            held = (
-                magic == _MAGIC and db.execute("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?)", row).rowcount
-            )
+            name = name_in(os.pread(self._file, HEADER_BYTES, slot * self.slot_bytes))
+            held = False
+            if name is not None:
+                row = (name.digest, name.group, slot, name.parent, name.depth, 0.0)
+                held = db.execute("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?)", row).rowcount > 0
             if not held:
                 db.execute("INSERT INTO free VALUES (?)", (slot,))
 
@@ -431,13 +412,6 @@ def _try_write_ahead(db: sqlite3.Connection) -> sqlite3.OperationalError | None:
 
 def _open(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-
-def _checksum(fields: bytes, record: NDArray[np.uint8]) -> bytes:
-    checksum = xxhash.xxh3_64(fields)
-    for part in parts(record):
-        checksum.update(part.data)
-    return checksum.digest()
 
 
 def _runs(rows: Sequence[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
