@@ -571,3 +571,21 @@ def test_scatter_counts_the_steps_that_do_not_lead_to_a_neighbour():
     engine.close(first)
     engine.close(second)
     assert scatter(engine.memory) == (0, 0)
+
+
+def test_whole_blocks_are_streamed_the_oldest_first_and_not_under_a_step():
+    memory = MemoryManager(8, SIZE, [None], lower_frames=(100, 8))
+    table = memory.open([], [], ROOT, 0.0, 0).table
+    assert memory.reserve(table, 2 * SIZE + 1) is None
+    memory.drain(0)
+    memory.commit(table, 2 * SIZE + 1, list(range(2 * SIZE + 1)), [])
+    assert not memory.stream(table, 1), "the step may still read them"
+    memory.retire(0)
+    assert not memory.stream(table, 3), "the third block is being written"
+    for streamed in (1, 2):
+        assert memory.stream(table, 1)
+        assert [frame >= 100 for frame in memory.frames(table, 0)] == [True] * streamed + [False] * (3 - streamed)
+        memory.check()
+    assert not memory.stream(table, 1)
+    memory.close(table, 0.0)
+    memory.check()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import chain, repeat
 
 import pytest
-from test_scheduler import Bench, expected, expected_of_search, make_request, make_search
+from test_scheduler import LOWER, Bench, expected, expected_of_search, make_request, make_search
 
 from pagemill.errors import KVMemoryError, RequestTooLargeError
 
@@ -97,6 +97,21 @@ def test_what_is_shared_or_pinned_stays_in_the_pool():
         for sequence in bench.scheduler._running:
             assert all(frame < 1000 for frame in bench.memory.frames(sequence.table, 0)[:4])
     bench.run()
+
+
+def test_what_a_window_sees_stays_in_the_pool():
+    bench = Bench(frames=10, budget=4, windows=(None, 24), lower=100)
+    request = make_request("long", [3, 4] * 60, 30, ignore_eos=True)
+    bench.scheduler.add(request)
+    streamed = 0
+    while bench.scheduler.has_work():
+        bench.step()
+        for sequence in bench.scheduler._running:
+            assert all(frame < LOWER for frame in bench.memory.frames(sequence.table, 0)[1::2])
+            streamed = max(streamed, bench.memory.places(sequence.table).streamed)
+    assert streamed > 30, "of 37 entries"
+    assert bench.outputs["long", 0] == expected(request, 0)
+    bench.assert_all_free()
 
 
 def test_a_context_that_waited_goes_on_where_its_blocks_lie():

@@ -192,8 +192,9 @@ def test_at_its_quota_a_tenant_preempts_only_itself():
     bench.assert_all_free()
 
 
-def test_who_waits_for_its_own_limits_lets_others_pass():
-    bench = bench_of({"a": TenantLimits(max_running=1)}, frames=64, max_num_seqs=4, budget=16)
+@pytest.mark.parametrize("limits", [TenantLimits(max_running=1), TenantLimits(max_blocks=2)])
+def test_who_waits_for_its_own_limits_lets_others_pass(limits):
+    bench = bench_of({"a": limits}, frames=64, max_num_seqs=4, budget=16)
     for i in range(3):
         bench.scheduler.add(make_request(f"a{i}", [i] * 4, 5, ignore_eos=True, tenant="a"))
     bench.scheduler.add(make_request("b", [9] * 4, 5, ignore_eos=True))
