@@ -76,13 +76,13 @@ struct Linear {
     }
 };
 
-// Address and strides (frame, head, token, dim) of elements, address and strides (frame, head) of their scales.
-using Elements = std::tuple<Address, int64_t, int64_t, int64_t, int64_t>;
+// Address, strides (frame, head, token, dim) and whether in pairs of elements, address and strides (frame, head) of scales.
+using Elements = std::tuple<Address, int64_t, int64_t, int64_t, int64_t, bool>;
 using Scales = std::tuple<Address, int64_t, int64_t>;
 CacheView view(const Elements& elements, const Scales& scales) {
-    const auto& [data, frame, head, token, dim] = elements;
+    const auto& [data, frame, head, token, dim, pairs] = elements;
     const auto& [scale, scale_frame, scale_head] = scales;
-    return {at<void>(data), frame, head, token, dim, at<float>(scale), scale_frame, scale_head};
+    return {at<void>(data), frame, head, token, dim, pairs, at<float>(scale), scale_frame, scale_head};
 }
 
 // One layer's cache as the kernels need it, made once per layer.

@@ -36,11 +36,14 @@ struct QuantizedSource {
     const float* bias;                // [n] or null
 };
 
-// One layer's keys or values: element (frame, head, token, dim) at data + frame * frame_stride + ... An i8 element is a
-// multiple of scale[frame * scale_frame + head * scale_head + token].
+// One layer's keys or values: element (frame, head, token, dim) at data + frame * frame_stride + ... In pairs (bf16 only),
+// neighbouring dimensions of a key (d even, d + 1) lie side by side, and neighbouring tokens of a value: `dim` of keys and
+// `token` of values are then the strides of pairs, and the other one is 2. An i8 element is a multiple of
+// scale[frame * scale_frame + head * scale_head + token].
 struct CacheView {
     void* data;
     int64_t frame, head, token, dim;
+    bool pairs;
     float* scale;
     int64_t scale_frame, scale_head;
 };

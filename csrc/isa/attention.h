@@ -153,7 +153,7 @@ template <class Few, class Many> void attend_with(const AttentionArgs& args) {
 void attend(const AttentionArgs& args) {
 #if defined(__AMX_BF16__)
     if (args.query_type == DType::bf16 && args.cache_type == DType::bf16)
-        return attend_with<VectorPass<bf16, PairSums>, AmxPass>(args);
+        return PairPass::takes(args) ? attend_with<PairPass, AmxPass>(args) : attend_with<AmxPass, AmxPass>(args);
 #endif
     with_cache_type(args.cache_type, [&](auto* t) {
         using Pass = VectorPass<Pointee<decltype(t)>>;

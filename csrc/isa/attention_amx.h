@@ -1,27 +1,29 @@
-// The pass over a partition on tiles (AMX), for many bf16 queries and a bf16 cache; attention_pairs.h says what the sums are.
-// Keys and values of a partition are copied into pairs of dimensions, and of tokens, as tiles take them: many rows share that.
+// The pass over a partition on tiles (AMX), for bf16 queries and a bf16 cache; attention_pairs.h says what the sums are. Keys
+// and values in pairs are read where they lie; a step's values in two blocks, what ends within a tile, and other layouts are
+// copied.
 
-// Tiles of an operand: tile t of step s at data + t * tile + s * step, its rows `row` apart; all in bytes.
+// The left operand of a product: tile t of step s at data + t * tile + s * step, its rows `row` apart; all in bytes.
 struct TileOperand {
     const char* data;
     int64_t row, step, tile;
 };
 
-// c (rows of M tiles, `height` each, c_row floats apart) [..][16 N] = M tiles of a times N of b, over `steps`.
-template <int M, int N>
-void amx_product(const TileOperand& a, const TileOperand& b, int steps, float* c, int64_t c_row, int height) {
+// c (rows of M tiles, `height` each, c_row floats apart) [..][16 N] = M tiles of a times N tiles over `steps`; tile n of step
+// s at b(s, n), its rows b_row bytes apart.
+template <int M, int N, class B>
+INLINE void amx_product(const TileOperand& a, const B& b, int64_t b_row, int steps, float* c, int64_t c_row, int height) {
     __asm__ volatile("" ::: "memory");  // the tile intrinsics do not tell the compiler what they read
     _tile_zero(0);
     if (N == 2) _tile_zero(1);
     if (M == 2) _tile_zero(2);
     if (M == 2 && N == 2) _tile_zero(3);
     for (int s = 0; s < steps; ++s) {
-        const char *x = a.data + s * a.step, *y = b.data + s * b.step;
-        _tile_loadd(6, y, b.row);
+        const char* x = a.data + s * a.step;
+        _tile_loadd(6, b(s, 0), b_row);
         _tile_loadd(4, x, a.row);
         _tile_dpbf16ps(0, 4, 6);
         if (N == 2) {
-            _tile_loadd(7, y + b.tile, b.row);
+            _tile_loadd(7, b(s, 1), b_row);
             _tile_dpbf16ps(1, 4, 7);
         }
         if (M == 2) {
@@ -46,12 +48,15 @@ struct AmxPass {
     int group, padded;
     Tiles tiles;
     int height, dim_steps, dim_tiles;
+    bool keys_in_place, values_in_place;  // whole steps of values
     bf16 *queries = nullptr, *keys, *values;
     float *scores, *part;
 
     AmxPass(const AttentionArgs& args, const AttentionTask& task, int padded)
         : args(args), task(task), group(args.heads / args.kv_heads), padded(padded), tiles(task.tokens * group, kTileHeight),
-          height(int((tiles.rows + tiles.count - 1) / tiles.count)), dim_steps((args.head_dim + 31) / 32), dim_tiles(padded / 16) {
+          height(int((tiles.rows + tiles.count - 1) / tiles.count)), dim_steps((args.head_dim + 31) / 32), dim_tiles(padded / 16),
+          keys_in_place(args.key.pairs && args.block_size % 16 == 0 && args.head_dim % 32 == 0),
+          values_in_place(args.value.pairs && args.block_size % kPairStep == 0 && args.value.token == 2 * padded) {
         const TileConfig config(height);
         _tile_loadconfig(&config);
     }
@@ -92,105 +97,114 @@ struct AmxPass {
 
     static __mmask32 first_bits(int count) { return count >= 32 ? ~__mmask32(0) : (__mmask32(1) << count) - 1; }
 
-    // Elements of two rows of 16 in turn.
-    static __m512i in_turn(__m256i even, __m256i odd) {
-        const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4,
-                                               19, 3, 18, 2, 17, 1, 16, 0);
-        return _mm512_permutexvar_epi16(order, _mm512_inserti64x4(_mm512_castsi256_si512(even), odd, 1));
-    }
-
-    // Keys of 16 tokens from `base + token` on -> [step of 32 dims][pair][token][2]. What lies outside [begin, end) is any
-    // number in a vector that holds a key of the range, else 0.
-    void pack_keys(int row, int head, int64_t base, int token, KeyRange range, bf16* to) const {
+    // Keys of 16 tokens from `base + token` on -> [pair of dimensions][token][2], zeros outside `range` and beyond the head.
+    void copy_keys(int row, int head, int64_t base, int token, KeyRange range, bf16* to) const {
         const CacheView& cache = args.key;
-        const int64_t position = base + token;
-        if (token + 16 <= range.begin || token >= range.end) {
-            for (int i = 0; i < dim_steps * 16; ++i) _mm512_storeu_si512(to + i * 32, _mm512_setzero_si512());
-        } else if (cache.token == 1 && args.block_size % 16 == 0) {
-            const bf16* from = block_at<bf16>(args, cache, row, position / args.block_size, head) + position % args.block_size;
-            int d = 0;
-            for (; d + 1 < args.head_dim; d += 2, from += 2 * cache.dim) {
-                _mm512_storeu_si512(to + d * 16, in_turn(_mm256_loadu_si256((const __m256i*)from),
-                                                         _mm256_loadu_si256((const __m256i*)(from + cache.dim))));
-            }
-            if (d < args.head_dim) {
-                _mm512_storeu_si512(to + d * 16, in_turn(_mm256_loadu_si256((const __m256i*)from), _mm256_setzero_si256()));
-                d += 2;
-            }
-            for (; d < dim_steps * 32; d += 2) _mm512_storeu_si512(to + d * 16, _mm512_setzero_si512());
-        } else {
-            std::memset(to, 0, dim_steps * kTile * sizeof(bf16));
-            for (int t = 0; t < 16; ++t) {
-                if (token + t < range.begin || token + t >= range.end) continue;
-                const int64_t at = position + t;
-                const bf16* from = block_at<bf16>(args, cache, row, at / args.block_size, head) + at % args.block_size * cache.token;
-                for (int d = 0; d < args.head_dim; ++d) to[d / 2 * 32 + t * 2 + d % 2] = from[d * cache.dim];
+        std::memset(to, 0, dim_steps * kTile * sizeof(bf16));
+        const int end = lesser(token + 16, int(range.end));
+        for (int t = greater(token, int(range.begin)), count; t < end; t += count) {
+            const int64_t block = (base + t) / args.block_size, offset = base + t - block * args.block_size;
+            const bf16* from = block_at<bf16>(args, cache, row, block, head) + offset * cache.token;
+            bf16* at = to + (t - token) * 2;
+            count = lesser(end - t, int(args.block_size - offset));
+            if (cache.pairs) {
+                const __mmask16 these = __mmask16(first_bits(count));
+                for (int d = 0; d < args.head_dim / 2; ++d, from += cache.dim, at += 32)
+                    _mm512_mask_storeu_epi32(at, these, _mm512_maskz_loadu_epi32(these, from));
+            } else {
+                for (int i = 0; i < count; ++i)
+                    for (int d = 0; d < args.head_dim; ++d) at[d / 2 * 32 + i * 2 + d % 2] = from[i * cache.token + d * cache.dim];
             }
         }
     }
 
-    // Values of 32 tokens from `base + token` on -> [16 dims][pair of tokens][dim][2]; 0 outside [begin, end).
-    void pack_values(int row, int head, int64_t base, int token, KeyRange range, bf16* to) const {
+    // Values of 32 tokens from `base + token` on -> [pair of tokens][padded][2], zeros outside `range` and beyond the head.
+    void copy_values(int row, int head, int64_t base, int token, KeyRange range, bf16* to) const {
         const CacheView& cache = args.value;
-        const bf16* from[32] = {};
-        const int begin = greater(token, int(range.begin)), end = lesser(token + 32, int(range.end));
-        int64_t block = (base + begin) / args.block_size, offset = base + begin - block * args.block_size;
-        for (int t = begin; t < end; ++block, offset = 0) {
-            const bf16* at = block_at<bf16>(args, cache, row, block, head) + offset * cache.token;
-            const int stop = int(lesser<int64_t>(end, t + args.block_size - offset));
-            for (; t < stop; ++t, at += cache.token) from[t - token] = at;
-        }
-        if (end - begin == 32 && cache.dim == 1 && args.head_dim % 16 == 0) {
-            for (int i = 0; i < 32; i += 2) {
-                for (int n = 0; n < dim_tiles; ++n)
-                    _mm512_storeu_si512(to + n * kTile + i * 16, in_turn(_mm256_loadu_si256((const __m256i*)(from[i] + n * 16)),
-                                                                         _mm256_loadu_si256((const __m256i*)(from[i + 1] + n * 16))));
+        if (!cache.pairs) {
+            std::memset(to, 0, dim_tiles * kTile * sizeof(bf16));
+            for (int t = greater(token, int(range.begin)); t < lesser(token + 32, int(range.end)); ++t) {
+                const int64_t block = (base + t) / args.block_size, offset = base + t - block * args.block_size;
+                const bf16* from = block_at<bf16>(args, cache, row, block, head) + offset * cache.token;
+                for (int d = 0; d < args.head_dim; ++d) to[(t - token) / 2 * 2 * padded + d * 2 + t % 2] = from[d * cache.dim];
             }
             return;
         }
-        for (int i = 0; i < 32; i += 2)
-            for (int n = 0; n < dim_tiles; ++n)
-                _mm512_storeu_si512(to + n * kTile + i * 16, in_turn(dims_of(from[i], n * 16), dims_of(from[i + 1], n * 16)));
+        const bf16* from = nullptr;
+        int64_t left = 0;  // pairs from `from` on in its block
+        for (int t = token; t < token + 32; t += 2, to += 2 * padded, --left, from += cache.token) {
+            constexpr __mmask32 kEven = 0x55555555;
+            const bool even = t >= range.begin && t < range.end, odd = t + 1 >= range.begin && t + 1 < range.end;
+            const __mmask32 tokens = (even ? kEven : 0) | (odd ? ~kEven : 0);
+            if (tokens && left <= 0) {
+                const int64_t block = (base + t) / args.block_size, offset = base + t - block * args.block_size;
+                from = block_at<bf16>(args, cache, row, block, head) + offset / 2 * cache.token;
+                left = (args.block_size - offset) / 2;
+            }
+            for (int d = 0; d < padded; d += 16)
+                _mm512_storeu_si512(to + 2 * d, _mm512_maskz_loadu_epi16(tokens & first_bits(2 * (args.head_dim - d)), from + 2 * d));
+        }
     }
 
-    INLINE __m256i dims_of(const bf16* from, int dim) const {
-        if (!from) return _mm256_setzero_si256();
-        const __mmask16 mask = __mmask16(first_bits(args.head_dim - dim));
-        if (args.value.dim == 1) return _mm256_maskz_loadu_epi16(mask, from + dim);
-        bf16 some[16] = {};
-        for (int d = dim; d < lesser(dim + 16, args.head_dim); ++d) some[d - dim] = from[d * args.value.dim];
-        return _mm256_loadu_si256((const __m256i*)some);
+    // Where the operands of a partition lie: keys of 16 tokens each, their tiles key_row bytes from row to row; steps of values.
+    struct Partition {
+        const char *keys[kPartition / 16], *values[kPartition / kPairStep];
+        int64_t key_row;
+    };
+
+    Partition locate(int row, int head, int64_t base, KeyRange all) const {
+        Partition at;
+        at.key_row = keys_in_place ? args.key.dim * 2 : 64;
+        const int begin = int(all.begin), end = int(all.end);
+        for (int s = begin / kPairStep; s * kPairStep < end; ++s) {
+            for (int g = 2 * s; g < 2 * s + 2; ++g) {
+                if (keys_in_place) {  // what lies outside the range needs a readable place
+                    const int64_t position = base + lesser(greater(g, begin / 16), (end - 1) / 16) * 16, block = position / args.block_size;
+                    at.keys[g] = (const char*)(block_at<bf16>(args, args.key, row, block, head) + position % args.block_size * 2);
+                } else {
+                    bf16* to = keys + g * dim_steps * kTile;
+                    copy_keys(row, head, base, g * 16, all, to);
+                    at.keys[g] = (const char*)to;
+                }
+            }
+            if (keys_in_place && tiles.count <= 2)
+                for (int g = 2 * s; g < 2 * s + 2; ++g)
+                    for (int d = 0; d < args.head_dim / 2; ++d) __builtin_prefetch(at.keys[g] + d * at.key_row);
+            const int token = s * kPairStep;
+            if (values_in_place && token >= begin && token + kPairStep <= end) {
+                const int64_t position = base + token, block = position / args.block_size;
+                at.values[s] = (const char*)(block_at<bf16>(args, args.value, row, block, head) +
+                                             position % args.block_size / 2 * args.value.token);
+            } else {
+                bf16* to = values + s * dim_tiles * kTile;
+                copy_values(row, head, base, token, all, to);
+                at.values[s] = (const char*)to;
+            }
+        }
+        return at;
     }
 
     template <class Emit> void partition(int64_t base, int h, const KeyRange* ranges, KeyRange all, Emit&& emit) const {
-        const int row = args.order[task.first].row, head = task.head + h;
-        const int first_step = int(all.begin) / 32, last_step = (int(all.end) + 31) / 32;
-        const int64_t key_tile = dim_steps * kTile, value_step = dim_tiles * kTile;
-        for (int s = first_step; s < last_step; ++s) {
-            pack_keys(row, head, base, s * 32, all, keys + 2 * s * key_tile);
-            pack_keys(row, head, base, s * 32 + 16, all, keys + (2 * s + 1) * key_tile);
-            pack_values(row, head, base, s * 32, all, values + s * value_step);
-        }
+        const Partition at = locate(args.order[task.first].row, task.head + h, base, all);
         for (int64_t tile = 0; tile < tiles.count; tile += 2) {
-            const bf16* q = queries + h * query_size() + tile * key_tile;
-            if (tile + 1 < tiles.count) rows_of<2>(q, tile, ranges, emit);
-            else rows_of<1>(q, tile, ranges, emit);
+            const bf16* q = queries + h * query_size() + tile * dim_steps * kTile;
+            if (tile + 1 < tiles.count) rows_of<2>(q, tile, at, ranges, emit);
+            else rows_of<1>(q, tile, at, ranges, emit);
         }
-    }
-
-    template <int M> void score_step(const bf16* q, int key) const {
-        const int64_t key_tile = dim_steps * kTile * 2;  // bytes
-        amx_product<M, 2>({(const char*)q, 64, kTile * 2, key_tile}, {(const char*)keys + key / 16 * key_tile, 64, kTile * 2, key_tile},
-                          dim_steps, scores + key, kRow, height);
     }
 
     // M tiles of rows from `tile` on.
-    template <int M, class Emit> void rows_of(const bf16* q, int64_t tile, const KeyRange* ranges, Emit&& emit) const {
-        const int64_t value_step = dim_tiles * kTile * 2;  // bytes
+    template <int M, class Emit>
+    void rows_of(const bf16* q, int64_t tile, const Partition& at, const KeyRange* ranges, Emit&& emit) const {
         const int first_row = int(tiles.begin(tile)), last_row = int(tiles.begin(tile + M)) - 1;
         const KeyRange span = span_of(ranges + first_row / group, last_row / group - first_row / group + 1);
         const int from = int(span.begin) / 32 * 32, until = (int(span.end) + 31) / 32 * 32;
-        for (int key = from; key < until; key += 32) score_step<M>(q, key);
+        const TileOperand query{(const char*)q, 64, kTile * 2, dim_steps * kTile * 2};
+        for (int key = from; key < until; key += 32) {
+            const char *first = at.keys[key / 16], *second = at.keys[key / 16 + 1];
+            const auto keys_at = [&](int s, int n) { return (n ? second : first) + s * 16 * at.key_row; };
+            amx_product<M, 2>(query, keys_at, at.key_row, dim_steps, scores + key, kRow, height);
+        }
         Softmax result[M][kTileHeight];
         {
             const FlushSubnormals rounding;
@@ -198,16 +212,17 @@ struct AmxPass {
                 const int first = int(tiles.begin(tile + m)), count = tiles.height(tile + m);
                 for (int r = 0; r < count; ++r) {
                     const KeyRange& own = ranges[(first + r) / group];
-                    result[m][r] = softmax_to_bf16<bf16>(scores + (m * height + r) * kRow, int(own.begin), int(own.end), from,
-                                                         until, args.scale, args.soft_cap);
+                    result[m][r] = softmax_to_bf16<bf16>(scores + (m * height + r) * kRow, int(own.begin), int(own.end), from, until,
+                                                   args.scale, args.soft_cap);
                 }
             }
         }
         const TileOperand weights{(const char*)scores + from * 2, kRow * 4, 64, height * kRow * 4};
         for (int n = 0; n < dim_tiles; n += 2) {
-            const TileOperand value{(const char*)values + from / 32 * value_step + n * kTile * 2, 64, value_step, kTile * 2};
-            if (n + 1 < dim_tiles) amx_product<M, 2>(weights, value, (until - from) / 32, part + n * 16, padded, height);
-            else amx_product<M, 1>(weights, value, (until - from) / 32, part + n * 16, padded, height);
+            const auto values_at = [&](int s, int tile) { return at.values[from / 32 + s] + (n + tile) * 64; };
+            const int steps = (until - from) / 32;
+            if (n + 1 < dim_tiles) amx_product<M, 2>(weights, values_at, padded * 4, steps, part + n * 16, padded, height);
+            else amx_product<M, 1>(weights, values_at, padded * 4, steps, part + n * 16, padded, height);
         }
         for (int m = 0; m < M; ++m)
             emit(int(tiles.begin(tile + m)), tiles.height(tile + m), result[m], part + m * height * padded);

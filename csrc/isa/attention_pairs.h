@@ -1,10 +1,11 @@
-// Sums as tiles take them, for bf16 queries and a bf16 cache: a tile product (TDPBF16PS) adds to each of its sums a step of 32
-// neighbouring k as two chains of multiply-adds from zero on, one over the even k and one over the odd, which are added to
-// each other and then to the sum; subnormal numbers are taken for zero throughout. The products are exact, so the same on
-// plain vectors in fp32 gives the same bits, and few rows need no tiles: they read keys and values where they lie.
+// The sums of tiles on plain vectors, for few bf16 queries and a bf16 cache in pairs. A tile product (TDPBF16PS) adds to each
+// of its sums a step of 32 neighbouring k as two chains of multiply-adds from zero on, one over the even k and one over the
+// odd, which are added to each other and then to the sum; subnormal numbers are taken for zero throughout. The products are
+// exact, so the same on vectors in fp32 gives the same bits: one vector of pairs holds a link of either chain. Few rows gain
+// nothing from tiles, and vectors read memory faster.
 
 constexpr int kPairStep = 32;
-constexpr int kPairRows = 6;  // the most (token, head) rows that gain nothing from tiles
+constexpr int kPairRows = 6;  // (token, head) rows at most
 
 struct FlushSubnormals {
     const unsigned before = _mm_getcsr();
@@ -12,94 +13,6 @@ struct FlushSubnormals {
     ~FlushSubnormals() { _mm_setcsr(before); }
     FlushSubnormals(const FlushSubnormals&) = delete;
 };
-
-// A step's end: its two chains are added to each other, and to the sums at `out`, which begin with the first step.
-template <int MR, int NV>
-INLINE void add_step(const F (&even)[MR][NV], const F (&odd)[MR][NV], float* out, int64_t row, bool first) {
-    for (int r = 0; r < MR; ++r)
-        for (int v = 0; v < NV; ++v) {
-            float* at = out + r * row + v * W;
-            store(at, (first ? zero() : load(at)) + (even[r][v] + odd[r][v]));
-        }
-}
-
-// As score_tile. A step's even dimensions come before its odd ones: the registers hold one chain of each sum.
-template <int MR, class T>
-void score_pairs(const float* q, const T* const* key, int64_t key_dim, int dims, float* scores) {
-    constexpr int NV = vectors_beside(MR);
-    const T *at[NV], *next[NV];
-    for (int v = 0; v < NV; ++v) {
-        at[v] = key[v];
-        next[v] = key[NV + v];
-    }
-    const bool shares_line = key_dim * sizeof(T) <= 32;  // an even dimension with the next one
-    for (int step = 0; step < dims; step += kPairStep) {
-        F chains[2][MR][NV];
-        const int stop = lesser(step + kPairStep, dims);
-        for (int odd = 0; odd < 2; ++odd) {
-            F acc[MR][NV];
-            for (int r = 0; r < MR; ++r)
-                for (int v = 0; v < NV; ++v) acc[r][v] = zero();
-            for (int d = step + odd; d < stop; d += 2) {
-                F k[NV];
-                for (int v = 0; v < NV; ++v) k[v] = load(at[v] + d * key_dim);
-                for (int v = 0; v < NV && (!odd || !shares_line); ++v) __builtin_prefetch(next[v] + d * key_dim);
-                for (int r = 0; r < MR; ++r) {
-                    const F x = broadcast(q[d * MR + r]);
-                    for (int v = 0; v < NV; ++v) acc[r][v] = fma(x, k[v], acc[r][v]);
-                }
-            }
-            for (int r = 0; r < MR; ++r)
-                for (int v = 0; v < NV; ++v) chains[odd][r][v] = acc[r][v];
-        }
-        add_step<MR, NV>(chains[0], chains[1], scores, kScoreRow, step == 0);
-    }
-}
-
-// As value_tile, a step's even keys before its odd ones.
-template <int MR, int NV, class T>
-void value_pairs(const float* weights, const Values<T>& values, int dim, int begin, int end, float* out, int64_t row) {
-    for (int step = begin / kPairStep * kPairStep; step < end; step += kPairStep) {
-        F chains[2][MR][NV];
-        const int from = greater(begin, step), until = lesser(end, step + kPairStep);
-        for (int odd = 0; odd < 2; ++odd) {
-            F acc[MR][NV];
-            for (int r = 0; r < MR; ++r)
-                for (int v = 0; v < NV; ++v) acc[r][v] = zero();
-            for (int key = from + ((from ^ odd) & 1); key < until;) {
-                const int block = key / values.tokens, stop = lesser(until, (block + 1) * values.tokens);
-                const int64_t offset = (key - block * values.tokens) * values.stride + dim;
-                const T *at = values.block[block] + offset, *next = values.block[block + 1] + offset;
-                for (; key < stop; key += 2, at += 2 * values.stride, next += 2 * values.stride) {
-                    for (int v = 0; v < NV; v += 4 / sizeof(T)) __builtin_prefetch(next + v * W);
-                    F x[NV];
-                    for (int v = 0; v < NV; ++v) x[v] = load(at + v * W);
-                    for (int r = 0; r < MR; ++r) {
-                        const F w = broadcast(weights[r * kScoreRow + key]);
-                        for (int v = 0; v < NV; ++v) acc[r][v] = fma(w, x[v], acc[r][v]);
-                    }
-                }
-            }
-            for (int r = 0; r < MR; ++r)
-                for (int v = 0; v < NV; ++v) chains[odd][r][v] = acc[r][v];
-        }
-        add_step<MR, NV>(chains[0], chains[1], out, row, step <= begin);
-    }
-}
-
-template <int MR, class T>
-void value_rows_of_pairs(const float* weights, const Values<T>& values, int dims, int begin, int end, float* out) {
-    constexpr int NV = vectors_beside(MR);
-    int dim = 0;
-    for (; dim + NV * W <= dims; dim += NV * W) value_pairs<MR, NV>(weights, values, dim, begin, end, out + dim, dims);
-    for (; dim < dims; dim += W) value_pairs<MR, 1>(weights, values, dim, begin, end, out + dim, dims);
-}
-
-template <class T, int... R> const TileKernels<T>& pair_kernels(int rows, Sequence<R...>) {
-    static constexpr TileKernels<T> table[] = {
-        {score_pairs<R + 1, T>, value_rows_of_pairs<R + 1, T>, vectors_beside(R + 1)}...};
-    return table[rows - 1];
-}
 
 // 2^x for x <= 0 (relative error below 3e-6), exactly 0 below 2^-126 where subnormal numbers are flushed.
 INLINE F exp2_nonpositive(F x) {
@@ -162,13 +75,193 @@ template <class O> INLINE Softmax softmax_to_bf16(float* s, int begin, int end, 
     return begin < end ? Softmax{top * natural, sum(even + odd)} : Softmax{-kInf, 0.0f};
 }
 
-struct PairSums {
-    using Rounding = FlushSubnormals;
-    static constexpr int kRows = kPairRows, kMostRows = kPairRows;
+// The two chains of a step, for MR rows and NV vectors.
+template <int MR, int NV> struct PairChains {
+    F even[MR][NV], odd[MR][NV];
 
-    template <class E> static const TileKernels<E>& kernels(int rows) { return pair_kernels<E>(rows, Upto<kRows>{}); }
-    static float query_factor(const AttentionArgs&) { return 1.0f; }
-    static Softmax weigh(const AttentionArgs& args, float* scores, const KeyRange& own, int from, int until, const TokenScales*) {
-        return softmax_to_bf16<float>(scores, int(own.begin), int(own.end), from, until, args.scale, args.soft_cap);
+    INLINE PairChains() {
+        for (int r = 0; r < MR; ++r)
+            for (int v = 0; v < NV; ++v) even[r][v] = odd[r][v] = zero();
+    }
+    // Vectors of pairs `at`, `stride` elements apart, times each row's factors x[r * row] and x[r * row + next].
+    template <class At> INLINE void add(const At& at, const float* x, int64_t row, int64_t next, bool first, bool second) {
+        for (int v = 0; v < NV; ++v) {
+            F e, o;
+            load_pairs(at(v), e, o);
+            for (int r = 0; r < MR && first; ++r) even[r][v] = fma(broadcast(x[r * row]), e, even[r][v]);
+            for (int r = 0; r < MR && second; ++r) odd[r][v] = fma(broadcast(x[r * row + next]), o, odd[r][v]);
+        }
+    }
+    // A step's end: its chains are added to each other, and to the sums at `out`, which begin with the first step.
+    INLINE void end(float* out, int64_t row, bool first) const {
+        for (int r = 0; r < MR; ++r)
+            for (int v = 0; v < NV; ++v) {
+                float* at = out + r * row + v * W;
+                store(at, (first ? zero() : load(at)) + (even[r][v] + odd[r][v]));
+            }
+    }
+};
+
+constexpr int pair_vectors(int rows) { return rows <= 3 ? 4 : 2; }
+
+// A partition's keys and values as they are read: pieces of 16 tokens, first the keys', then the values', then the keys that
+// the task reads next. Memory is slower than the products, so each piece is fetched a constant number of pieces ahead.
+struct PairPieces {
+    static constexpr int kMost = kPartition / W, kAhead = 6;
+
+    const bf16* at[2 * kMost + kAhead];
+    int count, lines;  // of keys, as many of values; of a piece
+    int64_t key_row, value_row;  // from one pair of dimensions, of tokens, to the next
+
+    const bf16* key(int i) const { return at[i]; }
+    const bf16* value(int i) const { return at[count + i]; }
+    INLINE void fetch(int piece, int line) const {
+        const bool values = piece >= count && piece < 2 * count;
+        __builtin_prefetch(at[piece] + line * (values ? 32 : key_row));
+    }
+    INLINE void fetch(int piece) const {
+        for (int line = 0; line < lines; ++line) fetch(piece, line);
+    }
+};
+
+// scores [MR][kScoreRow] = q [dims][MR] · NV pieces of keys from piece `piece` on.
+template <int MR> void score_pairs(const float* q, const PairPieces& pieces, int piece, int dims, float* scores) {
+    constexpr int NV = pair_vectors(MR);
+    const bf16 *at[NV], *ahead[NV];
+    int64_t ahead_row[NV];
+    for (int v = 0; v < NV; ++v) {
+        const int own = lesser(piece + v, pieces.count - 1), then = own + PairPieces::kAhead;
+        at[v] = pieces.key(own);
+        ahead[v] = pieces.at[then];
+        ahead_row[v] = then < pieces.count || then >= 2 * pieces.count ? pieces.key_row : 32;
+    }
+    for (int step = 0; step < dims; step += kPairStep) {
+        PairChains<MR, NV> chains;
+        for (int d = step; d < lesser(step + kPairStep, dims); d += 2) {
+            const int64_t offset = d / 2 * pieces.key_row;
+            chains.add([&](int v) { return at[v] + offset; }, q + d * MR, 1, MR, true, true);
+            for (int v = 0; v < NV; ++v) __builtin_prefetch(ahead[v] + d / 2 * ahead_row[v]);
+        }
+        chains.end(scores, kScoreRow, step == 0);
+    }
+}
+
+// out [MR][row] = sum over keys begin .. end - 1 of weights [MR][kScoreRow] * NV vectors of values from dimension `dim` on.
+template <int MR, int NV>
+void value_pairs(const float* weights, const PairPieces& pieces, int dim, int begin, int end, float* out, int64_t row) {
+    const int first_piece = begin / W;
+    for (int step = begin / kPairStep * kPairStep; step < end; step += kPairStep) {
+        PairChains<MR, NV> chains;
+        const int until = lesser(end, step + kPairStep);
+        for (int key = greater(begin, step); key < until;) {
+            const int piece = key / W - first_piece, stop = lesser(until, key / W * W + W), in_piece = key % W / 2;
+            const int then = lesser(pieces.count + piece + PairPieces::kAhead + MR, 2 * pieces.count + PairPieces::kAhead - 1);
+            const int64_t ahead_row = then < 2 * pieces.count ? 32 : pieces.key_row;
+            const bf16 *at = pieces.value(piece) + in_piece * pieces.value_row + dim * 2;
+            const bf16* ahead = pieces.at[then] + (in_piece * (pieces.lines / 8) + dim / W) * ahead_row;
+            auto add = [&](bool first, bool second) __attribute__((always_inline)) {
+                for (int v = 0; v < NV; ++v) __builtin_prefetch(ahead + v * ahead_row);
+                chains.add([&](int v) { return at + v * 2 * W; }, weights + key / 2 * 2, kScoreRow, 1, first, second);
+                at += pieces.value_row;
+                ahead += pieces.lines / 8 * ahead_row;
+                key += first + second;
+            };
+            if (key % 2) add(false, true);
+            while (key + 2 <= stop) add(true, true);
+            if (key < stop) add(true, false);
+        }
+        chains.end(out, row, step <= begin);
+    }
+}
+
+template <int MR> void value_rows_of_pairs(const float* weights, const PairPieces& pieces, int dims, int begin, int end, float* out) {
+    constexpr int NV = pair_vectors(MR);
+    int dim = 0;
+    for (; dim + NV * W <= dims; dim += NV * W) value_pairs<MR, NV>(weights, pieces, dim, begin, end, out + dim, dims);
+    for (; dim < dims; dim += W) value_pairs<MR, 1>(weights, pieces, dim, begin, end, out + dim, dims);
+}
+
+struct PairPass {
+    static constexpr int kRows = kPairRows;
+
+    const AttentionArgs& args;
+    const AttentionTask& task;
+    const int group, padded, rows;
+    float *queries = nullptr, *scores, *part;
+
+    // Whether keys and values can be read where they lie.
+    static bool takes(const AttentionArgs& args) {
+        return args.key.pairs && args.value.pairs && args.block_size % W == 0 && args.head_dim % W == 0;
+    }
+
+    PairPass(const AttentionArgs& args, const AttentionTask& task, int padded)
+        : args(args), task(task), group(args.heads / args.kv_heads), padded(padded), rows(task.tokens * group) {}
+
+    int64_t scratch_size() const { return rows * (int64_t(task.heads) * args.head_dim + kScoreRow + padded); }
+
+    void begin(float* memory) {
+        queries = memory;
+        scores = queries + int64_t(task.heads) * rows * args.head_dim;
+        part = scores + rows * kScoreRow;
+        for (int h = 0; h < task.heads; ++h)
+            for (int r = 0; r < rows; ++r) {
+                const bf16* q = (const bf16*)args.query + args.order[task.first + r / group].token * args.query_token +
+                                ((task.head + h) * group + r % group) * args.query_head;
+                for (int d = 0; d < args.head_dim; ++d) queries[(h * int64_t(args.head_dim) + d) * rows + r] = widen_one(q + d);
+            }
+    }
+
+    // As of VectorPass.
+    template <class Emit> void partition(int64_t base, int h, const KeyRange* ranges, KeyRange all, Emit&& emit) const {
+        with_rows(Upto<kPairRows>{}, [&](auto count) {
+            constexpr int MR = decltype(count)::value;
+            const int from = int(all.begin), until = int(all.end);
+            PairPieces pieces;
+            locate(base, h, from, until, pieces);
+            const float* q = queries + h * int64_t(args.head_dim) * MR;
+            Softmax result[MR];
+            {
+                const FlushSubnormals rounding;
+                for (int i = 0; i < pieces.count; i += pair_vectors(MR))
+                    score_pairs<MR>(q, pieces, i, args.head_dim, scores + from / W * W + i * W);
+                for (int r = 0; r < MR; ++r) {
+                    const KeyRange& own = ranges[r / group];
+                    pieces.fetch(lesser(pieces.count + PairPieces::kAhead + r, 2 * pieces.count + PairPieces::kAhead - 1));
+                    result[r] = softmax_to_bf16<float>(scores + r * kScoreRow, int(own.begin), int(own.end), from, until, args.scale,
+                                                       args.soft_cap);
+                }
+                value_rows_of_pairs<MR>(scores, pieces, padded, from, until, part);
+            }
+            emit(0, MR, result, part);
+        });
+    }
+
+    void locate(int64_t base, int h, int from, int until, PairPieces& pieces) const {
+        const int row = args.order[task.first].row, first = from / W, size = args.block_size;
+        pieces.count = (until + W - 1) / W - first;
+        pieces.lines = args.head_dim / 2;
+        pieces.key_row = args.key.dim;
+        pieces.value_row = args.value.token;
+        const auto key = [&](int64_t token, int head) {
+            return block_at<bf16>(args, args.key, row, token / size, head) + token % size * 2;
+        };
+        for (int i = 0; i < pieces.count; ++i) {
+            const int64_t token = base + (first + i) * W;
+            pieces.at[i] = key(token, task.head + h);
+            pieces.at[pieces.count + i] =
+                block_at<bf16>(args, args.value, row, token / size, task.head + h) + token % size / 2 * args.value.token;
+        }
+        // The next head's, or the next partition's; at the end of the task, what is there.
+        const bool more_heads = h + 1 < task.heads, more = more_heads || base + kPartition < task.part_end * kPartition;
+        const int64_t next = more_heads ? base + first * W : base + kPartition;
+        const int64_t last = lesser<int64_t>(task.part_end * kPartition, args.context_lens[row]) - 1;
+        for (int i = 0; i < PairPieces::kAhead; ++i)
+            pieces.at[2 * pieces.count + i] =
+                more ? key(lesser(next + i * W, last / W * W), task.head + (more_heads ? h + 1 : 0)) : pieces.at[pieces.count];
+    }
+
+    template <int N> struct Count { static constexpr int value = N; };
+    template <int... R, class Body> void with_rows(Sequence<R...>, Body&& body) const {
+        ((rows == R + 1 ? body(Count<R + 1>{}) : void()), ...);
     }
 };

@@ -15,8 +15,14 @@ constexpr int vectors_beside(int rows) { return rows <= 2 ? 4 : 2; }
 // the hardware starts anew at each page.
 constexpr bool reads_ahead(int rows) { return vectors_beside(rows) == 4; }
 
-// scores [MR][kScoreRow] = q [dims][MR] · NV vectors of W keys; vector v of dimension d lies at key[v] + d * key_dim. As many
-// vectors more are fetched: they have to be somewhere.
+// How many elements lie side by side in what is read in place: bf16 is read in pairs, other dtypes one by one.
+template <class T> constexpr int kSideBySide = 1;
+template <> constexpr int kSideBySide<bf16> = 2;
+template <class T> INLINE void load_each(const T* p, F (&x)[1]) { x[0] = load(p); }
+INLINE void load_each(const bf16* p, F (&x)[2]) { load_pairs(p, x[0], x[1]); }
+
+// scores [MR][kScoreRow] = q [dims][MR] · NV vectors of W keys; vector v of dimension d, or of a pair of dimensions, lies at
+// key[v] + d * key_dim. As many vectors more are fetched: they have to be somewhere.
 template <int MR, class T>
 void score_tile(const float* q, const T* const* key, int64_t key_dim, int dims, float* scores) {
     constexpr int NV = vectors_beside(MR);
@@ -28,21 +34,23 @@ void score_tile(const float* q, const T* const* key, int64_t key_dim, int dims, 
         at[v] = key[v];
         next[v] = key[NV + v];
     }
-    for (int d = 0; d < dims; ++d) {
-        F k[NV];
-        for (int v = 0; v < NV; ++v) k[v] = load(at[v] + d * key_dim);
+    constexpr int P = kSideBySide<T>;
+    for (int d = 0; d < dims / P; ++d, q += P * MR) {
+        F k[NV][P];
+        for (int v = 0; v < NV; ++v) load_each(at[v] + d * key_dim, k[v]);
         for (int v = 0; v < NV && reads_ahead(MR); ++v) __builtin_prefetch(next[v] + d * key_dim);
-        for (int r = 0; r < MR; ++r) {
-            const F x = broadcast(q[d * MR + r]);
-            for (int v = 0; v < NV; ++v) acc[r][v] = fma(x, k[v], acc[r][v]);
-        }
+        for (int p = 0; p < P; ++p)
+            for (int r = 0; r < MR; ++r) {
+                const F x = broadcast(q[p * MR + r]);
+                for (int v = 0; v < NV; ++v) acc[r][v] = fma(x, k[v][p], acc[r][v]);
+            }
     }
     for (int r = 0; r < MR; ++r)
         for (int v = 0; v < NV; ++v) store(scores + r * kScoreRow + v * W, acc[r][v]);
 }
 
-// Where a partition's values lie: token t of the partition at block[t / tokens] + t % tokens * stride. The last block is
-// followed by another, to fetch.
+// Where a partition's values lie: token t of the partition at block[t / tokens] + t % tokens * stride; in pairs, token t and
+// the next one at block[t / tokens] + t % tokens / 2 * stride. The last block is followed by another, to fetch.
 template <class T> struct Values {
     const T* block[kPartition / 8 + 1];
     int64_t stride;
@@ -58,17 +66,27 @@ void value_tile(const float* weights, const Values<T>& values, int dim, int begi
     for (int key = begin; key < end;) {
         const int block = key / values.tokens;
         const int stop = lesser(end, (block + 1) * values.tokens);
-        const int64_t offset = (key - block * values.tokens) * values.stride + dim;
+        constexpr int P = kSideBySide<T>;
+        const int64_t offset = (key - block * values.tokens) / P * values.stride + dim * P;
         const T *at = values.block[block] + offset, *next = values.block[block + 1] + offset;
-        for (; key < stop; ++key, at += values.stride, next += values.stride) {
-            for (int v = 0; v < NV && reads_ahead(MR); v += 4 / sizeof(T)) __builtin_prefetch(next + v * W);
-            F x[NV];
-            for (int v = 0; v < NV; ++v) x[v] = load(at + v * W);
-            for (int r = 0; r < MR; ++r) {
-                const F w = broadcast(weights[r * kScoreRow + key]);
-                for (int v = 0; v < NV; ++v) acc[r][v] = fma(w, x[v], acc[r][v]);
-            }
+        // Keys [first, last) of those that lie side by side: what lies outside a range may be NaN.
+        auto add = [&](int first, int last) __attribute__((always_inline)) {
+            F x[NV][P];
+            for (int v = 0; v < NV; ++v) load_each(at + v * W * P, x[v]);
+            for (int p = first; p < last; ++p, ++key)
+                for (int r = 0; r < MR; ++r) {
+                    const F w = broadcast(weights[r * kScoreRow + key]);
+                    for (int v = 0; v < NV; ++v) acc[r][v] = fma(w, x[v][p], acc[r][v]);
+                }
+            at += values.stride;
+            next += values.stride;
+        };
+        if (key % P) add(1, P);
+        while (key + P <= stop) {
+            for (int v = 0; v < NV && reads_ahead(MR); v += 4 / (P * sizeof(T))) __builtin_prefetch(next + v * W * P);
+            add(0, P);
         }
+        if (key < stop) add(0, 1);
     }
     for (int r = 0; r < MR; ++r)
         for (int v = 0; v < NV; ++v) store(out + r * row + v * W, acc[r][v]);

@@ -1,19 +1,21 @@
-// How the pass below takes its sums: each as one chain of multiply-adds.
-struct ChainSums {
-    struct Rounding {};
-    static constexpr int kRows = kTileRows, kMostRows = kTaskRows;  // in registers; of a task
-
-    template <class E> static const TileKernels<E>& kernels(int rows) { return tile_kernels<E>(rows, Upto<kRows>{}); }
-    static float query_factor(const AttentionArgs& args) { return args.scale; }
-    static Softmax weigh(const AttentionArgs& args, float* scores, const KeyRange& own, int from, int until,
-                         const TokenScales* scales) {
-        return softmax(scores, int(own.begin), int(own.end), from, until, args.soft_cap, scales);
+// Where keys [begin, end) of a partition, by vectors, and its values lie in the cache.
+template <class T>
+void locate_in_place(const AttentionArgs& args, int row, int head, int64_t base, int begin, int end, const T** keys, Values<T>& values) {
+    const int first = begin / W, last = (end + W - 1) / W;
+    for (int v = first; v < last + 8; ++v) {
+        const int64_t token = base + lesser(v, last - 1) * W;  // beyond the range: any readable place
+        keys[v] = block_at<T>(args, args.key, row, token / args.block_size, head) + token % args.block_size * args.key.token;
     }
-};
+    values.stride = args.value.token;
+    values.tokens = lesser(args.block_size, kPartition);
+    int b = begin / values.tokens;
+    for (; b * values.tokens < end; ++b) values.block[b] = block_at<T>(args, args.value, row, base / values.tokens + b, head);
+    values.block[b] = values.block[b - 1];
+}
 
-// The pass over a partition on plain vectors, in fp32 whatever the dtype of the cache.
-template <class T, class Sums = ChainSums> struct VectorPass {
-    static constexpr int kRows = Sums::kMostRows;
+// The pass over a partition on plain vectors, in fp32 whatever the dtype of the cache; each sum is one chain of multiply-adds.
+template <class T> struct VectorPass {
+    static constexpr int kRows = kTaskRows, kSide = kSideBySide<T>;
 
     const AttentionArgs& args;
     const AttentionTask& task;
@@ -24,30 +26,29 @@ template <class T, class Sums = ChainSums> struct VectorPass {
     float *queries = nullptr, *scores, *part, *wide_keys, *wide_values;
 
     VectorPass(const AttentionArgs& args, const AttentionTask& task, int padded)
-        : args(args), task(task), group(args.heads / args.kv_heads), padded(padded), tiles(task.tokens * group, Sums::kRows),
+        : args(args), task(task), group(args.heads / args.kv_heads), padded(padded), tiles(task.tokens * group, kTileRows),
           query_size(int64_t(task.tokens) * group * args.head_dim) {
         // Whether key vectors, and values, can be read where they lie.
-        const bool direct_keys = args.key.token == 1 && args.block_size % W == 0;
-        const bool direct_values = args.value.dim == 1 && args.head_dim % W == 0;
+        const bool direct_keys = args.key.pairs == (kSide == 2) && args.key.token == kSide && args.block_size % W == 0;
+        const bool direct_values = args.value.pairs == (kSide == 2) && args.value.dim == kSide && args.head_dim % W == 0;
         widen = !direct_keys || !direct_values || (sizeof(T) < 4 && tiles.count > 2);
     }
 
     int64_t scratch_size() const {
-        return task.heads * query_size + Sums::kRows * (kScoreRow + padded) +
+        return task.heads * query_size + kTileRows * (kScoreRow + padded) +
                (widen ? kPartition * int64_t(args.head_dim + padded) + 8 * W : 0);
     }
 
     void begin(float* memory) {
         queries = memory;
         scores = queries + task.heads * query_size;
-        part = scores + Sums::kRows * kScoreRow;
-        wide_keys = part + Sums::kRows * padded;
+        part = scores + kTileRows * kScoreRow;
+        wide_keys = part + kTileRows * padded;
         wide_values = wide_keys + kPartition * args.head_dim + 8 * W;
         for (int h = 0; h < task.heads; ++h) pack_query(task.head + h, queries + h * query_size);
     }
 
     void pack_query(int head, float* out) const {
-        const float factor = Sums::query_factor(args);
         with_type(args.query_type, [&](auto* t) {
             using Q = Pointee<decltype(t)>;
             for (int64_t tile = 0; tile < tiles.count; ++tile) {
@@ -57,7 +58,7 @@ template <class T, class Sums = ChainSums> struct VectorPass {
                     const int64_t i = tiles.begin(tile) + r;
                     const Q* q = (const Q*)args.query + args.order[task.first + i / group].token * args.query_token +
                                  (head * group + i % group) * args.query_head;
-                    for (int d = 0; d < args.head_dim; ++d) to[d * height + r] = widen_one(q + d) * factor;
+                    for (int d = 0; d < args.head_dim; ++d) to[d * height + r] = widen_one(q + d) * args.scale;
                 }
             }
         });
@@ -76,14 +77,15 @@ template <class T, class Sums = ChainSums> struct VectorPass {
         }
         if (widen) {
             const float* keys[kPartition / W + 8];
-            widen_partition(row, head, base, int(all.begin), int(all.end));
+            widen_keys(row, head, base, int(all.begin), int(all.end));
+            widen_values(row, head, base, int(all.begin), int(all.end));
             const int last = (int(all.end) + W - 1) / W;
             for (int v = int(all.begin) / W; v < last + 8; ++v) keys[v] = wide_keys + lesser(v, last - 1) * W;
             tile_rows<float>(q, ranges, keys, kPartition, {{wide_values, wide_values}, padded, kPartition}, scales, emit);
         } else {
             const T* keys[kPartition / W + 8];
             Values<T> values;
-            locate(row, head, base, int(all.begin), int(all.end), keys, values);
+            locate_in_place(args, row, head, base, int(all.begin), int(all.end), keys, values);
             tile_rows<T>(q, ranges, keys, args.key.dim, values, scales, emit);
         }
     }
@@ -95,60 +97,80 @@ template <class T, class Sums = ChainSums> struct VectorPass {
             const int height = tiles.height(tile), first_row = int(tiles.begin(tile));
             const KeyRange span = span_of(ranges + first_row / group, (first_row + height - 1) / group - first_row / group + 1);
             const int from = int(span.begin), until = int(span.end);
-            const TileKernels<E>& run = Sums::template kernels<E>(height);
-            Softmax result[Sums::kRows];
-            {
-                [[maybe_unused]] const typename Sums::Rounding rounding;
-                for (int v = from / W; v * W < until; v += run.vectors)
-                    run.score(q + first_row * args.head_dim, keys + v, key_dim, args.head_dim, scores + v * W);
-                for (int r = 0; r < height; ++r)
-                    result[r] = Sums::weigh(args, scores + r * kScoreRow, ranges[(first_row + r) / group], from, until, scales);
-                if (from < until) run.value(scores, values, padded, from, until, part);
+            const TileKernels<E>& run = tile_kernels<E>(height, Upto<kTileRows>{});
+            Softmax result[kTileRows];
+            for (int v = from / W; v * W < until; v += run.vectors)
+                run.score(q + first_row * args.head_dim, keys + v, key_dim, args.head_dim, scores + v * W);
+            for (int r = 0; r < height; ++r) {
+                const KeyRange& own = ranges[(first_row + r) / group];
+                result[r] = softmax(scores + r * kScoreRow, int(own.begin), int(own.end), from, until, args.soft_cap, scales);
             }
+            if (from < until) run.value(scores, values, padded, from, until, part);
             emit(first_row, height, result, part);
         }
     }
 
-    // Keys [begin, end) of a partition as fp32 [dim][kPartition], values as fp32 [kPartition][padded], to scratch.
-    void widen_partition(int row, int head, int64_t base, int begin, int end) const {
+    // body(block, offset in it, first token, tokens) for the pieces of blocks that hold keys [begin, end) of a partition.
+    template <class Body> void for_pieces(int64_t base, int begin, int end, Body&& body) const {
         const int size = args.block_size;
         for (int token = begin; token < end;) {
             const int64_t block = (base + token) / size;
             const int offset = int(base + token - block * size), count = lesser(size - offset, end - token);
-            const T* k = block_at<T>(args, args.key, row, block, head) + offset * args.key.token;
-            const T* v = block_at<T>(args, args.value, row, block, head) + offset * args.value.token;
-            for (int d = 0; d < args.head_dim; ++d) {
-                const T* from = k + d * args.key.dim;
-                float* to = wide_keys + d * kPartition + token;
-                int i = 0;
-                if (args.key.token == 1)
-                    for (; i + W <= count; i += W) store(to + i, load(from + i));
-                for (; i < count; ++i) to[i] = widen_one(from + i * args.key.token);
-            }
-            for (int i = 0; i < count; ++i) {
-                const T* from = v + i * args.value.token;
-                float* to = wide_values + (token + i) * padded;
-                int d = 0;
-                if (args.value.dim == 1)
-                    for (; d + W <= args.head_dim; d += W) store(to + d, load(from + d));
-                for (; d < args.head_dim; ++d) to[d] = widen_one(from + d * args.value.dim);
-                for (; d < padded; ++d) to[d] = 0.0f;
-            }
+            body(block, offset, token, count);
             token += count;
         }
     }
 
-    void locate(int row, int head, int64_t base, int begin, int end, const T** keys, Values<T>& values) const {
-        const int first = begin / W, last = (end + W - 1) / W;
-        for (int v = first; v < last + 8; ++v) {
-            const int64_t token = base + lesser(v, last - 1) * W;  // beyond the range: any readable place
-            keys[v] = block_at<T>(args, args.key, row, token / args.block_size, head) + token % args.block_size;
-        }
-        values.stride = args.value.token;
-        values.tokens = lesser(args.block_size, kPartition);
-        int b = begin / values.tokens;
-        for (; b * values.tokens < end; ++b) values.block[b] = block_at<T>(args, args.value, row, base / values.tokens + b, head);
-        values.block[b] = values.block[b - 1];
+    // Keys [begin, end) of a partition as fp32 [dim][kPartition], to scratch.
+    void widen_keys(int row, int head, int64_t base, int begin, int end) const {
+        const CacheView& cache = args.key;
+        for_pieces(base, begin, end, [&](int64_t block, int offset, int token, int count) {
+            const T* k = block_at<T>(args, cache, row, block, head) + offset * cache.token;
+            for (int d = 0; d < args.head_dim; ++d) {
+                const T* from = cache.pairs ? k + d / 2 * cache.dim + d % 2 : k + d * cache.dim;
+                float* to = wide_keys + d * kPartition + token;
+                int i = 0;
+                if constexpr (kSide == 2) {
+                    if (cache.pairs && d % 2 == 0) {
+                        for (; i + W <= count; i += W) {
+                            F even, odd;
+                            load_pairs(from + 2 * i, even, odd);
+                            store(to + i, even);
+                            store(to + kPartition + i, odd);
+                        }
+                    } else if (cache.pairs) {
+                        i = count / W * W;
+                    }
+                }
+                if (cache.token == 1)
+                    for (; i + W <= count; i += W) store(to + i, load(from + i));
+                for (; i < count; ++i) to[i] = widen_one(from + i * cache.token);
+            }
+        });
+    }
+
+    // Values [begin, end) of a partition as fp32 [kPartition][padded], to scratch.
+    void widen_values(int row, int head, int64_t base, int begin, int end) const {
+        const CacheView& cache = args.value;
+        for_pieces(base, begin, end, [&](int64_t block, int offset, int token, int count) {
+            const T* v = block_at<T>(args, cache, row, block, head);
+            for (int i = offset; i < offset + count; ++i) {
+                const T* from = cache.pairs ? v + i / 2 * cache.token + i % 2 : v + i * cache.token;
+                float* to = wide_values + (token + i - offset) * padded;
+                int d = 0;
+                if constexpr (kSide == 2) {
+                    for (; cache.pairs && d + W <= args.head_dim; d += W) {
+                        F each[2];
+                        load_pairs(from - i % 2 + 2 * d, each[0], each[1]);
+                        store(to + d, each[i % 2]);
+                    }
+                }
+                if (cache.dim == 1)
+                    for (; d + W <= args.head_dim; d += W) store(to + d, load(from + d));
+                for (; d < args.head_dim; ++d) to[d] = widen_one(from + d * cache.dim);
+                for (; d < padded; ++d) to[d] = 0.0f;
+            }
+        });
     }
 
     void load_scales(int row, int head, int64_t base, int begin, int end, TokenScales& to) const {

@@ -1,6 +1,36 @@
 // Keys and values to their slots, and what lies between a layer's joined projection and attention.
 
-// One head of keys or values to its slot, any layout.
+// A key's head in pairs of dimensions, `stride` apart.
+template <class S> INLINE void write_key_pairs(const S* from, bf16* to, int64_t stride, int head_dim) {
+    int d = 0;
+    for (; d + W <= head_dim; d += W) {
+        bf16 lanes[W];
+        store(lanes, load(from + d));
+        for (int i = 0; i < W; i += 2) std::memcpy(to + (d + i) / 2 * stride, lanes + i, 2 * sizeof(bf16));
+    }
+    for (; d < head_dim; ++d) narrow_one(to + d / 2 * stride + d % 2, widen_one(from + d));
+}
+
+// The heads of two neighbouring tokens' values, side by side.
+template <class S> INLINE void write_value_pairs(const S* even, const S* odd, bf16* to, int head_dim) {
+    int d = 0;
+    for (; d + W <= head_dim; d += W) {
+        bf16 first[W], second[W], lanes[2 * W];
+        store(first, load(even + d));
+        store(second, load(odd + d));
+        for (int i = 0; i < W; ++i) {
+            lanes[2 * i] = first[i];
+            lanes[2 * i + 1] = second[i];
+        }
+        std::memcpy(to + 2 * d, lanes, sizeof lanes);
+    }
+    for (; d < head_dim; ++d) {
+        narrow_one(to + 2 * d, widen_one(even + d));
+        narrow_one(to + 2 * d + 1, widen_one(odd + d));
+    }
+}
+
+// One head of keys or values to its slot, any other layout.
 template <class S, class T> INLINE void write_head(const S* from, T* to, int64_t stride, int head_dim) {
     int d = 0;
     if (stride == 1)
@@ -36,11 +66,26 @@ template <class S> INLINE float write_scaled(const S* from, int8_t* to, int64_t 
     return usable ? largest / 127.0f : finite ? 0.0f : __builtin_nanf("");
 }
 
+// A token's key, and its value; where the token before or after it shares the value's pair, the first writes both.
+template <class S> INLINE void write_token_pairs(const WriteArgs& args, int64_t token, int64_t frame, int64_t offset) {
+    const int64_t* slot = args.slots + token;
+    const bool odd = offset % 2, with_next = !odd && token + 1 < args.tokens && slot[1] == slot[0] + 1;
+    const bool done = odd && token > 0 && slot[-1] == slot[0] - 1;
+    const CacheView &k = args.key_cache, &v = args.value_cache;
+    for (int head = 0; head < args.kv_heads; ++head) {
+        bf16* keys = (bf16*)k.data + frame * k.frame + head * k.head + offset * k.token;
+        bf16* values = (bf16*)v.data + frame * v.frame + head * v.head + offset / 2 * v.token;
+        const S* value = (const S*)args.value + token * args.value_token + head * args.value_head;
+        write_key_pairs((const S*)args.key + token * args.key_token + head * args.key_head, keys, k.dim, args.head_dim);
+        if (with_next) write_value_pairs(value, value + args.value_token, values, args.head_dim);
+        else if (!done) write_head(value, values + odd, v.dim, args.head_dim);
+    }
+}
+
 template <class S, class T> INLINE void write_token(const WriteArgs& args, int64_t token) {
     const int64_t slot = args.slots[token];
     if (slot < 0) return;
     const int64_t frame = slot / args.block_size, offset = slot % args.block_size;
-    const CacheView &k = args.key_cache, &v = args.value_cache;
     auto write = [&](const S* from, const CacheView& cache, int head) __attribute__((always_inline)) {
         T* to = (T*)cache.data + frame * cache.frame + head * cache.head + offset * cache.token;
         if constexpr (sizeof(T) == 1)
@@ -48,9 +93,12 @@ template <class S, class T> INLINE void write_token(const WriteArgs& args, int64
                 write_scaled(from, to, cache.dim, args.head_dim);
         else write_head(from, to, cache.dim, args.head_dim);
     };
+    if constexpr (kSideBySide<T> == 2) {
+        if (args.key_cache.pairs) return write_token_pairs<S>(args, token, frame, offset);
+    }
     for (int head = 0; head < args.kv_heads; ++head) {
-        write((const S*)args.key + token * args.key_token + head * args.key_head, k, head);
-        write((const S*)args.value + token * args.value_token + head * args.value_head, v, head);
+        write((const S*)args.key + token * args.key_token + head * args.key_head, args.key_cache, head);
+        write((const S*)args.value + token * args.value_token + head * args.value_head, args.value_cache, head);
     }
 }
 

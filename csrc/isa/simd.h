@@ -1,6 +1,6 @@
 // One vector type `F` of W floats per instruction set, and the few operations the kernels need. Included once per
 // translation unit inside an anonymous namespace, so that no code of one instruction set is ever linked into another.
-// int8 is rounded to nearest, of magnitudes up to 127. fma() is one rounding where the hardware has it; the compiler contracts nothing by itself (-ffp-contract=off).
+// load_pairs takes the first and the second of W pairs. int8 is rounded to nearest, of magnitudes up to 127. fma() is one rounding where the hardware has it; the compiler contracts nothing by itself (-ffp-contract=off).
 #define INLINE inline __attribute__((always_inline))
 
 struct bf16 { uint16_t bits; };
@@ -22,6 +22,11 @@ INLINE F load(const float* p) { return {_mm512_loadu_ps(p)}; }
 INLINE F load(const bf16* p) {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
     return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
+}
+INLINE void load_pairs(const bf16* p, F& even, F& odd) {
+    const __m512i both = _mm512_loadu_si512(p);
+    even = {_mm512_castsi512_ps(_mm512_slli_epi32(both, 16))};
+    odd = {_mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000u))))};
 }
 INLINE F load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
 INLINE F load(const int8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
@@ -75,6 +80,11 @@ INLINE F load(const bf16* p) {
     __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
     return {_mm256_castsi256_ps(_mm256_slli_epi32(wide, 16))};
 }
+INLINE void load_pairs(const bf16* p, F& even, F& odd) {
+    const __m256i both = _mm256_loadu_si256((const __m256i*)p);
+    even = {_mm256_castsi256_ps(_mm256_slli_epi32(both, 16))};
+    odd = {_mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000u))))};
+}
 INLINE F load(const f16* p) { return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p))}; }
 INLINE F load(const int8_t* p) { return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)))}; }
 INLINE void store(float* p, F x) { _mm256_storeu_ps(p, x.v); }
@@ -125,6 +135,12 @@ INLINE F load(const float* p) { F x; std::memcpy(&x.v, p, 16); return x; }
 INLINE F load(const bf16* p) {
     return {Floats{float_of(uint32_t(p[0].bits) << 16), float_of(uint32_t(p[1].bits) << 16),
                    float_of(uint32_t(p[2].bits) << 16), float_of(uint32_t(p[3].bits) << 16)}};
+}
+INLINE void load_pairs(const bf16* p, F& even, F& odd) {
+    Ints both;
+    std::memcpy(&both, p, 16);
+    even = {(Floats)(both << 16)};
+    odd = {(Floats)(both & Ints{-65536, -65536, -65536, -65536})};
 }
 INLINE float widen(f16 x) {
     const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, exponent = (x.bits >> 10) & 31, mantissa = x.bits & 0x3ff;

@@ -95,7 +95,7 @@ void check_attention() {
     const DType type = any_type(), cached = any_cache_type();
     const int rows = 1 + below(4), kv_heads = 1 + below(3), heads = kv_heads * (1 + below(5));
     const int dim = one_of({16, 64, 80, 96, 128, 256}), block = one_of({8, 16, 32, 64});
-    const bool transposed = below(4) != 0;
+    const bool transposed = below(4) != 0, pairs = cached == DType::bf16 && below(4) != 0;
     const int64_t window = below(3) ? 0 : 1 + below(60);
     const float soft_cap = below(3) ? 0.0f : 5.0f;
     const bool share = below(2);
@@ -117,9 +117,15 @@ void check_attention() {
     const int64_t per_head = int64_t(block) * dim, per_frame = kv_heads * per_head;
     Guarded key(frames * per_frame, cached), value(frames * per_frame, cached);
     Guarded key_scale(frames * kv_heads * block, DType::f32), value_scale(frames * kv_heads * block, DType::f32);
-    const CacheView key_view{key.data(), per_frame, per_head, transposed ? 1 : dim, transposed ? block : 1,
-                             key_scale.as<float>(), int64_t(kv_heads) * block, block};
-    const CacheView value_view{value.data(), per_frame, per_head, dim, 1, value_scale.as<float>(), int64_t(kv_heads) * block, block};
+    CacheView key_view{key.data(), per_frame, per_head, transposed ? 1 : dim, transposed ? block : 1, false,
+                       key_scale.as<float>(), int64_t(kv_heads) * block, block};
+    CacheView value_view{value.data(), per_frame, per_head, dim, 1, false, value_scale.as<float>(), int64_t(kv_heads) * block, block};
+    if (pairs) {
+        key_view.token = value_view.dim = 2;
+        key_view.dim = 2 * block;
+        value_view.token = 2 * dim;
+        key_view.pairs = value_view.pairs = true;
+    }
     Guarded tables(sizeof(int32_t) * rows * entries), starts(sizeof(int32_t) * (rows + 1)), contexts(sizeof(int32_t) * rows);
     Guarded positions(sizeof(int64_t) * tokens);
     std::vector<int> order(frames);
@@ -172,10 +178,11 @@ void check_attention() {
             const int64_t slot = slots.as<int64_t>()[i / (kv_heads * dim)];
             const int64_t slot_head = slot / block * kv_heads + i / dim % kv_heads, scale_at = slot_head * block + slot % block;
             const bool scaled = cached == DType::i8;
-            keys[r].push_back(key.get(slot_head * per_head + slot % block * key_view.token + i % dim * key_view.dim) *
-                              (scaled ? key_scale.get(scale_at) : 1));
-            values[r].push_back(value.get(slot_head * per_head + slot % block * dim + i % dim) *
-                                (scaled ? value_scale.get(scale_at) : 1));
+            const int64_t t = slot % block, d = i % dim;
+            const int64_t key_at = pairs ? t * 2 + d / 2 * key_view.dim + d % 2 : t * key_view.token + d * key_view.dim;
+            const int64_t value_at = pairs ? t / 2 * value_view.token + t % 2 + d * 2 : t * dim + d;
+            keys[r].push_back(key.get(slot_head * per_head + key_at) * (scaled ? key_scale.get(scale_at) : 1));
+            values[r].push_back(value.get(slot_head * per_head + value_at) * (scaled ? value_scale.get(scale_at) : 1));
             expect(keys[r].back(), k.get(i), scaled ? 1.0 / 250 : 0);  // half a step of the largest, which is at most 1
             expect(values[r].back(), v.get(i), scaled ? 1.0 / 250 : 0);
         }

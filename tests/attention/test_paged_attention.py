@@ -105,6 +105,37 @@ def test_bf16_queries_and_cache(
     check(backend, case, 1e-2, **options)
 
 
+@pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "block_size"),
+    [(2, 64, 16), (6, 64, 32), (24, 80, 8), (24, 128, 64), (2, 96, 16), (3, 31, 16)],
+)
+def test_halves_of_pairs_out_of_the_range(
+    backend: AttentionBackend, heads: int, head_dim: int, block_size: int, query_dtype: torch.dtype
+) -> None:
+    """Neighbouring tokens of a bf16 cache lie side by side: one that no query sees is poisoned and the other is not."""
+    rows = [(300, 1), (77, 33), (90, 20), (541, 3), (64, 64)]
+    ranges = [(0, 299), (11, 60), (33, 65), (255, 514), (7, 8)]
+    case = PagedCase(
+        rows, heads=heads, kv_heads=1 if heads == 3 else 2, head_dim=head_dim, block_size=block_size,
+        dtype=torch.bfloat16, query_dtype=query_dtype, seed=head_dim,
+    )  # fmt: skip
+    for row, (begin, end) in enumerate(ranges):
+        for tensor in (case.keys[row], case.values[row]):
+            tensor[:begin] = tensor[end:] = float("nan")
+    case.write_all(backend)
+    query, batch = case.whole()
+    start, end = (torch.tensor(limits, dtype=torch.int32) for limits in zip(*ranges, strict=True))
+    output, lse = backend.attend(query, case.cache, batch, 0, scale=0.1, key_start=start, key_end=end, return_lse=True)
+    for row, (begin, last) in enumerate(ranges):
+        for tensor in (case.keys[row], case.values[row]):
+            tensor[:begin] = tensor[last:] = 0
+    expected, expected_lse = case.expected(scale=0.1, key_start=start, key_end=end)
+    tolerance = 1e-5 if query_dtype == torch.float32 else 1e-2
+    torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("window", [1, 7, 64, 255, 256, 1000])
 def test_windows(backend: AttentionBackend, dtype: torch.dtype, window: int) -> None:
     check(backend, PagedCase(MIXED, dtype=dtype, seed=window), window=window)
@@ -171,8 +202,8 @@ def test_write_converts_and_takes_strided_views(backend: AttentionBackend) -> No
     slots = case.slots(0, 0, 40)
     backend.write(key, value, case.cache, slots)
     frames, offsets = slots // 16, slots % 16
-    assert torch.equal(case.cache.key[frames, :, offsets], key.bfloat16())
-    assert torch.equal(case.cache.value[frames, :, offsets], value.bfloat16())
+    assert torch.equal(case.cache.key[frames, :, offsets].flatten(2), key.bfloat16())
+    assert torch.equal(case.cache.value[frames, :, offsets // 2, offsets % 2], value.bfloat16())
 
 
 def test_queries_may_be_strided_views(backend: AttentionBackend, dtype: torch.dtype) -> None:

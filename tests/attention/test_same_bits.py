@@ -12,6 +12,7 @@ from harness import poison
 from kernel_settings import kernels_of
 from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
+from pagemill.kvcache.layout import block_major, layer_major
 
 OPTIONS = [{}, {"window": 300}, {"soft_cap": 20.0}, {"window": 5}]
 
@@ -125,12 +126,13 @@ def test_threads(backend: CpuAttention, options: dict[str, object], dtype: torch
         assert same(run(backend, case, everything[:1], **options)[0], one[0])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_frames(backend: CpuAttention, dtype: torch.dtype) -> None:
     """The same keys in other frames."""
     results = []
     for seed in (1, 2):
-        case = PagedCase([(700, 30), (90, 90)], heads=6, dtype=dtype, seed=23)
+        query_dtype = torch.float32 if dtype == torch.int8 else dtype
+        case = PagedCase([(700, 30), (90, 90)], heads=6, dtype=dtype, query_dtype=query_dtype, seed=23)
         held = case.tables >= 0
         frames = case.tables[held]
         case.tables[held] = frames[torch.randperm(len(frames), generator=torch.Generator().manual_seed(seed))]
@@ -140,14 +142,32 @@ def test_frames(backend: CpuAttention, dtype: torch.dtype) -> None:
         assert same(a, b)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.int8])
+@pytest.mark.parametrize("block_size", [16, 32])
+@pytest.mark.parametrize("heads", [2, 6, 14])
+def test_bf16_in_pairs_gives_the_bits_of_copied_keys_and_values(
+    backend: CpuAttention, heads: int, block_size: int
+) -> None:
+    """What is read where it lies, and what is copied first because it lies otherwise."""
+    results = []
+    for layout in (layer_major, block_major):
+        case = PagedCase(
+            [(700, 1), (90, 90), (333, 3)], heads=heads, dtype=torch.bfloat16, query_dtype=torch.bfloat16, seed=29,
+            block_size=block_size, layout=layout,
+        )  # fmt: skip
+        case.write_all(backend)
+        results.append(run(backend, case, [(0, 0, 1), (1, 0, 90), (2, 0, 3)], window=500))
+    for a, b in zip(*results, strict=True):
+        assert same(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8])
 def test_writing_in_parts_gives_the_same_cache(backend: CpuAttention, dtype: torch.dtype) -> None:
     case = PagedCase([(300, 1)], dtype=dtype, seed=24)
     case.write_all(backend)
     whole = case.pool.storage.clone()
     poison(case.pool)
     _kernels.set_num_threads(2)
-    for begin, end in ((0, 1), (1, 18), (18, 300)):
+    for begin, end in ((0, 1), (1, 18), (18, 21), (21, 300)):
         backend.write(case.keys[0][begin:end], case.values[0][begin:end], case.cache, case.slots(0, begin, end))
     assert torch.equal(case.pool.storage.view(torch.uint8), whole.view(torch.uint8))
 

@@ -7,6 +7,8 @@ from drive import drive, request
 
 from harness import FRAME_BYTES
 from pagemill.errors import ConfigError
+from pagemill.kvcache import device_pool
+from pagemill.kvcache.layout import layer_major
 from pagemill.sampling.params import SamplingParams
 
 LENGTH, BLOCKS = 200, 12
@@ -80,6 +82,23 @@ def test_a_new_engine_finds_what_the_last_one_kept(kept, conversations, expected
     other = make_engine(**settings, dtype="bfloat16")
     assert set(drive(other, conversations).cached.values()) == {0}
     other.close()
+
+
+def test_blocks_of_another_layout_are_not_found(conversations, make_engine, tmp_path, monkeypatch):
+    settings = {**SMALL, "dtype": "bfloat16", "kv_disk_memory": "1GiB", "kv_disk_path": str(tmp_path)}
+
+    def cached() -> set[int]:
+        core = make_engine(**settings)
+        run = drive(core, conversations[:2])
+        core.close()
+        return set(run.cached.values())
+
+    assert cached() == {0}
+    assert cached() == {BLOCKS * 16}
+    with monkeypatch.context() as patch:
+        patch.setattr(device_pool, "layer_major", lambda pairs=False, **shape: layer_major(**shape))
+        assert cached() == {0}
+    assert cached() == {BLOCKS * 16}
 
 
 def test_broken_blocks_are_computed_again(kept, conversations, expected, make_engine):

@@ -28,8 +28,10 @@ def test_no_two_elements_share_a_place(layout: Callable[..., KVLayout], dtype: t
     full = [layer for layer in range(6) if pool.group_of(layer) == pool.group_of(0)]
     for layer in full:
         key, value, *scales = pool.layer(layer)
+        assert pool.layer(layer).block_shape == (3, 8, 20)
         for tensor in (key, value):
-            assert tensor.shape == (5, 3, 8, 20)
+            assert tensor.shape[:2] == (5, 3)
+            assert tensor[0, 0].numel() == 8 * 20
             tensor.add_(1)
         for scale in scales:
             assert (scale is None) == (dtype != torch.int8)
@@ -39,6 +41,26 @@ def test_no_two_elements_share_a_place(layout: Callable[..., KVLayout], dtype: t
     assert pool.storage.max() == 1
     per_token = 20 + (4 if dtype == torch.int8 else 0)
     assert int(pool.storage.sum(dtype=torch.float64)) == len(full) * 2 * 5 * 3 * 8 * per_token
+
+
+def test_bf16_lies_in_pairs_as_products_take_them() -> None:
+    pool = make(layer_major, torch.bfloat16)
+    pool.storage.copy_(torch.arange(len(pool.storage)) % 256)
+    key, value, *_ = pool.layer(0)
+    block = pool.storage[pool.layout.frame_stride + pool.layout.head_stride :]  # of frame 1, KV head 1
+    dims_of_token_5 = [block[i * 16 + 10 + j] for i in range(10) for j in range(2)]
+    assert key[1, 1, 5].flatten().tolist() == dims_of_token_5
+    values = block[8 * 20 :]
+    assert value[1, 1].flatten(0, 1)[5].tolist() == [values[2 * 40 + 2 * d + 1] for d in range(20)]
+
+
+@pytest.mark.parametrize(("block_size", "head_dim"), [(8, 31), (7, 20)])
+def test_what_has_no_pairs_lies_as_other_dtypes_do(block_size: int, head_dim: int) -> None:
+    pools = [
+        DevicePool(2, group_layers([None]), 2, head_dim, block_size, dtype) for dtype in (torch.bfloat16, torch.float16)
+    ]
+    assert pools[0].layout == pools[1].layout
+    assert not pools[0].layer(0).pairs
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

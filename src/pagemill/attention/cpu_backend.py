@@ -25,7 +25,8 @@ class CpuAttention:
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         tokens = slots.shape[0]
-        expected = (tokens, cache.key.shape[1], cache.key.shape[3])
+        kv_heads, _, head_dim = cache.block_shape
+        expected = (tokens, kv_heads, head_dim)
         if key.shape != expected or value.shape != expected or key.stride(2) != 1 or value.stride(2) != 1:
             raise ValueError(
                 f"key {tuple(key.shape)} and value {tuple(value.shape)} must be {expected}, last dimension contiguous"
@@ -55,10 +56,11 @@ class CpuAttention:
         tokens, heads, head_dim = query.shape
         tables = batch.groups[group].tables
         rows = batch.context_lens.shape[0]
-        if head_dim != cache.key.shape[3] or heads % cache.key.shape[1] or query.stride(2) != 1:
+        kv_heads, _, cached_dim = cache.block_shape
+        if head_dim != cached_dim or heads % kv_heads or query.stride(2) != 1:
             raise ValueError(
-                f"query is {tuple(query.shape)}; heads must be a multiple of {cache.key.shape[1]}, head_dim must be "
-                f"{cache.key.shape[3]} and contiguous"
+                f"query is {tuple(query.shape)}; heads must be a multiple of {kv_heads}, head_dim must be {cached_dim} "
+                "and contiguous"
             )
         if tables.dtype != torch.int32 or tables.shape[0] < rows or tables.stride(1) != 1:
             raise ValueError(f"tables must be int32 [{rows}, entries], not {tables.dtype} {tuple(tables.shape)}")
@@ -84,12 +86,20 @@ class CpuAttention:
         known = self._caches.get(id(cache.key))
         if known is None or known[0]() is not cache.key or known[1]() is not cache.value:
             key, value, key_scale, value_scale = cache
-            if key.shape != value.shape or key.dtype != value.dtype or key.dtype not in CACHE_DTYPES or not key.is_cpu:
+            if (
+                key.numel() != value.numel()
+                or key.dim() != value.dim()
+                or key.dtype != value.dtype
+                or key.dtype not in CACHE_DTYPES
+                or not key.is_cpu
+            ):
                 raise ValueError(f"the cache must be two equal CPU tensors, not {key.dtype} and {value.dtype}")
-            _, kv_heads, block_size, head_dim = key.shape
+            frame, head, token, dim = key.stride()[:4]
+            value_frame, value_head, value_token, value_dim = *value.stride()[:3], value.stride(-1)
             native = _kernels.Cache(
-                (key.data_ptr(), *key.stride()), (value.data_ptr(), *value.stride()), _scales(key, key_scale),
-                _scales(value, value_scale), CACHE_DTYPES[key.dtype], kv_heads, block_size, head_dim,
+                (key.data_ptr(), frame, head, token, dim, cache.pairs),
+                (value.data_ptr(), value_frame, value_head, value_token, value_dim, cache.pairs),
+                _scales(key, key_scale), _scales(value, value_scale), CACHE_DTYPES[key.dtype], *cache.block_shape,
             )  # fmt: skip
             at = id(key)
             live = weakref.ref(key, lambda _: self._caches.pop(at, None))

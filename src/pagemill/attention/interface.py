@@ -10,7 +10,9 @@ from torch import Tensor
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys and values in the device pool, as views [frames, kv_heads, block_size, head_dim].
+    """One layer's keys and values in the device pool, as views [frames, kv_heads, block_size, head_dim]; in pairs (see
+    `KVLayout`), keys as [frames, kv_heads, block_size, head_dim / 2, 2] and values as
+    [frames, kv_heads, block_size / 2, 2, head_dim].
 
     Strides are the layout's: any order of dimensions in memory is allowed, also a different one for K and V.
     int8 elements are multiples of their token's scale, fp32 [frames, kv_heads, block_size], neighbouring tokens side by
@@ -21,6 +23,15 @@ class LayerCache(NamedTuple):
     value: Tensor
     key_scale: Tensor | None = None
     value_scale: Tensor | None = None
+
+    @property
+    def pairs(self) -> bool:
+        return self.key.dim() == 5
+
+    @property
+    def block_shape(self) -> tuple[int, int, int]:
+        """(kv_heads, block_size, head_dim)"""
+        return self.key.shape[1], self.key.shape[2], self.value.shape[-1]
 
 
 @dataclass(frozen=True, slots=True)

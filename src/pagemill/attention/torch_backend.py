@@ -43,13 +43,18 @@ class TorchAttention:
         tokens = self._tokens_to_write(slots)
         if tokens is not None:
             key, value, slots = key[tokens], value[tokens], slots[tokens]
-        block_size = cache.key.shape[2]
+        _, block_size, _ = cache.block_shape
         frames, offsets = slots.div(block_size, rounding_mode="floor"), slots.remainder(block_size)
         if cache.key_scale is not None and cache.value_scale is not None:
             key, cache.key_scale[frames, :, offsets] = quantize(key)
             value, cache.value_scale[frames, :, offsets] = quantize(value)
-        cache.key[frames, :, offsets] = key.to(cache.key.dtype)
-        cache.value[frames, :, offsets] = value.to(cache.value.dtype)
+        key, value = key.to(cache.key.dtype), value.to(cache.value.dtype)
+        if cache.pairs:
+            cache.key[frames, :, offsets] = key.view(*key.shape[:2], -1, 2)
+            cache.value[frames, :, offsets // 2, offsets % 2] = value
+        else:
+            cache.key[frames, :, offsets] = key
+            cache.value[frames, :, offsets] = value
 
     def _tokens_to_write(self, slots: Tensor) -> Tensor | None:
         """Indices of the tokens that are written; None: all. Found once per step and group: it waits for the device."""
@@ -73,7 +78,7 @@ class TorchAttention:
         key_end: Tensor | None = None,
         return_lse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        kv_heads, block_size, head_dim = cache.key.shape[1:]
+        kv_heads, block_size, head_dim = cache.block_shape
         heads = query.shape[1]
         tables = batch.groups[group].tables
         output = torch.zeros_like(query)
@@ -90,8 +95,8 @@ class TorchAttention:
             keys = torch.arange(frames.shape[1] * block_size, device=query.device)
             seen = (keys >= first.unsqueeze(-1)) & (keys <= last.unsqueeze(-1))  # [n, query_len, keys]
             count = len(rows)
-            key = _flatten(cache.key, cache.key_scale, frames)
-            value = _flatten(cache.value, cache.value_scale, frames)
+            key = _flatten(cache.key[frames].float().flatten(4), cache.key_scale, frames)
+            value = _flatten(cache.value[frames].float().flatten(3, -2), cache.value_scale, frames)
             # What no query sees may be NaN, and 0 * NaN is NaN.
             value = value.masked_fill(~seen.any(1)[:, None, :, None], 0)
             q = query[tokens].float().view(count, query_len, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
@@ -136,9 +141,9 @@ class TorchAttention:
         return parts
 
 
-def _flatten(elements: Tensor, scale: Tensor | None, frames: Tensor) -> Tensor:
-    """The frames [rows, entries] of keys or values as fp32 [rows, kv_heads, entries * block_size, head_dim]."""
-    gathered = elements[frames].float()
+def _flatten(gathered: Tensor, scale: Tensor | None, frames: Tensor) -> Tensor:
+    """Keys or values of frames [rows, entries], fp32 [rows, entries, kv_heads, block_size, head_dim], times their scale
+    as [rows, kv_heads, entries * block_size, head_dim]."""
     if scale is not None:
         gathered *= scale[frames].unsqueeze(-1)
     return gathered.transpose(1, 2).flatten(2, 3)

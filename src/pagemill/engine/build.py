@@ -95,7 +95,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
     names = {name: str(value).removeprefix("torch.") for name, value in (("weights", model.dtype), ("kv", kv_dtype))}
     if config.quantization is not None:
         names["weights"] = f"{config.quantization} (others {names['weights']})"
-    kv_format = f"{FORMAT if kv_dtype == torch.int8 else names['kv']},{config.block_size}"
+    kv_format = f"{FORMAT if kv_dtype == torch.int8 else names['kv']},{config.block_size},{pool.layout.name}"
     numerics = f"{ops.name},{attention.name},{names['weights']}"
     tiers = None
     if wants_tiers(config):

@@ -72,6 +72,7 @@ class DevicePool:
             head_dim=head_dim,
             itemsize=dtype.itemsize,
             scaled=dtype == torch.int8,
+            pairs=dtype == torch.bfloat16,
         )
         most = room // of_frames(frames=1).frame_bytes if self.device.type == "cpu" else 0
         if lower_frames and self.device.type != "cpu":
@@ -88,8 +89,8 @@ class DevicePool:
             except KVMemoryError:
                 if self.capacity == num_frames:
                     raise
-        shape = (self.total_frames, num_kv_heads, block_size, head_dim)
-        self._places = [self._place(place, shape) for place in range(groups.layers_per_frame)]
+        shape = (num_kv_heads, block_size, head_dim)
+        self._places = [self._place(place, *shape) for place in range(groups.layers_per_frame)]
         pieces, per_frame, stride = (
             (groups.layers_per_frame, self.layout.chunk_bytes // dtype.itemsize, self.layout.place_stride)
             if self.layout.place_stride > self.layout.frame_stride
@@ -214,19 +215,31 @@ class DevicePool:
         for frame, record in zip(frames, pieces, strict=True):
             target[:, frame] = record
 
-    def _place(self, place: int, shape: tuple[int, int, int, int]) -> LayerCache:
+    def _place(self, place: int, kv_heads: int, block_size: int, head_dim: int) -> LayerCache:
         at = self.layout
         base = place * at.place_stride
-        key = torch.as_strided(self.storage, shape, (at.frame_stride, at.head_stride, at.key_token, at.key_dim), base)
-        strides = (at.frame_stride, at.head_stride, at.value_token, at.value_dim)
-        value = torch.as_strided(self.storage, shape, strides, base + at.value_offset)
+
+        def view(shape: tuple[int, ...], strides: tuple[int, ...], begin: int) -> Tensor:
+            shape, strides = (self.total_frames, kv_heads, *shape), (at.frame_stride, at.head_stride, *strides)
+            return torch.as_strided(self.storage, shape, strides, begin)
+
+        if at.pairs:
+            key = view((block_size, head_dim // 2, 2), (at.key_token, at.key_dim, 1), base)
+            strides = (at.value_token, 1, at.value_dim)
+            value = view((block_size // 2, 2, head_dim), strides, base + at.value_offset)
+        else:
+            key = view((block_size, head_dim), (at.key_token, at.key_dim), base)
+            value = view((block_size, head_dim), (at.value_token, at.value_dim), base + at.value_offset)
         if not at.scale_head:
             return LayerCache(key, value)
         per_scale = SCALE_BYTES // self.dtype.itemsize  # elements
         scale_strides = (at.frame_stride // per_scale, at.scale_head // SCALE_BYTES, 1)
         key_scale, value_scale = (
             torch.as_strided(
-                self.storage.view(torch.float32), shape[:3], scale_strides, base // per_scale + scales // SCALE_BYTES
+                self.storage.view(torch.float32),
+                (self.total_frames, kv_heads, block_size),
+                scale_strides,
+                base // per_scale + scales // SCALE_BYTES,
             )
             for scales in (at.key_scales, at.value_scales)
         )

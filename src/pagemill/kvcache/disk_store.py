@@ -57,8 +57,8 @@ def default_root() -> Path:
 class StoreFormat:
     """What all blocks of a store have in common. Every field but `model`, which is for people, keeps stores apart.
 
-    fingerprint: of the model's weights and configuration, hexadecimal; kv_format: dtype and block size; numerics: names
-    of the kernels; record_bytes: K and V of one block of one layer group.
+    fingerprint: of the model's weights and configuration, hexadecimal; kv_format: dtype, block size and layout;
+    numerics: names of the kernels; record_bytes: K and V of one block of one layer group.
     """
 
     model: str

@@ -17,6 +17,9 @@ class KVLayout:
     place * place_stride + frame * frame_stride + head * head_stride + token * key_token + dim * key_dim;
     a value's likewise with its own two strides, plus value_offset.
 
+    In pairs, dimensions 2i and 2i + 1 of a key lie side by side, and so do tokens 2i and 2i + 1 of a value: key_dim is
+    then the stride of a pair of dimensions, value_token that of a pair of tokens.
+
     Where elements are scaled (int8), each token of each KV head has a scale for its key and one for its value, fp32:
     those of a head's tokens are neighbours, and begin key_scales or value_scales bytes after the frame's place, plus
     head * scale_head bytes. All three are 0 where elements are not scaled.
@@ -36,6 +39,7 @@ class KVLayout:
     key_dim: int
     value_token: int
     value_dim: int
+    pairs: bool
     key_scales: int
     value_scales: int
     scale_head: int
@@ -45,26 +49,37 @@ class KVLayout:
 
 
 def layer_major(
-    *, places: int, frames: int, kv_heads: int, block_size: int, head_dim: int, itemsize: int, scaled: bool = False
+    *,
+    places: int,
+    frames: int,
+    kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    itemsize: int,
+    scaled: bool = False,
+    pairs: bool = False,
 ) -> KVLayout:
     """For CPU: [place][frame][kv head][K|V|scales], so that one layer's neighbouring frames are one linear read.
 
     Keys are stored transposed, [dim][token]: a vector register then holds neighbouring tokens of one dimension, and
-    scores need no sums across lanes. Values are [token][dim].
+    scores need no sums across lanes. Values are [token][dim]. In pairs, as products of bf16 take them: keys
+    [dim / 2][token][2], values [token / 2][dim][2]; an odd head_dim or block_size has none.
     """
+    pairs = pairs and block_size % 2 == 0 and head_dim % 2 == 0
     tile, scales = block_size * head_dim, block_size * SCALE_BYTES if scaled else 0
     head = 2 * tile + 2 * scales // itemsize
     chunk = _aligned(kv_heads * head, itemsize)
     return KVLayout(
-        name="layer-major",
+        name="layer-major-pairs" if pairs else "layer-major",
         place_stride=frames * chunk,
         frame_stride=chunk,
         head_stride=head,
         value_offset=tile,
-        key_token=1,
-        key_dim=block_size,
-        value_token=head_dim,
-        value_dim=1,
+        key_token=2 if pairs else 1,
+        key_dim=2 * block_size if pairs else block_size,
+        value_token=2 * head_dim if pairs else head_dim,
+        value_dim=2 if pairs else 1,
+        pairs=pairs,
         key_scales=2 * tile * itemsize if scaled else 0,
         value_scales=2 * tile * itemsize + scales if scaled else 0,
         scale_head=head * itemsize if scaled else 0,
@@ -75,10 +90,18 @@ def layer_major(
 
 
 def block_major(
-    *, places: int, frames: int, kv_heads: int, block_size: int, head_dim: int, itemsize: int, scaled: bool = False
+    *,
+    places: int,
+    frames: int,
+    kv_heads: int,
+    block_size: int,
+    head_dim: int,
+    itemsize: int,
+    scaled: bool = False,
+    pairs: bool = False,
 ) -> KVLayout:
     """For CUDA: [frame][place][K|V][kv head][token][dim], so that a frame is one contiguous record. A place's scales,
-    [K|V][kv head][token], lie behind its values."""
+    [K|V][kv head][token], lie behind its values. Nothing lies in pairs."""
     tile, scales = block_size * head_dim, block_size * SCALE_BYTES if scaled else 0
     elements = 2 * kv_heads * tile
     place = elements + 2 * kv_heads * scales // itemsize
@@ -93,6 +116,7 @@ def block_major(
         key_dim=1,
         value_token=head_dim,
         value_dim=1,
+        pairs=False,
         key_scales=elements * itemsize if scaled else 0,
         value_scales=elements * itemsize + kv_heads * scales if scaled else 0,
         scale_head=scales,

@@ -89,8 +89,9 @@ class CpuDecoder(Decoder):
         if len(caches) != len(known) or any(a is not b for a, b in zip(caches, known, strict=True)):
             shape = (self.spec.num_kv_heads, self.spec.head_dim)
             for cache in caches:
-                if (cache.key.shape[1], cache.key.shape[3]) != shape:
-                    raise ValueError(f"the pool has {tuple(cache.key.shape)} for {shape} (KV heads, head size)")
+                kv_heads, _, head_dim = cache.block_shape
+                if (kv_heads, head_dim) != shape:
+                    raise ValueError(f"the pool has {kv_heads, head_dim} for {shape} (KV heads, head size)")
             self._native_caches = [self._native_attention.native(cache) for cache in caches]
             self._caches = caches
         return self._native_caches
