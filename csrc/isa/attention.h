@@ -26,7 +26,7 @@ template <class Few, class Many> struct Attention {
 
     void operator()(int64_t index, int thread) const {
         const AttentionTask& task = tasks[index];
-        if (task.tokens * group <= Few::kRows) attend_task<Few>(task, thread);
+        if (task.tokens * group <= Few::most_rows(args)) attend_task<Few>(task, thread);
         else attend_task<Many>(task, thread);
     }
 
@@ -153,7 +153,7 @@ template <class Few, class Many> void attend_with(const AttentionArgs& args) {
 void attend(const AttentionArgs& args) {
 #if defined(__AMX_BF16__)
     if (args.query_type == DType::bf16 && args.cache_type == DType::bf16)
-        return PairPass::takes(args) ? attend_with<PairPass, AmxPass>(args) : attend_with<AmxPass, AmxPass>(args);
+        return attend_with<PairPass, AmxPass>(args);
 #endif
     with_cache_type(args.cache_type, [&](auto* t) {
         using Pass = VectorPass<Pointee<decltype(t)>>;

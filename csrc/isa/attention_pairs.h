@@ -182,16 +182,14 @@ template <int MR> void value_rows_of_pairs(const float* weights, const PairPiece
 }
 
 struct PairPass {
-    static constexpr int kRows = kPairRows;
-
     const AttentionArgs& args;
     const AttentionTask& task;
     const int group, padded, rows;
     float *queries = nullptr, *scores, *part;
 
-    // Whether keys and values can be read where they lie.
-    static bool takes(const AttentionArgs& args) {
-        return args.key.pairs && args.value.pairs && args.block_size % W == 0 && args.head_dim % W == 0;
+    // None if keys and values can not be read where they lie.
+    static int most_rows(const AttentionArgs& args) {
+        return args.key.pairs && args.value.pairs && args.block_size % W == 0 && args.head_dim % W == 0 ? kPairRows : 0;
     }
 
     PairPass(const AttentionArgs& args, const AttentionTask& task, int padded)

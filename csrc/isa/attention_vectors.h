@@ -16,6 +16,7 @@ void locate_in_place(const AttentionArgs& args, int row, int head, int64_t base,
 // The pass over a partition on plain vectors, in fp32 whatever the dtype of the cache; each sum is one chain of multiply-adds.
 template <class T> struct VectorPass {
     static constexpr int kRows = kTaskRows, kSide = kSideBySide<T>;
+    static int most_rows(const AttentionArgs&) { return kRows; }
 
     const AttentionArgs& args;
     const AttentionTask& task;

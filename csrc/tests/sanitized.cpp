@@ -352,8 +352,11 @@ void check_prepare_heads() {
     args.write.type = type;
     args.write.key_token = args.write.value_token = row;
     args.write.key_head = args.write.value_head = dim;
-    args.write.key_cache = {keys.data(), per_frame, per_head, 1, block, key_scale.as<float>(), kv_heads * block, block};
-    args.write.value_cache = {values.data(), per_frame, per_head, dim, 1, value_scale.as<float>(), kv_heads * block, block};
+    const bool pairs = cached == DType::bf16 && dim % 2 == 0 && block % 2 == 0 && below(4) != 0;
+    const int64_t side = pairs ? 2 : 1;
+    args.write.key_cache = {keys.data(), per_frame, per_head, side, side * block, pairs, key_scale.as<float>(), kv_heads * block, block};
+    args.write.value_cache = {values.data(), per_frame, per_head, side * dim, side, pairs, value_scale.as<float>(), kv_heads * block,
+                              block};
     args.write.cache_type = cached;
     args.write.slots = slots.as<int64_t>();
     args.write.tokens = tokens;
@@ -386,7 +389,8 @@ void check_prepare_heads() {
             if (is_query || slot < 0) continue;
             const int64_t at = slot / block * kv_heads + (h - heads) % kv_heads, offset = slot % block;
             for (int64_t i = 0; i < dim; ++i) {
-                const double stored = is_value ? values.get(at * per_head + offset * dim + i) : keys.get(at * per_head + i * block + offset);
+                const int64_t value_at = (offset / side * dim + i) * side + offset % side, key_at = (i / side * block + offset) * side + i % side;
+                const double stored = is_value ? values.get(at * per_head + value_at) : keys.get(at * per_head + key_at);
                 const double scale = cached != DType::i8 ? 1 : (is_value ? value_scale : key_scale).get(at * block + offset);
                 expect(stored * scale, qkv.get(t * row + h * dim + i), cached == DType::i8 ? largest / 250 : tolerance(cached));
             }

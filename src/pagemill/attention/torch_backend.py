@@ -50,7 +50,7 @@ class TorchAttention:
             value, cache.value_scale[frames, :, offsets] = quantize(value)
         key, value = key.to(cache.key.dtype), value.to(cache.value.dtype)
         if cache.pairs:
-            cache.key[frames, :, offsets] = key.view(*key.shape[:2], -1, 2)
+            cache.key[frames, :, offsets] = key.view(*key.shape[:2], key.shape[2] // 2, 2)
             cache.value[frames, :, offsets // 2, offsets % 2] = value
         else:
             cache.key[frames, :, offsets] = key
