@@ -50,8 +50,9 @@ struct Likeliest {
             for (int64_t part = 0; part < parts; ++part) {
                 const float* best = found + (part * rows + row) * 2 * W;
                 for (int lane = 0; lane < W; ++lane) {
+                    if (best[lane] < most || best[lane] == -kInf) continue;
                     const int64_t place = int64_t(best[W + lane]) * W + lane;
-                    if (best[lane] > most || (best[lane] == most && most > -kInf && place < token)) most = best[lane], token = place;
+                    if (best[lane] > most || place < token) most = best[lane], token = place;
                 }
             }
             tokens[row] = most == kInf ? kNotFinite : token;
