@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from test_scheduler import Bench, expected, make_request
 
@@ -45,6 +45,14 @@ floods = st.lists(
 
 
 @settings(max_examples=60, deadline=None)
+@example(  # calm has blocks beyond its guarantee, cached only, when the flood lacks some
+    flood=[("add", 0, 1, 1, 1, 0)] * 2 + [("add", 1, 1, 1, 1, 0), ("add", 21, 1, 1, 1, 0), ("add", 12, 44, 4, 2, 0)],
+    frames=41,
+    max_num_seqs=5,
+    room=9,
+    weight=1,
+    caching=True,
+)
 @given(
     flood=floods,
     frames=st.integers(40, 80),

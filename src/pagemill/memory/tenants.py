@@ -59,6 +59,11 @@ class Tenant:
         return self.charged - self.guaranteed_blocks
 
     @property
+    def uses_more(self) -> bool:
+        """Whether it uses blocks beyond its guarantee; if it has them cached only, none of its sequences is to go."""
+        return self.active > self.guaranteed_blocks
+
+    @property
     def lendable(self) -> int:
         """Cached blocks that others may take: those beyond its guarantee."""
         return max(0, min(len(self.policy), self.borrowed))

@@ -235,7 +235,7 @@ def victim(running: abc.Sequence[Sequence], sequence: Sequence, shortage: Shorta
     for other in reversed(running):
         account = _account(other)
         if account is not tenant:
-            if account.borrowed > 0 and not at_quota:
+            if account.uses_more and not at_quota:
                 return other
         elif at_quota or borrows:
             return other
@@ -247,7 +247,7 @@ def victim(running: abc.Sequence[Sequence], sequence: Sequence, shortage: Shorta
 def borrower(running: abc.Sequence[Sequence], tenant: Tenant | None = None) -> Sequence | None:
     """The running sequence of the worst rank of a tenant, another than this, that has borrowed."""
     for other in reversed(running):
-        if (account := _account(other)) is not tenant and account.borrowed > 0:
+        if (account := _account(other)) is not tenant and account.uses_more:
             return other
     return None
 
