@@ -144,6 +144,7 @@ def main() -> None:
     parser.add_argument("--gib", type=float, default=4, help="size of decode's pool; 8 times the last-level cache")
     parser.add_argument("--sections", default="decode,shared,prefill")
     parser.add_argument("--tokens", default="2048,8192", help="of prefill; 32768 takes a minute with 9 heads of 64")
+    parser.add_argument("--head-sizes", default="64,128")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=usable_cores())
     options = parser.parse_args()
@@ -153,7 +154,8 @@ def main() -> None:
     print(describe_machine(), f"{options.threads} threads, kernels {_kernels.isa()}, torch {torch.__version__}")
     ceilings = Ceilings()
     sections = options.sections.split(",")
-    cases = [(dtype, shape) for dtype in ceilings.gemm for shape in SHAPES]
+    head_sizes = set(map(int, options.head_sizes.split(",")))
+    cases = [(dtype, shape) for dtype in ceilings.gemm for shape in SHAPES if shape[2] in head_sizes]
     lines: list[tuple[str, Callable[[], str], str]] = []
 
     def add(name: str, measured: Callable[[], str], goal: str) -> None:
