@@ -213,7 +213,7 @@ struct AmxPass {
                 for (int r = 0; r < count; ++r) {
                     const KeyRange& own = ranges[(first + r) / group];
                     result[m][r] = softmax_to_bf16<bf16>(scores + (m * height + r) * kRow, int(own.begin), int(own.end), from, until,
-                                                   args.scale, args.soft_cap);
+                                                         args.scale, args.soft_cap);
                 }
             }
         }

@@ -83,7 +83,7 @@ template <int MR, int NV> struct PairChains {
         for (int r = 0; r < MR; ++r)
             for (int v = 0; v < NV; ++v) even[r][v] = odd[r][v] = zero();
     }
-    // Vectors of pairs `at`, `stride` elements apart, times each row's factors x[r * row] and x[r * row + next].
+    // Vector v of pairs, at(v), times each row's factors x[r * row] for its first elements and x[r * row + next] for its second.
     template <class At> INLINE void add(const At& at, const float* x, int64_t row, int64_t next, bool first, bool second) {
         for (int v = 0; v < NV; ++v) {
             F e, o;
@@ -115,12 +115,10 @@ struct PairPieces {
 
     const bf16* key(int i) const { return at[i]; }
     const bf16* value(int i) const { return at[count + i]; }
-    INLINE void fetch(int piece, int line) const {
-        const bool values = piece >= count && piece < 2 * count;
-        __builtin_prefetch(at[piece] + line * (values ? 32 : key_row));
-    }
+    // From one of a piece's lines to the next.
+    int64_t line_stride(int piece) const { return piece >= count && piece < 2 * count ? 32 : key_row; }
     INLINE void fetch(int piece) const {
-        for (int line = 0; line < lines; ++line) fetch(piece, line);
+        for (int line = 0; line < lines; ++line) __builtin_prefetch(at[piece] + line * line_stride(piece));
     }
 };
 
@@ -133,7 +131,7 @@ template <int MR> void score_pairs(const float* q, const PairPieces& pieces, int
         const int own = lesser(piece + v, pieces.count - 1), then = own + PairPieces::kAhead;
         at[v] = pieces.key(own);
         ahead[v] = pieces.at[then];
-        ahead_row[v] = then < pieces.count || then >= 2 * pieces.count ? pieces.key_row : 32;
+        ahead_row[v] = pieces.line_stride(then);
     }
     for (int step = 0; step < dims; step += kPairStep) {
         PairChains<MR, NV> chains;
@@ -156,7 +154,7 @@ void value_pairs(const float* weights, const PairPieces& pieces, int dim, int be
         for (int key = greater(begin, step); key < until;) {
             const int piece = key / W - first_piece, stop = lesser(until, key / W * W + W), in_piece = key % W / 2;
             const int then = lesser(pieces.count + piece + PairPieces::kAhead + MR, 2 * pieces.count + PairPieces::kAhead - 1);
-            const int64_t ahead_row = then < 2 * pieces.count ? 32 : pieces.key_row;
+            const int64_t ahead_row = pieces.line_stride(then);
             const bf16 *at = pieces.value(piece) + in_piece * pieces.value_row + dim * 2;
             const bf16* ahead = pieces.at[then] + (in_piece * (pieces.lines / 8) + dim / W) * ahead_row;
             auto add = [&](bool first, bool second) __attribute__((always_inline)) {

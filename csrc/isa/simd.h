@@ -1,6 +1,7 @@
 // One vector type `F` of W floats per instruction set, and the few operations the kernels need. Included once per
 // translation unit inside an anonymous namespace, so that no code of one instruction set is ever linked into another.
-// load_pairs takes the first and the second of W pairs. int8 is rounded to nearest, of magnitudes up to 127. fma() is one rounding where the hardware has it; the compiler contracts nothing by itself (-ffp-contract=off).
+// load_pairs takes the first and the second of W pairs. int8 is rounded to nearest, of magnitudes up to 127. fma() is one
+// rounding where the hardware has it; the compiler contracts nothing by itself (-ffp-contract=off).
 #define INLINE inline __attribute__((always_inline))
 
 struct bf16 { uint16_t bits; };
