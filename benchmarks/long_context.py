@@ -115,7 +115,6 @@ def main() -> None:
     parser.add_argument("--runs", type=lambda text: text.split(","), default=["streamed", "cold"])
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    arguments.tokens = arguments.tokens // PIECE * PIECE
     if unknown := set(arguments.runs) - {"streamed", "cold", "resident"}:
         parser.error(f"--runs has {', '.join(sorted(unknown))}; there are streamed, cold and resident")
     if arguments.tokens % PIECE:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pagemill.attention.interface import AttentionBackend, AttentionBatch, LayerCache
+from pagemill.attention.torch_backend import TorchAttention
 from pagemill.engine.core import EngineCore
 from pagemill.engine.messages import EngineRequest
 from pagemill.kvcache.advice import advise
@@ -58,6 +59,7 @@ def seed(core: EngineCore, request: EngineRequest, tokens: int) -> None:
     """Caches the request's first `tokens` tokens, whole pieces, as if they had been computed."""
     memory, pool, scheduler = core._memory, core._engine.pool, core._scheduler
     caches = [pool.layer(layer) for layer in range(len(core._runner._decoder.spec.layers))]
+    attention = TorchAttention()
     root, digests = core._root(request), list[bytes]()
     extend_chain(digests, root, request.prompt_token_ids[:tokens], memory.block_size)
     table, _ = memory.open([], [], root, 0.0, 0)
@@ -68,9 +70,9 @@ def seed(core: EngineCore, request: EngineRequest, tokens: int) -> None:
         core._runner.apply(scheduler._batch.plan({}))
         scheduler.commit(StepResult(), 0.0)
         frames = torch.tensor(memory.frames(table, piece * PIECE // memory.block_size))
+        slots = (frames.unsqueeze(1) * memory.block_size + torch.arange(memory.block_size)).flatten()
         for layer, cache in enumerate(caches):
-            for tensor, made in zip((cache.key, cache.value), make_piece(layer, piece, shape_of(cache)), strict=True):
-                tensor[frames] = made.unflatten(0, (len(frames), memory.block_size)).transpose(1, 2)
+            attention.write(*make_piece(layer, piece, shape_of(cache)), cache, slots)
         memory.commit(table, end, request.prompt_token_ids, digests)
         if piece % PIECES_MAPPED == 0 and pool.streams_from_disk:
             for place in range(pool.groups.layers_per_frame):
@@ -79,7 +81,8 @@ def seed(core: EngineCore, request: EngineRequest, tokens: int) -> None:
 
 
 def shape_of(cache: LayerCache) -> Shape:
-    return Shape(cache.key.shape[1], cache.key.shape[3], cache.key.dtype)
+    kv_heads, _, head_dim = cache.block_shape
+    return Shape(kv_heads, head_dim, cache.key.dtype)
 
 
 class Recorder:
