@@ -1,11 +1,11 @@
-"""What preemption costs when memory is short: a workload in a pool of half the blocks that it asks for.
+"""What preemption costs when memory is short: a workload in a pool of a share of the blocks that it asks for.
 
     python -m benchmarks.preemption [--workload mixed] [--dtype float32,bfloat16] [--modes recompute,swap,auto]
-        [--target-tpot-ms 60]
+        [--pool-share 0.5] [--target-tpot-ms 60]
 
-All requests are there from the start. The pool has half of the blocks that they would hold at once if all ran side by
-side, host memory below it has room for everything. Gaps are the times between a request's tokens, those in which it
-was preempted included. "roomy" is the same in a pool that is large enough.
+All requests are there from the start. The pool has `--pool-share` of the blocks that they would hold at once if all ran
+side by side, host memory below it has room for everything. Gaps are the times between a request's tokens, those in
+which it was preempted included. "roomy" is the same in a pool that is large enough.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="mixed", choices=list(SHAPES))
     parser.add_argument("--dtype", default="float32,bfloat16")
+    parser.add_argument("--pool-share", type=float, default=0.5)
     parser.add_argument("--target-tpot-ms", type=float)
     parser.add_argument("--modes", default="roomy,recompute,swap,auto")
     parser.add_argument("--rounds", type=int, default=1)
@@ -112,7 +113,8 @@ def main() -> None:
             if mode == "roomy":
                 core = engine(dtype, 2 * wanted, target_tpot_ms=target)
             else:
-                core = engine(dtype, wanted // 2, kv_host_memory="2GiB", preemption_mode=mode, target_tpot_ms=target)
+                frames = int(arguments.pool_share * wanted)
+                core = engine(dtype, frames, kv_host_memory="2GiB", preemption_mode=mode, target_tpot_ms=target)
             serve(core, make("tiny", text))  # warm-up
             for round in range(arguments.rounds):
                 print(f"| {dtype} | {mode} | {serve(core, make(arguments.workload, text, round)).row}", flush=True)
