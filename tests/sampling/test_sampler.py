@@ -414,4 +414,3 @@ def test_likeliest_tokens_are_taken_as_if_sampled(passes):
     assert taken.finite.tolist() == sampled.finite.tolist() == [True, False, True, False, True]
     assert taken.exhausted.tolist() == sampled.exhausted.tolist()
     assert taken.logprobs == sampled.logprobs
-    assert short._positions.tolist() == whole._positions.tolist()

@@ -30,7 +30,7 @@ class Runner:
     """State by persistent row, and the forward pass over the rows of a plan.
 
     _tables int32 [groups, rows, entries]: frame numbers, -1 where nothing is held
-    _tokens int32 [rows, max_model_len]: prompt, then what has been sampled
+    _tokens int32 [rows, max_model_len + 1]: prompt, then what has been sampled
 
     Both lie on the host, where a step's few rows and tokens are picked out of them by NumPy: torch would wake its own
     threads for that, beside the kernels'.
@@ -54,7 +54,7 @@ class Runner:
         entries = -(-max_model_len // pool.block_size)
         shape = (len(pool.groups.groups), max_num_seqs, entries)
         self._tables = np.full(shape, -1, dtype=np.int32)
-        self._tokens = np.zeros((max_num_seqs, max_model_len), dtype=np.int32)
+        self._tokens = np.zeros((max_num_seqs, max_model_len + 1), dtype=np.int32)
         self._prompt_lens = np.zeros(max_num_seqs, dtype=np.int32)
         self._logits = torch.empty(0, vocab_size)
         self._sampler = Sampler(max_num_seqs, vocab_size, self._device, eos_token_ids)
@@ -89,12 +89,12 @@ class Runner:
         """The forward pass over the plan's rows, and their samples. Running the same rows again gives the same."""
         query_start = np.zeros(len(plan.rows) + 1, dtype=np.int32)
         np.cumsum(plan.query_lens, out=query_start[1:])
-        of_row = np.repeat(np.arange(len(plan.rows)), plan.query_lens)
-        rows = plan.rows[of_row]
-        positions = np.arange(len(of_row)) - query_start[of_row] + plan.starts[of_row]
+        rows = np.repeat(plan.rows, plan.query_lens)
+        positions = np.repeat(plan.starts - query_start[:-1], plan.query_lens) + np.arange(len(rows))
+        context_lens = plan.starts + plan.query_lens
         hidden = self._decoder.forward(
             self._to_device(self._tokens[rows, positions].astype(np.int64)),
-            self._batch(plan, query_start, rows, positions),
+            self._batch(plan, query_start, context_lens, rows, positions),
             self._pool,
             self._on_layer(plan),
         )
@@ -104,7 +104,7 @@ class Runner:
             start, row = int(plan.starts[index]), int(plan.rows[index])
             of_prompts[index] = self._prompt_logprobs(hidden[first:last], start, row)
         # Sampling comes last: the sampler remembers what it chose, and a step that fails before may be run again.
-        output = self._sample(plan, hidden, query_start)
+        output = self._sample(plan, hidden, query_start, context_lens)
         output.prompt_logprobs = of_prompts
         return output
 
@@ -121,10 +121,14 @@ class Runner:
         return self._read_ahead.step(lower) if any(map(len, lower)) else None
 
     def _batch(
-        self, plan: StepPlan, query_start: NDArray[np.int32], rows: NDArray[np.int32], positions: NDArray[np.int64]
+        self,
+        plan: StepPlan,
+        query_start: NDArray[np.int32],
+        context_lens: NDArray[np.int32],
+        rows: NDArray[np.int32],
+        positions: NDArray[np.int64],
     ) -> AttentionBatch:
         size = self._block_size
-        context_lens = plan.starts + plan.query_lens
         max_context = int(context_lens.max())
         tables = self._tables[:, plan.rows, : -(-max_context // size)]
         entries, offsets = np.divmod(positions, size)
@@ -140,11 +144,13 @@ class Runner:
             max_context_len=max_context,
         )
 
-    def _sample(self, plan: StepPlan, hidden: Tensor, query_start: NDArray[np.int32]) -> StepResult:
+    def _sample(
+        self, plan: StepPlan, hidden: Tensor, query_start: NDArray[np.int32], context_lens: NDArray[np.int32]
+    ) -> StepResult:
         if len(plan.sample_from) == 0:
             return StepResult()
         tokens = query_start[plan.sample_from + 1] - 1
-        several = len(tokens) > 1 and bool((tokens[1:] == tokens[:-1]).any())  # answers that begin from one row
+        several = bool(plan.new_rows) and bool((tokens[1:] == tokens[:-1]).any())  # answers that begin from one row
         if several:
             tokens, which = np.unique(tokens, return_inverse=True)
         last = hidden if len(tokens) == len(hidden) else _take_rows(hidden, tokens)
@@ -154,9 +160,7 @@ class Runner:
             sampled = self._sampler.sample(_take_rows(logits, which) if several else logits, plan.sample_to)
         else:
             sampled = self._sampler.take_likeliest(likeliest[which] if several else likeliest, plan.sample_to)
-        ends = plan.starts[plan.sample_from] + plan.query_lens[plan.sample_from]
-        fits = ends < self._tokens.shape[1]
-        self._tokens[plan.sample_to[fits], ends[fits]] = sampled.token_ids[fits]
+        self._tokens[plan.sample_to, context_lens[plan.sample_from]] = sampled.token_ids
         failed: dict[int, Exception] = {
             int(plan.sample_from[i]): NonFiniteLogitsError(
                 "the model's logits for this request are not finite (NaN or infinite); its weights may be damaged, or "

@@ -54,6 +54,7 @@ class Sampler:
         self._min_p = np.zeros(max_rows, np.float32)
         self._logprobs = np.full(max_rows, -1, np.int64)
         self._constrained = np.zeros(max_rows, np.bool_)
+        self._only_likeliest = np.zeros(max_rows, np.bool_)
         self._constraints: dict[int, RowConstraints] = {}
         self._params: list[SamplingParams | None] = [None] * max_rows
 
@@ -77,6 +78,7 @@ class Sampler:
         self._top_k[row], self._top_p[row], self._min_p[row] = top_k, params.top_p, params.min_p
         self._logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self._constrained[row] = RowConstraints.needed(params)
+        self._only_likeliest[row] = params.greedy and params.logprobs is None and not self._constrained[row]
         if self._constrained[row]:
             self._constraints[row] = RowConstraints(params, self.eos_token_ids, prompt_token_ids, output_token_ids)
 
@@ -95,16 +97,14 @@ class Sampler:
 
     def only_likeliest(self, rows: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> bool:
         """Whether all that `rows` need of their logits is the likeliest token."""
-        asked = self._temperature[rows].any() or self._constrained[rows].any() or (self._logprobs[rows] >= 0).any()
-        return not asked
+        return bool(self._only_likeliest[rows].all())
 
     def take_likeliest(
         self, tokens: npt.NDArray[np.int64], rows: npt.NDArray[np.int32] | npt.NDArray[np.int64]
     ) -> Sampled:
-        """As `sample`, given what `Passes.choose` says of the logits ([m]), for rows that are `only_likeliest`."""
-        chosen = tokens >= 0
-        self._positions[rows[chosen]] += 1
-        return Sampled(tokens.astype(np.int32), [None] * len(rows), chosen, np.zeros(len(rows), np.bool_))
+        """As `sample`, given what `Passes.choose` says of the logits ([m]), for rows that are `only_likeliest`: their
+        positions stand still, for they draw nothing."""
+        return Sampled(tokens.astype(np.int32), [None] * len(rows), tokens >= 0, np.zeros(len(rows), np.bool_))
 
     def sample(self, logits: torch.Tensor, rows: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> Sampled:
         """Choose the next token of each of `rows` ([m], distinct) from `logits` (float32 [m, vocab], on this device).

@@ -38,6 +38,10 @@ class Controller:
         self._crowded = self._roomy = 0
         self._preemptions = 0
 
+    @property
+    def has_target(self) -> bool:
+        return self.target_s < math.inf
+
     def note_step(self, seconds: float, prompt_tokens: int, generating: int, running: int) -> None:
         """A step took so long, in which so many sequences generated beside so many tokens of prompts. running: the
         sequences that run after it."""

@@ -214,6 +214,8 @@ class Scheduler:
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """A step that has been committed took so long, planning and all."""
+        if not self.controller.has_target:
+            return
         generating = plan.num_generating
         self.controller.note_step(seconds, plan.num_tokens - generating, generating, len(self._running))
         self.controller.note_memory(self.preemptions, self.memory.num_frames)
