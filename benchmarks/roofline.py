@@ -1,14 +1,16 @@
 """This machine's ceilings, each workload's floor under them, and how close pagemill comes: its share of the floor.
 
     python -m benchmarks.roofline [--dtype float32] [--quantization gguf] [--workloads one,two,mixed] [--rounds 3]
-                                  [--json FILE]
+                                  [--model PATH] [--json FILE]
 
 Floor of a workload: the sum over the steps that the engine ran of max(weight bytes / read bandwidth, FLOP / GEMM rate)
 + distinct attended K/V bytes / read bandwidth. FLOP counts the layers for every token, the head for rows that are
-sampled, and attention. Weights count once per step, in the dtype they are held in; a K/V block that several sequences
-attend counts once. Ceilings are the best samples before and after the workloads, by the best library at hand; weights
-are held against the faster of two rates, of a buffer far larger than the caches and of one as large as the weights,
-which a cache that other machines share may partly keep.
+sampled, and attention. Weights count once per step, with the bytes of the dtype that is computed in, quantized ones as
+they are held; a K/V block that several sequences attend counts once. A float32 model may hold what is stored in 16 bits
+as it is stored, and then reads less than that: the share "of held" is of the floor with the bytes that are held.
+Ceilings are the best samples before and after the workloads, by the best library at hand; weights are held against the
+faster of two rates, of a buffer far larger than the caches and of one as large as the weights, which a cache that other
+machines share may partly keep.
 
 A second table says where the measured time went: the decoder's operators, the head, the sampler, and the engine itself.
 """
@@ -82,7 +84,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes that the floor is computed from. Bytes are as the engine holds them, scales of quantized weights too."""
+    """Sizes that the floor is computed from."""
 
     layer_parameters: int
     """Of the linear layers of all decoder layers."""
@@ -95,7 +97,8 @@ class Model:
     """Of one layer."""
 
     @classmethod
-    def of(cls, decoder: Decoder, kv: torch.dtype) -> Model:
+    def of(cls, decoder: Decoder, kv: torch.dtype, held: bool) -> Model:
+        """held: bytes are as the engine holds them, scales of quantized weights too; else those of the dtype."""
         spec = decoder.spec
         linears: list[CpuLinear] = []
         for layer in decoder.weights.layers:
@@ -103,11 +106,18 @@ class Model:
                 raise ValueError("the floor of a mixture of experts depends on which experts each step uses")
             linears += [layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down]
         head = decoder.weights.lm_head
+
+        def parameters(linear: CpuLinear) -> int:
+            return linear.out_features * linear.in_features
+
+        def nbytes(linear: CpuLinear) -> int:
+            return linear.nbytes if held else parameters(linear) * decoder.dtype.itemsize
+
         return cls(
-            layer_parameters=sum(linear.out_features * linear.in_features for linear in linears),
-            layer_bytes=sum(linear.nbytes for linear in linears),
-            head_parameters=head.out_features * head.in_features,
-            head_bytes=head.nbytes,
+            layer_parameters=sum(map(parameters, linears)),
+            layer_bytes=sum(map(nbytes, linears)),
+            head_parameters=parameters(head),
+            head_bytes=nbytes(head),
             flop_per_pair=4 * spec.num_heads * spec.head_dim,
             kv_bytes_per_token=2 * spec.num_kv_heads * spec.head_dim * kv.itemsize,
         )
@@ -272,15 +282,18 @@ def main() -> None:
     parser.add_argument("--quantization", choices=["gguf", "int8"])
     parser.add_argument("--workloads", default=",".join(STANDARD))
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--model", default=MODEL, help="with the tokenizer of the default")
     parser.add_argument("--json", type=Path, help="also write the figures here")
     arguments = parser.parse_args()
     torch.set_num_threads(usable_cores())
     machine = describe_machine()
     engine = Engine(
-        {"gguf": str(resolve_model(MODEL))}, {"dtype": arguments.dtype, "quantization": arguments.quantization}
+        {"gguf": str(resolve_model(arguments.model))},
+        {"dtype": arguments.dtype, "quantization": arguments.quantization},
     )
     decoder = engine.core._runner._decoder
-    model = Model.of(decoder, engine.core._runner._pool.dtype)
+    held = Model.of(decoder, engine.core._runner._pool.dtype, held=True)
+    model = Model.of(decoder, engine.core._runner._pool.dtype, held=arguments.quantization is not None)
     ceilings = measure_ceilings(model.layer_bytes + model.head_bytes)
     recorder = Recorder(engine.core)
     text = tokenize(MODEL)
@@ -305,6 +318,9 @@ def main() -> None:
             "tokens_per_s": median(tokens / wall for wall, _, tokens in rounds),
             "floor_tokens_per_s": median(run[2] / floor for run, floor in zip(rounds, floors, strict=True)),
             "share": median(floor / run[0] for run, floor in zip(rounds, floors, strict=True)),
+            "share_of_held": median(
+                sum(held.floor_s(step, ceilings, arithmetic) for step in steps) / wall for wall, steps, _ in rounds
+            ),
             "parts_s": {part: median(each[part] for each in parts[name]) for part in parts[name][0]},
         }
     report(machine, ceilings, engine.description, rows)
@@ -325,12 +341,13 @@ def report(machine: dict[str, object], ceilings: Ceilings, description: str, row
     rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in ceilings.gemm_flop_per_s.items())
     read, weights = ceilings.read_bytes_per_s / 1e9, ceilings.weight_bytes_per_s / 1e9
     print(f"read {read:.1f} GB/s, as much as the weights {weights:.1f}; GEMM, GFLOP/s or GOP/s: {rates}\n")
-    print("| workload | steps | TFLOP | floor s | measured s | floor tokens/s | tokens/s | share of floor |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| workload | steps | TFLOP | floor s | measured s | floor tokens/s | tokens/s | share of floor | of held |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for name, row in rows.items():
         print(
             f"| {name} | {row['steps']:.0f} | {row['tflop']:.2f} | {row['floor_s']:.2f} | {row['wall_s']:.2f} | "
-            f"{row['floor_tokens_per_s']:.1f} | {row['tokens_per_s']:.1f} | {row['share']:.1%} |"
+            f"{row['floor_tokens_per_s']:.1f} | {row['tokens_per_s']:.1f} | {row['share']:.1%} | "
+            f"{row['share_of_held']:.1%} |"
         )
     names = list(next(iter(rows.values()))["parts_s"])
     print("\nWhere the measured time went, by part:\n")

@@ -62,7 +62,7 @@ struct Linear {
 
     void rows(Address ids, Address y, int64_t count) const {
         Run run;
-        set.embed_packed(weight, at<int64_t>(ids), 1.0f, at<void>(y), count);
+        set.embed_packed(weight, at<int64_t>(ids), 1.0f, at<void>(y), weight.type, count);
     }
 
     void call(Address x, int64_t x_row, Address y, int64_t y_row, int type, int64_t rows) {

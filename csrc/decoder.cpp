@@ -91,7 +91,7 @@ void Decoder::run(const DecoderStep& step) {
     std::vector<std::unique_ptr<SharedPrefixes>> prefixes(step.groups.size());
     Stopwatch watch{seconds_};
     if (embedding_) set.embed(embedding_, step.token_ids, shape_.embedding_scale, at.x, type, tokens, hidden);
-    else tied_.set->embed_packed(*tied_.weight, step.token_ids, shape_.embedding_scale, at.x, tokens);
+    else tied_.set->embed_packed(*tied_.weight, step.token_ids, shape_.embedding_scale, at.x, type, tokens);
     watch.lap(kEmbed);
     set.rms_norm(at.x, hidden, 0, layers_.front().input_norm, shape_.eps, at.y, type, tokens, 1, hidden);
     watch.lap(kNorm);

@@ -19,7 +19,7 @@ enum class Format : int { dense = 0, int8 = 1, int4 = 2 };
 // pairs: panel, then k / 2, then output, then k % 2. Made by Kernels::pack_linear, or pack_quantized.
 struct PackedLinear {
     int64_t n = 0, k = 0;
-    DType type = DType::f32;  // of a dense weight; of a quantized one's rows as embeddings
+    DType type = DType::f32;  // of a dense weight; of a quantized one's rows, where nothing else is asked for
     Format format = Format::dense;
     void* panels = nullptr;   // page-aligned, outputs padded with zeros to whole panels
     void* scales = nullptr;   // bf16, of quantized weights only: panel, then group of 192 k, then output
@@ -176,8 +176,8 @@ struct Kernels {
     void (*gated)(const void* x, int64_t x_row, void* y, DType type, Activation activation, int64_t rows, int64_t n);
     // y [tokens, n] = table [ids[token]] * scale, all of dtype `type`
     void (*embed)(const void* table, const int64_t* ids, float scale, void* y, DType type, int64_t tokens, int64_t n);
-    // The same from the rows of a packed weight, dtype of the weight; exactly what was packed.
-    void (*embed_packed)(const PackedLinear&, const int64_t* ids, float scale, void* y, int64_t tokens);
+    // The same from the rows of a packed weight, exactly what was packed.
+    void (*embed_packed)(const PackedLinear&, const int64_t* ids, float scale, void* y, DType type, int64_t tokens);
     // x [rows, n] += delta, which goes through a norm of its own first if post_norm is given; y = norm(x). All contiguous and
     // rounded to `type` in between; y may be delta.
     void (*add_norm)(void* x, const void* delta, const float* post_norm, const float* norm, float eps, void* y, DType type,

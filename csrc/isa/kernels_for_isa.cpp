@@ -58,9 +58,9 @@ void linear_likeliest(const PackedLinear& weight, const void* x, int64_t x_row, 
     else linear_quantized(weight, x, x_row, nullptr, 0, type, m, &likeliest);
 }
 
-void embed_any_format(const PackedLinear& packed, const int64_t* ids, float scale, void* y, int64_t tokens) {
-    if (packed.format == Format::dense) embed_packed(packed, ids, scale, y, tokens);
-    else embed_quantized(packed, ids, scale, y, tokens);
+void embed_any_format(const PackedLinear& packed, const int64_t* ids, float scale, void* y, DType type, int64_t tokens) {
+    if (packed.format == Format::dense) embed_packed(packed, ids, scale, y, type, tokens);
+    else embed_quantized(packed, ids, scale, y, type, tokens);
 }
 
 constexpr Kernels table{NAME(PAGEMILL_ISA), pack_linear, pack_quantized, linear_of_any_format, linear_likeliest, mlp, attend, write_kv,

@@ -29,15 +29,6 @@ INLINE F multiply_add(F x, F w, F sum, const Pair*) {
     return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_castps_si512(x.v), (__m512bh)_mm512_castps_si512(w.v))};
 }
 
-// `count` k of a panel, which begin with a pair, as fp32.
-void widen_pairs(const Pair* from, int64_t count, float* to) {
-    for (int64_t i = 0; i < count; i += 2)
-        for (int v = 0; v < NR; v += W) {
-            const __m512i pair = _mm512_loadu_si512(from + i / 2 * NR + v);
-            _mm512_storeu_si512(to + i * NR + v, _mm512_slli_epi32(pair, 16));
-            _mm512_storeu_si512(to + (i + 1) * NR + v, _mm512_and_si512(pair, _mm512_set1_epi32(int(0xffff0000u))));
-        }
-}
 #else
 constexpr bool kHasPairs = false;
 constexpr int64_t kPairedStep = 1;
@@ -60,37 +51,62 @@ struct Ahead {
 constexpr int64_t kNearRows = 12;     // how far ahead a tile fetches from the second-level cache to the first
 constexpr int64_t kAheadBytes = 4096;  // with a single tile: how far ahead in the panel, to hide memory's latency
 
+// `wide` takes the weights as fp32, if given.
 template <int MR, int NP, class T>
-INLINE void product_step(F (&acc)[MR][2 * NP], const float* a, const T* b, int64_t b_panel, int64_t i) {
+INLINE void product_step(F (&acc)[MR][2 * NP], const float* a, const T* b, int64_t b_panel, float* wide) {
     F w[2 * NP];
-    for (int v = 0; v < 2 * NP; ++v) w[v] = load(b + v / 2 * b_panel + i * NR + v % 2 * W);
+    for (int v = 0; v < 2 * NP; ++v) w[v] = load(b + v / 2 * b_panel + v % 2 * W);
+    if (wide)
+        for (int v = 0; v < 2 * NP; ++v) store(wide + v * W, w[v]);
     for (int r = 0; r < MR; ++r) {
         const F x = broadcast(a[r]);
         for (int v = 0; v < 2 * NP; ++v) acc[r][v] = multiply_add(x, w[v], acc[r][v], b);
     }
 }
 
-// c [MR][NP * NR] (+)= a [k][MR] times NP panels b [k][NR], which lie b_panel apart.
-template <int MR, int NP, class T>
-void tile_product(const float* a, const T* b, int64_t b_panel, int64_t k, float* c, bool add, Ahead ahead) {
+// Whether T is not what the products take.
+template <class T, bool Unpair> constexpr bool kNarrow = Unpair || sizeof(T) == 2;
+
+// Two steps, whose weights are pairs; with an odd k the last is one.
+template <int MR, int NP>
+INLINE void unpaired_steps(F (&acc)[MR][2 * NP], const float* a, const Pair* b, int64_t b_panel, bool both,
+                          float* wide) {
+    F even[2 * NP], odd[2 * NP];
+    for (int v = 0; v < 2 * NP; ++v) load_pairs((const bf16*)(b + v / 2 * b_panel + v % 2 * W), even[v], odd[v]);
+    if (wide)
+        for (int v = 0; v < 2 * NP; ++v) store(wide + v * W, even[v]), store(wide + (2 * NP + v) * W, odd[v]);
+    for (int r = 0; r < MR; ++r)
+        for (int v = 0; v < 2 * NP; ++v) acc[r][v] = fma(broadcast(a[r]), even[v], acc[r][v]);
+    if (!both) return;
+    for (int r = 0; r < MR; ++r)
+        for (int v = 0; v < 2 * NP; ++v) acc[r][v] = fma(broadcast(a[MR + r]), odd[v], acc[r][v]);
+}
+
+// c [MR][NP * NR] (+)= a [k][MR] times NP panels b [k][NR], which lie b_panel apart. `wide`, if given, takes b as fp32, with
+// one k more if that is odd and they are pairs.
+template <int MR, int NP, class T, bool Unpair>
+void tile_product(const float* a, const T* b, int64_t b_panel, int64_t k, float* c, bool add, Ahead ahead, float* wide) {
     F acc[MR][2 * NP];
     for (int r = 0; r < MR; ++r)
         for (int v = 0; v < 2 * NP; ++v) acc[r][v] = add ? load(c + (r * NP * 2 + v) * W) : zero();
     const char* fetched = ahead.at;
-    for (int64_t i = 0; i < k; ++i, fetched += ahead.stride) {
-        __builtin_prefetch(fetched, 0, 2);
+    constexpr int64_t step = Unpair ? 2 : 1;
+    for (int64_t i = 0; i < k; i += step, b += NR) {
+        for (int64_t line = 0; line < step; ++line, fetched += ahead.stride) __builtin_prefetch(fetched, 0, 2);
         if (MR > kMaxWide)
-            for (int v = 0; v < 2; ++v) __builtin_prefetch(b + (i + kNearRows) * NR + v * W);
-        product_step<MR, NP>(acc, a + i * MR, b, b_panel, i);
+            for (int v = 0; v < 2; ++v) __builtin_prefetch(b + kNearRows * NR + v * W);
+        float* kept = kNarrow<T, Unpair> && NP == 1 && wide ? wide + i * NR : nullptr;
+        if constexpr (Unpair) unpaired_steps<MR, NP>(acc, a + i * MR, b, b_panel, i + 1 < k, kept);
+        else product_step<MR, NP>(acc, a + i * MR, b, b_panel, kept);
     }
     for (int r = 0; r < MR; ++r)
         for (int v = 0; v < 2 * NP; ++v) store(c + (r * NP * 2 + v) * W, acc[r][v]);
 }
 
-template <class T> using TileProduct = void (*)(const float*, const T*, int64_t, int64_t, float*, bool, Ahead);
+template <class T> using TileProduct = void (*)(const float*, const T*, int64_t, int64_t, float*, bool, Ahead, float*);
 
-template <int NP, class T, int... R> TileProduct<T> choose_tile(int rows, Sequence<R...>) {
-    static constexpr TileProduct<T> table[] = {tile_product<R + 1, NP, T>...};
+template <int NP, class T, bool Unpair, int... R> TileProduct<T> choose_tile(int rows, Sequence<R...>) {
+    static constexpr TileProduct<T> table[] = {tile_product<R + 1, NP, T, Unpair>...};
     return table[rows - 1];
 }
 
@@ -180,7 +196,7 @@ struct Gate {
     Activation activation = Activation::silu;
 };
 
-// T: element of the panels, Pair if they hold pairs. With `Unpair` x is fp32 all the same.
+// T: element of the panels, Pair if they hold pairs. With `Unpair` the products are of fp32 all the same.
 template <class T, bool Unpair> struct LinearRun {
     const PackedLinear& weight;
     const float* x;  // packed rows
@@ -198,7 +214,7 @@ template <class T, bool Unpair> struct LinearRun {
         const int64_t first = task % groups * group, last = lesser(first + group, panels());
         const int64_t block = task / groups, tile_begin = tiles.count * block / blocks, tile_end = tiles.count * (block + 1) / blocks;
         for (int64_t panel = first; panel < last;) {
-            const bool wide = !Unpair && tiles.count == 1 && tiles.height(0) <= kMaxWide && panel + 2 <= last;
+            const bool wide = tiles.count == 1 && tiles.height(0) <= kMaxWide && panel + 2 <= last;
             const int np = wide ? 2 : 1;
             run_panels(panel, np, tile_begin, tile_end, thread);
             if (gate.panels) run_panels(gate.panels + panel, np, tile_begin, tile_end, thread);
@@ -211,22 +227,19 @@ template <class T, bool Unpair> struct LinearRun {
         const T* b = (const T*)weight.panels + panel * panel_size;
         const int64_t row_begin = tiles.begin(tile_begin), rows = tiles.begin(tile_end) - row_begin;
         const int width = np * NR;
-        // With few rows the weight is widened on its way into the registers, with many once per piece.
-        const bool widen = Unpair || (sizeof(T) == 2 && count > 2);
+        // A narrow weight is widened on its way into the registers; of many rows, the first tile keeps it for the others.
+        const bool widen = kNarrow<T, Unpair> && count > 2;
         const bool second = gate.panels && panel >= gate.panels;
         const int64_t sums = rows * width, all_sums = gate.panels ? 2 * sums : sums;
         float* scratch = (float*)thread_scratch(thread, sizeof(float) * (all_sums + (widen ? kChunk * NR : 0)));
         float* wide_piece = scratch + all_sums;
         float* c = second ? scratch + sums : scratch;
         // Two tiles fetch from memory faster than it follows: they begin with less of a piece missing.
-        const int64_t most = count == 1 && !Unpair ? k : count == 2 ? kChunk / 4 : kChunk;
+        const int64_t most = count == 1 ? k : count == 2 ? kChunk / 4 : kChunk;
         const int64_t pieces = (k + most - 1) / most, chunk = ((k + pieces - 1) / pieces + 1) & ~int64_t(1);
         for (int64_t k0 = 0; k0 < k; k0 += chunk) {
             const int64_t length = lesser(chunk, k - k0);
             const T* piece = b + (Unpair ? k0 / 2 : k0) * NR;
-            if constexpr (Unpair) widen_pairs(piece, length, wide_piece);
-            else if (widen)
-                for (int64_t i = 0; i < length * NR; i += W) store(wide_piece + i, load(piece + i));
             // What is read next follows in memory, be it this panel's next piece or the next panel, unless that is the gate's
             // counterpart: each tile fetches its share of it.
             const int64_t piece_bytes = length * NR * int64_t(sizeof(T)) / (Unpair ? 2 : 1);
@@ -238,9 +251,14 @@ template <class T, bool Unpair> struct LinearRun {
                 const float* a = x + tiles.begin(t) * k + k0 * height;
                 float* out = c + (tiles.begin(t) - row_begin) * width;
                 const Ahead ahead{next + (t - tile_begin) * share, stride};
-                if (widen) choose_tile<1, float>(height, Upto<kMaxTile>{})(a, wide_piece, 0, length, out, k0 > 0, ahead);
-                else if (np == 1) choose_tile<1, T>(height, Upto<kMaxTile>{})(a, piece, 0, length, out, k0 > 0, ahead);
-                else choose_tile<2, T>(height, Upto<kMaxWide>{})(a, piece, panel_size, length, out, k0 > 0, {(const char*)piece, 0});
+                if (widen && t > tile_begin)
+                    choose_tile<1, float, false>(height, Upto<kMaxTile>{})(a, wide_piece, 0, length, out, k0 > 0, ahead, nullptr);
+                else if (np == 1)
+                    choose_tile<1, T, Unpair>(height, Upto<kMaxTile>{})(a, piece, 0, length, out, k0 > 0, ahead,
+                                                                       widen ? wide_piece : nullptr);
+                else
+                    choose_tile<2, T, Unpair>(height, Upto<kMaxWide>{})(a, piece, panel_size, length, out, k0 > 0,
+                                                                       {(const char*)piece, 0}, nullptr);
                 if (k0 + length < k) continue;
                 if (second) write_product(out - sums, out, height, panel, tiles.begin(t));
                 else if (!gate.panels) write(out, width, height, panel, tiles.begin(t));
@@ -318,17 +336,25 @@ void linear_pairs(const PackedLinear& weight, const void* x, int64_t x_row, void
 }
 #endif
 
+// How sums in fp32 take a weight's panels: T and Unpair of LinearRun.
+template <class Element, bool Unpaired> struct Panels {
+    using T = Element;
+    static constexpr bool kUnpair = Unpaired;
+};
+template <class Body> INLINE void with_panels(DType type, Body&& body) {
+    if constexpr (kHasPairs)
+        if (type == DType::bf16) return body(Panels<Pair, true>{});
+    with_type(type, [&](auto* t) { body(Panels<Pointee<decltype(t)>, false>{}); });
+}
+
 void linear(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m,
             Likeliest* likeliest = nullptr) {
 #if defined(__AVX512BF16__)
-    if (weight.type == DType::bf16) {
-        if (type == DType::bf16) linear_pairs(weight, x, x_row, y, y_row, m, likeliest);
-        else linear_typed<Pair, true>(weight, x, x_row, y, y_row, type, m, {}, likeliest);
-        return;
-    }
+    if (weight.type == DType::bf16 && type == DType::bf16) return linear_pairs(weight, x, x_row, y, y_row, m, likeliest);
 #endif
-    with_type(weight.type, [&](auto* t) {
-        linear_typed<Pointee<decltype(t)>>(weight, x, x_row, y, y_row, type, m, {}, likeliest);
+    with_panels(weight.type, [&](auto panels) {
+        using P = decltype(panels);
+        linear_typed<typename P::T, P::kUnpair>(weight, x, x_row, y, y_row, type, m, {}, likeliest);
     });
 }
 
@@ -336,12 +362,17 @@ void linear(const PackedLinear& weight, const void* x, int64_t x_row, void* y, i
 // activation is packed for `down` at once.
 bool mlp(const PackedLinear& gate_up, const PackedLinear& down, const void* x, int64_t x_row, void* y, int64_t y_row,
          DType type, Activation activation, int64_t m) {
-    const auto dense = [](const PackedLinear& weight) { return weight.type == DType::f32 && weight.format == Format::dense; };
-    if (type != DType::f32 || !dense(gate_up) || !dense(down)) return false;
+    if (type != DType::f32 || gate_up.format != Format::dense || down.format != Format::dense) return false;
     if (m <= kMaxTile || gate_up.n % (2 * NR) || gate_up.n != 2 * down.k) return false;
     float* gated = (float*)caller_scratch(1, sizeof(float) * m * down.k);
-    linear_typed<float>(gate_up, x, x_row, gated, 0, type, m, {down.k / NR, activation});
-    linear_packed<float>(down, gated, down.k, y, y_row, type, Tiles(m, kMaxTile));
+    with_panels(gate_up.type, [&](auto panels) {
+        using P = decltype(panels);
+        linear_typed<typename P::T, P::kUnpair>(gate_up, x, x_row, gated, 0, type, m, {down.k / NR, activation});
+    });
+    with_panels(down.type, [&](auto panels) {
+        using P = decltype(panels);
+        linear_packed<typename P::T, P::kUnpair>(down, gated, down.k, y, y_row, type, Tiles(m, kMaxTile));
+    });
     return true;
 }
 
@@ -381,22 +412,28 @@ bool pack_linear(PackedLinear& packed, const void* weight, const float* bias) {
     return true;
 }
 
-void embed_packed(const PackedLinear& packed, const int64_t* ids, float scale, void* y, int64_t tokens) {
+void embed_packed(const PackedLinear& packed, const int64_t* ids, float scale, void* y, DType type, int64_t tokens) {
     with_type(packed.type, [&](auto* t) {
-        using T = Pointee<decltype(t)>;
-        constexpr int64_t beside = kTogether<T>;
-        const int64_t k = packed.k;
-        auto unpack = [&](int64_t token, int) {
-            const T* panel = (const T*)packed.panels + ids[token] / NR * NR * packed_k(packed);
-            T* out = (T*)y + token * k;
-            const int64_t i = ids[token] % NR;
-            for (int64_t j = 0; j < k; ++j) out[j] = panel[(j / beside * NR + i) * beside + j % beside];
-            for (int64_t j = 0; j < k; j += W) {
-                const int left = int(lesser<int64_t>(W, k - j));
-                if (left == W) store(out + j, load(out + j) * broadcast(scale));
-                else store_first(out + j, load_first(out + j, left) * broadcast(scale), left);
-            }
-        };
-        parallel(tokens, unpack);
+        with_type(type, [&](auto* u) {
+            using T = Pointee<decltype(t)>;
+            using Y = Pointee<decltype(u)>;
+            constexpr int64_t beside = kTogether<T>;
+            const int64_t k = packed.k;
+            auto unpack = [&](int64_t token, int) {
+                const T* panel = (const T*)packed.panels + ids[token] / NR * NR * packed_k(packed);
+                Y* out = (Y*)y + token * k;
+                const int64_t i = ids[token] % NR;
+                for (int64_t begin = 0; begin < k; begin += W) {
+                    const int left = int(lesser<int64_t>(W, k - begin));
+                    T row[W] = {};
+                    for (int64_t j = begin; j < begin + left; ++j)
+                        row[j - begin] = panel[(j / beside * NR + i) * beside + j % beside];
+                    const F x = load(row) * broadcast(scale);
+                    if (left == W) store(out + begin, x);
+                    else store_first(out + begin, x, left);
+                }
+            };
+            parallel(tokens, unpack);
+        });
     });
 }

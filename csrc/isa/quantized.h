@@ -359,8 +359,8 @@ template <class T> INLINE void store_upto(T* p, F x, int n) {
     else store_first(p, x, n);
 }
 
-void embed_quantized(const PackedLinear& packed, const int64_t* ids, float factor, void* y, int64_t tokens) {
-    with_type(packed.type, [&](auto* t) {
+void embed_quantized(const PackedLinear& packed, const int64_t* ids, float factor, void* y, DType type, int64_t tokens) {
+    with_type(type, [&](auto* t) {
         using T = Pointee<decltype(t)>;
         const int64_t k = packed.k;
         auto unpack = [&](int64_t token, int) {

@@ -129,25 +129,22 @@ INLINE F half_power_of_two(F n) {
 constexpr int W = 4;
 typedef float Floats __attribute__((vector_size(16)));
 typedef int32_t Ints __attribute__((vector_size(16)));
+typedef uint16_t Halves __attribute__((vector_size(8)));
 struct F { Floats v; };
 INLINE F zero() { return {Floats{}}; }
 INLINE F broadcast(float x) { return {Floats{x, x, x, x}}; }
 INLINE F load(const float* p) { F x; std::memcpy(&x.v, p, 16); return x; }
-INLINE F load(const bf16* p) {
-    return {Floats{float_of(uint32_t(p[0].bits) << 16), float_of(uint32_t(p[1].bits) << 16),
-                   float_of(uint32_t(p[2].bits) << 16), float_of(uint32_t(p[3].bits) << 16)}};
+INLINE Ints load_halves(const void* p) {
+    Halves bits;
+    std::memcpy(&bits, p, 8);
+    return __builtin_convertvector(bits, Ints);
 }
+INLINE F load(const bf16* p) { return {(Floats)(load_halves(p) << 16)}; }
 INLINE void load_pairs(const bf16* p, F& even, F& odd) {
     Ints both;
     std::memcpy(&both, p, 16);
     even = {(Floats)(both << 16)};
     odd = {(Floats)(both & Ints{-65536, -65536, -65536, -65536})};
-}
-INLINE float widen(f16 x) {
-    const uint32_t sign = uint32_t(x.bits & 0x8000) << 16, exponent = (x.bits >> 10) & 31, mantissa = x.bits & 0x3ff;
-    if (exponent == 31) return float_of(sign | 0x7f800000 | mantissa << 13);
-    if (exponent) return float_of(sign | (exponent + 112) << 23 | mantissa << 13);
-    return float_of(sign | bits_of(float(mantissa) * 0x1p-24f));
 }
 INLINE f16 narrow(float x) {
     const uint32_t u = bits_of(x), sign = u >> 16 & 0x8000, magnitude = u & 0x7fffffff;
@@ -157,7 +154,13 @@ INLINE f16 narrow(float x) {
         return {uint16_t(sign | (bits_of(float_of(magnitude) + 0.5f) - 0x3f000000))};
     return {uint16_t(sign | (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13)};
 }
-INLINE F load(const f16* p) { return {Floats{widen(p[0]), widen(p[1]), widen(p[2]), widen(p[3])}}; }
+INLINE F load(const f16* p) {
+    const Ints half = load_halves(p), magnitude = (half & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
+    const Ints infinite = exponent == 0x0f800000, subnormal = exponent == 0;
+    const Ints moved = magnitude + 0x38000000 + (infinite & 0x38000000) + (subnormal & 0x00800000);
+    const Floats wide = (Floats)moved - (Floats)(subnormal & 0x38800000);  // 2^-14
+    return {(Floats)((Ints)wide | (half & 0x8000) << 16)};
+}
 INLINE F load(const int8_t* p) { return {Floats{float(p[0]), float(p[1]), float(p[2]), float(p[3])}}; }
 INLINE void store(float* p, F x) { std::memcpy(p, &x.v, 16); }
 INLINE void store(bf16* p, F x) {

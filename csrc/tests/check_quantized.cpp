@@ -46,10 +46,10 @@ void check_quantized() {
             expect(y.get(row * n + out), sum, tolerance(type) + magnitudes / (2 * 127 * 128));
         }
     where = "embed quantized";
-    Guarded ids(sizeof(int64_t)), embedded(k, stored);
+    Guarded ids(sizeof(int64_t)), embedded(k, type);
     *ids.as<int64_t>() = below(int(n));
-    kernels().embed_packed(packed, ids.as<int64_t>(), 1.0f, embedded.data(), 1);
-    for (int64_t i = 0; i < k; ++i) expect(embedded.get(i), weight[*ids.as<int64_t>() * k + i], tolerance(stored));
+    kernels().embed_packed(packed, ids.as<int64_t>(), 1.0f, embedded.data(), type, 1);
+    for (int64_t i = 0; i < k; ++i) expect(embedded.get(i), weight[*ids.as<int64_t>() * k + i], tolerance(type));
     release(packed);
 }
 

@@ -44,9 +44,10 @@ void check_linear() {
             if (y.get(row * n + out) > y.get(row * n + best)) best = out;
         expect(likeliest.as<int64_t>()[row], best, 0);
     }
-    Guarded ids(sizeof(int64_t)), embedded(k, stored);
+    const DType wanted = below(2) ? stored : DType::f32;
+    Guarded ids(sizeof(int64_t)), embedded(k, wanted);
     *ids.as<int64_t>() = below(int(n));
-    kernels().embed_packed(packed, ids.as<int64_t>(), 1.0f, embedded.data(), 1);
+    kernels().embed_packed(packed, ids.as<int64_t>(), 1.0f, embedded.data(), wanted, 1);
     for (int64_t i = 0; i < k; ++i) expect(embedded.get(i), weight.get(*ids.as<int64_t>() * k + i), 0);
     release(packed);
 }
@@ -54,16 +55,19 @@ void check_linear() {
 void check_mlp() {
     const int64_t k = 1 + below(700), half = 32 * (1 + below(4)), n = 1 + below(100), m = 1 + below(90), gap = below(3) * 32;
     const Activation activation = below(2) ? Activation::silu : Activation::gelu_tanh;
+    const DType types[] = {any_type(), any_type()};
     where = "mlp";
-    Guarded first(2 * half * k, DType::f32), first_bias(2 * half, DType::f32), second(n * half, DType::f32);
+    Guarded first(2 * half * k, types[0]), first_bias(2 * half, DType::f32), second(n * half, types[1]);
     Guarded second_bias(n, DType::f32), x((m - 1) * (k + gap) + k, DType::f32), y(m * n, DType::f32);
     first.fill(random_source, 0.125);
     for (Guarded* each : {&first_bias, &second, &second_bias, &x}) each->fill(random_source);
     PackedLinear gate_up, down;
     gate_up.n = 2 * half;
     gate_up.k = k;
+    gate_up.type = types[0];
     down.n = n;
     down.k = half;
+    down.type = types[1];
     if (!kernels().pack_linear(gate_up, first.data(), first_bias.as<float>())) std::abort();
     if (!kernels().pack_linear(down, second.data(), second_bias.as<float>())) std::abort();
     if (kernels().mlp(gate_up, down, x.data(), k + gap, y.data(), n, DType::f32, activation, m)) {

@@ -5,8 +5,12 @@ import torch
 from benchmarks.peers.adapters.pagemill_engine import Engine
 from benchmarks.peers.workloads import make, tokenize
 from benchmarks.roofline import Ceilings, Model, Recorder, Step, run_workload
+from transformers import AutoModelForCausalLM, LlamaConfig
 
+from pagemill.attention.select import select_attention
 from pagemill.hub import resolve_model
+from pagemill.models.loading import load_model
+from pagemill.ops.select import select_ops
 
 
 @pytest.fixture(scope="module")
@@ -19,11 +23,11 @@ def engine():
 
 
 def test_floor_of_one_step(engine):
-    model = Model.of(engine.core._runner._decoder, torch.float32)
+    model = Model.of(engine.core._runner._decoder, torch.float32, held=False)
     # 30 layers of hidden 576: query and output 576, key and value 192 each, three products with 1536.
     assert model.layer_parameters == 30 * 576 * (2 * 576 + 2 * 192 + 3 * 1536)
     assert model.head_parameters == 576 * 49152
-    assert model.layer_bytes == pytest.approx(4 * model.layer_parameters, rel=0.01)
+    assert (model.layer_bytes, model.head_bytes) == (4 * model.layer_parameters, 4 * model.head_parameters)
     ceilings = Ceilings(1e9, 4e9, {"float32": 1e12})
     decode = Step(tokens=1, logits=1, attended=30 * 100, kv_tokens=30 * 100)
     bound_by_reading = (model.layer_bytes + model.head_bytes) / 4e9 + 30 * 100 * 2 * 192 * 4 / 1e9
@@ -31,6 +35,21 @@ def test_floor_of_one_step(engine):
     prefill = Step(tokens=10000, logits=0, attended=30 * 10000, kv_tokens=0)
     flop = 2 * 10000 * model.layer_parameters + 4 * 576 * 30 * 10000
     assert model.floor_s(prefill, ceilings, "float32") == pytest.approx(flop / 1e12)
+
+
+def test_bytes_of_weights_that_are_held_in_16_bits(tmp_path):
+    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True)
+    AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
+    decoder = load_model(
+        tmp_path, ops=select_ops("cpu"), attention=select_attention("cpu"), dtype="float32", max_model_len=64
+    ).decoder
+    counted, held = (Model.of(decoder, torch.float32, held=held) for held in (False, True))
+    layers, head = 2 * 64 * (4 * 64 + 3 * 96), 64 * 64
+    assert (counted.layer_bytes, counted.head_bytes) == (4 * layers, 4 * head)
+    whole_pages = 2 * 4 * 4096
+    assert 2 * layers <= held.layer_bytes <= 2 * layers + whole_pages
+    assert 2 * head <= held.head_bytes < 2 * head + 4096
 
 
 def test_recorded_steps_are_the_workloads_work(engine):

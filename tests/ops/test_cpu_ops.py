@@ -78,6 +78,22 @@ def test_a_rows_linear_depends_on_no_other_row_nor_thread(
         assert torch.equal(linear(x[begin : begin + count]), whole[begin : begin + count]), count
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("n", "k"), [(1, 1), (33, 7), (200, 64), (161, 577), (96, 1153), (3300, 70)])
+def test_float32_rows_meet_a_narrow_weight_as_the_same_weight_in_float32(ops: CpuOps, n, k, dtype) -> None:
+    weight = torch.randn(n, k).to(dtype)
+    weight[::3, ::2] *= torch.finfo(dtype).tiny / 4  # subnormal ones too
+    bias = torch.randn(n) if k % 2 else None
+    narrow, wide = ops.pack_linear(weight, bias), ops.pack_linear(weight.float(), bias)
+    around = torch.full((600, k + 7), float("nan"))
+    x = around[:, 3 : k + 3]
+    x.copy_(torch.randn(600, k))
+    for m in (*range(1, 31), 42, 43, 64, 252, 253, 512, 600):
+        rows = x[600 - m :]
+        assert torch.equal(narrow(rows), wide(rows)), m
+        assert (narrow.likeliest(rows) == wide.likeliest(rows)).all(), m
+
+
 def test_linear_takes_no_rows_and_refuses_wrong_shapes(ops: CpuOps) -> None:
     linear = ops.pack_linear(torch.randn(8, 4))
     assert linear(torch.randn(0, 4)).shape == (0, 8)

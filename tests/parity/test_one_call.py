@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
+
 import pytest
 import torch
 from random_models import CASES, SIZES
+from safetensors.torch import load_file, save_file
 
 from harness import PagedSequences
+from kernel_settings import kernels_of
+from pagemill import _kernels
 from pagemill.attention.select import select_attention
 from pagemill.models.cpu_decoder import CpuDecoder
 from pagemill.models.decoder import Decoder
 from pagemill.models.loading import load_model
+from pagemill.models.weights import Experts
 from pagemill.ops.select import select_ops
 
 BY_NAME = {case.name: case for case in CASES}
@@ -94,6 +101,75 @@ def test_bits_at_odd_sizes(name, hidden, intermediate, lengths, tmp_path):
         ours = hidden_states(CpuDecoder.forward, decoder, steps, prompts)
         for a, b in zip(ours, hidden_states(Decoder.forward, decoder, steps, prompts), strict=True):
             assert torch.equal(a, b)
+
+
+def linears(decoder):
+    for layer in decoder.weights.layers:
+        mlps = layer.mlp.experts if isinstance(layer.mlp, Experts) else (layer.mlp,)
+        yield from (layer.qkv, layer.o, *(part for mlp in mlps for part in (mlp.gate_up, mlp.down)))
+    yield decoder.weights.lm_head
+
+
+def save_as(folder, kinds):
+    """Tensors rounded to the dtype of the first name that is in theirs, in a folder as such and in one as float32."""
+    rounded = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        rounded[name] = tensor.to(next((kind for part, kind in kinds.items() if part in name), torch.float32))
+    for kept in ("narrow", "wide"):
+        shutil.copytree(folder, folder / kept, ignore=shutil.ignore_patterns("narrow", "wide"))
+        tensors = {name: each if kept == "narrow" else each.float() for name, each in rounded.items()}
+        save_file(tensors, folder / kept / "model.safetensors", {"format": "pt"})
+    return folder / "narrow", folder / "wide"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_float32_keeps_narrow_weights_as_they_are_stored(name, dtype, tmp_path):
+    case = BY_NAME[name]
+    case.save(tmp_path)
+    narrow, wide = (load(case, folder) for folder in save_as(tmp_path, {"": dtype}))
+    assert narrow.dtype == torch.float32
+    for held, widened in zip(linears(narrow), linears(wide), strict=True):
+        assert held.dtype == dtype
+        assert widened.dtype == torch.float32
+    for steps in (steps_of(case.prompts()), [[(row, len(prompt)) for row, prompt in enumerate(case.prompts())]]):
+        runs = [(type(wide), wide), (type(narrow), narrow), (Decoder, narrow)]
+        found = [hidden_states(kind.forward, decoder, steps, case.prompts()) for kind, decoder in runs]
+        for a, b, c in zip(*found, strict=True):
+            assert torch.equal(a, b)
+            assert torch.equal(a, c)
+            assert torch.equal(wide.logits(a), narrow.logits(b))
+
+
+@pytest.mark.parametrize("isa", _kernels.available_isas())
+def test_narrow_weights_of_several_pieces(isa, tmp_path):
+    """Rows and weights in several pieces, on every instruction set: the MLP as one operator and as three."""
+    case = BY_NAME["llama-bias"]
+    sizes = {"hidden_size": 640, "intermediate_size": 1536, "head_dim": 40, "num_hidden_layers": 2}
+    case = dataclasses.replace(case, settings=case.settings | sizes, lengths=(270, 20))
+    case.save(tmp_path)
+    kinds = {"down_proj": torch.float16, "": torch.bfloat16}
+    steps = steps_of(case.prompts())
+    with kernels_of(isa, 2):
+        narrow, wide = (load(case, folder) for folder in save_as(tmp_path, kinds))
+        ours, theirs = (hidden_states(CpuDecoder.forward, decoder, steps, case.prompts()) for decoder in (narrow, wide))
+        assert narrow.operator_seconds()["mlp"] > 0
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_joined_weights_that_are_stored_differently_are_held_in_float32(tmp_path):
+    case = BY_NAME["llama3"]
+    case.save(tmp_path)
+    kinds = {"q_proj": torch.float16, "gate_proj": torch.float32, "_proj": torch.bfloat16}
+    narrow, wide = (load(case, folder) for folder in save_as(tmp_path, kinds))
+    layer = narrow.weights.layers[0]
+    held = [linear.dtype for linear in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)]
+    assert held == [torch.float32, torch.bfloat16, torch.float32, torch.bfloat16]
+    steps = steps_of(case.prompts())
+    ours, theirs = (hidden_states(CpuDecoder.forward, decoder, steps, case.prompts()) for decoder in (narrow, wide))
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_experts_run_on_torch(tmp_path):

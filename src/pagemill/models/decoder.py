@@ -60,7 +60,7 @@ class Decoder:
         on_layer: called with each layer's number as that begins.
         """
         embedding = self.weights.embedding
-        x = self.weights.lm_head.rows(token_ids) if embedding is None else embedding[token_ids]
+        x = self.weights.lm_head.rows(token_ids).to(self.dtype) if embedding is None else embedding[token_ids]
         if self.spec.embedding_scale != 1.0:
             x = x * self._embedding_scale
         angles = []

@@ -90,6 +90,7 @@ class CpuLinear:
 
 class CpuOps:
     copies_weights = True
+    widens_weights = True
 
     def __init__(self) -> None:
         self.name = kernel_name()

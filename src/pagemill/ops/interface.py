@@ -35,9 +35,12 @@ class Ops(Protocol):
     """Part of the numerics id."""
     copies_weights: bool
     """Whether `pack_linear` needs the weight's memory no more once it returns: it may be written again."""
+    widens_weights: bool
+    """Whether a linear layer in bfloat16 or float16 gives float32 x the bits that its weight in float32 would."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
-        """weight [out_features, in_features] in the model's dtype; may be freed by the caller afterwards."""
+        """weight [out_features, in_features] in the model's dtype, or narrower with `widens_weights`; may be freed by
+        the caller afterwards."""
         ...
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:

@@ -50,6 +50,7 @@ class TorchQuantizedLinear:
 class TorchOps:
     name = f"torch-{torch.__version__}"
     copies_weights = False
+    widens_weights = False
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> TorchLinear:
         return TorchLinear(weight, bias)

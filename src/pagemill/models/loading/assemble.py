@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pagemill.errors import CorruptWeightsError, UnsupportedModelError
-from pagemill.models.loading.checkpoint import Checkpoint
+from pagemill.models.loading.checkpoint import PLAIN_DTYPES, Checkpoint
 from pagemill.models.names import WeightNames
 from pagemill.models.spec import DecoderSpec
 from pagemill.models.weights import DecoderWeights, Experts, GatedMLP, LayerWeights
@@ -134,12 +134,22 @@ class Assembler:
         offsets = self._matrix(parts, rows, 0, unpair=unpair, dtype=torch.float32) if bias else None
         bits = self._bits(parts)
         if bits is None:
-            return self._ops.pack_linear(self._matrix(parts, rows, columns, unpair=unpair), offsets)
+            weight = self._matrix(parts, rows, columns, unpair=unpair, dtype=self._held(parts))
+            return self._ops.pack_linear(weight, offsets)
         if bits == 4:
-            weight = self._int4(parts, rows, columns, unpair)
+            quantized = self._int4(parts, rows, columns, unpair)
         else:
-            weight = quantize_int8(self._matrix(parts, rows, columns, unpair=unpair, dtype=torch.float32))
-        return self._ops.pack_quantized(weight, offsets, self._dtype)
+            quantized = quantize_int8(self._matrix(parts, rows, columns, unpair=unpair, dtype=torch.float32))
+        return self._ops.pack_quantized(quantized, offsets, self._dtype)
+
+    def _held(self, parts: Sequence[str]) -> torch.dtype:
+        """What a joined matrix that is not quantized is held in: in a float32 model as it is stored, where all its
+        parts are stored alike and the operators widen it; else in the model's dtype."""
+        if self._dtype != torch.float32 or not self._ops.widens_weights:
+            return self._dtype
+        infos = (self._checkpoint.tensors.get(f"{part}.weight") for part in parts)
+        stored = {PLAIN_DTYPES.get(info.dtype) for info in infos if info is not None}
+        return (stored.pop() if len(stored) == 1 else None) or self._dtype
 
     def _bits(self, parts: Sequence[str]) -> int | None:
         """What a joined matrix is held in: the most bits that one of its parts needs; None: the model's dtype."""

@@ -18,6 +18,8 @@ from torch import Tensor
 from pagemill.errors import CorruptWeightsError, ModelNotFoundError
 from pagemill.models.names import WeightNames
 
+PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+"""Formats that are numbers and nothing else, as files name them."""
 PIECE_BYTES = 1 << 20
 """Tensors are converted in pieces of about this size, which stay in a core's cache."""
 

@@ -19,12 +19,11 @@ from torch import Tensor
 from pagemill import _kernels
 from pagemill.errors import ModelConfigError, UnsupportedModelError
 from pagemill.models.families import ModelConfig
-from pagemill.models.loading.checkpoint import PIECE_BYTES, MappedFile, TensorInfo, copy_stored
+from pagemill.models.loading.checkpoint import PIECE_BYTES, PLAIN_DTYPES, MappedFile, TensorInfo, copy_stored
 from pagemill.models.loading.gguf_file import GGUFFile
 from pagemill.models.loading.overrides import apply_overrides, check_overrides
 from pagemill.models.names import GGUF, WeightNames
 
-_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _QUANTIZED = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}
 _BLOCKS_OF_32 = {"Q4_0": 2, "Q4_1": 4}
 """Formats whose integers can be kept, by the bytes before a block's 16 of values: scale, and for Q4_1 min, in fp16."""
@@ -90,7 +89,7 @@ class GGUFModel:
     def float_dtypes(self) -> dict[torch.dtype, int]:
         sizes: Counter[torch.dtype] = Counter()
         for tensor in self._stored.values():
-            sizes[_PLAIN.get(tensor.kind.name, torch.float32)] += tensor.nbytes
+            sizes[PLAIN_DTYPES.get(tensor.kind.name, torch.float32)] += tensor.nbytes
         return dict(sizes)
 
     def stored_bits(self, name: str) -> int | None:
@@ -113,11 +112,11 @@ class GGUFModel:
 
     def read_into(self, name: str, out: Tensor) -> None:
         tensor, file = self._stored[name], self.files[0]
-        if tensor.kind.name in _PLAIN:
-            copy_stored(file, tensor.begin, _PLAIN[tensor.kind.name], out)
+        if tensor.kind.name in PLAIN_DTYPES:
+            copy_stored(file, tensor.begin, PLAIN_DTYPES[tensor.kind.name], out)
             return
         if tensor.kind.name not in _QUANTIZED:
-            supported = ", ".join(sorted(_QUANTIZED | _PLAIN.keys()))
+            supported = ", ".join(sorted(_QUANTIZED | PLAIN_DTYPES.keys()))
             raise UnsupportedModelError(
                 f"tensor {name!r} in {file.path} is stored as {tensor.kind.name}; supported are {supported}",
                 param="dtype",

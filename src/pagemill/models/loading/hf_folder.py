@@ -19,11 +19,10 @@ from torch import Tensor
 
 from pagemill.errors import CorruptWeightsError, ModelConfigError, ModelNotFoundError, UnsupportedModelError
 from pagemill.models.families import find_family
-from pagemill.models.loading.checkpoint import MappedFile, TensorInfo, copy_stored
+from pagemill.models.loading.checkpoint import PLAIN_DTYPES, MappedFile, TensorInfo, copy_stored
 from pagemill.models.loading.overrides import apply_overrides, check_overrides
 from pagemill.models.names import WeightNames
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 _OTHER_DTYPES = {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F64", "C64"}
 _OTHER_FLOATS = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4"}
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -53,8 +52,8 @@ class HuggingFaceFolder:
     def float_dtypes(self) -> dict[torch.dtype, int]:
         sizes: Counter[torch.dtype] = Counter()
         for info in self.tensors.values():
-            if info.dtype in _DTYPES:
-                sizes[_DTYPES[info.dtype]] += info.nbytes
+            if info.dtype in PLAIN_DTYPES:
+                sizes[PLAIN_DTYPES[info.dtype]] += info.nbytes
         return dict(sizes)
 
     def stored_bits(self, name: str) -> None:
@@ -66,12 +65,12 @@ class HuggingFaceFolder:
     def read_into(self, name: str, out: Tensor) -> None:
         file, begin = self._places[name]
         dtype = self.tensors[name].dtype
-        if dtype not in _DTYPES:
+        if dtype not in PLAIN_DTYPES:
             raise UnsupportedModelError(
-                f"tensor {name!r} in {file.path} is stored as {dtype}; supported are {', '.join(_DTYPES)}",
+                f"tensor {name!r} in {file.path} is stored as {dtype}; supported are {', '.join(PLAIN_DTYPES)}",
                 param="dtype",
             )
-        copy_stored(file, begin, _DTYPES[dtype], out)
+        copy_stored(file, begin, PLAIN_DTYPES[dtype], out)
 
     def _weight_files(self) -> list[Path]:
         self._declared: dict[str, str] = {}
@@ -137,8 +136,8 @@ def read_safetensors_header(file: MappedFile) -> dict[str, tuple[TensorInfo, int
     for begin, end, name, dtype, shape in sorted(ranges):
         if begin != expected:
             raise corrupt(f"tensor {name!r} begins at byte {begin} of the data instead of {expected}")
-        if dtype in _DTYPES:
-            if math.prod(shape) * _DTYPES[dtype].itemsize != end - begin:
+        if dtype in PLAIN_DTYPES:
+            if math.prod(shape) * PLAIN_DTYPES[dtype].itemsize != end - begin:
                 raise corrupt(f"tensor {name!r} has shape {list(shape)} of {dtype} but {end - begin} bytes")
         elif dtype not in _OTHER_DTYPES | _OTHER_FLOATS:
             raise corrupt(f"tensor {name!r} has the unknown dtype {dtype!r}")
