@@ -19,7 +19,7 @@ class ContiguousMemory(MemoryManager):
         super().__init__(*arguments, **settings)
         self.reservation = reservation
 
-    def blocks_needed(self, num_tokens: int, chunk: int, pinned: int = 0) -> int:
+    def blocks_needed(self, num_tokens: int, chunk: int, pinned: int = 0, found: int = 0) -> int:
         return super().blocks_needed(self.reservation, self.reservation)
 
     def reserve(self, table: BlockTable, up_to: int) -> Shortage | None:

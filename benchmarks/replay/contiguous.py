@@ -133,10 +133,14 @@ class ContiguousMemory:
     def written(self) -> int:
         return sum(table.length for table in self.tables)
 
-    def blocks_needed(self, num_tokens: int, chunk: int, pinned: int = 0) -> int:
+    def blocks_needed(self, num_tokens: int, chunk: int, pinned: int = 0, found: int = 0) -> int:
         return num_tokens
 
-    blocks_held = blocks_needed
+    def blocks_held(self, num_tokens: int, chunk: int, found: int = 0) -> int:
+        return num_tokens
+
+    def blocks_pinned(self, num_tokens: int, chunk: int, pinned: int, found: int = 0) -> int:
+        return 0
 
     def places(self, table: BlockTable) -> Places:
         return Places(table.num_held, 0)

@@ -771,9 +771,63 @@ def test_a_pinned_prefix_counts_once_for_who_begins_with_it(lower):
     bench.assert_all_free()
 
 
-def test_who_begins_with_a_pin_fits_without_it_too():
+@pytest.mark.parametrize(
+    ("windows", "pinned", "most"), [((None, 6), 7 + 2, 32 * 4 + 1), ((40, None), 7 + 7, 20 * 4 + 1), ((6,), 2, 500)]
+)
+def test_with_windows_too_a_pinned_prefix_counts_once_for_who_goes_on_behind_it(windows, pinned, most):
+    bench = Bench(frames=40, windows=windows, budget=16)
+    prefix = [1, 2] * 14
+    bench.scheduler.add(make_request("pin", prefix, 1, pin="p"))
+    bench.run_steps()
+    assert bench.scheduler.pins.num_frames == pinned
+    full = make_request("full", prefix + [9] * 2, most - 30, ignore_eos=True)
+    bench.scheduler.add(full)
+    if windows != (6,):
+        with pytest.raises(RequestTooLargeError):
+            bench.scheduler.add(make_request("larger", prefix + [9] * 2, most + 1 - 30))
+        with pytest.raises(RequestTooLargeError):
+            bench.scheduler.add(make_request("leaves it", prefix[:-1] + [9] * 3, most - 30))
+        with pytest.raises(KVMemoryError, match="'full'"):
+            bench.scheduler.resize(39, bench.now)
+    bench.run()
+    assert bench.outputs["full", 0] == expected(full, 0)
+
+
+def test_who_leaves_one_of_the_pins_that_it_begins_with_fits_whichever_of_them_ends():
+    bench = Bench(frames=40, windows=(None, 6), budget=16)
+    prefix = [1, 2] * 14
+    for name, prompt in (("short", prefix), ("long", prefix + [3] * 8)):
+        bench.scheduler.add(make_request(name, prompt, 1, pin=name))
+        bench.run_steps()
+    request = make_request("goes on elsewhere", prefix + [3] * 4 + [9], 120 - 33, ignore_eos=True)
+    with pytest.raises(RequestTooLargeError):
+        bench.scheduler.add(request)
+    bench.scheduler.pins.unpin("long", Namespace(), bench.now)
+    bench.scheduler.add(request)
+    with pytest.raises(PinLimitError, match="leaves too little"):
+        bench.scheduler.add(make_request("again", prefix + [3] * 8, 1, pin="long"))
+    bench.scheduler.pins.unpin("short", Namespace(), bench.now)
+    bench.run()
+    assert bench.outputs["goes on elsewhere", 0] == expected(request, 0)
+
+
+def test_who_finds_a_pin_and_goes_on_with_less_than_a_step_needs_no_more_than_is_new():
+    bench = Bench(frames=23, windows=(None, 40), budget=64)
+    prefix = [1, 2] * 22
+    bench.scheduler.pins._share = 0.95
+    bench.scheduler.add(make_request("pin", prefix, 1, pin="p"))
+    bench.run_steps()
+    assert bench.scheduler.pins.num_frames == 11 + 10
+    request = make_request("r", [*prefix, 9], 3, ignore_eos=True)
+    bench.scheduler.add(request)
+    bench.run()
+    assert bench.outputs["r", 0] == expected(request, 0)
+
+
+@pytest.mark.parametrize("windows", [(None,), (None, 6), (40, None)])
+def test_who_begins_with_a_pin_fits_without_it_too(windows):
     """Whatever becomes of the pin: it ends, or its request does before it is there."""
-    bench = Bench(frames=20, budget=16)
+    bench = Bench(frames=20 * len(windows), windows=windows, budget=16)
     prefix = [1, 2] * 14
     for ending in ("unpin", "abort"):
         bench.scheduler.add(make_request(f"pin-{ending}", prefix, 1, pin="p"))

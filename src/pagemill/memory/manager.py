@@ -345,29 +345,35 @@ class MemoryManager:
         """Frames that this tenant can have, if its own quota has room: free, or cached and evictable for it."""
         return self.tenants.available(tenant, self._pool.num_free)
 
-    def blocks_held(self, num_tokens: int, chunk: int) -> int:
+    def blocks_held(self, num_tokens: int, chunk: int, found: int = 0) -> int:
         """The most blocks that one sequence may hold at once, over all groups, while it grows to `num_tokens` in steps
-        of 1 to `chunk` tokens, wherever these begin.
+        of 1 to `chunk` tokens, wherever these begin behind the first `found`.
 
         A step from s to e holds, by group, the entries from the first that position s sees to the one of e - 1. The
         maximum is reached by the largest step that just enters the last entry.
         """
-        if num_tokens < 1:
-            return 0
-        last = (num_tokens - 1) // self.block_size
-        start = max(0, last * self.block_size + 1 - chunk)
-        return sum(last + 1 - first_entry_in_window(start, window, self.block_size) for window in self.windows)
+        entries = -(-num_tokens // self.block_size)
+        return sum(entries - first for first in self._first_held(num_tokens, chunk, found))
 
-    def blocks_needed(self, num_tokens: int, chunk: int, pinned: int = 0) -> int:
+    def blocks_pinned(self, num_tokens: int, chunk: int, pinned: int, found: int = 0) -> int:
+        """How many of these lie in its `pinned` leading entries."""
+        return sum(max(0, pinned - first) for first in self._first_held(num_tokens, chunk, found))
+
+    def blocks_needed(self, num_tokens: int, chunk: int, pinned: int = 0, found: int = 0) -> int:
         """Frames of the pool with which such a sequence always gets there, alone in the pool; with fewer, there are
         steps with which it does not. Without lower frames that is all it holds; else what a step writes, and what does
         not fit into them. `pinned` leading entries stay in the pool.
         """
-        held = self.blocks_held(num_tokens, chunk)
+        held = self.blocks_held(num_tokens, chunk, found)
         if not self.lower.count or not held:
             return held
         entries, written = -(-num_tokens // self.block_size), (chunk - 1) // self.block_size + 2
         return held - min(self.windows.count(None) * max(0, entries - written - pinned), self.lower.count)
+
+    def _first_held(self, num_tokens: int, chunk: int, found: int) -> list[int]:
+        """By group, when it holds most."""
+        start = max(0, found, (num_tokens - 1) // self.block_size * self.block_size + 1 - chunk)
+        return [first_entry_in_window(start, window, self.block_size) for window in self.windows]
 
     def stats(self) -> MemoryStats:
         free, cached = self._pool.num_free, self.tenants.cached

@@ -17,12 +17,14 @@ from pagemill.namespace import Namespace
 class Pin:
     """A prefix of `num_tokens` tokens, whole blocks only, in a namespace.
 
-    blocks: (digest, layer group) of each that it holds. table: None while they are being computed.
+    digests: of its entries. blocks: (digest, layer group) of each block that it holds. table: None while they are being
+    computed.
     """
 
     name: str
     space: Namespace
     num_tokens: int
+    digests: Sequence[bytes]
     expires_s: float | None
     blocks: list[tuple[bytes, int]]
     table: BlockTable | None = None
@@ -49,15 +51,21 @@ class Pins:
         return len(self._blocks.get(tenant, ()))
 
     def leading(self, tenant: str, digests: Sequence[bytes]) -> int:
-        """How many of a prompt's leading blocks are pinned, or will be, in every layer group.
+        """How many of a prompt's leading entries it finds for certain, since they are pinned, or will be.
 
-        None where there are windows: such a group's blocks are pinned only where the pin's end sees them, so a prompt
-        that finds fewer tokens than the pin has may need all of its own.
+        With windows, a pin holds of such a group what its end sees. Who goes on behind that finds it, and who leaves it
+        before may find nothing. If a prompt leaves one of the pins that it begins with, none counts: those that it goes
+        on behind could end, and their blocks still be held.
         """
-        if not self.held(tenant) or any(window is not None for window in self._memory.windows):
+        if not self.held(tenant):
             return 0
-        pinned = self._blocks[tenant]
-        return next((at for at, digest in enumerate(digests) if (digest, 0) not in pinned), len(digests))
+        if all(window is None for window in self._memory.windows):
+            pinned = self._blocks[tenant]
+            return next((at for at, digest in enumerate(digests) if (digest, 0) not in pinned), len(digests))
+        pins = [pin for pin in (*self._pins.values(), *self._coming.values()) if pin.space.tenant == tenant]
+        begun = [pin.digests for pin in pins if pin.digests[:1] == digests[:1] != []]
+        behind = all(digests[len(pin) - 1 : len(pin)] == pin[-1:] for pin in begun)
+        return max(map(len, begun), default=0) if behind else 0
 
     def reserve(
         self,
@@ -96,7 +104,7 @@ class Pins:
                 param="prompt",
             )
         pinned.update(blocks)
-        self._coming[owner] = Pin(name, space, length, expires_s, blocks)
+        self._coming[owner] = Pin(name, space, length, digests, expires_s, blocks)
 
     def keep(self, owner: Hashable, table: BlockTable, now: float) -> None:
         """The owner's table has been computed: it is pinned from now on, in the place of a pin of the same name. It

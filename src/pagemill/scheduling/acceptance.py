@@ -96,7 +96,7 @@ class Acceptance:
         """The most blocks that a request's sequence may take, and how many of them pins hold."""
         pinned = self._admission.pinned(sequence)
         need = blocks_needed(self._memory, sequence.request, self._chunk, pinned)
-        return need, pinned * len(self._memory.windows)
+        return need, self._memory.blocks_pinned(sequence.request.max_len - 1, self._chunk, pinned)
 
     def _longest(self, sequence: Sequence) -> int:
         """How many of the `max_len` tokens that a request may have fit for certain, beside what is pinned; at least
@@ -106,7 +106,7 @@ class Acceptance:
 
         def lacks_room(num_tokens: int) -> bool:
             need = memory.blocks_needed(num_tokens - 1, self._chunk, pinned)
-            return not self._tenants.fits(request, need, pinned * len(memory.windows))
+            return not self._tenants.fits(request, need, memory.blocks_pinned(num_tokens - 1, self._chunk, pinned))
 
         least = sequence.prompt_len + max(request.params.min_tokens, 1)
         return least + bisect_left(range(least + 1, request.max_len + 1), True, key=lacks_room)
