@@ -53,7 +53,7 @@ def test_what_did_not_arrive_is_not_found(requests, make_engine, monkeypatch):
         if core.stats().compactions and fail:
             fail.clear()
             raise RuntimeError("the device is lost")
-        copy(source, target)
+        return copy(source, target)
 
     monkeypatch.setattr(core._engine.pool, "copy_frames", failing)
     run = drive(core, requests, every=6)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import os
-import tempfile
+import resource
 
 import pytest
 from drive import Run, drive, request
 
 from harness import FRAME_BYTES
 from pagemill.errors import KVMemoryError, KVStoreError
-from pagemill.kvcache import lower_frames
+from pagemill.kvcache import lower_file, read_ahead
 from pagemill.sampling.params import SamplingParams
 
 SMALL = {"kv_memory": 12 * FRAME_BYTES, "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64}
@@ -66,49 +68,117 @@ def test_in_other_dtypes(conversations, make_engine, tmp_path, dtype):
 def test_layers_are_read_ahead_and_let_go_of(conversations, expected, make_engine, tmp_path, monkeypatch):
     core = make_engine(**SMALL, **settings("disk", tmp_path))
     pool, calls = core._engine.pool, []
-    advise = lower_frames.advise
-    monkeypatch.setattr(lower_frames, "advise", lambda *call: calls.append(call) or advise(*call))
+    advise = read_ahead.advise
+    monkeypatch.setattr(read_ahead, "advise", lambda *call: calls.append(call) or advise(*call))
     run = drive(core, conversations[:1])
     assert run.tokens["long", 0] == expected.tokens["long", 0]
     regions = [pool._lower_region(place) for place in range(30)]
-    read = [call for call in calls if call[2] == lower_frames.POPULATE_READ]
+    read = [call for call in calls if call[2] == read_ahead.POPULATE_READ]
     steps = core.stats().steps
     for region in regions:
         inside = [call for call in read if region.begin <= call[0] and call[0] + call[1] <= region.begin + region.bytes]
         assert 20 < len(inside) <= 2 * steps, "each layer is read ahead in each step that streams"
-    let_go = [call[:2] for call in calls if call[2] == lower_frames.mmap.MADV_DONTNEED]
+    let_go = [call[:2] for call in calls if call[2] == read_ahead.mmap.MADV_DONTNEED]
     assert set(let_go) == {tuple(region) for region in regions}
     core.close()
 
 
-def test_a_disk_that_can_not_read_fails_the_request_and_no_other(
-    conversations, expected, make_engine, tmp_path, monkeypatch
-):
-    files, make_file = [], tempfile.TemporaryFile
-
-    def kept_open(**settings):
-        file = make_file(**settings)
-        files.append(os.dup(file.fileno()))
-        return file
-
-    monkeypatch.setattr(lower_frames.tempfile, "TemporaryFile", kept_open)
+@pytest.fixture
+def streaming(conversations, make_engine, tmp_path):
+    """An engine with both conversations under way, of which one streams, and nothing is moved in the next step; its
+    file; and what has come of them."""
     core = make_engine(**SMALL, **settings("disk", tmp_path))
     run = Run()
     for each in reversed(conversations):
         core.add_request(each)
-    while len(run.tokens.get(("long", 0), [])) < 2:  # then nothing is moved in the next step
+    while len(run.tokens.get(("long", 0), [])) < 2:
         run.take(core.step())
-    size = os.fstat(files[0]).st_size
-    os.ftruncate(files[0], size // 2)  # what lies behind the end of a file fails as a broken disk does
+    yield core, core._engine.pool._file._file.fileno(), run
+    core.close()
+
+
+def finish(core, run) -> None:
     while core.has_work():
         run.take(core.step())
+
+
+def assert_only_the_long_one_failed(core, run, expected, message) -> None:
     assert run.tokens["short", 0] == expected.tokens["short", 0]
-    assert run.last["long", 0].finish_reason == "error"
-    assert "the disk can not read blocks of this context, of layer 15" in run.last["long", 0].error
-    assert core.stats().blocks_streamed == 0
-    os.ftruncate(files[0], size)
+    assert run.last["short", 0].finish_reason == "length"
+    assert run.last["long", 0].error_type == "KVStoreError"
+    assert message in run.last["long", 0].error
+    tokens = run.tokens["long", 0]
+    assert tokens == expected.tokens["long", 0][: len(tokens)]
+    assert core.stats().blocks_streamed == core.stats().frames_active == 0
+
+
+def assert_computed_anew(core, conversations, expected) -> None:
+    again = drive(core, conversations[:1])
+    assert again.cached["long"] == 0
+    assert again.tokens["long", 0] == expected.tokens["long", 0]
+
+
+def test_a_disk_that_can_not_read_fails_the_request_and_no_other(streaming, conversations, expected):
+    core, file, run = streaming
+    size = os.fstat(file).st_size
+    os.ftruncate(file, size // 2)  # what lies behind the end of a file fails as a broken disk does
+    finish(core, run)
+    assert_only_the_long_one_failed(core, run, expected, "the disk can not read blocks of this context, of layer 15")
+    os.ftruncate(file, size)
+    assert_computed_anew(core, conversations, expected)
+
+
+def test_a_disk_that_takes_no_block_fails_the_request_and_no_other(conversations, expected, make_engine, tmp_path):
+    core = make_engine(**SMALL, **settings("disk", tmp_path))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        run = drive(core, conversations)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert_only_the_long_one_failed(core, run, expected, "the disk has lost blocks of this context")
+    assert_computed_anew(core, conversations, expected)
     core.close()
-    os.close(files[0])
+
+
+class Losing:
+    """A disk that has not taken what the system wrote to it later: it reads as it was before, and that is said once."""
+
+    def __init__(self, file: int, monkeypatch) -> None:
+        self._real, self._due = lower_file._libc, True
+        os.pwrite(file, bytes(os.fstat(file).st_size), 0)
+        monkeypatch.setattr(lower_file, "_libc", self)
+
+    def sync_file_range(self, *range: int) -> int:
+        failed = self._due and self._real.sync_file_range(*range) == 0
+        self._due = False
+        ctypes.set_errno(errno.EIO)
+        return -failed
+
+
+def test_what_a_disk_loses_later_fails_who_streams_it_and_is_never_read(
+    streaming, conversations, expected, monkeypatch
+):
+    core, file, run = streaming
+    step = core._runner.run
+    # The step begins with all that was written, and reads what is left of it.
+    monkeypatch.setattr(core._runner, "run", lambda plan: (Losing(file, monkeypatch), step(plan))[1])
+    run.take(core.step())
+    monkeypatch.setattr(core._runner, "run", step)
+    finish(core, run)
+    assert_only_the_long_one_failed(core, run, expected, "the disk has lost blocks of this context")
+    assert len(run.tokens["long", 0]) == 2
+    assert_computed_anew(core, conversations, expected)
+
+
+def test_what_a_disk_loses_while_it_is_cached_is_computed_anew(
+    conversations, expected, make_engine, tmp_path, monkeypatch
+):
+    core = make_engine(**SMALL, **settings("disk", tmp_path))
+    drive(core, conversations[:1])
+    Losing(core._engine.pool._file._file.fileno(), monkeypatch)
+    assert_computed_anew(core, conversations, expected)
+    core.close()
 
 
 def test_a_context_is_found_again_where_it_lies(conversations, expected, make_engine, tmp_path):
@@ -146,6 +216,6 @@ def test_what_no_tier_holds_is_refused(make_engine, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(lower_frames.os, "posix_fallocate", full)
+    monkeypatch.setattr(lower_file.os, "posix_fallocate", full)
     with pytest.raises(KVStoreError, match="No space left"):
         make_engine(**SMALL, **settings("disk", tmp_path))

@@ -186,7 +186,17 @@ class Bench:
         self.memory.check()
 
     def commit(self) -> None:
-        for update in self.scheduler.commit(self.flights.popleft(), self.now):
+        self.take(self.scheduler.commit(self.flights.popleft(), self.now))
+
+    def lose(self, frames: set[int]) -> None:
+        """A lower tier has lost what lay in these frames."""
+        for frame in frames:
+            self.device.frames[frame] = {}
+        self.take(self.scheduler.lose(frames, RuntimeError("lost"), self.now))
+        self.memory.check()
+
+    def take(self, updates) -> None:
+        for update in updates:
             key = (update.sequence.request.request_id, update.sequence.index)
             if update.token is not None:
                 self.outputs.setdefault(key, []).append(update.token)
@@ -291,6 +301,7 @@ scripts = st.lists(
                 "unpin",
                 "limits",
                 "talk",
+                "lose",
             ]
         ),
         st.integers(0, 9),
@@ -320,8 +331,8 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
 ):
     """Same request, same tokens: beside others, of other tenants too, with preemptions, prefix hits, forks, beams,
     faults, aborts, steps ahead, pins, turns of sessions, limits that change, idle blocks that go, a pool that shrinks
-    and grows, blocks that are streamed or moved together, and blocks that go to a lower tier and come back or get lost.
-    In the end every block is free."""
+    and grows, blocks that are streamed or moved together, and blocks that go to a lower tier and come back or get lost,
+    lower frames that lose what they hold. In the end every block is free."""
     bench = Bench(
         frames=frames * len(windows),
         windows=windows,
@@ -409,6 +420,8 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
                 bench.scheduler.pins.unpin("xy"[pick % 2], Namespace(tenant, salt), bench.now)
         elif action == "resize":
             bench.resize((pick * 4 + 4) * len(windows))
+        elif action == "lose":
+            bench.lose({frame for frame in bench.memory.lower.numbers if pick < 5 or frame % 5 == pick % 5})
         elif action == "limits":
             with contextlib.suppress(ConfigError):
                 bench.scheduler.acceptance.set_tenant(names[pick % 2], limits[pick // 2 % 2])

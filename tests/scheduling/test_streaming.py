@@ -169,3 +169,74 @@ def test_of_a_loaded_context_the_newest_blocks_are_in_the_pool():
     below = [frame >= 1000 for frame in loads[0].frames]
     assert below == [True] * 9 + [False] * 11, "of 12 frames in the pool, one is for what is computed"
     bench.run()
+
+
+def test_who_needs_what_lower_frames_have_lost_fails_and_nobody_else():
+    bench = Bench(frames=FRAMES, budget=BUDGET, lower=100)
+    long = make_request("long", [3, 4] * 40, 30, ignore_eos=True)
+    bench.scheduler.add(long)
+    while len(bench.outputs.get(("long", 0), [])) < 3:
+        bench.step()
+    short = make_request("short", [8] * 9, 9, ignore_eos=True)
+    bench.scheduler.add(short)
+    while ("short", 0) not in bench.outputs:
+        bench.step()
+    bench.lose(set(bench.memory.lower.numbers))
+    assert bench.reasons == {("long", 0): "error"}
+    assert bench.memory.stats().blocks_streamed == 0
+    bench.run()
+    assert bench.outputs["short", 0] == expected(short, 0)
+    computed = bench.device.computed_tokens
+    again = make_request("again", [3, 4] * 40, 3, ignore_eos=True)
+    bench.scheduler.add(again)
+    bench.run()
+    assert bench.outputs["again", 0] == expected(again, 0)
+    assert bench.device.computed_tokens - computed == 80 + 2, "what hangs on lost blocks is not found either"
+
+
+def test_of_a_cached_context_what_lower_frames_have_lost_is_computed():
+    bench = Bench(frames=FRAMES, budget=BUDGET, lower=100)
+    bench.scheduler.add(make_request("first", [3, 4] * 40, 4, ignore_eos=True))
+    bench.run()
+    first = bench.memory.lower.first
+    held = sorted(frame for frame in bench.memory._blocks.frame if frame >= first)
+    bench.lose({held[5]})
+    computed = bench.device.computed_tokens
+    again = make_request("again", [3, 4] * 40, 4, ignore_eos=True)
+    bench.scheduler.add(again)
+    bench.run()
+    assert bench.outputs["again", 0] == expected(again, 0)
+    assert bench.device.computed_tokens - computed == 80 - 5 * 4 + 3
+
+
+def test_a_pin_ends_with_what_lower_frames_have_lost_of_it():
+    bench = Bench(frames=FRAMES, budget=BUDGET, lower=100)
+    bench.scheduler.pins._share = 1.0
+    bench.scheduler.add(make_request("pin", [5, 6] * 14, 1, pin="p"))
+    while not bench.scheduler._running:
+        bench.step()
+    bench.scheduler.add(make_request("other", [8] * 20, 1))
+    bench.run_steps()
+    (pin,) = bench.scheduler.pins.list()
+    below = {frame for frame in bench.memory.frames(pin.table, 0) if frame >= bench.memory.lower.first}
+    assert below, "the pin's sequence made room for the other one"
+    bench.lose(below)
+    assert not bench.scheduler.pins.list()
+    assert bench.scheduler.pins.num_frames == 0
+    bench.run()
+
+
+def test_a_load_that_goes_on_behind_what_was_lost_brings_nothing():
+    bench, _ = one_after_another(repeat(0.0))
+    assert bench.tier is not None
+    bench.scheduler.add(make_request("another", [9, 8, *range(20)] * 6 + [3] * 8, 3, ignore_eos=True))
+    bench.run()
+    again = make_request("anew", [3, 4, 5, 6] * 20 + [7], 3, ignore_eos=True)
+    bench.scheduler.add(again)
+    while not (loads := [load for _, load in bench.tier.under_way]):
+        bench.step()
+    hits = bench.scheduler.prefix_hit_tokens
+    bench.lose({max(loads[0].frames)})
+    bench.run()
+    assert bench.scheduler.prefix_hit_tokens == hits
+    assert bench.outputs["anew", 0] == expected(again, 0)

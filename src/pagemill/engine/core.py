@@ -20,11 +20,11 @@ from pagemill.engine.messages import (
     SequenceOutput,
     TenantStats,
 )
-from pagemill.errors import InvalidRequestError, PinNotFoundError, StepFailedError
+from pagemill.errors import InvalidRequestError, KVStoreError, PagemillError, PinNotFoundError, StepFailedError
 from pagemill.kvcache.sizing import device_memory, num_frames
 from pagemill.kvcache.transfers import TransferStats
 from pagemill.memory.digest import root_digest
-from pagemill.memory.moving import forget_unwritten
+from pagemill.memory.moving import forget_lost
 from pagemill.memory.occupancy import occupancy, scatter
 from pagemill.memory.tenants import NO_QUOTA
 from pagemill.namespace import Namespace
@@ -125,6 +125,7 @@ class EngineCore:
         """Plans a step, runs it and commits it. Returns what it brought; nothing if there was no work."""
         self._finish_loads(0.0)
         begun = time.monotonic()
+        updates = self._lose(set(), begun)
         plan = self._scheduler.schedule(begun)
         self._save_evicted()
         if plan is None:
@@ -132,22 +133,24 @@ class EngineCore:
             waited = time.monotonic()
             self._finish_loads(LOAD_WAIT_S)
             self._stalled_s += time.monotonic() - waited
-            return []
+            return [self._output(update) for update in updates]
         begin = time.monotonic()
         try:
-            self._runner.apply(plan)
+            lost = self._runner.apply(plan)
             self._start_loads()
             result = self._run(plan) if len(plan.rows) else StepResult()
         except BaseException as error:
             # The plan's edits, which may concern rows outside it, are lost: no running sequence can go on.
             failure, now = _failed(error), time.monotonic()
-            forget_unwritten(self._memory, set(plan.work.copy_target.tolist()))
-            updates = self._scheduler.commit(StepResult.failure(plan, failure), now)
+            forget_lost(self._memory, set(plan.work.copy_target.tolist()))
+            updates += self._scheduler.commit(StepResult.failure(plan, failure), now)
             updates += self._scheduler.fail_running(failure, now)
             if not isinstance(error, Exception):
                 raise
         else:
-            updates = self._scheduler.commit(result, time.monotonic())
+            now = time.monotonic()
+            updates += self._lose(set(lost), now) + self._scheduler.commit(result, now)
+            updates += self._lose(self._unreadable(plan, result), now)
         self._steps += 1
         self._scheduler.note_step(plan, time.monotonic() - begun)
         if self._tiers is not None:
@@ -306,6 +309,24 @@ class EngineCore:
             half = rows // 2
             return self._run(plan.select(0, half)).join(self._run(plan.select(half, rows)), half)
 
+    def _lose(self, frames: set[int], now: float) -> list[Update]:
+        """Ends what needs contents of these frames, or of any lower frame if the disk has lost some of those."""
+        if self._engine.pool.take_loss():
+            frames.update(self._memory.lower.numbers)
+        if not frames:
+            return []
+        failure = KVStoreError(
+            "the disk has lost blocks of this context, which is longer than the KV pool; see the log, and name another "
+            "kv_disk_path"
+        )
+        return self._scheduler.lose(frames, failure, now)
+
+    def _unreadable(self, plan: StepPlan, result: StepResult) -> set[int]:
+        """Lower frames of rows for which the disk could not read some of them."""
+        rows = [row for row, error in result.failed.items() if isinstance(error, KVStoreError)]
+        of_rows = [self._runner.streamed_frames(plan.select(row, row + 1)) for row in rows]
+        return {int(frame) for groups in of_rows for frames in groups for frame in frames}
+
     def _output(self, update: Update) -> SequenceOutput:
         sequence, token, logprobs, finish_reason, stop_reason, error, hypothesis = update
         output = SequenceOutput(
@@ -356,5 +377,7 @@ def _tenant_stats(load: TenantLoad) -> TenantStats:
     )
 
 
-def _failed(error: BaseException) -> StepFailedError:
+def _failed(error: BaseException) -> PagemillError:
+    if isinstance(error, KVStoreError):
+        return error
     return StepFailedError(f"the model could not compute this request: {type(error).__name__}: {error}")

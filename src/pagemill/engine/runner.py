@@ -61,8 +61,9 @@ class Runner:
         self._read_ahead = pool.read_ahead() if pool.streams_from_disk else None
 
     @torch.inference_mode()
-    def apply(self, plan: StepPlan) -> None:
-        """Carries out the plan's edits: rows that left, rows that came, tokens, frame copies, block tables."""
+    def apply(self, plan: StepPlan) -> list[int]:
+        """Carries out the plan's edits: rows that left, rows that came, tokens, frame copies, block tables. Returns the
+        frames that do not hold what was to be copied into them, as `DevicePool.copy_frames` does."""
         for row in plan.freed_rows:
             self._sampler.remove_row(row)
         for new in plan.new_rows:
@@ -73,11 +74,13 @@ class Runner:
         for row, position, token_ids in plan.chosen_tokens:
             self._tokens[row, position : position + len(token_ids)] = token_ids
         work = plan.work
+        lost: list[int] = []
         if len(work.copy_source):
-            self._pool.copy_frames(self._to_device(work.copy_source), self._to_device(work.copy_target))
+            lost = self._pool.copy_frames(self._to_device(work.copy_source), self._to_device(work.copy_target))
         if len(work.edit_row):
             self._tables[work.edit_group, work.edit_row, work.edit_index] = work.edit_frame
             self._pages.reach(int(work.edit_frame[work.edit_frame < self._pool.first_lower].max(initial=-1)))
+        return lost
 
     def resize(self, num_frames: int) -> None:
         """As `DevicePool.resize`, after the edits that it takes have been applied."""
@@ -116,9 +119,13 @@ class Runner:
         """Reads ahead what the step attends of blocks that are streamed from disk."""
         if self._read_ahead is None:
             return None
-        first, entries = self._pool.first_lower, -(-int((plan.starts + plan.query_lens).max()) // self._block_size)
-        lower = [tables[tables >= first] - first for tables in self._tables[:, plan.rows, :entries]]
+        lower = [frames - self._pool.first_lower for frames in self.streamed_frames(plan)]
         return self._read_ahead.step(lower) if any(map(len, lower)) else None
+
+    def streamed_frames(self, plan: StepPlan) -> list[NDArray[np.int32]]:
+        """By layer group, the lower frames that the plan's rows read."""
+        entries = -(-int((plan.starts + plan.query_lens).max()) // self._block_size)
+        return [tables[tables >= self._pool.first_lower] for tables in self._tables[:, plan.rows, :entries]]
 
     def _batch(
         self,

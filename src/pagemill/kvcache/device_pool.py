@@ -6,6 +6,7 @@ written cost nothing.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -20,11 +21,14 @@ from torch import Tensor
 
 from pagemill import _kernels
 from pagemill.attention.interface import LayerCache
-from pagemill.errors import KVMemoryError
+from pagemill.errors import KVMemoryError, KVStoreError
 from pagemill.kvcache.layer_groups import LayerGroups
 from pagemill.kvcache.layout import SCALE_BYTES, KVLayout, block_major, layer_major
-from pagemill.kvcache.lower_frames import ReadAhead, Region, map_file
+from pagemill.kvcache.lower_file import LowerFile, Region
+from pagemill.kvcache.read_ahead import ReadAhead
 from pagemill.kvcache.records import Records
+
+logger = logging.getLogger(__name__)
 
 _NORESERVE = 0x4000 if sys.platform == "linux" else 0
 """What a file takes the place of is no memory."""
@@ -102,9 +106,10 @@ class DevicePool:
         """[pieces, frames, elements]: the contiguous pieces of every frame."""
         members = [layer for group in groups.groups for layer in group.layers]
         self._where = {layer: groups.place(layer) for layer in members}
-        self.streams_from_disk = lower_folder is not None and lower_frames > 0
+        self._file: LowerFile | None = None
         if lower_folder is not None and lower_frames:
-            map_file(lower_folder, [self._lower_region(piece) for piece in range(pieces)])
+            regions = [self._lower_region(piece) for piece in range(pieces)]
+            self._file = LowerFile(lower_folder, regions, self.pieces[2], self._frames[0, 0].nbytes)
 
     def layer(self, layer: int) -> LayerCache:
         """Keys and values of a model layer, as views."""
@@ -114,23 +119,53 @@ class DevicePool:
         """Index of the layer group that a model layer belongs to."""
         return self._where[layer][0]
 
-    def copy_frames(self, source: Tensor, target: Tensor) -> None:
-        """Copies frames source[i] -> target[i] (integers [n]), all places, in order: a frame may come twice."""
+    def copy_frames(self, source: Tensor, target: Tensor) -> list[int]:
+        """Copies frames source[i] -> target[i] (integers [n]), all places, in order: a frame may come twice. Returns
+        the targets that do not hold what they should, since the disk did not read or write it."""
         if not len(source):
-            return
+            return []
         source, target = (ids.to(self.device, torch.int64).contiguous() for ids in (source, target))
         if self.device.type != "cpu":
             for here, there in zip(source.tolist(), target.tolist(), strict=True):
                 self._frames[:, there] = self._frames[:, here]
-            return
+            return []
         for ids in (source, target):
             if int(ids.min()) < 0 or int(ids.max()) >= self.total_frames:
                 raise IndexError(f"frames {ids.tolist()} are not all in 0 .. {self.total_frames - 1}")
+        if self._file is not None and max(int(source.max()), int(target.max())) >= self.first_lower:
+            return self._copy_checked(source.tolist(), target.tolist())
         pieces, piece_stride, frame_stride = self.pieces
         _kernels.copy_frames(
             self.storage.data_ptr(), pieces, piece_stride, frame_stride, self._frames[0, 0].nbytes,
             source.data_ptr(), target.data_ptr(), len(source),
         )  # fmt: skip
+        return []
+
+    def _copy_checked(self, source: Sequence[int], target: Sequence[int]) -> list[int]:
+        lost = set[int]()
+        for here, there in zip(source, target, strict=True):
+            lost.discard(there)
+            if here in lost:
+                lost.add(there)
+                continue
+            try:
+                self._put(there, self._record(here))
+            except KVStoreError as error:
+                logger.error("%s", error)
+                lost.add(there)
+        return sorted(lost)
+
+    @property
+    def streams_from_disk(self) -> bool:
+        return self._file is not None
+
+    def take_loss(self) -> bool:
+        """Whether the disk has lost what was written to lower frames. If so, nothing that they hold, or that was read
+        from them since this was asked last, may be used."""
+        if self._file is None or self._file.intact():
+            return False
+        self._file.renew()
+        return True
 
     @property
     def nbytes(self) -> int:
@@ -180,40 +215,72 @@ class DevicePool:
         pieces, _, elements = self._frames.shape
         return int(pieces * elements * self.dtype.itemsize)
 
-    def read_frames(self, frames: Sequence[int]) -> NDArray[np.uint8]:
-        """Contents of frames as records [n, frame bytes], on the host: the frame's pieces one after the other."""
+    def read_frames(self, frames: Sequence[int]) -> tuple[NDArray[np.uint8], list[bool]]:
+        """Contents of frames as records [n, frame bytes], on the host: the frame's pieces one after the other. And
+        which of them could be read."""
         if self.device.type != "cpu":
             ids = torch.tensor(frames, device=self.device)
             pieces = self._frames[:, ids].transpose(0, 1).contiguous().cpu()
-            return pieces.view(torch.uint8).numpy().reshape(len(frames), -1)
-        raw = self._frames.view(torch.uint8).numpy()
-        records = np.empty((len(frames), raw.shape[0], raw.shape[2]), dtype=np.uint8)
-        for record, frame in zip(records, frames, strict=True):
-            record[:] = raw[:, frame]
-        return records.reshape(len(frames), -1)
+            return pieces.view(torch.uint8).numpy().reshape(len(frames), -1), [True] * len(frames)
+        records = np.empty((len(frames), *self._bytes.shape[::2]), dtype=np.uint8)
+        whole = [self._read_into(record, frame) for record, frame in zip(records, frames, strict=True)]
+        return records.reshape(len(frames), -1), whole
 
     @contextmanager
     def records(self, frames: Sequence[int]) -> Iterator[Records]:
-        """A record for each of these frames, to be written: on CPU the frames themselves; elsewhere memory on the host
-        that is copied into them at the end. What is not written is undefined."""
+        """A record for each of these frames, to be written: on CPU the frames themselves; elsewhere, and for frames in
+        a file, memory on the host that is copied into them at the end. What is not written is undefined. Raises
+        KVStoreError if the disk does not take it."""
         if self.device.type == "cpu":
-            raw = self._frames.view(torch.uint8).numpy()
-            yield [raw[:, frame] for frame in frames]
+            raw = self._bytes
+            staged = {frame: np.empty_like(raw[:, 0]) for frame in frames if self._in_file(frame)}
+            yield [staged[frame] if frame in staged else raw[:, frame] for frame in frames]
+            for frame, record in staged.items():
+                self._put(frame, record)
         else:
-            staged = np.empty((len(frames), self.record_bytes), dtype=np.uint8)
-            yield staged
-            self.write_frames(frames, staged)
+            host = np.empty((len(frames), self.record_bytes), dtype=np.uint8)
+            yield host
+            self.write_frames(frames, host)
 
     def write_frames(self, frames: Sequence[int], records: NDArray[np.uint8]) -> None:
-        """The reverse of `read_frames`."""
-        raw = self._frames.view(torch.uint8)
-        pieces = records.reshape(len(frames), raw.shape[0], raw.shape[2])
+        """The reverse of `read_frames`. Raises KVStoreError if the disk does not take them."""
+        pieces = records.reshape(len(frames), self._frames.shape[0], -1)
         if self.device.type != "cpu":
+            raw = self._frames.view(torch.uint8)
             raw[:, torch.tensor(frames, device=self.device)] = torch.from_numpy(pieces).to(self.device).transpose(0, 1)
             return
-        target = raw.numpy()
         for frame, record in zip(frames, pieces, strict=True):
-            target[:, frame] = record
+            self._put(frame, record)
+
+    @property
+    def _bytes(self) -> NDArray[np.uint8]:
+        """[pieces, frames, bytes], on CPU."""
+        raw: NDArray[np.uint8] = self._frames.view(torch.uint8).numpy()
+        return raw
+
+    def _in_file(self, frame: int) -> bool:
+        return self._file is not None and frame >= self.first_lower
+
+    def _record(self, frame: int) -> NDArray[np.uint8]:
+        """Raises KVStoreError."""
+        if self._file is not None and self._in_file(frame):
+            return self._file.read(frame - self.first_lower)
+        return self._bytes[:, frame]
+
+    def _read_into(self, record: NDArray[np.uint8], frame: int) -> bool:
+        try:
+            record[:] = self._record(frame)
+        except KVStoreError as error:
+            logger.warning("%s", error)
+            return False
+        return True
+
+    def _put(self, frame: int, record: NDArray[np.uint8]) -> None:
+        """Raises KVStoreError."""
+        if self._file is not None and self._in_file(frame):
+            self._file.write(frame - self.first_lower, record)
+        else:
+            self._bytes[:, frame] = record
 
     def _place(self, place: int, kv_heads: int, block_size: int, head_dim: int) -> LayerCache:
         at = self.layout

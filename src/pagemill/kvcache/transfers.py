@@ -33,7 +33,7 @@ PIECE_BYTES = 4 << 20
 @dataclass(frozen=True, slots=True)
 class TransferStats:
     """Blocks since the start, and seconds in which loads were under way. dropped: not saved, because storing could not
-    keep up, or failed; missed: not there, or broken, when they were to be loaded."""
+    keep up, or failed, or because they could not be read; missed: not there, or broken, when they were to be loaded."""
 
     saved: int = 0
     dropped: int = 0
@@ -91,9 +91,12 @@ class Transfers:
             if self._waiting + len(part) > self._most_waiting:
                 self._count(dropped=len(saves) - first)
                 return
+            records, whole = self._pool.read_frames([save.frame for save in part])
+            if lost := whole.count(False):
+                self._count(dropped=lost)
+                part, records = [save for save, read in zip(part, whole, strict=True) if read], records[whole]
             with self._lock:
                 self._waiting += len(part)
-            records = self._pool.read_frames([save.frame for save in part])
             self._writer.submit(self._store, part, records, keep)
 
     def _store(self, saves: Sequence[Save], records: NDArray[np.uint8], keep: bool) -> None:

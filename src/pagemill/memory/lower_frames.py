@@ -22,6 +22,11 @@ class LowerFrames:
         self.cached = Lru()
 
     @property
+    def numbers(self) -> range:
+        """Of all of them."""
+        return range(self.first, self.first + self.count)
+
+    @property
     def available(self) -> int:
         """Frames that hold nothing active."""
         return self.pool.num_free + len(self.cached)

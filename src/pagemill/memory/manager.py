@@ -8,7 +8,7 @@ index, eviction policy); its parts do not call each other.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 from pagemill.memory.block_table import BlockTable, first_entry_in_window
@@ -281,6 +281,10 @@ class MemoryManager:
         """Frames of a table's entries from `first` on, entry by entry, groups side by side; -1 where none is held."""
         columns = [self._frames_of(entries[first:]) for entries in table.blocks]
         return [frame for entry in zip(*columns, strict=True) for frame in entry]
+
+    def lies_in(self, table: BlockTable, frames: Set[int]) -> bool:
+        """Whether any of a table's blocks is in one of these frames."""
+        return not frames.isdisjoint(self.frames(table, 0))
 
     def resize(self, num_frames: int) -> Shortage | None:
         """A pool of `num_frames` frames from now on, or, if blocks that are held do not fit, a shortage and no change.

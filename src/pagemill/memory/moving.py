@@ -1,4 +1,4 @@
-"""How a block moves: resizing, streaming and compaction choose which, and where to. And what if it did not arrive."""
+"""How a block moves: resizing, streaming and compaction choose which, and where to. And what if it is lost."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ def move(manager: MemoryManager, block: int, frame: int) -> int:
     return source
 
 
-def forget_unwritten(manager: MemoryManager, frames: Set[int]) -> None:
-    """The device has failed before these frames were written: nobody finds what should be in them, or hangs on it, any
-    more. O(blocks)."""
+def forget_lost(manager: MemoryManager, frames: Set[int]) -> None:
+    """These frames do not hold what they should: nobody finds that, or what hangs on it, any more. O(blocks)."""
     index, blocks, lost = manager._index, manager._blocks, set[tuple[int, bytes]]()
     published = [block for block in blocks.in_use() if index.digest[block]]
     for block in sorted(published, key=index.depth.__getitem__):

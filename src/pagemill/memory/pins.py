@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Sequence, Set
 from dataclasses import dataclass
 
 from pagemill.errors import PinLimitError
@@ -136,6 +136,12 @@ class Pins:
             if pin.expires_s is not None and pin.expires_s <= now:
                 self.unpin(pin.name, pin.space, now)
         return min((pin.expires_s for pin in self.list() if pin.expires_s is not None), default=math.inf)
+
+    def lose(self, frames: Set[int], now: float) -> None:
+        """Ends the pins of which blocks lie in these frames."""
+        for pin in self.list():
+            if pin.table is not None and self._memory.lies_in(pin.table, frames):
+                self.unpin(pin.name, pin.space, now)
 
     def clear(self, now: float) -> None:
         """Ends all pins."""

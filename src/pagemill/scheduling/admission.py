@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 
 from pagemill.memory.block_table import BlockTable
 from pagemill.memory.digest import extend_chain
@@ -153,6 +153,10 @@ class Admission:
         """A load is over: `arrived` says which of its blocks are in their frames. Who waited for it goes on."""
         blocks = self._loading.finish(load, arrived, now)
         self.resume(self.pending.computed(load, blocks) + self.pending.drop(load))
+
+    def lose(self, frames: Set[int]) -> None:
+        """These frames do not hold what they should: a load that needs it brings nothing."""
+        self._loading.lose(frames)
 
     def _open(self, sequence: Sequence, load: TenantLoad, right: bool, budget: int, now: float) -> Lack | None:
         """Opens a waiting sequence's table and reserves its first chunk, or holds nothing and says what is lacking.

@@ -7,7 +7,7 @@ Of a context longer than the pool, the oldest blocks are loaded into lower frame
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from itertools import count
 from typing import NamedTuple
 
@@ -36,6 +36,7 @@ class Loading:
         self._stored = stored
         self._tables: dict[int, tuple[BlockTable, list[int], list[bytes], bool]] = {}
         self._begun: list[Load] = []
+        self._lost: set[int] = set()
         self._missed: set[bytes] = set()
         """Blocks that did not arrive: who asks for one next computes it."""
         self._ids = count()
@@ -90,12 +91,17 @@ class Loading:
         begun, self._begun = self._begun, []
         return begun
 
+    def lose(self, frames: Set[int]) -> None:
+        """These frames do not hold what they should: of a load that needs it, nothing will have arrived."""
+        self._lost.update(load for load, (table, *_) in self._tables.items() if self._memory.lies_in(table, frames))
+
     def finish(self, load: int, arrived: Sequence[bool], now: float) -> int:
         """A load is over; `arrived` says which of its blocks are in their frames. Those before the first gap can be
         found from now on, the rest ends. Returns how many blocks of the chain are there."""
         memory = self._memory
         table, tokens, digests, swaps_in = self._tables.pop(load)
-        whole = [*arrived, False].index(False) // len(memory.windows)
+        whole = 0 if load in self._lost else [*arrived, False].index(False) // len(memory.windows)
+        self._lost.discard(load)
         blocks = table.length // memory.block_size + whole
         if swaps_in:
             self.swapped_in_tokens += whole * memory.block_size

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 from bisect import insort
+from collections.abc import Set
 
 from pagemill.memory.compaction import Compaction
 from pagemill.memory.manager import MemoryManager
+from pagemill.memory.moving import forget_lost
 from pagemill.memory.pins import Pins
 from pagemill.memory.work import Load
 from pagemill.sampling.logprobs import TokenLogprobs
@@ -162,6 +164,16 @@ class Scheduler:
     def fail_running(self, error: Exception, now: float) -> list[Update]:
         """Ends every running sequence, because what the device holds of them can no longer be trusted."""
         return [update for sequence in list(self._running) for update in self._fail(sequence, error, now)]
+
+    def lose(self, frames: Set[int], error: Exception, now: float) -> list[Update]:
+        """These frames do not hold what they should. Ends the pins and running sequences that need it, and loads that
+        go on behind it in vain; nobody finds it any more. To be called before the step that has found it is committed.
+        """
+        forget_lost(self.memory, frames)
+        self.pins.lose(frames, now)
+        self.admission.lose(frames)
+        losers = [one for one in self._running if one.table is not None and self.memory.lies_in(one.table, frames)]
+        return [update for one in losers for update in self._fail(one, error, now)]
 
     def resize(self, num_frames: int, now: float) -> StepPlan:
         """Another number of frames in the pool: a plan without rows, whose work must be done before frames go.

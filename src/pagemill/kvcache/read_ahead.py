@@ -1,8 +1,8 @@
-"""Lower frames on disk: an unlinked file, mapped behind the pool's frames, whose bytes attention reads where they lie.
+"""Reading ahead what lies in lower frames on disk, which attention then reads in mapped memory.
 
 The system keeps what it has memory for; what the process maps is bounded: a layer's blocks are read ahead while the
 layers before it are computed, and let go of when it has been. What a disk can not read is found then, and fails the
-step; what does not fit on it is refused at the start.
+step.
 """
 
 from __future__ import annotations
@@ -10,59 +10,22 @@ from __future__ import annotations
 import ctypes
 import errno
 import mmap
-import os
-import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagemill.errors import KVStoreError
 from pagemill.kvcache.advice import POPULATE_READ, advise
+from pagemill.kvcache.lower_file import Region
 
 LAYERS_AHEAD = 2
 READ_BYTES = 4 << 20
 """Read with one call."""
-_MAP_FIXED = 0x10
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_int64]
-
 
 Runs = list[tuple[int, int]]
 """(first byte, bytes) within a region, whole pages."""
-
-
-class Region(NamedTuple):
-    """Addresses [begin, begin + bytes): the lower frames of one contiguous piece of the pool. Whole pages."""
-
-    begin: int
-    bytes: int
-
-
-def map_file(folder: Path, regions: Sequence[Region]) -> None:
-    """Puts a new file in the place of the memory at these addresses, for as long as that is mapped. Raises
-    KVStoreError if the disk has no room for it."""
-    size = sum(region.bytes for region in regions)
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder, prefix="streamed-") as file:
-            os.posix_fallocate(file.fileno(), 0, size)
-            offset = 0
-            for region in regions:
-                access, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_SHARED | _MAP_FIXED
-                if _libc.mmap(region.begin, region.bytes, access, flags, file.fileno(), offset) != region.begin:
-                    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-                offset += region.bytes
-    except OSError as error:
-        raise KVStoreError(
-            f"{size} bytes for contexts longer than the pool can not be had in {folder}: {error}; free some, name "
-            f"another kv_disk_path, or lower max_model_len"
-        ) from error
 
 
 class ReadAhead:
