@@ -1,8 +1,10 @@
 """A soak: random requests on the real model while everything about its memory changes and fails.
 
-Requests of three tenants, parallel samples, beams, forks of running requests, turns of sessions, pins, aborts, other
-pool sizes and limits, idle time-outs; a disk that is full, reads that fail, blocks that rot on disk, steps that break.
-Every answer must be, to the bit, what a calm engine gives, and in the end every block is free.
+Requests of three tenants, some of them longer than the pool, parallel samples, beams, forks of running requests, turns
+of sessions, pins, aborts, other pool sizes and limits, idle time-outs; a disk that is full, reads that fail, blocks that
+rot on disk, streamed blocks that can not be written or read or are lost later, steps that break, plans that can not be
+carried out. Every answer must be, to the bit, what a calm engine gives, or its beginning where a fault ended it, and in
+the end every block is free.
 
 `python tests/soak/chaos.py --seconds 600` is `make soak`; `test_soak.py` runs it for a few seconds.
 """
@@ -31,14 +33,16 @@ from pagemill.engine.messages import EngineRequest
 from pagemill.engine.pinning import pin_request
 from pagemill.engine.session_turns import Turn
 from pagemill.errors import ConfigError, InvalidRequestError, KVMemoryError, KVStoreError
+from pagemill.kvcache import lower_file, read_ahead
 from pagemill.kvcache.disk_store import DiskStore
 from pagemill.namespace import Namespace
 from pagemill.sampling.beam_search_params import BeamSearchParams
 
 MODEL = "smollm2-135m"
 FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
-FRAMES = 60
-MAX_LEN = 352
+FRAMES = 40
+MAX_LEN = 800
+"""50 blocks."""
 TENANTS = ("default", "calm", "wild")
 SALTS = ("", "s")
 
@@ -60,7 +64,6 @@ class Answer:
         self.logprobs.setdefault(index, []).extend([*(output.prompt_logprobs or []), *(output.logprobs or [])])
         if output.finish_reason is not None:
             assert index not in self.ended, f"{output.request_id} ended twice"
-            assert output.finish_reason != "error", f"{output.request_id} failed: {output.error}"
             self.ended[index], self.score[index] = output.finish_reason, output.cumulative_logprob
 
     @property
@@ -69,14 +72,18 @@ class Answer:
 
 
 class Faults:
-    """Of the disk, and of steps. `random` decides; all are mended by `stop`."""
+    """Of the disk, and of steps. `random` decides; all are mended by `stop`. ending: those that may end requests."""
+
+    ending = ("unplanned", "unwritten", "unread", "lost")
 
     def __init__(self, core, seed: int) -> None:
         self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()
-        self.full = self.unreadable = self.breaking = 0.0
+        self.full = self.unreadable = self.breaking = self.harm = 0.0
         self._disk: DiskStore = core._tiers.lower.disk
-        put, read, run = self._disk._put, self._disk.read, core._runner.run
+        self._streamed = core._engine.pool._file
+        put, read, run, apply = self._disk._put, self._disk.read, core._runner.run, core._runner.apply
+        write_below, read_below, read_layer = self._streamed.write, self._streamed.read, read_ahead._read
 
         def failing_put(*args):
             if self._happens("full", self.full):
@@ -89,12 +96,47 @@ class Faults:
             return read(*args)
 
         def failing_run(plan):
+            if self._happens("lost", self.harm):
+                self._lose()
             # Of several rows: then the engine runs halves of it again. A row that fails alone would be an error.
             if len(plan.rows) > 1 and self._happens("broken steps", self.breaking):
                 raise RuntimeError("the device hiccups")
             return run(plan)
 
-        self._disk._put, self._disk.read, core._runner.run = failing_put, failing_read, failing_run
+        def failing_apply(plan):
+            if len(plan.rows) and self._happens("unplanned", self.harm):
+                raise RuntimeError("the device is gone")
+            return apply(plan)
+
+        def failing_write_below(*args):
+            if self._happens("unwritten", self.harm):
+                raise KVStoreError("the disk takes no more")
+            return write_below(*args)
+
+        def failing_read_below(*args):
+            if self._happens("unread", self.harm):
+                raise KVStoreError("the disk answers no more")
+            return read_below(*args)
+
+        def failing_read_layer(*args):
+            return not self._happens("unread", self.harm / 30) and read_layer(*args)
+
+        self._disk._put, self._disk.read = failing_put, failing_read
+        core._runner.run, core._runner.apply = failing_run, failing_apply
+        self._streamed.write, self._streamed.read = failing_write_below, failing_read_below
+        self._patched = lower_file._libc, read_layer
+        read_ahead._read = failing_read_layer
+
+    def _lose(self) -> None:
+        """The system drops what it could not write of streamed blocks, and says so once."""
+        libc, due, file = self._patched[0], [-1], self._streamed._file.fileno()
+        os.pwrite(file, self.random.randbytes(4096) * (os.fstat(file).st_size // 4096), 0)
+        lower_file._libc = SimpleNamespace(sync_file_range=lambda *at: due.pop() if due else libc.sync_file_range(*at))
+
+    @property
+    def ended(self) -> int:
+        """Faults so far that may have ended requests."""
+        return sum(self.counts[what] for what in self.ending)
 
     def _happens(self, what: str, share: float) -> bool:
         happens = self.random.random() < share
@@ -102,8 +144,8 @@ class Faults:
         return happens
 
     def change(self) -> None:
-        self.full, self.unreadable, self.breaking = self.random.choice(
-            [(0.0, 0.0, 0.0), (0.3, 0.0, 0.1), (0.0, 0.5, 0.0), (1.0, 1.0, 0.0), (0.1, 0.1, 0.3)]
+        self.full, self.unreadable, self.breaking, self.harm = self.random.choice(
+            [(0, 0, 0, 0), (0.3, 0, 0.1, 0), (0, 0.5, 0, 0), (1, 1, 0, 0), (0.1, 0.1, 0.3, 0), (0, 0, 0, 0.08)]
         )
 
     def rot(self) -> None:
@@ -116,7 +158,8 @@ class Faults:
                 file.write(b"rotten")
 
     def stop(self) -> None:
-        self.full = self.unreadable = self.breaking = 0.0
+        self.full = self.unreadable = self.breaking = self.harm = 0.0
+        lower_file._libc, read_ahead._read = self._patched
 
 
 class Soak:
@@ -127,8 +170,8 @@ class Soak:
         self.counts: Counter[str] = Counter()
         self.llm = LLM(
             MODEL, dtype="float32", max_model_len=MAX_LEN, max_num_seqs=8, max_num_batched_tokens=96,
-            check_invariants=True, kv_memory=FRAMES * FRAME_BYTES, kv_host_memory=15 * FRAME_BYTES,
-            kv_disk_memory=120 * FRAME_BYTES, kv_disk_path=str(folder), max_sessions=6,
+            check_invariants=True, kv_memory=FRAMES * FRAME_BYTES, kv_host_memory=8 * FRAME_BYTES,
+            kv_disk_memory=160 * FRAME_BYTES, kv_disk_path=str(folder), max_sessions=6,
             tenants={name: TenantLimits() for name in TENANTS[1:]},
         )  # fmt: skip
         self.core = self.llm._engine()
@@ -136,8 +179,9 @@ class Soak:
         self.answers: dict[str, Answer] = {}
         self.live: dict[str, Answer] = {}
         self.numbers = iter(range(1 << 30))
-        words = self.llm.tokenizer.encode("The history of paging begins with the Atlas computer in Manchester. " * 40)
+        words = self.llm.tokenizer.encode("The history of paging begins with the Atlas computer in Manchester. " * 60)
         self.prompts = [words[at : at + length] for at in (0, 5, 9) for length in (9, 40, 75, 130, 190)]
+        self.prompts += [words[:at] + words[5 : 760 - at] for at in (20, 200)]
 
     # What happens
 
@@ -158,12 +202,19 @@ class Soak:
             self.counts["steps"] += 1
 
     def step(self) -> None:
+        faults = self.faults.ended
         for output in self.core.step():
             answer = self.answers[output.request_id]
             answer.take(output)
+            self.counts["streamed"] += (output.kv_blocks or (0, 0))[1] > 0
+            if output.finish_reason == "error":
+                assert self.faults.ended > faults, f"{output.request_id} failed: {output.error}"
+                self.counts["ended by faults"] += 1
             if answer.is_over:
                 self.live.pop(output.request_id, None)
-                if answer.turn is not None:
+                if answer.turn is not None and answer.ended[0] == "error":
+                    self.llm._turns.release(answer.turn)
+                elif answer.turn is not None:
                     self.llm._turns.commit(answer.turn, SimpleNamespace(token_ids=answer.tokens[0]), SamplingParams())
         if not self.core.has_work():
             self.core.rest()
@@ -248,7 +299,7 @@ class Soak:
                 self.llm._turns.release(answer.turn)
 
     def resize(self) -> None:
-        frames = self.random.choice([30, 45, FRAMES, 75])
+        frames = self.random.choice([20, 30, FRAMES, 55])
         self.llm.resize_kv_memory(self.random.choice(["used", None, frames * FRAME_BYTES]))
 
     def limit(self) -> None:
@@ -274,7 +325,7 @@ class Soak:
         for pin in self.llm.pins():
             self.llm.unpin(pin.name, cache_salt=pin.cache_salt, tenant=pin.tenant)
         stats = self.llm.stats()
-        assert (stats.running, stats.waiting, stats.frames_active) == (0, 0, 0)
+        assert (stats.running, stats.waiting, stats.frames_active, stats.blocks_streamed) == (0, 0, 0, 0)
         for name in TENANTS:
             self.llm.set_tenant(name, TenantLimits(idle_timeout_s=1e-6))
         self.core.rest()
@@ -313,7 +364,7 @@ class Soak:
 
 
 def _agrees(answer: Answer, calm: Answer) -> bool:
-    if answer.is_over:
+    if answer.is_over and "error" not in answer.ended.values():
         return (answer.tokens, answer.logprobs, answer.ended, answer.score) == (
             calm.tokens, calm.logprobs, calm.ended, calm.score
         )  # fmt: skip
@@ -325,12 +376,13 @@ def _agrees(answer: Answer, calm: Answer) -> bool:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=600.0)
+    parser.add_argument("--steps", type=int, default=1 << 30, help="end after so many, if that is sooner")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     logging.disable(logging.WARNING)
     with tempfile.TemporaryDirectory() as folder:
         soak = Soak(Path(folder), args.seed)
-        soak.run(args.seconds)
+        soak.run(args.seconds, args.steps)
         soak.settle()
     different = soak.differences()
     sys.stdout.write(f"done:   {dict(soak.counts)}\nfaults: {dict(soak.faults.counts)}\n{soak.stats}\n")

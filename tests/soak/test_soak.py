@@ -13,4 +13,5 @@ def test_no_chaos_changes_a_bit_or_keeps_a_block(tmp_path, caplog):
     assert soak.differences() == []
     done = soak.counts
     assert min(done[what] for what in ("ask", "talk", "fork", "search", "pin", "abort", "resize", "limit")) > 0, done
+    assert min(done["streamed"], soak.faults.ended) > 0, (done, soak.faults.counts)
     assert min(soak.faults.counts["full"], soak.stats.blocks_loaded, soak.stats.preemptions, soak.stats.copies) > 0
