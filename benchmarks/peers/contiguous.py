@@ -2,11 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pagemill.memory.block_table import BlockTable
 from pagemill.memory.manager import MemoryManager, Shortage
+from pagemill.memory.needs import Needs
 from pagemill.memory.tenants import Tenant
+
+
+class Reservations(Needs):
+    """Every sequence needs the blocks of `reservation` tokens."""
+
+    def __init__(self, block_size: int, windows: Sequence[int | None], reservation: int) -> None:
+        super().__init__(block_size, windows)
+        self._reservation = reservation
+
+    def frames(self, num_tokens: int, chunk: int, pinned: int = 0, found: int = 0) -> int:
+        return super().frames(self._reservation, self._reservation)
 
 
 class ContiguousMemory(MemoryManager):
@@ -18,9 +31,7 @@ class ContiguousMemory(MemoryManager):
     def __init__(self, *arguments: Any, reservation: int, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.reservation = reservation
-
-    def blocks_needed(self, num_tokens: int, chunk: int, pinned: int = 0, found: int = 0) -> int:
-        return super().blocks_needed(self.reservation, self.reservation)
+        self.needs = Reservations(self.block_size, self.windows, reservation)
 
     def reserve(self, table: BlockTable, up_to: int) -> Shortage | None:
         return super().reserve(table, max(up_to, self.reservation))

@@ -14,6 +14,7 @@ from pagemill.memory.block_table import BlockTable
 from pagemill.memory.eviction import Lru
 from pagemill.memory.lower_frames import NO_LOWER, LowerFrames
 from pagemill.memory.manager import Opened, Shortage
+from pagemill.memory.needs import Needs
 from pagemill.memory.streaming import Places
 from pagemill.memory.tenants import Tenant, Tenants
 from pagemill.memory.work import MemoryWork
@@ -110,6 +111,7 @@ class ContiguousMemory:
 
     block_size = 1
     windows = (None,)
+    needs = Needs(1, (None,))
     has_copies = False
 
     def __init__(self, slots: int, placement: Placement, reserve_for: Callable[[bytes], int]) -> None:
@@ -132,15 +134,6 @@ class ContiguousMemory:
     @property
     def written(self) -> int:
         return sum(table.length for table in self.tables)
-
-    def blocks_needed(self, num_tokens: int, chunk: int, pinned: int = 0, found: int = 0) -> int:
-        return num_tokens
-
-    def blocks_held(self, num_tokens: int, chunk: int, found: int = 0) -> int:
-        return num_tokens
-
-    def blocks_pinned(self, num_tokens: int, chunk: int, pinned: int, found: int = 0) -> int:
-        return 0
 
     def places(self, table: BlockTable) -> Places:
         return Places(table.num_held, 0)

@@ -5,7 +5,8 @@ from functools import cache
 
 import numpy as np
 
-from pagemill.kvcache.disk_store import DiskStore, StoreFormat
+from pagemill.kvcache.disk_store import DiskStore
+from pagemill.kvcache.store_format import StoreFormat
 from pagemill.memory.work import BlockName
 
 RECORD = 5000

@@ -14,7 +14,8 @@ import pytest
 from disk_blocks import FORMAT, RECORD, content, digest_of, name_of, read, store_of, write
 
 from pagemill.errors import KVStoreError
-from pagemill.kvcache.disk_store import DiskStore, StoreFormat
+from pagemill.kvcache.disk_store import DiskStore
+from pagemill.kvcache.store_format import StoreFormat
 
 
 def test_what_was_written_is_read_by_another_process_later(tmp_path):

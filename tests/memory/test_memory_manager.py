@@ -384,15 +384,15 @@ def test_blocks_needed_is_exactly_the_most_that_is_ever_held(windows, chunk):
             end = min(start + chunk, total)
             held = sum(-(-end // SIZE) - first_entry_in_window(start, window, SIZE) for window in windows)
             most = max(most, held)
-        assert memory.blocks_needed(total, chunk) == most
-    assert memory.blocks_needed(0, chunk) == 0
+        assert memory.needs.frames(total, chunk) == most
+    assert memory.needs.frames(0, chunk) == 0
 
 
 @pytest.mark.parametrize("windows", [(None,), (7,), (None, 3)])
 @pytest.mark.parametrize("chunk", [1, 5, 16])
 def test_what_needs_the_whole_pool_runs_alone_in_it_whatever_is_cached(windows, chunk):
     total = 27
-    need = MemoryManager(1000, SIZE, windows).blocks_needed(total, chunk)
+    need = MemoryManager(1000, SIZE, windows).needs.frames(total, chunk)
     engine = Engine(need, windows)
     engine.close(engine.prefill(tokens_of(total), chunk=1)[0])
     for tokens in ([*tokens_of(6), *tokens_of(total - 6, 50)], tokens_of(total), tokens_of(total, 90)):

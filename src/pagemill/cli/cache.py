@@ -13,7 +13,7 @@ from rich.progress import track
 from rich.table import Table
 
 from pagemill.errors import KVStoreError
-from pagemill.kvcache.disk_store import default_root
+from pagemill.kvcache.store_format import default_root
 from pagemill.kvcache.store_archive import StoreInfo, export_store, import_archive, list_stores, open_store
 
 cache = typer.Typer(

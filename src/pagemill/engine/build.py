@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,6 +23,7 @@ from pagemill.kvcache.sizing import device_memory, num_frames
 from pagemill.memory.compaction import Compaction
 from pagemill.memory.eviction import POLICIES
 from pagemill.memory.manager import MemoryManager
+from pagemill.memory.needs import Needs
 from pagemill.models.loading import LoadedModel, load_model
 from pagemill.ops.compiled import check_compiled
 from pagemill.ops.select import select_ops
@@ -123,7 +123,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
     for name, limits in config.tenants.items():
         scheduler.acceptance.set_tenant(name, limits)
     where = "host memory" if sizes.streamed.folder is None else sizes.streamed.folder
-    longest = longest_sequence(scheduler, model.max_model_len)
+    longest = scheduler.acceptance.longest_sequence(model.max_model_len)
     return Engine(
         memory=memory,
         pool=pool,
@@ -152,14 +152,6 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
         numerics=numerics,
         tiers=tiers,
     )
-
-
-def longest_sequence(scheduler: Scheduler, max_model_len: int) -> int:
-    """Tokens that a sequence that begins like no pin can have: those whose K/V fit beside the pins, and a last one,
-    which needs no place."""
-    memory, chunk = scheduler.memory, scheduler.max_num_batched_tokens
-    room = memory.num_frames - scheduler.pins.num_frames
-    return bisect_right(range(max_model_len), room, key=lambda n: memory.blocks_needed(n, chunk))
 
 
 def _device(name: str) -> torch.device:
@@ -199,7 +191,7 @@ def _sizes(
         itemsize=kv_dtype.itemsize,
         scaled=kv_dtype == torch.int8,
     ).frame_bytes
-    needed = MemoryManager(1, config.block_size, windows).blocks_needed(longest, chunk)
+    needed = Needs(config.block_size, windows).frames(longest, chunk)
     free, total = device_memory(device)
     frames = num_frames(
         frame_bytes,
@@ -212,7 +204,7 @@ def _sizes(
     )
     least, streamed = needed if config.max_model_len is not None else len(windows), Streamed()
     if frames < least and wants_tiers(config) and device.type == "cpu":
-        resident = MemoryManager(1, config.block_size, windows, lower_frames=(1, needed)).blocks_needed(longest, chunk)
+        resident = Needs(config.block_size, windows, needed).frames(longest, chunk)
         streamed = streamed_room(config, least - frames, needed - resident, frame_bytes)
         least = max(resident, needed - streamed.frames)
     if frames < least:

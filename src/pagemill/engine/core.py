@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from msgspec.structs import replace
 
 from pagemill.config import EngineConfig
-from pagemill.engine.build import Engine, build, longest_sequence
+from pagemill.engine.build import Engine, build
 from pagemill.engine.messages import (
     EngineReady,
     EngineRequest,
@@ -289,7 +289,7 @@ class EngineCore:
             self._ready,
             num_frames=self._memory.num_frames,
             kv_bytes=self._engine.pool.nbytes,
-            longest_sequence=longest_sequence(self._scheduler, self._ready.max_model_len),
+            longest_sequence=self._scheduler.acceptance.longest_sequence(self._ready.max_model_len),
             tenants=[load.account.name for load in self._scheduler.tenants],
         )
         return self._ready

@@ -13,10 +13,11 @@ import torch
 from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError, KVStoreError
 from pagemill.kvcache.device_pool import DevicePool
-from pagemill.kvcache.disk_store import DiskStore, StoreFormat, default_root
+from pagemill.kvcache.disk_store import DiskStore
 from pagemill.kvcache.host_store import HostStore
 from pagemill.kvcache.lower_tiers import LowerTiers
 from pagemill.kvcache.sizing import device_memory, parse_memory
+from pagemill.kvcache.store_format import StoreFormat, default_root
 from pagemill.kvcache.transfers import Transfers
 
 logger = logging.getLogger(__name__)

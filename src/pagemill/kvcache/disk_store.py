@@ -11,27 +11,24 @@ a block that a crash tore apart is found, dropped, and computed again.
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 import os
 import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagemill.errors import KVStoreError
-from pagemill.hub.registry import cache_dir
 from pagemill.kvcache.records import Records, parts
 from pagemill.kvcache.slots import HEADER_BYTES, Slots, is_whole, name_in
+from pagemill.kvcache.store_format import StoreFormat
 from pagemill.memory.work import BlockName
 
-VERSION = 1
 BUSY_TIMEOUT_S = 30.0
 """How long the index waits for another process's write."""
 BUFFERS = 1024
@@ -46,41 +43,6 @@ CREATE TABLE blocks (
 CREATE INDEX blocks_by_use ON blocks (used_s, depth DESC);
 CREATE TABLE free (slot INTEGER PRIMARY KEY);
 """
-
-
-def default_root() -> Path:
-    """The folder of this user's stores, unless another is asked for."""
-    return cache_dir() / "kv"
-
-
-@dataclass(frozen=True, slots=True)
-class StoreFormat:
-    """What all blocks of a store have in common. Every field but `model`, which is for people, keeps stores apart.
-
-    fingerprint: of the model's weights and configuration, hexadecimal; kv_format: dtype, block size and layout;
-    numerics: names of the kernels; record_bytes: K and V of one block of one layer group.
-    """
-
-    model: str
-    fingerprint: str
-    kv_format: str
-    numerics: str
-    record_bytes: int
-    version: int = VERSION
-
-    @property
-    def key(self) -> str:
-        """Name of the store's folder."""
-        fields = asdict(self)
-        del fields["model"]
-        return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:24]
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True)
-
-    @classmethod
-    def from_json(cls, text: str) -> StoreFormat:
-        return cls(**json.loads(text))
 
 
 @dataclass(frozen=True, slots=True)

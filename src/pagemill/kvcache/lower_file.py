@@ -57,7 +57,7 @@ class LowerFile:
         self._intact = True
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=folder, prefix="streamed-", buffering=0)  # noqa: SIM115: it stays open
+            self._file = tempfile.TemporaryFile(dir=folder, prefix="streamed-", buffering=0)  # noqa: SIM115
             os.posix_fallocate(self._file.fileno(), 0, self._size)
             for piece, region in enumerate(regions):
                 flags, offset = mmap.MAP_SHARED | _MAP_FIXED, self._offset(piece, 0)

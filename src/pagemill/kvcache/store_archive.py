@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from pagemill.errors import KVStoreError
-from pagemill.kvcache.disk_store import DiskStore, StoreFormat
+from pagemill.kvcache.disk_store import DiskStore
+from pagemill.kvcache.store_format import StoreFormat
 
 _FIRST_LINE = b"pagemill KV archive 1\n"
 _BATCH_BYTES = 16 << 20

@@ -12,11 +12,12 @@ from collections.abc import Sequence, Set
 from typing import NamedTuple
 
 from pagemill.memory.block_table import BlockTable, first_entry_in_window
-from pagemill.memory.digest import TOKEN_BYTES, pack_tokens
 from pagemill.memory.eviction import PolicyFactory, least_recently_used
 from pagemill.memory.lower_frames import NO_LOWER, LowerFrames
+from pagemill.memory.needs import Needs
 from pagemill.memory.pending_work import PendingWork
 from pagemill.memory.prefix_index import PrefixIndex
+from pagemill.memory.publishing import publish
 from pagemill.memory.residency import MemoryStats, Residency
 from pagemill.memory.resizing import change_frames
 from pagemill.memory.streaming import Places, places, reserve_streamed, stream
@@ -71,6 +72,7 @@ class MemoryManager:
         self._windowed = [(group, window) for group, window in enumerate(windows) if window is not None]
         self._caching = enable_prefix_caching
         self.lower = LowerFrames(*lower_frames)
+        self.needs = Needs(block_size, self.windows, self.lower.count)
         self._index = PrefixIndex(num_frames + self.lower.count, block_size, windows)
         self._residency = Residency(num_frames, self._index, policy, saves_evicted, self.lower)
         self._pool, self._blocks = self._residency.pool, self._residency.blocks
@@ -248,7 +250,7 @@ class MemoryManager:
         if self._caching and table.published < length // size:
             full = min(length // size, len(digests))
             if table.published < full:
-                self._publish(table, full, token_ids, digests)
+                publish(self, table, full, token_ids, digests)
         for group, window in self._windowed:
             first, now_first = table.first_held[group], first_entry_in_window(length, window, size)
             if first < now_first:
@@ -349,36 +351,6 @@ class MemoryManager:
         """Frames that this tenant can have, if its own quota has room: free, or cached and evictable for it."""
         return self.tenants.available(tenant, self._pool.num_free)
 
-    def blocks_held(self, num_tokens: int, chunk: int, found: int = 0) -> int:
-        """The most blocks that one sequence may hold at once, over all groups, while it grows to `num_tokens` in steps
-        of 1 to `chunk` tokens, wherever these begin behind the first `found`.
-
-        A step from s to e holds, by group, the entries from the first that position s sees to the one of e - 1. The
-        maximum is reached by the largest step that just enters the last entry.
-        """
-        entries = -(-num_tokens // self.block_size)
-        return sum(entries - first for first in self._first_held(num_tokens, chunk, found))
-
-    def blocks_pinned(self, num_tokens: int, chunk: int, pinned: int, found: int = 0) -> int:
-        """How many of these lie in its `pinned` leading entries."""
-        return sum(max(0, pinned - first) for first in self._first_held(num_tokens, chunk, found))
-
-    def blocks_needed(self, num_tokens: int, chunk: int, pinned: int = 0, found: int = 0) -> int:
-        """Frames of the pool with which such a sequence always gets there, alone in the pool; with fewer, there are
-        steps with which it does not. Without lower frames that is all it holds; else what a step writes, and what does
-        not fit into them. `pinned` leading entries stay in the pool.
-        """
-        held = self.blocks_held(num_tokens, chunk, found)
-        if not self.lower.count or not held:
-            return held
-        entries, written = -(-num_tokens // self.block_size), (chunk - 1) // self.block_size + 2
-        return held - min(self.windows.count(None) * max(0, entries - written - pinned), self.lower.count)
-
-    def _first_held(self, num_tokens: int, chunk: int, found: int) -> list[int]:
-        """By group, when it holds most."""
-        start = max(0, found, (num_tokens - 1) // self.block_size * self.block_size + 1 - chunk)
-        return [first_entry_in_window(start, window, self.block_size) for window in self.windows]
-
     def stats(self) -> MemoryStats:
         free, cached = self._pool.num_free, self.tenants.cached
         return MemoryStats(
@@ -410,31 +382,6 @@ class MemoryManager:
         entries[entry] = self._blocks.new(group, frames)[0]
         self._edit(table, group, entry, frames)
         self._residency.release([source], table.tenant)
-
-    def _publish(self, table: BlockTable, full: int, token_ids: Sequence[int], digests: Sequence[bytes]) -> None:
-        size, index = self.block_size, self._index
-        first = table.published
-        packed = pack_tokens(token_ids[first * size : full * size])
-        stride = size * TOKEN_BYTES
-        for entry in range(first, full):
-            digest = digests[entry]
-            parent = digests[entry - 1] if entry else table.root
-            tokens = packed[(entry - first) * stride : (entry - first + 1) * stride]
-            for group, entries in enumerate(table.blocks):
-                block = entries[entry]
-                if block < 0 or index.digest[block]:
-                    continue
-                published = index.by_digest[group].get(digest)
-                if published is None:
-                    index.publish(block, group, digest, parent, tokens, entry)
-                    if group == index.leading:
-                        self._residency.regret.published(digest)
-                else:
-                    self._residency.hold([published], table.tenant)
-                    entries[entry] = published
-                    self._edit(table, group, entry, [self._blocks.frame[published]])
-                    self._residency.release([block], table.tenant)
-        table.published = full
 
     def _require_window(self, table: BlockTable, length: int) -> None:
         for first, window in zip(table.first_held, self.windows, strict=True):

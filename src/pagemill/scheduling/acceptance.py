@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 
 from pagemill.errors import InvalidRequestError, KVMemoryError, PinLimitError, RequestTooLargeError
 from pagemill.memory.digest import extend_chain
@@ -67,6 +67,12 @@ class Acceptance:
         kept, of the pool or of the requests that have been accepted."""
         self._tenants.set(name, limits, self._live())
 
+    def longest_sequence(self, max_model_len: int) -> int:
+        """Tokens that a sequence that begins like no pin can have: those whose K/V fit beside the pins, and a last one,
+        which needs no place."""
+        room, needs = self._memory.num_frames - self._pins.num_frames, self._memory.needs
+        return bisect_right(range(max_model_len), room, key=lambda n: needs.frames(n, self._chunk))
+
     @property
     def least_frames(self) -> int:
         """The smallest pool that holds what is running now, in which each request can run to its end alone, beside what
@@ -96,7 +102,7 @@ class Acceptance:
         """The most blocks that a request's sequence may take, and how many of them pins hold."""
         pinned = self._admission.pinned(sequence)
         need = blocks_needed(self._memory, sequence.request, self._chunk, pinned)
-        return need, self._memory.blocks_pinned(sequence.request.max_len - 1, self._chunk, pinned)
+        return need, self._memory.needs.pinned(sequence.request.max_len - 1, self._chunk, pinned)
 
     def _longest(self, sequence: Sequence) -> int:
         """How many of the `max_len` tokens that a request may have fit for certain, beside what is pinned; at least
@@ -105,8 +111,8 @@ class Acceptance:
         pinned = self._admission.pinned(sequence)
 
         def lacks_room(num_tokens: int) -> bool:
-            need = memory.blocks_needed(num_tokens - 1, self._chunk, pinned)
-            return not self._tenants.fits(request, need, memory.blocks_pinned(num_tokens - 1, self._chunk, pinned))
+            need = memory.needs.frames(num_tokens - 1, self._chunk, pinned)
+            return not self._tenants.fits(request, need, memory.needs.pinned(num_tokens - 1, self._chunk, pinned))
 
         least = sequence.prompt_len + max(request.params.min_tokens, 1)
         return least + bisect_left(range(least + 1, request.max_len + 1), True, key=lacks_room)

@@ -182,7 +182,7 @@ class Admission:
         chunk = min(len(tokens) - found, budget)
         need, streams = self._wanted(sequence, found)
         held = self._memory.places(opened.table)
-        below = self._memory.blocks_held(len(tokens), self._chunk, found) - need - held.streamed if streams else 0
+        below = self._memory.needs.held(len(tokens), self._chunk, found) - need - held.streamed if streams else 0
         need -= held.resident if streams else opened.table.num_held
         if sequence.group is not None:
             need += sequence.group.blocks_to_unpark(self._memory.block_size) * len(self._memory.windows)
@@ -208,13 +208,13 @@ class Admission:
         """Frames of the pool that a sequence is given before it begins behind the first `found` tokens, and whether
         what else it holds must stream."""
         tokens, memory = len(sequence.tokens), self._memory
-        whole = memory.blocks_held(tokens, self._chunk, found)
+        whole = memory.needs.held(tokens, self._chunk, found)
         if not memory.lower.count:
             return whole, False
         pinned = self.pinned(sequence)
-        if self._tenants.fits(sequence.request, whole, memory.blocks_pinned(tokens, self._chunk, pinned, found)):
+        if self._tenants.fits(sequence.request, whole, memory.needs.pinned(tokens, self._chunk, pinned, found)):
             return whole, False
-        return memory.blocks_needed(tokens, self._chunk, pinned, found), True
+        return memory.needs.frames(tokens, self._chunk, pinned, found), True
 
     def _has_right(self, sequence: Sequence, load: TenantLoad) -> bool:
         """Whether its tenant is guaranteed all blocks that a sequence wants, beside those that are active already."""

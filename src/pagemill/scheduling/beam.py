@@ -211,9 +211,9 @@ def blocks_needed(memory: MemoryManager, request: Request, chunk: int, pinned: i
     for the whole ones of the prompt, which it never computes, and shares where no window leaves them behind. pinned:
     the prompt's leading entries that pins hold. What beams share is not streamed, so lower frames do not help them."""
     if request.beam is None:
-        return memory.blocks_needed(request.max_len - 1, chunk, pinned)
+        return memory.needs.frames(request.max_len - 1, chunk, pinned)
     prompt_len = len(request.prompt_token_ids)
-    alone = memory.blocks_held(request.max_len - 1, chunk)
-    beam = memory.blocks_held(request.max_len - 1, min(chunk, request.max_len - prompt_len))
+    alone = memory.needs.held(request.max_len - 1, chunk)
+    beam = memory.needs.held(request.max_len - 1, min(chunk, request.max_len - prompt_len))
     shared = prompt_len // memory.block_size * memory.windows.count(None)
     return alone + (request.beam.beam_width - 1) * (beam - shared)
