@@ -13,8 +13,8 @@ from rich.progress import track
 from rich.table import Table
 
 from pagemill.errors import KVStoreError
-from pagemill.kvcache.store_format import default_root
 from pagemill.kvcache.store_archive import StoreInfo, export_store, import_archive, list_stores, open_store
+from pagemill.kvcache.store_format import default_root
 
 cache = typer.Typer(
     add_completion=False,
