@@ -538,6 +538,27 @@ def test_a_pool_shrinks_under_its_tables_and_grows_again():
     assert engine.memory.stats().frames == 20
 
 
+def test_what_is_evicted_before_it_was_moved_is_not_saved_from_where_it_is_not_yet():
+    memory = MemoryManager(4, SIZE, [None], saves_evicted=True)
+    tables = [memory.open([], [], ROOT, 0.0, 0).table for _ in range(2)]
+    for table, blocks in zip(tables, (1, 2), strict=True):
+        assert memory.reserve(table, blocks * SIZE) is None
+    tokens, digests = tokens_of(2 * SIZE), []
+    extend_chain(digests, ROOT, tokens, SIZE)
+    memory.commit(tables[1], 2 * SIZE, tokens, digests)
+    assert memory.frames(tables[1], 0) == [1, 2]
+    for table in tables:
+        memory.close(table, 0.0)
+    assert memory.resize(2) is None
+    memory.set_quota("default", 0, 1)
+    assert memory.stats().evictions == 1, "the block that is to be moved from frame 2 to 0"
+    assert memory.take_saves() == []
+    memory.drain(0)
+    memory.retire(0)
+    assert [save.frame for save in memory.cached_blocks()] == [1]
+    memory.check()
+
+
 def test_a_pool_is_not_resized_under_a_step():
     engine = Engine(4)
     engine.memory.drain(1)

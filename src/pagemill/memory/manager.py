@@ -74,10 +74,10 @@ class MemoryManager:
         self.lower = LowerFrames(*lower_frames)
         self.needs = Needs(block_size, self.windows, self.lower.count)
         self._index = PrefixIndex(num_frames + self.lower.count, block_size, windows)
-        self._residency = Residency(num_frames, self._index, policy, saves_evicted, self.lower)
+        self._work = PendingWork(len(windows))
+        self._residency = Residency(num_frames, self._index, policy, saves_evicted, self.lower, self._work.copy_targets)
         self._pool, self._blocks = self._residency.pool, self._residency.blocks
         self.tenants = self._residency.tenants
-        self._work = PendingWork(len(windows))
         self._tables: set[BlockTable] = set()
         self._num_copies = 0
 

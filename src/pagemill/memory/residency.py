@@ -8,7 +8,7 @@ picks it; else it ends.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 
 from pagemill.memory.blocks import Blocks
@@ -45,10 +45,17 @@ class Residency:
 
     now:           seconds, of the last operation that had a time; blocks are cached with it.
     saves_evicted: whether `take_saves` offers what is evicted to lower tiers.
+    unwritten:     frames that do not hold their blocks yet, since those are to be moved there; these are not offered.
     """
 
     def __init__(
-        self, num_frames: int, index: PrefixIndex, policy: PolicyFactory, saves_evicted: bool, lower: LowerFrames
+        self,
+        num_frames: int,
+        index: PrefixIndex,
+        policy: PolicyFactory,
+        saves_evicted: bool,
+        lower: LowerFrames,
+        unwritten: Callable[[], Set[int]],
     ) -> None:
         self.pool = FramePool(num_frames)
         self.lower = lower
@@ -61,6 +68,7 @@ class Residency:
         self.held: deque[tuple[int, Tenant, list[int]]] = deque()
         self.begun = self.retired = -1
         self._saves_evicted = saves_evicted
+        self._unwritten = unwritten
         self._saves: list[Save] = []
 
     @property
@@ -133,8 +141,7 @@ class Residency:
     def _end_cached(self, victims: list[int], tenant: Tenant) -> None:
         """Of blocks that its policy has let go."""
         forget, group = self.index.forget, self.blocks.group
-        if self._saves_evicted:
-            self._saves += map(self._save, victims)
+        self._offer(victims)
         for block in victims:
             if group[block] == self.index.leading:
                 self.regret.evicted(self.index.digest[block])
@@ -143,13 +150,12 @@ class Residency:
         tenant.charged -= len(victims)
         self.pool.give(self.blocks.end(victims))
 
-    def evict_lower(self, count: int, unwritten: Set[int]) -> None:
+    def evict_lower(self, count: int) -> None:
         """Ends the `count` cached blocks of the lower tier used longest ago. What hangs on them and lies in the pool
-        may outlive them. unwritten: frames that do not hold their blocks yet."""
-        for _ in range(count):
-            block = self.lower.cached.victim()
-            if self._saves_evicted and self.blocks.frame[block] not in unwritten:
-                self._saves.append(self._save(block))
+        may outlive them."""
+        victims = [self.lower.cached.victim() for _ in range(count)]
+        self._offer(victims)
+        for block in victims:
             self.index.forget(block, self.blocks.group[block])
             for tenant in self.tenants:
                 tenant.policy.forget(block)
@@ -186,6 +192,11 @@ class Residency:
         depth = self.index.depth
         blocks = [block for block in self.blocks.in_use() if not self.blocks.references[block]]
         return [self._save(block) for block in sorted(blocks, key=depth.__getitem__)]
+
+    def _offer(self, victims: Sequence[int]) -> None:
+        if self._saves_evicted:
+            unwritten, frame = self._unwritten(), self.blocks.frame
+            self._saves += [self._save(block) for block in victims if frame[block] not in unwritten]
 
     def _save(self, block: int) -> Save:
         index, blocks = self.index, self.blocks

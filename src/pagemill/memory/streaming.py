@@ -81,7 +81,7 @@ def _take(manager: MemoryManager, count: int, after: int) -> list[int]:
     """Lower frames, preferably behind that of block `after` (-1: none). So many must hold nothing active."""
     lower = manager.lower
     if (missing := count - lower.pool.num_free) > 0:
-        manager._residency.evict_lower(missing, manager._work.copy_targets())
+        manager._residency.evict_lower(missing)
     before = manager._blocks.frame[after] - lower.first if after >= 0 else -1
     frames = lower.pool.take(count, before if before >= 0 else None)
     assert frames is not None
