@@ -152,6 +152,30 @@ def test_a_stored_context_longer_than_the_pool_is_loaded(windows, lower):
     assert bench.scheduler.prefix_hit_tokens == 80
 
 
+@pytest.mark.parametrize(("windows", "lower"), [((None, 6), 22), ((9, None, None), 48), ((None, 24), 24)])
+def test_a_stored_context_of_layers_with_windows_is_loaded_and_what_they_see_is_in_the_pool(windows, lower):
+    bench = Bench(frames=FRAMES * len(windows), windows=windows, budget=BUDGET, lower=lower, tier=1)
+    assert bench.tier is not None
+    bench.tier.random.random = lambda: 0.0  # type: ignore[method-assign]
+    first = make_request("first", [3, 4, 5, 6] * 20 + [7], 3, ignore_eos=True)
+    for request in (first, *(make_request(f"flood{k}", [8 + k, *range(20)] * 6 + [3] * 8, 3) for k in range(4))):
+        bench.scheduler.add(request)
+        bench.run()
+    computed = bench.device.computed_tokens
+    again = make_request("again", first.prompt_token_ids, 3, ignore_eos=True)
+    bench.scheduler.add(again)
+    while bench.scheduler.has_work():
+        bench.step()
+        for sequence in bench.scheduler._running:
+            of_entries = bench.memory.frames(sequence.table, 0)
+            below = {at % len(windows) for at, frame in enumerate(of_entries) if frame >= LOWER}
+            assert below == {group for group, window in enumerate(windows) if window is None}
+    assert bench.outputs["again", 0] == expected(again, 0)
+    assert bench.device.computed_tokens - computed == 1 + 2
+    assert bench.tier.arrived == 20 * len(windows)
+    bench.run()
+
+
 def test_what_a_load_of_a_long_context_lost_is_computed():
     bench, computed = one_after_another(chain([0.0] * 6, [1.0], repeat(0.0)))
     assert computed == 81 + 2 - 6 * 4
