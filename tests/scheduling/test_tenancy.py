@@ -375,3 +375,20 @@ def test_pins_leave_what_is_guaranteed():
     assert bench.outputs["calm", 0] == expected(make_request("calm", [2] * 40, 4, ignore_eos=True, tenant="calm"), 0)
     bench.scheduler.pins.clear(bench.now)
     bench.assert_all_free()
+
+
+def test_a_fork_does_not_run_beyond_its_tenants_limit():
+    bench = Bench()
+    bench.scheduler.acceptance.set_tenant("one", TenantLimits(max_running=1))
+    bench.scheduler.add(make_request("r", [1] * 9, 6, tenant="one", ignore_eos=True))
+    while len(bench.outputs.get(("r", 0), [])) < 3:
+        bench.step()
+    (origin,) = bench.scheduler._running
+    child = make_request("child", list(origin.tokens), 3, tenant="one", ignore_eos=True)
+    bench.scheduler.add(child, ("r", 0))
+    assert bench.scheduler.num_running == 1
+    while ("r", 0) not in bench.reasons:
+        assert ("child", 0) not in bench.outputs
+        bench.step()
+    bench.run()
+    assert bench.outputs["child", 0] == expected(child, 0)
