@@ -34,12 +34,12 @@ struct Linear {
     PackedLinear weight;
     const Kernels& set;  // the panels' format is this set's
 
-    Linear(Address data, Address bias, int64_t n, int64_t k, int type) : set(kernels()) {
+    Linear(Address data, Address bias, int64_t n, int64_t k, int type, int x_type) : set(kernels()) {
         weight.n = n;
         weight.k = k;
         weight.type = dtype(type);
         Run run;
-        if (!set.pack_linear(weight, at<void>(data), at<float>(bias))) {
+        if (!set.pack_linear(weight, at<void>(data), at<float>(bias), dtype(x_type))) {
             release(weight);
             throw std::bad_alloc();
         }
@@ -210,7 +210,7 @@ NB_MODULE(_kernels, m) {
                                      at<int64_t>(ranks), at<int64_t>(likely), at<float>(likely_logprobs)});
     });
     nb::class_<Linear>(m, "Linear")
-        .def(nb::init<Address, Address, int64_t, int64_t, int>(), "weight", "bias", "n", "k", "dtype")
+        .def(nb::init<Address, Address, int64_t, int64_t, int, int>(), "weight", "bias", "n", "k", "dtype", "x_dtype")
         .def(nb::init<Address, Address, Address, Address, Address, int64_t, int64_t, int>(), "values", "slopes", "offsets",
              "scales", "bias", "n", "k", "dtype")
         .def("__call__", &Linear::call)

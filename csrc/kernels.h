@@ -12,8 +12,8 @@ enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };  // i8: caches on
 
 inline size_t item_size(DType type) { return type == DType::f32 ? 4 : type == DType::i8 ? 1 : 2; }
 
-// How a weight is held: in its dtype, or as integers of 8 or 4 bits (isa/quantized.h).
-enum class Format : int { dense = 0, int8 = 1, int4 = 2 };
+// How a weight is held: in its dtype, as integers of 8 or 4 bits (isa/quantized.h), or as bf16 in 12 bits (isa/coded.h).
+enum class Format : int { dense = 0, int8 = 1, int4 = 2, coded = 3 };
 
 // A weight [n, k] packed into panels of neighbouring outputs: panel, then k, then output; bf16, for instructions that multiply
 // pairs: panel, then k / 2, then output, then k % 2. Made by Kernels::pack_linear, or pack_quantized.
@@ -24,6 +24,8 @@ struct PackedLinear {
     void* panels = nullptr;   // page-aligned, outputs padded with zeros to whole panels
     void* scales = nullptr;   // bf16, of quantized weights only: panel, then group of 192 k, then output
     float* bias = nullptr;    // [padded n] or null
+    uint32_t* patches = nullptr;  // of coded weights only: where each step's begin, and then the patches
+    uint16_t exponents[16] = {};  // the same: those that have codes
     size_t bytes = 0;
 };
 
@@ -151,8 +153,9 @@ struct LogprobArgs {
 struct Kernels {
     const char* isa;
 
-    // weight [n, k] contiguous in `type`; bias [n] fp32 or null. Memory for the panels is allocated; false: out of memory.
-    bool (*pack_linear)(PackedLinear&, const void* weight, const float* bias);
+    // weight [n, k] contiguous in `type`; bias [n] fp32 or null; for x of this dtype above all. Memory for the panels is allocated;
+    // false: out of memory.
+    bool (*pack_linear)(PackedLinear&, const void* weight, const float* bias, DType x);
     // The same for integers, in the weight's `format`.
     bool (*pack_quantized)(PackedLinear&, const QuantizedSource&);
     // y [m, n] = x [m, k] · weight^T + bias; rows of x and y at row_stride; both of dtype `type`.

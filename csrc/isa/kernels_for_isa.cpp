@@ -44,23 +44,26 @@ template <int N> using Upto = typename UptoOf<N>::type;  // Sequence<0, ..., N -
 #define NAME_OF(x) #x
 #define NAME(x) NAME_OF(x)
 
+// As integers; linear.h takes the others.
+bool quantized(const PackedLinear& weight) { return weight.format == Format::int8 || weight.format == Format::int4; }
+
 void linear_of_any_format(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type,
                           int64_t m) {
     if (m <= 0) return;
-    if (weight.format == Format::dense) linear(weight, x, x_row, y, y_row, type, m);
-    else linear_quantized(weight, x, x_row, y, y_row, type, m);
+    if (quantized(weight)) linear_quantized(weight, x, x_row, y, y_row, type, m);
+    else linear(weight, x, x_row, y, y_row, type, m);
 }
 
 void linear_likeliest(const PackedLinear& weight, const void* x, int64_t x_row, DType type, int64_t m, int64_t* tokens) {
     if (m <= 0) return;
     Likeliest likeliest{tokens, type};
-    if (weight.format == Format::dense) linear(weight, x, x_row, nullptr, 0, type, m, &likeliest);
-    else linear_quantized(weight, x, x_row, nullptr, 0, type, m, &likeliest);
+    if (quantized(weight)) linear_quantized(weight, x, x_row, nullptr, 0, type, m, &likeliest);
+    else linear(weight, x, x_row, nullptr, 0, type, m, &likeliest);
 }
 
 void embed_any_format(const PackedLinear& packed, const int64_t* ids, float scale, void* y, DType type, int64_t tokens) {
-    if (packed.format == Format::dense) embed_packed(packed, ids, scale, y, type, tokens);
-    else embed_quantized(packed, ids, scale, y, type, tokens);
+    if (quantized(packed)) embed_quantized(packed, ids, scale, y, type, tokens);
+    else embed_packed(packed, ids, scale, y, type, tokens);
 }
 
 constexpr Kernels table{NAME(PAGEMILL_ISA), pack_linear, pack_quantized, linear_of_any_format, linear_likeliest, mlp, attend, write_kv,

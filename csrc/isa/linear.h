@@ -41,6 +41,10 @@ INLINE int64_t packed_k(const PackedLinear& weight) {
     return kHasPairs && weight.type == DType::bf16 ? (weight.k + kPairedStep - 1) / kPairedStep * kPairedStep : weight.k;
 }
 
+#if defined(__AMX_BF16__)
+#include "coded.h"
+#endif
+
 // Weights that a tile fetches into the cache while it computes: a line at every step of k, `stride` bytes further, at most two
 // lines, since lines come in pairs. Spread evenly, the fetches leave the tile's own loads room.
 struct Ahead {
@@ -231,8 +235,16 @@ template <class T, bool Unpair> struct LinearRun {
         const bool widen = kNarrow<T, Unpair> && count > 2;
         const bool second = gate.panels && panel >= gate.panels;
         const int64_t sums = rows * width, all_sums = gate.panels ? 2 * sums : sums;
-        float* scratch = (float*)thread_scratch(thread, sizeof(float) * (all_sums + (widen ? kChunk * NR : 0)));
+        const int64_t floats = all_sums + (widen ? kChunk * NR : 0);
+        const bool coded = Unpair && weight.format == Format::coded;
+        float* scratch = (float*)thread_scratch(thread, sizeof(float) * floats + (coded ? np * panel_size * sizeof(T) : 0));
         float* wide_piece = scratch + all_sums;
+#if defined(__AMX_BF16__)
+        if (coded) {
+            b = (const T*)(scratch + floats);
+            Decoder(weight, panel).steps((char*)b, np * packed_k(weight) / kPairedStep);
+        }
+#endif
         float* c = second ? scratch + sums : scratch;
         // Two tiles fetch from memory faster than it follows: they begin with less of a piece missing.
         const int64_t most = count == 1 ? k : count == 2 ? kChunk / 4 : kChunk;
@@ -381,36 +393,64 @@ template <class T> constexpr int64_t kTogether = 1;
 template <> constexpr int64_t kTogether<bf16> = kHasPairs ? 2 : 1;
 constexpr int64_t kPackedTogether = 128;  // k: so much of a panel stays in the first-level cache for all its outputs
 
-bool pack_linear(PackedLinear& packed, const void* weight, const float* bias) {
-    const int64_t n = packed.n, k = packed.k, padded = packed_k(packed), panels = (n + NR - 1) / NR;
-    const size_t bytes = (panels * NR * padded * item_size(packed.type) + 4095) / 4096 * 4096;
-    const size_t bias_bytes = bias ? (panels * NR * sizeof(float) + 63) / 64 * 64 : 0;
-    packed.panels = allocate_shared(bytes);
-    packed.bias = bias ? (float*)std::aligned_alloc(64, bias_bytes) : nullptr;
-    packed.bytes = bytes + bias_bytes;
-    if (!packed.panels || (bias && !packed.bias)) return false;
-    if (bias) {
-        std::memset(packed.bias, 0, bias_bytes);
-        std::memcpy(packed.bias, bias, n * sizeof(float));
-    }
+// A panel of a weight, padded with zeros.
+template <class T> void pack_panel(const PackedLinear& packed, const void* weight, int64_t panel, T* out) {
+    constexpr int64_t beside = kTogether<T>;
+    const int64_t k = packed.k, padded = packed_k(packed), filled = lesser<int64_t>(NR, packed.n - panel * NR);
+    if (filled < NR || padded > k) std::memset((void*)out, 0, NR * padded * sizeof(T));
+    for (int64_t begin = 0; begin < k; begin += kPackedTogether)
+        for (int64_t i = 0; i < filled; ++i) {
+            const T* row = (const T*)weight + (panel * NR + i) * k;
+            for (int64_t j = begin; j < lesser(k, begin + kPackedTogether); ++j)
+                out[(j / beside * NR + i) * beside + j % beside] = row[j];
+        }
+}
+
+bool pack_panels(PackedLinear& packed, const void* weight, DType x) {
+#if defined(__AMX_BF16__)
+    const auto pack_pairs = [&](int64_t panel, bf16* out) { pack_panel(packed, weight, panel, out); };
+    if (packed.type == DType::bf16 && x == DType::bf16 && pack_coded(packed, weight, pack_pairs)) return true;
+#endif
+    const int64_t panels = (packed.n + NR - 1) / NR, panel_size = NR * packed_k(packed);
+    packed.bytes = (panels * panel_size * item_size(packed.type) + 4095) / 4096 * 4096;
+    packed.panels = allocate_shared(packed.bytes);
+    if (!packed.panels) return false;
     with_type(packed.type, [&](auto* t) {
         using T = Pointee<decltype(t)>;
-        constexpr int64_t beside = kTogether<T>;
-        auto pack = [&](int64_t panel, int) {
-            T* out = (T*)packed.panels + panel * NR * padded;
-            const int64_t filled = lesser<int64_t>(NR, n - panel * NR);
-            if (filled < NR || padded > k) std::memset(out, 0, NR * padded * sizeof(T));
-            for (int64_t begin = 0; begin < k; begin += kPackedTogether)
-                for (int64_t i = 0; i < filled; ++i) {
-                    const T* row = (const T*)weight + (panel * NR + i) * k;
-                    for (int64_t j = begin; j < lesser(k, begin + kPackedTogether); ++j)
-                        out[(j / beside * NR + i) * beside + j % beside] = row[j];
-                }
-        };
+        auto pack = [&](int64_t panel, int) { pack_panel(packed, weight, panel, (T*)packed.panels + panel * panel_size); };
         parallel(panels, pack);
     });
     return true;
 }
+
+bool pack_linear(PackedLinear& packed, const void* weight, const float* bias, DType x) {
+    if (!pack_panels(packed, weight, x)) return false;
+    if (!bias) return true;
+    const size_t bytes = ((packed.n + NR - 1) / NR * NR * sizeof(float) + 63) / 64 * 64;
+    packed.bias = (float*)std::aligned_alloc(64, bytes);
+    packed.bytes += bytes;
+    if (!packed.bias) return false;
+    std::memset(packed.bias, 0, bytes);
+    std::memcpy(packed.bias, bias, packed.n * sizeof(float));
+    return true;
+}
+
+#if defined(__AMX_BF16__)
+template <class Y> void embed_coded(const PackedLinear& packed, int64_t row, float scale, Y* y) {
+    Decoder decoder(packed, row / NR);
+    for (int64_t begin = 0; begin < packed.k; begin += kPairedStep) {
+        alignas(64) bf16 step[kStepBytes / 2], of_row[kPairedStep];
+        decoder.steps((char*)step, 1);
+        for (int64_t j = 0; j < kPairedStep; ++j) of_row[j] = step[(j / 2 * NR + row % NR) * 2 + j % 2];
+        for (int64_t j = 0; j < lesser(kPairedStep, packed.k - begin); j += W) {
+            const int left = int(lesser<int64_t>(W, packed.k - begin - j));
+            const F x = load(of_row + j) * broadcast(scale);
+            if (left == W) store(y + begin + j, x);
+            else store_first(y + begin + j, x, left);
+        }
+    }
+}
+#endif
 
 void embed_packed(const PackedLinear& packed, const int64_t* ids, float scale, void* y, DType type, int64_t tokens) {
     with_type(packed.type, [&](auto* t) {
@@ -423,6 +463,9 @@ void embed_packed(const PackedLinear& packed, const int64_t* ids, float scale, v
                 const T* panel = (const T*)packed.panels + ids[token] / NR * NR * packed_k(packed);
                 Y* out = (Y*)y + token * k;
                 const int64_t i = ids[token] % NR;
+#if defined(__AMX_BF16__)
+                if (packed.format == Format::coded) return embed_coded(packed, ids[token], scale, out);
+#endif
                 for (int64_t begin = 0; begin < k; begin += W) {
                     const int left = int(lesser<int64_t>(W, k - begin));
                     T row[W] = {};

@@ -9,7 +9,6 @@ constexpr int64_t kShortPieceSteps = 6;  // of so many with two passes, whose ro
 constexpr int64_t kBlockTiles = 16;  // at most so many tiles' rows of x pass over a panel together,
 constexpr int64_t kBlockBytes = 1 << 20;  // or so many bytes of them: they stay in the second-level cache
 constexpr int64_t kAheadTiles = 8192;  // with one pass over a panel: how far ahead in it, to hide memory's latency
-constexpr int64_t kStepBytes = kStep * NR * 2;  // of a panel
 
 // Tiles 0-3 accumulate, 4 and 5 hold x, 6 and 7 a panel's step.
 struct alignas(64) TileConfig {
@@ -29,20 +28,23 @@ struct TileRows {
 };
 
 // Weights to fetch during a product: `bytes` in each of its steps, from `at` on; at once, or in parts between the tiles'
-// loads, which need the same few buffers.
-struct TilesAhead {
+// loads, which need the same few buffers. What products take as `Ahead` may decode there, too.
+template <int NP> struct TilesAhead {
     const char* at;
-    int64_t bytes;
+    int64_t bytes, panel = 0;  // bytes between NP panels
 
     INLINE void fetch(int64_t step, int part = 0, int parts = 1) const {
-        for (int64_t line = part * 64; line < bytes; line += parts * 64) __builtin_prefetch(at + step * bytes + line, 0, 2);
+        for (int p = 0; p < NP; ++p)
+            for (int64_t line = part * 64; line < bytes; line += parts * 64)
+                __builtin_prefetch(at + p * panel + step * bytes + line, 0, 2);
     }
 };
 
 // c [2 * height][NR] (+)= two tiles of rows times `steps` steps of a panel.
+template <class Ahead>
 void amx_two_tiles(TileRows first, TileRows second, const char* b, int64_t steps, float* c, int height, bool add,
-                   TilesAhead ahead) {
-    constexpr int64_t kRow = NR * sizeof(float), kLine = NR * 2 * 2;
+                   const Ahead& ahead) {
+    constexpr int64_t kRow = NR * sizeof(float);
     float* below = c + height * NR;
     if (add) {
         _tile_loadd(0, c, kRow);
@@ -57,11 +59,11 @@ void amx_two_tiles(TileRows first, TileRows second, const char* b, int64_t steps
     }
     for (int64_t s = 0; s < steps; ++s, b += kStepBytes) {
         ahead.fetch(s, 0, 4);
-        _tile_loadd(6, b, kLine);
+        _tile_loadd(6, b, kLineBytes);
         _tile_loadd(4, first.data + s * first.step, first.row);
         _tile_dpbf16ps(0, 4, 6);
         ahead.fetch(s, 1, 4);
-        _tile_loadd(7, b + 64, kLine);
+        _tile_loadd(7, b + 64, kLineBytes);
         _tile_dpbf16ps(1, 4, 7);
         ahead.fetch(s, 2, 4);
         _tile_loadd(5, second.data + s * second.step, second.row);
@@ -75,10 +77,10 @@ void amx_two_tiles(TileRows first, TileRows second, const char* b, int64_t steps
     _tile_stored(3, below + W, kRow);
 }
 
-// c [height][NP * NR] (+)= one tile of rows times NP panels, which lie b_panel bytes apart; `add` with one panel only.
-template <int NP>
-void amx_one_tile(TileRows x, const char* b, int64_t b_panel, int64_t steps, float* c, bool add, TilesAhead ahead) {
-    constexpr int64_t kRow = NP * NR * sizeof(float), kLine = NR * 2 * 2;
+// c [height][NP * NR] (+)= one tile of rows times NP panels, which lie b_panel bytes apart.
+template <int NP, class Ahead>
+void amx_one_tile(TileRows x, const char* b, int64_t b_panel, int64_t steps, float* c, bool add, const Ahead& ahead) {
+    constexpr int64_t kRow = NP * NR * sizeof(float);
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -86,19 +88,25 @@ void amx_one_tile(TileRows x, const char* b, int64_t b_panel, int64_t steps, flo
     if (add) {
         _tile_loadd(0, c, kRow);
         _tile_loadd(1, c + W, kRow);
+        if (NP == 2) _tile_loadd(2, c + 2 * W, kRow);
+        if (NP == 2) _tile_loadd(3, c + 3 * W, kRow);
     }
     for (int64_t s = 0; s < steps; ++s, b += kStepBytes) {
-        ahead.fetch(s);
-        if (NP == 2) TilesAhead{ahead.at + b_panel, ahead.bytes}.fetch(s);
+        ahead.fetch(s, 0, 4);
         _tile_loadd(4, x.data + s * x.step, x.row);
-        _tile_loadd(6, b, kLine);
+        _tile_loadd(6, b, kLineBytes);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_loadd(7, b + 64, kLine);
+        ahead.fetch(s, 1, 4);
+        _tile_loadd(7, b + 64, kLineBytes);
         _tile_dpbf16ps(1, 4, 7);
+        ahead.fetch(s, 2, 4);
         if (NP == 2) {
-            _tile_loadd(6, b + b_panel, kLine);
+            _tile_loadd(6, b + b_panel, kLineBytes);
             _tile_dpbf16ps(2, 4, 6);
-            _tile_loadd(7, b + b_panel + 64, kLine);
+        }
+        ahead.fetch(s, 3, 4);
+        if (NP == 2) {
+            _tile_loadd(7, b + b_panel + 64, kLineBytes);
             _tile_dpbf16ps(3, 4, 7);
         }
     }
@@ -107,6 +115,8 @@ void amx_one_tile(TileRows x, const char* b, int64_t b_panel, int64_t steps, flo
     if (NP == 2) _tile_stored(2, c + 2 * W, kRow);
     if (NP == 2) _tile_stored(3, c + 3 * W, kRow);
 }
+
+#include "linear_amx_coded.h"
 
 struct AmxRun {
     const PackedLinear& weight;
@@ -128,9 +138,14 @@ struct AmxRun {
         const int64_t groups = (panels() + group - 1) / group;
         const int64_t first = task % groups * group, last = lesser(first + group, panels());
         const int64_t tile_begin = task / groups * block, tile_end = lesser(tile_begin + block, tiles.count);
-        float* c = (float*)thread_scratch(thread, sizeof(float) * greater<int64_t>(2, block) * kTileHeight * NR);
+        const int64_t sums = greater<int64_t>(2 * kTwoPanelTiles, block) * kTileHeight * NR;
+        float* c = (float*)thread_scratch(thread, sizeof(float) * sums + kDecodedSteps * kStepBytes);
         _tile_loadconfig(&config);
-        if (tiles.count == 1) few_rows(first, last, c);
+        char* decoded = (char*)(c + sums);
+        const bool coded = weight.format == Format::coded;
+        if (coded && tile_end - tile_begin <= 2) coded_few_rows(first, last, tile_begin, tile_end, c, decoded);
+        else if (coded) coded_many_rows(first, last, tile_begin, tile_end, c, decoded);
+        else if (tiles.count == 1) few_rows(first, last, c);
         else for (int64_t panel = first; panel < last; ++panel) many_rows(panel, tile_begin, tile_end, c);
         _tile_release();
     }
@@ -141,9 +156,10 @@ struct AmxRun {
         const int64_t steps = packed_k(weight) / kStep, panel_bytes = steps * kStepBytes;
         for (int64_t panel = first; panel < last;) {
             const int np = panel + 2 <= last ? 2 : 1;
-            const TilesAhead ahead{panel_at(panel) + kAheadTiles, kStepBytes};
-            if (np == 2) amx_one_tile<2>(rows(0), panel_at(panel), panel_bytes, steps, c, false, ahead);
-            else amx_one_tile<1>(rows(0), panel_at(panel), panel_bytes, steps, c, false, ahead);
+            const char* b = panel_at(panel);
+            const TilesAhead<2> ahead{b + kAheadTiles, kStepBytes, panel_bytes};
+            if (np == 2) amx_one_tile<2>(rows(0), b, panel_bytes, steps, c, false, ahead);
+            else amx_one_tile<1>(rows(0), b, 0, steps, c, false, TilesAhead<1>{ahead.at, kStepBytes});
             write(c, np * NR, panel, 0);
             panel += np;
         }
@@ -158,7 +174,7 @@ struct AmxRun {
         for (int64_t piece = 0; piece < pieces; ++piece) {
             const int64_t begin = steps * piece / pieces, length = steps * (piece + 1) / pieces - begin;
             const char* b = panel_at(panel) + begin * kStepBytes;
-            TilesAhead ahead{b + (passes == 1 ? kAheadTiles : length * kStepBytes), share};
+            TilesAhead<1> ahead{b + (passes == 1 ? kAheadTiles : length * kStepBytes), share};
             for (int64_t t = tile_begin; t < tile_end; t += 2, ahead.at += length * share) {
                 const bool two = t + 1 < tile_end;
                 float* sums = c + (pieces == 1 ? 0 : (t - tile_begin) * kTileHeight * NR);
@@ -168,6 +184,59 @@ struct AmxRun {
                 if (piece + 1 < pieces) continue;
                 write(sums, NR, panel, t);
                 if (two) write(sums + height() * NR, NR, panel, t + 1);
+            }
+        }
+    }
+
+    void coded_few_rows(int64_t first, int64_t last, int64_t tile, int64_t tile_end, float* c, char* ring) const {
+        const int64_t steps = packed_k(weight) / kStep, all = (last - first) * steps, lead = lesser(kLead, all);
+        Decoder decoder(weight, first);
+        decoder.steps(ring, lead);
+        int64_t step = 0, left = all - lead;
+        for (int64_t panel = first; panel < last; ++panel) {
+            const bool two = tile + 1 < tile_end;
+            if (two) amx_coded_panel<2>(rows(tile), rows(tile + 1), decoder, ring, step, left, steps, c, height());
+            else amx_coded_panel<1>(rows(tile), {}, decoder, ring, step, left, steps, c, height());
+            write(c, NR, panel, tile);
+            if (two) write(c + height() * NR, NR, panel, tile + 1);
+        }
+    }
+
+    void coded_many_rows(int64_t first, int64_t last, int64_t tile_begin, int64_t tile_end, float* c, char* decoded) const {
+        int64_t panel = first;
+        if (tile_end - tile_begin <= kTwoPanelTiles)
+            for (; panel + 2 <= last; panel += 2) coded_panels<2>(panel, tile_begin, tile_end, c, decoded);
+        for (; panel < last; ++panel) coded_panels<1>(panel, tile_begin, tile_end, c, decoded);
+    }
+
+    // A pass is of one tile of rows with two panels, of two with one.
+    template <int NP> void coded_panels(int64_t panel, int64_t tile_begin, int64_t tile_end, float* c, char* decoded) const {
+        constexpr int64_t kTilesInPass = NP == 2 ? 1 : 2;
+        const int64_t steps = packed_k(weight) / kStep, panel_bytes = steps * kCodedStepBytes;
+        const int64_t passes = (tile_end - tile_begin + kTilesInPass - 1) / kTilesInPass;
+        const int64_t most = NP == 2 ? kDecodedSteps2 : kDecodedSteps, pieces = (steps + most - 1) / most;
+        const int64_t share = (kCodedStepBytes / passes + 63) / 64 * 64;
+        Decoder decoders[2] = {{weight, panel}, {weight, panel + NP - 1}};
+        for (int64_t piece = 0; piece < pieces; ++piece) {
+            const int64_t begin = steps * piece / pieces, length = steps * (piece + 1) / pieces - begin;
+            const int64_t following = length * kCodedStepBytes + (NP == 2 && piece + 1 == pieces ? panel_bytes : 0);
+            TilesAhead<NP> ahead{decoders[0].from + following, share, panel_bytes};
+            for (int p = 0; p < NP; ++p) decoders[p].steps(decoded + p * most * kStepBytes, lesser(kLead, length));
+            for (int64_t t = tile_begin; t < tile_end; t += kTilesInPass, ahead.at += length * share) {
+                float* sums = c + (t - tile_begin) * kTileHeight * NP * NR;
+                const auto multiply = [&](const auto& ahead) {
+                    const TileRows x = piece_of(rows(t), begin);
+                    if constexpr (NP == 2) amx_one_tile<2>(x, decoded, most * kStepBytes, length, sums, piece > 0, ahead);
+                    else if (const TileRows below = piece_of(rows(t + 1), begin); t + 1 < tile_end)
+                        amx_two_tiles(x, below, decoded, length, sums, height(), piece > 0, ahead);
+                    else amx_one_tile<1>(x, decoded, 0, length, sums, piece > 0, ahead);
+                };
+                DecodingAhead<NP> decoding{decoders, decoded, most * kStepBytes, length, ahead};
+                if (t == tile_begin) multiply(decoding);
+                else multiply(ahead);
+                if (piece + 1 < pieces) continue;
+                write(sums, NP * NR, panel, t);
+                if (NP == 1 && t + 1 < tile_end) write(sums + height() * NR, NR, panel, t + 1);
             }
         }
     }

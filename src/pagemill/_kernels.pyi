@@ -58,7 +58,7 @@ class Linear:
     """Dense, or of integers (QuantizedSource in csrc/kernels.h); slopes 0: 8 bits."""
 
     @overload
-    def __init__(self, weight: int, bias: int, n: int, k: int, dtype: int) -> None: ...
+    def __init__(self, weight: int, bias: int, n: int, k: int, dtype: int, x_dtype: int) -> None: ...
     @overload
     def __init__(
         self, values: int, slopes: int, offsets: int, scales: int, bias: int, n: int, k: int, dtype: int

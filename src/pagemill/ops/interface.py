@@ -38,9 +38,9 @@ class Ops(Protocol):
     widens_weights: bool
     """Whether a linear layer in bfloat16 or float16 gives float32 x the bits that its weight in float32 would."""
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
         """weight [out_features, in_features] in the model's dtype, or narrower with `widens_weights`; may be freed by
-        the caller afterwards."""
+        the caller afterwards. dtype: of most x, the weight's unless given; it takes any."""
         ...
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:

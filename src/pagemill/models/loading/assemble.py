@@ -135,7 +135,7 @@ class Assembler:
         bits = self._bits(parts)
         if bits is None:
             weight = self._matrix(parts, rows, columns, unpair=unpair, dtype=self._held(parts))
-            return self._ops.pack_linear(weight, offsets)
+            return self._ops.pack_linear(weight, offsets, self._dtype)
         if bits == 4:
             quantized = self._int4(parts, rows, columns, unpair)
         else:
