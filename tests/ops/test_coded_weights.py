@@ -41,9 +41,10 @@ def equal_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def test_every_weight_comes_back_from_every_place(tiles: CpuOps) -> None:
-    """All patterns of 16 bits, NaN and subnormal numbers too, as many in a step as can be patched: 4 places further in each."""
+    """All patterns of 16 bits, NaN and subnormal numbers too, as many in a step as can be patched, each 4 places on."""
     steps = 65536 // PATCHES
-    weight = (of_16_exponents(steps * STEP * STEP) * (torch.randint(0, 2, (steps * STEP * STEP,)) * 2 - 1)).view(steps, -1)
+    count = steps * STEP * STEP
+    weight = (of_16_exponents(count) * (torch.randint(0, 2, (count,)) * 2 - 1)).view(steps, STEP * STEP)
     places = (torch.arange(65536) % (STEP * STEP)).view(steps, PATCHES)
     weight.scatter_(1, places, every_pattern(65536).view(steps, PATCHES))
     weight = weight.view(steps * STEP, STEP)
@@ -67,12 +68,14 @@ def test_outputs_are_those_of_the_weight_as_it_is(tiles: CpuOps, n: int, k: int)
     weight = torch.randn(n, k).bfloat16()
     assert not is_coded(tiles.pack_linear(weight, dtype=torch.float32))
     some = torch.randperm(n * k)[: n * k // 2048 + 1]
-    weight.view(-1)[some] = torch.tensor([0.0, -0.0, 1e-40, -1e-30, 2.0**-60, 3e20, -7e9]).bfloat16()[torch.arange(len(some)) % 7]
+    rare = torch.tensor([0.0, -0.0, 1e-40, -1e-30, 2.0**-60, 3e20, -7e9]).bfloat16()
+    weight.view(-1)[some] = rare[torch.arange(len(some)) % len(rare)]
     bias = torch.randn(n) if n % 2 else None
     coded = tiles.pack_linear(weight, bias)
     assert is_coded(coded)
     others = torch.randint(0, 0x7F80, (STEP, k)).to(torch.int16).view(torch.bfloat16)
-    plain = tiles.pack_linear(torch.cat([weight, others]), None if bias is None else torch.cat([bias, torch.zeros(STEP)]))
+    more_bias = None if bias is None else torch.cat([bias, torch.zeros(STEP)])
+    plain = tiles.pack_linear(torch.cat([weight, others]), more_bias)
     assert not is_coded(plain)
     x = torch.randn(max(ROWS), k + 3).bfloat16()[:, 1 : k + 1]
     for m in ROWS:

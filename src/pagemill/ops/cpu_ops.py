@@ -95,14 +95,12 @@ class CpuOps:
     def __init__(self) -> None:
         self.name = kernel_name()
 
-    def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
-    ) -> CpuLinear:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> CpuLinear:
         weight = weight.contiguous()
         bias = None if bias is None else bias.float().contiguous()
         rows, columns = weight.shape
         held = dtype_code(weight)
-        packed = _kernels.Linear(weight.data_ptr(), _address(bias), rows, columns, held, DTYPES.get(dtype, held))
+        packed = _kernels.Linear(weight.data_ptr(), _address(bias), rows, columns, held, DTYPES[dtype or weight.dtype])
         return CpuLinear(packed, (rows, columns), weight.dtype)
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> CpuLinear:

@@ -52,9 +52,7 @@ class TorchOps:
     copies_weights = False
     widens_weights = False
 
-    def pack_linear(
-        self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None
-    ) -> TorchLinear:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> TorchLinear:
         return TorchLinear(weight, bias)
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> TorchQuantizedLinear:
