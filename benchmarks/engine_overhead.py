@@ -4,8 +4,7 @@
 
 For each number of running sequences, decode steps of the real model are timed by part, medians over the steps.
 "engine" is all that is neither the model's forward pass nor the sampler: scheduling, memory, table edits, batch arrays,
-outputs. Where the decoder runs as one call, a second table gives the model's time by operator, beside the time of
-reading the weights once at the bandwidth measured in the same run.
+outputs. Where the decoder runs as one call, a second table gives the model's time by operator.
 """
 
 from __future__ import annotations
@@ -17,8 +16,6 @@ import platform
 import time
 from collections import defaultdict
 from statistics import median
-
-import torch
 
 from pagemill.config import EngineConfig
 from pagemill.doctor import cpu_model
@@ -83,22 +80,6 @@ def measure(core: EngineCore, spent, running: int) -> dict[str, float]:
 measure.before = 0
 
 
-def weight_bytes(decoder: CpuDecoder) -> int:
-    layers = decoder.weights.layers
-    linears = [linear for layer in layers for linear in (layer.qkv, layer.o, layer.mlp.gate_up, layer.mlp.down)]
-    return sum(linear.nbytes for linear in (*linears, decoder.weights.lm_head))
-
-
-def read_bandwidth() -> float:
-    """Bytes per second of reading 512 MiB, median of seven."""
-    buffer, times = torch.ones(1 << 27), []
-    for _ in range(7):
-        begin = time.perf_counter()
-        buffer.sum()
-        times.append(time.perf_counter() - begin)
-    return buffer.nbytes / median(times)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
@@ -118,10 +99,9 @@ def main() -> None:
     timed(core._scheduler, "schedule", "schedule", spent)
     timed(core._scheduler, "commit", "commit", spent)
     timed(core._runner, "apply", "apply", spent)
-    floor = weight_bytes(decoder) / read_bandwidth() * 1e3 if isinstance(decoder, CpuDecoder) else None
     rows = {running: measure(core, spent, running) for running in args.running}
     if args.json:
-        about = {"cpu": cpu_model(), "python": platform.python_version(), "weights_once_ms": floor}
+        about = {"cpu": cpu_model(), "python": platform.python_version()}
         print(json.dumps({**about, "milliseconds": rows}, indent=2))
         return
     columns = ["step", "model", "sampler", "schedule", "apply", "commit", "other", "engine"]
@@ -130,9 +110,9 @@ def main() -> None:
     print(f"{'running':>8}" + "".join(f"{c:>10}" for c in columns) + f"{'share':>9}")
     for running, row in rows.items():
         print(f"{running:>8}" + "".join(f"{row[c]:>10.3f}" for c in columns) + f"{row['share']:>9.1%}")
-    if floor is not None:
+    if isinstance(decoder, CpuDecoder):
         columns = [*decoder.operator_seconds(), "head", "forward"]
-        print(f"milliseconds by operator; reading all weights once takes {floor:.1f}")
+        print("milliseconds by operator")
         print(f"{'running':>8}" + "".join(f"{c:>11}" for c in columns))
         for running, row in rows.items():
             print(f"{running:>8}" + "".join(f"{row[c]:>11.3f}" for c in columns))
