@@ -44,6 +44,25 @@ def assert_only_r2_failed(run, expected, error_type) -> None:
     }
 
 
+def test_answers_that_begin_from_one_row_are_the_same_when_the_step_is_run_in_parts(core, prompts, monkeypatch):
+    """As many answers as the prompt has tokens: there are as many samples as rows of hidden states."""
+    three = SamplingParams(n=3, temperature=0.9, seed=1, max_tokens=5, ignore_eos=True, logprobs=1)
+    requests = [request("three", prompts[0][:3], three), request("other", prompts[1], GREEDY)]
+    expected = drive(core, requests)
+    run, broken = core._runner.run, []
+
+    def breaking(plan):
+        if len(plan.rows) > 1:
+            broken.append(plan.step)
+            raise RuntimeError("the device hiccups")
+        return run(plan)
+
+    monkeypatch.setattr(core._runner, "run", breaking)
+    again = drive(core, requests)
+    assert broken
+    assert (again.tokens, again.logprobs) == (expected.tokens, expected.logprobs)
+
+
 def test_a_row_that_breaks_the_step_fails_alone(core, requests, monkeypatch):
     expected = drive(core, requests).tokens
 

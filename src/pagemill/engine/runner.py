@@ -157,7 +157,7 @@ class Runner:
         if len(plan.sample_from) == 0:
             return StepResult()
         tokens = query_start[plan.sample_from + 1] - 1
-        several = bool(plan.new_rows) and bool((tokens[1:] == tokens[:-1]).any())  # answers that begin from one row
+        several = len(tokens) > 1 and bool((tokens[1:] == tokens[:-1]).any())  # answers that begin from one row
         if several:
             tokens, which = np.unique(tokens, return_inverse=True)
         last = hidden if len(tokens) == len(hidden) else _take_rows(hidden, tokens)
