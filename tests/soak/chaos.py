@@ -387,6 +387,8 @@ def main() -> int:
     different = soak.differences()
     sys.stdout.write(f"done:   {dict(soak.counts)}\nfaults: {dict(soak.faults.counts)}\n{soak.stats}\n")
     sys.stdout.write(f"answers that differ from the calm engine's: {different or 'none'}\n")
+    for name in different:
+        sys.stdout.write(f"{name}: {soak.answers[name]}\n")
     return bool(different)
 
 
