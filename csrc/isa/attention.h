@@ -58,7 +58,7 @@ template <class Few, class Many> struct Attention {
                     if (direct) fold(count, at, state_size(), result, part, padded, padded);
                     for (int r = 0; !direct && r < count; ++r, at += state_size()) {
                         for (int d = 0; d < padded; d += W) store(at + d, load(part + r * padded + d));
-                        at[padded] = result[r].maximum;
+                        at[padded] = result[r].reference;
                         at[padded + 1] = result[r].sum;
                     }
                 });

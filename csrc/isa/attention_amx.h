@@ -41,7 +41,7 @@ INLINE void amx_product(const TileOperand& a, const B& b, int64_t b_row, int ste
 struct AmxPass {
     static constexpr int kRows = kTileTaskRows;
     static constexpr int64_t kTile = 512;  // elements of a tile
-    static constexpr int64_t kRow = kPartition + W;  // of scores: a tile's rows lie in different lines of the nearest cache
+    static constexpr int64_t kStepScores = 2 * kTileHeight * kPairStep;
 
     const AttentionArgs& args;
     const AttentionTask& task;
@@ -49,8 +49,8 @@ struct AmxPass {
     Tiles tiles;
     int height, dim_steps, dim_tiles;
     bool keys_in_place, values_in_place;  // whole steps of values
-    bf16 *queries = nullptr, *keys, *values;
-    float *scores, *part;
+    bf16 *queries = nullptr, *keys, *values, *weights;
+    float *scores, *part;  // two steps of scores
 
     AmxPass(const AttentionArgs& args, const AttentionTask& task, int padded)
         : args(args), task(task), group(args.heads / args.kv_heads), padded(padded), tiles(task.tokens * group, kTileHeight),
@@ -66,15 +66,17 @@ struct AmxPass {
     int64_t query_size() const { return tiles.count * dim_steps * kTile; }  // of one KV head
     int64_t scratch_size() const {
         const int64_t partition = (dim_steps * (kPartition / 16) + dim_tiles * (kPartition / 32)) * kTile;
-        return (task.heads * query_size() + partition) / 2 + 2 * kTileHeight * (kRow + padded);
+        const int64_t all = task.heads * query_size() + partition + 2 * kTileHeight * kPartition;  // in bf16
+        return all / 2 + 2 * kStepScores + 2 * kTileHeight * padded;
     }
 
     void begin(float* memory) {
         queries = (bf16*)memory;
         keys = queries + task.heads * query_size();
         values = keys + dim_steps * (kPartition / 16) * kTile;
-        scores = (float*)(values + dim_tiles * (kPartition / 32) * kTile);
-        part = scores + 2 * kTileHeight * kRow;
+        weights = values + dim_tiles * (kPartition / 32) * kTile;
+        scores = (float*)(weights + 2 * kTileHeight * kPartition);
+        part = scores + 2 * kStepScores;
         for (int h = 0; h < task.heads; ++h)
             for (int64_t tile = 0; tile < tiles.count; ++tile)
                 pack_query(task.head + h, tile, queries + h * query_size() + tile * dim_steps * kTile);
@@ -94,8 +96,6 @@ struct AmxPass {
             }
         }
     }
-
-    static __mmask32 first_bits(int count) { return count >= 32 ? ~__mmask32(0) : (__mmask32(1) << count) - 1; }
 
     // Keys of 16 tokens from `base + token` on -> [pair of dimensions][token][2], zeros outside `range` and beyond the head.
     void copy_keys(int row, int head, int64_t base, int token, KeyRange range, bf16* to) const {
@@ -193,38 +193,112 @@ struct AmxPass {
         }
     }
 
+    // What M tiles' rows, as they are packed, see of a partition, and what all of them see.
+    struct Rows {
+        KeyRange own[2 * kTileHeight] = {};
+        int64_t begin = 0, end = kPartition;
+    };
+
+    template <int M> Rows rows_from(int64_t tile, const KeyRange* ranges) const {
+        Rows rows;
+        for (int m = 0; m < M; ++m)
+            for (int r = 0; r < tiles.height(tile + m); ++r) {
+                const KeyRange& own = rows.own[m * height + r] = ranges[(int(tiles.begin(tile + m)) + r) / group];
+                rows.begin = greater(rows.begin, own.begin);
+                rows.end = lesser(rows.end, own.end);
+            }
+        return rows;
+    }
+
+    // use(key, scores [M * height][32]) for 32 keys from `key` on, over span; the next scores are computed before.
+    template <int M, class Use> INLINE void for_scores(const bf16* q, const Partition& at, KeyRange span, Use&& use) const {
+        const TileOperand query{(const char*)q, 64, kTile * 2, dim_steps * kTile * 2};
+        const auto product = [&](int64_t key) __attribute__((always_inline)) {
+            const char *first = at.keys[key / 16], *second = at.keys[key / 16 + 1];
+            const auto keys_at = [&](int s, int n) { return (n ? second : first) + s * 16 * at.key_row; };
+            float* to = scores + key / 32 % 2 * kStepScores;
+            amx_product<M, 2>(query, keys_at, at.key_row, dim_steps, to, 32, height);
+            return to;
+        };
+        float* next = product(span.begin);
+        for (int64_t key = span.begin; key < span.end; key += 32) {
+            float* step = next;
+            if (key + 32 < span.end) next = product(key + 32);
+            if (args.soft_cap != 0.0f) cap_scores(step, M * height * 32, args.scale, args.soft_cap);
+            use(key, step);
+        }
+    }
+
+    // Sums of the weights; false if some are not sound.
+    template <int M> bool sum_up(const Rows& rows, KeyRange span, float* sums) const {
+        bool sound = true;
+        for (int r = 0; r < M * height; ++r) {
+            F lanes = zero();
+            for (int64_t key = 0; key < span.end - span.begin; key += 32)
+                lanes = add_weights(lanes, _mm512_loadu_si512(weights + key * M * height + r * 32));
+            sums[r] = sum(lanes);
+            sound &= is_sound(rows.own[r], sums[r]);
+        }
+        return sound;
+    }
+
+    // Weights [steps of span][M * height][32], relative to each row's first score, which becomes its reference, or to what is
+    // given as that; and their sums, as sum_up.
+    template <int M>
+    bool weigh(const bf16* q, const Partition& at, const Rows& rows, KeyRange span, float* references, float* sums,
+               bool given) const {
+        const Weigher weigher(natural_scale(args));
+        float shifts[2 * kTileHeight];
+        for (int r = 0; r < M * height; ++r) shifts[r] = given ? weigher.shift(references[r]) : 0.0f;
+        for_scores<M>(q, at, span, [&](int64_t key, const float* step) __attribute__((always_inline)) {
+            for (int r = 0; r < M * height && !given && key <= rows.begin; ++r) {
+                const int64_t first = rows.own[r].begin - key;
+                if (first < 0 || first >= 32) continue;
+                references[r] = step[r * 32 + first];
+                shifts[r] = weigher.shift(references[r]);
+            }
+            bf16* to = weights + (key - span.begin) * M * height;
+            const auto weigh_rows = [&](auto&& keys) __attribute__((always_inline)) {
+                for (int r = 0; r < M * height; ++r)
+                    _mm512_storeu_si512(to + r * 32, weigher(step + r * 32, broadcast(shifts[r]), keys(r)));
+            };
+            if (key >= rows.begin && key + 32 <= rows.end) weigh_rows([](int) { return ~__mmask32(0); });
+            else weigh_rows([&](int r) { return keys_in(rows.own[r], key); });
+        });
+        return sum_up<M>(rows, span, sums);
+    }
+
+    // The rows whose weights are not sound take their greatest score for reference.
+    template <int M>
+    void weigh_again(const bf16* q, const Partition& at, const Rows& rows, KeyRange span, float* references, float* sums) const {
+        F tops[2 * kTileHeight];
+        for (F& top : tops) top = broadcast(-kInf);
+        for_scores<M>(q, at, span, [&](int64_t key, const float* step) {
+            for (int r = 0; r < M * height; ++r) tops[r] = greatest(tops[r], step + r * 32, keys_in(rows.own[r], key));
+        });
+        for (int r = 0; r < M * height; ++r)
+            if (!is_sound(rows.own[r], sums[r])) references[r] = greatest_lane(tops[r]);
+        weigh<M>(q, at, rows, span, references, sums, true);
+    }
+
     // M tiles of rows from `tile` on.
     template <int M, class Emit>
     void rows_of(const bf16* q, int64_t tile, const Partition& at, const KeyRange* ranges, Emit&& emit) const {
-        const int first_row = int(tiles.begin(tile)), last_row = int(tiles.begin(tile + M)) - 1;
-        const KeyRange span = span_of(ranges + first_row / group, last_row / group - first_row / group + 1);
-        const int from = int(span.begin) / 32 * 32, until = (int(span.end) + 31) / 32 * 32;
-        const TileOperand query{(const char*)q, 64, kTile * 2, dim_steps * kTile * 2};
-        for (int key = from; key < until; key += 32) {
-            const char *first = at.keys[key / 16], *second = at.keys[key / 16 + 1];
-            const auto keys_at = [&](int s, int n) { return (n ? second : first) + s * 16 * at.key_row; };
-            amx_product<M, 2>(query, keys_at, at.key_row, dim_steps, scores + key, kRow, height);
-        }
-        Softmax result[M][kTileHeight];
-        {
-            const FlushSubnormals rounding;
-            for (int m = 0; m < M; ++m) {
-                const int first = int(tiles.begin(tile + m)), count = tiles.height(tile + m);
-                for (int r = 0; r < count; ++r) {
-                    const KeyRange& own = ranges[(first + r) / group];
-                    result[m][r] = softmax_to_bf16<bf16>(scores + (m * height + r) * kRow, int(own.begin), int(own.end), from, until,
-                                                         args.scale, args.soft_cap);
-                }
-            }
-        }
-        const TileOperand weights{(const char*)scores + from * 2, kRow * 4, 64, height * kRow * 4};
+        const Rows rows = rows_from<M>(tile, ranges);
+        const KeyRange all = span_of(rows.own, M * height), span{all.begin / 32 * 32, (all.end + 31) / 32 * 32};
+        float references[2 * kTileHeight] = {}, sums[2 * kTileHeight] = {};
+        if (all.begin < all.end && !weigh<M>(q, at, rows, span, references, sums, false))
+            weigh_again<M>(q, at, rows, span, references, sums);
+        Softmax result[2 * kTileHeight];
+        for (int r = 0; r < M * height; ++r) result[r] = softmax_of(rows.own[r], references[r] * natural_scale(args), sums[r]);
+        const TileOperand left{(const char*)weights, 64, M * height * 64, height * 64};
         for (int n = 0; n < dim_tiles; n += 2) {
-            const auto values_at = [&](int s, int tile) { return at.values[from / 32 + s] + (n + tile) * 64; };
-            const int steps = (until - from) / 32;
-            if (n + 1 < dim_tiles) amx_product<M, 2>(weights, values_at, padded * 4, steps, part + n * 16, padded, height);
-            else amx_product<M, 1>(weights, values_at, padded * 4, steps, part + n * 16, padded, height);
+            const auto values_at = [&](int s, int tile) { return at.values[span.begin / 32 + s] + (n + tile) * 64; };
+            const int steps = int(span.end - span.begin) / 32;
+            if (n + 1 < dim_tiles) amx_product<M, 2>(left, values_at, padded * 4, steps, part + n * 16, padded, height);
+            else amx_product<M, 1>(left, values_at, padded * 4, steps, part + n * 16, padded, height);
         }
         for (int m = 0; m < M; ++m)
-            emit(int(tiles.begin(tile + m)), tiles.height(tile + m), result[m], part + m * height * padded);
+            emit(int(tiles.begin(tile + m)), tiles.height(tile + m), result + m * height, part + m * height * padded);
     }
 };

@@ -4,75 +4,34 @@
 // exact, so the same on vectors in fp32 gives the same bits: one vector of pairs holds a link of either chain. Few rows gain
 // nothing from tiles, and vectors read memory faster.
 
-constexpr int kPairStep = 32;
 constexpr int kPairRows = 6;  // (token, head) rows at most
 
-struct FlushSubnormals {
-    const unsigned before = _mm_getcsr();
-    FlushSubnormals() { _mm_setcsr(before | 0x8040); }
-    ~FlushSubnormals() { _mm_setcsr(before); }
-    FlushSubnormals(const FlushSubnormals&) = delete;
-};
-
-// 2^x for x <= 0 (relative error below 3e-6), exactly 0 below 2^-126 where subnormal numbers are flushed.
-INLINE F exp2_nonpositive(F x) {
-    constexpr int kFraction = _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC;
-    const F r{_mm512_reduce_ps(x.v, kFraction)};
-    F p = broadcast(0.0135341678f);
-    p = fma(p, r, broadcast(0.0520114601f));
-    p = fma(p, r, broadcast(0.241442755f));
-    p = fma(p, r, broadcast(0.693003833f));
-    p = fma(p, r, broadcast(1.00000262f));
-    return {_mm512_scalef_ps(p.v, x.v)};
-}
-
-// Two vectors of weights, rounded to bf16.
-INLINE void store_weights(bf16* to, F low, F high) { _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high.v, low.v)); }
-INLINE void store_weights(float* to, F low, F high) {
-    const auto rounded = [](F x) {
-        return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(x.v)), 16));
-    };
-    _mm512_storeu_ps(to, rounded(low));
-    _mm512_storeu_ps(to + W, rounded(high));
-}
-
-// Scores of keys [begin, end) of a partition become weights 2^(factor * (score - maximum)), rounded to bf16 and held as O, in
-// place from the row's start on; zero over the rest of [from, to). The sum is that of the weights before they are rounded.
-// The maximum is returned scaled.
-template <class O> INLINE Softmax softmax_to_bf16(float* s, int begin, int end, int from, int to, float scale, float soft_cap) {
-    O* weights = (O*)s;
+// Scores of keys [begin, end) of a partition become weights, held as floats in place; zero over the rest of [from, to), in
+// whole steps.
+Softmax softmax_of_pairs(float* s, const KeyRange& own, int from, int to, const AttentionArgs& args) {
     from = from / kPairStep * kPairStep;
     to = (to + kPairStep - 1) / kPairStep * kPairStep;
-    const int first = begin < end ? begin / kPairStep * kPairStep : from;
-    const int last = begin < end ? (end + kPairStep - 1) / kPairStep * kPairStep : from;
-    float lanes[W];
-    for (int i = 0; i < W; ++i) lanes[i] = float(i);
-    const F iota = load(lanes), none = broadcast(-kInf);
-    for (int i = first; i < last && soft_cap != 0.0f; i += W)
-        store(s + i, tanh(load(s + i) * broadcast(scale / soft_cap)) * broadcast(soft_cap));
-    auto mask = [&](int i) {
-        const F x = select_less(iota, broadcast(float(begin - i)), none, load(s + i));
-        store(s + i, select_less(iota, broadcast(float(end - i)), x, none));
+    if (args.soft_cap != 0.0f) cap_scores(s + from, to - from, args.scale, args.soft_cap);
+    const Weigher weigher(natural_scale(args));
+    alignas(64) bf16 weights[kPartition];
+    const auto weigh = [&](float reference) {
+        const F shift = broadcast(weigher.shift(reference));
+        F lanes = zero();
+        for (int key = from; key < to; key += kPairStep) {
+            const __m512i w = weigher(s + key, shift, keys_in(own, key));
+            _mm512_store_si512(weights + key, w);
+            lanes = add_weights(lanes, w);
+        }
+        return sum(lanes);
     };
-    for (int i = first; i < last && i < begin; i += W) mask(i);
-    for (int i = last - W; i >= first && i + W > end; i -= W) mask(i);
-    F top_even = none, top_odd = none;
-    for (int i = first; i < last; i += 2 * W) {
-        top_even = max(top_even, load(s + i));
-        top_odd = max(top_odd, load(s + i + W));
+    float reference = own.begin < own.end ? s[own.begin] : 0.0f, sum = weigh(reference);
+    if (!is_sound(own, sum)) {
+        F top = broadcast(-kInf);
+        for (int key = from; key < to; key += kPairStep) top = greatest(top, s + key, keys_in(own, key));
+        sum = weigh(reference = greatest_lane(top));
     }
-    const float top = maximum(max(top_even, top_odd)), natural = soft_cap != 0.0f ? 1.0f : scale;
-    const F factor = broadcast(natural * 1.44269504f), shift = broadcast(-top * (natural * 1.44269504f));
-    F even = zero(), odd = zero();
-    for (int i = first; i < last; i += 2 * W) {
-        const F p = exp2_nonpositive(fma(load(s + i), factor, shift)), q = exp2_nonpositive(fma(load(s + i + W), factor, shift));
-        even = even + p;
-        odd = odd + q;
-        store_weights(weights + i, p, q);
-    }
-    for (int i = from; i < first; i += kPairStep) store_weights(weights + i, zero(), zero());
-    for (int i = last; i < to; i += kPairStep) store_weights(weights + i, zero(), zero());
-    return begin < end ? Softmax{top * natural, sum(even + odd)} : Softmax{-kInf, 0.0f};
+    for (int key = from; key < to; key += W) store(s + key, load(weights + key));
+    return softmax_of(own, reference * natural_scale(args), sum);
 }
 
 // The two chains of a step, for MR rows and NV vectors.
@@ -223,8 +182,7 @@ struct PairPass {
                 for (int r = 0; r < MR; ++r) {
                     const KeyRange& own = ranges[r / group];
                     pieces.fetch(lesser(pieces.count + PairPieces::kAhead + r, 2 * pieces.count + PairPieces::kAhead - 1));
-                    result[r] = softmax_to_bf16<float>(scores + r * kScoreRow, int(own.begin), int(own.end), from, until, args.scale,
-                                                       args.soft_cap);
+                    result[r] = softmax_of_pairs(scores + r * kScoreRow, own, from, until, args);
                 }
                 value_rows_of_pairs<MR>(scores, pieces, padded, from, until, part);
             }

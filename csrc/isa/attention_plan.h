@@ -9,8 +9,9 @@ struct AttentionTask {
     int64_t part_begin, part_end, partial;
 };
 
-constexpr int kTaskRows = 48;     // (token, head) rows over one KV head that share one pass over a partition
+constexpr int kTaskRows = 96;       // (token, head) rows over one KV head that share one pass over a partition
 constexpr int kTileTaskRows = 192;  // likewise on tiles, where a pass copies keys and values first
+constexpr int kFewTaskRows = 24;    // so many may be split by partitions, more are by head
 constexpr int kTaskTokens = kTileTaskRows;
 
 // What all of `count` ranges lie in; empty ones do not count.
@@ -61,7 +62,7 @@ void plan_keys(const AttentionArgs& args, AttentionPlan& plan, AttentionTask tas
     task.partial = -1;
     if (work <= target) {
         plan.add(task);
-    } else if (rows > kTaskRows / 2 || count == 1 || head_work <= target) {
+    } else if (rows > kFewTaskRows || count == 1 || head_work <= target) {
         task.heads = 1;
         for (task.head = 0; task.head < kv_heads; ++task.head) plan.add(task);
     } else {

@@ -124,7 +124,7 @@ struct TokenScales {
 // Scores of keys [begin, end) of a partition become weights exp(score - maximum) in place, zero over the rest of
 // [from, to). Returns maximum and sum; -inf and 0 for an empty range. With `scales`, scores are multiplied by the keys'
 // first, and the weights that are left, not their sum, by the values'.
-struct Softmax { float maximum, sum; };
+struct Softmax { float reference, sum; };
 
 INLINE Softmax softmax(float* s, int begin, int end, int from, int to, float soft_cap, const TokenScales* scales) {
     const int first = from / W, last = (to + W - 1) / W;
@@ -179,14 +179,14 @@ void fold(int rows, float* state, int64_t size, const Softmax* part, const float
         float before[W] = {}, after[W] = {}, top[W];
         for (int r = 0; r < count; ++r) {
             const float maximum = state[r * size + dims];
-            top[r] = maximum < part[r].maximum ? part[r].maximum : maximum;
+            top[r] = maximum < part[r].reference ? part[r].reference : maximum;
             before[r] = maximum - top[r];
-            after[r] = part[r].maximum - top[r];
+            after[r] = part[r].reference - top[r];
         }
         store(before, exp_nonpositive(load(before)));
         store(after, exp_nonpositive(load(after)));
         for (int r = 0; r < count; ++r) {
-            if (is_empty(part[r].maximum, part[r].sum)) continue;
+            if (is_empty(part[r].reference, part[r].sum)) continue;
             float* to = state + r * size;
             const float* from = values + r * values_size;
             const F a = broadcast(before[r]), b = broadcast(after[r]);

@@ -30,7 +30,7 @@ struct Decoder {
     __m512i exponents;  // twice, as a fifth bit of the index is another code's
 
     Decoder(const PackedLinear& weight, int64_t panel) {
-        const int64_t steps = packed_k(weight) / kPairedStep, all = (weight.n + NR - 1) / NR * steps;
+        const int64_t steps = packed_k(weight) / kPairedStep, all = panels_of(weight) * steps;
         from = (const char*)weight.panels + panel * steps * kCodedStepBytes;
         begins = weight.patches + panel * steps;
         patches = weight.patches + all + 1;
@@ -117,7 +117,7 @@ int64_t encode_step(const char* step, const uint16_t* exponents, char* to, uint3
 // Codes a bf16 weight, whose panels of pairs pack_panel(panel, out) makes. false: it takes too many patches, or there is no
 // memory; nothing is kept then.
 template <class PackPanel> bool pack_coded(PackedLinear& packed, const void* weight, const PackPanel& pack_panel) {
-    const int64_t panels = (packed.n + NR - 1) / NR, steps = packed_k(packed) / kPairedStep, all = panels * steps;
+    const int64_t panels = panels_of(packed), steps = packed_k(packed) / kPairedStep, all = panels * steps;
     const int64_t room = steps * kMostPatches;
     choose_exponents((const uint16_t*)weight, packed.n, packed.k, packed.exponents);
     uint32_t* found = (uint32_t*)std::malloc(panels * room * sizeof(uint32_t));  // a panel's from panel * room on

@@ -34,6 +34,7 @@ template <int N> using Upto = typename UptoOf<N>::type;  // Sequence<0, ..., N -
 #include "attention_plan.h"
 #include "attention_vectors.h"
 #if defined(__AMX_BF16__)
+#include "attention_weights.h"
 #include "attention_pairs.h"
 #include "attention_amx.h"
 #endif

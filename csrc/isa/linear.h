@@ -41,6 +41,8 @@ INLINE int64_t packed_k(const PackedLinear& weight) {
     return kHasPairs && weight.type == DType::bf16 ? (weight.k + kPairedStep - 1) / kPairedStep * kPairedStep : weight.k;
 }
 
+INLINE int64_t panels_of(const PackedLinear& weight) { return (weight.n + NR - 1) / NR; }
+
 #if defined(__AMX_BF16__)
 #include "coded.h"
 #endif
@@ -176,8 +178,7 @@ template <class Y> void write_tile(const float* c, int width, int height, const 
         for (int v = 0; v * W < width && v * W < left; ++v) {
             F x = load(c + r * width + v * W);
             if (bias) x = x + load(bias + v * W);
-            if (left - v * W >= W) store(y + r * y_row + v * W, x);
-            else store_first(y + r * y_row + v * W, x, int(left - v * W));
+            store_upto(y + r * y_row + v * W, x, left - v * W);
         }
 }
 
@@ -211,7 +212,7 @@ template <class T, bool Unpair> struct LinearRun {
     Gate gate;
     Likeliest* likeliest;  // takes the outputs instead of y, if given
 
-    int64_t panels() const { return gate.panels ? gate.panels : (weight.n + NR - 1) / NR; }
+    int64_t panels() const { return gate.panels ? gate.panels : panels_of(weight); }
 
     void operator()(int64_t task, int thread) {
         const int64_t groups = (panels() + group - 1) / group;
@@ -307,7 +308,7 @@ INLINE int64_t panels_in_task(int64_t panels, int64_t blocks, bool wide) {
 template <class T, bool Unpair = false>
 void linear_packed(const PackedLinear& weight, const float* x, int64_t k, void* y, int64_t y_row, DType type, Tiles tiles,
                    Gate gate = {}, Likeliest* likeliest = nullptr) {
-    const int64_t panels = gate.panels ? gate.panels : (weight.n + NR - 1) / NR;
+    const int64_t panels = gate.panels ? gate.panels : panels_of(weight);
     const int64_t blocks = (tiles.count + kBlockRows / kMaxTile - 1) / (kBlockRows / kMaxTile);
     const int64_t group = panels_in_task(panels, blocks, tiles.count == 1 && tiles.height(0) <= kMaxWide);
     LinearRun<T, Unpair> run{weight, x, y, y_row, k, group, blocks, type, tiles, gate, likeliest};
@@ -411,7 +412,7 @@ bool pack_panels(PackedLinear& packed, const void* weight, DType x) {
     const auto pack_pairs = [&](int64_t panel, bf16* out) { pack_panel(packed, weight, panel, out); };
     if (packed.type == DType::bf16 && x == DType::bf16 && pack_coded(packed, weight, pack_pairs)) return true;
 #endif
-    const int64_t panels = (packed.n + NR - 1) / NR, panel_size = NR * packed_k(packed);
+    const int64_t panels = panels_of(packed), panel_size = NR * packed_k(packed);
     packed.bytes = (panels * panel_size * item_size(packed.type) + 4095) / 4096 * 4096;
     packed.panels = allocate_shared(packed.bytes);
     if (!packed.panels) return false;
@@ -426,7 +427,7 @@ bool pack_panels(PackedLinear& packed, const void* weight, DType x) {
 bool pack_linear(PackedLinear& packed, const void* weight, const float* bias, DType x) {
     if (!pack_panels(packed, weight, x)) return false;
     if (!bias) return true;
-    const size_t bytes = ((packed.n + NR - 1) / NR * NR * sizeof(float) + 63) / 64 * 64;
+    const size_t bytes = (panels_of(packed) * NR * sizeof(float) + 63) / 64 * 64;
     packed.bias = (float*)std::aligned_alloc(64, bytes);
     packed.bytes += bytes;
     if (!packed.bias) return false;
@@ -435,19 +436,24 @@ bool pack_linear(PackedLinear& packed, const void* weight, const float* bias, DT
     return true;
 }
 
+// Elements [0, count) of output i's row, of a panel or of its beginning, times `scale`.
+template <class T, class Y> void embed_row(const T* panel, int64_t i, int64_t count, float scale, Y* y) {
+    constexpr int64_t beside = kTogether<T>;
+    for (int64_t begin = 0; begin < count; begin += W) {
+        const int64_t left = lesser<int64_t>(W, count - begin);
+        T row[W] = {};
+        for (int64_t j = begin; j < begin + left; ++j) row[j - begin] = panel[(j / beside * NR + i) * beside + j % beside];
+        store_upto(y + begin, load(row) * broadcast(scale), left);
+    }
+}
+
 #if defined(__AMX_BF16__)
 template <class Y> void embed_coded(const PackedLinear& packed, int64_t row, float scale, Y* y) {
     Decoder decoder(packed, row / NR);
     for (int64_t begin = 0; begin < packed.k; begin += kPairedStep) {
-        alignas(64) bf16 step[kStepBytes / 2], of_row[kPairedStep];
+        alignas(64) bf16 step[kStepBytes / 2];
         decoder.steps((char*)step, 1);
-        for (int64_t j = 0; j < kPairedStep; ++j) of_row[j] = step[(j / 2 * NR + row % NR) * 2 + j % 2];
-        for (int64_t j = 0; j < lesser(kPairedStep, packed.k - begin); j += W) {
-            const int left = int(lesser<int64_t>(W, packed.k - begin - j));
-            const F x = load(of_row + j) * broadcast(scale);
-            if (left == W) store(y + begin + j, x);
-            else store_first(y + begin + j, x, left);
-        }
+        embed_row(step, row % NR, lesser(kPairedStep, packed.k - begin), scale, y + begin);
     }
 }
 #endif
@@ -456,25 +462,13 @@ void embed_packed(const PackedLinear& packed, const int64_t* ids, float scale, v
     with_type(packed.type, [&](auto* t) {
         with_type(type, [&](auto* u) {
             using T = Pointee<decltype(t)>;
-            using Y = Pointee<decltype(u)>;
-            constexpr int64_t beside = kTogether<T>;
-            const int64_t k = packed.k;
             auto unpack = [&](int64_t token, int) {
-                const T* panel = (const T*)packed.panels + ids[token] / NR * NR * packed_k(packed);
-                Y* out = (Y*)y + token * k;
-                const int64_t i = ids[token] % NR;
+                const int64_t row = ids[token];
+                auto* out = (Pointee<decltype(u)>*)y + token * packed.k;
 #if defined(__AMX_BF16__)
-                if (packed.format == Format::coded) return embed_coded(packed, ids[token], scale, out);
+                if (packed.format == Format::coded) return embed_coded(packed, row, scale, out);
 #endif
-                for (int64_t begin = 0; begin < k; begin += W) {
-                    const int left = int(lesser<int64_t>(W, k - begin));
-                    T row[W] = {};
-                    for (int64_t j = begin; j < begin + left; ++j)
-                        row[j - begin] = panel[(j / beside * NR + i) * beside + j % beside];
-                    const F x = load(row) * broadcast(scale);
-                    if (left == W) store(out + begin, x);
-                    else store_first(out + begin, x, left);
-                }
+                embed_row((const T*)packed.panels + row / NR * NR * packed_k(packed), row % NR, packed.k, scale, out);
             };
             parallel(tokens, unpack);
         });

@@ -128,7 +128,7 @@ struct AmxRun {
     TileConfig config;
     Likeliest* likeliest;
 
-    int64_t panels() const { return (weight.n + NR - 1) / NR; }
+    int64_t panels() const { return panels_of(weight); }
     int height() const { return config.rows[0]; }
     TileRows rows(int64_t tile) const {
         return {x.data + (tile_bytes ? tile * tile_bytes : tiles.begin(tile) * x.row), x.row, x.step};

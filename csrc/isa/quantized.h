@@ -272,8 +272,7 @@ struct QuantizedRun {
                 for (int v = 0; v < kPanel && v < left; v += W) {
                     F sum = load(c + r * kPanel + v);
                     if (weight.bias) sum = sum + load(weight.bias + panel * kPanel + v);
-                    if (left - v >= W) store(out + v, sum);
-                    else store_first(out + v, sum, int(left - v));
+                    store_upto(out + v, sum, left - v);
                 }
         });
     }
@@ -352,11 +351,6 @@ bool pack_quantized(PackedLinear& packed, const QuantizedSource& from) {
     };
     parallel(panels, pack);
     return true;
-}
-
-template <class T> INLINE void store_upto(T* p, F x, int n) {
-    if (n == W) store(p, x);
-    else store_first(p, x, n);
 }
 
 void embed_quantized(const PackedLinear& packed, const int64_t* ids, float factor, void* y, DType type, int64_t tokens) {

@@ -243,6 +243,12 @@ INLINE float widen_one(const float* p) { float x; std::memcpy(&x, p, sizeof x); 
 INLINE void narrow_one(float* p, float x) { *p = x; }
 INLINE float widen_one(const bf16* p) { return float_of(uint32_t(p->bits) << 16); }
 
+// x where `left` elements are left: all of it, or so many.
+template <class T> INLINE void store_upto(T* p, F x, int64_t left) {
+    if (left >= W) store(p, x);
+    else store_first(p, x, int(left));
+}
+
 // Calls body(T*) with the element type of `type`, which is not i8.
 template <class Body> INLINE void with_type(DType type, Body&& body) {
     switch (type) {
