@@ -195,6 +195,10 @@ class StepFailedError(PagemillError):
     """The forward pass failed for this request alone; the others went on."""
 
 
+class ResizeFailedError(PagemillError):
+    """The device failed while the KV pool was resized: it keeps its size, and what was to be moved is lost."""
+
+
 class NonFiniteLogitsError(StepFailedError):
     """The model gave NaN or infinite logits for this request."""
 

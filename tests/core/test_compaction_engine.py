@@ -15,7 +15,7 @@ SMALL = {"kv_memory": 60 * FRAME_BYTES, "max_model_len": 400, "max_num_batched_t
 @pytest.fixture(scope="module")
 def requests(prompts):
     """Two long answers among short ones, which come and go."""
-    joined = [token for prompt in prompts for token in prompt]
+    joined = [token for prompt in prompts for token in prompt] * 2
 
     def one(number):
         long = number < 2

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from drive import Run, drive, record_logits, request
 
 from harness import FRAME_BYTES
-from pagemill.errors import ConfigError, KVMemoryError
+from pagemill.errors import ConfigError, KVMemoryError, ResizeFailedError
+from pagemill.namespace import Namespace
 from pagemill.sampling.params import SamplingParams
 from pagemill.tenant_limits import TenantLimits
 
@@ -81,3 +83,116 @@ def test_a_pool_that_may_not_grow_has_not_grown(requests, make_engine):
     with pytest.raises(KVMemoryError, match=r"can not have 40 blocks now: the request 'r' .* which takes 3"):
         core.resize(40 * FRAME_BYTES)
     assert core._engine.pool.nbytes == core.ready.kv_bytes == 39 * FRAME_BYTES
+
+
+def pinning(name, prompt):
+    return request(f"pin {name}", prompt, SamplingParams(temperature=0.0, max_tokens=1), pin=name)
+
+
+@pytest.fixture
+def crowd(requests, make_engine):
+    """An engine with two pins, cached blocks, five requests that run and one that waits; and what has come of them."""
+    core, run = make_engine(kv_memory=100 * FRAME_BYTES, max_model_len=176, max_num_seqs=5), Run()
+    for each in (pinning("low", requests[5].prompt_token_ids[:32]), requests[5]):
+        drive_on(core, [each])
+    for each in (*requests[:4], pinning("high", requests[4].prompt_token_ids[50:90]), requests[4], requests[5]):
+        core.add_request(each)
+    for _ in range(5):
+        run.take(core.step())
+    del run.tokens["pin high", 0]
+    assert (core.stats().running, core.stats().waiting) == (5, 1)
+    yield core, run
+    core.close()
+
+
+def drive_on(core, requests) -> Run:
+    """As `drive`, beside pins."""
+    run = Run()
+    for each in requests:
+        core.add_request(each)
+    while core.has_work():
+        run.take(core.step())
+    return run
+
+
+def in_frames(core, frames) -> tuple[set[str], set[str]]:
+    """Running requests, and pins, that hold blocks in these frames."""
+    frames, lies_in = set(frames), core._memory.lies_in
+    running = {one.request.request_id for one in core._scheduler._running if lies_in(one.table, frames)}
+    return running, {pin.name for pin in core._scheduler.pins.list() if lies_in(pin.table, frames)}
+
+
+def assert_all_else_went_on(core, run, requests, expected, lost) -> None:
+    """All answers but those that were lost, each with its error; and then the engine serves as if nothing had been."""
+    assert {key[0]: last.error_type for key, last in run.last.items() if last.finish_reason == "error"} == lost
+    for (name, _), tokens in run.tokens.items():
+        want = expected.tokens[name, 0]
+        assert tokens == (want[: len(tokens)] if name in lost else want)
+    core._memory.check()
+    for pin in core.pins().pins:
+        core.unpin(pin.name, Namespace())
+    assert core.stats().frames_active == 0
+    assert core.resize(60 * FRAME_BYTES).num_frames == 60
+    again = drive(core, requests)
+    assert again.tokens == expected.tokens
+
+
+@pytest.mark.parametrize("how", ["fails", "is interrupted", "loses what it moves"])
+def test_a_shrink_that_goes_wrong_ends_what_was_being_moved_and_nothing_else(
+    crowd, requests, make_engine, monkeypatch, how
+):
+    expected = drive(make_engine(), requests)
+    core, run = crowd
+    (lost, lost_pins), (running, pins) = in_frames(core, range(48, 100)), in_frames(core, range(100))
+    assert (lost, running) == ({"r4"}, {"r0", "r1", "r2", "r3", "r4"})
+    assert (lost_pins, pins) == ({"high"}, {"low", "high"})
+    pool, size = core._engine.pool, 100
+
+    def broken(_, target):
+        pool._frames[:, target.long()] = np.nan
+        if how == "fails":
+            raise RuntimeError("out of device memory")
+        if how == "is interrupted":
+            raise KeyboardInterrupt
+        return target.tolist()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pool, "copy_frames", broken)
+        if how == "fails":
+            message = "out of device memory; it keeps its size. Ended: 1 requests; pins: 'high'"
+            with pytest.raises(ResizeFailedError, match=message):
+                core.resize(48 * FRAME_BYTES)
+        elif how == "is interrupted":
+            with pytest.raises(KeyboardInterrupt):
+                core.resize(48 * FRAME_BYTES)
+        else:
+            size = core.resize(48 * FRAME_BYTES).num_frames
+    assert core.stats().frames == size == (48 if how == "loses what it moves" else 100)
+    assert pool.nbytes == core.ready.kv_bytes == size * FRAME_BYTES
+    core._memory.check()
+    while core.has_work():
+        run.take(core.step())
+    assert [pin.name for pin in core.pins().pins] == ["low"]
+    error = "KVStoreError" if how == "loses what it moves" else "ResizeFailedError"
+    assert_all_else_went_on(core, run, requests, expected, {"r4": error})
+
+
+def test_a_growth_that_fails_ends_nothing(crowd, requests, make_engine, monkeypatch):
+    expected = drive(make_engine(), requests)
+    core, run = crowd
+    core.abort(["r2"])
+    with monkeypatch.context() as patch:
+        patch.setattr(core._runner, "apply", broken_apply)
+        with pytest.raises(ResizeFailedError, match="Ended: 0 requests; pins: none"):
+            core.resize(200 * FRAME_BYTES)
+    assert core.stats().frames == 100
+    assert core._engine.pool.nbytes == core.ready.kv_bytes == 100 * FRAME_BYTES
+    while core.has_work():
+        run.take(core.step())
+    assert [pin.name for pin in core.pins().pins] == ["low", "high"]
+    del run.tokens["r2", 0]
+    assert_all_else_went_on(core, run, requests, expected, {})
+
+
+def broken_apply(_):
+    raise RuntimeError("the device is gone")

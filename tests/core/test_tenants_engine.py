@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pagemill import LLM, SamplingParams, TenantLimits
-from pagemill.errors import ConfigError, RequestTooLargeError, UnknownTenantError
+from pagemill.errors import ConfigError, PinLimitError, RequestTooLargeError, SessionLimitError, UnknownTenantError
 
 MODEL = "smollm2-135m"
 BLOCK = 16
@@ -64,3 +64,18 @@ def test_limits_are_kept_and_changed(llm):
         llm.set_tenant("wild", TenantLimits(guaranteed_blocks="60%"))
     with pytest.raises(UnknownTenantError, match=r"no tenant 'nobody'; known: calm, default, wild"):
         llm.generate(PROMPT, GREEDY, use_tqdm=False, tenant="nobody")
+
+
+def test_a_tenant_pins_no_more_than_its_own_share(llm):
+    with pytest.raises(PinLimitError, match=r"tenant 'wild' would have 7 pinned, over .* of its max_blocks, 6 of 12"):
+        llm.pin([5] * 7 * BLOCK, name="a", tenant="wild")
+    llm.pin([5] * 6 * BLOCK, name="a", tenant="wild")
+    llm.pin([5] * 7 * BLOCK, name="a", tenant="calm")
+
+
+def test_a_tenants_number_of_sessions_can_be_changed(llm):
+    for most in (1, 2):
+        llm.set_tenant("wild", TenantLimits(max_sessions=most))
+        llm.session(str(most), tenant="wild").generate("Once", GREEDY)
+        with pytest.raises(SessionLimitError):
+            llm.session("more", tenant="wild").generate("Once", GREEDY)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import pytest
+
 from pagemill.memory.compaction import Compaction
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.manager import MemoryManager
@@ -104,6 +106,32 @@ def test_it_takes_no_more_copies_than_it_may():
     compaction = Compaction(memory, payback_steps=1)
     assert compaction.compact(one, 99, max_copies=2) == 0
     assert not memory.has_copies
+
+
+@pytest.mark.parametrize(("payback_steps", "max_copies", "made"), [(1, 4, 4), (1, 3, 0), (30, 4, 4), (45, 4, 0)])
+def test_what_has_to_make_way_twice_counts_twice(payback_steps, max_copies, made):
+    """The table's frames are 0, 2, 4, and are to be 1, 2, 3. What is cached in 1 can only go to 3 at first. Two pairs
+    more that are neighbours save 2 x 80 in 80 steps."""
+    memory = MemoryManager(5, SIZE, [None])
+    tokens = [1] * SIZE
+    one, other = opened(memory), opened(memory, tokens)
+    digests: list[bytes] = []
+    extend_chain(digests, ROOT, tokens, SIZE)
+    assert memory.reserve(one, 3 * SIZE) is None
+    memory.place(one, 0)
+    assert memory.reserve(other, SIZE) is None
+    memory.commit(other, SIZE, tokens, digests)
+    for block, frame in zip((*one.blocks[0], *other.blocks[0]), (0, 2, 4, 1), strict=True):
+        memory._blocks.frame[block] = frame
+    memory._pool.give([frame for frame in range(5) if not memory._pool.is_free(frame)])
+    memory._pool.claim([0, 1, 2, 4])
+    memory.close(other, 1.0)
+    memory.check()
+    assert Compaction(memory, payback_steps).compact(one, 80, max_copies) == made
+    assert frames_of(memory, one) == ([1, 2, 3] if made else [0, 2, 4])
+    assert len(memory.drain(2).copy_source) == made
+    memory.retire(2)
+    memory.check()
 
 
 def test_what_others_hold_and_what_a_step_in_flight_reads_stays():

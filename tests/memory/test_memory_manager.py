@@ -13,6 +13,7 @@ from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.eviction import Lru
 from pagemill.memory.frames import REGION
 from pagemill.memory.manager import MemoryManager, Shortage
+from pagemill.memory.moving import forget_lost
 from pagemill.memory.occupancy import scatter
 
 ROOT = root_digest(b"model", "float32 16", "reference", "")
@@ -594,6 +595,27 @@ def test_scatter_counts_the_steps_that_do_not_lead_to_a_neighbour():
     assert scatter(engine.memory) == (0, 0)
 
 
+def test_a_streamed_block_is_copied_into_the_pool_before_it_is_written():
+    """Never taken back to be written in place, as a published block in the pool is when there is no room for a copy."""
+    engine = Engine(8, lower_frames=(100, 8))
+    table, _ = engine.prefill(tokens_of(4 * SIZE))
+    assert engine.memory.stream(table, 3)
+    engine.steps += 1
+    engine.memory.drain(engine.steps)
+    engine.memory.retire(engine.steps)
+    engine.close(table)
+    others, _ = engine.prefill(tokens_of(8 * SIZE, first=1000))
+    inside = SIZE + SIZE // 2
+    leaves, found = engine.open([*tokens_of(inside), 7777])
+    assert (found, engine.frames(leaves)) == (inside, [100, 101])
+    assert engine.memory.reserve(leaves, inside + 1) == Shortage(1, 0)
+    engine.close(others)
+    engine.memory.place(leaves, 0)
+    assert engine.memory.reserve(leaves, inside + 1) is None
+    assert engine.frames(leaves)[1] < 8
+    engine.memory.check()
+
+
 def test_whole_blocks_are_streamed_the_oldest_first_and_not_under_a_step():
     memory = MemoryManager(8, SIZE, [None], lower_frames=(100, 8))
     table = memory.open([], [], ROOT, 0.0, 0).table
@@ -610,3 +632,24 @@ def test_whole_blocks_are_streamed_the_oldest_first_and_not_under_a_step():
     assert not memory.stream(table, 1)
     memory.close(table, 0.0)
     memory.check()
+
+
+@pytest.mark.parametrize("ids", ["rise", "fall"])
+def test_what_hangs_on_a_lost_block_is_forgotten_with_it(ids):
+    engine = Engine(16)
+    memory = engine.memory
+    if ids == "fall":
+        memory._blocks._unused.reverse()
+    tokens, lost = list(range(9)), list(range(10, 23))
+    kept, _ = engine.prefill(tokens)
+    table, _ = engine.prefill(lost)
+    beginning, end, *_ = table.blocks[0]
+    assert (beginning < end) == (ids == "rise")
+    engine.close(table)
+    assert memory.stats().frames_cached == 3
+    forget_lost(memory, {memory._blocks.frame[beginning]})
+    memory.check()
+    assert memory.stats().frames_cached == 0
+    engine.close(kept)
+    assert engine.open(lost).num_cached_tokens == 0
+    assert engine.open(tokens).num_cached_tokens == 8

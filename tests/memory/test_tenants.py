@@ -8,6 +8,7 @@ from pagemill.errors import ConfigError, MemoryInvariantError, UnknownTenantErro
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.eviction import POLICIES
 from pagemill.memory.manager import MemoryManager, Shortage
+from pagemill.memory.moving import forget_lost
 from pagemill.namespace import Namespace
 
 SIZE = 4
@@ -92,6 +93,21 @@ def test_at_its_quota_a_tenant_evicts_its_own():
     assert pool.charges() == {"a": (4, 2), "b": (0, 4)}
     assert pool.shortage("a", 3) == Shortage(3, 2)
     assert pool.shortage("a", 2) is None
+
+
+def test_what_a_lost_block_was_used_for_does_not_count_for_the_next_in_its_place():
+    pool = Pool(2, policy="lfu")
+    for _ in range(4):
+        pool.cache("a", 1)
+    table = pool.run("a", 1)
+    frames = {int(pool.memory._blocks.frame[block]) for block in table.blocks[0]}
+    pool.memory.close(table, pool.steps)
+    forget_lost(pool.memory, frames)
+    for first in (100, 200, 200, 300):
+        pool.cache("a", 1, first)
+    evictions = pool.memory.tenants["a"].evictions
+    pool.cache("a", 1, first=200)
+    assert pool.memory.tenants["a"].evictions == evictions, "used twice, it stayed"
 
 
 def test_what_is_guaranteed_stays_what_is_borrowed_goes():

@@ -60,6 +60,15 @@ class SimulatedDevice:
         ):
             self.tables[int(group), int(row), int(index)] = int(frame)
 
+    def botch(self, plan: StepPlan) -> None:
+        """Fails while it carries out a plan: of all that it was to change, nobody may rely on anything."""
+        for row in (*plan.freed_rows, *(chosen.row for chosen in plan.chosen_tokens)):
+            self.tokens.pop(row, None)
+        for target in plan.work.copy_target.tolist():
+            self.frames[target] = {}
+        for row, group, index in zip(plan.work.edit_row, plan.work.edit_group, plan.work.edit_index, strict=True):
+            self.tables[int(group), int(row), int(index)] = -1
+
     def run(self, plan: StepPlan, faulty: frozenset[int] = frozenset()) -> StepResult:
         """faulty: rows (persistent) whose forward pass fails."""
         result = StepResult()

@@ -102,6 +102,14 @@ def test_tokens_of_prompts_that_nobody_wanted_do_not_become_more():
     assert one.prompt_tokens == lowered + LEAST_PROMPT_TOKENS
 
 
+@pytest.mark.parametrize(("seconds", "left"), [(1.28, 125), (1.5999, 100), (50.0, 100)])
+def test_a_long_step_lowers_tokens_of_prompts_in_proportion_and_at_most_to_half(seconds, left):
+    """So that the next step would take 80 % of the target."""
+    one = controller()
+    one.note_step(seconds, 200, 8, 8)
+    assert limits(one) == (left, MOST_SEQS)
+
+
 def test_without_a_target_nothing_changes():
     one = controller(math.inf)
     for preemptions in range(20):

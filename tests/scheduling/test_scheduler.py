@@ -188,6 +188,18 @@ class Bench:
     def commit(self) -> None:
         self.take(self.scheduler.commit(self.flights.popleft(), self.now))
 
+    def botch(self) -> None:
+        """A step with a plan that the device can not carry out."""
+        while self.flights:
+            self.commit()
+        plan = self.scheduler.schedule(self.now)
+        if self.tier is not None:
+            self.tier.take(self)
+        if plan is not None:
+            self.device.botch(plan)
+            self.take(self.scheduler.lose_plan(plan, RuntimeError("the device is gone"), self.now))
+        self.memory.check()
+
     def lose(self, frames: set[int]) -> None:
         """A lower tier has lost what lay in these frames."""
         for frame in frames:
@@ -207,14 +219,14 @@ class Bench:
                 assert key not in self.reasons
                 self.reasons[key] = update.finish_reason
 
-    def resize(self, frames) -> None:
-        """When all that is under way has ended. What lies in frames that go is lost."""
+    def resize(self, frames, *, fails=False) -> None:
+        """When all that is under way has ended. What lies in frames that go is lost. fails: the device does."""
         while self.flights:
             self.commit()
         if self.tier is not None:
             self.tier.step(self, wait=True)
         least, held = self.scheduler.acceptance.least_frames, self.memory.num_frames - self.memory.num_available
-        running = self.scheduler.num_running
+        running, before = self.scheduler.num_running, self.memory.num_frames
         try:
             plan = self.scheduler.resize(frames, self.now)
         except KVMemoryError:
@@ -225,6 +237,12 @@ class Bench:
         assert self.scheduler.num_running == running or frames < held
         if self.tier is not None:
             self.tier.take(self)
+        if fails:
+            self.device.botch(plan)
+            self.take(self.scheduler.undo_resize(plan, before, RuntimeError("the device is gone"), self.now))
+            assert self.memory.num_frames == before
+            self.memory.check()
+            return
         self.device.apply(plan)
         self.scheduler.commit(StepResult(), self.now)
         for frame in [frame for frame in self.device.frames if frames <= frame < LOWER]:
@@ -296,6 +314,8 @@ scripts = st.lists(
                 "fork",
                 "resize",
                 "resize",
+                "resize fails",
+                "botch",
                 "pin",
                 "pin",
                 "unpin",
@@ -332,7 +352,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
     """Same request, same tokens: beside others, of other tenants too, with preemptions, prefix hits, forks, beams,
     faults, aborts, steps ahead, pins, turns of sessions, limits that change, idle blocks that go, a pool that shrinks
     and grows, blocks that are streamed or moved together, and blocks that go to a lower tier and come back or get lost,
-    lower frames that lose what they hold. In the end every block is free."""
+    lower frames that lose what they hold, a device that fails between steps. In the end every block is free."""
     bench = Bench(
         frames=frames * len(windows),
         windows=windows,
@@ -418,8 +438,10 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
         elif action == "unpin":
             for tenant, salt in itertools.product(names, "ab"):
                 bench.scheduler.pins.unpin("xy"[pick % 2], Namespace(tenant, salt), bench.now)
-        elif action == "resize":
-            bench.resize((pick * 4 + 4) * len(windows))
+        elif action in ("resize", "resize fails"):
+            bench.resize((pick * 4 + 4) * len(windows), fails=action == "resize fails")
+        elif action == "botch":
+            bench.botch()
         elif action == "lose":
             bench.lose({frame for frame in bench.memory.lower.numbers if pick < 5 or frame % 5 == pick % 5})
         elif action == "limits":
@@ -469,6 +491,86 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
                 assert bench.reasons[request.request_id, index] == ("stop" if want[-1] == EOS else "length")
 
 
+def test_a_device_that_fails_while_frames_go_ends_what_was_being_moved_and_nothing_else():
+    bench = Bench(frames=64, budget=64)
+    bench.scheduler.add(make_request("low", [1] * 8, 1, pin="low"))
+    bench.run_steps()
+    cached = make_request("cached", [2] * 16, 1, ignore_eos=True)
+    running = [make_request(f"r{i}", [3 + i] * 10, 12, ignore_eos=True) for i in range(3)]
+    for request in (*running, make_request("high", [9] * 8, 1, pin="high"), cached):
+        bench.scheduler.add(request)
+    for _ in range(2):
+        bench.step()
+    gone = set(range(20, 64))
+
+    def lies_there(table) -> bool:
+        return bench.memory.lies_in(table, gone)
+
+    lost = {one.request.request_id for one in bench.scheduler._running if lies_there(one.table)}
+    assert lost == {"r2"}
+    assert [pin.name for pin in bench.scheduler.pins.list() if lies_there(pin.table)] == ["high"]
+    assert any(frame in gone for frame, _ in bench.memory.cached_blocks())
+    bench.resize(20, fails=True)
+    assert {name for (name, _), reason in bench.reasons.items() if reason == "error"} == lost
+    assert [pin.name for pin in bench.scheduler.pins.list()] == ["low"]
+    for request in (make_request("again", cached.prompt_token_ids, 2, seed=3), make_request("behind", [9] * 9, 2)):
+        bench.scheduler.add(request)
+        running.append(request)
+    bench.run()
+    assert all(bench.outputs[r.request_id, 0] == expected(r, 0) for r in running if r.request_id not in lost)
+
+
+def test_a_device_that_fails_to_take_edits_of_a_table_ends_its_sequence():
+    """Two forks compute the same block at once, and the second to commit it is to take the first one's."""
+    bench = Bench(frames=32, budget=64)
+    origin = make_request("origin", [1] * 9, 20, ignore_eos=True)
+    bench.scheduler.add(origin)
+    bench.step()
+    child = make_request("child", bench.scheduler._requests["origin"][0].tokens, 19, ignore_eos=True)
+    bench.scheduler.add(child, ("origin", 0))
+    while not bench.memory._work._edits:
+        bench.step()
+    bench.resize(40, fails=True)
+    assert bench.reasons == {("child", 0): "error"}
+    bench.run()
+    assert bench.outputs["origin", 0] == expected(origin, 0)
+
+
+def test_a_device_that_fails_to_take_the_tokens_of_beams_ends_their_search():
+    bench = Bench(frames=32, budget=64)
+    other = make_request("other", [2] * 9, 6, ignore_eos=True)
+    for request in (make_search("search", [1] * 9, 6, 2, ignore_eos=True), other):
+        bench.scheduler.add(request)
+    bench.step()
+    bench.step()
+    bench.resize(40, fails=True)
+    assert bench.reasons == {("search", 0): "error", ("search", 1): "error"}
+    bench.run()
+    assert bench.outputs["other", 0] == expected(other, 0)
+
+
+@pytest.mark.parametrize(("watermark", "enters"), [(0, True), (4, True), (5, False)])
+def test_who_enters_beside_others_leaves_a_block_for_each_and_the_watermark(watermark, enters):
+    """Of 12 blocks the first holds 4, and the second wants 3."""
+    bench = Bench(frames=12, budget=64)
+    bench.scheduler.add(make_request("first", [1] * 15, 2, ignore_eos=True))
+    bench.step()
+    bench.scheduler.controller.watermark = watermark
+    bench.scheduler.add(make_request("second", [2] * 11, 2, ignore_eos=True))
+    bench.step()
+    assert (bench.first_step.get("second") == 2) == enters
+    bench.run()
+    assert bench.first_step["second"] == 3 - enters
+
+
+def test_who_runs_alone_needs_no_watermark():
+    bench = Bench(frames=12, budget=64)
+    bench.scheduler.controller.watermark = 12
+    bench.scheduler.add(make_request("alone", [1] * 40, 8, ignore_eos=True))
+    bench.run()
+    assert len(bench.outputs["alone", 0]) == 8
+
+
 def test_prefix_computed_by_another_request_is_waited_for():
     bench = Bench(budget=64)
     shared = [1, 2, 3, 4] * 8
@@ -477,6 +579,20 @@ def test_prefix_computed_by_another_request_is_waited_for():
     bench.run()
     once = len(shared) + 4 * 3
     assert bench.device.computed_tokens == once
+
+
+def test_what_a_request_generates_is_found_while_it_runs_and_afterwards():
+    bench = Bench(frames=64, block_size=4, budget=64)
+    bench.scheduler.add(make_request("first", [1] * 5, 30, ignore_eos=True))
+    while len(bench.outputs.get(("first", 0), [])) < 12:
+        bench.step()
+    for name in ("beside", "after"):
+        tokens = [1] * 5 + bench.outputs["first", 0]
+        found = bench.scheduler.prefix_hit_tokens
+        bench.scheduler.add(make_request(name, tokens, 1, ignore_eos=True))
+        bench.step()
+        assert bench.scheduler.prefix_hit_tokens - found >= (len(tokens) - 2) // 4 * 4, name
+        bench.run()
 
 
 def test_waiting_requests_with_other_prompts_pass_those_that_wait_for_a_prefix():

@@ -264,3 +264,4 @@ def test_a_load_that_goes_on_behind_what_was_lost_brings_nothing():
     bench.run()
     assert bench.scheduler.prefix_hit_tokens == hits
     assert bench.outputs["anew", 0] == expected(again, 0)
+    assert not bench.scheduler.admission._loading._lost, "of a load that has ended"

@@ -20,16 +20,22 @@ from pagemill.engine.messages import (
     SequenceOutput,
     TenantStats,
 )
-from pagemill.errors import InvalidRequestError, KVStoreError, PagemillError, PinNotFoundError, StepFailedError
+from pagemill.errors import (
+    InvalidRequestError,
+    KVStoreError,
+    PagemillError,
+    PinNotFoundError,
+    ResizeFailedError,
+    StepFailedError,
+)
 from pagemill.kvcache.sizing import device_memory, num_frames
 from pagemill.kvcache.transfers import TransferStats
 from pagemill.memory.digest import root_digest
-from pagemill.memory.moving import forget_lost
 from pagemill.memory.occupancy import occupancy, scatter
 from pagemill.memory.tenants import NO_QUOTA
 from pagemill.namespace import Namespace
 from pagemill.scheduling.beam import row_params
-from pagemill.scheduling.sequence import Pinning, Request, Sequence
+from pagemill.scheduling.sequence import Pinning, Request
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 from pagemill.scheduling.tenancy import TenantLoad
 from pagemill.scheduling.update import Update
@@ -55,6 +61,8 @@ class EngineCore:
         self._tiers = self._engine.tiers
         self._ready = self._engine.ready
         self._random = random.Random(config.seed)
+        self._ended: list[Update] = []
+        """What ended between two steps, for the next one to tell."""
         self._stalled_s = 0.0
         self._steps = self._prompt_tokens = self._generated_tokens = 0
 
@@ -111,7 +119,7 @@ class EngineCore:
         return self._refresh()
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work()
+        return bool(self._ended) or self._scheduler.has_work()
 
     def rest(self) -> float | None:
         """Does between steps what its time has come for: ends pins, and cached blocks that nobody uses. Seconds until
@@ -125,7 +133,8 @@ class EngineCore:
         """Plans a step, runs it and commits it. Returns what it brought; nothing if there was no work."""
         self._finish_loads(0.0)
         begun = time.monotonic()
-        updates = self._lose(set(), begun)
+        updates, self._ended = self._ended, []
+        updates += self._lose(set(), begun)
         plan = self._scheduler.schedule(begun)
         self._save_evicted()
         if plan is None:
@@ -133,18 +142,14 @@ class EngineCore:
             waited = time.monotonic()
             self._finish_loads(LOAD_WAIT_S)
             self._stalled_s += time.monotonic() - waited
-            return [self._output(update) for update in updates]
+            return self._outputs(updates)
         begin = time.monotonic()
         try:
             lost = self._runner.apply(plan)
             self._start_loads()
             result = self._run(plan) if len(plan.rows) else StepResult()
         except BaseException as error:
-            # The plan's edits, which may concern rows outside it, are lost: no running sequence can go on.
-            failure, now = _failed(error), time.monotonic()
-            forget_lost(self._memory, set(plan.work.copy_target.tolist()))
-            updates += self._scheduler.commit(StepResult.failure(plan, failure), now)
-            updates += self._scheduler.fail_running(failure, now)
+            updates += self._scheduler.lose_plan(plan, _failed(error), time.monotonic())
             if not isinstance(error, Exception):
                 raise
         else:
@@ -157,13 +162,14 @@ class EngineCore:
             self._tiers.note_step(plan.num_tokens, time.monotonic() - begin)
         if self.config.check_invariants:
             self._memory.check()
-        return [self._output(update) for update in updates]
+        return self._outputs(updates)
 
     def resize(self, kv_memory: int | float | str | None) -> EngineReady:
         """Gives the KV pool another size: what the setting `kv_memory` may be; "used", what the present requests need;
         or None, the size at the start. What is cached beyond that is evicted, and sequences are preempted if they must.
 
-        Raises ConfigError or KVMemoryError, and changes nothing, for what can not be.
+        Raises ConfigError or KVMemoryError, and changes nothing, for what can not be. Raises ResizeFailedError if the
+        device fails on the way: the pool keeps its size, and what needs blocks that were to be moved has ended.
         """
         pool = self._engine.pool
         if kv_memory is None:
@@ -176,13 +182,22 @@ class EngineCore:
         while self._tiers is not None and self._tiers.transfers.loading:
             self._finish_loads(LOAD_WAIT_S)
         self._scheduler.acceptance.check_size(frames)
-        if frames > self._memory.num_frames:
+        before = self._memory.num_frames
+        if frames > before:
             self._runner.resize(frames)
         plan = self._scheduler.resize(frames, time.monotonic())
-        self._save_evicted()
-        self._runner.apply(plan)
-        self._scheduler.commit(StepResult(), time.monotonic())
-        self._runner.resize(frames)
+        try:
+            self._save_evicted()
+            lost = self._runner.apply(plan)
+            if frames < before:
+                self._runner.resize(frames)
+        except BaseException as error:
+            refusal = self._undo_resize(plan, before, error)
+            if not isinstance(error, Exception):
+                raise
+            raise refusal from error
+        now = time.monotonic()
+        self._ended += self._lose(set(lost), now) + self._scheduler.commit(StepResult(), now)
         return self._refresh()
 
     def pins(self) -> PinList:
@@ -321,43 +336,61 @@ class EngineCore:
         )
         return self._scheduler.lose(frames, failure, now)
 
+    def _undo_resize(self, plan: StepPlan, before: int, error: BaseException) -> ResizeFailedError:
+        """The pool keeps its size, and what the plan was to move is lost. What to tell who asked for another one."""
+        what = f"the KV pool of {before} blocks could not be resized: {type(error).__name__}: {error}"
+        failure = ResizeFailedError(f"{what}; blocks of this request were to be moved and are lost: send it again")
+        pins = self._scheduler.pins.list()
+        ended = self._scheduler.undo_resize(plan, before, failure, time.monotonic())
+        self._ended += ended
+        self._runner.resize(before)
+        requests, kept = {update.sequence.request.request_id for update in ended}, self._scheduler.pins.list()
+        gone = ", ".join(repr(pin.name) for pin in pins if pin not in kept) or "none"
+        return ResizeFailedError(
+            f"{what}; it keeps its size. Ended: {len(requests)} requests; pins: {gone}. Send and pin these again; "
+            f"another resize may succeed",
+            param="kv_memory",
+        )
+
     def _unreadable(self, plan: StepPlan, result: StepResult) -> set[int]:
         """Lower frames of rows for which the disk could not read some of them."""
         rows = [row for row, error in result.failed.items() if isinstance(error, KVStoreError)]
         of_rows = [self._runner.streamed_frames(plan.select(row, row + 1)) for row in rows]
         return {int(frame) for groups in of_rows for frames in groups for frame in frames}
 
-    def _output(self, update: Update) -> SequenceOutput:
-        sequence, token, logprobs, finish_reason, stop_reason, error, hypothesis = update
+    def _outputs(self, updates: list[Update]) -> list[SequenceOutput]:
+        streams = self._memory.lower.active > 0
+        return [self._output(update, streams) for update in updates]
+
+    def _output(self, update: Update, streams: bool) -> SequenceOutput:
+        sequence, token, finish_reason, error = update.sequence, update.token, update.finish_reason, update.error
         output = SequenceOutput(
             request_id=sequence.request.request_id,
             index=sequence.index,
             new_token_ids=[] if token is None else [token],
             finish_reason=finish_reason,
             num_cached_tokens=sequence.num_cached_tokens,
-            kv_blocks=self._kv_blocks(sequence),
             scheduled_s=sequence.scheduled_s or 0.0,
         )
+        if sequence.table is None:
+            output.kv_blocks = sequence.places
+        elif streams:
+            output.kv_blocks = self._memory.places(sequence.table)
         if token is not None:
             self._generated_tokens += 1
             if sequence.prompt_logprobs and sequence.num_output_tokens == 1:
                 output.prompt_logprobs = sequence.prompt_logprobs
-        if hypothesis is not None:
+        if update.hypothesis is not None:
+            hypothesis = update.hypothesis
             output.new_token_ids, output.cumulative_logprob = hypothesis.token_ids, hypothesis.cum_logprob
             self._generated_tokens += len(hypothesis.token_ids)
-        if logprobs is not None:
-            output.logprobs = [logprobs]
+        if update.logprobs is not None:
+            output.logprobs = [update.logprobs]
         if finish_reason is not None:
-            output.stop_reason = stop_reason
+            output.stop_reason = update.stop_reason
         if error is not None:
             output.error, output.error_type = str(error), type(error).__name__
         return output
-
-    def _kv_blocks(self, sequence: Sequence) -> tuple[int, int] | None:
-        if sequence.table is None:
-            return sequence.places
-        lower = self._memory.lower
-        return self._memory.places(sequence.table) if lower.count and lower.active else None
 
 
 def _tenant_stats(load: TenantLoad) -> TenantStats:

@@ -89,7 +89,7 @@ class Shutdown(msgspec.Struct, tag=True):
     """Finish the step, free everything, leave."""
 
 
-class SequenceOutput(msgspec.Struct, tag=True, kw_only=True):
+class SequenceOutput(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True, gc=False):
     """What one step brought for one sequence."""
 
     request_id: str

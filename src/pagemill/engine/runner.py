@@ -60,7 +60,6 @@ class Runner:
         self._sampler = Sampler(max_num_seqs, vocab_size, self._device, eos_token_ids)
         self._read_ahead = pool.read_ahead() if pool.streams_from_disk else None
 
-    @torch.inference_mode()
     def apply(self, plan: StepPlan) -> list[int]:
         """Carries out the plan's edits: rows that left, rows that came, tokens, frame copies, block tables. Returns the
         frames that do not hold what was to be copied into them, as `DevicePool.copy_frames` does."""
@@ -87,7 +86,6 @@ class Runner:
         self._pages.shrink(num_frames)
         self._pool.resize(num_frames)
 
-    @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepResult:
         """The forward pass over the plan's rows, and their samples. Running the same rows again gives the same."""
         query_start = np.zeros(len(plan.rows) + 1, dtype=np.int32)
@@ -95,6 +93,8 @@ class Runner:
         rows = np.repeat(plan.rows, plan.query_lens)
         positions = np.repeat(plan.starts - query_start[:-1], plan.query_lens) + np.arange(len(rows))
         context_lens = plan.starts + plan.query_lens
+        ends = context_lens[plan.sample_from]
+        only_likeliest = self._sampler.only_likeliest(plan.sample_to)
         hidden = self._decoder.forward(
             self._to_device(self._tokens[rows, positions].astype(np.int64)),
             self._batch(plan, query_start, context_lens, rows, positions),
@@ -107,7 +107,7 @@ class Runner:
             start, row = int(plan.starts[index]), int(plan.rows[index])
             of_prompts[index] = self._prompt_logprobs(hidden[first:last], start, row)
         # Sampling comes last: the sampler remembers what it chose, and a step that fails before may be run again.
-        output = self._sample(plan, hidden, query_start, context_lens)
+        output = self._sample(plan, hidden, query_start, ends, only_likeliest)
         output.prompt_logprobs = of_prompts
         return output
 
@@ -152,35 +152,42 @@ class Runner:
         )
 
     def _sample(
-        self, plan: StepPlan, hidden: Tensor, query_start: NDArray[np.int32], context_lens: NDArray[np.int32]
+        self,
+        plan: StepPlan,
+        hidden: Tensor,
+        query_start: NDArray[np.int32],
+        ends: NDArray[np.int32],
+        only_likeliest: bool,
     ) -> StepResult:
+        """By sample, `ends` says where its token goes."""
         if len(plan.sample_from) == 0:
             return StepResult()
-        tokens = query_start[plan.sample_from + 1] - 1
-        several = len(tokens) > 1 and bool((tokens[1:] == tokens[:-1]).any())  # answers that begin from one row
-        if several:
-            tokens, which = np.unique(tokens, return_inverse=True)
-        last = hidden if len(tokens) == len(hidden) else _take_rows(hidden, tokens)
-        likeliest = self._decoder.likeliest(last) if self._sampler.only_likeliest(plan.sample_to) else None
-        if likeliest is None:
-            logits = self._decoder.logits(last, self._logits_of(len(last)))
-            sampled = self._sampler.sample(_take_rows(logits, which) if several else logits, plan.sample_to)
+        last = hidden
+        if plan.forks or len(plan.sample_from) < hidden.shape[0]:
+            tokens = query_start[plan.sample_from + 1] - 1
+            if plan.forks:
+                tokens, which = np.unique(tokens, return_inverse=True)
+            last = _take_rows(hidden, tokens)
+        likeliest = self._decoder.likeliest(last) if only_likeliest else None
+        if likeliest is not None:
+            sampled = self._sampler.take_likeliest(likeliest[which] if plan.forks else likeliest)
         else:
-            sampled = self._sampler.take_likeliest(likeliest[which] if several else likeliest, plan.sample_to)
-        self._tokens[plan.sample_to, context_lens[plan.sample_from]] = sampled.token_ids
-        failed: dict[int, Exception] = {
-            int(plan.sample_from[i]): NonFiniteLogitsError(
+            with torch.inference_mode():
+                logits = self._decoder.logits(last, self._logits_of(last.shape[0]))
+                sampled = self._sampler.sample(_take_rows(logits, which) if plan.forks else logits, plan.sample_to)
+        self._tokens[plan.sample_to, ends] = sampled.token_ids
+        failed: dict[int, Exception] = {}
+        for i in sampled.not_finite:
+            failed[int(plan.sample_from[i])] = NonFiniteLogitsError(
                 "the model's logits for this request are not finite (NaN or infinite); its weights may be damaged, or "
                 "dtype too narrow for them: try dtype='float32'"
             )
-            for i in np.flatnonzero(~sampled.finite)
-        }
-        for i in np.flatnonzero(sampled.exhausted):
+        for i in sampled.exhausted:
             failed[int(plan.sample_from[i])] = SamplingParamsError(
                 "allowed_token_ids, bad_words and min_tokens together forbid every token here; loosen one of them",
                 param="allowed_token_ids",
             )
-        return StepResult(sampled.token_ids.tolist(), sampled.logprobs, failed)
+        return StepResult(sampled.token_ids, sampled.logprobs, failed)
 
     def _logits_of(self, rows: int) -> Tensor | None:
         """Memory for logits, kept between steps. NumPy's comes in huge pages."""
@@ -190,6 +197,7 @@ class Runner:
             self._logits = torch.from_numpy(np.empty((rows, self._logits.shape[1]), dtype=np.float32))
         return self._logits[:rows]
 
+    @torch.inference_mode()
     def _prompt_logprobs(self, hidden: Tensor, start: int, row: int) -> list[TokenLogprobs]:
         """For query tokens at start.. of a prompt, log probabilities of the prompt token that follows each."""
         targets = self._tokens[row, start + 1 : min(start + 1 + len(hidden), int(self._prompt_lens[row]))]

@@ -5,6 +5,7 @@ A move changes a block's frame and nothing else, as in `resizing`: tables, diges
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -65,7 +66,7 @@ class Compaction:
             pool = pool or PoolMap(self._memory)
             target = self._target(piece, pool, steps_left, max_copies - made)
             if target is not None and self._has_spare(table):
-                made += self._move(table, piece, target)
+                made += self._move(table, piece, *target)
                 pool = None
         self.copies += made
         self.sequences += made > 0
@@ -93,8 +94,8 @@ class Compaction:
                     after = int(blocks[end]) if end < len(blocks) else -1
                     yield Piece(group, held + first, blocks[first:end], before, after)
 
-    def _target(self, piece: Piece, pool: PoolMap, steps_left: int, max_copies: int) -> int | None:
-        """The frame at which it should begin; None if no place pays."""
+    def _target(self, piece: Piece, pool: PoolMap, steps_left: int, max_copies: int) -> tuple[int, int] | None:
+        """The frame at which it should begin, and how many copies may be made for that; None if no place pays."""
         frame_of, count = self._memory._blocks.frame, len(piece.blocks)
         frames = np.frombuffer(frame_of, dtype=np.int32)[piece.blocks]
         # Where some blocks are in their places already, or where nothing is active.
@@ -116,7 +117,10 @@ class Compaction:
                 cost += steps_left * (starts != frame_of[beside] + offset)
         cost[copies > max_copies] = np.inf
         best = int(np.argmin(cost)) if len(cost) else -1
-        return int(starts[best]) if best >= 0 and cost[best] < now else None
+        if best < 0 or cost[best] >= now:
+            return None
+        more = math.ceil((now - cost[best]) / self._payback_steps) - 1
+        return int(starts[best]), min(max_copies, int(copies[best]) + more)
 
     def _has_spare(self, table: BlockTable) -> bool:
         """Whether a frame is free, through which others change places; evicts for it what would be evicted next."""
@@ -125,35 +129,40 @@ class Compaction:
             memory._residency.make_room(table.tenant, 1)
         return memory._pool.num_free > 0
 
-    def _move(self, table: BlockTable, piece: Piece, target: int) -> int:
-        """The number of copies that it takes."""
+    def _move(self, table: BlockTable, piece: Piece, target: int, max_copies: int) -> int:
+        """The number of copies that it takes; none, and no change, if it would be more: where hardly a frame is free,
+        what makes way may have to do so twice."""
         memory, occupant = self._memory, occupants(self._memory)
-        frame, pool = memory._blocks.frame, memory._pool
-        window = range(target, target + len(piece.blocks))
+        pool, window = memory._pool, range(target, target + len(piece.blocks))
+        frame = {block: memory._blocks.frame[block] for block in piece.blocks.tolist()}
         left: list[int] = []
+        moves: list[tuple[int, int]] = []
         touched: list[int] = []
 
-        def relocate(block: int, to: int) -> None:
-            source = move(memory, block, to)
+        def relocate(block: int, source: int, to: int) -> None:
+            moves.append((block, to))
             occupant[source], occupant[to] = -1, block
             touched.extend((source, to))
+            if block in frame:
+                frame[block] = to
 
-        copies = 0
         for block, to in zip(piece.blocks.tolist(), window, strict=True):
             if frame[block] == to:
                 continue
             if occupant[to] >= 0:
-                relocate(int(occupant[to]), left.pop() if left else _spare(occupant, window))
-                copies += 1
+                relocate(int(occupant[to]), to, left.pop() if left else _spare(occupant, window))
             if frame[block] not in window:
                 left.append(frame[block])
-            relocate(block, to)
-            copies += 1
+            relocate(block, frame[block], to)
+        if len(moves) > max_copies:
+            return 0
+        for block, to in moves:
+            move(memory, block, to)
         changed = {at for at in touched if pool.is_free(at) == (occupant[at] >= 0)}
         pool.claim([at for at in changed if pool.is_free(at)])
         pool.give(sorted((at for at in changed if occupant[at] < 0), reverse=True))
         memory._edit(table, piece.group, piece.first, window)
-        return copies
+        return len(moves)
 
 
 class PoolMap:

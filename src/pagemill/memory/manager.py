@@ -211,7 +211,7 @@ class MemoryManager:
             if needed > available:
                 # Where the table is the only holder, the published block itself can make room: instead of copying it
                 # and evicting it, take it back from the index. So a sequence alone in the pool never fails here.
-                own = [group for group in unwritable if references[table.blocks[group][tail]] == 1]
+                own = [group for group in unwritable if self._is_own(table.blocks[group][tail])]
                 missing = needed - available
                 if missing > len(own):
                     return Shortage(needed, available)
@@ -241,7 +241,7 @@ class MemoryManager:
         back (see `truncate`) or beyond what was reserved.
         """
         size = self.block_size
-        if not table.length <= length <= table.num_entries * size:
+        if length < table.length or (length > table.writable and length > table.num_entries * size):
             raise ValueError(
                 f"can not commit up to {length}: {table.length} tokens are committed, "
                 f"{table.num_entries * size} are reserved"
@@ -371,6 +371,10 @@ class MemoryManager:
         recount(self)
 
     # Blocks of a table
+
+    def _is_own(self, block: int) -> bool:
+        """Whether one table alone holds it, in the pool."""
+        return self._blocks.references[block] == 1 and self._blocks.frame[block] < self.lower.first
 
     def _copy(self, table: BlockTable, group: int, entry: int) -> None:
         """Puts a copy of its own in the place of a block that others hold or may find. The frame must be there."""

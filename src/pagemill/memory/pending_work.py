@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 import numpy as np
 
-from pagemill.memory.work import MemoryWork
+from pagemill.memory.work import Ints, MemoryWork
 
 
 class PendingWork:
@@ -50,20 +49,26 @@ class PendingWork:
         """All since the last drain, for the device to do before its next step."""
         if not self._copies and not self._edits:
             return MemoryWork.none()
-        copies = np.array(self._copies, dtype=np.int32).reshape(-1, 2)
-        rows = np.fromiter(self._edits, np.int32, len(self._edits))
-        counts = np.fromiter(map(len, self._edits.values()), np.int32, len(self._edits))
-        total = int(counts.sum())
-        places = np.fromiter(chain.from_iterable(self._edits.values()), np.int32, total)
-        frames = np.fromiter(chain.from_iterable(e.values() for e in self._edits.values()), np.int32, total)
-        index, group = np.divmod(places, np.int32(self._num_groups))
+        rows: list[int] = []
+        places: list[int] = []
+        frames: list[int] = []
+        for row, edits in self._edits.items():
+            rows += [row] * len(edits)
+            places += edits
+            frames += edits.values()
+        index, group = np.divmod(_ints(places), np.int32(self._num_groups))
+        source, target = zip(*self._copies, strict=True) if self._copies else ((), ())
         self._copies.clear()
         self._edits.clear()
         return MemoryWork(
-            copy_source=copies[:, 0].copy(),
-            copy_target=copies[:, 1].copy(),
-            edit_row=np.repeat(rows, counts),
+            copy_source=_ints(source),
+            copy_target=_ints(target),
+            edit_row=_ints(rows),
             edit_group=group,
             edit_index=index,
-            edit_frame=frames,
+            edit_frame=_ints(frames),
         )
+
+
+def _ints(values: Sequence[int]) -> Ints:
+    return np.fromiter(values, np.int32, len(values))

@@ -74,6 +74,8 @@ def _tables(manager: MemoryManager) -> None:
                 if entry * size >= table.length or table.length < min(table.writable, (entry + 1) * size):
                     alone = blocks.references[block] == 1 and not manager._index.digest[block]
                     _require(alone, "what will be written is held by one table and not published", f"block {block}")
+                    near = table.row < 0 or blocks.frame[block] < manager.lower.first
+                    _require(near, "what will be written lies in the pool", f"block {block}")
 
 
 def _published(manager: MemoryManager) -> None:

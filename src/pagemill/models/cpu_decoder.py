@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
-from pagemill.attention.interface import AttentionBatch, LayerCache
+from pagemill.attention.interface import AttentionBatch
 from pagemill.models.decoder import Decoder, LayerCaches, OnLayer
 from pagemill.models.spec import DecoderSpec
 from pagemill.models.weights import DecoderWeights, GatedMLP, LayerWeights
@@ -26,7 +26,7 @@ class CpuDecoder(Decoder):
         self, spec: DecoderSpec, weights: DecoderWeights, ops: CpuOps, attention: CpuAttention, dtype: torch.dtype
     ) -> None:
         super().__init__(spec, weights, ops, attention, dtype)
-        self._caches: list[LayerCache] = []
+        self._pool: LayerCaches | None = None
         self._native_caches: list[_kernels.Cache] = []
         self._native_attention = attention
         hidden, table = spec.hidden_size, weights.embedding
@@ -41,7 +41,6 @@ class CpuDecoder(Decoder):
         for index, layer in enumerate(weights.layers):
             self._add_layer(index, layer)
 
-    @torch.inference_mode()
     def forward(
         self, token_ids: Tensor, batch: AttentionBatch, pool: LayerCaches, on_layer: OnLayer | None = None
     ) -> Tensor:
@@ -70,7 +69,6 @@ class CpuDecoder(Decoder):
         )  # fmt: skip
         return output
 
-    @torch.inference_mode()
     def likeliest(self, hidden: Tensor) -> npt.NDArray[np.int64] | None:
         """As `Decoder.likeliest`, from the head's sums: the logits are not written. Rounding a soft cap may make others
         equal, so with one they are."""
@@ -84,16 +82,15 @@ class CpuDecoder(Decoder):
         return self._native.seconds
 
     def _layers_of(self, pool: LayerCaches) -> list[_kernels.Cache]:
-        caches = [pool.layer(index) for index in range(len(self.spec.layers))]
-        known = self._caches
-        if len(caches) != len(known) or any(a is not b for a, b in zip(caches, known, strict=True)):
+        if pool is not self._pool:
+            caches = [pool.layer(index) for index in range(len(self.spec.layers))]
             shape = (self.spec.num_kv_heads, self.spec.head_dim)
             for cache in caches:
                 kv_heads, _, head_dim = cache.block_shape
                 if (kv_heads, head_dim) != shape:
                     raise ValueError(f"the pool has {kv_heads, head_dim} for {shape} (KV heads, head size)")
             self._native_caches = [self._native_attention.native(cache) for cache in caches]
-            self._caches = caches
+            self._pool = pool
         return self._native_caches
 
     def _add_layer(self, index: int, weights: LayerWeights) -> None:

@@ -24,7 +24,9 @@ OnLayer = Callable[[int], None]
 class LayerCaches(Protocol):
     """What a decoder needs of the device pool."""
 
-    def layer(self, index: int) -> LayerCache: ...
+    def layer(self, index: int) -> LayerCache:
+        """Of a layer; the same for as long as the pool lives."""
+        ...
 
 
 class Decoder:

@@ -25,16 +25,16 @@ from pagemill.sampling.random import uniform
 class Sampled:
     """Result of one `sample` call for m rows.
 
-    token_ids: int32 [m], meaningless where `finite` is False or `exhausted` is True; such rows remember nothing.
+    token_ids: meaningless where there is none; such rows remember nothing.
     logprobs: for rows that asked for them.
-    finite: bool [m], False where the largest logit is NaN or infinite. Logits of -inf are never drawn, and no fault.
-    exhausted: bool [m], True where the row's parameters (allowed_token_ids, bad_words, min_tokens) forbid every token.
+    not_finite: places whose largest logit is NaN or infinite. Logits of -inf are never drawn, and no fault.
+    exhausted: places whose parameters (allowed_token_ids, bad_words, min_tokens) forbid every token.
     """
 
-    token_ids: npt.NDArray[np.int32]
+    token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
-    finite: npt.NDArray[np.bool_]
-    exhausted: npt.NDArray[np.bool_]
+    not_finite: list[int]
+    exhausted: list[int]
 
 
 class Sampler:
@@ -99,12 +99,12 @@ class Sampler:
         """Whether all that `rows` need of their logits is the likeliest token."""
         return bool(self._only_likeliest[rows].all())
 
-    def take_likeliest(
-        self, tokens: npt.NDArray[np.int64], rows: npt.NDArray[np.int32] | npt.NDArray[np.int64]
-    ) -> Sampled:
+    def take_likeliest(self, tokens: npt.NDArray[np.int64]) -> Sampled:
         """As `sample`, given what `Passes.choose` says of the logits ([m]), for rows that are `only_likeliest`: their
         positions stand still, for they draw nothing."""
-        return Sampled(tokens.astype(np.int32), [None] * len(rows), tokens >= 0, np.zeros(len(rows), np.bool_))
+        token_ids = tokens.tolist()
+        not_finite = [] if min(token_ids) >= 0 else np.flatnonzero(tokens < 0).tolist()
+        return Sampled(token_ids, [None] * len(token_ids), not_finite, [])
 
     def sample(self, logits: torch.Tensor, rows: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> Sampled:
         """Choose the next token of each of `rows` ([m], distinct) from `logits` (float32 [m, vocab], on this device).
@@ -137,7 +137,8 @@ class Sampler:
         for i in constrained.tolist():
             if chosen[i]:
                 self._constraints[int(rows[i])].append(int(tokens[i]))
-        return Sampled(tokens.astype(np.int32), logprobs, chosen | exhausted, exhausted)
+        not_finite = np.flatnonzero(~(chosen | exhausted))
+        return Sampled(tokens.tolist(), logprobs, not_finite.tolist(), np.flatnonzero(exhausted).tolist())
 
     def _choices(self, rows: npt.NDArray[np.int64]) -> Choices:
         temperature = self._temperature[rows]

@@ -6,6 +6,7 @@ import collections.abc as abc
 from collections import deque
 from typing import NamedTuple
 
+import msgspec
 import numpy as np
 
 from pagemill.memory.manager import MemoryManager
@@ -14,7 +15,7 @@ from pagemill.scheduling.sequence import Sequence
 from pagemill.scheduling.step_plan import ChosenTokens, NewRow, StepPlan
 
 
-class Entry(NamedTuple):
+class Entry(msgspec.Struct, gc=False):
     """One row of a step in flight: the sequence, and which of its tokens are computed."""
 
     sequence: Sequence
@@ -71,48 +72,58 @@ class Batch:
     def plan(self, planned: abc.Mapping[Sequence, int]) -> StepPlan:
         """A step in which each of these sequences computes so many tokens; it is in flight from now on."""
         entries: list[Entry] = []
-        samples: list[tuple[int, int]] = []
+        rows: list[int] = []
+        starts: list[int] = []
+        sample_from: list[int] = []
+        sample_index: list[int] = []
         sample_to: list[int] = []
         new_rows: list[NewRow] = []
         prompt_logprobs: list[int] = []
+        forks = False
         for position, (sequence, count) in enumerate(planned.items()):
             assert sequence.table is not None
-            start = sequence.scheduled
+            row, start = sequence.row, sequence.scheduled
             end = sequence.scheduled = start + count
             entries.append(Entry(sequence, start, end))
+            rows.append(row)
+            starts.append(start)
             known = len(sequence.tokens) + sequence.in_flight
             if sequence.table.row < 0:
-                self._memory.place(sequence.table, sequence.row)
-                new_rows.append(_new_row(sequence, sequence.index, sequence.row))
+                self._memory.place(sequence.table, row)
+                new_rows.append(_new_row(sequence, sequence.index, row))
             if known == sequence.prompt_len:
                 if sequence.request.params.prompt_logprobs is not None:
                     prompt_logprobs.append(position)
                 if end == known and sequence.forks_after_prompt:
-                    for index, row in enumerate(sequence.child_rows, start=1):
-                        new_rows.append(_new_row(sequence, index, row))
-                        samples.append((position, index))
-                        sample_to.append(row)
+                    forks = True
+                    for index, child_row in enumerate(sequence.child_rows, start=1):
+                        new_rows.append(_new_row(sequence, index, child_row))
+                        sample_from.append(position)
+                        sample_index.append(index)
+                        sample_to.append(child_row)
             if end == known:
-                samples.append((position, sequence.index))
-                sample_to.append(sequence.row)
+                sample_from.append(position)
+                sample_index.append(sequence.index)
+                sample_to.append(row)
                 sequence.in_flight += sequence.group is None  # a beam's next token is chosen when the step has run
         self._step += 1
-        self.flights.append(Flight(self._step, entries, samples))
+        self.flights.append(Flight(self._step, entries, list(zip(sample_from, sample_index, strict=True))))
         freed, self._freed = self._freed, []
         chosen = list(self._chosen.values())
         self._chosen.clear()
         return StepPlan(
             step=self._step,
             work=self._memory.drain(self._step),
-            rows=np.array([e.sequence.row for e in entries], dtype=np.int32),
-            starts=np.array([e.start for e in entries], dtype=np.int32),
-            query_lens=np.array([e.end - e.start for e in entries], dtype=np.int32),
-            sample_from=np.array([position for position, _ in samples], dtype=np.int32),
-            sample_to=np.array(sample_to, dtype=np.int32),
-            prompt_logprobs=np.array(prompt_logprobs, dtype=np.int32),
+            rows=np.fromiter(rows, np.int32, len(rows)),
+            starts=np.fromiter(starts, np.int32, len(rows)),
+            query_lens=np.fromiter(planned.values(), np.int32, len(rows)),
+            sample_from=np.fromiter(sample_from, np.int32, len(sample_from)),
+            sample_to=np.fromiter(sample_to, np.int32, len(sample_to)),
+            prompt_logprobs=np.fromiter(prompt_logprobs, np.int32, len(prompt_logprobs)),
             new_rows=new_rows,
             freed_rows=freed,
             chosen_tokens=chosen,
+            forks=forks,
         )
 
 

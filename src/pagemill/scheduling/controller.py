@@ -56,7 +56,7 @@ class Controller:
 
     def note_memory(self, preemptions: int, frames: int) -> None:
         """After a step: sequences preempted since the start, and frames in the pool."""
-        if self.target_s == math.inf:
+        if not self.has_target:
             return
         new, self._preemptions = preemptions - self._preemptions, preemptions
         if new:

@@ -15,10 +15,9 @@ from pagemill.memory.manager import MemoryManager
 from pagemill.memory.moving import forget_lost
 from pagemill.memory.pins import Pins
 from pagemill.memory.work import Load
-from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.scheduling.acceptance import Acceptance
 from pagemill.scheduling.admission import Admission
-from pagemill.scheduling.batch import Batch, Entry
+from pagemill.scheduling.batch import Batch
 from pagemill.scheduling.beam import BeamGroup, Beams
 from pagemill.scheduling.compactor import Compactor
 from pagemill.scheduling.controller import Controller
@@ -161,10 +160,6 @@ class Scheduler:
                 self._finish(sequence, now)
                 return
 
-    def fail_running(self, error: Exception, now: float) -> list[Update]:
-        """Ends every running sequence, because what the device holds of them can no longer be trusted."""
-        return [update for sequence in list(self._running) for update in self._fail(sequence, error, now)]
-
     def lose(self, frames: Set[int], error: Exception, now: float) -> list[Update]:
         """These frames do not hold what they should. Ends the pins and running sequences that need it, and loads that
         go on behind it in vain; nobody finds it any more. To be called before the step that has found it is committed.
@@ -175,17 +170,31 @@ class Scheduler:
         losers = [one for one in self._running if one.table is not None and self.memory.lies_in(one.table, frames)]
         return [update for one in losers for update in self._fail(one, error, now)]
 
+    def lose_plan(self, plan: StepPlan, error: Exception, now: float) -> list[Update]:
+        """The device has not carried out this plan, the only one in flight, or nobody knows how much of it: commits it
+        as failed. Ends the sequences of its rows, those whose tokens or tables it changes, and what `lose` ends with
+        the frames that it copies to; what it does not name goes on."""
+        updates = self.lose(set(plan.work.copy_target.tolist()), error, now)
+        updates += self.commit(StepResult.failure(plan, error), now)
+        changed = {*plan.work.edit_row.tolist(), *(chosen.row for chosen in plan.chosen_tokens)}
+        losers = [one for one in self._running if one.row in changed]
+        return updates + [update for one in losers for update in self._fail(one, error, now)]
+
     def resize(self, num_frames: int, now: float) -> StepPlan:
         """Another number of frames in the pool: a plan without rows, whose work must be done before frames go.
 
         Sequences of the worst rank, of borrowers first, are preempted while what is held does not fit. No step may be
         in flight, no load under way. Raises as `Acceptance.check_size` does, and changes nothing.
         """
-        self.acceptance.check_size(num_frames)
-        while self.memory.resize(num_frames) is not None:
-            self._preempt(borrower(self._running) or self._running[-1], now)
-        self.tenants.resized()
+        self._resize(num_frames, now)
         return self._batch.plan({})
+
+    def undo_resize(self, plan: StepPlan, num_frames: int, error: Exception, now: float) -> list[Update]:
+        """The device has not carried out the plan of `resize`: as `lose_plan`; and the pool has as many frames as it
+        had before, for which nothing need be moved."""
+        updates = self.lose_plan(plan, error, now)
+        self._resize(num_frames, now)
+        return updates
 
     def schedule(self, now: float) -> StepPlan | None:
         """The next step, or None if nothing can run before a step in flight is committed.
@@ -235,11 +244,15 @@ class Scheduler:
     def _continue_running(self, now: float) -> tuple[dict[Sequence, int], int]:
         """Gives running sequences their tokens, generating ones first, by rank; and what is left for others."""
         planned: dict[Sequence, int] = {}
-        wanted = [(sequence.remaining, sequence) for sequence in self._running]
-        budget = self._continue([w for w in wanted if w[0] == 1], planned, self.max_num_batched_tokens, now)
+        generating: Wanted = []
+        prompts: Wanted = []
+        for sequence in self._running:
+            if remaining := sequence.remaining:
+                (generating if remaining == 1 else prompts).append((remaining, sequence))
+        budget = self._continue(generating, planned, self.max_num_batched_tokens, now)
         if planned:
             budget = min(budget, self.controller.prompt_tokens)
-        return planned, self._continue([w for w in wanted if w[0] > 1], planned, budget, now)
+        return planned, self._continue(prompts, planned, budget, now)
 
     def _continue(self, wanted: Wanted, planned: dict[Sequence, int], budget: int, now: float) -> int:
         """Plans running sequences, each with the tokens it has left to compute, and returns what is left of the budget.
@@ -248,11 +261,13 @@ class Scheduler:
         flight, though: blocks given back under it come free only when it retires, so whoever lacks one sits this step
         out.
         """
+        reserve = self.memory.reserve
         for remaining, sequence in wanted:
-            count = min(remaining, budget)
-            if count == 0 or sequence.table is None:
+            count, table = remaining if remaining < budget else budget, sequence.table
+            if count == 0 or table is None:
                 continue
-            while (shortage := self.memory.reserve(sequence.table, sequence.scheduled + count)) is not None:
+            up_to = sequence.scheduled + count
+            while up_to > table.writable and (shortage := reserve(table, up_to)) is not None:
                 if self._batch.flights:
                     break
                 loser = victim(self._running, sequence, shortage)
@@ -293,6 +308,12 @@ class Scheduler:
         sequence.status = Status.WAITING
         self.admission.wait(sequence)
 
+    def _resize(self, num_frames: int, now: float) -> None:
+        self.acceptance.check_size(num_frames)
+        while self.memory.resize(num_frames) is not None:
+            self._preempt(borrower(self._running) or self._running[-1], now)
+        self.tenants.resized()
+
     def _run(self, sequence: Sequence) -> None:
         """A sequence that has its table and its rows is running from now on."""
         sequence.status = Status.RUNNING
@@ -306,20 +327,28 @@ class Scheduler:
         flight = self._batch.flights.popleft()
         self.memory.retire(flight.step)
         updates: list[Update] = []
-        failed = result.failed
-        for position, entry in enumerate(flight.entries):
+        entries, failed, finished = flight.entries, result.failed, Status.FINISHED
+        memory, admission, size = self.memory, self.admission, self.memory.block_size
+        for position, entry in enumerate(entries):
+            sequence, end = entry.sequence, entry.end
             if failed and position in failed:
-                updates += self._fail(entry.sequence, failed[position], now)
-            elif entry.sequence.status is not Status.FINISHED:
-                self._commit_blocks(entry)
+                updates += self._fail(sequence, failed[position], now)
+            elif sequence.status is not finished:
+                assert sequence.table is not None
+                fills = end // size > entry.start // size
+                if fills:
+                    admission.name_blocks(sequence)
+                memory.commit(sequence.table, end, sequence.tokens, sequence.digests)
+                if fills:
+                    admission.resume(admission.pending.computed(sequence, end // size))
         for position, of_prompt in result.prompt_logprobs.items():
-            sequence, start, _ = flight.entries[position]
-            if start == 0:
+            sequence = entries[position].sequence
+            if entries[position].start == 0:
                 sequence.prompt_logprobs = [None]
             sequence.prompt_logprobs += of_prompt
         for (position, index), token, logprobs in zip(flight.samples, result.tokens, result.logprobs, strict=True):
-            sequence = flight.entries[position].sequence
-            if sequence.status is Status.FINISHED or (failed and position in failed):
+            sequence = entries[position].sequence
+            if sequence.status is finished or (failed and position in failed):
                 continue
             if sequence.group is not None:
                 results = self._beams.advance(sequence.group, sequence, logprobs, now)
@@ -328,28 +357,15 @@ class Scheduler:
             if index == sequence.index:
                 sequence.in_flight -= 1
             else:
-                sequence = self._forks.after_prompt(flight.entries[position], index)
+                sequence = self._forks.after_prompt(entries[position], index)
             if sequence.request.pin is not None and sequence.table is not None:
                 self.pins.keep(sequence.request.request_id, sequence.table, now)
-            updates.append(self._append(sequence, token, logprobs, now))
+            sequence.tokens.append(token)
+            reason, stop_reason = sequence.ending(self._eos)
+            if reason is not None:
+                self._finish(sequence, now)
+            updates.append(Update(sequence, token, logprobs, reason, stop_reason))
         return updates
-
-    def _commit_blocks(self, entry: Entry) -> None:
-        sequence, start, end = entry
-        assert sequence.table is not None
-        self.memory.commit(sequence.table, end, sequence.tokens, sequence.digests)
-        size = self.memory.block_size
-        if end // size > start // size:
-            self.admission.resume(self.admission.pending.computed(sequence, end // size))
-
-    def _append(self, sequence: Sequence, token: int, logprobs: TokenLogprobs | None, now: float) -> Update:
-        sequence.tokens.append(token)
-        if len(sequence.tokens) % self.memory.block_size == 0:
-            self.admission.name_blocks(sequence)
-        reason, stop_reason = sequence.ending(self._eos)
-        if reason is not None:
-            self._finish(sequence, now)
-        return Update(sequence, token, logprobs, reason, stop_reason)
 
     def _fail(self, sequence: Sequence, error: Exception, now: float) -> list[Update]:
         """One sequence failed alone; before its prompt forked, and in a search, that is the whole request."""

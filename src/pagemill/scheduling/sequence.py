@@ -66,6 +66,10 @@ class Request:
     pin: Pinning | None = None
     tenant: str = DEFAULT_TENANT
     in_session: bool = False
+    stop_token_ids: frozenset[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stop_token_ids = frozenset(self.params.stop_token_ids)
 
 
 @dataclass(slots=True, eq=False)
@@ -96,10 +100,10 @@ class Sequence:
     """The beams among which it is one."""
     places: Places | None = None
     """Of its blocks, when it last let go of them."""
+    prompt_len: int = field(init=False)
 
-    @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt_token_ids)
+    def __post_init__(self) -> None:
+        self.prompt_len = len(self.request.prompt_token_ids)
 
     @property
     def num_output_tokens(self) -> int:
@@ -129,13 +133,14 @@ class Sequence:
 
     def ending(self, eos_token_ids: frozenset[int]) -> tuple[str | None, int | None]:
         """Why its last token ends it: "stop", "length" or None; and which of its own stop tokens that was."""
-        params, token = self.request.params, self.tokens[-1]
-        if (params.stop_token_ids or token in eos_token_ids) and self.num_output_tokens >= params.min_tokens:
-            if token in params.stop_token_ids:
+        request, token = self.request, self.tokens[-1]
+        may_end = token in eos_token_ids or token in request.stop_token_ids
+        if may_end and self.num_output_tokens >= request.params.min_tokens:
+            if token in request.stop_token_ids:
                 return "stop", token
-            if token in eos_token_ids and not params.ignore_eos:
+            if not request.params.ignore_eos:
                 return "stop", None
-        return "length" if len(self.tokens) >= self.request.max_len else None, None
+        return "length" if len(self.tokens) >= request.max_len else None, None
 
     def ended(self, index: int) -> Sequence:
         """A sequence of the same request that holds nothing: what is told of one that has no row of its own."""

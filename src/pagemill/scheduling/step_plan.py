@@ -47,6 +47,7 @@ class StepPlan:
     sample_from int32 [m]  index into `rows`: whose last query token's logits are sampled
     sample_to   int32 [m]  persistent row that gets the sampled token (not rows[sample_from] for a forked child)
     prompt_logprobs int32 [k]  indices into `rows` whose every query token needs log probabilities
+    forks       whether several samples may be of one row; if not, `sample_from` rises
 
     Edits (`new_rows`, `freed_rows`, `chosen_tokens`, `work`) are applied once, in the order freed, new, chosen, work;
     the rest may be run in parts.
@@ -63,6 +64,7 @@ class StepPlan:
     new_rows: list[NewRow] = field(default_factory=list)
     freed_rows: list[int] = field(default_factory=list)
     chosen_tokens: list[ChosenTokens] = field(default_factory=list)
+    forks: bool = False
 
     @property
     def num_tokens(self) -> int:

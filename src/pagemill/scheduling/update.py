@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import msgspec
 
 from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.scheduling.beam import Hypothesis
 from pagemill.scheduling.sequence import Sequence
 
 
-class Update(NamedTuple):
+class Update(msgspec.Struct, gc=False):
     """News of one sequence: a token, its end, or both; or what a beam search has ended with."""
 
     sequence: Sequence
