@@ -62,10 +62,10 @@ struct Available {
         const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
         const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-        const bool bf16 = vnni && __builtin_cpu_supports("avx512bf16");
-#if defined(PAGEMILL_AMX)
         const bool bytes = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2");
-        if (bf16 && bytes && amx_bf16()) add(kernels_amx_bf16());
+        const bool bf16 = vnni && bytes && __builtin_cpu_supports("avx512bf16");
+#if defined(PAGEMILL_AMX)
+        if (bf16 && amx_bf16()) add(kernels_amx_bf16());
 #endif
         // Intel's cores multiply pairs at half the rate of fp32, AMD's at twice.
         const bool slow_pairs = __builtin_cpu_is("intel");

@@ -4,7 +4,7 @@
 // computed partition by partition, each relative to the partition's own maximum, and folded in ascending order. What a
 // tile, a task or a call covers therefore changes no bit: masked keys contribute an exact zero, and each sum is one chain
 // in key order. The queries of all heads that share a KV head, and of all rows that share a prefix, are computed together,
-// so K and V are read once. A pass (attention_vectors.h, attention_amx.h) computes a partition. `Few` takes the tasks of few
+// so K and V are read once. A pass (attention_vectors.h, attention_tiled.h) computes a partition. `Few` takes the tasks of few
 // rows, `Many` the others, with the same bits where they are two.
 
 template <class Few, class Many> struct Attention {
@@ -151,9 +151,9 @@ template <class Few, class Many> void attend_with(const AttentionArgs& args) {
 }
 
 void attend(const AttentionArgs& args) {
-#if defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
     if (args.query_type == DType::bf16 && args.cache_type == DType::bf16)
-        return attend_with<PairPass, AmxPass>(args);
+        return attend_with<PairPass, TiledPass>(args);
 #endif
     with_cache_type(args.cache_type, [&](auto* t) {
         using Pass = VectorPass<Pointee<decltype(t)>>;

@@ -1,13 +1,8 @@
-// The sums of tiles on plain vectors, for few bf16 queries and a bf16 cache in pairs. A tile product (TDPBF16PS) adds to each
-// of its sums a step of 32 neighbouring k as two chains of multiply-adds from zero on, one over the even k and one over the
-// odd, which are added to each other and then to the sum; subnormal numbers are taken for zero throughout. The products are
-// exact, so the same on vectors in fp32 gives the same bits: one vector of pairs holds a link of either chain. Few rows gain
-// nothing from tiles, and vectors read memory faster.
+// The pass over a partition for few bf16 queries and a bf16 cache in pairs, which it reads where they lie. Its sums are those
+// of TileProducts.
 
-constexpr int kPairRows = 6;  // (token, head) rows at most
-
-// Scores of keys [begin, end) of a partition become weights, held as floats in place; zero over the rest of [from, to), in
-// whole steps.
+// Scores of keys [begin, end) of a partition become weights, in place, as put_weights holds them; zero over the rest of
+// [from, to), in whole steps.
 Softmax softmax_of_pairs(float* s, const KeyRange& own, int from, int to, const AttentionArgs& args) {
     from = from / kPairStep * kPairStep;
     to = (to + kPairStep - 1) / kPairStep * kPairStep;
@@ -30,38 +25,9 @@ Softmax softmax_of_pairs(float* s, const KeyRange& own, int from, int to, const 
         for (int key = from; key < to; key += kPairStep) top = greatest(top, s + key, keys_in(own, key));
         sum = weigh(reference = greatest_lane(top));
     }
-    for (int key = from; key < to; key += W) store(s + key, load(weights + key));
+    put_weights(s + from / 2 * kFactors, weights + from, to - from);
     return softmax_of(own, reference * natural_scale(args), sum);
 }
-
-// The two chains of a step, for MR rows and NV vectors.
-template <int MR, int NV> struct PairChains {
-    F even[MR][NV], odd[MR][NV];
-
-    INLINE PairChains() {
-        for (int r = 0; r < MR; ++r)
-            for (int v = 0; v < NV; ++v) even[r][v] = odd[r][v] = zero();
-    }
-    // Vector v of pairs, at(v), times each row's factors x[r * row] for its first elements and x[r * row + next] for its second.
-    template <class At> INLINE void add(const At& at, const float* x, int64_t row, int64_t next, bool first, bool second) {
-        for (int v = 0; v < NV; ++v) {
-            F e, o;
-            load_pairs(at(v), e, o);
-            for (int r = 0; r < MR && first; ++r) even[r][v] = fma(broadcast(x[r * row]), e, even[r][v]);
-            for (int r = 0; r < MR && second; ++r) odd[r][v] = fma(broadcast(x[r * row + next]), o, odd[r][v]);
-        }
-    }
-    // A step's end: its chains are added to each other, and to the sums at `out`, which begin with the first step.
-    INLINE void end(float* out, int64_t row, bool first) const {
-        for (int r = 0; r < MR; ++r)
-            for (int v = 0; v < NV; ++v) {
-                float* at = out + r * row + v * W;
-                store(at, (first ? zero() : load(at)) + (even[r][v] + odd[r][v]));
-            }
-    }
-};
-
-constexpr int pair_vectors(int rows) { return rows <= 3 ? 4 : 2; }
 
 // A partition's keys and values as they are read: pieces of 16 tokens, first the keys', then the values', then the keys that
 // the task reads next. Memory is slower than the products, so each piece is fetched a constant number of pieces ahead.
@@ -81,7 +47,7 @@ struct PairPieces {
     }
 };
 
-// scores [MR][kScoreRow] = q [dims][MR] · NV pieces of keys from piece `piece` on.
+// scores [MR][kScoreRow] = q [dims / 2][kFactors][MR] · NV pieces of keys from piece `piece` on.
 template <int MR> void score_pairs(const float* q, const PairPieces& pieces, int piece, int dims, float* scores) {
     constexpr int NV = pair_vectors(MR);
     const bf16 *at[NV], *ahead[NV];
@@ -92,23 +58,26 @@ template <int MR> void score_pairs(const float* q, const PairPieces& pieces, int
         ahead[v] = pieces.at[then];
         ahead_row[v] = pieces.line_stride(then);
     }
+    PairChains<MR, NV> chains;
     for (int step = 0; step < dims; step += kPairStep) {
-        PairChains<MR, NV> chains;
+        chains.begin_step();
         for (int d = step; d < lesser(step + kPairStep, dims); d += 2) {
             const int64_t offset = d / 2 * pieces.key_row;
-            chains.add([&](int v) { return at[v] + offset; }, q + d * MR, 1, MR, true, true);
+            chains.add([&](int v) { return at[v] + offset; }, q + d / 2 * kFactors * MR, 1, MR, true, true);
             for (int v = 0; v < NV; ++v) __builtin_prefetch(ahead[v] + d / 2 * ahead_row[v]);
         }
-        chains.end(scores, kScoreRow, step == 0);
+        chains.end_step(scores, kScoreRow, step == 0);
     }
+    chains.end(scores, kScoreRow);
 }
 
 // out [MR][row] = sum over keys begin .. end - 1 of weights [MR][kScoreRow] * NV vectors of values from dimension `dim` on.
 template <int MR, int NV>
 void value_pairs(const float* weights, const PairPieces& pieces, int dim, int begin, int end, float* out, int64_t row) {
     const int first_piece = begin / W;
+    PairChains<MR, NV> chains;
     for (int step = begin / kPairStep * kPairStep; step < end; step += kPairStep) {
-        PairChains<MR, NV> chains;
+        chains.begin_step();
         const int until = lesser(end, step + kPairStep);
         for (int key = greater(begin, step); key < until;) {
             const int piece = key / W - first_piece, stop = lesser(until, key / W * W + W), in_piece = key % W / 2;
@@ -118,7 +87,7 @@ void value_pairs(const float* weights, const PairPieces& pieces, int dim, int be
             const bf16* ahead = pieces.at[then] + (in_piece * (pieces.lines / 8) + dim / W) * ahead_row;
             auto add = [&](bool first, bool second) __attribute__((always_inline)) {
                 for (int v = 0; v < NV; ++v) __builtin_prefetch(ahead + v * ahead_row);
-                chains.add([&](int v) { return at + v * 2 * W; }, weights + key / 2 * 2, kScoreRow, 1, first, second);
+                chains.add([&](int v) { return at + v * 2 * W; }, weights + key / 2 * kFactors, kScoreRow, 1, first, second);
                 at += pieces.value_row;
                 ahead += pieces.lines / 8 * ahead_row;
                 key += first + second;
@@ -127,8 +96,9 @@ void value_pairs(const float* weights, const PairPieces& pieces, int dim, int be
             while (key + 2 <= stop) add(true, true);
             if (key < stop) add(true, false);
         }
-        chains.end(out, row, step <= begin);
+        chains.end_step(out, row, step <= begin);
     }
+    chains.end(out, row);
 }
 
 template <int MR> void value_rows_of_pairs(const float* weights, const PairPieces& pieces, int dims, int begin, int end, float* out) {
@@ -152,28 +122,30 @@ struct PairPass {
     PairPass(const AttentionArgs& args, const AttentionTask& task, int padded)
         : args(args), task(task), group(args.heads / args.kv_heads), padded(padded), rows(task.tokens * group) {}
 
-    int64_t scratch_size() const { return rows * (int64_t(task.heads) * args.head_dim + kScoreRow + padded); }
+    int64_t query_size() const { return int64_t(args.head_dim) / 2 * kFactors * rows; }  // of one KV head
+    int64_t scratch_size() const { return task.heads * query_size() + rows * (kScoreRow + padded); }
 
     void begin(float* memory) {
         queries = memory;
-        scores = queries + int64_t(task.heads) * rows * args.head_dim;
+        scores = queries + task.heads * query_size();
         part = scores + rows * kScoreRow;
         for (int h = 0; h < task.heads; ++h)
             for (int r = 0; r < rows; ++r) {
                 const bf16* q = (const bf16*)args.query + args.order[task.first + r / group].token * args.query_token +
                                 ((task.head + h) * group + r % group) * args.query_head;
-                for (int d = 0; d < args.head_dim; ++d) queries[(h * int64_t(args.head_dim) + d) * rows + r] = widen_one(q + d);
+                float* to = queries + h * query_size() + r;
+                for (int d = 0; d < args.head_dim; d += 2, to += kFactors * rows) put_factors(to, rows, q + d);
             }
     }
 
     // As of VectorPass.
     template <class Emit> void partition(int64_t base, int h, const KeyRange* ranges, KeyRange all, Emit&& emit) const {
-        with_rows(Upto<kPairRows>{}, [&](auto count) {
+        with_count(rows, Upto<kPairRows>{}, [&](auto count) {
             constexpr int MR = decltype(count)::value;
             const int from = int(all.begin), until = int(all.end);
             PairPieces pieces;
             locate(base, h, from, until, pieces);
-            const float* q = queries + h * int64_t(args.head_dim) * MR;
+            const float* q = queries + h * query_size();
             Softmax result[MR];
             {
                 const FlushSubnormals rounding;
@@ -212,10 +184,5 @@ struct PairPass {
         for (int i = 0; i < PairPieces::kAhead; ++i)
             pieces.at[2 * pieces.count + i] =
                 more ? key(lesser(next + i * W, last / W * W), task.head + (more_heads ? h + 1 : 0)) : pieces.at[pieces.count];
-    }
-
-    template <int N> struct Count { static constexpr int value = N; };
-    template <int... R, class Body> void with_rows(Sequence<R...>, Body&& body) const {
-        ((rows == R + 1 ? body(Count<R + 1>{}) : void()), ...);
     }
 };

@@ -15,6 +15,18 @@ constexpr int vectors_beside(int rows) { return rows <= 2 ? 4 : 2; }
 // the hardware starts anew at each page.
 constexpr bool reads_ahead(int rows) { return vectors_beside(rows) == 4; }
 
+// The left operand of a product: tile t of step s at data + t * tile + s * step, its rows `row` apart; all in bytes.
+struct TileOperand {
+    const char* data;
+    int64_t row, step, tile;
+};
+
+// body(Count<n>) for n of 1 .. N, with Upto<N>.
+template <int N> struct Count { static constexpr int value = N; };
+template <int... I, class Body> INLINE void with_count(int n, Sequence<I...>, Body&& body) {
+    ((n == I + 1 ? body(Count<I + 1>{}) : void()), ...);
+}
+
 // How many elements lie side by side in what is read in place: bf16 is read in pairs, other dtypes one by one.
 template <class T> constexpr int kSideBySide = 1;
 template <> constexpr int kSideBySide<bf16> = 2;

@@ -33,10 +33,15 @@ template <int N> using Upto = typename UptoOf<N>::type;  // Sequence<0, ..., N -
 #include "attention_tiles.h"
 #include "attention_plan.h"
 #include "attention_vectors.h"
-#if defined(__AMX_BF16__)
+#if defined(__AVX512BF16__)
 #include "attention_weights.h"
-#include "attention_pairs.h"
+#if defined(__AMX_BF16__)
 #include "attention_amx.h"
+#else
+#include "attention_dots.h"
+#endif
+#include "attention_pairs.h"
+#include "attention_tiled.h"
 #endif
 #include "attention.h"
 #include "kv_write.h"

@@ -15,7 +15,7 @@ from torch import Tensor
 from pagemill import _kernels
 from pagemill.ops.quantized import BLOCK, GROUP, QuantizedWeight
 
-KERNEL_VERSION = 4
+KERNEL_VERSION = 5
 """Raised whenever a kernel's arithmetic changes: stored K/V of other bits must not be found."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
