@@ -3,15 +3,24 @@
 // multiplies bf16 pairs, a link of the chain is two neighbouring k, if both weight and x are bf16 (linear_amx.h: 32 k).
 
 constexpr int NR = 2 * W;  // outputs in a panel
+// avx512_bf16 is chosen on AMD's cores only (dispatch.cpp). They read one stream as fast as two, and fastest fetched into the
+// first-level cache line by line.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+constexpr bool kFetchFirst = true;
+#else
+constexpr bool kFetchFirst = false;
+#endif
 #if defined(__AVX512F__)
-constexpr int kMaxTile = 14;  // rows x 2 vectors: 28 accumulators of 32 registers
-constexpr int kMaxWide = 6;   // rows x 4 vectors, two panels at once
+constexpr int kMaxTile = 14;                   // rows x 2 vectors: 28 accumulators of 32 registers
+constexpr int kMaxWide = kFetchFirst ? 0 : 6;  // rows x 4 vectors, two panels at once; 0: never
 #else
 constexpr int kMaxTile = 6;
 constexpr int kMaxWide = 2;
 #endif
 constexpr int kChunk = 576;      // k in a panel's piece, which then stays in the second-level cache for all tiles
-constexpr int kBlockRows = 252;  // rows whose piece of x stays there too; a multiple of both kMaxTile
+constexpr int kBlockRows = 252;  // rows whose piece of x stays there too
+// Where every thread gets blocks of rows of its own: rows of a block for each thread at least, outputs for each row at most.
+constexpr int64_t kOwnRows = 16, kOwnOutputs = 64;
 
 // Two neighbouring k of one output, or of one row of x: what bf16 instructions take.
 struct Pair { bf16 even, odd; };
@@ -47,15 +56,22 @@ INLINE int64_t panels_of(const PackedLinear& weight) { return (weight.n + NR - 1
 #include "coded.h"
 #endif
 
-// Weights that a tile fetches into the cache while it computes: a line at every step of k, `stride` bytes further, at most two
-// lines, since lines come in pairs. Spread evenly, the fetches leave the tile's own loads room.
+// Weights that a tile fetches into the cache while it computes: at every step of k the next `stride` bytes, at most two lines.
+// Spread evenly, the fetches leave the tile's own loads room.
 struct Ahead {
     const char* at;
     int64_t stride;
+
+    INLINE void fetch_step() {
+        __builtin_prefetch(at, 0, kFetchFirst ? 3 : 2);
+        if (kFetchFirst && stride > 64) __builtin_prefetch(at + 64, 0, 3);  // elsewhere lines come in pairs
+        at += stride;
+    }
 };
 
-constexpr int64_t kNearRows = 12;     // how far ahead a tile fetches from the second-level cache to the first
-constexpr int64_t kAheadBytes = 4096;  // with a single tile: how far ahead in the panel, to hide memory's latency
+constexpr int64_t kNearRows = 12;  // how far ahead a tile fetches from the second-level cache to the first
+// With a single tile: how far ahead in the panel, to hide memory's latency.
+constexpr int64_t kAheadBytes = kFetchFirst ? 8192 : 4096;
 
 // `wide` takes the weights as fp32, if given.
 template <int MR, int NP, class T>
@@ -95,11 +111,10 @@ void tile_product(const float* a, const T* b, int64_t b_panel, int64_t k, float*
     F acc[MR][2 * NP];
     for (int r = 0; r < MR; ++r)
         for (int v = 0; v < 2 * NP; ++v) acc[r][v] = add ? load(c + (r * NP * 2 + v) * W) : zero();
-    const char* fetched = ahead.at;
     constexpr int64_t step = Unpair ? 2 : 1;
     for (int64_t i = 0; i < k; i += step, b += NR) {
-        for (int64_t line = 0; line < step; ++line, fetched += ahead.stride) __builtin_prefetch(fetched, 0, 2);
-        if (MR > kMaxWide)
+        for (int64_t j = 0; j < step; ++j) ahead.fetch_step();
+        if (!kFetchFirst && MR > kMaxWide)
             for (int v = 0; v < 2; ++v) __builtin_prefetch(b + kNearRows * NR + v * W);
         float* kept = kNarrow<T, Unpair> && NP == 1 && wide ? wide + i * NR : nullptr;
         if constexpr (Unpair) unpaired_steps<MR, NP>(acc, a + i * MR, b, b_panel, i + 1 < k, kept);
@@ -116,11 +131,12 @@ template <int NP, class T, bool Unpair, int... R> TileProduct<T> choose_tile(int
     return table[rows - 1];
 }
 
-// Rows cut into tiles of nearly equal height.
+// Rows cut into tiles of nearly equal height, as many in each of `blocks`.
 struct Tiles {
-    int64_t rows, count;
+    int64_t rows, blocks, count;
 
-    Tiles(int64_t rows, int highest) : rows(rows), count((rows + highest - 1) / highest) {}
+    Tiles(int64_t rows, int highest, int64_t blocks = 1)
+        : rows(rows), blocks(blocks), count((rows + highest * blocks - 1) / (highest * blocks) * blocks) {}
     int64_t begin(int64_t tile) const { return rows * tile / count; }
     int height(int64_t tile) const { return int(begin(tile + 1) - begin(tile)); }
 };
@@ -206,7 +222,7 @@ template <class T, bool Unpair> struct LinearRun {
     const PackedLinear& weight;
     const float* x;  // packed rows
     void* y;
-    int64_t y_row, k, group, blocks;  // k: links of a chain; group: panels in a task; blocks of tiles
+    int64_t y_row, k, group;  // k: links of a chain; group: panels in a task
     DType type;
     Tiles tiles;
     Gate gate;
@@ -217,7 +233,7 @@ template <class T, bool Unpair> struct LinearRun {
     void operator()(int64_t task, int thread) {
         const int64_t groups = (panels() + group - 1) / group;
         const int64_t first = task % groups * group, last = lesser(first + group, panels());
-        const int64_t block = task / groups, tile_begin = tiles.count * block / blocks, tile_end = tiles.count * (block + 1) / blocks;
+        const int64_t in_block = tiles.count / tiles.blocks, tile_begin = task / groups * in_block, tile_end = tile_begin + in_block;
         for (int64_t panel = first; panel < last;) {
             const bool wide = tiles.count == 1 && tiles.height(0) <= kMaxWide && panel + 2 <= last;
             const int np = wide ? 2 : 1;
@@ -247,8 +263,8 @@ template <class T, bool Unpair> struct LinearRun {
         }
 #endif
         float* c = second ? scratch + sums : scratch;
-        // Two tiles fetch from memory faster than it follows: they begin with less of a piece missing.
-        const int64_t most = count == 1 ? k : count == 2 ? kChunk / 4 : kChunk;
+        // Into the second-level cache, two tiles fetch faster than memory follows: they begin with less of a piece missing.
+        const int64_t most = count == 1 ? k : count == 2 && !kFetchFirst ? kChunk / 4 : kChunk;
         const int64_t pieces = (k + most - 1) / most, chunk = ((k + pieces - 1) / pieces + 1) & ~int64_t(1);
         for (int64_t k0 = 0; k0 < k; k0 += chunk) {
             const int64_t length = lesser(chunk, k - k0);
@@ -269,7 +285,7 @@ template <class T, bool Unpair> struct LinearRun {
                 else if (np == 1)
                     choose_tile<1, T, Unpair>(height, Upto<kMaxTile>{})(a, piece, 0, length, out, k0 > 0, ahead,
                                                                        widen ? wide_piece : nullptr);
-                else
+                else if constexpr (kMaxWide > 0)
                     choose_tile<2, T, Unpair>(height, Upto<kMaxWide>{})(a, piece, panel_size, length, out, k0 > 0,
                                                                        {(const char*)piece, 0}, nullptr);
                 if (k0 + length < k) continue;
@@ -305,21 +321,29 @@ INLINE int64_t panels_in_task(int64_t panels, int64_t blocks, bool wide) {
     return group < 2 ? (wide && panels > 2 * num_threads() ? 2 : 1) : lesser<int64_t>(group, 64) & ~int64_t(1);
 }
 
+// With enough rows every thread has blocks of its own, and what it reads of x and writes of y stays in its caches from one
+// operator to the next. Each block reads the weights again, which costs less than lines of cores that share no cache.
+INLINE Tiles cut_rows(int64_t rows, int64_t n) {
+    const int64_t threads = num_threads(), blocks = (rows + kBlockRows - 1) / kBlockRows;
+    const int64_t whole = (blocks + threads - 1) / threads * threads;
+    const bool own = rows >= kOwnRows * threads * whole && n <= kOwnOutputs * rows;
+    return Tiles(rows, kMaxTile, own ? whole : blocks);
+}
+
 template <class T, bool Unpair = false>
 void linear_packed(const PackedLinear& weight, const float* x, int64_t k, void* y, int64_t y_row, DType type, Tiles tiles,
                    Gate gate = {}, Likeliest* likeliest = nullptr) {
     const int64_t panels = gate.panels ? gate.panels : panels_of(weight);
-    const int64_t blocks = (tiles.count + kBlockRows / kMaxTile - 1) / (kBlockRows / kMaxTile);
-    const int64_t group = panels_in_task(panels, blocks, tiles.count == 1 && tiles.height(0) <= kMaxWide);
-    LinearRun<T, Unpair> run{weight, x, y, y_row, k, group, blocks, type, tiles, gate, likeliest};
-    run_panels(run, tiles.rows, blocks);
+    const int64_t group = panels_in_task(panels, tiles.blocks, tiles.count == 1 && tiles.height(0) <= kMaxWide);
+    LinearRun<T, Unpair> run{weight, x, y, y_row, k, group, type, tiles, gate, likeliest};
+    run_panels(run, tiles.rows, tiles.blocks);
 }
 
 template <class T, bool Unpair = false>
 void linear_typed(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m,
                   Gate gate = {}, Likeliest* likeliest = nullptr) {
     constexpr bool kPairs = sizeof(T) == sizeof(Pair) && !Unpair;
-    const Tiles tiles(m, kMaxTile);
+    const Tiles tiles = cut_rows(m, weight.n);
     const bool pairs = weight.type == DType::bf16 && kPairs;
     const int64_t k = pairs ? (weight.k + 1) / 2 : weight.k;
     const float* packed = (const float*)x;
@@ -372,7 +396,7 @@ void linear(const PackedLinear& weight, const void* x, int64_t x_row, void* y, i
 }
 
 // For rows in several tiles: with fewer, what passes between the operators stays in the caches. What comes out of the
-// activation is packed for `down` at once.
+// activation is packed for `down` at once, which therefore takes the same tiles.
 bool mlp(const PackedLinear& gate_up, const PackedLinear& down, const void* x, int64_t x_row, void* y, int64_t y_row,
          DType type, Activation activation, int64_t m) {
     if (type != DType::f32 || gate_up.format != Format::dense || down.format != Format::dense) return false;
@@ -384,7 +408,7 @@ bool mlp(const PackedLinear& gate_up, const PackedLinear& down, const void* x, i
     });
     with_panels(down.type, [&](auto panels) {
         using P = decltype(panels);
-        linear_packed<typename P::T, P::kUnpair>(down, gated, down.k, y, y_row, type, Tiles(m, kMaxTile));
+        linear_packed<typename P::T, P::kUnpair>(down, gated, down.k, y, y_row, type, cut_rows(m, gate_up.n));
     });
     return true;
 }
