@@ -57,6 +57,16 @@ struct Linear {
             throw std::bad_alloc();
         }
     }
+    Linear(Address values, Address scale, Address low, Address bias, int64_t n, int64_t k, int bits) : set(kernels()) {
+        weight.n = n;
+        weight.k = k;
+        weight.format = bits == 4 ? Format::affine4 : Format::affine8;
+        Run run;
+        if (!set.pack_affine(weight, {at<uint8_t>(values), at<float>(scale), at<float>(low), at<float>(bias)})) {
+            release(weight);
+            throw std::bad_alloc();
+        }
+    }
     ~Linear() { release(weight); }
     Linear(const Linear&) = delete;
 
@@ -211,6 +221,7 @@ NB_MODULE(_kernels, m) {
     });
     nb::class_<Linear>(m, "Linear")
         .def(nb::init<Address, Address, int64_t, int64_t, int, int>(), "weight", "bias", "n", "k", "dtype", "x_dtype")
+        .def(nb::init<Address, Address, Address, Address, int64_t, int64_t, int>(), "values", "scale", "low", "bias", "n", "k", "bits")
         .def(nb::init<Address, Address, Address, Address, Address, int64_t, int64_t, int>(), "values", "slopes", "offsets",
              "scales", "bias", "n", "k", "dtype")
         .def("__call__", &Linear::call)

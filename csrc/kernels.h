@@ -12,11 +12,13 @@ enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };  // i8: caches on
 
 inline size_t item_size(DType type) { return type == DType::f32 ? 4 : type == DType::i8 ? 1 : 2; }
 
-// How a weight is held: in its dtype, as integers of 8 or 4 bits (isa/quantized.h), or as bf16 in 12 bits (isa/coded.h).
-enum class Format : int { dense = 0, int8 = 1, int4 = 2, coded = 3 };
+// How a weight is held: in its dtype, as integers of 8 or 4 bits that are multiplied as such (isa/quantized.h), as bf16 in 12 bits
+// (isa/coded.h), or as fp32 in integers of 4 or 8 bits (isa/affine.h).
+enum class Format : int { dense = 0, int8 = 1, int4 = 2, coded = 3, affine4 = 4, affine8 = 5 };
 
 // A weight [n, k] packed into panels of neighbouring outputs: panel, then k, then output; bf16, for instructions that multiply
-// pairs: panel, then k / 2, then output, then k % 2. Made by Kernels::pack_linear, or pack_quantized.
+// pairs: panel, then k / 2, then output, then k % 2. Made by Kernels::pack_linear, pack_quantized or
+// pack_affine.
 struct PackedLinear {
     int64_t n = 0, k = 0;
     DType type = DType::f32;  // of a dense weight; of a quantized one's rows, where nothing else is asked for
@@ -36,6 +38,14 @@ struct QuantizedSource {
     const int16_t *slopes, *offsets;  // [n, k / 32], int4 only
     const uint16_t* scales;           // bf16 [n, ceil(k / 192)]
     const float* bias;                // [n] or null
+};
+
+// A weight, before it is packed, that is scale * value + low in fp32, where scale * value is exact: values uint8 [n, k], each below
+// 16 with affine4; scale and low [n, k / 32]; k % 32 = 0.
+struct AffineSource {
+    const uint8_t* values;
+    const float *scale, *low;
+    const float* bias;  // [n] or null
 };
 
 // One layer's keys or values: element (frame, head, token, dim) at data + frame * frame_stride + ... In pairs (bf16 only),
@@ -158,6 +168,7 @@ struct Kernels {
     bool (*pack_linear)(PackedLinear&, const void* weight, const float* bias, DType x);
     // The same for integers, in the weight's `format`.
     bool (*pack_quantized)(PackedLinear&, const QuantizedSource&);
+    bool (*pack_affine)(PackedLinear&, const AffineSource&);
     // y [m, n] = x [m, k] · weight^T + bias; rows of x and y at row_stride; both of dtype `type`.
     void (*linear)(const PackedLinear&, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m);
     // tokens [m]: of each row of `linear`, the likeliest output as choose_tokens would find it at temperature 0 once the row has

@@ -72,7 +72,7 @@ void embed_any_format(const PackedLinear& packed, const int64_t* ids, float scal
     else embed_packed(packed, ids, scale, y, type, tokens);
 }
 
-constexpr Kernels table{NAME(PAGEMILL_ISA), pack_linear, pack_quantized, linear_of_any_format, linear_likeliest, mlp, attend, write_kv,
+constexpr Kernels table{NAME(PAGEMILL_ISA), pack_linear, pack_quantized, pack_affine, linear_of_any_format, linear_likeliest, mlp, attend, write_kv,
                         rms_norm, rotate, gated, embed, embed_any_format, add_norm, prepare_heads, choose_tokens, log_probabilities,
                         exp_all, tanh_all};
 

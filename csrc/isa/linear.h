@@ -17,6 +17,7 @@ constexpr int kMaxWide = kFetchFirst ? 0 : 6;  // rows x 4 vectors, two panels a
 constexpr int kMaxTile = 6;
 constexpr int kMaxWide = 2;
 #endif
+constexpr int kMaxWideAffine = W == 16 ? 6 : 2;
 constexpr int kChunk = 576;      // k in a panel's piece, which then stays in the second-level cache for all tiles
 constexpr int kBlockRows = 252;  // rows whose piece of x stays there too
 // Where every thread gets blocks of rows of its own: rows of a block for each thread at least, outputs for each row at most.
@@ -55,6 +56,20 @@ INLINE int64_t panels_of(const PackedLinear& weight) { return (weight.n + NR - 1
 #if defined(__AMX_BF16__)
 #include "coded.h"
 #endif
+
+// Padded with zeros to whole panels; false: out of memory.
+bool pack_bias(PackedLinear& packed, const float* bias) {
+    if (!bias) return true;
+    const size_t bytes = (panels_of(packed) * NR * sizeof(float) + 63) / 64 * 64;
+    packed.bias = (float*)std::aligned_alloc(64, bytes);
+    if (!packed.bias) return false;
+    packed.bytes += bytes;
+    std::memset(packed.bias, 0, bytes);
+    std::memcpy(packed.bias, bias, packed.n * sizeof(float));
+    return true;
+}
+
+#include "affine.h"
 
 // Weights that a tile fetches into the cache while it computes: at every step of k the next `stride` bytes, at most two lines.
 // Spread evenly, the fetches leave the tile's own loads room.
@@ -210,6 +225,8 @@ void pack_gated(const float* gate, float* up, int height, const float* gate_bias
     pack_rows<float>(up, NR * sizeof(float), NR, height, packed);
 }
 
+INLINE int most_wide(const PackedLinear& weight) { return is_affine(weight) ? kMaxWideAffine : kMaxWide; }
+
 // With a gate, y is activation(first half of the outputs) * second half as packed rows, and each half has `panels` panels;
 // 0: none.
 struct Gate {
@@ -235,7 +252,7 @@ template <class T, bool Unpair> struct LinearRun {
         const int64_t first = task % groups * group, last = lesser(first + group, panels());
         const int64_t in_block = tiles.count / tiles.blocks, tile_begin = task / groups * in_block, tile_end = tile_begin + in_block;
         for (int64_t panel = first; panel < last;) {
-            const bool wide = tiles.count == 1 && tiles.height(0) <= kMaxWide && panel + 2 <= last;
+            const bool wide = tiles.count == 1 && tiles.height(0) <= most_wide(weight) && panel + 2 <= last;
             const int np = wide ? 2 : 1;
             run_panels(panel, np, tile_begin, tile_end, thread);
             if (gate.panels) run_panels(gate.panels + panel, np, tile_begin, tile_end, thread);
@@ -252,7 +269,8 @@ template <class T, bool Unpair> struct LinearRun {
         const bool widen = kNarrow<T, Unpair> && count > 2;
         const bool second = gate.panels && panel >= gate.panels;
         const int64_t sums = rows * width, all_sums = gate.panels ? 2 * sums : sums;
-        const int64_t floats = all_sums + (widen ? kChunk * NR : 0);
+        const bool affine = is_affine(weight);
+        const int64_t floats = all_sums + (affine ? kAffinePiece * NR : widen ? kChunk * NR : 0);
         const bool coded = Unpair && weight.format == Format::coded;
         float* scratch = (float*)thread_scratch(thread, sizeof(float) * floats + (coded ? np * panel_size * sizeof(T) : 0));
         float* wide_piece = scratch + all_sums;
@@ -263,9 +281,17 @@ template <class T, bool Unpair> struct LinearRun {
         }
 #endif
         float* c = second ? scratch + sums : scratch;
+        if (affine && count == 1) {
+            const int height = tiles.height(tile_begin);
+            few_rows_affine(weight, panel, np, height, x + row_begin * k, c);
+            if (second) write_product(scratch, c, height, panel, row_begin);
+            else if (!gate.panels) write(c, width, height, panel, row_begin);
+            return;
+        }
         // Into the second-level cache, two tiles fetch faster than memory follows: they begin with less of a piece missing.
-        const int64_t most = count == 1 ? k : count == 2 && !kFetchFirst ? kChunk / 4 : kChunk;
-        const int64_t pieces = (k + most - 1) / most, chunk = ((k + pieces - 1) / pieces + 1) & ~int64_t(1);
+        const int64_t most = affine ? kAffinePiece : count == 1 ? k : count == 2 && !kFetchFirst ? kChunk / 4 : kChunk;
+        const int64_t pieces = (k + most - 1) / most, unit = affine ? kAffineK : 2;
+        const int64_t chunk = ((k + pieces - 1) / pieces + unit - 1) / unit * unit;
         for (int64_t k0 = 0; k0 < k; k0 += chunk) {
             const int64_t length = lesser(chunk, k - k0);
             const T* piece = b + (Unpair ? k0 / 2 : k0) * NR;
@@ -274,13 +300,17 @@ template <class T, bool Unpair> struct LinearRun {
             const int64_t piece_bytes = length * NR * int64_t(sizeof(T)) / (Unpair ? 2 : 1);
             const char* next = (const char*)piece + (count > 1 ? piece_bytes : kAheadBytes);
             if (gate.panels && k0 + length == k) next += (second ? -gate.panels : gate.panels - 1) * panel_size * int64_t(sizeof(T));
+            if (affine) widen_affine(weight, panel, k0, length, wide_piece);
             const int64_t share = (piece_bytes + count - 1) / count, stride = (share + length - 1) / length;
             for (int64_t t = tile_begin; t < tile_end; ++t) {
                 const int height = tiles.height(t);
                 const float* a = x + tiles.begin(t) * k + k0 * height;
                 float* out = c + (tiles.begin(t) - row_begin) * width;
                 const Ahead ahead{next + (t - tile_begin) * share, stride};
-                if (widen && t > tile_begin)
+                if (affine) {
+                    choose_tile<1, float, false>(height, Upto<kMaxTile>{})(a, wide_piece, 0, length, out, k0 > 0,
+                                                                          {(const char*)wide_piece, 0}, nullptr);
+                } else if (widen && t > tile_begin)
                     choose_tile<1, float, false>(height, Upto<kMaxTile>{})(a, wide_piece, 0, length, out, k0 > 0, ahead, nullptr);
                 else if (np == 1)
                     choose_tile<1, T, Unpair>(height, Upto<kMaxTile>{})(a, piece, 0, length, out, k0 > 0, ahead,
@@ -334,7 +364,7 @@ template <class T, bool Unpair = false>
 void linear_packed(const PackedLinear& weight, const float* x, int64_t k, void* y, int64_t y_row, DType type, Tiles tiles,
                    Gate gate = {}, Likeliest* likeliest = nullptr) {
     const int64_t panels = gate.panels ? gate.panels : panels_of(weight);
-    const int64_t group = panels_in_task(panels, tiles.blocks, tiles.count == 1 && tiles.height(0) <= kMaxWide);
+    const int64_t group = panels_in_task(panels, tiles.blocks, tiles.count == 1 && tiles.height(0) <= most_wide(weight));
     LinearRun<T, Unpair> run{weight, x, y, y_row, k, group, type, tiles, gate, likeliest};
     run_panels(run, tiles.rows, tiles.blocks);
 }
@@ -399,7 +429,8 @@ void linear(const PackedLinear& weight, const void* x, int64_t x_row, void* y, i
 // activation is packed for `down` at once, which therefore takes the same tiles.
 bool mlp(const PackedLinear& gate_up, const PackedLinear& down, const void* x, int64_t x_row, void* y, int64_t y_row,
          DType type, Activation activation, int64_t m) {
-    if (type != DType::f32 || gate_up.format != Format::dense || down.format != Format::dense) return false;
+    const auto in_fp32 = [](const PackedLinear& weight) { return weight.format == Format::dense || is_affine(weight); };
+    if (type != DType::f32 || !in_fp32(gate_up) || !in_fp32(down)) return false;
     if (m <= kMaxTile || gate_up.n % (2 * NR) || gate_up.n != 2 * down.k) return false;
     float* gated = (float*)caller_scratch(1, sizeof(float) * m * down.k);
     with_panels(gate_up.type, [&](auto panels) {
@@ -449,15 +480,7 @@ bool pack_panels(PackedLinear& packed, const void* weight, DType x) {
 }
 
 bool pack_linear(PackedLinear& packed, const void* weight, const float* bias, DType x) {
-    if (!pack_panels(packed, weight, x)) return false;
-    if (!bias) return true;
-    const size_t bytes = (panels_of(packed) * NR * sizeof(float) + 63) / 64 * 64;
-    packed.bias = (float*)std::aligned_alloc(64, bytes);
-    packed.bytes += bytes;
-    if (!packed.bias) return false;
-    std::memset(packed.bias, 0, bytes);
-    std::memcpy(packed.bias, bias, packed.n * sizeof(float));
-    return true;
+    return pack_panels(packed, weight, x) && pack_bias(packed, bias);
 }
 
 // Elements [0, count) of output i's row, of a panel or of its beginning, times `scale`.
@@ -492,6 +515,7 @@ void embed_packed(const PackedLinear& packed, const int64_t* ids, float scale, v
 #if defined(__AMX_BF16__)
                 if (packed.format == Format::coded) return embed_coded(packed, row, scale, out);
 #endif
+                if (is_affine(packed)) return embed_affine(packed, row, scale, out);
                 embed_row((const T*)packed.panels + row / NR * NR * packed_k(packed), row % NR, packed.k, scale, out);
             };
             parallel(tokens, unpack);

@@ -249,6 +249,22 @@ template <class T> INLINE void store_upto(T* p, F x, int64_t left) {
     else store_first(p, x, int(left));
 }
 
+typedef uint32_t Integers __attribute__((vector_size(4 * W)));
+INLINE Integers load_integers(const uint32_t* p) { Integers x; std::memcpy(&x, p, sizeof x); return x; }
+
+// The number in the lowest bits of each element.
+template <int Bits> INLINE F lowest_bits(Integers x) {
+#if defined(__AVX512F__)
+    if (Bits == 4) {
+        const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        return {_mm512_permutexvar_ps((__m512i)x, numbers)};
+    }
+#endif
+    typedef int32_t Whole __attribute__((vector_size(4 * W)));
+    typedef float Numbers __attribute__((vector_size(4 * W)));
+    return {__builtin_convertvector((Whole)(x & ((1u << Bits) - 1)), Numbers)};
+}
+
 // Calls body(T*) with the element type of `type`, which is not i8.
 template <class Body> INLINE void with_type(DType type, Body&& body) {
     switch (type) {

@@ -56,6 +56,39 @@ void check_linear() {
     release(packed);
 }
 
+// fp32 weights held as integers.
+void check_affine() {
+    const Format format = below(2) ? Format::affine4 : Format::affine8;
+    const int64_t n = 1 + below(150), k = 32 * (1 + below(20)), m = 1 + below(below(2) ? 20 : 90);
+    where = "affine";
+    Guarded values(n * k), scale(n * k / 32, DType::f32), low(n * k / 32, DType::f32), x(m * k, DType::f32), y(m * n, DType::f32);
+    for (int64_t i = 0; i < n * k; ++i) values.as<uint8_t>()[i] = uint8_t(below(format == Format::affine4 ? 16 : 256));
+    scale.fill(random_source, 0.125);
+    low.fill(random_source);
+    for (int64_t i = 0; i < n * k / 32; ++i) scale.set(i, std::round(scale.get(i) * 1024) / 1024);  // products are exact
+    x.fill(random_source);
+    PackedLinear packed;
+    packed.n = n;
+    packed.k = k;
+    packed.format = format;
+    if (!kernels().pack_affine(packed, {values.as<uint8_t>(), scale.as<float>(), low.as<float>(), nullptr})) std::abort();
+    const auto weight = [&](int64_t i) {
+        return double(scale.as<float>()[i / 32] * float(values.as<uint8_t>()[i]) + low.as<float>()[i / 32]);
+    };
+    kernels().linear(packed, x.data(), k, y.data(), n, DType::f32, m);
+    for (int64_t row = 0; row < m; ++row)
+        for (int64_t out = 0; out < n; ++out) {
+            double sum = 0;
+            for (int64_t i = 0; i < k; ++i) sum += x.get(row * k + i) * weight(out * k + i);
+            expect(y.get(row * n + out), sum, 64 * tolerance(DType::f32));
+        }
+    Guarded ids(sizeof(int64_t)), embedded(k, DType::f32);
+    *ids.as<int64_t>() = below(int(n));
+    kernels().embed_packed(packed, ids.as<int64_t>(), 1.0f, embedded.data(), DType::f32, 1);
+    for (int64_t i = 0; i < k; ++i) expect(embedded.get(i), weight(*ids.as<int64_t>() * k + i), 0);
+    release(packed);
+}
+
 void check_mlp() {
     const int64_t k = 1 + below(700), half = 32 * (1 + below(4)), n = 1 + below(100), m = 1 + below(90), gap = below(3) * 32;
     const Activation activation = below(2) ? Activation::silu : Activation::gelu_tanh;
@@ -460,6 +493,7 @@ int main(int count, char** arguments) {
             Exclusive exclusive;
             set_num_threads(1 + round % 3);
             check_linear();
+            check_affine();
             check_mlp();
             check_attention();
             check_elementwise();

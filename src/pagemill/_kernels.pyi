@@ -55,7 +55,8 @@ def log_probabilities(
 ) -> None: ...
 
 class Linear:
-    """Dense, or of integers (QuantizedSource in csrc/kernels.h); slopes 0: 8 bits."""
+    """Dense; of integers (QuantizedSource in csrc/kernels.h), slopes 0: 8 bits; or float32 held in integers
+    (AffineSource)."""
 
     @overload
     def __init__(self, weight: int, bias: int, n: int, k: int, dtype: int, x_dtype: int) -> None: ...
@@ -63,6 +64,8 @@ class Linear:
     def __init__(
         self, values: int, slopes: int, offsets: int, scales: int, bias: int, n: int, k: int, dtype: int
     ) -> None: ...
+    @overload
+    def __init__(self, values: int, scale: int, low: int, bias: int, n: int, k: int, bits: int) -> None: ...
     def __call__(self, x: int, x_row: int, y: int, y_row: int, dtype: int, rows: int) -> None: ...
     def likeliest(self, x: int, x_row: int, dtype: int, rows: int, tokens: int) -> None:
         """tokens int64 [rows]: as `choose_tokens` at temperature 0 from what a call would have written."""

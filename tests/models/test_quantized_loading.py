@@ -10,7 +10,10 @@ from gguf import GGMLQuantizationType as Kind
 from gguf_files import write_gguf
 from small_llama import load, logits, save_llama
 
+from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.errors import ConfigError, CorruptWeightsError
+from pagemill.models.loading.load import load_model
+from pagemill.ops.cpu_ops import CpuOps
 from pagemill.ops.torch_ops import TorchOps
 
 
@@ -33,6 +36,21 @@ def packed(monkeypatch):
     return seen
 
 
+class NotingOps(CpuOps):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bits: list[int] = []
+
+    def pack_affine(self, weight, bias=None):
+        self.bits.append(weight.bits)
+        return super().pack_affine(weight, bias)
+
+
+class DenseOps(CpuOps):
+    def pack_affine(self, weight, bias=None):
+        return self.pack_linear(weight.dense(), bias)
+
+
 def close(found: torch.Tensor, exact: torch.Tensor) -> bool:
     return bool((found - exact).norm() < 0.1 * exact.norm())
 
@@ -52,6 +70,17 @@ def test_a_quantized_file_gives_the_model_of_its_dense_weights(folder, tmp_path,
     assert packed == []
     assert close(logits(load(file, dtype="float32", quantization="gguf")), exact)
     assert packed == [bits] * 9
+
+
+@pytest.mark.parametrize("unlike", [{}, {"attn_v": Kind.Q5_1, "output": Kind.F32}])
+@pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
+def test_a_float32_model_holds_the_integers_of_its_file(folder, tmp_path, kind, unlike):
+    """To the bit what their dense weights give; with unlike parts in one matrix too, which is dense then."""
+    file = gguf_of(folder, tmp_path, lambda name: unlike.get(name.split(".")[-2], kind))
+    noting, dense = NotingOps(), DenseOps()
+    found, expected = (load_model(file, ops=ops, attention=CpuAttention(), dtype="float32") for ops in (noting, dense))
+    assert torch.equal(logits(found), logits(expected))
+    assert noting.bits == [8 if kind == Kind.Q8_0 else 4] * (6 if unlike else 9)
 
 
 def test_a_joined_matrix_takes_what_its_widest_part_needs(folder, tmp_path, packed):

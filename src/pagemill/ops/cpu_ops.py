@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pagemill import _kernels
+from pagemill.ops.affine import AffineWeight
 from pagemill.ops.quantized import BLOCK, GROUP, QuantizedWeight
 
 KERNEL_VERSION = 5
@@ -102,6 +103,14 @@ class CpuOps:
         held = dtype_code(weight)
         packed = _kernels.Linear(weight.data_ptr(), _address(bias), rows, columns, held, DTYPES[dtype or weight.dtype])
         return CpuLinear(packed, (rows, columns), weight.dtype)
+
+    def pack_affine(self, weight: AffineWeight, bias: Tensor | None = None) -> CpuLinear:
+        rows, columns = weight.values.shape
+        packed = _kernels.Linear(
+            weight.values.data_ptr(), weight.scale.data_ptr(), weight.low.data_ptr(), _address(bias), rows, columns,
+            weight.bits,
+        )  # fmt: skip
+        return CpuLinear(packed, (rows, columns), torch.float32)
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> CpuLinear:
         rows, columns = weight.values.shape

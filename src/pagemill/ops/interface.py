@@ -11,6 +11,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
+from pagemill.ops.affine import AffineWeight
 from pagemill.ops.quantized import QuantizedWeight
 
 
@@ -41,6 +42,10 @@ class Ops(Protocol):
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
         """weight [out_features, in_features] in the model's dtype, or narrower with `widens_weights`; may be freed by
         the caller afterwards. dtype: of most x, the weight's unless given; it takes any."""
+        ...
+
+    def pack_affine(self, weight: AffineWeight, bias: Tensor | None = None) -> Linear:
+        """As `pack_linear` of the float32 weight that the integers stand for, with the same bits. bias fp32."""
         ...
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagemill.ops.affine import AffineWeight
 from pagemill.ops.quantized import QuantizedWeight, quantized_linear
 
 
@@ -54,6 +55,9 @@ class TorchOps:
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> TorchLinear:
         return TorchLinear(weight, bias)
+
+    def pack_affine(self, weight: AffineWeight, bias: Tensor | None = None) -> TorchLinear:
+        return TorchLinear(weight.dense(), bias)
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> TorchQuantizedLinear:
         return TorchQuantizedLinear(weight, bias, dtype)

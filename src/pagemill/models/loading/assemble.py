@@ -17,8 +17,9 @@ from pagemill.models.loading.checkpoint import PLAIN_DTYPES, Checkpoint
 from pagemill.models.names import WeightNames
 from pagemill.models.spec import DecoderSpec
 from pagemill.models.weights import DecoderWeights, Experts, GatedMLP, LayerWeights
+from pagemill.ops.affine import AffineWeight
 from pagemill.ops.interface import Linear, Ops
-from pagemill.ops.quantized import QuantizedWeight, keep_int4, quantize_int8
+from pagemill.ops.quantized import keep_int4, quantize_int8
 
 _OWN_MAPPING_BYTES = 1 << 20
 _STAGING_BYTES = 16 << 20
@@ -133,11 +134,14 @@ class Assembler:
     ) -> Linear:
         offsets = self._matrix(parts, rows, 0, unpair=unpair, dtype=torch.float32) if bias else None
         bits = self._bits(parts)
+        if bits is None and (kept := self._kept_bits(parts)) is not None:
+            values, scale, low = (part.to(self._device) for part in self._integers(parts, rows, columns, unpair))
+            return self._ops.pack_affine(AffineWeight(values, scale, low, kept), offsets)
         if bits is None:
             weight = self._matrix(parts, rows, columns, unpair=unpair, dtype=self._held(parts))
             return self._ops.pack_linear(weight, offsets, self._dtype)
         if bits == 4:
-            quantized = self._int4(parts, rows, columns, unpair)
+            quantized = keep_int4(*self._integers(parts, rows, columns, unpair))
         else:
             quantized = quantize_int8(self._matrix(parts, rows, columns, unpair=unpair, dtype=torch.float32))
         return self._ops.pack_quantized(quantized, offsets, self._dtype)
@@ -159,25 +163,32 @@ class Assembler:
         kept = [bits for bits in stored if bits is not None]
         return max(kept, default=None) if len(kept) == len(stored) else None
 
+    def _kept_bits(self, parts: Sequence[str]) -> int | None:
+        """Of the integers in which a float32 model holds a joined matrix, where all its parts are stored alike."""
+        if self._dtype != torch.float32:
+            return None
+        stored = {self._checkpoint.affine_bits(f"{part}.weight") for part in parts if self._has(f"{part}.weight")}
+        return stored.pop() if len(stored) == 1 else None
+
     def _has(self, name: str) -> bool:
         return name in self._checkpoint.tensors
 
-    def _int4(
+    def _integers(
         self, parts: Sequence[str], rows: tuple[int, ...], columns: int, unpair: tuple[int, ...]
-    ) -> QuantizedWeight:
-        """As `_matrix`, but the integers that the file holds."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """As `_matrix`, but the integers that the file holds: values, scale and low."""
         if len(parts) == 1:
             rows = (sum(rows),)
         joined: list[tuple[Tensor, ...]] = []
         for index, (part, count) in enumerate(zip(parts, rows, strict=True)):
             name = f"{part}.weight"
             self._expect(name, (count, columns))
-            read = self._checkpoint.read_int4(name)
+            read = self._checkpoint.read_affine(name)
             self._check_finite(name, torch.cat(read[1:]))
             self._count(name)
             joined.append(tuple(_unpaired(each, unpair[index]) if index < len(unpair) else each for each in read))
-        values, scale, low = (torch.cat(each) for each in zip(*joined, strict=True))
-        return keep_int4(values, scale, low)
+        values, scale, low = (torch.cat(each) if len(each) > 1 else each[0] for each in zip(*joined, strict=True))
+        return values, scale, low
 
     def _matrix(
         self,

@@ -54,12 +54,16 @@ class Checkpoint(Protocol):
         ...
 
     def stored_bits(self, name: str) -> int | None:
-        """Bits per value of a tensor in a quantized format (4: what `read_int4` reads), None of a plain one."""
+        """Bits per value of a tensor in a quantized format, rounded up to 4 or 8; None of a plain one."""
         ...
 
-    def read_int4(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        """values uint8 [rows, columns], 0 .. 15, and scale and low, float32 [rows, columns / 32]: the weight is
-        scale * value + low."""
+    def affine_bits(self, name: str) -> int | None:
+        """Bits of the integers that `read_affine` reads, 4 or 8; None of a tensor that it does not read."""
+        ...
+
+    def read_affine(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
+        """values uint8 [rows, columns], and scale and low, float32 [rows, columns / 32]: the weight is
+        scale * value + low, where scale * value is exact."""
         ...
 
     def read_into(self, name: str, out: Tensor) -> None:

@@ -25,8 +25,8 @@ from pagemill.models.loading.overrides import apply_overrides, check_overrides
 from pagemill.models.names import GGUF, WeightNames
 
 _QUANTIZED = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}
-_BLOCKS_OF_32 = {"Q4_0": 2, "Q4_1": 4}
-"""Formats whose integers can be kept, by the bytes before a block's 16 of values: scale, and for Q4_1 min, in fp16."""
+_AFFINE = {"Q4_0": (2, 4), "Q4_1": (4, 4), "Q8_0": (2, 8)}
+"""Formats whose integers can be kept: bytes before a block's 32 values (scale, and for Q4_1 min, in fp16), and bits."""
 _MODEL_TYPES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -94,20 +94,27 @@ class GGUFModel:
 
     def stored_bits(self, name: str) -> int | None:
         kind = self._stored[name].kind.name
-        return (4 if kind in _BLOCKS_OF_32 else 8) if kind in _QUANTIZED else None
+        return (self.affine_bits(name) or 8) if kind in _QUANTIZED else None
 
-    def read_int4(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
+    def affine_bits(self, name: str) -> int | None:
+        _, bits = _AFFINE.get(self._stored[name].kind.name, (0, None))
+        return bits
+
+    def read_affine(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
         tensor, file = self._stored[name], self.files[0]
         rows, columns = tensor.shape
-        head = _BLOCKS_OF_32[tensor.kind.name]
-        stored = file.view(tensor.begin, tensor.begin + tensor.nbytes).reshape(rows, columns // 32, head + 16)
+        head, bits = _AFFINE[tensor.kind.name]
+        stored = file.view(tensor.begin, tensor.begin + tensor.nbytes).reshape(rows, columns // 32, head + 4 * bits)
         values = np.empty((rows, columns // 32, 32), dtype=np.uint8)
-        np.bitwise_and(stored[..., head:], 15, out=values[..., :16])
-        np.right_shift(stored[..., head:], 4, out=values[..., 16:])
+        if bits == 4:
+            np.bitwise_and(stored[..., head:], 15, out=values[..., :16])
+            np.right_shift(stored[..., head:], 4, out=values[..., 16:])
+        else:
+            np.bitwise_xor(stored[..., head:], 128, out=values)  # plus 128
         heads = torch.from_numpy(stored[..., :head].copy()).view(torch.float16).float()
         file.forget(tensor.begin, tensor.begin + tensor.nbytes)
         scale = heads[..., 0].contiguous()
-        low = heads[..., 1].contiguous() if tensor.kind.name == "Q4_1" else -8 * scale
+        low = heads[..., 1].contiguous() if tensor.kind.name == "Q4_1" else -(1 << bits - 1) * scale
         return torch.from_numpy(values.reshape(rows, columns)), scale, low
 
     def read_into(self, name: str, out: Tensor) -> None:

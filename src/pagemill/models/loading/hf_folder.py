@@ -59,7 +59,10 @@ class HuggingFaceFolder:
     def stored_bits(self, name: str) -> None:
         return None
 
-    def read_int4(self, name: str) -> NoReturn:
+    def affine_bits(self, name: str) -> None:
+        return None
+
+    def read_affine(self, name: str) -> NoReturn:
         raise TypeError(f"tensor {name!r} is not quantized")
 
     def read_into(self, name: str, out: Tensor) -> None:

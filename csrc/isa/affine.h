@@ -1,0 +1,134 @@
+// fp32 weights held as the integers they were stored as, without loss: of 4 or 8 bits, with a scale and a lowest value for each
+// 32 k. scale * integer is exact in fp32, so one multiply-add gives the very weight that the file's format means; what lies in
+// memory is 6 or 10 bits instead of 32. A piece of a panel is widened to where the products read it as if it had lain there.
+
+constexpr int kAffineK = 32;
+constexpr int64_t kAffinePiece = 192;  // k that are widened at a time: they stay in the first-level cache
+
+template <int Bits> struct AffineBlock {
+    static constexpr int kTogether = 32 / Bits;  // neighbouring k of an output in a word, the first in the lowest bits
+    float scale[NR], low[NR];
+    uint32_t words[2][Bits][W];  // vector of outputs, word, output
+};
+
+template <class Body> INLINE void with_affine(Format format, Body&& body) {
+    if (format == Format::affine4) body((AffineBlock<4>*)nullptr);
+    else body((AffineBlock<8>*)nullptr);
+}
+INLINE bool is_affine(const PackedLinear& weight) {
+    return weight.format == Format::affine4 || weight.format == Format::affine8;
+}
+
+constexpr int64_t kAffineAhead = 4096;  // bytes that are fetched ahead
+template <int Bits> INLINE void fetch_after(const AffineBlock<Bits>* block) {
+    for (size_t line = 0; line < sizeof *block; line += 64) __builtin_prefetch((const char*)block + kAffineAhead + line);
+}
+
+// Blocks of a panel as fp32 [k][NR].
+template <int Bits> void widen_blocks(const AffineBlock<Bits>* from, int64_t blocks, float* to) {
+    for (; blocks; --blocks, ++from, to += kAffineK * NR) {
+        fetch_after(from);
+        for (int v = 0; v < 2; ++v) {
+            const F scale = load(from->scale + v * W), low = load(from->low + v * W);
+            float* out = to + v * W;
+            for (int word = 0; word < Bits; ++word) {
+                const Integers all = load_integers(from->words[v][word]);
+                for (int i = 0; i < AffineBlock<Bits>::kTogether; ++i, out += NR)
+                    store(out, fma(lowest_bits<Bits>(all >> (i * Bits)), scale, low));
+            }
+        }
+    }
+}
+
+// c [MR][NP * NR] = a [k][MR] times NP panels of `blocks` each, for so few rows that nothing widened is used again.
+template <int MR, int NP, int Bits> void affine_product(const float* a, const AffineBlock<Bits>* from, int64_t blocks, float* c) {
+    constexpr int NV = 2 * NP;
+    F acc[MR][NV];
+    for (int r = 0; r < MR; ++r)
+        for (int v = 0; v < NV; ++v) acc[r][v] = zero();
+    for (int64_t b = 0; b < blocks; ++b, ++from) {
+        for (int p = 0; p < NP; ++p) fetch_after(from + p * blocks);
+        for (int word = 0; word < Bits; ++word) {
+            Integers all[NV];
+            for (int v = 0; v < NV; ++v) all[v] = load_integers(from[v / 2 * blocks].words[v % 2][word]);
+            for (int i = 0; i < AffineBlock<Bits>::kTogether; ++i, a += MR)
+                for (int v = 0; v < NV; ++v) {
+                    const AffineBlock<Bits>& block = from[v / 2 * blocks];
+                    const F w = fma(lowest_bits<Bits>(all[v] >> (i * Bits)), load(block.scale + v % 2 * W), load(block.low + v % 2 * W));
+                    for (int r = 0; r < MR; ++r) acc[r][v] = fma(broadcast(a[r]), w, acc[r][v]);
+                }
+        }
+    }
+    for (int r = 0; r < MR; ++r)
+        for (int v = 0; v < NV; ++v) store(c + (r * NV + v) * W, acc[r][v]);
+}
+
+template <int Bits> using AffineProduct = void (*)(const float*, const AffineBlock<Bits>*, int64_t, float*);
+template <int NP, int Bits, int... R> AffineProduct<Bits> choose_affine(int rows, Sequence<R...>) {
+    static constexpr AffineProduct<Bits> table[] = {affine_product<R + 1, NP, Bits>...};
+    return table[rows - 1];
+}
+
+INLINE void few_rows_affine(const PackedLinear& weight, int64_t panel, int np, int rows, const float* a, float* c) {
+    with_affine(weight.format, [&](auto* t) {
+        using Block = Pointee<decltype(t)>;
+        constexpr int kBits = 32 / Block::kTogether;
+        const int64_t blocks = weight.k / kAffineK;
+        const auto product = np == 1 ? choose_affine<1, kBits>(rows, Upto<kMaxTile>{}) : choose_affine<2, kBits>(rows, Upto<kMaxWideAffine>{});
+        product(a, (const Block*)weight.panels + panel * blocks, blocks, c);
+    });
+}
+
+// k [begin, begin + length) of a panel, both multiples of 32.
+INLINE void widen_affine(const PackedLinear& weight, int64_t panel, int64_t begin, int64_t length, float* to) {
+    with_affine(weight.format, [&](auto* t) {
+        using Block = Pointee<decltype(t)>;
+        widen_blocks((const Block*)weight.panels + (panel * weight.k + begin) / kAffineK, length / kAffineK, to);
+    });
+}
+
+bool pack_affine(PackedLinear& packed, const AffineSource& from) {
+    bool packs = false;
+    with_affine(packed.format, [&](auto* t) {
+        using Block = Pointee<decltype(t)>;
+        const int64_t blocks = packed.k / kAffineK;
+        packed.bytes = (panels_of(packed) * blocks * sizeof(Block) + 4095) / 4096 * 4096;
+        packed.panels = allocate_shared(packed.bytes);
+        if (!packed.panels || !pack_bias(packed, from.bias)) return;
+        auto pack = [&](int64_t panel, int) {
+            Block* out = (Block*)packed.panels + panel * blocks;
+            std::memset((void*)out, 0, blocks * sizeof *out);
+            for (int64_t i = 0; i < lesser<int64_t>(NR, packed.n - panel * NR); ++i) {
+                const int64_t row = (panel * NR + i) * blocks;
+                for (int64_t b = 0; b < blocks; ++b) {
+                    const uint8_t* values = from.values + (row + b) * kAffineK;
+                    out[b].scale[i] = from.scale[row + b];
+                    out[b].low[i] = from.low[row + b];
+                    for (int j = 0; j < kAffineK; ++j)
+                        out[b].words[i / W][j / Block::kTogether][i % W] |=
+                            uint32_t(values[j]) << (j % Block::kTogether * 32 / Block::kTogether);
+                }
+            }
+        };
+        parallel(panels_of(packed), pack);
+        packs = true;
+    });
+    return packs;
+}
+
+template <class Y> void embed_affine(const PackedLinear& packed, int64_t row, float factor, Y* y) {
+    with_affine(packed.format, [&](auto* t) {
+        using Block = Pointee<decltype(t)>;
+        const int64_t blocks = packed.k / kAffineK, i = row % NR;
+        for (int64_t b = 0; b < blocks; ++b, y += kAffineK) {
+            const Block& block = ((const Block*)packed.panels)[row / NR * blocks + b];
+            float wide[kAffineK];
+            for (int j = 0; j < kAffineK; ++j) {
+                const int bits = 32 / Block::kTogether;
+                const uint32_t whole = block.words[i / W][j / Block::kTogether][i % W] >> (j % Block::kTogether * bits);
+                wide[j] = block.scale[i] * float(whole & ((1u << bits) - 1)) + block.low[i];
+            }
+            for (int j = 0; j < kAffineK; j += W) store(y + j, load(wide + j) * broadcast(factor));
+        }
+    });
+}
