@@ -1,17 +1,20 @@
-// Linear layers on integers: weights of 4 or 8 bits, x of 15, both with a scale per row and group of 192 k. 8 bits of x would
-// be too few beside its outliers (docs/kernels.md). Tiles multiply x as two integers of 8 bits, v = 128 * high + low, other
-// instruction sets in words. Sums over a group are exact, so an output is one chain of fused multiply-adds, one per group
-// in ascending order, whatever multiplies the integers: instruction sets that fuse give each other's bits.
+// Linear layers on integers: weights of 4 or 8 bits with a scale per output and group of 192 k, x of 8 to 16 bits with a scale
+// per row and group (round_group). Sums over a group are exact, so an output is one chain of fused multiply-adds, one per
+// group in ascending order, whatever multiplies the integers: instruction sets that fuse give each other's bits.
+// quantized_amx.h multiplies them as bytes on tiles, quantized_bytes.h as bytes in vectors, quantized_words.h in words.
 //
 // A panel holds 16 outputs. A step of it is 16 lines of 64 bytes, in a line 4 neighbouring k of each output. That is how
 // VNNI takes weights, and a tile of AMX too. With 4 bits a step is packed: for each of its two halves of 32 k a slope and
 // an offset per output (Half), then 8 lines of 64 bytes, in each 16-bit word four values q, lowest bits first: k 0 and k 1
 // of a line of the 8-bit step, then the same of the next line; the next word has k 2 and 3. The weight is
 // (slope * q + offset) >> 8, modulo 2^16: the file's scale * q + min in units of the group's scale, rounded to 8 bits.
+// Four panels lie together, a piece of kStepsAtOnce steps of each after the other: so a task reads one stream.
+// Where VNNI multiplies bytes, which takes one side without sign, weights are held 128 higher, and so is what they expand to.
 
 constexpr int kPanel = 16;
 constexpr int kStepK = 64;
 constexpr int64_t kStepLines = kPanel * kStepK;  // bytes of an 8-bit step
+constexpr int kPanelsTogether = 4;  // panels
 constexpr int kHalfK = 32;
 constexpr int kGroupSteps = 3;
 constexpr int kGroupK = kGroupSteps * kStepK;
@@ -22,18 +25,9 @@ struct PackedStep {
     uint16_t q[8][2 * kPanel];
 };
 
-constexpr int kMostX = 127 * 128;
-#if defined(__AVX512F__)
-constexpr int kRowsInTile = 16;
-#elif defined(__AVX2__)
-constexpr int kRowsInTile = 4;
-#else
-constexpr int kRowsInTile = 2;
-#endif
-constexpr int64_t kTileStep = int64_t(kRowsInTile) * kStepK * 2;  // bytes of a tile's step of x
+constexpr int kMostX = 127 * 256;  // its upper byte, rounded, is at most 127
 
 typedef uint16_t Words __attribute__((vector_size(4 * W)));
-typedef int16_t SignedWords __attribute__((vector_size(4 * W)));
 typedef int32_t Dwords __attribute__((vector_size(4 * W)));
 typedef uint16_t HalfWords __attribute__((vector_size(2 * W)));
 
@@ -72,207 +66,165 @@ void expand_steps(const PackedStep* from, int64_t steps, int8_t* lines, int64_t 
     }
 }
 
-// Rows of x as integers, cut into tiles: tile, step, then for AMX high and low, row, k; else row, k in words, k 0, 2, 1, 3 of
-// each four. scales [tile, group, row].
-struct QuantizedRows {
-    char* values;
-    float* scales;
-    int64_t steps;
-
-    char* step(int64_t tile, int64_t s) const { return values + (tile * steps + s) * kTileStep; }
-    float* scale(int64_t tile, int64_t g) const { return scales + (tile * groups_of(steps) + g) * kRowsInTile; }
-};
-
-// What is not finite makes the scale NaN, and with it the row's outputs.
-template <class T> void quantize_row(const T* x, int64_t k, const QuantizedRows& rows, int64_t tile, int r) {
-    for (int64_t first = 0; first < rows.steps; first += kGroupSteps) {
-        alignas(64) float wide[kGroupK];
-        alignas(64) int32_t whole[kGroupK];
-        const int64_t last = lesser(first + kGroupSteps, rows.steps);
-        const int length = int(last - first) * kStepK;
-        for (int i = 0; i < length; i += W) {
-            const int64_t left = k - first * kStepK - i;
-            const T* from = x + first * kStepK + i;
-            store(wide + i, left >= W ? load(from) : left > 0 ? load_first(from, int(left)) : zero());
-        }
-        int32_t most = 0;
-        for (int i = 0; i < length; ++i) most = greater(most, int32_t(bits_of(wide[i]) & 0x7fffffffu));
-        float scale = float_of(most) * (1.0f / kMostX), inverse = kMostX / float_of(most);
-        if (most >= 0x7f800000) {
-            scale = float_of(0x7fc00000u);
-            inverse = 0;
-        } else if (float_of(most) < 0x1p-100f) {
-            scale = inverse = 0;
-        }
-        // Adding 1.5 * 2^23 rounds to the nearest whole, ties to even, in the lowest bits.
-        for (int i = 0; i < length; ++i) whole[i] = int32_t(bits_of(wide[i] * inverse + 12582912.0f)) - 0x4b400000;
-        rows.scale(tile, first / kGroupSteps)[r] = scale;
-        for (int64_t s = first; s < last; ++s) {
-            const int32_t* from = whole + (s - first) * kStepK;
-#if defined(__AMX_INT8__)
-            int8_t* high = (int8_t*)rows.step(tile, s) + r * kStepK;
-            int8_t* low = high + kRowsInTile * kStepK;
-            for (int i = 0; i < kStepK; ++i) high[i] = int8_t((from[i] + 64) >> 7);
-            for (int i = 0; i < kStepK; ++i) low[i] = int8_t(from[i] - high[i] * 128);
-#else
-            int16_t* words = (int16_t*)rows.step(tile, s) + r * kStepK;
-            for (int i = 0; i < kStepK; i += 4, words += 4) {
-                words[0] = int16_t(from[i]);
-                words[1] = int16_t(from[i + 2]);
-                words[2] = int16_t(from[i + 1]);
-                words[3] = int16_t(from[i + 3]);
-            }
-#endif
-        }
-    }
-}
-
-// A panel's 8-bit steps, and their scales per output.
-struct Panel {
+// A piece of neighbouring panels, in steps of 8 bits; the panels' scales lie scale_stride elements apart.
+struct Piece {
     const int8_t* lines;
-    const bf16* scales;
+    const bf16* scales;  // the first group's
+    int64_t scale_stride;
+    int64_t steps;
+    int64_t ahead;  // bytes to fetch ahead, or 0
+
+    int64_t panel_bytes() const { return steps * kStepLines; }
 };
 
 #if defined(__AMX_INT8__)
 #include "quantized_amx.h"
+#elif defined(__AVX512VNNI__)
+#include "quantized_bytes.h"
 #else
-
-// sum + the products of pairs of words; x is one pair.
-INLINE Dwords multiply_pairs(Dwords sum, SignedWords weight, int32_t x) {
-#if defined(__AVX512VNNI__)
-    return (Dwords)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)weight, _mm512_set1_epi32(x));
-#elif defined(__AVX512F__)
-    return sum + (Dwords)_mm512_madd_epi16((__m512i)weight, _mm512_set1_epi32(x));
-#elif defined(__AVX2__)
-    return sum + (Dwords)_mm256_madd_epi16((__m256i)weight, _mm256_set1_epi32(x));
-#elif defined(__x86_64__)
-    return sum + (Dwords)_mm_madd_epi16((__m128i)weight, _mm_set1_epi32(x));
-#else
-    return sum + ((Dwords)weight << 16 >> 16) * int16_t(x) + ((Dwords)weight >> 16) * (x >> 16);
+#include "quantized_words.h"
 #endif
+
+// Groups of a tile's rows, and tiles, in the order in which a task passes over them.
+struct Rows {
+    TileGroup* data;
+    int64_t of_tile, of_group;
+
+    Rows(int64_t tiles, int64_t steps)
+        : data((TileGroup*)caller_scratch(0, tiles * groups_of(steps) * sizeof(TileGroup))),
+          of_tile(steps <= kStepsAtOnce ? groups_of(steps) : 1), of_group(steps <= kStepsAtOnce ? 1 : tiles) {}
+    TileGroup& at(int64_t tile, int64_t group) const { return data[tile * of_tile + group * of_group]; }
+};
+
+// A row's group of x rounded to whole steps, at most kMostX up or down; returns the step. It is a 127th of 4 times the mean
+// magnitude, so that most of x has 8 bits and a few outliers have more; if none has, it is a 127th of the largest.
+// Where the sum of magnitudes is not finite, the step is NaN, and so are the row's outputs.
+template <class T> INLINE float round_group(const T* x, int length, int32_t* whole) {
+    constexpr float kMeans = 4;
+    constexpr int kParts = 16;  // sums that run side by side, the same on all instruction sets
+    alignas(64) float wide[kGroupK], parts[kParts];
+    F part[kParts / W], most = zero();
+    for (F& each : part) each = zero();
+    for (int i = 0; i < length; i += kParts)
+        for (int j = 0; j < kParts; j += W) {
+            const F value = load(x + i + j);
+            store(wide + i + j, value);
+            part[j / W] = part[j / W] + abs(value);
+            most = max(most, abs(value));
+        }
+    for (int j = 0; j < kParts; j += W) store(parts + j, part[j / W]);
+    for (int half = kParts / 2; half; half /= 2)
+        for (int j = 0; j < half; ++j) parts[j] += parts[j + half];
+    const float sum = parts[0], largest = maximum(most);
+    float step = greater(largest * (1.0f / kMostX), lesser(largest * (1.0f / 127), sum * (kMeans / (127 * kGroupK))));
+    float inverse = 1 / step;
+    if (!(sum < kInf)) {
+        step = float_of(0x7fc00000u);
+        inverse = 0;
+        for (int i = 0; i < length; ++i) wide[i] = 0;
+    } else if (largest < 0x1p-100f) {
+        step = inverse = 0;
+    }
+    // Adding 1.5 * 2^23 rounds to the nearest whole, ties to even, in the lowest bits.
+    for (int i = 0; i < length; ++i) whole[i] = int32_t(bits_of(wide[i] * inverse + 12582912.0f)) - 0x4b400000;
+    return step;
 }
 
-INLINE F whole_to_float(Dwords v) {
-#if defined(__AVX512F__)
-    return {_mm512_cvtepi32_ps((__m512i)v)};
-#elif defined(__AVX2__)
-    return {_mm256_cvtepi32_ps((__m256i)v)};
-#else
-    return {__builtin_convertvector(v, Floats)};
-#endif
-}
-
-// c [H][16] = a tile of rows times a panel. `ahead`: bytes to fetch ahead, or 0.
-template <int H> void panel_product(const QuantizedRows& rows, int64_t tile, Panel panel, float* c, int64_t ahead) {
-    constexpr int kVectors = kPanel / W;
-    for (int i = 0; i < H * kPanel; i += W) store(c + i, zero());
-    const int8_t* line = panel.lines;
-    for (int64_t first = 0; first < rows.steps; first += kGroupSteps) {
-        Dwords sum[H][kVectors];
-        for (int r = 0; r < H; ++r)
-            for (int v = 0; v < kVectors; ++v) sum[r][v] = Dwords{};
-        for (int64_t s = first; s < lesser(first + kGroupSteps, rows.steps); ++s) {
-            const char* x = rows.step(tile, s);
-            for (int i = 0; i < kStepK / 4; ++i, line += 64, x += 8) {
-                if (ahead) __builtin_prefetch(line + ahead, 0, 3);
-                for (int v = 0; v < kVectors; ++v) {
-                    const SignedWords both = load_as<SignedWords>(line + v * W * 4), even = both << 8 >> 8, odd = both >> 8;
-                    for (int r = 0; r < H; ++r) {
-                        const char* of_row = x + r * kStepK * 2;
-                        sum[r][v] = multiply_pairs(sum[r][v], even, load_as<int32_t>(of_row));
-                        sum[r][v] = multiply_pairs(sum[r][v], odd, load_as<int32_t>(of_row + 4));
-                    }
-                }
+// The tile's rows x [height][k].
+template <class T> void quantize_tile(const T* x, int64_t x_row, int height, int64_t k, const Rows& rows, int64_t tile) {
+    alignas(64) int32_t whole[kRowsInTile][kGroupK];
+    for (int64_t first = 0; first < k; first += kGroupK) {
+        TileGroup& group = rows.at(tile, first / kGroupK);
+        const int64_t left = k - first;
+        const int length = int(lesser<int64_t>(kGroupK, steps_of(left) * kStepK));
+        for (int r = 0; r < height; ++r) {
+            const T* from = x + r * x_row + first;
+            T padded[kGroupK] = {};
+            if (left < length) {
+                std::memcpy(padded, from, left * sizeof(T));
+                from = padded;
             }
+            group.scale[r] = round_group(from, length, whole[r]);
         }
-        const int64_t g = first / kGroupSteps;
-        const float* of_rows = rows.scale(tile, g);
-        for (int v = 0; v < kVectors; ++v) {
-            const F scale = load(panel.scales + g * kPanel + v * W);
-            for (int r = 0; r < H; ++r) {
-                float* out = c + r * kPanel + v * W;
-                store(out, fma(whole_to_float(sum[r][v]), scale * broadcast(of_rows[r]), load(out)));
-            }
-        }
+        group.put(whole, height, length);
     }
 }
 
-struct Products {
-    explicit Products(int) {}
-};
-#endif
-
-using PanelProduct = void (*)(const QuantizedRows&, int64_t, Panel, float*, int64_t);
-
-// The products for tiles of at least `height` rows; what the rows beyond give is dropped.
-template <int... I> PanelProduct choose_product(int height, int& rows, Sequence<I...>) {
-    static constexpr PanelProduct table[] = {panel_product<1>, panel_product<I * 2 + 2>...};
-    rows = height == 1 ? 1 : (height + 1) / 2 * 2;
-    return table[rows / 2];
+// Where a panel's step lies, in steps.
+INLINE int64_t place_of(const PackedLinear& weight, int64_t panel, int64_t step) {
+    const int64_t steps = steps_of(weight.k), first = panel / kPanelsTogether * kPanelsTogether, before = step - step % kStepsAtOnce;
+    const int64_t count = lesser<int64_t>(kPanelsTogether, (weight.n + kPanel - 1) / kPanel - first);
+    return first * steps + before * count + (panel - first) * lesser(steps - before, kStepsAtOnce) + step - before;
 }
 
 INLINE const bf16* scales_of(const PackedLinear& weight, int64_t panel) {
     return (const bf16*)weight.scales + panel * groups_of(steps_of(weight.k)) * kPanel;
 }
 
+constexpr int64_t kBlockRows8 = 512, kAhead = 8192;
+
 struct QuantizedRun {
     const PackedLinear& weight;
-    QuantizedRows rows;
+    Rows x;
     void* y;
     int64_t y_row;
     DType type;
     Tiles tiles;
     int64_t group, block;  // panels and tiles in a task
     int64_t together;      // panels that a tile passes over, so that what it writes lies together
-    int height;            // of all tiles as multiplied
-    PanelProduct product;
     Likeliest* likeliest;  // takes the outputs instead of y, if given
-
-    static constexpr int64_t kAhead = 8192;
 
     int64_t panels() const { return (weight.n + kPanel - 1) / kPanel; }
 
     void operator()(int64_t task, int thread) {
-        const int64_t groups = (panels() + group - 1) / group;
-        const int64_t first = task % groups * group, last = lesser(first + group, panels());
-        const int64_t tile_begin = task / groups * block, tile_end = lesser(tile_begin + block, tiles.count);
-        const int64_t panel_lines = rows.steps * kStepLines;
-        const bool packed = weight.format == Format::int4;
-        char* scratch = (char*)thread_scratch(thread, kRowsInTile * kPanel * sizeof(float) + packed * together * panel_lines);
+        const int64_t tasks = (panels() + group - 1) / group;
+        const int64_t first = task % tasks * group, last = lesser(first + group, panels());
+        const int64_t tile_begin = task / tasks * block, tile_end = lesser(tile_begin + block, tiles.count);
+        const Products products(int((tiles.rows + tiles.count - 1) / tiles.count));
+        for (int64_t panel = first; panel < last; panel += together)
+            run_panels(products, panel, lesser(together, last - panel), tile_begin, tile_end, thread);
+    }
+
+    void run_panels(const Products& products, int64_t panel, int64_t count, int64_t tile_begin, int64_t tile_end, int thread) {
+        const int64_t steps = steps_of(weight.k), groups = groups_of(steps), width = count * kPanel;
+        const int64_t piece_steps = lesser(steps, kStepsAtOnce);
+        const bool packed = weight.format == Format::int4, whole = piece_steps == steps;
+        const int64_t sums = (whole ? 1 : tile_end - tile_begin) * kRowsInTile * width;
+        char* scratch = (char*)thread_scratch(thread, sums * sizeof(float) + packed * count * piece_steps * kStepLines);
         float* c = (float*)scratch;
-        scratch += kRowsInTile * kPanel * sizeof(float);
-        const Products with(height);
-        for (int64_t begin = first; begin < last; begin += together) {
-            const int64_t end = lesser(begin + together, last);
-            const char* from = (const char*)weight.panels + begin * rows.steps * step_bytes(weight);
+        int8_t* expanded = (int8_t*)(c + sums);
+        const char* from = (const char*)weight.panels + place_of(weight, panel, 0) * step_bytes(weight);
+        for (int64_t step = 0; step < steps; step += piece_steps) {
+            const int64_t here = lesser(piece_steps, steps - step), g = step / kGroupSteps;
+            Piece piece{(const int8_t*)from, scales_of(weight, panel) + g * kPanel, groups * kPanel, here, kAhead};
             if (packed) {
-                expand_steps((const PackedStep*)from, (end - begin) * rows.steps, (int8_t*)scratch, kAhead);
-                from = scratch;
+                expand_steps((const PackedStep*)from, count * here, expanded, kAhead);
                 __asm__ volatile("" ::: "memory");  // the tile intrinsics do not tell the compiler what they read
+                piece.lines = expanded;
+                piece.ahead = 0;
             }
-            for (int64_t t = tile_begin; t < tile_end; ++t)
-                for (int64_t panel = begin; panel < end; ++panel) {
-                    const Panel operand{(const int8_t*)from + (panel - begin) * panel_lines, scales_of(weight, panel)};
-                    product(rows, t, operand, c, !packed && t == tile_begin ? kAhead : 0);
-                    write(c, panel, t);
-                }
+            from += count * here * step_bytes(weight);
+            for (int64_t t = tile_begin; t < tile_end; ++t) {
+                float* out = c + (whole ? 0 : t - tile_begin) * kRowsInTile * width;
+                products(&x.at(t, g), tiles.height(t), piece, count, out, step > 0);
+                piece.ahead = 0;
+                if (step + here == steps) write(out, panel, count, t);
+            }
         }
     }
 
-    void write(const float* c, int64_t panel, int64_t tile) const {
-        if (likeliest) {
-            const float* bias = weight.bias ? weight.bias + panel * kPanel : nullptr;
-            const int64_t row = tiles.begin(tile);
-            return likeliest->take(c, kPanel, tiles.height(tile), bias, panel * kPanel, weight.n, panel / group, row);
-        }
-        const int64_t left = weight.n - panel * kPanel, at = tiles.begin(tile) * y_row + panel * kPanel;
+    void write(const float* c, int64_t panel, int64_t count, int64_t tile) const {
+        const int64_t at = panel * kPanel, width = lesser(count * kPanel, weight.n - at);
+        const float* bias = weight.bias ? weight.bias + at : nullptr;
+        if (likeliest)
+            return likeliest->take(c, int(count * kPanel), tiles.height(tile), bias, at, weight.n, panel / group, tiles.begin(tile));
         with_type(type, [&](auto* t) {
-            auto* out = (Pointee<decltype(t)>*)y + at;
-            for (int r = 0; r < tiles.height(tile); ++r, out += y_row)
-                for (int v = 0; v < kPanel && v < left; v += W) {
-                    F sum = load(c + r * kPanel + v);
-                    if (weight.bias) sum = sum + load(weight.bias + panel * kPanel + v);
-                    store_upto(out + v, sum, left - v);
+            auto* out = (Pointee<decltype(t)>*)y + tiles.begin(tile) * y_row + at;
+            for (int r = 0; r < tiles.height(tile); ++r, out += y_row, c += count * kPanel)
+                for (int64_t v = 0; v < width; v += W) {
+                    F sum = load(c + v);
+                    if (bias) sum = sum + load(bias + v);
+                    store_upto(out + v, sum, width - v);
                 }
         });
     }
@@ -280,38 +232,34 @@ struct QuantizedRun {
 
 void linear_quantized(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m,
                       Likeliest* likeliest = nullptr) {
-    constexpr int64_t kBlockRows8 = 512, kTogetherBytes = 192 << 10;
     const Tiles tiles(m, kRowsInTile);
     const int64_t steps = steps_of(weight.k);
-    QuantizedRows rows{nullptr, nullptr, steps};
-    rows.values = (char*)caller_scratch(0, tiles.count * steps * kTileStep);
-    rows.scales = (float*)caller_scratch(1, tiles.count * groups_of(steps) * kRowsInTile * sizeof(float));
+    const Rows rows(tiles.count, steps);
     with_type(type, [&](auto* t) {
         auto quantize = [&](int64_t tile, int) {
-            for (int r = 0; r < tiles.height(tile); ++r)
-                quantize_row((decltype(t))x + (tiles.begin(tile) + r) * x_row, weight.k, rows, tile, r);
+            quantize_tile((decltype(t))x + tiles.begin(tile) * x_row, x_row, tiles.height(tile), weight.k, rows, tile);
         };
         if (tiles.count > 1) parallel(tiles.count, quantize);
         else quantize(0, 0);
     });
-    QuantizedRun run{weight, rows, y, y_row, type, tiles, 0, 0, 1, 0, nullptr, likeliest};
-    run.product = choose_product(int((m + tiles.count - 1) / tiles.count), run.height, Upto<kRowsInTile / 2>{});
-    run.block = kBlockRows8 / kRowsInTile;
-    if (tiles.count > 1) run.together = greater<int64_t>(1, lesser<int64_t>(8, kTogetherBytes / (steps * kStepLines)));
-    const int64_t blocks = (tiles.count + run.block - 1) / run.block;
-    run.group = greater<int64_t>(1, lesser<int64_t>(64, run.panels() * blocks / (int64_t(num_threads()) * 8)));
+    const int64_t panels = (weight.n + kPanel - 1) / kPanel, together = panels_together(tiles.count, steps);
+    const int64_t block = kBlockRows8 / kRowsInTile, blocks = (tiles.count + block - 1) / block;
+    const int64_t wanted = lesser<int64_t>(64, panels * blocks / (int64_t(num_threads()) * 8));
+    const int64_t group = greater<int64_t>(1, (wanted + together - 1) / together) * together;
+    QuantizedRun run{weight, rows, y, y_row, type, tiles, group, block, together, likeliest};
     run_panels(run, m, blocks);
 }
 
 // The weight at (i, j), in units of its group's scale.
 INLINE int whole_weight(const PackedLinear& packed, int64_t i, int64_t j) {
-    const int64_t s = i / kPanel * steps_of(packed.k) + j / kStepK;
+    const int64_t s = place_of(packed, i / kPanel, j / kStepK);
     const int lane = int(i % kPanel), line = int(j % kStepK) / 4, byte = int(j % 4);
-    if (packed.format == Format::int8) return ((const int8_t*)packed.panels)[s * kStepLines + line * 64 + lane * 4 + byte];
+    if (packed.format == Format::int8)
+        return int8_t(((const uint8_t*)packed.panels)[s * kStepLines + line * 64 + lane * 4 + byte] ^ kRaised);
     const PackedStep& step = ((const PackedStep*)packed.panels)[s];
     const Half& half = step.half[line / 8];
     const int q = step.q[line / 2][lane * 2 + byte / 2] >> (line % 2 * 8 + byte % 2 * 4) & 15;
-    return int8_t(uint16_t(half.slope[lane] * q + half.offset[lane]) >> 8);
+    return int8_t(uint16_t(half.slope[lane] * q + half.offset[lane]) >> 8 ^ kRaised);
 }
 
 bool pack_quantized(PackedLinear& packed, const QuantizedSource& from) {
@@ -329,8 +277,8 @@ bool pack_quantized(PackedLinear& packed, const QuantizedSource& from) {
         std::memcpy(packed.bias, from.bias, n * sizeof(float));
     }
     auto pack = [&](int64_t panel, int) {
-        char* out = (char*)packed.panels + panel * steps * step_bytes(packed);
-        std::memset(out, 0, steps * step_bytes(packed));
+        const auto at = [&](int64_t step) { return (char*)packed.panels + place_of(packed, panel, step) * step_bytes(packed); };
+        for (int64_t step = 0; step < steps; ++step) std::memset(at(step), 0, step_bytes(packed));
         for (int lane = 0; lane < lesser<int64_t>(kPanel, n - panel * kPanel); ++lane) {
             const int64_t row = panel * kPanel + lane;
             for (int64_t g = 0; g < groups; ++g)
@@ -338,13 +286,13 @@ bool pack_quantized(PackedLinear& packed, const QuantizedSource& from) {
             for (int64_t j = 0; j < k; ++j) {
                 const int line = int(j % kStepK) / 4, byte = int(j % 4);
                 if (packed.format == Format::int8) {
-                    out[j / kStepK * kStepLines + line * 64 + lane * 4 + byte] = ((const char*)from.values)[row * k + j];
+                    at(j / kStepK)[line * 64 + lane * 4 + byte] = char(((const uint8_t*)from.values)[row * k + j] ^ kRaised);
                 } else {
-                    PackedStep& step = ((PackedStep*)out)[j / kStepK];
+                    PackedStep& step = *(PackedStep*)at(j / kStepK);
                     const int q = ((const uint8_t*)from.values)[row * k + j];
                     step.q[line / 2][lane * 2 + byte / 2] |= uint16_t(q << (line % 2 * 8 + byte % 2 * 4));
                     step.half[line / 8].slope[lane] = uint16_t(from.slopes[row * (k / kHalfK) + j / kHalfK]);
-                    step.half[line / 8].offset[lane] = uint16_t(from.offsets[row * (k / kHalfK) + j / kHalfK]);
+                    step.half[line / 8].offset[lane] = uint16_t(from.offsets[row * (k / kHalfK) + j / kHalfK] + kRaised * 256);
                 }
             }
         }

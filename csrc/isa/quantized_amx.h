@@ -1,31 +1,48 @@
 // Products of integers on tiles (AMX): a tile product adds 64 k to 16 rows x 16 outputs. A step takes two, of x's high and low
 // parts; a group ends in fp32.
 
+constexpr int kRowsInTile = 16;
+constexpr int kRaised = 0;
+constexpr int64_t kStepsAtOnce = int64_t(1) << 40;  // all of k
+
+// So many that what a tile of rows writes lies together, and 8-bit steps stay in the second-level cache.
+INLINE int64_t panels_together(int64_t tiles, int64_t steps) {
+    constexpr int64_t kTogetherBytes = 192 << 10;
+    return tiles == 1 ? 1 : greater<int64_t>(1, lesser<int64_t>(8, kTogetherBytes / (steps * kStepLines)));
+}
+
+struct alignas(64) TileGroup {
+    struct { int8_t high[kRowsInTile][kStepK], low[kRowsInTile][kStepK]; } step[kGroupSteps];
+    float scale[kRowsInTile];
+
+    void put(const int32_t (*from)[kGroupK], int height, int length) {
+        for (int r = 0; r < height; ++r)
+            for (int s = 0; s < length / kStepK; ++s) {
+                const int32_t* x = from[r] + s * kStepK;
+                for (int i = 0; i < kStepK; ++i) step[s].high[r][i] = int8_t((x[i] + 128) >> 8);
+                for (int i = 0; i < kStepK; ++i) step[s].low[r][i] = int8_t(x[i]);
+            }
+    }
+};
+
 struct alignas(64) IntegerTiles {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
     uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
     uint8_t rows[16] = {};
 };
 
-// Tiles 0 to 3 take sums (high, low; of an even and an odd group), 4 and 5 hold x, 6 the panel's step.
-struct Products {
-    explicit Products(int height) {
-        IntegerTiles config;
-        for (int tile = 0; tile < 8; ++tile) config.rows[tile] = uint8_t(tile < 6 ? height : 16);
-        _tile_loadconfig(&config);
-    }
-    ~Products() { _tile_release(); }
-};
-
 struct First { constexpr operator bool() const { return false; } };
 struct Second { constexpr operator bool() const { return true; } };
 
-// c [H][16] = a tile of rows times a panel. `ahead`: bytes to fetch ahead, or 0.
-template <int H> void panel_product(const QuantizedRows& rows, int64_t tile, Panel panel, float* c, int64_t ahead) {
+// Tiles 0 to 3 take sums (high, low; of an even and an odd group), 4 and 5 hold x, 6 the panel's step.
+// c [H][width] = a tile of rows times a panel.
+template <int H> void panel_product(const TileGroup* rows, const Piece& piece, int64_t panel, float* c, int64_t width) {
     alignas(64) int32_t sums[2][2][H][kPanel];
     F acc[H];
     for (int r = 0; r < H; ++r) acc[r] = zero();
-    const int64_t groups = groups_of(rows.steps);
+    const int8_t* of_panel = piece.lines + panel * piece.panel_bytes();
+    const bf16* scales = piece.scales + panel * piece.scale_stride;
+    const int64_t groups = groups_of(piece.steps);
     auto multiply = [&](int64_t g, auto second) {
         if constexpr (second) {
             _tile_zero(2);
@@ -34,12 +51,12 @@ template <int H> void panel_product(const QuantizedRows& rows, int64_t tile, Pan
             _tile_zero(0);
             _tile_zero(1);
         }
-        for (int64_t s = g * kGroupSteps; s < lesser((g + 1) * kGroupSteps, rows.steps); ++s) {
-            const int8_t* lines = panel.lines + s * kStepLines;
-            const char* x = rows.step(tile, s);
-            for (int64_t line = 0; ahead && line < kStepLines; line += 64) __builtin_prefetch(lines + ahead + line, 0, 2);
-            _tile_loadd(4, x, 64);
-            _tile_loadd(5, x + kRowsInTile * kStepK, 64);
+        for (int64_t s = g * kGroupSteps; s < lesser((g + 1) * kGroupSteps, piece.steps); ++s) {
+            const int8_t* lines = of_panel + s * kStepLines;
+            const auto& x = rows[g].step[s - g * kGroupSteps];
+            for (int64_t line = 0; piece.ahead && line < kStepLines; line += 64) __builtin_prefetch(lines + piece.ahead + line, 0, 2);
+            _tile_loadd(4, x.high, 64);
+            _tile_loadd(5, x.low, 64);
             _tile_loadd(6, lines, 64);
             if constexpr (second) {
                 _tile_dpbssd(2, 4, 6);
@@ -58,11 +75,11 @@ template <int H> void panel_product(const QuantizedRows& rows, int64_t tile, Pan
         }
     };
     auto add = [&](int64_t g) {
-        const F scale = load(panel.scales + g * kPanel);
-        const float* x = rows.scale(tile, g);
+        const F scale = load(scales + g * kPanel);
+        const float* x = rows[g].scale;
         for (int r = 0; r < H; ++r) {
             const __m512i high = _mm512_load_si512(sums[g % 2][0][r]), low = _mm512_load_si512(sums[g % 2][1][r]);
-            const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high, 7), low);
+            const __m512i sum = _mm512_add_epi32(_mm512_slli_epi32(high, 8), low);
             acc[r] = fma({_mm512_cvtepi32_ps(sum)}, scale * broadcast(x[r]), acc[r]);
         }
     };
@@ -73,5 +90,27 @@ template <int H> void panel_product(const QuantizedRows& rows, int64_t tile, Pan
         if (g + 2 < groups) multiply(g + 2, First{});
         if (g + 1 < groups) add(g + 1);
     }
-    for (int r = 0; r < H; ++r) store(c + r * kPanel, acc[r]);
+    for (int r = 0; r < H; ++r) store(c + r * width, acc[r]);
 }
+
+// The products of a tile of rows with `count` panels; c [height][count * kPanel] takes them. All tiles are as high as the highest,
+// to the next even number; what the rows beyond give is dropped.
+struct Products {
+    int height;
+
+    explicit Products(int highest) : height(highest == 1 ? 1 : (highest + 1) / 2 * 2) {
+        IntegerTiles config;
+        for (int tile = 0; tile < 8; ++tile) config.rows[tile] = uint8_t(tile < 6 ? height : 16);
+        _tile_loadconfig(&config);
+    }
+    ~Products() { _tile_release(); }
+
+    void operator()(const TileGroup* x, int, const Piece& piece, int64_t count, float* c, bool) const {
+        run(x, piece, count, c, Upto<kRowsInTile / 2>{});
+    }
+
+    template <int... I> void run(const TileGroup* x, const Piece& piece, int64_t count, float* c, Sequence<I...>) const {
+        static constexpr decltype(&panel_product<1>) table[] = {panel_product<1>, panel_product<I * 2 + 2>...};
+        for (int64_t i = 0; i < count; ++i) table[height / 2](x, piece, i, c + i * kPanel, count * kPanel);
+    }
+};

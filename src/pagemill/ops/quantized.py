@@ -1,7 +1,8 @@
 """Weights as integers of 4 or 8 bits with scales, before they are packed; and the arithmetic on them, in torch.
 
 Both sides of a product are rounded in groups of 192 k (`GROUP`), each with a scale of its own: weights to 8 bits at
-load, activations to 15 bits row by row when they arrive; 8 would be too few beside their outliers. 4-bit weights keep
+load, activations row by row when they arrive, to 127 steps up to 4 times the group's mean magnitude, or to its largest
+if that is less, so that only outliers take more than 8 bits. 4-bit weights keep
 the file's integers in memory; the file's scale and minimum of each 32 become slope and offset in 1/256 of the group's
 scale, and the product is rounded to 8 bits when it is used.
 """
@@ -16,7 +17,8 @@ from torch.nn.functional import pad
 
 GROUP = 192
 BLOCK = 32
-MOST_X = 127 * 128
+MOST_X = 127 * 256
+MEANS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +73,18 @@ def quantized_linear(x: Tensor, whole: Tensor, scales: Tensor) -> Tensor:
     columns = x.shape[1]
     groups = pad(x.float(), (0, -columns % GROUP)).view(len(x), -1, GROUP)
     largest = groups.abs().amax(-1)
-    steps = torch.where(largest < 2.0**-100, 0.0, largest * (1 / MOST_X))
-    inverse = torch.where(largest < 2.0**-100, 0.0, torch.full_like(largest, MOST_X) / largest)
+    means = groups.abs().mean(-1)
+    steps = torch.maximum(largest / MOST_X, torch.minimum(largest, MEANS * means) / 127)
+    steps = torch.where(largest < 2.0**-100, 0.0, steps)
+    inverse = torch.where(largest < 2.0**-100, 0.0, 1 / steps)
     rounded = torch.round(groups * inverse.unsqueeze(-1))
     weight = pad(whole.float(), (0, -columns % GROUP)).view(len(whole), -1, GROUP)
     y = torch.zeros(len(x), len(whole), dtype=torch.float32, device=x.device)
     for group in range(groups.shape[1]):  # the products of each half of x, and their sums, are exact in float32
-        high = torch.floor((rounded[:, group] + 64) / 128)
-        low = rounded[:, group] - 128 * high
+        high = torch.floor((rounded[:, group] + 128) / 256)
+        low = rounded[:, group] - 256 * high
         columns_of = weight[:, group].T
-        total = ((high @ columns_of).double() * 128 + low @ columns_of).float()
+        total = ((high @ columns_of).double() * 256 + low @ columns_of).float()
         y += total * (steps[:, group, None] * scales[:, group].float())
     return y
 
