@@ -16,7 +16,7 @@ from pagemill import _kernels
 from pagemill.ops.affine import AffineWeight
 from pagemill.ops.quantized import BLOCK, GROUP, QuantizedWeight
 
-KERNEL_VERSION = 5
+KERNEL_VERSION = 6
 """Raised whenever a kernel's arithmetic changes: stored K/V of other bits must not be found."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
