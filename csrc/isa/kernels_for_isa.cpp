@@ -27,6 +27,7 @@ template <int N> using Upto = typename UptoOf<N>::type;  // Sequence<0, ..., N -
 #include "simd.h"
 #include "math.h"
 #include "likeliest.h"
+#include "packed.h"
 #include "linear.h"
 #include "quantized.h"
 #include "elementwise.h"
