@@ -6,9 +6,9 @@
 Floor of a workload: the sum over the steps that the engine ran of max(weight bytes / read bandwidth, FLOP / GEMM rate)
 + distinct attended K/V bytes / read bandwidth. FLOP counts the layers for every token, the head for rows that are
 sampled, and attention. Weights count once per step, with the bytes of the dtype that is computed in, quantized ones as
-they are held; a K/V block that several sequences attend counts once. A float32 model may hold what is stored in 16 bits,
-or in a GGUF file's integers, as it is stored, and tiles hold bf16 in 12 bits; they then read less than that: the share
-"of held" is of the floor with the bytes that are held.
+they are held; a K/V block that several sequences attend counts once. A float32 model may hold what is stored in 16
+bits, or in a GGUF file's integers, as it is stored, and tiles hold bf16 in 12 bits; they then read less than that: the
+share "of held" is of the floor with the bytes that are held.
 Ceilings are the best samples before and after the workloads, by the best library at hand; weights are held against the
 faster of two rates, of a buffer far larger than the caches and of one as large as the weights, which a cache that other
 machines share may partly keep.
