@@ -189,5 +189,5 @@ def test_peak_memory_is_near_the_weights(tmp_path):
     for dtype, weights in (("float32", stored), ("bfloat16", stored // 2)):
         command = [sys.executable, "-c", MEASURE, tmp_path, dtype]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        # Beside the weights at most one joined matrix (gate and up: 24 MiB in float32) and working memory.
-        assert weights * 0.8 < int(done.stdout) < weights + (40 << 20)
+        # Beside the weights at most one joined matrix (gate and up: 24 MiB in float32), working memory and huge pages.
+        assert weights * 0.8 < int(done.stdout) < weights + (64 << 20)
