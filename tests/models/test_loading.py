@@ -173,7 +173,9 @@ from pagemill.ops.select import select_ops
 from pagemill.attention.select import select_attention
 import transformers.models.auto.configuration_auto, transformers.models.llama.configuration_llama
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-ops, attention, before = select_ops("cpu"), select_attention("cpu"), peak()
+ops, attention = select_ops("cpu"), select_attention("cpu")
+load_model(sys.argv[3], ops=ops, attention=attention, dtype=sys.argv[2])  # the libraries' own pages
+before = peak()
 model = load_model(sys.argv[1], ops=ops, attention=attention, dtype=sys.argv[2])
 print(peak() - before)
 """
@@ -184,10 +186,11 @@ def test_peak_memory_is_near_the_weights(tmp_path):
     """Stored as float32: the mapped file must not stay in memory beside what was loaded."""
     sizes = {"vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4}
     save_llama(tmp_path, num_attention_heads=16, num_key_value_heads=8, **sizes)
+    small = save_llama(tmp_path / "small")
     stored = (tmp_path / "model.safetensors").stat().st_size
     assert stored > 200 << 20
     for dtype, weights in (("float32", stored), ("bfloat16", stored // 2)):
-        command = [sys.executable, "-c", MEASURE, tmp_path, dtype]
+        command = [sys.executable, "-c", MEASURE, tmp_path, dtype, small]
         done = subprocess.run(command, capture_output=True, text=True, check=True)
-        # Beside the weights at most one joined matrix (gate and up: 24 MiB in float32), working memory and huge pages.
-        assert weights * 0.8 < int(done.stdout) < weights + (64 << 20)
+        # Beside the weights at most one joined matrix (gate and up: 24 MiB in float32) and working memory.
+        assert weights * 0.8 < int(done.stdout) < weights + (40 << 20)
