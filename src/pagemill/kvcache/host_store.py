@@ -19,6 +19,7 @@ class HostStore:
     def __init__(self, capacity: int, record_bytes: int) -> None:
         self._arena = np.empty((capacity, record_bytes), dtype=np.uint8)
         self._slots: OrderedDict[tuple[bytes, int], tuple[int, BlockName]] = OrderedDict()
+        self._leaving: dict[tuple[bytes, int], NDArray[np.uint8]] = {}
         self._free = list(range(capacity - 1, -1, -1))
         self._lock = threading.Lock()
 
@@ -26,7 +27,7 @@ class HostStore:
         """How many of `digests`, from the first on without a gap, are here for a layer group."""
         with self._lock:
             for count, digest in enumerate(digests):
-                if (digest, group) not in self._slots:
+                if (digest, group) not in self._slots and (digest, group) not in self._leaving:
                     return count
         return len(digests)
 
@@ -35,14 +36,17 @@ class HostStore:
         found = []
         with self._lock:
             for row, block in enumerate(blocks):
-                found.append(block in self._slots)
-                if found[-1]:
+                record = self._leaving.get(block)
+                if block in self._slots:
                     self._slots.move_to_end(block)
-                    out[row][:] = self._arena[self._slots[block][0]].reshape(out[row].shape)
+                    record = self._arena[self._slots[block][0]]
+                found.append(record is not None)
+                if record is not None:
+                    out[row][:] = record.reshape(out[row].shape)
         return found
 
     def write(self, names: Sequence[BlockName], records: Records) -> list[tuple[BlockName, NDArray[np.uint8]]]:
-        """Takes blocks in; returns those that made room, with their contents."""
+        """Takes blocks in; returns those that made room, with their contents. They are found until `let_go`."""
         spilled = []
         with self._lock:
             for name, record in zip(names, records, strict=True):
@@ -52,8 +56,15 @@ class HostStore:
                 if not self._free:
                     slot, old = self._slots.popitem(last=False)[1]
                     spilled.append((old, self._arena[slot].copy()))
+                    self._leaving[old[:2]] = spilled[-1][1]
                     self._free.append(slot)
                 slot = self._free.pop()
                 self._arena[slot] = record
                 self._slots[block] = slot, name
         return spilled
+
+    def let_go(self, names: Sequence[BlockName]) -> None:
+        """Blocks that made room lie elsewhere now, or are lost."""
+        with self._lock:
+            for name in names:
+                self._leaving.pop(name[:2], None)

@@ -48,8 +48,12 @@ class LowerTiers:
         if self.host is not None:
             spilled = self.host.write(names, records)
             names, records = [name for name, _ in spilled], [record for _, record in spilled]
-        if self.disk is not None and names:
-            self.disk.write(names, records)
+        try:
+            if self.disk is not None and names:
+                self.disk.write(names, records)
+        finally:
+            if self.host is not None:
+                self.host.let_go(names)
 
     def keep(self, names: Sequence[BlockName], records: Records) -> None:
         """Takes blocks in where they outlive the process, if there is such a tier."""

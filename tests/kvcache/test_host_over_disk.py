@@ -1,0 +1,53 @@
+"""Host memory over disk: a block is found in one of them at any time."""
+
+import numpy as np
+import pytest
+from disk_blocks import RECORD, content, digest_of, name_of, store_of
+
+from pagemill.errors import KVStoreError
+from pagemill.kvcache.host_store import HostStore
+from pagemill.kvcache.lower_tiers import LowerTiers
+
+
+def write(tiers: LowerTiers, indices) -> None:
+    tiers.write([name_of(i) for i in indices], [content(i) for i in indices])
+
+
+def found(tiers: LowerTiers, indices) -> list[bool]:
+    """What is found can be read, and is right."""
+    out = np.zeros((len(indices), RECORD), dtype=np.uint8)
+    there = tiers.read([(digest_of(i), 0) for i in indices], out)
+    for row, i in enumerate(indices):
+        assert tiers.holds(name_of(i)) == there[row]
+        assert not there[row] or (out[row] == content(i)).all()
+    return there
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_blocks_on_their_way_from_host_memory_to_disk_are_found(tmp_path, monkeypatch, fails):
+    disk = store_of(tmp_path)
+    tiers = LowerTiers(HostStore(3, RECORD), disk, RECORD)
+    write(tiers, range(3))
+    put, seen = disk.write, []
+
+    def watched(names, records):
+        seen.append(found(tiers, range(5)))
+        if fails:
+            raise KVStoreError("the disk takes no more")
+        return put(names, records)
+
+    monkeypatch.setattr(disk, "write", watched)
+    if fails:
+        with pytest.raises(KVStoreError):
+            write(tiers, [3, 4])
+    else:
+        write(tiers, [3, 4])
+    assert seen == [[True] * 5]
+    assert found(tiers, range(5)) == [not fails, not fails, True, True, True]
+    assert not tiers.host._leaving
+
+
+def test_without_a_disk_what_made_room_is_gone():
+    tiers = LowerTiers(HostStore(3, RECORD), None, RECORD)
+    write(tiers, range(5))
+    assert found(tiers, range(5)) == [False, False, True, True, True]
