@@ -6,7 +6,7 @@ constexpr int kAffineK = 32;
 constexpr int64_t kAffinePiece = 192;  // k that are widened at a time: they stay in the first-level cache
 
 template <int Bits> struct AffineBlock {
-    static constexpr int kTogether = 32 / Bits;  // neighbouring k of an output in a word, the first in the lowest bits
+    static constexpr int kBits = Bits, kTogether = 32 / Bits;  // neighbouring k of an output in a word, the first in the lowest bits
     float scale[NR], low[NR];
     uint32_t words[2][Bits][W];  // vector of outputs, word, output
 };
@@ -55,7 +55,7 @@ bool pack_affine(PackedLinear& packed, const AffineSource& from) {
         const int64_t blocks = packed.k / kAffineK;
         packed.bytes = (panels_of(packed) * blocks * sizeof(Block) + 4095) / 4096 * 4096;
         packed.panels = allocate_shared(packed.bytes);
-        if (!packed.panels || !pack_bias(packed, from.bias)) return;
+        if (!packed.panels || !pack_bias(packed, from.bias, panels_of(packed) * NR)) return;
         auto pack = [&](int64_t panel, int) {
             Block* out = (Block*)packed.panels + panel * blocks;
             std::memset((void*)out, 0, blocks * sizeof *out);
@@ -67,7 +67,7 @@ bool pack_affine(PackedLinear& packed, const AffineSource& from) {
                     out[b].low[i] = from.low[row + b];
                     for (int j = 0; j < kAffineK; ++j)
                         out[b].words[i / W][j / Block::kTogether][i % W] |=
-                            uint32_t(values[j]) << (j % Block::kTogether * 32 / Block::kTogether);
+                            uint32_t(values[j]) << (j % Block::kTogether * Block::kBits);
                 }
             }
         };
@@ -85,9 +85,8 @@ template <class Y> void embed_affine(const PackedLinear& packed, int64_t row, fl
             const Block& block = ((const Block*)packed.panels)[row / NR * blocks + b];
             float wide[kAffineK];
             for (int j = 0; j < kAffineK; ++j) {
-                const int bits = 32 / Block::kTogether;
-                const uint32_t whole = block.words[i / W][j / Block::kTogether][i % W] >> (j % Block::kTogether * bits);
-                wide[j] = block.scale[i] * float(whole & ((1u << bits) - 1)) + block.low[i];
+                const uint32_t whole = block.words[i / W][j / Block::kTogether][i % W] >> (j % Block::kTogether * Block::kBits);
+                wide[j] = block.scale[i] * float(whole & ((1u << Block::kBits) - 1)) + block.low[i];
             }
             for (int j = 0; j < kAffineK; j += W) store(y + j, load(wide + j) * broadcast(factor));
         }

@@ -21,12 +21,6 @@ struct TileOperand {
     int64_t row, step, tile;
 };
 
-// body(Count<n>) for n of 1 .. N, with Upto<N>.
-template <int N> struct Count { static constexpr int value = N; };
-template <int... I, class Body> INLINE void with_count(int n, Sequence<I...>, Body&& body) {
-    ((n == I + 1 ? body(Count<I + 1>{}) : void()), ...);
-}
-
 // How many elements lie side by side in what is read in place: bf16 is read in pairs, other dtypes one by one.
 template <class T> constexpr int kSideBySide = 1;
 template <> constexpr int kSideBySide<bf16> = 2;

@@ -24,6 +24,12 @@ template <int N, int... I> struct UptoOf : UptoOf<N - 1, N - 1, I...> {};
 template <int... I> struct UptoOf<0, I...> { using type = Sequence<I...>; };
 template <int N> using Upto = typename UptoOf<N>::type;  // Sequence<0, ..., N - 1>
 
+// body(Count<n>) for n of 1 .. N, with Upto<N>.
+template <int N> struct Count { static constexpr int value = N; };
+template <int... I, class Body> inline __attribute__((always_inline)) void with_count(int n, Sequence<I...>, Body&& body) {
+    ((n == I + 1 ? body(Count<I + 1>{}) : void()), ...);
+}
+
 #include "simd.h"
 #include "math.h"
 #include "likeliest.h"

@@ -25,19 +25,12 @@ void affine_product(const float* a, const AffineBlock<Bits>* from, int64_t block
         for (int v = 0; v < NV; ++v) store(c + (r * NV + v) * W, acc[r][v]);
 }
 
-template <int Bits> using AffineProduct = void (*)(const float*, const AffineBlock<Bits>*, int64_t, float*);
-template <int NP, int Bits, int... R> AffineProduct<Bits> choose_affine(int rows, Sequence<R...>) {
-    static constexpr AffineProduct<Bits> table[] = {affine_product<R + 1, NP, Bits>...};
-    return table[rows - 1];
-}
-
 INLINE void few_rows_affine(const PackedLinear& weight, int64_t panel, int np, int rows, const float* a, float* c) {
     with_affine(weight.format, [&](auto* t) {
         using Block = Pointee<decltype(t)>;
-        constexpr int kBits = 32 / Block::kTogether;
         const int64_t blocks = weight.k / kAffineK;
-        const auto product = np == 1 ? choose_affine<1, kBits>(rows, Upto<kMaxTile>{})
-                                     : choose_affine<2, kBits>(rows, Upto<kMaxWideAffine>{});
-        product(a, (const Block*)weight.panels + panel * blocks, blocks, c);
+        const Block* from = (const Block*)weight.panels + panel * blocks;
+        if (np == 1) with_count(rows, Upto<kMaxTile>{}, [&](auto r) { affine_product<decltype(r)::value, 1>(a, from, blocks, c); });
+        else with_count(rows, Upto<kMaxWideAffine>{}, [&](auto r) { affine_product<decltype(r)::value, 2>(a, from, blocks, c); });
     });
 }

@@ -36,10 +36,10 @@ INLINE int64_t panels_of(const PackedLinear& weight) { return (weight.n + NR - 1
 #include "coded.h"
 #endif
 
-// Padded with zeros to whole panels; false: out of memory.
-bool pack_bias(PackedLinear& packed, const float* bias) {
+// Padded with zeros to so many outputs; false: out of memory.
+bool pack_bias(PackedLinear& packed, const float* bias, int64_t outputs) {
     if (!bias) return true;
-    const size_t bytes = (panels_of(packed) * NR * sizeof(float) + 63) / 64 * 64;
+    const size_t bytes = (outputs * sizeof(float) + 63) / 64 * 64;
     packed.bias = (float*)std::aligned_alloc(64, bytes);
     if (!packed.bias) return false;
     packed.bytes += bytes;
@@ -86,7 +86,7 @@ bool pack_panels(PackedLinear& packed, const void* weight, DType x) {
 }
 
 bool pack_linear(PackedLinear& packed, const void* weight, const float* bias, DType x) {
-    return pack_panels(packed, weight, x) && pack_bias(packed, bias);
+    return pack_panels(packed, weight, x) && pack_bias(packed, bias, panels_of(packed) * NR);
 }
 
 // Elements [0, count) of output i's row, of a panel or of its beginning, times `scale`.

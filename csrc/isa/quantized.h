@@ -28,7 +28,6 @@ struct PackedStep {
 constexpr int kMostX = 127 * 256;  // its upper byte, rounded, is at most 127
 
 typedef uint16_t Words __attribute__((vector_size(4 * W)));
-typedef int32_t Dwords __attribute__((vector_size(4 * W)));
 typedef uint16_t HalfWords __attribute__((vector_size(2 * W)));
 
 INLINE int64_t steps_of(int64_t k) { return (k + kStepK - 1) / kStepK; }
@@ -265,17 +264,12 @@ INLINE int whole_weight(const PackedLinear& packed, int64_t i, int64_t j) {
 bool pack_quantized(PackedLinear& packed, const QuantizedSource& from) {
     const int64_t n = packed.n, k = packed.k, steps = steps_of(k), groups = groups_of(steps), panels = (n + kPanel - 1) / kPanel;
     const size_t bytes = (panels * steps * step_bytes(packed) + 4095) / 4096 * 4096;
-    const size_t scale_bytes = panels * groups * kPanel * sizeof(bf16), bias_bytes = panels * kPanel * sizeof(float);
+    const size_t scale_bytes = panels * groups * kPanel * sizeof(bf16);
     packed.panels = allocate_shared(bytes);
     packed.scales = allocate_shared(scale_bytes);
-    packed.bias = from.bias ? (float*)std::aligned_alloc(64, bias_bytes) : nullptr;
-    packed.bytes = bytes + scale_bytes + (from.bias ? bias_bytes : 0);
-    if (!packed.panels || !packed.scales || (from.bias && !packed.bias)) return false;
+    packed.bytes = bytes + scale_bytes;
+    if (!packed.panels || !packed.scales || !pack_bias(packed, from.bias, panels * kPanel)) return false;
     std::memset(packed.scales, 0, scale_bytes);
-    if (from.bias) {
-        std::memset(packed.bias, 0, bias_bytes);
-        std::memcpy(packed.bias, from.bias, n * sizeof(float));
-    }
     auto pack = [&](int64_t panel, int) {
         const auto at = [&](int64_t step) { return (char*)packed.panels + place_of(packed, panel, step) * step_bytes(packed); };
         for (int64_t step = 0; step < steps; ++step) std::memset(at(step), 0, step_bytes(packed));

@@ -75,7 +75,7 @@ template <int H, int P> void group_product(const TileGroup& x, const Piece& piec
         const F scale = load(piece.scales + (panel + p) * piece.scale_stride);
         for (int r = 0; r < H; ++r) {
             float* out = c + r * width + p * W;
-            store(out, fma({_mm512_cvtepi32_ps((__m512i)sum[r][p])}, scale * broadcast(x.scale[r]), add ? load(out) : zero()));
+            store(out, fma(to_float(sum[r][p]), scale * broadcast(x.scale[r]), add ? load(out) : zero()));
         }
     }
 }
@@ -85,15 +85,10 @@ struct Products {
     explicit Products(int) {}
 
     void operator()(const TileGroup* x, int height, const Piece& piece, int64_t count, float* c, bool add) const {
-        run(*x, height, piece, count, c, add, Upto<kRowsInTile>{});
-    }
-
-    template <int... I>
-    static void run(const TileGroup& x, int height, const Piece& piece, int64_t count, float* c, bool add, Sequence<I...>) {
-        static constexpr decltype(&group_product<1, 1>) one[] = {group_product<I + 1, 1>...};
-        static constexpr decltype(&group_product<1, 1>) wide[] = {group_product<I + 1, kPanelsTogether>...};
-        const auto* of_width = count == kPanelsTogether ? wide : one;
-        for (int64_t i = 0; i < count; i += count == kPanelsTogether ? kPanelsTogether : 1)
-            of_width[height - 1](x, piece, i, c + i * kPanel, count * kPanel, add);
+        with_count(height, Upto<kRowsInTile>{}, [&](auto rows) {
+            constexpr int H = decltype(rows)::value;
+            if (count == kPanelsTogether) return group_product<H, kPanelsTogether>(*x, piece, 0, c, count * kPanel, add);
+            for (int64_t i = 0; i < count; ++i) group_product<H, 1>(*x, piece, i, c + i * kPanel, count * kPanel, add);
+        });
     }
 };

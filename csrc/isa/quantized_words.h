@@ -43,16 +43,6 @@ INLINE Dwords multiply_pairs(Dwords sum, SignedWords weight, int32_t x) {
 #endif
 }
 
-INLINE F whole_to_float(Dwords v) {
-#if defined(__AVX512F__)
-    return {_mm512_cvtepi32_ps((__m512i)v)};
-#elif defined(__AVX2__)
-    return {_mm256_cvtepi32_ps((__m256i)v)};
-#else
-    return {__builtin_convertvector(v, Floats)};
-#endif
-}
-
 // c [H][width] (+)= a tile of rows times a panel's group.
 template <int H> void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float* c, int64_t width, bool add) {
     constexpr int kVectors = kPanel / W;
@@ -74,7 +64,7 @@ template <int H> void group_product(const TileGroup& x, const Piece& piece, int6
         const F scale = load(piece.scales + panel * piece.scale_stride + v * W);
         for (int r = 0; r < H; ++r) {
             float* out = c + r * width + v * W;
-            store(out, fma(whole_to_float(sum[r][v]), scale * broadcast(x.scale[r]), add ? load(out) : zero()));
+            store(out, fma(to_float(sum[r][v]), scale * broadcast(x.scale[r]), add ? load(out) : zero()));
         }
     }
 }
@@ -84,12 +74,9 @@ struct Products {
     explicit Products(int) {}
 
     void operator()(const TileGroup* x, int height, const Piece& piece, int64_t count, float* c, bool add) const {
-        run(*x, height, piece, count, c, add, Upto<kRowsInTile>{});
-    }
-
-    template <int... I>
-    static void run(const TileGroup& x, int height, const Piece& piece, int64_t count, float* c, bool add, Sequence<I...>) {
-        static constexpr decltype(&group_product<1>) table[] = {group_product<I + 1>...};
-        for (int64_t i = 0; i < count; ++i) table[height - 1](x, piece, i, c + i * kPanel, count * kPanel, add);
+        with_count(height, Upto<kRowsInTile>{}, [&](auto rows) {
+            for (int64_t i = 0; i < count; ++i)
+                group_product<decltype(rows)::value>(*x, piece, i, c + i * kPanel, count * kPanel, add);
+        });
     }
 };

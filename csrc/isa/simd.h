@@ -250,6 +250,11 @@ template <class T> INLINE void store_upto(T* p, F x, int64_t left) {
 }
 
 typedef uint32_t Integers __attribute__((vector_size(4 * W)));
+typedef int32_t Dwords __attribute__((vector_size(4 * W)));
+INLINE F to_float(Dwords x) {
+    typedef float Numbers __attribute__((vector_size(4 * W)));
+    return {__builtin_convertvector(x, Numbers)};
+}
 INLINE Integers load_integers(const uint32_t* p) { Integers x; std::memcpy(&x, p, sizeof x); return x; }
 
 // The number in the lowest bits of each element.
@@ -260,9 +265,7 @@ template <int Bits> INLINE F lowest_bits(Integers x) {
         return {_mm512_permutexvar_ps((__m512i)x, numbers)};
     }
 #endif
-    typedef int32_t Whole __attribute__((vector_size(4 * W)));
-    typedef float Numbers __attribute__((vector_size(4 * W)));
-    return {__builtin_convertvector((Whole)(x & ((1u << Bits) - 1)), Numbers)};
+    return to_float((Dwords)(x & ((1u << Bits) - 1)));
 }
 
 // Calls body(T*) with the element type of `type`, which is not i8.
