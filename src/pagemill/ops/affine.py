@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from pagemill.ops.checks import check_contiguous
+
 BLOCK = 32
 
 
@@ -25,14 +27,9 @@ class AffineWeight:
         rows, columns = self.values.shape
         if self.bits not in (4, 8) or columns % BLOCK:
             raise ValueError(f"{columns} columns of {self.bits} bits must be a multiple of {BLOCK}, of 4 or 8 bits")
-        shapes = {
-            "values": (self.values, torch.uint8, (rows, columns)),
-            "scale": (self.scale, torch.float32, (rows, columns // BLOCK)),
-            "low": (self.low, torch.float32, (rows, columns // BLOCK)),
-        }
-        for name, (tensor, dtype, shape) in shapes.items():
-            if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
-                raise ValueError(f"{name} must be contiguous {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
+        check_contiguous("values", self.values, torch.uint8, (rows, columns))
+        check_contiguous("scale", self.scale, torch.float32, (rows, columns // BLOCK))
+        check_contiguous("low", self.low, torch.float32, (rows, columns // BLOCK))
 
     def dense(self) -> Tensor:
         """float32 [rows, columns]."""

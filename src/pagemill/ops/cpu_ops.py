@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from pagemill import _kernels
-from pagemill.ops.affine import AffineWeight
-from pagemill.ops.quantized import BLOCK, GROUP, QuantizedWeight
+from pagemill.ops.affine import BLOCK, AffineWeight
+from pagemill.ops.checks import check_contiguous
+from pagemill.ops.quantized import GROUP, QuantizedWeight
 
 KERNEL_VERSION = 6
 """Raised whenever a kernel's arithmetic changes: stored K/V of other bits must not be found."""
@@ -125,8 +126,8 @@ class CpuOps:
         if bits4 and columns % BLOCK:
             raise ValueError(f"4-bit weights have {columns} columns; they must be a multiple of {BLOCK}")
         for name, (tensor, kind, shape) in shapes.items():
-            if tensor is not None and (tensor.dtype != kind or tensor.shape != shape or not tensor.is_contiguous()):
-                raise ValueError(f"{name} must be contiguous {kind} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
+            if tensor is not None:
+                check_contiguous(name, tensor, kind, shape)
         packed = _kernels.Linear(
             weight.values.data_ptr(), _address(weight.slopes), _address(weight.offsets), weight.scales.data_ptr(),
             _address(bias), rows, columns, DTYPES[dtype],

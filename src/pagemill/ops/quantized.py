@@ -1,10 +1,10 @@
 """Weights as integers of 4 or 8 bits with scales, before they are packed; and the arithmetic on them, in torch.
 
 Both sides of a product are rounded in groups of 192 k (`GROUP`), each with a scale of its own: weights to 8 bits at
-load, activations row by row when they arrive, to 127 steps up to 4 times the group's mean magnitude, or to its largest
-if that is less, so that only outliers take more than 8 bits. 4-bit weights keep
-the file's integers in memory; the file's scale and minimum of each 32 become slope and offset in 1/256 of the group's
-scale, and the product is rounded to 8 bits when it is used.
+load, activations row by row when they arrive, to 127 steps up to 4 times the group's mean magnitude, or to its
+largest if that is less, so that only outliers take more than 8 bits. 4-bit weights keep the file's integers in
+memory; the file's scale and minimum of each 32 become slope and offset in 1/256 of the group's scale, and the product
+is rounded to 8 bits when it is used.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from pagemill.ops.affine import BLOCK
+
 GROUP = 192
-BLOCK = 32
 MOST_X = 127 * 256
 MEANS = 4
 
