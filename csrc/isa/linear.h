@@ -16,7 +16,7 @@ constexpr int kMaxWide = kFetchFirst ? 0 : 6;  // rows x 4 vectors, two panels a
 constexpr int kMaxTile = 6;
 constexpr int kMaxWide = 2;
 #endif
-constexpr int kMaxWideAffine = W == 16 ? 6 : 2;  // the same with weights in integers
+constexpr int kFewAffine = W == 16 ? 9 : 4;  // rows for which weights in integers are widened in registers
 constexpr int kChunk = 576;      // k in a panel's piece, which then stays in the second-level cache for all tiles
 constexpr int kBlockRows = 252;  // rows whose piece of x stays there too
 // Where every thread gets blocks of rows of its own: rows of a block for each thread at least, outputs for each row at most.
@@ -178,7 +178,7 @@ void pack_gated(const float* gate, float* up, int height, const float* gate_bias
     pack_rows<float>(up, NR * sizeof(float), NR, height, packed);
 }
 
-INLINE int most_wide(const PackedLinear& weight) { return is_affine(weight) ? kMaxWideAffine : kMaxWide; }
+INLINE int most_wide(const PackedLinear& weight) { return is_affine(weight) ? 0 : kMaxWide; }
 
 // With a gate, y is activation(first half of the outputs) * second half as packed rows, and each half has `panels` panels;
 // 0: none.
@@ -234,9 +234,9 @@ template <class T, bool Unpair> struct LinearRun {
         }
 #endif
         float* c = second ? scratch + sums : scratch;
-        if (affine && count == 1) {
-            const int height = tiles.height(tile_begin);
-            few_rows_affine(weight, panel, np, height, x + row_begin * k, c);
+        const int height = tiles.height(tile_begin);
+        if (affine && count == 1 && height <= kFewAffine) {
+            few_rows_affine(weight, panel, height, x + row_begin * k, c);
             if (second) write_product(scratch, c, height, panel, row_begin);
             else if (!gate.panels) write(c, width, height, panel, row_begin);
             return;
