@@ -1,21 +1,23 @@
 """PagesAhead: the pool's next pages are found and cleared by the system before the engine writes them.
 
 The first write to a page costs far more than the write itself: a huge page is 2 MiB to find and clear, in a virtual
-machine twice over. A thread of its own does that for frames ahead of those in use, so that no step waits for it.
+machine twice over. While an engine waits for its first request, a thread does that for the first frames. Later, all
+cores do it together for the frames that a step is about to use: a thread beside a step would take a core from the
+kernels, and those on the other cores would wait for that one.
 """
 
 from __future__ import annotations
 
 import threading
-
-from torch import Tensor
+from collections.abc import Sequence
 
 from pagemill.kvcache.advice import POPULATE_WRITE, advise
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layout import PAGE_BYTES
+from pagemill.machine import usable_cores
 
 AHEAD_BYTES = 256 << 20
-"""Of the frames that are kept ready beyond the highest in use."""
+"""Of the frames that get their pages before the first request."""
 SHARE = 8
 """Nor more than a pool's eighth."""
 HUGE_PAGE = 2 << 20
@@ -26,45 +28,66 @@ class PagesAhead:
 
     def __init__(self, pool: DevicePool) -> None:
         self._pool = pool
-        on_cpu = pool.device.type == "cpu"
-        self._margin = min(AHEAD_BYTES, pool.nbytes // SHARE) // pool.layout.frame_bytes if on_cpu else 0
-        self._ready = 0  # frames below have their pages, or the thread is at it
-        self._thread: threading.Thread | None = None
-        self.reach(0)
+        self._cores = usable_cores()
+        self._step = max(1, HUGE_PAGE // pool.pieces[2])
+        """Frames that get their pages together: of each piece about a huge page."""
+        self._ready = 0 if pool.device.type == "cpu" else pool.num_frames  # frames below have their pages
+        self._stop = threading.Event()
+        first = min(AHEAD_BYTES, pool.nbytes // SHARE) // pool.layout.frame_bytes
+        # Neither the pool's end nor the process's waits for it: it holds the memory, and for a second at most.
+        self._thread = threading.Thread(target=self._begin, args=(first,), daemon=True, name="pages ahead")
+        self._thread.start()
 
     def reach(self, frame: int) -> None:
-        """To be called when frames up to this one come into use."""
-        goal = min(frame + self._margin, self._pool.num_frames)
-        few = goal - self._ready < self._margin // 2 and goal < self._pool.num_frames
-        if not self._margin or goal <= self._ready or few or self._busy():
+        """To be called before the first write to frames up to this one."""
+        if frame < self._ready:
             return
-        begin, self._ready = self._ready, goal
-        arguments = (self._pool.storage, *self._pool.pieces, begin, goal)
-        # Neither the pool's end nor the process's waits for it: it holds the memory, and for a second at most.
-        self._thread = threading.Thread(target=_populate, args=arguments, daemon=True, name="pages ahead")
-        self._thread.start()
+        self._end()
+        end = min((frame // self._step + 1) * self._step, self._pool.num_frames)
+        steps = self._steps(self._ready, end)
+        shares = [steps[core :: self._cores] for core in range(self._cores)]
+        others = [threading.Thread(target=_populate, args=(share,)) for share in shares[1:]]
+        for thread in others:
+            thread.start()
+        _populate(shares[0])
+        for thread in others:
+            thread.join()
+        self._ready = max(self._ready, end)
 
     def shrink(self, num_frames: int) -> None:
         """To be called before the pool gives back the pages of the frames from `num_frames` on."""
-        if self._thread is not None:
-            self._thread.join()
+        self._end()
         self._ready = min(self._ready, num_frames)
 
-    def _busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
+    def _begin(self, frames: int) -> None:
+        while self._ready < frames and not self._stop.is_set():
+            end = min(self._ready + self._step, frames)
+            for step in self._steps(self._ready, end):
+                if self._stop.is_set():
+                    return
+                _populate([step])
+            self._ready = end
+
+    def _end(self) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _steps(self, begin: int, end: int) -> list[tuple[int, int]]:
+        """The memory of frames begin .. end - 1, the lowest first: addresses and bytes, whole pages."""
+        pieces, piece_bytes, frame_bytes = self._pool.pieces
+        base = self._pool.storage.data_ptr()
+        last = base + self._pool.storage.nbytes
+        found = []
+        for first in range(begin, end, self._step):
+            for piece in range(pieces):
+                at = base + piece * piece_bytes + first * frame_bytes
+                to = min(at + min(self._step, end - first) * frame_bytes, last)
+                at = at // PAGE_BYTES * PAGE_BYTES
+                found.append((at, to - at))
+        return found
 
 
-def _populate(storage: Tensor, pieces: int, piece_bytes: int, frame_bytes: int, begin: int, end: int) -> None:
-    """Frames begin .. end - 1, the lowest first. `frame_bytes` between frames, `piece_bytes` between their pieces.
-
-    A huge page at a time: the system's lock on the memory map is free in between.
-    """
-    step, base = max(1, HUGE_PAGE // frame_bytes), storage.data_ptr()
-    last = base + storage.nbytes
-    for first in range(begin, end, step):
-        for piece in range(pieces):
-            at = base + piece * piece_bytes + first * frame_bytes
-            to = min(at + min(step, end - first) * frame_bytes, last)
-            at = at // PAGE_BYTES * PAGE_BYTES
-            if not advise(at, to - at, POPULATE_WRITE):
-                return  # an older system, or out of memory: the writes will tell
+def _populate(steps: Sequence[tuple[int, int]]) -> None:
+    for address, nbytes in steps:
+        if not advise(address, nbytes, POPULATE_WRITE):
+            return  # an older system, or out of memory: the writes will tell
