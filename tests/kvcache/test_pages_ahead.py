@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from pagemill.kvcache import pages_ahead
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layer_groups import group_layers
 from pagemill.kvcache.layout import block_major, layer_major
@@ -56,3 +57,40 @@ def test_what_a_smaller_pool_gives_back_stays_given() -> None:
     pool.resize(FRAMES)
     pages.reach(FRAMES - 1)
     assert resident() - before > 0.7 * TOTAL
+
+
+def huge_bytes() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("AnonHugePages"))
+
+
+def huge_flags(address: int) -> list[bool]:
+    """Of the mappings that begin at this address or behind it, up to a pool's size: whether they are to be huge."""
+    found, inside = [], False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            begin, end = (int(part, 16) for part in words[0].split("-"))
+            inside = begin < address + TOTAL and end > address
+        elif inside and words[0] == "VmFlags:":
+            found.append("hg" in words)
+    return found
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_later_pages_are_small_where_huge_ones_are_slow(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages_ahead, "SLOW_BYTES_PER_S", float("inf") if slow else 0)
+    pool = DevicePool(FRAMES, group_layers([None, None]), 4, 64, 16, torch.float32)
+    at = pool.storage.data_ptr()
+    if huge_flags(at) != [True]:
+        pytest.skip("this system has no huge pages")
+    pages = PagesAhead(pool)
+    pages._thread.join()
+    pool.layer(0).value[: FRAMES // 16] = 7
+    before, huge = resident(), huge_bytes()
+    pages.reach(FRAMES - 1)
+    assert resident() - before > 0.8 * TOTAL
+    assert (huge_bytes() - huge < 8 << 20) == slow
+    assert huge_flags(at) == [True]
+    assert bool((pool.layer(0).value[: FRAMES // 16] == 7).all())
+    assert pool.layer(0).value[FRAMES // 16 :].count_nonzero() == pool.layer(1).key.count_nonzero() == 0

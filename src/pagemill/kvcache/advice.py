@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 
+HUGE, NOT_HUGE = 14, 15
+"""Linux: pages of this memory are to be huge ones, where that can be; or never."""
 POPULATE_READ, POPULATE_WRITE = 22, 23
 """Linux 5.14: make pages as a read or a write would, and leave what lies in them."""
 
