@@ -306,11 +306,12 @@ INLINE int64_t panels_in_task(int64_t panels, int64_t blocks, bool wide) {
 
 // With enough rows every thread has blocks of its own, and what it reads of x and writes of y stays in its caches from one
 // operator to the next. Each block reads the weights again, which costs less than lines of cores that share no cache.
-INLINE Tiles cut_rows(int64_t rows, int64_t n) {
-    const int64_t threads = num_threads(), blocks = (rows + kBlockRows - 1) / kBlockRows;
+// Blocks have `most` rows at most, for each of which there are up to `outputs` outputs if they are a thread's own.
+INLINE Tiles cut_rows(int64_t rows, int64_t n, int highest = kMaxTile, int64_t most = kBlockRows, int64_t outputs = kOwnOutputs) {
+    const int64_t threads = num_threads(), blocks = (rows + most - 1) / most;
     const int64_t whole = (blocks + threads - 1) / threads * threads;
-    const bool own = rows >= kOwnRows * threads * whole && n <= kOwnOutputs * rows;
-    return Tiles(rows, kMaxTile, own ? whole : blocks);
+    const bool own = rows >= kOwnRows * threads * whole && n <= outputs * rows;
+    return Tiles(rows, highest, own ? whole : blocks);
 }
 
 template <class T, bool Unpair = false>

@@ -178,7 +178,7 @@ struct QuantizedRun {
     void operator()(int64_t task, int thread) {
         const int64_t tasks = (panels() + group - 1) / group;
         const int64_t first = task % tasks * group, last = lesser(first + group, panels());
-        const int64_t tile_begin = task / tasks * block, tile_end = lesser(tile_begin + block, tiles.count);
+        const int64_t tile_begin = task / tasks * block, tile_end = tile_begin + block;
         const Products products(int((tiles.rows + tiles.count - 1) / tiles.count));
         for (int64_t panel = first; panel < last; panel += together)
             run_panels(products, panel, lesser(together, last - panel), tile_begin, tile_end, thread);
@@ -231,7 +231,7 @@ struct QuantizedRun {
 
 void linear_quantized(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m,
                       Likeliest* likeliest = nullptr) {
-    const Tiles tiles(m, kRowsInTile);
+    const Tiles tiles = cut_rows(m, weight.n, kRowsInTile, kBlockRows8, kOwnOutputs8);
     const int64_t steps = steps_of(weight.k);
     const Rows rows(tiles.count, steps);
     with_type(type, [&](auto* t) {
@@ -242,11 +242,10 @@ void linear_quantized(const PackedLinear& weight, const void* x, int64_t x_row, 
         else quantize(0, 0);
     });
     const int64_t panels = (weight.n + kPanel - 1) / kPanel, together = panels_together(tiles.count, steps);
-    const int64_t block = kBlockRows8 / kRowsInTile, blocks = (tiles.count + block - 1) / block;
-    const int64_t wanted = lesser<int64_t>(64, panels * blocks / (int64_t(num_threads()) * 8));
+    const int64_t wanted = lesser<int64_t>(64, panels * tiles.blocks / (int64_t(num_threads()) * 8));
     const int64_t group = greater<int64_t>(1, (wanted + together - 1) / together) * together;
-    QuantizedRun run{weight, rows, y, y_row, type, tiles, group, block, together, likeliest};
-    run_panels(run, m, blocks);
+    QuantizedRun run{weight, rows, y, y_row, type, tiles, group, tiles.count / tiles.blocks, together, likeliest};
+    run_panels(run, m, tiles.blocks);
 }
 
 // The weight at (i, j), in units of its group's scale.

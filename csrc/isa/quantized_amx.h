@@ -4,6 +4,7 @@
 constexpr int kRowsInTile = 16;
 constexpr int kRaised = 0;
 constexpr int64_t kStepsAtOnce = int64_t(1) << 40;  // all of k
+constexpr int64_t kOwnOutputs8 = 0;  // cut_rows; each block expands the weights again
 
 // So many that what a tile of rows writes lies together, and 8-bit steps stay in the second-level cache.
 INLINE int64_t panels_together(int64_t tiles, int64_t steps) {

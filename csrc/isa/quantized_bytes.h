@@ -5,6 +5,7 @@
 constexpr int kRowsInTile = 4;
 constexpr int kRaised = 128;
 constexpr int64_t kStepsAtOnce = kGroupSteps;
+constexpr int64_t kOwnOutputs8 = 24;  // cut_rows; each block expands the weights again
 
 INLINE int64_t panels_together(int64_t, int64_t) { return kPanelsTogether; }
 

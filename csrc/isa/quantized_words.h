@@ -9,6 +9,7 @@ constexpr int kRowsInTile = 2;
 #endif
 constexpr int kRaised = 0;
 constexpr int64_t kStepsAtOnce = kGroupSteps;
+constexpr int64_t kOwnOutputs8 = 24;  // cut_rows; each block expands the weights again
 
 INLINE int64_t panels_together(int64_t, int64_t) { return kPanelsTogether; }
 
