@@ -6,7 +6,13 @@ import pytest
 import torch
 from drive import drive, request
 
-from pagemill.errors import InvalidRequestError, KVMemoryError, RequestTooLargeError
+from pagemill.errors import (
+    EmptyPromptError,
+    InvalidRequestError,
+    KVMemoryError,
+    PromptTooLongError,
+    RequestTooLargeError,
+)
 from pagemill.sampling.params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10, ignore_eos=True)
@@ -135,6 +141,16 @@ def test_a_request_id_in_use_is_refused(core, requests):
         core.add_request(requests[0])
     core.close()
     assert not core.has_work()
+
+
+@pytest.mark.parametrize(("length", "kind"), [(0, EmptyPromptError), (64, PromptTooLongError)])
+def test_a_prompt_without_tokens_or_room_for_an_answer_is_refused(make_engine, length, kind):
+    core = make_engine(max_model_len=64)
+    with pytest.raises(kind, match=rf"the prompt has {length} tokens; it must have at least 1, and at most 63, "):
+        core.add_request(request("r", [5] * length, GREEDY))
+    assert not core.has_work()
+    core.add_request(request("r", [5] * 63, GREEDY))
+    core.close()
 
 
 def test_a_pool_too_small_for_one_sequence_is_refused(make_engine):
