@@ -360,6 +360,25 @@ def test_limits_that_are_shares_follow_the_pool():
     assert (account.guaranteed_blocks, account.max_blocks) == (20, 30)
 
 
+def test_a_pool_in_which_a_share_is_no_block_is_refused_and_changes_nothing():
+    bench = bench_of({"a": TenantLimits(max_blocks="10%"), "b": TenantLimits(guaranteed_blocks="25%")}, frames=40)
+    assert bench.scheduler.acceptance.least_frames == 10
+    with pytest.raises(KVMemoryError, match=r"have 9 blocks now: max_blocks of tenant 'a' would be 0, and must be at"):
+        bench.scheduler.resize(9, bench.now)
+    assert (bench.memory.num_frames, load_of(bench, "b").account.guaranteed_blocks) == (40, 10)
+    with pytest.raises(ConfigError, match="max_blocks of tenant 'a' would be 0, and must be at least 1"):
+        bench_of({"a": TenantLimits(max_blocks="2%")}, frames=40)
+    bench.resize(10)
+    assert [load_of(bench, "a").account.max_blocks, load_of(bench, "b").account.guaranteed_blocks] == [1, 2]
+
+
+def test_a_quota_stays_above_what_a_larger_pool_would_guarantee():
+    bench = bench_of({"a": TenantLimits(guaranteed_blocks="50%", max_blocks=12)}, frames=20)
+    with pytest.raises(KVMemoryError, match="max_blocks of tenant 'a' would be 12, and must be at least 15"):
+        bench.scheduler.resize(30, bench.now)
+    bench.resize(24)
+
+
 def test_pins_leave_what_is_guaranteed():
     bench = bench_of({"calm": TenantLimits(guaranteed_blocks=12)}, frames=20, block_size=SIZE, budget=64)
     with pytest.raises(RequestTooLargeError, match=r"takes 9 KV blocks .* can count on 8 .* 12 of the pool's 20"):

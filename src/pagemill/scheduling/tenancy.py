@@ -106,6 +106,8 @@ class Tenancy:
         promised = 0
         for name, (guaranteed, most) in quotas.items():
             pinned = self._pins.held(name)
+            if most is not None and most < max(1, guaranteed):
+                return f"max_blocks of tenant {name!r} would be {most}, and must be at least {max(1, guaranteed)}"
             if most is not None and pinned > most:
                 return f"its pins hold {pinned} blocks of tenant {name!r}, over its max_blocks, {most}"
             promised += max(guaranteed, pinned)
