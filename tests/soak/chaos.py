@@ -45,6 +45,8 @@ MAX_LEN = 800
 """50 blocks."""
 TENANTS = ("default", "calm", "wild")
 SALTS = ("", "s")
+ENOUGH = 10_000
+"""Steps in which everything ends, unless a block that has been lost is waited for."""
 
 
 @dataclass
@@ -319,8 +321,11 @@ class Soak:
     def settle(self) -> None:
         """Lets everything end. Afterwards every block is free, and nothing is held."""
         self.faults.stop()
-        while self.core.has_work():
+        for _ in range(ENOUGH):
+            if not self.core.has_work():
+                break
             self.step()
+        assert not self.core.has_work(), [*self.live]
         assert not self.live, [*self.live]
         for pin in self.llm.pins():
             self.llm.unpin(pin.name, cache_salt=pin.cache_salt, tenant=pin.tenant)
