@@ -134,6 +134,25 @@ def test_preemptions_keep_blocks_free_for_a_while():
     assert kept[-1] == 0
 
 
+@pytest.mark.parametrize("target_s", [10.0, math.inf])
+def test_what_a_scheduler_preempts_keeps_blocks_free_at_admission(target_s):
+    """Three sequences grow beyond the pool; with a target, that is noticed."""
+    scheduler = Scheduler(
+        MemoryManager(12, 4, [None]),
+        max_num_seqs=4,
+        max_num_batched_tokens=32,
+        eos_token_ids=frozenset(),
+        ageing_s=10.0,
+        target_tpot_s=target_s,
+    )
+    times = StepTimes({**dict.fromkeys(COSTS, 0.0), "step": 1.0}, KVShape((None,), 2, 64, 2), {})
+    kept = []
+    trace = [TracedRequest(n, 0.0, 5, 20) for n in range(3)]
+    replay(trace, scheduler, times, [lambda *_: kept.append(scheduler.controller.watermark)])
+    assert scheduler.preemptions
+    assert (max(kept) > 0) == (target_s < math.inf)
+
+
 @settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from([1e-6, 0.5, 1.1, 1.5, 3.0]),

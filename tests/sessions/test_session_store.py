@@ -12,8 +12,10 @@ import time
 import pytest
 
 from pagemill import errors
+from pagemill.config import EngineConfig
 from pagemill.namespace import Namespace
 from pagemill.sessions.store import SessionStore
+from pagemill.tenant_limits import TenantLimits
 
 HERE = Namespace()
 MINE = Namespace("default", "mine")
@@ -171,6 +173,21 @@ def test_a_session_that_nobody_uses_is_forgotten(monkeypatch):
         store.get("a", HERE)
 
 
+def test_an_engines_settings_limit_its_sessions(monkeypatch):
+    now = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: now[0])
+    tenants = {"wild": TenantLimits(max_sessions=1)}
+    store = SessionStore.of(EngineConfig(model="m", max_sessions=2, session_timeout_s=60, tenants=tenants))
+    turn(store, "a", [1], space=Namespace("wild", ""))
+    with pytest.raises(errors.SessionLimitError, match="max_sessions of tenant 'wild' is 1"):
+        store.begin("b", Namespace("wild", ""), **OF)
+    turn(store, "b", [1])
+    with pytest.raises(errors.SessionLimitError, match="max_sessions is 2"):
+        store.begin("c", HERE, **OF)
+    now[0] += 61
+    assert store.list(None) == []
+
+
 @pytest.mark.parametrize("name", ["", "a/b", "-a", "a b", "x" * 129, None, "é"])
 def test_a_bad_name_is_refused(name):
     store = store_of()
@@ -223,6 +240,7 @@ CHILD = """
 import sys
 from pagemill.namespace import Namespace
 from pagemill.sessions.store import SessionStore
+from pagemill.tenant_limits import TenantLimits
 store = SessionStore(sys.argv[1], 100, None)
 for turn in range(int(sys.argv[3])):
     store.commit(store.begin(sys.argv[2], Namespace(), model="m", tokenizer="t"), [turn] * 1000, None)
