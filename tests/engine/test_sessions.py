@@ -51,14 +51,15 @@ def flood(llm):
     llm._core._tiers.transfers.flush()
 
 
-@pytest.mark.parametrize("tier", ["pool", "host", "disk", "restart"])
+@pytest.mark.parametrize("tier", ["pool", "host", "disk", "restart", "restart from host"])
 def test_a_resumed_session_answers_as_if_it_had_never_stopped(whole, tmp_path, tier):
     settings = {**SETTINGS, "kv_memory": 60 * FRAME_BYTES, "check_invariants": True}
-    if tier == "host":
+    restarts = tier.startswith("restart")
+    if tier in ("host", "restart from host"):
         settings["kv_host_memory"] = 200 * FRAME_BYTES
-    if tier in ("disk", "restart"):
+    if tier == "disk" or restarts:
         settings |= {"kv_disk_memory": "1GiB", "kv_disk_path": str(tmp_path)}
-    if tier == "restart":
+    if restarts:
         settings["session_path"] = str(tmp_path / "sessions")
     llm = LLM("smollm2-135m", **settings)
     known = 0
@@ -70,9 +71,9 @@ def test_a_resumed_session_answers_as_if_it_had_never_stopped(whole, tmp_path, t
         session = llm.session("story")
         assert session.token_ids == tokens + answer.token_ids
         known = (len(session.token_ids) - 1) // 16 * 16  # the last token was sampled and never computed
-        if tier in ("host", "disk"):
+        if tier not in ("pool", "restart"):
             flood(llm)
-        if tier == "restart":
+        if restarts:
             llm.close()
             llm = LLM("smollm2-135m", **settings)
     assert [message["role"] for message in llm.session("story").messages] == ["user", "assistant"] * 3

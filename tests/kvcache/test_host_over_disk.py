@@ -47,6 +47,16 @@ def test_blocks_on_their_way_from_host_memory_to_disk_are_found(tmp_path, monkey
     assert not tiers.host._leaving
 
 
+def test_what_host_memory_holds_goes_to_disk_at_the_end(tmp_path):
+    tiers = LowerTiers(HostStore(3, RECORD), store_of(tmp_path), RECORD)
+    write(tiers, range(5))
+    assert [tiers.holds(name_of(i), lasting=True) for i in range(5)] == [True, True, False, False, False]
+    tiers.sink(2)
+    tiers.disk.close()
+    again = LowerTiers(None, store_of(tmp_path), RECORD)
+    assert found(again, range(5)) == [True] * 5
+
+
 def test_without_a_disk_what_made_room_is_gone():
     tiers = LowerTiers(HostStore(3, RECORD), None, RECORD)
     write(tiers, range(5))

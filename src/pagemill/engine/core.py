@@ -285,7 +285,7 @@ class EngineCore:
                 self._finish_loads(LOAD_WAIT_S)
             self._save_evicted()
             if self._tiers.lower.disk is not None:
-                self._tiers.transfers.save(self._memory.cached_blocks(), keep=True)
+                self._tiers.transfers.keep(self._memory.cached_blocks())
             self._tiers.close()
             self._tiers = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,6 +62,13 @@ class HostStore:
                 self._arena[slot] = record
                 self._slots[block] = slot, name
         return spilled
+
+    def parts(self, count: int) -> Iterator[tuple[list[BlockName], list[NDArray[np.uint8]]]]:
+        """All blocks, `count` at a time, the longest unused first. None may be written meanwhile."""
+        held = list(self._slots.values())
+        for first in range(0, len(held), count):
+            part = held[first : first + count]
+            yield [name for _, name in part], [self._arena[slot] for slot, _ in part]
 
     def let_go(self, names: Sequence[BlockName]) -> None:
         """Blocks that made room lie elsewhere now, or are lost."""

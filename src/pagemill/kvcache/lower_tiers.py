@@ -28,8 +28,10 @@ class LowerTiers:
             count = min(count, reached)
         return count
 
-    def holds(self, name: BlockName) -> bool:
-        return any(tier.find([name.digest], name.group) for tier in self._tiers())
+    def holds(self, name: BlockName, lasting: bool = False) -> bool:
+        """Whether a block is stored; with `lasting`, where it outlives the process, if there is such a tier."""
+        tiers = self._tiers()[-1:] if lasting else self._tiers()
+        return any(tier.find([name.digest], name.group) for tier in tiers)
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Records) -> list[bool]:
         """Blocks (digest, group) into `out`, a record each; which of them were there."""
@@ -61,6 +63,13 @@ class LowerTiers:
             self.disk.write(names, records)
         else:
             self.write(names, records)
+
+    def sink(self, count: int) -> None:
+        """Stores what host memory holds on disk too, if there is one, `count` blocks at a time. None may be written
+        meanwhile. Raises KVStoreError if the disk takes no more."""
+        if self.host is not None and self.disk is not None:
+            for names, records in self.host.parts(count):
+                self.disk.write(names, records)
 
     def _tiers(self) -> list[HostStore | DiskStore]:
         return [tier for tier in (self.host, self.disk) if tier is not None]

@@ -79,7 +79,7 @@ class Transfers:
         """Copies blocks out of their frames now and stores them later; with `keep`, where they outlive the process, and
         all of them, however long that takes. What is stored already is left out."""
         try:
-            saves = [save for save in saves if not self._tiers.holds(save.name)]
+            saves = [save for save in saves if not self._tiers.holds(save.name, lasting=keep)]
         except KVStoreError as error:
             logger.warning("%s", error)
             self._count(dropped=len(saves))
@@ -111,6 +111,14 @@ class Transfers:
             with self._lock:
                 self._waiting -= len(saves)
             self._count(saved=stored, dropped=len(saves) - stored)
+
+    def keep(self, saves: Sequence[Save]) -> None:
+        """Stores these blocks, and those in host memory, where they outlive the process, however long that takes."""
+        self.save(saves, keep=True)
+        try:
+            self._writer.submit(self._tiers.sink, self._batch).result()
+        except KVStoreError as error:
+            logger.warning("%s", error)
 
     def flush(self) -> None:
         """Waits until all that was copied out has been stored."""
