@@ -55,6 +55,9 @@ def test_what_was_evicted_comes_back(conversations, expected, make_engine, tmp_p
     same(again, expected)
     stats = core.stats()
     assert stats.blocks_loaded >= 4 * BLOCKS
+    assert stats.tier_blocks.keys() == ({"host", "disk"} if tier == "both" else {tier})
+    assert stats.tier_blocks.get("host", 0) <= (20 if tier == "both" else 200)
+    assert sum(stats.tier_blocks.values()) == stats.blocks_saved >= 6 * BLOCKS - stats.frames
     assert stats.blocks_missed == 0
     assert stats.frames_active == 0
     core.close()

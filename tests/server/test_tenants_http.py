@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import hashlib
 import json
+import re
 import time
 
 import httpx
@@ -29,7 +30,7 @@ PROMPTS = [f"{number}. The history of paging begins with the Atlas computer, whi
 def server(serving, tmp_path_factory):
     path = tmp_path_factory.mktemp("tenants") / "tenants.json"
     path.write_text(json.dumps(FILE))
-    with serving(tenants=path, max_model_len=512, max_num_seqs=4, kv_memory="24MiB") as server:
+    with serving(tenants=path, max_model_len=512, max_num_seqs=4, kv_memory="24MiB", kv_host_memory="8MiB") as server:
         yield server
 
 
@@ -177,6 +178,8 @@ def test_an_idle_engine_gives_back_what_its_time_has_come_for(server):
         complete(server, "sk-wild", "Something of which nobody asks again, but which is longer than one block", 4)
         time.sleep(1)
         assert admin.get("/tenants").json()["wild"]["blocks_cached"] == 0
+        (below,) = re.findall(r'kv_tier_blocks\{tier="host"\} (\d+)', httpx.get(f"{server.url}/metrics").text)
+        assert int(below) > 0, "they went down a tier"
         assert admin.put("/tenants/wild", json={"max_waiting": 30}).status_code == 200
         card = wild.post("/pins", json={"name": "short", "prompt": "A prefix. " * 20, "expires_s": 0.5}).json()
         time.sleep(1)

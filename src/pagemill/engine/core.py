@@ -268,6 +268,7 @@ class EngineCore:
             stalled_s=self._stalled_s,
             loading_s=transfers.loading_s,
             block_bytes=self._engine.pool.layout.frame_bytes,
+            tier_blocks={} if self._tiers is None else self._tiers.lower.num_blocks(),
             blocks_saved=transfers.saved,
             blocks_dropped=transfers.dropped,
             blocks_loaded=transfers.loaded,

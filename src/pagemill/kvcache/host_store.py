@@ -23,6 +23,9 @@ class HostStore:
         self._free = list(range(capacity - 1, -1, -1))
         self._lock = threading.Lock()
 
+    def __len__(self) -> int:
+        return len(self._slots)
+
     def find(self, digests: Sequence[bytes], group: int) -> int:
         """How many of `digests`, from the first on without a gap, are here for a layer group."""
         with self._lock:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
+from pagemill.errors import KVStoreError
 from pagemill.kvcache.disk_store import DiskStore
 from pagemill.kvcache.host_store import HostStore
 from pagemill.kvcache.records import Records
@@ -17,6 +19,14 @@ class LowerTiers:
         self.host = host
         self.disk = disk
         self.record_bytes = record_bytes
+
+    def num_blocks(self) -> dict[str, int]:
+        """How many blocks each tier holds; of a disk that can not say, nothing."""
+        held = {} if self.host is None else {"host": len(self.host)}
+        if self.disk is not None:
+            with suppress(KVStoreError):
+                held["disk"] = self.disk.stats().blocks
+        return held
 
     def find(self, digests: Sequence[bytes], groups: int) -> int:
         """How many of `digests`, from the first on without a gap, are stored for all layer groups."""

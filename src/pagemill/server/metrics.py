@@ -132,6 +132,10 @@ class _Engine(Collector):
         for state in ("free", "cached", "active"):
             blocks.add_metric([state], getattr(stats, f"frames_{state}"))
         yield blocks
+        below = GaugeMetricFamily("pagemill:kv_tier_blocks", "Blocks that lie in lower tiers.", labels=["tier"])
+        for tier, held_there in stats.tier_blocks.items():
+            below.add_metric([tier], held_there)
+        yield below
         owned = GaugeMetricFamily(
             "pagemill:tenant_kv_blocks", "Blocks by tenant and state.", labels=["tenant", "state"]
         )
