@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -87,11 +88,12 @@ def export_(
     archive: Annotated[Path, typer.Argument(help="File to write.")],
     root: Root = None,
 ) -> None:
-    """Write a store's blocks to one file, for another machine."""
+    """Write a store's blocks to one file, for another machine. Only its owner may read it, as the store: who reads
+    blocks can tell prompts from them."""
     opened = open_store(root or default_root(), store)
     partial = archive.with_name(archive.name + ".partial")
     try:
-        with partial.open("wb") as file:
+        with open(partial, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
             blocks = export_store(opened, file)
         partial.replace(archive)
     except OSError as error:
