@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 
 from pagemill import AsyncLLM, BeamSearchParams, SamplingParams, errors
+from pagemill.engine import client
+from pagemill.kvcache.store_archive import list_stores
 
 LONG = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
 SHORT = SamplingParams(temperature=0.0, max_tokens=4)
@@ -282,6 +284,19 @@ def test_shutdown_with_requests_running_fails_them_and_nothing_else():
         return llm.engine_pid
 
     assert not alive(asyncio.run(leave()))
+
+
+def test_an_engine_that_keeps_blocks_on_disk_is_given_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(client, "SHUTDOWN_TIMEOUT_S", 0.0)
+
+    async def serve_and_leave():
+        settings = {"kv_memory": "16MiB", "kv_disk_memory": "64MiB", "kv_disk_path": str(tmp_path)}
+        async with AsyncLLM("smollm2-135m", max_model_len=256, max_num_seqs=8, **settings) as llm:
+            await read(llm, "word " * 100, SHORT)
+
+    asyncio.run(serve_and_leave())
+    (store,) = list_stores(tmp_path)
+    assert store.blocks >= 6
 
 
 def test_the_engine_process_ends_with_its_parent_and_the_parent_needs_no_torch():

@@ -17,6 +17,9 @@ from pagemill.engine.wire import HEADER, frame
 from pagemill.errors import EngineDeadError, PagemillError, error_of
 
 SHUTDOWN_TIMEOUT_S = 10.0
+"""A process that has not ended after so long is killed."""
+KEEPING_TIMEOUT_S = 300.0
+"""The same of one with a disk tier, on which it may have gigabytes to keep."""
 
 
 class EngineClient:
@@ -24,6 +27,7 @@ class EngineClient:
 
     def __init__(self, config: EngineConfig) -> None:
         self._child = spawn()
+        self._timeout_s = SHUTDOWN_TIMEOUT_S if config.kv_disk_memory is None else KEEPING_TIMEOUT_S
         self._process, self._socket = self._child.process, self._child.socket
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._reader: asyncio.StreamReader | None = None
@@ -52,10 +56,10 @@ class EngineClient:
         except (asyncio.IncompleteReadError, ConnectionError):
             return None
 
-    async def wait(self, timeout_s: float = SHUTDOWN_TIMEOUT_S) -> int:
+    async def wait(self) -> int:
         """Waits for the process to end, kills it when the time is over, and returns its exit status."""
         try:
-            return await asyncio.to_thread(self._process.wait, timeout_s)
+            return await asyncio.to_thread(self._process.wait, self._timeout_s)
         except subprocess.TimeoutExpired:
             self._process.kill()
             return await asyncio.to_thread(self._process.wait)
