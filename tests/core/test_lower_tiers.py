@@ -151,6 +151,25 @@ def crowd(prompts, make_engine):
     return requests, drive(make_engine(enable_prefix_caching=False), requests, record=True)
 
 
+@pytest.mark.parametrize(("prefill_s_per_token", "loads"), [(1.0, True), (1e-9, False)])
+def test_what_takes_less_time_by_the_speeds_measured_is_done(
+    conversations, expected, make_engine, prefill_s_per_token, loads
+):
+    core = make_engine(**SMALL, kv_host_memory=200 * FRAME_BYTES)
+    drive(core, conversations)
+    core._tiers.transfers.flush()
+    drive(core, conversations[:1])
+    loaded = core.stats().blocks_loaded
+    assert loaded == BLOCKS, "nothing is known of loading yet"
+    assert core._tiers._prefill_s_per_token > 0
+    core._tiers._prefill_s_per_token = prefill_s_per_token
+    run = drive(core, conversations[1:2], record=True)
+    assert run.cached == {"r200": BLOCKS * 16 * loads}
+    assert core.stats().blocks_loaded == loaded + BLOCKS * loads
+    assert run.tokens["r200", 0] == expected.tokens["r200", 0]
+    core.close()
+
+
 def test_a_target_that_nobody_meets_changes_no_bit(crowd, make_engine):
     requests, expected = crowd
     core = make_engine(**SMALL | {"max_num_seqs": 6}, kv_host_memory=200 * FRAME_BYTES, target_tpot_ms=0.001)
