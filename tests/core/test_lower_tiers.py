@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 from drive import drive, request
 
@@ -9,6 +11,7 @@ from harness import FRAME_BYTES
 from pagemill.errors import ConfigError
 from pagemill.kvcache import device_pool
 from pagemill.kvcache.layout import layer_major
+from pagemill.memory.digest import extend_chain
 from pagemill.sampling.params import SamplingParams
 
 LENGTH, BLOCKS = 200, 12
@@ -60,6 +63,8 @@ def test_what_was_evicted_comes_back(conversations, expected, make_engine, tmp_p
     assert sum(stats.tier_blocks.values()) == stats.blocks_saved >= 6 * BLOCKS - stats.frames
     assert stats.blocks_missed == 0
     assert stats.frames_active == 0
+    assert stats.stalled_s > 0, "at first there was nothing else to do"
+    assert stats.loading_s > 0
     core.close()
 
 
@@ -149,6 +154,26 @@ def crowd(prompts, make_engine):
     params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
     requests = [request(f"r{at}", joined[at * 60 : at * 60 + 40 + at], params, cache_salt=str(at)) for at in range(6)]
     return requests, drive(make_engine(enable_prefix_caching=False), requests, record=True)
+
+
+def test_a_swapped_victim_waits_for_what_is_still_being_stored(conversations, make_engine, monkeypatch):
+    core = make_engine(**SMALL, kv_host_memory=200 * FRAME_BYTES, preemption_mode="swap")
+    tiers, stores = core._tiers, threading.Event()
+    write = tiers.lower.write
+
+    def late(names, records):
+        stores.wait(30)
+        write(names, records)
+
+    monkeypatch.setattr(tiers.lower, "write", late)
+    drive(core, conversations[:4])
+    digests = []
+    extend_chain(digests, core._root(conversations[0]), conversations[0].prompt_token_ids, 16)
+    assert len(digests) == BLOCKS
+    assert tiers.stored(digests, preempted=False) == 0
+    threading.Timer(0.2, stores.set).start()
+    assert tiers.stored(digests, preempted=True) == BLOCKS
+    core.close()
 
 
 @pytest.mark.parametrize(("prefill_s_per_token", "loads"), [(1.0, True), (1e-9, False)])
