@@ -52,6 +52,19 @@ def test_not_a_bit_differs(conversations, expected, make_engine, tmp_path, tier)
     core.close()
 
 
+def test_what_streams_is_told_while_it_runs(conversations, make_engine, tmp_path):
+    core = make_engine(**SMALL, **settings("host", tmp_path))
+    core.add_request(conversations[0])
+    told = []
+    while core.has_work():
+        told += [(output.kv_blocks, core.stats().blocks_streamed) for output in core.step() if not output.finish_reason]
+    assert told
+    for (resident, streamed), in_all in told:
+        assert 0 < resident <= 12
+        assert streamed == in_all > 15
+    core.close()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
 def test_in_other_dtypes(conversations, make_engine, tmp_path, dtype):
     kinds = {"dtype": "bfloat16"} if dtype == "bfloat16" else {"kv_cache_dtype": "int8"}
