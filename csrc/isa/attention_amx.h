@@ -3,6 +3,8 @@
 // added to each other and then to the sum; subnormal numbers are taken for zero throughout. The products are exact, so the same
 // on vectors in fp32 gives the same bits: one vector of pairs holds a link of either chain.
 
+constexpr int kPieces = 1;  // of a step: it lies together in its operand
+
 struct TileProducts {
     static constexpr int kHeight = kTileHeight;
 
@@ -14,7 +16,7 @@ struct TileProducts {
     TileProducts(const TileProducts&) = delete;
 
     // c (rows of M tiles, `height` each, c_row floats apart) [..][16 N] = M tiles of a times N tiles over `steps`; tile n of step
-    // s at b(s, n), its rows b_row bytes apart.
+    // s at b(s, n, 0), its rows b_row bytes apart.
     template <int M, int N, class B>
     INLINE static void multiply(const TileOperand& a, const B& b, int64_t b_row, int steps, float* c, int64_t c_row, int height) {
         __asm__ volatile("" ::: "memory");  // the tile intrinsics do not tell the compiler what they read
@@ -24,11 +26,11 @@ struct TileProducts {
         if (M == 2 && N == 2) _tile_zero(3);
         for (int s = 0; s < steps; ++s) {
             const char* x = a.data + s * a.step;
-            _tile_loadd(6, b(s, 0), b_row);
+            _tile_loadd(6, b(s, 0, 0), b_row);
             _tile_loadd(4, x, a.row);
             _tile_dpbf16ps(0, 4, 6);
             if (N == 2) {
-                _tile_loadd(7, b(s, 1), b_row);
+                _tile_loadd(7, b(s, 1, 0), b_row);
                 _tile_dpbf16ps(1, 4, 7);
             }
             if (M == 2) {

@@ -1,6 +1,9 @@
 // bf16 attention's products by instructions for pairs (AVX512_BF16): a sum is one chain over k, of whose links each adds two
 // neighbouring k; subnormal numbers are taken for zero.
 
+// Pieces of a step, each of which lies together in its operand: with blocks of 16 tokens, values are read where they lie.
+constexpr int kPieces = 2;
+
 // c [height][16 N], c_row floats apart = rows of a times N vectors of pairs over `steps` of 32 k.
 template <int H, int N, class B>
 INLINE void dot_tile(const TileOperand& a, const B& b, int64_t b_row, int steps, float* c, int64_t c_row) {
@@ -8,14 +11,17 @@ INLINE void dot_tile(const TileOperand& a, const B& b, int64_t b_row, int steps,
     for (int r = 0; r < H; ++r)
         for (int n = 0; n < N; ++n) sum[r][n] = zero();
     for (int s = 0; s < steps; ++s) {
-        const char *x = a.data + s * a.step, *from[N];
-        for (int n = 0; n < N; ++n) from[n] = b(s, n);
-        for (int pair = 0; pair < kPairStep / 2; ++pair, x += 4) {
-            F y[N];
-            for (int n = 0; n < N; ++n) y[n] = load((const Pair*)(from[n] + pair * b_row));
-            for (int r = 0; r < H; ++r) {
-                const F factor = broadcast(widen_one((const float*)(x + r * a.row)));
-                for (int n = 0; n < N; ++n) sum[r][n] = multiply_add(factor, y[n], sum[r][n], (const Pair*)nullptr);
+        const char* x = a.data + s * a.step;
+        for (int piece = 0; piece < kPieces; ++piece) {
+            const char* from[N];
+            for (int n = 0; n < N; ++n) from[n] = b(s, n, piece);
+            for (int pair = 0; pair < kPairStep / 2 / kPieces; ++pair, x += 4) {
+                F y[N];
+                for (int n = 0; n < N; ++n) y[n] = load((const Pair*)(from[n] + pair * b_row));
+                for (int r = 0; r < H; ++r) {
+                    const F factor = broadcast(widen_one((const float*)(x + r * a.row)));
+                    for (int n = 0; n < N; ++n) sum[r][n] = multiply_add(factor, y[n], sum[r][n], (const Pair*)nullptr);
+                }
             }
         }
     }
@@ -28,8 +34,8 @@ struct TileProducts {
 
     explicit TileProducts(int) {}
 
-    // c (rows of M tiles, `height` each, c_row floats apart) [..][16 N] = M tiles of a times N tiles over `steps`; tile n of step
-    // s at b(s, n), its rows b_row bytes apart.
+    // c (rows of M tiles, `height` each, c_row floats apart) [..][16 N] = M tiles of a times N tiles over `steps`; piece p
+    // of tile n of step s at b(s, n, p), its rows b_row bytes apart.
     template <int M, int N, class B>
     INLINE static void multiply(const TileOperand& a, const B& b, int64_t b_row, int steps, float* c, int64_t c_row, int height) {
         for (int m = 0; m < M; ++m)

@@ -5,6 +5,7 @@
 struct TiledPass {
     static constexpr int kRows = kTileTaskRows, kHeight = TileProducts::kHeight;
     static constexpr int64_t kTile = 512;  // elements of a tile
+    static constexpr int kPieceTokens = kPairStep / kPieces;
     static constexpr int64_t kStepScores = 2 * kHeight * kPairStep;
 
     const AttentionArgs& args;
@@ -12,16 +13,18 @@ struct TiledPass {
     int group, padded;
     Tiles tiles;
     int height, dim_steps, dim_tiles;
-    bool keys_in_place, values_in_place;  // whole steps of values
+    bool keys_in_place, values_in_place;  // whole steps of values, in pieces
     TileProducts products;
     bf16 *queries = nullptr, *keys, *values, *weights;
     float *scores, *part;  // two steps of scores
+    const char* next_keys[kPartition / 16] = {};  // of 16 tokens each, of the next head or partition; none at the task's end
+    bool fetching = false;
 
     TiledPass(const AttentionArgs& args, const AttentionTask& task, int padded)
         : args(args), task(task), group(args.heads / args.kv_heads), padded(padded), tiles(task.tokens * group, kHeight),
           height(int((tiles.rows + tiles.count - 1) / tiles.count)), dim_steps((args.head_dim + 31) / 32), dim_tiles(padded / 16),
           keys_in_place(args.key.pairs && args.block_size % 16 == 0 && args.head_dim % 32 == 0),
-          values_in_place(args.value.pairs && args.block_size % kPairStep == 0 && args.value.token == 2 * padded), products(height) {}
+          values_in_place(args.value.pairs && args.block_size % kPieceTokens == 0 && args.value.token == 2 * padded), products(height) {}
 
     int64_t query_size() const { return tiles.count * dim_steps * kTile; }  // of one KV head
     int64_t scratch_size() const {
@@ -106,9 +109,10 @@ struct TiledPass {
         }
     }
 
-    // Where the operands of a partition lie: keys of 16 tokens each, their tiles key_row bytes from row to row; steps of values.
+    // Where the operands of a partition lie: keys of 16 tokens each, their tiles key_row bytes from row to row; values of
+    // kPieceTokens each.
     struct Partition {
-        const char *keys[kPartition / 16], *values[kPartition / kPairStep];
+        const char *keys[kPartition / 16], *values[kPartition / kPieceTokens];
         int64_t key_row;
     };
 
@@ -127,26 +131,52 @@ struct TiledPass {
                     at.keys[g] = (const char*)to;
                 }
             }
-            if (keys_in_place && tiles.count <= 2)
-                for (int g = 2 * s; g < 2 * s + 2; ++g)
-                    for (int d = 0; d < args.head_dim / 2; ++d) __builtin_prefetch(at.keys[g] + d * at.key_row);
+            if (keys_in_place && tiles.count <= 2 && !next_keys[0])
+                for (int g = 2 * s; g < 2 * s + 2; ++g) fetch(at.keys[g], args.head_dim / 2, at.key_row);
             const int token = s * kPairStep;
             if (values_in_place && token >= begin && token + kPairStep <= end) {
-                const int64_t position = base + token, block = position / args.block_size;
-                at.values[s] = (const char*)(block_at<bf16>(args, args.value, row, block, head) +
-                                             position % args.block_size / 2 * args.value.token);
+                for (int p = 0; p < kPieces; ++p) {
+                    const int64_t position = base + token + p * kPieceTokens, block = position / args.block_size;
+                    at.values[s * kPieces + p] = (const char*)(block_at<bf16>(args, args.value, row, block, head) +
+                                                               position % args.block_size / 2 * args.value.token);
+                }
             } else {
                 bf16* to = values + s * dim_tiles * kTile;
                 copy_values(row, head, base, token, all, to);
-                at.values[s] = (const char*)to;
+                for (int p = 0; p < kPieces; ++p) at.values[s * kPieces + p] = (const char*)(to + p * kPieceTokens * padded);
             }
         }
         return at;
     }
 
-    template <class Emit> void partition(int64_t base, int h, const KeyRange* ranges, KeyRange all, Emit&& emit) const {
+    INLINE static void fetch(const char* from, int lines, int64_t stride) {
+        for (int i = 0; i < lines; ++i) __builtin_prefetch(from + i * stride);
+    }
+
+    // What the first rows fetch with a step of 32 keys, for those that follow and for the next head or partition.
+    INLINE void fetch_step(const Partition& at, int64_t step) const {
+        for (int p = 0; values_in_place && p < kPieces; ++p)
+            fetch(at.values[step * kPieces + p], kPieceTokens / 2 * padded / 16, 64);
+        for (int64_t g = 2 * step; g < 2 * step + 2 && next_keys[g]; ++g) fetch(next_keys[g], args.head_dim / 2, at.key_row);
+    }
+
+    void locate_next(int64_t base, int h) {
+        const bool more_heads = h + 1 < task.heads;
+        const int row = args.order[task.first].row, head = task.head + (more_heads ? h + 1 : 0);
+        const int64_t from = more_heads ? base : base + kPartition;
+        const int64_t end = lesser<int64_t>(task.part_end * kPartition, args.context_lens[row]);
+        for (int g = 0; g < kPartition / 16; ++g) {
+            const int64_t token = from + g * 16;
+            next_keys[g] = !keys_in_place || token >= end ? nullptr
+                : (const char*)(block_at<bf16>(args, args.key, row, token / args.block_size, head) + token % args.block_size * 2);
+        }
+    }
+
+    template <class Emit> void partition(int64_t base, int h, const KeyRange* ranges, KeyRange all, Emit&& emit) {
         const Partition at = locate(args.order[task.first].row, task.head + h, base, all);
+        if (kFetchFirst) locate_next(base, h);
         for (int64_t tile = 0; tile < tiles.count; tile += 2) {
+            fetching = kFetchFirst && tile == 0;
             const bf16* q = queries + h * query_size() + tile * dim_steps * kTile;
             if (tile + 1 < tiles.count) rows_of<2>(q, tile, at, ranges, emit);
             else rows_of<1>(q, tile, at, ranges, emit);
@@ -175,7 +205,9 @@ struct TiledPass {
         const TileOperand query{(const char*)q, 64, kTile * 2, dim_steps * kTile * 2};
         const auto product = [&](int64_t key) __attribute__((always_inline)) {
             const char *first = at.keys[key / 16], *second = at.keys[key / 16 + 1];
-            const auto keys_at = [&](int s, int n) { return (n ? second : first) + s * 16 * at.key_row; };
+            const auto keys_at = [&](int s, int n, int piece) {
+                return (n ? second : first) + (s * 16 + piece * kPieceTokens / 2) * at.key_row;
+            };
             float* to = scores + key / 32 % 2 * kStepScores;
             TileProducts::multiply<M, 2>(query, keys_at, at.key_row, dim_steps, to, 32, height);
             return to;
@@ -183,6 +215,7 @@ struct TiledPass {
         float* next = product(span.begin);
         for (int64_t key = span.begin; key < span.end; key += 32) {
             float* step = next;
+            if (fetching) fetch_step(at, key / 32);
             if (key + 32 < span.end) next = product(key + 32);
             if (args.soft_cap != 0.0f) cap_scores(step, M * height * 32, args.scale, args.soft_cap);
             use(key, step);
@@ -253,7 +286,9 @@ struct TiledPass {
         for (int r = 0; r < M * height; ++r) result[r] = softmax_of(rows.own[r], references[r] * natural_scale(args), sums[r]);
         const TileOperand left{(const char*)weights, 64, M * height * 64, height * 64};
         for (int n = 0; n < dim_tiles; n += 2) {
-            const auto values_at = [&](int s, int tile) { return at.values[span.begin / 32 + s] + (n + tile) * 64; };
+            const auto values_at = [&](int s, int tile, int piece) {
+                return at.values[(span.begin / 32 + s) * kPieces + piece] + (n + tile) * 64;
+            };
             const int steps = int(span.end - span.begin) / 32;
             if (n + 1 < dim_tiles) TileProducts::multiply<M, 2>(left, values_at, padded * 4, steps, part + n * 16, padded, height);
             else TileProducts::multiply<M, 1>(left, values_at, padded * 4, steps, part + n * 16, padded, height);
