@@ -4,12 +4,15 @@ import io
 import re
 
 import pytest
-from disk_blocks import read, store_of, write
+from disk_blocks import FORMAT, content, read, store_of, write
 from typer.testing import CliRunner
 
 from pagemill.cli.cache import cache
 from pagemill.errors import KVStoreError
-from pagemill.kvcache.store_archive import export_store, import_archive, list_stores
+from pagemill.kvcache.store_archive import export_store, import_archive, list_stores, stored_prefixes
+from pagemill.memory.digest import extend_chain, root_digest
+from pagemill.memory.work import BlockName
+from pagemill.namespace import Namespace
 
 
 def named(data: bytes) -> io.BytesIO:
@@ -33,6 +36,21 @@ def test_what_is_exported_is_found_elsewhere(tmp_path):
     write(there, range(35, 50))
     assert import_archive(tmp_path / "there", named(data), 1 << 30) == (40, 35)
     assert read(there, list(range(60))) == list(range(50))
+
+
+def test_a_stored_prefix_ends_where_a_layer_group_lacks_a_block(tmp_path):
+    acme, tokens = Namespace("acme"), list(range(70))
+    chain = [root_digest(bytes.fromhex(FORMAT.fingerprint), FORMAT.kv_format, FORMAT.numerics, str(acme))]
+    extend_chain(digests := [], chain[0], tokens, 16)
+    chain += digests
+    names = [BlockName(chain[i + 1], group, chain[i], i) for i in range(4) for group in range(2)]
+    store = store_of(tmp_path)
+    prefixes = [(acme, tokens), (acme, tokens[:31]), (Namespace("default"), tokens), (acme, [-1] * 16)]
+    assert stored_prefixes(store, prefixes) == [[], [], [], []]
+    lacking = names[5]
+    store.write([name for name in names if name != lacking], [content(i) for i in range(7)])
+    assert stored_prefixes(store, prefixes) == [names[:4], names[:2], [], []]
+    store.close()
 
 
 def test_a_broken_archive_is_refused_and_what_came_before_is_kept(tmp_path):

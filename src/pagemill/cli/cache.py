@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated
 
@@ -14,8 +16,18 @@ from rich.progress import track
 from rich.table import Table
 
 from pagemill.errors import KVStoreError
-from pagemill.kvcache.store_archive import StoreInfo, export_store, import_archive, list_stores, open_store
+from pagemill.kvcache.disk_store import DiskStore
+from pagemill.kvcache.store_archive import (
+    StoreInfo,
+    export_store,
+    import_archive,
+    list_stores,
+    open_store,
+    stored_prefixes,
+)
 from pagemill.kvcache.store_format import default_root
+from pagemill.memory.work import BlockName
+from pagemill.namespace import Namespace
 
 cache = typer.Typer(
     add_completion=False,
@@ -86,22 +98,66 @@ def prune(
 def export_(
     store: Key,
     archive: Annotated[Path, typer.Argument(help="File to write.")],
+    pin_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--pin-file",
+            help="Write the blocks of these prefixes and no others; a file as of pagemill serve --pin-file.",
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            "--tokenizer", help="With --pin-file: the model, or a folder or file with its tokenizer, to read it."
+        ),
+    ] = None,
     root: Root = None,
 ) -> None:
-    """Write a store's blocks to one file, for another machine. Only its owner may read it, as the store: who reads
-    blocks can tell prompts from them."""
-    opened = open_store(root or default_root(), store)
+    """Write a store's blocks, or those of chosen prefixes, to one file, for another machine. Only its owner may read
+    it, as the store: who reads blocks can tell prompts from them."""
+    if (pin_file is None) != (tokenizer is None):
+        raise typer.BadParameter("--pin-file and --tokenizer go together: one names prefixes, the other reads them")
     partial = archive.with_name(archive.name + ".partial")
-    try:
-        with open(partial, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-            blocks = export_store(opened, file)
-        partial.replace(archive)
-    except OSError as error:
-        raise KVStoreError(f"{archive} can not be written: {error}") from error
-    finally:
-        partial.unlink(missing_ok=True)
-        opened.close()
+    with closing(open_store(root or default_root(), store)) as opened:
+        chosen = None if pin_file is None or tokenizer is None else _blocks_of(pin_file, opened, tokenizer)
+        try:
+            with open(partial, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
+                blocks = export_store(opened, file, chosen)
+            if chosen is not None and blocks < len(chosen):
+                raise KVStoreError(
+                    f"{len(chosen) - blocks:,} of these {len(chosen):,} blocks were broken, and have left the store; "
+                    "warm the prefixes again, or export what is left of them"
+                )
+            partial.replace(archive)
+        except OSError as error:
+            raise KVStoreError(f"{archive} can not be written: {error}") from error
+        finally:
+            partial.unlink(missing_ok=True)
     sys.stdout.write(f"{blocks:,} blocks ({archive.stat().st_size / 2**20:,.0f} MiB) written to {archive}\n")
+
+
+def _blocks_of(pin_file: Path, store: DiskStore, tokenizer: str) -> list[BlockName]:
+    """The stored blocks of a file's prefixes, each once; says how many of each there are. Raises KVStoreError where
+    there is none, and what `read_pins` and reading with the tokenizer raise."""
+    from pagemill.server.pins import read_pins
+    from pagemill.text.tokenizer import Tokenizer
+
+    pins, size = read_pins(pin_file), store.format.block_size
+    reader = Tokenizer.from_path(tokenizer)
+    prefixes = [(Namespace(pin.tenant, pin.cache_salt), pin.token_ids(reader)) for pin in pins]
+    found = stored_prefixes(store, prefixes)
+    lines = []
+    for pin, (_, token_ids), names in zip(pins, prefixes, found, strict=True):
+        if not names:
+            raise KVStoreError(
+                f"of the {len(token_ids):,} tokens of {pin.name!r}, none of the store's {store.stats().blocks:,} "
+                f"blocks (of {size} tokens) holds any; warm it with pagemill serve --pin-file and --kv-disk-memory, "
+                "which stores it when it ends, or check its tenant and cache_salt, and --tokenizer"
+            )
+        tokens = len({name.digest for name in names}) * size
+        lines.append(f"{pin.name}: {len(names):,} blocks with {tokens:,} of its {len(token_ids):,} tokens\n")
+    sys.stdout.write("".join(lines))
+    return list(dict.fromkeys(itertools.chain(*found)))
 
 
 @cache.command(name="import")

@@ -7,15 +7,21 @@ in the store, checksums included, beginnings of chains first.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
-from contextlib import closing
+import struct
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import BinaryIO
 
 from pagemill.errors import KVStoreError
 from pagemill.kvcache.disk_store import DiskStore
 from pagemill.kvcache.store_format import StoreFormat
+from pagemill.memory.digest import extend_chain, root_digest
+from pagemill.memory.work import BlockName
+from pagemill.namespace import Namespace
 
 _FIRST_LINE = b"pagemill KV archive 1\n"
 _BATCH_BYTES = 16 << 20
@@ -57,10 +63,29 @@ def open_store(root: Path, key: str, limit_bytes: int | None = None) -> DiskStor
     return DiskStore(root, found[0].format, least if limit_bytes is None else limit_bytes)
 
 
-def export_store(store: DiskStore, file: BinaryIO) -> int:
-    """Writes all whole blocks of a store to a file; returns how many they were."""
+def stored_prefixes(store: DiskStore, prefixes: Sequence[tuple[Namespace, Sequence[int]]]) -> list[list[BlockName]]:
+    """Of each prefix (whose, token ids) the blocks that an engine would find: from the first on without a gap, for all
+    layer groups."""
+    at = store.format
+    stored: defaultdict[bytes, list[BlockName]] = defaultdict(list)
+    for name in store.names():
+        stored[name.digest].append(name)
+    groups = max(map(len, stored.values()), default=0)
+    found = []
+    for space, token_ids in prefixes:
+        chain: list[bytes] = []
+        with suppress(struct.error):  # ids that no token has
+            root = root_digest(bytes.fromhex(at.fingerprint), at.kv_format, at.numerics, str(space))
+            extend_chain(chain, root, token_ids, at.block_size)
+        whole = takewhile(lambda digest: len(stored.get(digest, ())) == groups, chain)
+        found.append([name for digest in whole for name in stored.get(digest, ())])
+    return found
+
+
+def export_store(store: DiskStore, file: BinaryIO, chosen: Sequence[BlockName] | None = None) -> int:
+    """Writes the whole ones of a store's blocks, or of those chosen, to a file; returns how many they were."""
     file.write(_FIRST_LINE + store.format.to_json().encode() + b"\n")
-    names = store.names()
+    names = store.names() if chosen is None else chosen
     step = max(1, _BATCH_BYTES // store.slot_bytes)
     count = 0
     for first in range(0, len(names), step):

@@ -39,6 +39,11 @@ class StoreFormat:
         del fields["model"]
         return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()[:24]
 
+    @property
+    def block_size(self) -> int:
+        """Tokens of a block, the second field of `kv_format`."""
+        return int(self.kv_format.split(",")[1])
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), sort_keys=True)
 

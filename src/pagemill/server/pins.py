@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -9,11 +10,11 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from pagemill.engine.async_llm import AsyncLLM
-from pagemill.engine.input_processor import Prompt
 from pagemill.engine.messages import PinInfo
 from pagemill.errors import ConfigError, InvalidRequestError
 from pagemill.server.protocol import ChatMessage
 from pagemill.tenant_limits import DEFAULT_TENANT
+from pagemill.text.tokenizer import Tokenizer
 
 
 class PinBody(BaseModel):
@@ -26,6 +27,17 @@ class PinBody(BaseModel):
     messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
     expires_s: float | None = None
     cache_salt: str = ""
+
+    def token_ids(self, tokenizer: Tokenizer) -> list[int]:
+        """The whole prefix. Raises `InvalidRequestError` children, `TokenizerError` without a chat template."""
+        if (self.prompt is None) == (self.messages is None):
+            raise InvalidRequestError(f"pin {self.name!r} needs either a prompt or messages", param="prompt")
+        if self.messages is not None:
+            messages = [message.for_template() for message in self.messages]
+            text = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+            return tokenizer.encode(text, add_special_tokens=False)
+        assert self.prompt is not None
+        return tokenizer.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
 
 
 class FilePin(PinBody):
@@ -76,16 +88,8 @@ def pin_routes(llm: AsyncLLM) -> APIRouter:
 
 async def pin(llm: AsyncLLM, body: PinBody, tenant: str) -> PinInfo:
     """Raises `InvalidRequestError` children."""
-    if (body.prompt is None) == (body.messages is None):
-        raise InvalidRequestError(f"pin {body.name!r} needs either a prompt or messages", param="prompt")
-    prompt: Prompt
-    if body.messages is None:
-        assert body.prompt is not None
-        prompt = body.prompt
-    else:
-        messages = [message.for_template() for message in body.messages]
-        prompt = await llm.render_chat(messages, add_generation_prompt=False)
-    return await llm.pin(prompt, name=body.name, expires_s=body.expires_s, cache_salt=body.cache_salt, tenant=tenant)
+    token_ids = await asyncio.to_thread(body.token_ids, await llm.tokenizer())
+    return await llm.pin(token_ids, name=body.name, expires_s=body.expires_s, cache_salt=body.cache_salt, tenant=tenant)
 
 
 def read_pins(path: Path) -> list[FilePin]:
