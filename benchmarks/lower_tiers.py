@@ -117,7 +117,7 @@ def main() -> None:
         speeds, turns = [], []
         for turn in range(0, 2 * TURN * ROUNDS, 2 * TURN):
             with make() as llm:
-                disk = llm._core._tiers.lower.disk
+                disk = llm._core._tiers.lower.tiers[-1]
                 path, record_bytes = disk.folder / "blocks.dat", disk.record_bytes
                 speeds.append((read_file(path), read_store(disk)))
                 first_token_s(llm, "step", text[-700:])

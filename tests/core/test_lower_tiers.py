@@ -7,10 +7,13 @@ import threading
 import pytest
 from drive import drive, request
 
+from device_tier import DeviceTier
 from harness import FRAME_BYTES
+from pagemill.engine import tiers as engine_tiers
 from pagemill.errors import ConfigError
 from pagemill.kvcache import device_pool
 from pagemill.kvcache.layout import layer_major
+from pagemill.kvcache.lower_tiers import LowerTiers
 from pagemill.memory.digest import extend_chain
 from pagemill.sampling.params import SamplingParams
 
@@ -68,12 +71,35 @@ def test_what_was_evicted_comes_back(conversations, expected, make_engine, tmp_p
     core.close()
 
 
+def test_an_engine_takes_another_kind_of_tier(conversations, expected, make_engine, tmp_path, monkeypatch):
+    def with_device(tiers, record_bytes):
+        return LowerTiers([DeviceTier(15, record_bytes), *tiers], record_bytes)
+
+    disk = {"kv_disk_memory": "1GiB", "kv_disk_path": str(tmp_path)}
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_tiers, "LowerTiers", with_device)
+        core = make_engine(**SMALL, **disk, kv_host_memory=20 * FRAME_BYTES)
+        drive(core, conversations)
+        core._tiers.transfers.flush()
+        held = core.stats().tier_blocks
+        assert held.pop("disk") > 0
+        assert held == {"device": 15, "host": 20}
+        same(drive(core, conversations, record=True), expected)
+        assert core.stats().blocks_missed == 0
+        core.close()
+    again = make_engine(**SMALL, **disk)
+    run = drive(again, conversations, record=True)
+    assert set(run.cached.values()) == {BLOCKS * 16}
+    same(run, expected)
+    again.close()
+
+
 @pytest.fixture
 def kept(conversations, make_engine, tmp_path):
     """Settings of an engine that was closed after the conversations, its file of blocks, and the size of a slot."""
     settings = {**SMALL, "kv_disk_memory": "1GiB", "kv_disk_path": str(tmp_path)}
     core = make_engine(**settings)
-    slot_bytes = core._tiers.lower.disk.slot_bytes
+    slot_bytes = core._tiers.lower.tiers[-1].slot_bytes
     drive(core, conversations)
     core.close()
     (blocks,) = tmp_path.glob("*/blocks.dat")

@@ -26,15 +26,16 @@ def found(tiers: LowerTiers, indices) -> list[bool]:
 @pytest.mark.parametrize("fails", [False, True])
 def test_blocks_on_their_way_from_host_memory_to_disk_are_found(tmp_path, monkeypatch, fails):
     disk = store_of(tmp_path)
-    tiers = LowerTiers(HostStore(3, RECORD), disk, RECORD)
+    host = HostStore(3, RECORD)
+    tiers = LowerTiers([host, disk], RECORD)
     write(tiers, range(3))
     put, seen = disk.write, []
 
-    def watched(names, records):
+    def watched(*blocks):
         seen.append(found(tiers, range(5)))
         if fails:
             raise KVStoreError("the disk takes no more")
-        return put(names, records)
+        return put(*blocks)
 
     monkeypatch.setattr(disk, "write", watched)
     if fails:
@@ -44,20 +45,21 @@ def test_blocks_on_their_way_from_host_memory_to_disk_are_found(tmp_path, monkey
         write(tiers, [3, 4])
     assert seen == [[True] * 5]
     assert found(tiers, range(5)) == [not fails, not fails, True, True, True]
-    assert not tiers.host._leaving
+    assert not host._leaving
 
 
 def test_what_host_memory_holds_goes_to_disk_at_the_end(tmp_path):
-    tiers = LowerTiers(HostStore(3, RECORD), store_of(tmp_path), RECORD)
+    disk = store_of(tmp_path)
+    tiers = LowerTiers([HostStore(3, RECORD), disk], RECORD)
     write(tiers, range(5))
     assert [tiers.holds(name_of(i), lasting=True) for i in range(5)] == [True, True, False, False, False]
     tiers.sink(2)
-    tiers.disk.close()
-    again = LowerTiers(None, store_of(tmp_path), RECORD)
+    disk.close()
+    again = LowerTiers([store_of(tmp_path)], RECORD)
     assert found(again, range(5)) == [True] * 5
 
 
 def test_without_a_disk_what_made_room_is_gone():
-    tiers = LowerTiers(HostStore(3, RECORD), None, RECORD)
+    tiers = LowerTiers([HostStore(3, RECORD)], RECORD)
     write(tiers, range(5))
     assert found(tiers, range(5)) == [False, False, True, True, True]

@@ -82,7 +82,7 @@ class Faults:
         self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.full = self.unreadable = self.breaking = self.harm = 0.0
-        self._disk: DiskStore = core._tiers.lower.disk
+        self._disk: DiskStore = core._tiers.lower.tiers[-1]
         self._streamed = core._engine.pool._file
         put, read, run, apply = self._disk._put, self._disk.read, core._runner.run, core._runner.apply
         write_below, read_below, read_layer = self._streamed.write, self._streamed.read, read_ahead._read

@@ -277,7 +277,7 @@ class EngineCore:
         )
 
     def close(self) -> None:
-        """Ends every request, and keeps on disk, if that is a tier, what can be found again."""
+        """Ends every request, and keeps what can be found again, if there is a tier that outlives the process."""
         self.abort(self._scheduler.request_ids())
         self._scheduler.pins.clear(time.monotonic())
         self._runner.close()
@@ -285,7 +285,7 @@ class EngineCore:
             while self._tiers.transfers.loading:
                 self._finish_loads(LOAD_WAIT_S)
             self._save_evicted()
-            if self._tiers.lower.disk is not None:
+            if self._tiers.lower.lasting:
                 self._tiers.transfers.keep(self._memory.cached_blocks())
             self._tiers.close()
             self._tiers = None

@@ -179,7 +179,7 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     """Time in which such blocks were under way."""
     block_bytes: int
     tier_blocks: dict[str, int] = {}
-    """Blocks that lie in lower tiers now, "host" and "disk", streamed ones apart."""
+    """Blocks that lie in lower tiers now, by tier ("host", "disk"), streamed ones apart."""
     blocks_saved: int = 0
     """Blocks that went to lower tiers; that did not, because storing failed or could not keep up; that came back; that
     were not there, or broken, when they should have come back."""

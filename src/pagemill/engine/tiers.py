@@ -15,7 +15,7 @@ from pagemill.errors import ConfigError, KVStoreError
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.disk_store import DiskStore
 from pagemill.kvcache.host_store import HostStore
-from pagemill.kvcache.lower_tiers import LowerTiers
+from pagemill.kvcache.lower_tiers import LowerTier, LowerTiers
 from pagemill.kvcache.sizing import device_memory, parse_memory
 from pagemill.kvcache.store_format import StoreFormat, default_root
 from pagemill.kvcache.transfers import Transfers
@@ -72,7 +72,7 @@ def make_tiers(
     """The tiers that the settings ask for, less what streamed blocks take of them; None if nothing is left. Raises
     ConfigError for sizes too small, KVStoreError for a bad folder."""
     record_bytes = pool.record_bytes
-    host = disk = None
+    tiers: list[LowerTier] = []
     taken = {tier: streamed.of(tier, pool.layout.frame_bytes) for tier in ("host", "disk")}
     if config.kv_host_memory is not None:
         capacity = (_host_bytes(config) - taken["host"]) // record_bytes
@@ -81,15 +81,14 @@ def make_tiers(
                 f"kv_host_memory is {config.kv_host_memory!r}, but one block takes {record_bytes} bytes; raise it",
                 param="kv_host_memory",
             )
-        host = HostStore(capacity, record_bytes) if capacity > 0 else None
+        if capacity > 0:
+            tiers.append(HostStore(capacity, record_bytes))
     if config.kv_disk_memory is not None:
         limit, name = _disk_bytes(config) - taken["disk"], Path(config.model).stem
         if limit > 2 * record_bytes or not taken["disk"]:
             format = StoreFormat(name, fingerprint.hex(), kv_format, numerics, record_bytes)
-            disk = DiskStore(_disk_root(config), format, limit)
-    if host is None and disk is None:
-        return None
-    return Tiers(LowerTiers(host, disk, record_bytes), pool, config.preemption_mode)
+            tiers.append(DiskStore(_disk_root(config), format, limit))
+    return Tiers(LowerTiers(tiers, record_bytes), pool, config.preemption_mode) if tiers else None
 
 
 class Tiers:
@@ -133,5 +132,5 @@ class Tiers:
     def close(self) -> None:
         """Waits for what is under way."""
         self.transfers.close()
-        if self.lower.disk is not None:
-            self.lower.disk.close()
+        for tier in self.lower.tiers:
+            tier.close()

@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagemill.errors import KVStoreError
+from pagemill.kvcache.lower_tiers import Spill
 from pagemill.kvcache.records import Records, parts
 from pagemill.kvcache.slots import HEADER_BYTES, Slots, is_whole, name_in
 from pagemill.kvcache.store_format import StoreFormat
@@ -57,10 +58,13 @@ class StoreStats:
 
 
 class DiskStore:
-    """Thread-safe. Raises KVStoreError for a folder that can not be used, and for what the disk refuses.
+    """A LowerTier. Thread-safe. Raises KVStoreError for a folder that can not be used, and for what the disk refuses.
 
     limit_bytes: the most that `blocks.dat` may grow to; what was used longest ago makes room, a chain's end first.
     """
+
+    name = "disk"
+    lasting = True
 
     def __init__(self, root: Path, format: StoreFormat, limit_bytes: int) -> None:
         self.format = format
@@ -89,13 +93,15 @@ class DiskStore:
     # What is there
 
     def find(self, digests: Sequence[bytes], group: int) -> int:
-        """How many of `digests`, from the first on without a gap, are stored for a layer group."""
         with self._reading():
             for count, digest in enumerate(digests):
                 query = "SELECT 1 FROM blocks WHERE digest = ? AND layer_group = ?"
                 if self._lookup.execute(query, (digest, group)).fetchone() is None:
                     return count
         return len(digests)
+
+    def num_blocks(self) -> int:
+        return self.stats().blocks
 
     def stats(self) -> StoreStats:
         with self._reading():
@@ -124,8 +130,9 @@ class DiskStore:
             self._read_since.update(block for block, whole in zip(blocks, found, strict=True) if whole)
         return found
 
-    def write(self, names: Sequence[BlockName], records: Records) -> int:
-        """Stores what is not stored yet, contents [record_bytes] each; returns how many blocks that were.
+    def write(self, names: Sequence[BlockName], records: Records, spill: Spill | None = None) -> int:
+        """Stores what is not stored yet, contents [record_bytes] each; returns how many blocks that were. What makes
+        room ends here: nothing goes to `spill`.
 
         Raises KVStoreError if the disk takes no more; what was stored before is still there.
         """
@@ -149,6 +156,10 @@ class DiskStore:
                     f"the KV store {self.folder} took no more blocks: {error}; free disk space, or lower its limit"
                 ) from error
             return len(slots)
+
+    def parts(self, count: int) -> Iterator[tuple[list[BlockName], Records]]:
+        """Nothing: all of it lasts."""
+        return iter(())
 
     # Upkeep
 

@@ -9,12 +9,16 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from pagemill.kvcache.lower_tiers import Spill
 from pagemill.kvcache.records import Records
 from pagemill.memory.work import BlockName
 
 
 class HostStore:
-    """Room for `capacity` blocks of `record_bytes`. What was used longest ago makes room. Thread-safe."""
+    """A LowerTier with room for `capacity` blocks of `record_bytes`. What was used longest ago makes room."""
+
+    name = "host"
+    lasting = False
 
     def __init__(self, capacity: int, record_bytes: int) -> None:
         self._arena = np.empty((capacity, record_bytes), dtype=np.uint8)
@@ -23,11 +27,10 @@ class HostStore:
         self._free = list(range(capacity - 1, -1, -1))
         self._lock = threading.Lock()
 
-    def __len__(self) -> int:
+    def num_blocks(self) -> int:
         return len(self._slots)
 
     def find(self, digests: Sequence[bytes], group: int) -> int:
-        """How many of `digests`, from the first on without a gap, are here for a layer group."""
         with self._lock:
             for count, digest in enumerate(digests):
                 if (digest, group) not in self._slots and (digest, group) not in self._leaving:
@@ -35,7 +38,6 @@ class HostStore:
         return len(digests)
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Records) -> list[bool]:
-        """Blocks (digest, group) into `out`, a record each; which of them were here."""
         found = []
         with self._lock:
             for row, block in enumerate(blocks):
@@ -48,9 +50,8 @@ class HostStore:
                     out[row][:] = record.reshape(out[row].shape)
         return found
 
-    def write(self, names: Sequence[BlockName], records: Records) -> list[tuple[BlockName, NDArray[np.uint8]]]:
-        """Takes blocks in; returns those that made room, with their contents. They are found until `let_go`."""
-        spilled = []
+    def write(self, names: Sequence[BlockName], records: Records, spill: Spill) -> None:
+        spilled: list[BlockName] = []
         with self._lock:
             for name, record in zip(names, records, strict=True):
                 block = name[:2]
@@ -58,23 +59,24 @@ class HostStore:
                     continue
                 if not self._free:
                     slot, old = self._slots.popitem(last=False)[1]
-                    spilled.append((old, self._arena[slot].copy()))
-                    self._leaving[old[:2]] = spilled[-1][1]
+                    spilled.append(old)
+                    self._leaving[old[:2]] = self._arena[slot].copy()
                     self._free.append(slot)
                 slot = self._free.pop()
                 self._arena[slot] = record
                 self._slots[block] = slot, name
-        return spilled
+        try:
+            if spilled:
+                spill(spilled, [self._leaving[old[:2]] for old in spilled])
+        finally:
+            with self._lock:
+                self._leaving.clear()
 
     def parts(self, count: int) -> Iterator[tuple[list[BlockName], list[NDArray[np.uint8]]]]:
-        """All blocks, `count` at a time, the longest unused first. None may be written meanwhile."""
         held = list(self._slots.values())
         for first in range(0, len(held), count):
             part = held[first : first + count]
             yield [name for _, name in part], [self._arena[slot] for slot, _ in part]
 
-    def let_go(self, names: Sequence[BlockName]) -> None:
-        """Blocks that made room lie elsewhere now, or are lost."""
-        with self._lock:
-            for name in names:
-                self._leaving.pop(name[:2], None)
+    def close(self) -> None:
+        """Nothing is left to do."""

@@ -1,31 +1,67 @@
-"""LowerTiers: host memory and disk below the device pool, seen as one store of blocks by digest."""
+"""LowerTiers: a chain of tiers below the device pool, such as host memory and disk, seen as one store of blocks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
+from typing import Protocol
 
 from pagemill.errors import KVStoreError
-from pagemill.kvcache.disk_store import DiskStore
-from pagemill.kvcache.host_store import HostStore
 from pagemill.kvcache.records import Records
 from pagemill.memory.work import BlockName
 
+Spill = Callable[[Sequence[BlockName], Records], None]
+"""Takes in what makes room in the tier above."""
+
+
+class LowerTier(Protocol):
+    """A store of blocks by digest and layer group. Thread-safe, though only one thread writes. It takes and gives
+    records in host memory, and raises KVStoreError where its medium fails.
+
+    name: in statistics and metrics.
+    lasting: whether what it holds outlives the process; then so does what tiers below it hold.
+    """
+
+    name: str
+    lasting: bool
+
+    def num_blocks(self) -> int: ...
+
+    def find(self, digests: Sequence[bytes], group: int) -> int:
+        """How many of `digests`, from the first on without a gap, are here for a layer group."""
+        ...
+
+    def read(self, blocks: Sequence[tuple[bytes, int]], out: Records) -> list[bool]:
+        """Blocks (digest, group) into `out`, a record each; which of them were here. The others are undefined."""
+        ...
+
+    def write(self, names: Sequence[BlockName], records: Records, spill: Spill) -> object:
+        """Takes blocks in. What makes room for them ends, or goes to `spill` and is found here until that returns."""
+        ...
+
+    def parts(self, count: int) -> Iterator[tuple[Sequence[BlockName], Records]]:
+        """What ends with the process, `count` blocks at a time, longest unused first; none may be written meanwhile."""
+        ...
+
+    def close(self) -> None: ...
+
 
 class LowerTiers:
-    """At least one of the two. What host memory gives up goes to disk. Thread-safe."""
+    """At least one tier, the highest first. What one gives up goes to the next. Thread-safe."""
 
-    def __init__(self, host: HostStore | None, disk: DiskStore | None, record_bytes: int) -> None:
-        self.host = host
-        self.disk = disk
+    def __init__(self, tiers: Sequence[LowerTier], record_bytes: int) -> None:
+        self.tiers = tiers
         self.record_bytes = record_bytes
+        self.lasting = any(tier.lasting for tier in tiers)
+        self._kept = next((at for at, tier in enumerate(tiers) if tier.lasting), 0)
 
     def num_blocks(self) -> dict[str, int]:
-        """How many blocks each tier holds; of a disk that can not say, nothing."""
-        held = {} if self.host is None else {"host": len(self.host)}
-        if self.disk is not None:
+        """How many blocks each tier holds; of one that can not say, nothing."""
+        held = {}
+        for tier in self.tiers:
             with suppress(KVStoreError):
-                held["disk"] = self.disk.stats().blocks
+                held[tier.name] = tier.num_blocks()
         return held
 
     def find(self, digests: Sequence[bytes], groups: int) -> int:
@@ -33,20 +69,19 @@ class LowerTiers:
         count = len(digests)
         for group in range(groups):
             reached = 0
-            while step := max(tier.find(digests[reached:count], group) for tier in self._tiers()):
+            while step := max(tier.find(digests[reached:count], group) for tier in self.tiers):
                 reached += step
             count = min(count, reached)
         return count
 
     def holds(self, name: BlockName, lasting: bool = False) -> bool:
         """Whether a block is stored; with `lasting`, where it outlives the process, if there is such a tier."""
-        tiers = self._tiers()[-1:] if lasting else self._tiers()
-        return any(tier.find([name.digest], name.group) for tier in tiers)
+        return any(tier.find([name.digest], name.group) for tier in self.tiers[self._kept if lasting else 0 :])
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Records) -> list[bool]:
         """Blocks (digest, group) into `out`, a record each; which of them were there."""
         found = [False] * len(blocks)
-        for tier in self._tiers():
+        for tier in self.tiers:
             missing = [row for row, whole in enumerate(found) if not whole]
             if not missing:
                 break
@@ -56,30 +91,21 @@ class LowerTiers:
         return found
 
     def write(self, names: Sequence[BlockName], records: Records) -> None:
-        """Takes blocks in, in the highest tier. Raises KVStoreError if the disk takes no more."""
-        if self.host is not None:
-            spilled = self.host.write(names, records)
-            names, records = [name for name, _ in spilled], [record for _, record in spilled]
-        try:
-            if self.disk is not None and names:
-                self.disk.write(names, records)
-        finally:
-            if self.host is not None:
-                self.host.let_go(names)
+        """Takes blocks in, in the highest tier. Raises KVStoreError if a tier takes no more."""
+        self._write(0, names, records)
 
     def keep(self, names: Sequence[BlockName], records: Records) -> None:
         """Takes blocks in where they outlive the process, if there is such a tier."""
-        if self.disk is not None:
-            self.disk.write(names, records)
-        else:
-            self.write(names, records)
+        self._write(self._kept, names, records)
 
     def sink(self, count: int) -> None:
-        """Stores what host memory holds on disk too, if there is one, `count` blocks at a time. None may be written
-        meanwhile. Raises KVStoreError if the disk takes no more."""
-        if self.host is not None and self.disk is not None:
-            for names, records in self.host.parts(count):
-                self.disk.write(names, records)
+        """Stores what would end with the process where it outlives it too, if there is such a tier, `count` blocks at a
+        time. None may be written meanwhile. Raises KVStoreError if a tier takes no more."""
+        if self.lasting:
+            for tier in reversed(self.tiers):
+                for names, records in tier.parts(count):
+                    self.keep(names, records)
 
-    def _tiers(self) -> list[HostStore | DiskStore]:
-        return [tier for tier in (self.host, self.disk) if tier is not None]
+    def _write(self, at: int, names: Sequence[BlockName], records: Records) -> None:
+        if at < len(self.tiers):
+            self.tiers[at].write(names, records, partial(self._write, at + 1))

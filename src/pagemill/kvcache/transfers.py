@@ -113,7 +113,7 @@ class Transfers:
             self._count(saved=stored, dropped=len(saves) - stored)
 
     def keep(self, saves: Sequence[Save]) -> None:
-        """Stores these blocks, and those in host memory, where they outlive the process, however long that takes."""
+        """Stores these blocks, and those in lower tiers, where they outlive the process, however long that takes."""
         self.save(saves, keep=True)
         try:
             self._writer.submit(self._tiers.sink, self._batch).result()

@@ -1,0 +1,98 @@
+"""A third kind of tier, between pool and host memory: it takes a class and an entry in the list, and nothing else."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from disk_blocks import FORMAT, digest_of, name_of
+
+from device_tier import DeviceTier
+from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.disk_store import DiskStore
+from pagemill.kvcache.host_store import HostStore
+from pagemill.kvcache.layer_groups import group_layers
+from pagemill.kvcache.lower_tiers import LowerTiers
+from pagemill.kvcache.transfers import Transfers
+from pagemill.memory.work import Load, Save
+
+BLOCKS = 20
+DEVICE, HOST = range(15, 20), range(9, 15)
+"""Which of them lie there in the end, the newest highest. The others are on disk."""
+
+
+def disk_of(pool: DevicePool, path) -> DiskStore:
+    return DiskStore(path, replace(FORMAT, record_bytes=pool.record_bytes), 1 << 20)
+
+
+def found(tier) -> list[int]:
+    return [i for i in range(BLOCKS) if tier.find([digest_of(i)], 0)]
+
+
+@pytest.fixture
+def pool():
+    return DevicePool(BLOCKS, group_layers([None] * 3), 3, 20, 8, torch.float32)
+
+
+@pytest.fixture
+def contents(pool):
+    """Of the pool's frames, and of the blocks of the same number."""
+    contents = np.random.default_rng(0).integers(0, 256, (BLOCKS, pool.record_bytes), dtype=np.uint8)
+    pool.write_frames(range(BLOCKS), contents)
+    return contents
+
+
+@pytest.fixture
+def full(pool, contents, tmp_path, monkeypatch):
+    """All blocks have gone down, some at a time, and whenever one tier wrote, all that had been stored was found."""
+    tiers = LowerTiers(
+        [DeviceTier(len(DEVICE), pool.record_bytes), HostStore(len(HOST), pool.record_bytes), disk_of(pool, tmp_path)],
+        pool.record_bytes,
+    )
+    transfers = Transfers(pool, tiers)
+    stored, seen = [], []
+
+    def watched(write):
+        def watch(*blocks):
+            out = np.zeros((len(stored), pool.record_bytes), dtype=np.uint8)
+            seen.append(all(tiers.read([(digest_of(i), 0) for i in stored], out)) and (out == contents[stored]).all())
+            return write(*blocks)
+
+        return watch
+
+    for tier in tiers.tiers:
+        monkeypatch.setattr(tier, "write", watched(tier.write))
+    for first in range(0, BLOCKS, 3):
+        part = range(first, min(first + 3, BLOCKS))
+        transfers.save([Save(i, name_of(i)) for i in part])
+        transfers.flush()
+        stored += part
+    assert transfers.stats().saved == BLOCKS
+    assert len(seen) > BLOCKS
+    assert all(seen)
+    yield transfers, tiers
+    transfers.close()
+
+
+def test_blocks_go_down_tier_by_tier_and_come_back_from_each(pool, contents, full):
+    transfers, tiers = full
+    assert tiers.num_blocks() == {"device": len(DEVICE), "host": len(HOST), "disk": HOST[0]}
+    assert [found(tier) for tier in tiers.tiers] == [list(DEVICE), list(HOST), list(range(HOST[0]))]
+    assert tiers.find([digest_of(i) for i in range(BLOCKS + 1)], 1) == BLOCKS
+    pool.write_frames(range(BLOCKS), np.zeros_like(contents))
+    order = np.random.default_rng(1).permutation(BLOCKS)
+    transfers.load(Load(7, [(digest_of(i), 0) for i in order], list(range(BLOCKS))))
+    assert transfers.finished(wait_s=30) == {7: [True] * BLOCKS}
+    assert (pool.read_frames(range(BLOCKS))[0] == contents[order]).all()
+
+
+def test_what_the_tiers_above_hold_is_on_disk_at_the_end(pool, contents, full, tmp_path):
+    transfers, tiers = full
+    assert [i for i in range(BLOCKS) if tiers.holds(name_of(i), lasting=True)] == list(range(HOST[0]))
+    transfers.keep([])
+    for tier in tiers.tiers:
+        tier.close()
+    out = np.zeros_like(contents)
+    again = LowerTiers([disk_of(pool, tmp_path)], pool.record_bytes)
+    assert all(again.read([(digest_of(i), 0) for i in range(BLOCKS)], out))
+    assert (out == contents).all()
