@@ -163,19 +163,15 @@ struct PairPass {
     }
 
     void locate(int64_t base, int h, int from, int until, PairPieces& pieces) const {
-        const int row = args.order[task.first].row, first = from / W, size = args.block_size;
+        const int row = args.order[task.first].row, first = from / W;
         pieces.count = (until + W - 1) / W - first;
         pieces.lines = args.head_dim / 2;
         pieces.key_row = args.key.dim;
         pieces.value_row = args.value.token;
-        const auto key = [&](int64_t token, int head) {
-            return block_at<bf16>(args, args.key, row, token / size, head) + token % size * 2;
-        };
         for (int i = 0; i < pieces.count; ++i) {
             const int64_t token = base + (first + i) * W;
-            pieces.at[i] = key(token, task.head + h);
-            pieces.at[pieces.count + i] =
-                block_at<bf16>(args, args.value, row, token / size, task.head + h) + token % size / 2 * args.value.token;
+            pieces.at[i] = key_pairs_at(args, row, task.head + h, token);
+            pieces.at[pieces.count + i] = value_pairs_at(args, row, task.head + h, token);
         }
         // The next head's, or the next partition's; at the end of the task, what is there.
         const bool more_heads = h + 1 < task.heads, more = more_heads || base + kPartition < task.part_end * kPartition;
@@ -183,6 +179,7 @@ struct PairPass {
         const int64_t last = lesser<int64_t>(task.part_end * kPartition, args.context_lens[row]) - 1;
         for (int i = 0; i < PairPieces::kAhead; ++i)
             pieces.at[2 * pieces.count + i] =
-                more ? key(lesser(next + i * W, last / W * W), task.head + (more_heads ? h + 1 : 0)) : pieces.at[pieces.count];
+                more ? key_pairs_at(args, row, task.head + (more_heads ? h + 1 : 0), lesser(next + i * W, last / W * W))
+                     : pieces.at[pieces.count];
     }
 };

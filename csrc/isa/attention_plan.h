@@ -34,6 +34,14 @@ template <class T> INLINE const T* block_at(const AttentionArgs& args, const Cac
     return (const T*)cache.data + frame_of(args, row, block) * cache.frame + head * cache.head;
 }
 
+// Where a row's keys, and values, in pairs lie from token `token` on.
+INLINE const bf16* key_pairs_at(const AttentionArgs& args, int row, int head, int64_t token) {
+    return block_at<bf16>(args, args.key, row, token / args.block_size, head) + token % args.block_size * 2;
+}
+INLINE const bf16* value_pairs_at(const AttentionArgs& args, int row, int head, int64_t token) {
+    return block_at<bf16>(args, args.value, row, token / args.block_size, head) + token % args.block_size / 2 * args.value.token;
+}
+
 // A step's tasks; those of shared prefixes come first, and the others wait for them. Without memory it only counts.
 struct AttentionPlan {
     AttentionTask *tasks, *merges;

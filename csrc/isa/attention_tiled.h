@@ -123,8 +123,8 @@ struct TiledPass {
         for (int s = begin / kPairStep; s * kPairStep < end; ++s) {
             for (int g = 2 * s; g < 2 * s + 2; ++g) {
                 if (keys_in_place) {  // what lies outside the range needs a readable place
-                    const int64_t position = base + lesser(greater(g, begin / 16), (end - 1) / 16) * 16, block = position / args.block_size;
-                    at.keys[g] = (const char*)(block_at<bf16>(args, args.key, row, block, head) + position % args.block_size * 2);
+                    const int64_t token = base + lesser(greater(g, begin / 16), (end - 1) / 16) * 16;
+                    at.keys[g] = (const char*)key_pairs_at(args, row, head, token);
                 } else {
                     bf16* to = keys + g * dim_steps * kTile;
                     copy_keys(row, head, base, g * 16, all, to);
@@ -135,11 +135,8 @@ struct TiledPass {
                 for (int g = 2 * s; g < 2 * s + 2; ++g) fetch(at.keys[g], args.head_dim / 2, at.key_row);
             const int token = s * kPairStep;
             if (values_in_place && token >= begin && token + kPairStep <= end) {
-                for (int p = 0; p < kPieces; ++p) {
-                    const int64_t position = base + token + p * kPieceTokens, block = position / args.block_size;
-                    at.values[s * kPieces + p] = (const char*)(block_at<bf16>(args, args.value, row, block, head) +
-                                                               position % args.block_size / 2 * args.value.token);
-                }
+                for (int p = 0; p < kPieces; ++p)
+                    at.values[s * kPieces + p] = (const char*)value_pairs_at(args, row, head, base + token + p * kPieceTokens);
             } else {
                 bf16* to = values + s * dim_tiles * kTile;
                 copy_values(row, head, base, token, all, to);
@@ -167,8 +164,7 @@ struct TiledPass {
         const int64_t end = lesser<int64_t>(task.part_end * kPartition, args.context_lens[row]);
         for (int g = 0; g < kPartition / 16; ++g) {
             const int64_t token = from + g * 16;
-            next_keys[g] = !keys_in_place || token >= end ? nullptr
-                : (const char*)(block_at<bf16>(args, args.key, row, token / args.block_size, head) + token % args.block_size * 2);
+            next_keys[g] = keys_in_place && token < end ? (const char*)key_pairs_at(args, row, head, token) : nullptr;
         }
     }
 
