@@ -115,8 +115,7 @@ class InputProcessor:
 
         Raises `TokenizerError` if there is no template, `InvalidRequestError` if it refuses these messages.
         """
-        text = self.tokenizer.apply_chat_template(messages, **template)
-        token_ids = self.tokenizer.encode(text, add_special_tokens=False)
+        text, token_ids = self.tokenizer.encode_chat(messages, **template)
         return {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": cache_salt}
 
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int], str]:

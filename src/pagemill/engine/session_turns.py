@@ -87,8 +87,7 @@ class SessionTurns:
             tokenizer, earlier = self._inputs.tokenizer, begun.messages or []
             text = turn_text(tokenizer, earlier, messages, **template) if earlier else None
             if text is None:
-                text = tokenizer.apply_chat_template([*earlier, *messages], **template)
-                token_ids = tokenizer.encode(text, add_special_tokens=False)
+                text, token_ids = tokenizer.encode_chat([*earlier, *messages], **template)
             else:
                 new = tokenizer.encode(text, add_special_tokens=False)
                 history = self._history(begun)

@@ -34,8 +34,7 @@ class PinBody(BaseModel):
             raise InvalidRequestError(f"pin {self.name!r} needs either a prompt or messages", param="prompt")
         if self.messages is not None:
             messages = [message.for_template() for message in self.messages]
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
-            return tokenizer.encode(text, add_special_tokens=False)
+            return tokenizer.encode_chat(messages, add_generation_prompt=False)[1]
         assert self.prompt is not None
         return tokenizer.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
 

@@ -128,6 +128,11 @@ class Tokenizer:
         """
         return self._compiled(chat_template, options.get("tools") is not None).render(messages, **options)
 
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
+        """A conversation's text and token ids. Takes and raises what `apply_chat_template` does."""
+        text = self.apply_chat_template(messages, **template)
+        return text, self.encode(text, add_special_tokens=False)
+
     def bad_words_token_ids(self, words: Sequence[str]) -> list[list[int]]:
         """The token sequences that would write one of `words`: as it stands, and after a space. As vLLM's `bad_words`.
 
