@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 
+import numpy as np
 import pytest
 from drive import drive, request
 
@@ -15,7 +16,9 @@ from pagemill.kvcache import device_pool
 from pagemill.kvcache.layout import layer_major
 from pagemill.kvcache.lower_tiers import LowerTiers
 from pagemill.memory.digest import extend_chain
+from pagemill.memory.work import MemoryWork
 from pagemill.sampling.params import SamplingParams
+from pagemill.scheduling.step_plan import StepPlan
 
 LENGTH, BLOCKS = 200, 12
 """Of each prompt, in tokens and whole blocks."""
@@ -202,22 +205,47 @@ def test_a_swapped_victim_waits_for_what_is_still_being_stored(conversations, ma
     core.close()
 
 
-@pytest.mark.parametrize(("prefill_s_per_token", "loads"), [(1.0, True), (1e-9, False)])
-def test_what_takes_less_time_by_the_speeds_measured_is_done(
-    conversations, expected, make_engine, prefill_s_per_token, loads
-):
+def test_what_takes_less_time_by_the_speeds_measured_is_done(conversations, expected, make_engine):
     core = make_engine(**SMALL, kv_host_memory=200 * FRAME_BYTES)
     drive(core, conversations)
     core._tiers.transfers.flush()
-    drive(core, conversations[:1])
-    loaded = core.stats().blocks_loaded
-    assert loaded == BLOCKS, "nothing is known of loading yet"
-    assert core._tiers._prefill_s_per_token > 0
-    core._tiers._prefill_s_per_token = prefill_s_per_token
-    run = drive(core, conversations[1:2], record=True)
-    assert run.cached == {"r200": BLOCKS * 16 * loads}
-    assert core.stats().blocks_loaded == loaded + BLOCKS * loads
-    assert run.tokens["r200", 0] == expected.tokens["r200", 0]
+    (load_time,) = core._tiers.transfers.load_times
+
+    def loads(at: int, prefill_s_per_token: float) -> bool:
+        """Whether a conversation is loaded, or else computed."""
+        loaded = core.stats().blocks_loaded
+        core._tiers._prefill_s_per_token = prefill_s_per_token
+        run = drive(core, conversations[at : at + 1], record=True)
+        (name,) = run.cached
+        assert run.tokens[name, 0] == expected.tokens[name, 0]
+        assert (run.cached[name], core.stats().blocks_loaded - loaded) in [(BLOCKS * 16, BLOCKS), (0, 0)]
+        return run.cached[name] > 0
+
+    assert [loads(at, 1e-9) for at in (0, 1)] == [True, True], "nothing is known of loading yet"
+    assert load_time.of(BLOCKS) > 0
+    assert not loads(2, 1e-9)
+    assert loads(3, 1.0)
+    load_time.note(BLOCKS, 1e6)
+    assert not loads(4, 1.0), "it takes too long of late"
+    load_time.note_step(1e8)
+    assert loads(5, 1.0), "it was not tried for long"
+    assert load_time.of(BLOCKS) < 1e3
+    assert loads(0, 1.0)
+    core.close()
+
+
+def step_of(query_lens: list[int]) -> StepPlan:
+    none = np.empty(0, dtype=np.int32)
+    return StepPlan(0, MemoryWork.none(), none, none, np.array(query_lens, dtype=np.int32), none, none, none)
+
+
+def test_steps_that_hardly_compute_prompts_say_nothing_about_that(make_engine):
+    core = make_engine(**SMALL, kv_host_memory=200 * FRAME_BYTES)
+    for query_lens in ([1] * 200, [63], [1] * 65 + [64]):
+        core._tiers.note_step(step_of(query_lens), 1.0)
+        assert core._tiers._prefill_s_per_token == 0.0
+    core._tiers.note_step(step_of([1] * 20 + [80]), 1.0)
+    assert core._tiers._prefill_s_per_token == 0.01
     core.close()
 
 

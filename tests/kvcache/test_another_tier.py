@@ -55,7 +55,8 @@ def full(pool, contents, tmp_path, monkeypatch):
     def watched(write):
         def watch(*blocks):
             out = np.zeros((len(stored), pool.record_bytes), dtype=np.uint8)
-            seen.append(all(tiers.read([(digest_of(i), 0) for i in stored], out)) and (out == contents[stored]).all())
+            sources = tiers.read([(digest_of(i), 0) for i in stored], out)
+            seen.append(None not in sources and (out == contents[stored]).all())
             return write(*blocks)
 
         return watch
@@ -86,6 +87,20 @@ def test_blocks_go_down_tier_by_tier_and_come_back_from_each(pool, contents, ful
     assert (pool.read_frames(range(BLOCKS))[0] == contents[order]).all()
 
 
+def test_a_load_is_timed_for_the_lowest_tier_that_it_needs(full):
+    transfers, tiers = full
+    assert [tiers.where((digest_of(i), 0)) for i in (DEVICE[0], HOST[0], 0, BLOCKS)] == [0, 1, 2, None]
+    for lowest, parts in enumerate([[DEVICE], [DEVICE, HOST], [HOST, range(2)]]):
+        blocks = [(digest_of(i), 0) for part in parts for i in part]
+        for ident in (1, 2):
+            assert [load_time.of(1) is None for load_time in transfers.load_times[lowest:]] == [True] * (3 - lowest)
+            transfers.load(Load(ident, blocks, list(range(len(blocks)))))
+            transfers.finished(wait_s=30)
+        assert transfers.load_times[lowest].of(1) > 0
+    transfers.load(Load(3, [(digest_of(BLOCKS), 0)], [0]))
+    assert transfers.finished(wait_s=30) == {3: [False]}
+
+
 def test_what_the_tiers_above_hold_is_on_disk_at_the_end(pool, contents, full, tmp_path):
     transfers, tiers = full
     assert [i for i in range(BLOCKS) if tiers.holds(name_of(i), lasting=True)] == list(range(HOST[0]))
@@ -94,5 +109,5 @@ def test_what_the_tiers_above_hold_is_on_disk_at_the_end(pool, contents, full, t
         tier.close()
     out = np.zeros_like(contents)
     again = LowerTiers([disk_of(pool, tmp_path)], pool.record_bytes)
-    assert all(again.read([(digest_of(i), 0) for i in range(BLOCKS)], out))
+    assert again.read([(digest_of(i), 0) for i in range(BLOCKS)], out) == [0] * BLOCKS
     assert (out == contents).all()

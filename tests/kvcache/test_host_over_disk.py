@@ -16,7 +16,8 @@ def write(tiers: LowerTiers, indices) -> None:
 def found(tiers: LowerTiers, indices) -> list[bool]:
     """What is found can be read, and is right."""
     out = np.zeros((len(indices), RECORD), dtype=np.uint8)
-    there = tiers.read([(digest_of(i), 0) for i in indices], out)
+    blocks = [(digest_of(i), 0) for i in indices]
+    there = [source is not None for source in tiers.read(blocks, out)]
     for row, i in enumerate(indices):
         assert tiers.holds(name_of(i)) == there[row]
         assert not there[row] or (out[row] == content(i)).all()

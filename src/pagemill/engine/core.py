@@ -167,7 +167,7 @@ class EngineCore:
         self._steps += 1
         self._scheduler.note_step(plan, time.monotonic() - begun)
         if self._tiers is not None:
-            self._tiers.note_step(plan.num_tokens, time.monotonic() - begin)
+            self._tiers.note_step(plan, time.monotonic() - begin)
         if self.config.check_invariants:
             self._memory.check()
         return self._outputs(updates)

@@ -19,11 +19,12 @@ from pagemill.kvcache.lower_tiers import LowerTier, LowerTiers
 from pagemill.kvcache.sizing import device_memory, parse_memory
 from pagemill.kvcache.store_format import StoreFormat, default_root
 from pagemill.kvcache.transfers import Transfers
+from pagemill.scheduling.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
 
 MIN_PREFILL_TOKENS = 64
-"""Steps of fewer tokens say nothing about the speed of prefill."""
+"""Steps with fewer tokens of prompts say nothing about how fast these are computed."""
 
 
 def wants_tiers(config: EngineConfig) -> bool:
@@ -103,9 +104,9 @@ class Tiers:
         self._prefill_s_per_token = 0.0
 
     def stored(self, digests: Sequence[bytes], preempted: bool) -> int:
-        """Of a chain's digests, how many from the first on are to be loaded: as many as can be in less time than it
-        takes to compute their tokens, as far as both have been measured. For a preempted sequence the preemption mode
-        may say all that there are, what is still being stored included, or none."""
+        """Of a chain's digests, how many from the first on are to be loaded: all that there are, or none, whatever
+        takes less time by the speeds measured. For a preempted sequence the preemption mode may say all, what is still
+        being stored included, or none."""
         if preempted and self._preemption_mode == "recompute":
             return 0
         swap = preempted and self._preemption_mode == "swap"
@@ -114,19 +115,22 @@ class Tiers:
             if swap and found < len(digests):
                 self.transfers.flush()
                 found = self.lower.find(digests, self._groups)
+            if swap or not found or not self._prefill_s_per_token:
+                return found
+            blocks = [(digest, group) for digest in digests[:found] for group in range(self._groups)]
+            lowest = max(self.lower.where(block) or 0 for block in blocks)
         except KVStoreError as error:
             logger.warning("%s", error)
             return 0
-        stats = self.transfers.stats()
-        if swap or not found or not stats.loaded or not self._prefill_s_per_token:
-            return found
-        load_s = found * self._groups * stats.loading_s / stats.loaded
-        return found if load_s < found * self._block_size * self._prefill_s_per_token else 0
+        compute_s = found * self._block_size * self._prefill_s_per_token
+        return found if self.transfers.load_times[lowest].pays(len(blocks), compute_s) else 0
 
-    def note_step(self, num_tokens: int, seconds: float) -> None:
-        """A step has computed so many tokens in this time."""
-        if num_tokens >= MIN_PREFILL_TOKENS:
-            each, known = seconds / num_tokens, self._prefill_s_per_token
+    def note_step(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long. It says how fast prompts are computed if most of its tokens are of prompts."""
+        for load_time in self.transfers.load_times:
+            load_time.note_step(seconds)
+        if plan.num_tokens - plan.num_generating >= max(MIN_PREFILL_TOKENS, plan.num_generating):
+            each, known = seconds / plan.num_tokens, self._prefill_s_per_token
             self._prefill_s_per_token = 0.8 * known + 0.2 * each if known else each
 
     def close(self) -> None:

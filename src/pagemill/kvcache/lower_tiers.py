@@ -78,16 +78,20 @@ class LowerTiers:
         """Whether a block is stored; with `lasting`, where it outlives the process, if there is such a tier."""
         return any(tier.find([name.digest], name.group) for tier in self.tiers[self._kept if lasting else 0 :])
 
-    def read(self, blocks: Sequence[tuple[bytes, int]], out: Records) -> list[bool]:
-        """Blocks (digest, group) into `out`, a record each; which of them were there."""
-        found = [False] * len(blocks)
-        for tier in self.tiers:
-            missing = [row for row, whole in enumerate(found) if not whole]
+    def where(self, block: tuple[bytes, int]) -> int | None:
+        """The tier from which a block (digest, group) is to be read, counted from the highest; None: it is nowhere."""
+        return next((at for at, tier in enumerate(self.tiers) if tier.find([block[0]], block[1])), None)
+
+    def read(self, blocks: Sequence[tuple[bytes, int]], out: Records) -> list[int | None]:
+        """Blocks (digest, group) into `out`, a record each; from which tier each came, None where it was not there."""
+        found: list[int | None] = [None] * len(blocks)
+        for at, tier in enumerate(self.tiers):
+            missing = [row for row, source in enumerate(found) if source is None]
             if not missing:
                 break
             arrived = tier.read([blocks[row] for row in missing], [out[row] for row in missing])
             for row, whole in zip(missing, arrived, strict=True):
-                found[row] = whole
+                found[row] = at if whole else None
         return found
 
     def write(self, names: Sequence[BlockName], records: Records) -> None:

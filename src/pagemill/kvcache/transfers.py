@@ -13,12 +13,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from queue import Empty, SimpleQueue
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagemill.errors import KVStoreError
 from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.load_time import LoadTime
 from pagemill.kvcache.lower_tiers import LowerTiers
 from pagemill.memory.work import Load, Save
 
@@ -42,9 +44,18 @@ class TransferStats:
     loading_s: float = 0.0
 
 
+class Piece(NamedTuple):
+    """Of a load: from which tier each of its blocks came, None for those that did not; when it was begun and over."""
+
+    sources: list[int | None]
+    begin_s: float
+    end_s: float
+
+
 class Transfers:
     """Its methods belong to one thread, the engine's.
 
+    load_times: by tier; a load counts for the lowest one that a block of it came from.
     backlog_bytes: what may be copied out and not yet stored; beyond it, blocks are dropped instead of saved.
     """
 
@@ -61,8 +72,9 @@ class Transfers:
         self._lock = threading.Lock()
         self._waiting = 0
         self._stats = TransferStats()
-        self._pieces: dict[int, list[list[bool] | None]] = {}
-        self._done: SimpleQueue[tuple[int, int, list[bool], float]] = SimpleQueue()
+        self.load_times = [LoadTime() for _ in tiers.tiers]
+        self._pieces: dict[int, list[Piece | None]] = {}
+        self._done: SimpleQueue[tuple[int, int, Piece]] = SimpleQueue()
         self._loading_since = self._loading_until = 0.0
 
     def stats(self) -> TransferStats:
@@ -141,35 +153,43 @@ class Transfers:
             self._readers.submit(self._fetch, load.id, piece, load.blocks[first:end], load.frames[first:end])
 
     def _fetch(self, load: int, piece: int, blocks: Sequence[tuple[bytes, int]], frames: Sequence[int]) -> None:
-        arrived = [False] * len(blocks)
+        begin = time.monotonic()
+        sources: list[int | None] = [None] * len(blocks)
         try:
             with self._pool.records(frames) as records:
                 found = self._tiers.read(blocks, records)
-            arrived = found
+            sources = found
         except (KVStoreError, MemoryError) as error:
             logger.warning("%s", error)
         finally:
-            self._done.put((load, piece, arrived, time.monotonic()))
+            self._done.put((load, piece, Piece(sources, begin, time.monotonic())))
 
     def finished(self, wait_s: float = 0.0) -> dict[int, list[bool]]:
         """Loads that are over, by id, and which of their blocks have arrived. Waits for news if there is none yet."""
         over: dict[int, list[bool]] = {}
         while self._pieces and not (over and self._done.empty()):
             try:
-                load, piece, found, self._loading_until = (
-                    self._done.get(timeout=wait_s) if wait_s > 0 else self._done.get_nowait()
-                )
+                load, at, piece = self._done.get(timeout=wait_s) if wait_s > 0 else self._done.get_nowait()
             except Empty:
                 break
             pieces = self._pieces[load]
-            pieces[piece] = found
-            if all(part is not None for part in pieces):
-                over[load] = [whole for part in self._pieces.pop(load) for whole in part or ()]
+            pieces[at], self._loading_until = piece, piece.end_s
+            if None not in pieces:
+                over[load] = self._end([part for part in self._pieces.pop(load) if part is not None])
         if over:
             arrived, wanted = (sum(map(count, over.values())) for count in (sum, len))
             spent = 0.0 if self._pieces else self._loading_until - self._loading_since
             self._count(loaded=arrived, missed=wanted - arrived, loading_s=spent)
         return over
+
+    def _end(self, pieces: Sequence[Piece]) -> list[bool]:
+        """All pieces of a load are over; which of its blocks have arrived."""
+        arrived = [source is not None for piece in pieces for source in piece.sources]
+        if all(arrived):
+            lowest = max(source or 0 for piece in pieces for source in piece.sources)
+            seconds = max(piece.end_s for piece in pieces) - min(piece.begin_s for piece in pieces)
+            self.load_times[lowest].note(len(arrived), seconds)
+        return arrived
 
     def close(self) -> None:
         """Waits for what is under way."""

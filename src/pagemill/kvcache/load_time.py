@@ -1,0 +1,62 @@
+"""LoadTime: how long the next load from a lower tier will take, by what recent ones took."""
+
+from __future__ import annotations
+
+FADING = 0.8
+"""What a load weighs beside the one after it."""
+TRIAL_SHARE = 0.05
+"""Of the time that steps take, the most that may be lost on loads that are expected to take too long."""
+
+
+class LoadTime:
+    """Of one tier: seconds for a load, and seconds for each of its blocks; least squares over loads that fade.
+
+    A tier's first load is not counted: it pays for pages and caches that later ones find warm.
+    """
+
+    def __init__(self) -> None:
+        self._warm = self._doubted = False
+        self._weight = self._blocks = self._seconds = self._squares = self._products = 0.0
+        self._unconfirmed_s = 0.0
+
+    def note(self, blocks: int, seconds: float) -> None:
+        """A load of so many blocks took so long. Of a trial, that is all that is known from then on."""
+        self._unconfirmed_s = 0.0
+        fading = FADING if self._warm and not self._doubted else 0.0
+        self._doubted = False
+        if not self._warm:
+            self._warm = True
+            return
+        self._weight = fading * self._weight + 1
+        self._blocks = fading * self._blocks + blocks
+        self._seconds = fading * self._seconds + seconds
+        self._squares = fading * self._squares + blocks * blocks
+        self._products = fading * self._products + blocks * seconds
+
+    def note_step(self, seconds: float) -> None:
+        """A step took so long."""
+        self._unconfirmed_s += seconds
+
+    def of(self, blocks: int) -> float | None:
+        """Seconds that a load of so many blocks will take; None: nothing is known."""
+        if not self._weight:
+            return None
+        each = self._seconds / self._blocks
+        spread = self._weight * self._squares - self._blocks**2
+        if spread > 1e-6 * self._blocks**2:
+            slope = (self._weight * self._products - self._blocks * self._seconds) / spread
+            each = min(max(slope, 0.0), each)
+        return (self._seconds - each * self._blocks) / self._weight + each * blocks
+
+    def pays(self, blocks: int, otherwise_s: float) -> bool:
+        """Whether so many blocks are to be loaded, where doing without takes `otherwise_s`: if that takes longer, if
+        nothing is known, or for a trial, since what is never done is never found to be fast again. A trial is due when
+        TRIAL_SHARE of the time that steps took since the last load is as much as it is expected to lose."""
+        seconds = self.of(blocks)
+        if seconds is None or seconds < otherwise_s:
+            return True
+        if seconds - otherwise_s > TRIAL_SHARE * self._unconfirmed_s:
+            return False
+        self._unconfirmed_s = 0.0
+        self._doubted = True
+        return True
