@@ -139,7 +139,7 @@ class Runner:
         max_context = int(context_lens.max())
         tables = self._tables[:, plan.rows, : -(-max_context // size)]
         entries, offsets = np.divmod(positions, size)
-        frames = self._tables[:, rows, entries].astype(np.int64)
+        frames = self._tables[:, rows, entries].astype(np.int64, order="C")  # which indexing does not keep
         slots = np.where(frames < 0, -1, frames * size + offsets)
         groups = (GroupBatch(self._to_device(t), self._to_device(s)) for t, s in zip(tables, slots, strict=True))
         return AttentionBatch(

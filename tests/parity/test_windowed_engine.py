@@ -1,0 +1,57 @@
+"""Engines on models of layers with sliding windows, random weights."""
+
+from __future__ import annotations
+
+import pytest
+from random_models import CASES, VOCAB, reference_logits
+
+from pagemill.config import EngineConfig
+from pagemill.engine.core import EngineCore
+from pagemill.engine.messages import EngineRequest, SequenceOutput
+from pagemill.sampling.params import SamplingParams
+
+BLOCK, LENGTH, TOKENS, PROMPTS = 8, 89, 5, 5
+GROUPS = {"mistral": (0, 1), "qwen2": (1, 1), "gemma3": (1, 2)}
+"""Layer groups with full attention, and with windows."""
+
+
+@pytest.fixture(params=GROUPS)
+def model(request, tmp_path):
+    (case,) = (case for case in CASES if case.name == request.param)
+    case.save(tmp_path / "model")
+    return request.param, str(tmp_path / "model")
+
+
+@pytest.fixture
+def prompts() -> list[list[int]]:
+    return [[3 + (7 * at + at * at * (3 + seed)) % (VOCAB - 3) for at in range(LENGTH)] for seed in range(PROMPTS)]
+
+
+def make(path: str, **settings) -> EngineCore:
+    return EngineCore(
+        EngineConfig(
+            model=path, block_size=BLOCK, dtype="float32", max_model_len=96, max_num_batched_tokens=32, max_num_seqs=4,
+            check_invariants=True, **settings,
+        )
+    )  # fmt: skip
+
+
+def ask(core: EngineCore, prompt: list[int]) -> list[SequenceOutput]:
+    params = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True, logprobs=5)
+    core.add_request(EngineRequest(request_id="r", prompt_token_ids=prompt, params=params, arrival_s=0.0))
+    outputs = []
+    while core.has_work():
+        outputs += core.step()
+    assert not [output.error for output in outputs if output.error]
+    return outputs
+
+
+def test_prompts_in_chunks_go_on_as_in_transformers(model, prompts):
+    name, path = model
+    core = make(path, kv_memory="64MiB")
+    assert len(core._memory.windows) == sum(GROUPS[name])
+    for prompt in prompts:
+        tokens = [token for output in ask(core, prompt) for token in output.new_token_ids]
+        (logits,) = reference_logits(path, [prompt + tokens[:-1]])
+        assert logits[LENGTH - 1 :].argmax(-1).tolist() == tokens
+    core.close()
