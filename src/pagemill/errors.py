@@ -102,6 +102,13 @@ class ModelNotServedError(InvalidRequestError):
     kind: ClassVar[str] = "not_found_error"
 
 
+class RequestNotFoundError(InvalidRequestError):
+    """No request of this id is running, in this namespace."""
+
+    http_status: ClassVar[int] = 404
+    kind: ClassVar[str] = "not_found_error"
+
+
 class SessionNotFoundError(InvalidRequestError):
     """No session of this name in this namespace."""
 

@@ -304,7 +304,7 @@ def test_habits_of_clients_change_nothing(client):
         ("chat/completions", {"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_tokens", "the same"),
         ("chat/completions", {"top_logprobs": 2}, 400, "top_logprobs", "logprobs"),
         ("chat/completions", {"stream_options": {"include_usage": True}}, 400, "stream_options", "stream"),
-        ("chat/completions", {"messages": []}, 400, "messages", "at least 1"),
+        ("chat/completions", {"messages": []}, 400, "messages", "at least one"),
         ("chat/completions", {"messages": [{"role": "king", "content": "x"}]}, 400, "messages", "role"),
         ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages", "tool"),
         (
@@ -322,7 +322,7 @@ def test_habits_of_clients_change_nothing(client):
         ("completions", {"prompt": ["fine", ""]}, 400, "prompt", "no tokens"),
         ("completions", {"prompt": [49152]}, 400, "prompt", "49151"),
         ("completions", {"prompt": [5] * 3000}, 400, "prompt", "max_model_len is 2048"),
-        ("completions", {}, 400, "prompt", "required"),
+        ("completions", {}, 400, "prompt", "missing"),
         ("completions", {"prompt": "x", "logprobs": 99}, 400, "logprobs", "20"),
         ("completions", {"prompt": "x", "n": 2, "best_of": 1}, 400, "best_of", "at least 2"),
         ("completions", {"prompt": "x", "length_penalty": 2.0}, 400, "length_penalty", "needs use_beam_search"),

@@ -216,3 +216,17 @@ def test_keys_are_kept_as_digests(tmp_path):
     file = read_tenants_file(path)
     assert file.keys == {key_digest("sk-calm"): "calm", key_digest("sk-wild"): "wild", key_digest("sk-wild-2"): "wild"}
     assert file.admin_keys == [key_digest("sk-admin")]
+
+
+def test_a_running_request_is_its_tenants(server):
+    body = {"prompt": PROMPTS[0], "max_tokens": 300, "ignore_eos": True}
+    calm, wild = api(server, "sk-calm"), api(server, "sk-wild")
+    with calm, wild, calm.stream("POST", "/completions", json={**body, "stream": True}) as response:
+        lines = response.iter_lines()
+        name = json.loads(next(lines).removeprefix("data: "))["id"]
+        assert [card["id"] for card in calm.get("/requests").json()["data"]] == [name]
+        assert wild.get("/requests").json()["data"] == []
+        refused = wild.post("/completions", json={"fork_of": name})
+        assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_found_error")
+        assert calm.post("/completions", json={"fork_of": name, "max_tokens": 1}).status_code == 200
+    assert httpx.get(f"{server.url}/v1/requests").status_code == 401

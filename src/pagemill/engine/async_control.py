@@ -16,6 +16,9 @@ from pagemill.engine.messages import (
     PinList,
     PinsRequest,
     ResizePool,
+    SequenceInfo,
+    SequenceList,
+    SequencesRequest,
     SetTenant,
     StatsRequest,
     ToEngine,
@@ -66,6 +69,14 @@ class AsyncControl(ABC):
         limits = read_limits({name: limits})[name]
         await self._ask_ready(SetTenant(name, limits))
         self._sessions.set_limit(name, limits.max_sessions)
+
+    async def _sequences(self) -> dict[str, list[SequenceInfo]]:
+        """Those that have not finished, by the engine's id of their request."""
+        answer: SequenceList = await self._ask(SequencesRequest())
+        found: dict[str, list[SequenceInfo]] = {}
+        for sequence in answer.sequences:
+            found.setdefault(sequence.request_id, []).append(sequence)
+        return found
 
     async def _ask_pins(self, message: PinsRequest | Unpin) -> list[PinInfo]:
         answer: PinList = await self._ask(message)

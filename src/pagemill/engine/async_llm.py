@@ -31,14 +31,15 @@ from pagemill.engine.messages import (
     PinInfo,
     PinList,
     Refused,
+    SequenceList,
     StepOutputs,
 )
 from pagemill.engine.output_processor import OutputProcessor, RequestState
-from pagemill.engine.outputs import RequestOutput
+from pagemill.engine.outputs import RequestOutput, RunningRequest
 from pagemill.engine.pinning import pin_of, pin_request
 from pagemill.engine.request_stream import RequestStream
 from pagemill.engine.session_turns import SessionTurns
-from pagemill.errors import EngineDeadError, InvalidRequestError, PagemillError, error_of
+from pagemill.errors import EngineDeadError, InvalidRequestError, PagemillError, RequestNotFoundError, error_of
 from pagemill.hub import resolve_model
 from pagemill.namespace import Namespace
 from pagemill.sampling.beam_search_params import BeamSearchParams
@@ -176,26 +177,42 @@ class AsyncLLM(AsyncControl):
 
         Its prompt is the running one's and the tokens of its sequence `index` (the stream's `prompt_token_ids` says
         which), its answer that of any request with this prompt. It shares all blocks, and takes none until the two
-        diverge. Raises `InvalidRequestError` if no such sequence is running, or if it is a beam.
+        diverge. Raises `RequestNotFoundError`, and `InvalidRequestError` for no sequence of it, or a beam.
         """
-        stream = self._streams.get(request_id)
-        if stream is None or not 0 <= index < len(stream.state.sequences):
+        state = self.running(request_id)
+        if not 0 <= index < len(state.sequences):
             raise InvalidRequestError(
-                f"no request {request_id!r} with a sequence {index} is running; to go on from one that has ended, give "
-                f"its tokens as a prompt",
-                param="request_id",
+                f"the request {request_id!r} has {len(state.sequences)} sequences, and none with the index {index}; "
+                f"name one from 0 on"
             )
-        state = stream.state
         if state.searches:
             raise InvalidRequestError(
                 f"the request {request_id!r} is a beam search, whose sequences are not known before its end; wait for "
-                f"that",
-                param="request_id",
+                f"that"
             )
         tokens = state.prompt_token_ids + state.sequences[index].token_ids
-        prompt = {"prompt_token_ids": tokens, "cache_salt": state.cache_salt}
+        prompt = {"prompt_token_ids": tokens, "cache_salt": state.space.cache_salt}
         fork_of = state.engine_id, index
-        return await self._submit(prompt, sampling_params, new_request_id, priority, state.tenant, fork_of)
+        return await self._submit(prompt, sampling_params, new_request_id, priority, state.space.tenant, fork_of)
+
+    def running(self, request_id: str, space: Namespace | None = None) -> RequestState:
+        """A request that has not ended; None: whosever it is. Raises `RequestNotFoundError`."""
+        stream = self._streams.get(request_id)
+        if stream is None or (space is not None and stream.state.space != space):
+            raise RequestNotFoundError(
+                f"no request {request_id!r} is running; to go on from one that has ended, give all of it as a prompt"
+            )
+        return stream.state
+
+    async def requests(self, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> list[RunningRequest]:
+        """Those of a namespace that have not ended, and where their KV blocks lie between two steps."""
+        found = await self._sequences()
+        states = [stream.state for stream in self._streams.values() if stream.state.space == (tenant, cache_salt)]
+        return [
+            RunningRequest(state.request_id, state.prompt_token_ids, found[state.engine_id])
+            for state in states
+            if state.engine_id in found
+        ]
 
     async def _submit(
         self,
@@ -334,7 +351,7 @@ class AsyncLLM(AsyncControl):
                 match message:
                     case StepOutputs():
                         self._distribute(message)
-                    case EngineStats() | PinList():
+                    case EngineStats() | PinList() | SequenceList():
                         self._answered(message)
                     case Refused():
                         self._answered(error_of(message.error_type, message.message, message.param))

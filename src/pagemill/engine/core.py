@@ -17,6 +17,8 @@ from pagemill.engine.messages import (
     EngineStats,
     PinInfo,
     PinList,
+    SequenceInfo,
+    SequenceList,
     SequenceOutput,
     TenantStats,
 )
@@ -232,6 +234,23 @@ class EngineCore:
         if not pins.unpin(name, space, now):
             raise PinNotFoundError(f"there is no pin {name!r}; it may have expired", param="name")
         return self.pins()
+
+    def sequences(self) -> SequenceList:
+        """What has not finished now, and where its blocks lie."""
+        lower = "disk" if self._engine.pool.streams_from_disk else "host"
+        infos = []
+        for one in self._scheduler.sequences():
+            resident, streamed = (0, 0) if one.table is None else self._memory.places(one.table)
+            infos.append(
+                SequenceInfo(
+                    request_id=one.request.request_id,
+                    index=one.index,
+                    running=one.table is not None,
+                    num_tokens=len(one.tokens),
+                    kv_blocks={"device": resident, **({lower: streamed} if self._memory.lower.count else {})},
+                )
+            )
+        return SequenceList(infos)
 
     def stats(self) -> EngineStats:
         memory, slots, steps = self._memory.stats(), occupancy(self._memory), scatter(self._memory)

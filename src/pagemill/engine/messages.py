@@ -48,6 +48,10 @@ class PinsRequest(msgspec.Struct, tag=True):
     """Ask for a `PinList`."""
 
 
+class SequencesRequest(msgspec.Struct, tag=True):
+    """Ask for a `SequenceList`; answered in order."""
+
+
 class Unpin(msgspec.Struct, tag=True):
     """End a pin. Answered, in order, by a `PinList` of those that are left, or `Refused`."""
 
@@ -210,6 +214,20 @@ class PinInfo(msgspec.Struct, kw_only=True):
     """Seconds from now; None: never."""
 
 
+class SequenceInfo(msgspec.Struct, kw_only=True):
+    """A sequence that has not finished, and where its KV blocks lie."""
+
+    request_id: str
+    index: int
+    running: bool
+    """Otherwise it waits, and holds no block."""
+    num_tokens: int
+    """Of prompt and answer."""
+    kv_blocks: dict[str, int]
+    """Over all layer groups, shared ones included: those in the pool ("device"), and, where contexts may be longer than
+    that, those that are streamed ("host" or "disk")."""
+
+
 class StepOutputs(msgspec.Struct, tag=True):
     """All outputs of one step."""
 
@@ -248,6 +266,12 @@ class PinList(msgspec.Struct, tag=True):
     ready: EngineReady
 
 
+class SequenceList(msgspec.Struct, tag=True):
+    """All sequences that have not finished, in the order in which their requests came."""
+
+    sequences: list[SequenceInfo]
+
+
 class EngineFault(msgspec.Struct, tag=True):
     """The engine could not start, or died: the class name of the error in `pagemill.errors`, and its message."""
 
@@ -264,7 +288,8 @@ ToEngine = (
     | ResizePool
     | SetTenant
     | PinsRequest
+    | SequencesRequest
     | Unpin
     | Shutdown
 )
-FromEngine = StepOutputs | EngineStats | PinList | Refused | LoadProgress | EngineReady | EngineFault
+FromEngine = StepOutputs | EngineStats | PinList | SequenceList | Refused | LoadProgress | EngineReady | EngineFault

@@ -14,6 +14,7 @@ from pagemill.engine.input_processor import BestOf, ProcessedInput
 from pagemill.engine.messages import SequenceOutput
 from pagemill.engine.outputs import CompletionOutput, Logprob, LogprobsOfPosition, RequestMetrics, RequestOutput
 from pagemill.errors import PagemillError, error_of
+from pagemill.namespace import Namespace
 from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.params import SamplingParams
 from pagemill.text.detokenizer import Detokenizer
@@ -124,7 +125,7 @@ class RequestState:
         self.request_id = processed.request_id
         self.engine_id = request.request_id
         self.prompt_token_ids = request.prompt_token_ids
-        self.cache_salt, self.tenant = request.cache_salt, request.tenant
+        self.space = Namespace(request.tenant, request.cache_salt)
         self.searches = request.beam is not None
         self.metrics = RequestMetrics(arrival_time=request.arrival_s)
         self.sequences = [

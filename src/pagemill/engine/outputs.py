@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pagemill.engine.messages import SequenceInfo
 from pagemill.errors import PagemillError
 
 
@@ -43,6 +44,16 @@ class CompletionOutput:
     kv_blocks: tuple[int, int] | None = None
     """Its KV blocks in the pool, and those that are streamed from a lower tier: at its end, and with each token while
     any are streamed."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunningRequest:
+    """A request that has not ended."""
+
+    request_id: str
+    prompt_token_ids: list[int]
+    sequences: list[SequenceInfo]
+    """Those that have not finished: before its prompt is computed one, whatever `n` is."""
 
 
 @dataclass(slots=True)

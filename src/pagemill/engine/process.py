@@ -31,6 +31,7 @@ from pagemill.engine.messages import (
     Refused,
     ResizePool,
     SequenceOutput,
+    SequencesRequest,
     SetTenant,
     Shutdown,
     Start,
@@ -109,6 +110,8 @@ def serve(core: EngineCore, channel: Channel[ToEngine]) -> None:
                     _answer(channel, functools.partial(core.resize, message.kv_memory))
                 case PinsRequest():
                     channel.send(core.pins())
+                case SequencesRequest():
+                    channel.send(core.sequences())
                 case Unpin():
                     _answer(
                         channel,

@@ -124,6 +124,10 @@ class Scheduler:
         """All requests that have not finished."""
         return list(self._requests)
 
+    def sequences(self) -> list[Sequence]:
+        """All that have not finished, request by request."""
+        return [one for siblings in self._requests.values() for one in siblings]
+
     def live(self, request_id: str) -> bool:
         return request_id in self._requests
 

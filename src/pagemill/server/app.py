@@ -26,6 +26,7 @@ from pagemill.server.protocol import (
     ModelCard,
     ModelList,
 )
+from pagemill.server.requests import request_routes
 from pagemill.server.sessions import session_routes
 from pagemill.server.tenants import ApiKeys, tenant_routes
 from pagemill.tenant_limits import TenantsFile
@@ -94,6 +95,7 @@ def create_app(llm: AsyncLLM, served_model_name: str, tenants: TenantsFile | Non
         stats = await llm.stats() if llm.is_ready else None
         return Response(metrics.render(stats), media_type=CONTENT_TYPE)
 
+    app.include_router(request_routes(llm))
     app.include_router(session_routes(llm))
     app.include_router(pin_routes(llm))
 

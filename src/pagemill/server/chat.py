@@ -12,6 +12,7 @@ from pagemill.errors import PagemillError
 from pagemill.sampling.params import SamplingParams
 from pagemill.server.errors import error_response
 from pagemill.server.events import DONE, event
+from pagemill.server.forks import fork
 from pagemill.server.generation import Generation, begin
 from pagemill.server.protocol import (
     AnswerMessage,
@@ -37,6 +38,7 @@ class ChatCall:
         self._model = model
         self._id = f"chatcmpl-{uuid.uuid4().hex}"
         self._created = int(time.time())
+        self._forked = ""
 
     async def run(self) -> ChatCompletion:
         """Raises `PagemillError` children."""
@@ -48,7 +50,7 @@ class ChatCall:
         choices = [
             ChatChoice(
                 index=index,
-                message=AnswerMessage(content=answer.text),
+                message=AnswerMessage(content=self._forked + answer.text),
                 logprobs=self._logprobs(answer.logprobs),
                 finish_reason=answer.finish_reason,
                 stop_reason=answer.stop_reason,
@@ -66,6 +68,10 @@ class ChatCall:
 
     async def _start(self) -> Generation:
         params = self._request.params()
+        if self._request.fork_of is not None:
+            generation, self._forked = await fork(self._llm, self._request, params, self._id, self._tenant)
+            return generation
+        assert self._request.messages is not None
         messages = [message.for_template() for message in self._request.messages]
         salt = self._request.cache_salt or ""
         if self._request.session_id is not None:
@@ -92,7 +98,7 @@ class ChatCall:
                 for new in output.outputs:
                     if new.index not in begun:
                         begun.add(new.index)
-                        first = ChunkChoice(index=new.index, delta=Delta(role="assistant", content=""))
+                        first = ChunkChoice(index=new.index, delta=Delta(role="assistant", content=self._forked))
                         yield event(self._chunk([first]))
                     if not (new.text or new.finish_reason or new.logprobs):
                         continue

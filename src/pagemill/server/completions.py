@@ -13,6 +13,7 @@ from pagemill.errors import InvalidRequestError, PagemillError
 from pagemill.sampling.params import SamplingParams
 from pagemill.server.errors import error_response
 from pagemill.server.events import DONE, event
+from pagemill.server.forks import fork
 from pagemill.server.generation import Generation, begin
 from pagemill.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 
@@ -29,6 +30,7 @@ class CompletionCall:
         self._created = int(time.time())
         self._num_choices = request.n or 1
         self._echoes: list[str] = []
+        self._forked = ""
         self._first_tokens: list[str] = []
 
     async def run(self) -> Completion:
@@ -41,7 +43,7 @@ class CompletionCall:
         choices = []
         for position, result in enumerate(results):
             for index, answer in enumerate(result.answers):
-                logprobs = _Logprobs(self._request.logprobs)
+                logprobs = _Logprobs(self._request.logprobs, len(self._forked))
                 if self._request.echo:
                     logprobs.add_prompt(self._first_tokens[position], result.prompt_logprobs)
                 logprobs.add(answer.logprobs or [])
@@ -62,8 +64,11 @@ class CompletionCall:
         return await begin(self._events(generation), generation)
 
     async def _start(self) -> Generation:
-        prompts: Sequence[str | list[int]] = self._request.prompts()
         params = self._request.params()
+        if self._request.fork_of is not None:
+            generation, self._forked = await fork(self._llm, self._request, params, self._id, self._tenant)
+            return generation
+        prompts: Sequence[str | list[int]] = self._request.prompts()
         salt = self._request.cache_salt
         if self._request.session_id is not None:
             assert isinstance(params, SamplingParams)
@@ -102,7 +107,8 @@ class CompletionCall:
         return Generation.of([stream], 1)
 
     async def _events(self, generation: Generation) -> AsyncGenerator[str, None]:
-        logprobs = [_Logprobs(self._request.logprobs) for _ in range(len(generation.streams) * self._num_choices)]
+        num_choices = len(generation.streams) * self._num_choices
+        logprobs = [_Logprobs(self._request.logprobs, len(self._forked)) for _ in range(num_choices)]
         begun: set[int] = set()
         try:
             yield ""  # for `begin`
@@ -110,8 +116,9 @@ class CompletionCall:
                 for new in output.outputs:
                     index = position * self._num_choices + new.index
                     text = new.text
-                    if self._request.echo and index not in begun:
+                    if index not in begun:
                         text = self._echo(position) + text
+                    if self._request.echo and index not in begun:
                         logprobs[index].add_prompt(
                             self._first_tokens[position], generation.results[position].prompt_logprobs
                         )
@@ -136,18 +143,19 @@ class CompletionCall:
         yield DONE
 
     def _echo(self, position: int) -> str:
-        return self._echoes[position] if self._echoes else ""
+        """What is sent before what this request has brought."""
+        return self._echoes[position] if self._echoes else self._forked
 
     def _body(self, choices: list[CompletionChoice]) -> Completion:
         return Completion(id=self._id, created=self._created, model=self._model, choices=choices)
 
 
 class _Logprobs:
-    """Gathers positions into OpenAI's parallel lists; offsets go on across chunks."""
+    """Gathers positions into OpenAI's parallel lists; offsets go on across chunks, and begin at `offset`."""
 
-    def __init__(self, wanted: int | None) -> None:
+    def __init__(self, wanted: int | None, offset: int) -> None:
         self._wanted = wanted
-        self._offset = 0
+        self._offset = offset
         self._lists = CompletionLogprobs()
 
     def add_prompt(self, first_token: str, positions: Sequence[LogprobsOfPosition | None] | None) -> None:

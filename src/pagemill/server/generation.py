@@ -80,7 +80,7 @@ class Generation:
         streams: list[RequestStream] = []
         try:
             for position, prompt in enumerate(prompts):
-                name = f"{request_id}-{position}"
+                name = request_id if len(prompts) == 1 else f"{request_id}-{position}"
                 streams.append(await llm.submit(prompt, params, name, priority=priority, tenant=tenant))
         except BaseException:
             for stream in streams:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from pagemill.errors import InvalidRequestError, UnknownArgumentError
 from pagemill.sampling.beam_search_params import BeamSearchParams
@@ -89,7 +89,12 @@ class GenerationRequest(BaseModel):
     early_stopping: bool | Literal["never"] | None = None
     cache_salt: str | None = None
     session_id: str | None = None
+    fork_of: str | None = None
+    fork_index: int | None = None
     priority: int = 0
+
+    _BEGINNING: ClassVar[str]
+    """The field with what an answer follows."""
 
     _PASSED_ON: ClassVar[tuple[str, ...]] = (
         "n",
@@ -144,6 +149,21 @@ class GenerationRequest(BaseModel):
             )
         return self
 
+    @model_validator(mode="after")
+    def _check_beginning(self) -> GenerationRequest:
+        name = self._BEGINNING
+        if self.fork_of is None:
+            if self.fork_index is not None:
+                raise InvalidRequestError("fork_index needs fork_of; leave it out", param="fork_index")
+            if getattr(self, name) in (None, []):
+                raise InvalidRequestError(f"{name} is missing or empty; give at least one, or fork_of", param=name)
+        for other in (name, "session_id", "echo") if self.fork_of is not None else ():
+            if getattr(self, other, None):
+                raise InvalidRequestError(
+                    f"fork_of goes on from another answer, and takes no {other}; leave one of them out", param=other
+                )
+        return self
+
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
@@ -178,16 +198,17 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`. `max_tokens` defaults to 16, as OpenAI's does."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    _BEGINNING = "prompt"
+
+    prompt: str | list[int] | list[str] | list[list[int]] | None = None
     logprobs: int | None = None
     echo: bool | None = None
 
     def prompts(self) -> list[str | list[int]]:
         """One entry per prompt."""
+        assert self.prompt is not None
         if isinstance(self.prompt, str):
             return [self.prompt]
-        if not self.prompt:
-            raise InvalidRequestError("prompt is an empty list; give at least one prompt", param="prompt")
         if isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
@@ -246,7 +267,9 @@ class ChatMessage(BaseModel):
 class ChatCompletionRequest(GenerationRequest):
     """`POST /v1/chat/completions`. Without a maximum, an answer may fill what is left of `max_model_len`."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    _BEGINNING = "messages"
+
+    messages: list[ChatMessage] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
