@@ -143,10 +143,16 @@ def test_a_request_id_in_use_is_refused(core, requests):
     assert not core.has_work()
 
 
-@pytest.mark.parametrize(("length", "kind"), [(0, EmptyPromptError), (64, PromptTooLongError)])
-def test_a_prompt_without_tokens_or_room_for_an_answer_is_refused(make_engine, length, kind):
+@pytest.mark.parametrize(
+    ("length", "kind", "words"),
+    [
+        (0, EmptyPromptError, "has no tokens; give it at least one"),
+        (64, PromptTooLongError, "has 64 tokens; .* shorten the prompt to 63 tokens"),
+    ],
+)
+def test_a_prompt_without_tokens_or_room_for_an_answer_is_refused(make_engine, length, kind, words):
     core = make_engine(max_model_len=64)
-    with pytest.raises(kind, match=rf"the prompt has {length} tokens; it must have at least 1, and at most 63, "):
+    with pytest.raises(kind, match=words):
         core.add_request(request("r", [5] * length, GREEDY))
     assert not core.has_work()
     core.add_request(request("r", [5] * 63, GREEDY))

@@ -22,13 +22,12 @@ from pagemill.engine.messages import (
     SequenceOutput,
     TenantStats,
 )
+from pagemill.engine.prompt_length import check_prompt_length
 from pagemill.errors import (
-    EmptyPromptError,
     InvalidRequestError,
     KVStoreError,
     PagemillError,
     PinNotFoundError,
-    PromptTooLongError,
     ResizeFailedError,
     StepFailedError,
 )
@@ -83,12 +82,7 @@ class EngineCore:
         params, beam = request.params, request.beam
         limit = self.ready.max_model_len
         prompt_len = len(request.prompt_token_ids)
-        if not 0 < prompt_len < limit:
-            raise (PromptTooLongError if prompt_len else EmptyPromptError)(
-                f"the prompt has {prompt_len} tokens; it must have at least 1, and at most {limit - 1}, since "
-                f"max_model_len is {limit} and one is for the answer; give it as many",
-                param="prompt",
-            )
+        check_prompt_length(prompt_len, limit)
         self._scheduler.add(
             Request(
                 request_id=request.request_id,

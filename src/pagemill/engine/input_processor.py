@@ -14,8 +14,8 @@ from numbers import Integral
 from typing import Any, NamedTuple, TypeAlias
 
 from pagemill.engine.messages import EngineReady, EngineRequest
+from pagemill.engine.prompt_length import check_prompt_length
 from pagemill.errors import (
-    EmptyPromptError,
     InvalidRequestError,
     PromptTooLongError,
     RequestTooLargeError,
@@ -144,15 +144,7 @@ class InputProcessor:
         return text, self.tokenizer.encode(text), salt
 
     def _check_prompt(self, token_ids: list[int]) -> None:
-        if not token_ids:
-            raise EmptyPromptError("the prompt has no tokens; give it at least one", param="prompt")
-        limit = self.ready.max_model_len
-        if len(token_ids) >= limit:
-            raise PromptTooLongError(
-                f"the prompt has {len(token_ids)} tokens; max_model_len is {limit}, and one must be for the answer; "
-                f"shorten the prompt to {limit - 1} tokens or raise max_model_len",
-                param="prompt",
-            )
+        check_prompt_length(len(token_ids), self.ready.max_model_len)
         for token_id in (min(token_ids), max(token_ids)):
             if not 0 <= token_id < self.ready.vocab_size:
                 raise TokenOutOfVocabularyError(
