@@ -45,15 +45,29 @@ INLINE Words twice(const uint16_t* p) {
     return (Words)(wide | wide << 16);
 }
 
-// The 8-bit lines of packed steps. `ahead`: bytes to fetch ahead, or 0.
-void expand_steps(const PackedStep* from, int64_t steps, int8_t* lines, int64_t ahead) {
+// What is fetched into the first-level cache beside other work: `stride` bytes at every turn, two lines at most.
+struct Fetch {
+    const char* at;
+    int64_t stride;
+
+    Fetch(const char* at, int64_t bytes, int64_t turns) : at(at), stride((bytes + turns - 1) / turns) {}
+    INLINE void turn() {
+        __builtin_prefetch(at, 0, 3);
+        if (stride > 64) __builtin_prefetch(at + 64, 0, 3);
+        at += stride;
+    }
+};
+
+constexpr int kTurnsInStep = 2 * kPanel / W * 4;  // of expand_steps
+
+// The 8-bit lines of packed steps.
+void expand_steps(const PackedStep* from, int64_t steps, int8_t* lines, Fetch fetch) {
     for (int64_t s = 0; s < steps; ++s, ++from, lines += kStepLines) {
-        for (int64_t line = 0; ahead && line < int64_t(sizeof(PackedStep)); line += 64)
-            __builtin_prefetch((const char*)from + ahead + line, 0, 3);
         for (int h = 0; h < 2; ++h)
             for (int v = 0; v < kPanel; v += W) {
                 const Words slope = twice(from->half[h].slope + v), offset = twice(from->half[h].offset + v);
                 for (int i = 0; i < 4; ++i) {
+                    fetch.turn();
                     const Words word = load_as<Words>(from->q[4 * h + i] + 2 * v);
                     const Words a = (word & 15) * slope + offset, b = (word >> 4 & 15) * slope + offset;
                     const Words c = (word >> 8 & 15) * slope + offset, d = (word >> 12) * slope + offset;
@@ -71,7 +85,7 @@ struct Piece {
     const bf16* scales;  // the first group's
     int64_t scale_stride;
     int64_t steps;
-    int64_t ahead;  // bytes to fetch ahead, or 0
+    int64_t ahead;  // bytes that a product fetches ahead, or 0
 
     int64_t panel_bytes() const { return steps * kStepLines; }
 };
@@ -101,7 +115,7 @@ struct Rows {
 template <class T> INLINE float round_group(const T* x, int length, int32_t* whole) {
     constexpr float kMeans = 4;
     constexpr int kParts = 16;  // sums that run side by side, the same on all instruction sets
-    alignas(64) float wide[kGroupK], parts[kParts];
+    alignas(64) float wide[kGroupK];
     F part[kParts / W], most = zero();
     for (F& each : part) each = zero();
     for (int i = 0; i < length; i += kParts)
@@ -111,13 +125,12 @@ template <class T> INLINE float round_group(const T* x, int length, int32_t* who
             part[j / W] = part[j / W] + abs(value);
             most = max(most, abs(value));
         }
-    for (int j = 0; j < kParts; j += W) store(parts + j, part[j / W]);
-    for (int half = kParts / 2; half; half /= 2)
-        for (int j = 0; j < half; ++j) parts[j] += parts[j + half];
-    const float sum = parts[0], largest = maximum(most);
-    float step = greater(largest * (1.0f / kMostX), lesser(largest * (1.0f / 127), sum * (kMeans / (127 * kGroupK))));
+    for (int half = kParts / W / 2; half; half /= 2)
+        for (int j = 0; j < half; ++j) part[j] = part[j] + part[j + half];
+    const float all = sum(part[0]), largest = maximum(most);
+    float step = greater(largest * (1.0f / kMostX), lesser(largest * (1.0f / 127), all * (kMeans / (127 * kGroupK))));
     float inverse = 1 / step;
-    if (!(sum < kInf)) {
+    if (!(all < kInf)) {
         step = float_of(0x7fc00000u);
         inverse = 0;
         for (int i = 0; i < length; ++i) wide[i] = 0;
@@ -125,7 +138,8 @@ template <class T> INLINE float round_group(const T* x, int length, int32_t* who
         step = inverse = 0;
     }
     // Adding 1.5 * 2^23 rounds to the nearest whole, ties to even, in the lowest bits.
-    for (int i = 0; i < length; ++i) whole[i] = int32_t(bits_of(wide[i] * inverse + 12582912.0f)) - 0x4b400000;
+    for (int i = 0; i < length; i += W)
+        store_as(whole + i, (Dwords)(load(wide + i) * broadcast(inverse) + broadcast(12582912.0f)).v - 0x4b400000);
     return step;
 }
 
@@ -138,8 +152,9 @@ template <class T> void quantize_tile(const T* x, int64_t x_row, int height, int
         const int length = int(lesser<int64_t>(kGroupK, steps_of(left) * kStepK));
         for (int r = 0; r < height; ++r) {
             const T* from = x + r * x_row + first;
-            T padded[kGroupK] = {};
+            T padded[kGroupK];
             if (left < length) {
+                std::memset((void*)padded, 0, sizeof padded);
                 std::memcpy(padded, from, left * sizeof(T));
                 from = padded;
             }
@@ -196,16 +211,23 @@ struct QuantizedRun {
         for (int64_t step = 0; step < steps; step += piece_steps) {
             const int64_t here = lesser(piece_steps, steps - step), g = step / kGroupSteps;
             Piece piece{(const int8_t*)from, scales_of(weight, panel) + g * kPanel, groups * kPanel, here, kAhead};
+            const int64_t bytes = count * here * step_bytes(weight), begin = tiles.begin(tile_begin);
+            const int64_t expand_rows = packed ? kExpandRows : 0, rows = expand_rows + tiles.begin(tile_end) - begin;
+            const char* next = from + bytes;
             if (packed) {
-                expand_steps((const PackedStep*)from, count * here, expanded, kAhead);
+                const int64_t turns = count * here * kTurnsInStep;
+                expand_steps((const PackedStep*)from, count * here, expanded,
+                             kFetchEvenly ? Fetch(next, bytes * expand_rows / rows, turns) : Fetch(from + kAhead, bytes, turns));
                 __asm__ volatile("" ::: "memory");  // the tile intrinsics do not tell the compiler what they read
                 piece.lines = expanded;
                 piece.ahead = 0;
             }
-            from += count * here * step_bytes(weight);
+            from = next;
             for (int64_t t = tile_begin; t < tile_end; ++t) {
                 float* out = c + (whole ? 0 : t - tile_begin) * kRowsInTile * width;
-                products(&x.at(t, g), tiles.height(t), piece, count, out, step > 0);
+                const Fetch fetch(next + bytes * (expand_rows + tiles.begin(t) - begin) / rows, bytes * tiles.height(t) / rows,
+                                  count * here * kStepK / 4);
+                products(&x.at(t, g), tiles.height(t), piece, count, out, step > 0, fetch);
                 piece.ahead = 0;
                 if (step + here == steps) write(out, panel, count, t);
             }

@@ -4,6 +4,8 @@
 constexpr int kRowsInTile = 16;
 constexpr int kRaised = 0;
 constexpr int64_t kStepsAtOnce = int64_t(1) << 40;  // all of k
+constexpr bool kFetchEvenly = false;
+constexpr int64_t kExpandRows = 0;
 constexpr int64_t kOwnOutputs8 = 0;  // cut_rows; each block expands the weights again
 
 // So many that what a tile of rows writes lies together, and 8-bit steps stay in the second-level cache.
@@ -106,7 +108,7 @@ struct Products {
     }
     ~Products() { _tile_release(); }
 
-    void operator()(const TileGroup* x, int, const Piece& piece, int64_t count, float* c, bool) const {
+    void operator()(const TileGroup* x, int, const Piece& piece, int64_t count, float* c, bool, const Fetch&) const {
         run(x, piece, count, c, Upto<kRowsInTile / 2>{});
     }
 

@@ -9,6 +9,8 @@ constexpr int kRowsInTile = 2;
 #endif
 constexpr int kRaised = 0;
 constexpr int64_t kStepsAtOnce = kGroupSteps;
+constexpr bool kFetchEvenly = true;  // as quantized_bytes.h does
+constexpr int64_t kExpandRows = 2;
 constexpr int64_t kOwnOutputs8 = 24;  // cut_rows; each block expands the weights again
 
 INLINE int64_t panels_together(int64_t, int64_t) { return kPanelsTogether; }
@@ -45,14 +47,15 @@ INLINE Dwords multiply_pairs(Dwords sum, SignedWords weight, int32_t x) {
 }
 
 // c [H][width] (+)= a tile of rows times a panel's group.
-template <int H> void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float* c, int64_t width, bool add) {
+template <int H>
+void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float* c, int64_t width, bool add, Fetch& fetch) {
     constexpr int kVectors = kPanel / W;
     const int8_t* line = piece.lines + panel * piece.panel_bytes();
     Dwords sum[H][kVectors];
     for (int r = 0; r < H; ++r)
         for (int v = 0; v < kVectors; ++v) sum[r][v] = Dwords{};
     for (int64_t k = 0; k < piece.steps * kStepK; k += 4, line += 64) {
-        if (piece.ahead) __builtin_prefetch(line + piece.ahead, 0, 3);
+        fetch.turn();
         for (int v = 0; v < kVectors; ++v) {
             const SignedWords both = load_as<SignedWords>(line + v * W * 4), even = both << 8 >> 8, odd = both >> 8;
             for (int r = 0; r < H; ++r) {
@@ -74,10 +77,10 @@ template <int H> void group_product(const TileGroup& x, const Piece& piece, int6
 struct Products {
     explicit Products(int) {}
 
-    void operator()(const TileGroup* x, int height, const Piece& piece, int64_t count, float* c, bool add) const {
+    void operator()(const TileGroup* x, int height, const Piece& piece, int64_t count, float* c, bool add, Fetch fetch) const {
         with_count(height, Upto<kRowsInTile>{}, [&](auto rows) {
             for (int64_t i = 0; i < count; ++i)
-                group_product<decltype(rows)::value>(*x, piece, i, c + i * kPanel, count * kPanel, add);
+                group_product<decltype(rows)::value>(*x, piece, i, c + i * kPanel, count * kPanel, add, fetch);
         });
     }
 };
