@@ -1,0 +1,118 @@
+"""The replay commands as they are typed, on a few seconds of a made-up trace: what they report, and write."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagemill.simulate.step_time import COSTS, StepTimes
+
+ROOT = Path(__file__).parents[2]
+
+
+def replay(*arguments) -> str:
+    """What the command prints. It runs in a process of its own, as it sets torch's threads."""
+    command = [sys.executable, "-m", "benchmarks.replay", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def cells(printed: str, width: int) -> list[list[str]]:
+    """Rows of the table that has so many columns, without its head."""
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in printed.splitlines() if line.startswith("|")]
+    return [row for row in rows if len(row) == width and "---" not in row[-1]][1:]
+
+
+def write_trace(path: Path, requests: int, seconds: float, prompt: int, output: int) -> Path:
+    """Lengths are drawn around these."""
+    draw, rows = random.Random(0), ["TIMESTAMP,ContextTokens,GeneratedTokens"]
+    for number in range(requests):
+        lengths = [max(2, int(mean * draw.uniform(0.5, 1.5))) for mean in (prompt, output)]
+        rows.append(f"2023-11-16 18:15:{number * seconds / requests:010.7f},{lengths[0]},{lengths[1]}")
+    path.write_text("\n".join(rows) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory):
+    """More than can be served as it comes."""
+    return write_trace(tmp_path_factory.mktemp("trace") / "trace.csv", 60, 6.0, 300, 40)
+
+
+def test_waste_grows_with_the_block(trace, tmp_path):
+    printed = replay("waste", trace, "--rate", 0.5, "--block-sizes", "8,16,64", "--kv-mib", 256, "--out", tmp_path)
+    assert "60 requests in 12 s" in printed
+    rows = json.loads((tmp_path / "waste.json").read_text())["rows"]
+    assert [row["block_size"] for row in rows] == [8, 16, 64]
+    shown = [(f"{row['waste']:.2%}", f"{row['uncommitted']:.2%}", str(row["most_running"])) for row in rows]
+    assert [(row[1], row[2], row[5]) for row in cells(printed, 9)] == shown
+    for row in rows:
+        # Half of a block is left over in each sequence, of 170 to 340 tokens.
+        assert 0.25 * row["block_size"] / 340 < row["waste"] < 0.75 * row["block_size"] / 170
+        assert row["waste"] < row["uncommitted"]
+        assert 1 < row["mean_running"] <= row["most_running"] <= 60
+        assert row["preemptions"] == 0
+        assert 0.2 < row["busy"] <= 1
+    assert (tmp_path / "waste.png").stat().st_size > 5000
+
+
+def test_the_controller_keeps_the_target_where_a_fixed_setting_does_not(trace, tmp_path):
+    fixed = ("--tokens", "512", "--seqs", "4,64")
+    printed = replay("control", trace, "--rate", 0.5, "--target-tpot-ms", 80, *fixed, "--out", tmp_path)
+    rows = json.loads((tmp_path / "control-trace.json").read_text())["rows"]
+    names = ["controller", "512 tokens, 4 sequences", "512 tokens, 64 sequences"]
+    assert [row["setting"] for row in rows] == [row[0] for row in cells(printed, 11)] == names
+    controller, _, many = rows
+    assert all(0 < row["goodput"] <= row["output_tokens_per_s"] or row is many for row in rows)
+    assert controller["in_time"] > 0.9 > 0.5 > many["in_time"]
+    assert controller["tpot_median_s"] <= 0.08 < many["tpot_median_s"]
+    assert all(0 < row["finished"] <= 60 for row in rows)
+    best = max(rows[1:], key=lambda row: row["goodput"])
+    last = f"controller / best fixed setting ({best['setting']}): {controller['goodput'] / best['goodput']:.2f}"
+    assert last in printed
+    assert (tmp_path / "control-trace.png").stat().st_size > 5000
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory):
+    """Step times of this machine, by CPU time, and what `calibrate` printed."""
+    path = tmp_path_factory.mktemp("calibration") / "steps.json"
+    return path, replay("calibrate", "--clock", "cpu", "--seconds", 3, "--out", path)
+
+
+def test_calibrate_fits_the_steps_that_it_has_measured(calibrated):
+    path, printed = calibrated
+    times = StepTimes.load(path)
+    assert [row[0] for row in cells(printed, 2)] == list(COSTS)
+    assert all(cost >= 0 for cost in times.seconds_of.values())
+    bands = cells(printed, 5)
+    assert sum(int(row[1]) for row in bands) == times.about["steps"] > 20
+    assert [row[0] for row in bands] == [band["tokens"] for band in times.about["errors"]]
+    assert (times.about["model"], times.about["dtype"], times.about["clock"]) == ("smollm2-135m", "bfloat16", "cpu")
+    measured, modelled = map(float, re.findall(r"all steps: measured (\S+) s, modelled (\S+) s", printed)[0])
+    assert 0.5 < modelled / measured < 2
+
+
+def test_confirm_serves_a_slice_for_real_and_simulates_it(calibrated, trace):
+    sizes = ("--kv-mib", 512, "--max-num-batched-tokens", 256)
+    printed = replay("confirm", trace, "--seconds", 0.5, "--rate", 0.5, "--calibration", calibrated[0], *sizes)
+    assert "5 requests in 1 s" in printed
+    in_steps = re.findall(r"the real steps took (\S+) s; the model gives them (\S+) s", printed)[0]
+    real_s, modelled_s = map(float, in_steps)
+    found = {name: (float(real), float(simulated)) for name, real, simulated, *_ in cells(printed, 4)}
+    assert found["busy, s"][0] == pytest.approx(real_s, rel=0.01)
+    assert modelled_s > 0
+    tokens = [rate * end for rate, end in zip(found["output tokens/s"], found["end, s"], strict=True)]
+    assert tokens[0] == pytest.approx(tokens[1], rel=0.01)  # both have served all
+    for name in ("steps", "mean rows", "most rows"):
+        assert found[name][0] == pytest.approx(found[name][1], rel=0.5), name
+    assert found["most rows"][0] <= 5
+    assert found["preemptions"] == (0, 0)
+    assert all(value > 0 for name in found if name.startswith(("TTFT", "TPOT")) for value in found[name])
