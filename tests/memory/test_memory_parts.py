@@ -15,6 +15,7 @@ from pagemill.memory.digest import extend_chain, pack_tokens, root_digest
 from pagemill.memory.eviction import GreedyDual, Lru
 from pagemill.memory.frames import REGION, FramePool
 from pagemill.memory.prefix_index import MAX_CANDIDATES, PrefixIndex
+from pagemill.memory.regret import Regret
 
 
 @given(
@@ -225,3 +226,15 @@ def test_greedy_dual_agrees_with_sorting_and_keeps_no_more_than_it_holds():
             assert policy.victim() == first
         assert len(policy) == len(cached)
         assert len(policy._heap) <= 2 * 200 + 65
+
+
+def test_regret_remembers_what_was_evicted_last_and_no_more():
+    regret = Regret(3)
+    names = [number.to_bytes(32, "little") for number in range(1000)]
+    for name in names:
+        regret.evicted(name)
+    assert len(regret._evicted) == 3
+    for number, count in ((0, 0), (996, 0), (997, 1), (999, 2), (998, 3), (998, 3)):
+        regret.published(names[number])
+        assert regret.count == count
+    assert not regret._evicted
