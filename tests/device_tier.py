@@ -24,10 +24,9 @@ class DeviceTier:
     def num_blocks(self):
         return len(self._slots)
 
-    def find(self, digests, group):
+    def holds(self, block):
         with self._lock:
-            here = [(digest, group) in self._slots for digest in digests]
-        return [*here, False].index(False)
+            return block in self._slots
 
     def read(self, blocks, out):
         with self._lock:

@@ -199,9 +199,9 @@ def test_a_swapped_victim_waits_for_what_is_still_being_stored(conversations, ma
     digests = []
     extend_chain(digests, core._root(conversations[0]), conversations[0].prompt_token_ids, 16)
     assert len(digests) == BLOCKS
-    assert tiers.stored(digests, preempted=False) == 0
+    assert tiers.stored(digests, 0, preempted=False) == 0
     threading.Timer(0.2, stores.set).start()
-    assert tiers.stored(digests, preempted=True) == BLOCKS
+    assert tiers.stored(digests, 0, preempted=True) == BLOCKS
     core.close()
 
 

@@ -26,7 +26,7 @@ def disk_of(pool: DevicePool, path) -> DiskStore:
 
 
 def found(tier) -> list[int]:
-    return [i for i in range(BLOCKS) if tier.find([digest_of(i)], 0)]
+    return [i for i in range(BLOCKS) if tier.holds((digest_of(i), 0))]
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_blocks_go_down_tier_by_tier_and_come_back_from_each(pool, contents, ful
     transfers, tiers = full
     assert tiers.num_blocks() == {"device": len(DEVICE), "host": len(HOST), "disk": HOST[0]}
     assert [found(tier) for tier in tiers.tiers] == [list(DEVICE), list(HOST), list(range(HOST[0]))]
-    assert tiers.find([digest_of(i) for i in range(BLOCKS + 1)], 1) == BLOCKS
+    assert [tiers.holds((digest_of(i), 0)) for i in range(BLOCKS + 1)] == [True] * BLOCKS + [False]
     pool.write_frames(range(BLOCKS), np.zeros_like(contents))
     order = np.random.default_rng(1).permutation(BLOCKS)
     transfers.load(Load(7, [(digest_of(i), 0) for i in order], list(range(BLOCKS))))
@@ -103,7 +103,7 @@ def test_a_load_is_timed_for_the_lowest_tier_that_it_needs(full):
 
 def test_what_the_tiers_above_hold_is_on_disk_at_the_end(pool, contents, full, tmp_path):
     transfers, tiers = full
-    assert [i for i in range(BLOCKS) if tiers.holds(name_of(i), lasting=True)] == list(range(HOST[0]))
+    assert [i for i in range(BLOCKS) if tiers.holds((digest_of(i), 0), lasting=True)] == list(range(HOST[0]))
     transfers.keep([])
     for tier in tiers.tiers:
         tier.close()

@@ -19,7 +19,7 @@ def found(tiers: LowerTiers, indices) -> list[bool]:
     blocks = [(digest_of(i), 0) for i in indices]
     there = [source is not None for source in tiers.read(blocks, out)]
     for row, i in enumerate(indices):
-        assert tiers.holds(name_of(i)) == there[row]
+        assert tiers.holds(blocks[row]) == there[row]
         assert not there[row] or (out[row] == content(i)).all()
     return there
 
@@ -53,7 +53,7 @@ def test_what_host_memory_holds_goes_to_disk_at_the_end(tmp_path):
     disk = store_of(tmp_path)
     tiers = LowerTiers([HostStore(3, RECORD), disk], RECORD)
     write(tiers, range(5))
-    assert [tiers.holds(name_of(i), lasting=True) for i in range(5)] == [True, True, False, False, False]
+    assert [tiers.holds((digest_of(i), 0), lasting=True) for i in range(5)] == [True, True, False, False, False]
     tiers.sink(2)
     disk.close()
     again = LowerTiers([store_of(tmp_path)], RECORD)

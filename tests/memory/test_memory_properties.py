@@ -435,31 +435,50 @@ class MemoryMachine(RuleBasedStateMachine):
         root, tokens = data.draw(st.sampled_from(self.past))
         digests: list[bytes] = []
         extend_chain(digests, root, tokens, self.size)
-        found, groups = self.memory.peek(digests, root), range(len(self.windows))
-        reach = found
-        while reach < len(digests) and all((digests[reach], group) in self.lower for group in groups):
-            reach += 1
+        memory, size, group_of = self.memory, self.size, [*enumerate(self.windows)]
+        found, reach = memory.peek(digests, root), memory.reach(digests, self.lower.__contains__)
+
+        def seen(count: int) -> list[tuple[int, int]]:
+            """(entry, group) of what is needed to go on behind so many blocks."""
+            firsts = [(group, first_entry_in_window(count * size, window, size)) for group, window in group_of]
+            return sorted((entry, group) for group, first in firsts for entry in range(first, count))
+
+        def is_here(entry: int, group: int) -> bool:
+            return digests[entry] in memory._index.by_digest[group]
+
+        def is_there(entry: int, group: int) -> bool:
+            return is_here(entry, group) or (digests[entry], group) in self.lower
+
+        lengths = range(len(digests) + 1)
+        assert reach == max(count for count in lengths if all(is_there(*each) for each in seen(count))) >= found
         if reach == found:
             return
-        table, length = self.memory.open(tokens, digests, root, self.time, found * self.size, TENANT_OF[root])
-        below = data.draw(st.integers(found, reach))
-        before = self.memory.stats()
-        if not self.memory.reserve_streamed(table, below * self.size):
-            assert (below - found) * len(groups) > self.memory.lower.available
-            assert self.memory.stats() == before
-            below = found
-        elif length == found * self.size:
-            assert self.memory.stats().blocks_streamed == before.blocks_streamed + (below - found) * len(groups)
-            assert self.memory.stats().frames_active == before.frames_active
-        if length == found * self.size and self.memory.reserve(table, reach * self.size) is None:
-            self.save()
-            blocks = [(digest, group) for digest in digests[found:reach] for group in groups]
-            for block, frame in zip(blocks, self.memory.frames(table, found), strict=True):
-                self.device.slots[frame] = list(self.lower[block])
-                self.device.writer[frame] = [None] * self.size
-            arrived = data.draw(st.integers(found, reach))
-            self.memory.commit(table, arrived * self.size, tokens, digests)
-        self.memory.close(table, self.time)
+        missing = [each for each in seen(reach) if not is_here(*each)]
+        load, tenant = (
+            memory.open_load(digests[:reach], root, self.time, TENANT_OF[root]),
+            memory.tenants[TENANT_OF[root]],
+        )
+        assert load.lacking == memory.lacking(digests[:reach]) == missing
+        oldest = [each for each in missing if self.windows[each[1]] is None]
+        streamed = data.draw(st.integers(0, len(oldest)))
+        before, room = memory.stats(), min(memory.available(tenant), tenant.room)
+        frames = memory.reserve_load(load, streamed)
+        if frames is None:
+            assert streamed > memory.lower.available or len(missing) - streamed > room
+            assert memory.stats() == before
+            memory.close(load.table, self.time)
+            return
+        self.save()
+        assert [each for each, frame in zip(missing, frames, strict=True) if frame >= LOWER] == oldest[:streamed]
+        assert memory.stats().blocks_streamed == before.blocks_streamed + streamed
+        assert memory.stats().frames_active == before.frames_active + len(missing) - streamed
+        for (entry, group), frame in zip(missing, frames, strict=True):
+            self.device.slots[frame] = list(self.lower[digests[entry], group])
+            self.device.writer[frame] = [None] * size
+        arrived = data.draw(st.integers(0, len(missing)))
+        whole = [*(entry for entry, _ in missing), reach][arrived]
+        memory.end_load(load.table, whole, tokens, digests[:reach], self.time)
+        assert memory.peek(digests, root) >= (reach if arrived == len(missing) else found)
 
     # The pool shrinks and grows
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from random_models import CASES, VOCAB, reference_logits
+from random_models import CASES, VOCAB, WINDOW, reference_logits
 
 from pagemill.config import EngineConfig
+from pagemill.engine import build
 from pagemill.engine.core import EngineCore
 from pagemill.engine.messages import EngineRequest, SequenceOutput
+from pagemill.models.loading import load_model
 from pagemill.sampling.params import SamplingParams
 
 BLOCK, LENGTH, TOKENS, PROMPTS = 8, 89, 5, 5
@@ -16,7 +18,8 @@ GROUPS = {"mistral": (0, 1), "qwen2": (1, 1), "gemma3": (1, 2)}
 
 
 @pytest.fixture(params=GROUPS)
-def model(request, tmp_path):
+def model(request, tmp_path, monkeypatch):
+    monkeypatch.setattr(build, "load_model", load_model)  # which shares one model among other tests
     (case,) = (case for case in CASES if case.name == request.param)
     case.save(tmp_path / "model")
     return request.param, str(tmp_path / "model")
@@ -54,4 +57,27 @@ def test_prompts_in_chunks_go_on_as_in_transformers(model, prompts):
         tokens = [token for output in ask(core, prompt) for token in output.new_token_ids]
         (logits,) = reference_logits(path, [prompt + tokens[:-1]])
         assert logits[LENGTH - 1 :].argmax(-1).tolist() == tokens
+    core.close()
+
+
+def test_of_a_stored_prompt_what_its_next_token_sees_is_loaded_and_not_a_bit_differs(model, prompts):
+    name, path = model
+    full, windowed = GROUPS[name]
+    plain = make(path, kv_memory="64MiB", enable_prefix_caching=False)
+    expected, block_bytes = ask(plain, prompts[0]), plain.stats().block_bytes
+    plain.close()
+    core = make(path, kv_memory=(13 * full + 9 * windowed) * block_bytes, kv_host_memory="64MiB")
+    for prompt in prompts:
+        ask(core, prompt)
+    core._tiers.transfers.flush()
+    assert core.stats().blocks_loaded == 0
+    again = ask(core, prompts[0])
+    assert [(each.new_token_ids, each.logprobs) for each in again] == [
+        (each.new_token_ids, each.logprobs) for each in expected
+    ]
+    found = LENGTH // BLOCK
+    assert again[-1].num_cached_tokens == found * BLOCK
+    seen = found - (found * BLOCK - WINDOW + 1) // BLOCK
+    assert core.stats().blocks_loaded == full * found + windowed * seen
+    assert core.stats().blocks_missed == core.stats().frames_active == 0
     core.close()

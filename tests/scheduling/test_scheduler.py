@@ -15,7 +15,7 @@ from simulated_device import VOCAB, SimulatedDevice, likeliest, next_token
 
 from pagemill.errors import ConfigError, InvalidRequestError, KVMemoryError, PinLimitError, RequestTooLargeError
 from pagemill.memory.compaction import Compaction
-from pagemill.memory.digest import root_digest
+from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.eviction import POLICIES
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.work import Load
@@ -94,16 +94,18 @@ def expected_of_search(request: Request) -> list[Hypothesis]:
 class LowerTier:
     """Takes what is evicted, and brings it back some steps later, except for what it loses on the way."""
 
-    def __init__(self, seed: int, num_groups: int) -> None:
+    def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
-        self.groups = range(num_groups)
+        self.memory: MemoryManager | None = None
         self.blocks: dict[tuple[bytes, int], dict[int, bytes]] = {}
         self.under_way: list[tuple[int, Load]] = []
         self.arrived = 0
 
-    def stored(self, digests, preempted) -> int:
-        held = [all((digest, group) in self.blocks for group in self.groups) for digest in digests]
-        return [*held, False].index(False)
+    def stored(self, digests, found, preempted) -> int:
+        assert self.memory is not None
+        reach = self.memory.reach(digests, self.blocks.__contains__)
+        assert reach >= found
+        return reach
 
     def step(self, bench: Bench, wait: bool = False) -> None:
         ready = [load for delay, load in self.under_way if delay == 0 or wait]
@@ -143,11 +145,13 @@ class Bench:
         lower=0,
         payback_steps=None,
     ):
-        self.tier = None if tier is None else LowerTier(tier, len(windows))
+        self.tier = None if tier is None else LowerTier(tier)
         order = POLICIES[policy](0.1)
         self.memory = MemoryManager(
             frames, block_size, list(windows), caching, order, tier is not None, lower_frames=(LOWER, lower)
         )
+        if self.tier is not None:
+            self.tier.memory = self.memory
         self.scheduler = Scheduler(
             self.memory,
             max_num_seqs=max_num_seqs,
@@ -1006,3 +1010,28 @@ def test_what_was_evicted_is_loaded_instead_of_computed():
 def test_what_a_load_lost_is_computed():
     bench = run_one_after_another(chain([0.0] * 3, [1.0], repeat(0.0)))
     assert bench.device.computed_tokens == 34 + 61 + 34 - 4 * 4
+
+
+def test_of_a_prompt_whose_windows_went_down_what_the_pool_still_has_is_not_loaded():
+    """What a window has left is evicted first, the full blocks before it are in the pool: both together are found."""
+    bench = Bench(frames=20, windows=(None, 12), tier=1)
+    assert bench.tier is not None
+    bench.tier.random.random = lambda: 0.0  # type: ignore[method-assign]
+    first = make_request("first", [1, 2, 3, 4] * 6 + [9], 2, ignore_eos=True)
+    bench.scheduler.add(first)
+    bench.run()
+    digests: list[bytes] = []
+    extend_chain(digests, first.root, first.prompt_token_ids, 4)
+    others = count()
+    while bench.memory.peek(digests, first.root) == 6:
+        bench.scheduler.add(make_request(f"other{next(others)}", [10 + next(others)] * 5, 1))
+        bench.run()
+    lacking = bench.memory.lacking(digests)
+    assert bench.memory.peek(digests, first.root) == 0
+    assert 0 < len(lacking) < 4, "most of it is in the pool"
+    computed = bench.device.computed_tokens
+    bench.scheduler.add(make_request("again", first.prompt_token_ids, 2, ignore_eos=True))
+    bench.run()
+    assert bench.outputs["again", 0] == expected(first, 0)
+    assert bench.tier.arrived == len(lacking)
+    assert bench.device.computed_tokens - computed == 1 + 1

@@ -99,7 +99,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
     numerics = f"{ops.name},{attention.name},{names['weights']}"
     tiers = None
     if wants_tiers(config):
-        tiers = make_tiers(config, pool, model.fingerprint, kv_format, numerics, sizes.streamed)
+        tiers = make_tiers(config, pool, memory, model.fingerprint, kv_format, numerics, sizes.streamed)
     scheduler = Scheduler(
         memory,
         max_num_seqs=config.max_num_seqs,

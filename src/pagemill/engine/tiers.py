@@ -19,6 +19,7 @@ from pagemill.kvcache.lower_tiers import LowerTier, LowerTiers
 from pagemill.kvcache.sizing import device_memory, parse_memory
 from pagemill.kvcache.store_format import StoreFormat, default_root
 from pagemill.kvcache.transfers import Transfers
+from pagemill.memory.manager import MemoryManager
 from pagemill.scheduling.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -68,7 +69,13 @@ def _disk_bytes(config: EngineConfig) -> int:
 
 
 def make_tiers(
-    config: EngineConfig, pool: DevicePool, fingerprint: bytes, kv_format: str, numerics: str, streamed: Streamed
+    config: EngineConfig,
+    pool: DevicePool,
+    memory: MemoryManager,
+    fingerprint: bytes,
+    kv_format: str,
+    numerics: str,
+    streamed: Streamed,
 ) -> Tiers | None:
     """The tiers that the settings ask for, less what streamed blocks take of them; None if nothing is left. Raises
     ConfigError for sizes too small, KVStoreError for a bad folder."""
@@ -89,41 +96,46 @@ def make_tiers(
         if limit > 2 * record_bytes or not taken["disk"]:
             format = StoreFormat(name, fingerprint.hex(), kv_format, numerics, record_bytes)
             tiers.append(DiskStore(_disk_root(config), format, limit))
-    return Tiers(LowerTiers(tiers, record_bytes), pool, config.preemption_mode) if tiers else None
+    return Tiers(LowerTiers(tiers, record_bytes), pool, memory, config.preemption_mode) if tiers else None
 
 
 class Tiers:
     """Transfers to and from the lower tiers, and what is known of their speed and of prefill's."""
 
-    def __init__(self, lower: LowerTiers, pool: DevicePool, preemption_mode: str) -> None:
+    def __init__(self, lower: LowerTiers, pool: DevicePool, memory: MemoryManager, preemption_mode: str) -> None:
         self.lower = lower
         self.transfers = Transfers(pool, lower)
-        self._groups = len(pool.groups.groups)
-        self._block_size = pool.block_size
+        self._memory = memory
         self._preemption_mode = preemption_mode
         self._prefill_s_per_token = 0.0
 
-    def stored(self, digests: Sequence[bytes], preempted: bool) -> int:
-        """Of a chain's digests, how many from the first on are to be loaded: all that there are, or none, whatever
-        takes less time by the speeds measured. For a preempted sequence the preemption mode may say all, what is still
-        being stored included, or none."""
+    def stored(self, digests: Sequence[bytes], found: int, preempted: bool) -> int:
+        """Of a chain of which the pool has the first `found` blocks, up to how many it is to be loaded: as far as what
+        is stored goes, or not at all, whatever takes less time by the speeds measured. For a preempted sequence the
+        preemption mode may say as far as it goes, what is still being stored included, or not at all."""
         if preempted and self._preemption_mode == "recompute":
-            return 0
+            return found
         swap = preempted and self._preemption_mode == "swap"
+        sources: dict[tuple[bytes, int], int | None] = {}
+
+        def is_stored(block: tuple[bytes, int]) -> bool:
+            sources[block] = self.lower.where(block)
+            return sources[block] is not None
+
         try:
-            found = self.lower.find(digests, self._groups)
-            if swap and found < len(digests):
+            reach = self._memory.reach(digests, is_stored)
+            if swap and reach < len(digests):
                 self.transfers.flush()
-                found = self.lower.find(digests, self._groups)
-            if swap or not found or not self._prefill_s_per_token:
-                return found
-            blocks = [(digest, group) for digest in digests[:found] for group in range(self._groups)]
-            lowest = max(self.lower.where(block) or 0 for block in blocks)
+                reach = self._memory.reach(digests, is_stored)
         except KVStoreError as error:
             logger.warning("%s", error)
-            return 0
-        compute_s = found * self._block_size * self._prefill_s_per_token
-        return found if self.transfers.load_times[lowest].pays(len(blocks), compute_s) else 0
+            return found
+        if swap or reach == found or not self._prefill_s_per_token:
+            return reach
+        blocks = self._memory.lacking(digests[:reach])
+        lowest = max(sources[digests[entry], group] or 0 for entry, group in blocks)
+        compute_s = (reach - found) * self._memory.block_size * self._prefill_s_per_token
+        return reach if self.transfers.load_times[lowest].pays(len(blocks), compute_s) else found
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """A step took so long. It says how fast prompts are computed if most of its tokens are of prompts."""

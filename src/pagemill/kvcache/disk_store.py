@@ -92,13 +92,10 @@ class DiskStore:
 
     # What is there
 
-    def find(self, digests: Sequence[bytes], group: int) -> int:
+    def holds(self, block: tuple[bytes, int]) -> bool:
+        query = "SELECT 1 FROM blocks WHERE digest = ? AND layer_group = ?"
         with self._reading():
-            for count, digest in enumerate(digests):
-                query = "SELECT 1 FROM blocks WHERE digest = ? AND layer_group = ?"
-                if self._lookup.execute(query, (digest, group)).fetchone() is None:
-                    return count
-        return len(digests)
+            return self._lookup.execute(query, block).fetchone() is not None
 
     def num_blocks(self) -> int:
         return self.stats().blocks

@@ -30,12 +30,9 @@ class HostStore:
     def num_blocks(self) -> int:
         return len(self._slots)
 
-    def find(self, digests: Sequence[bytes], group: int) -> int:
+    def holds(self, block: tuple[bytes, int]) -> bool:
         with self._lock:
-            for count, digest in enumerate(digests):
-                if (digest, group) not in self._slots and (digest, group) not in self._leaving:
-                    return count
-        return len(digests)
+            return block in self._slots or block in self._leaving
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Records) -> list[bool]:
         found = []

@@ -28,8 +28,8 @@ class LowerTier(Protocol):
 
     def num_blocks(self) -> int: ...
 
-    def find(self, digests: Sequence[bytes], group: int) -> int:
-        """How many of `digests`, from the first on without a gap, are here for a layer group."""
+    def holds(self, block: tuple[bytes, int]) -> bool:
+        """Whether a block (digest, group) is here."""
         ...
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Records) -> list[bool]:
@@ -64,23 +64,14 @@ class LowerTiers:
                 held[tier.name] = tier.num_blocks()
         return held
 
-    def find(self, digests: Sequence[bytes], groups: int) -> int:
-        """How many of `digests`, from the first on without a gap, are stored for all layer groups."""
-        count = len(digests)
-        for group in range(groups):
-            reached = 0
-            while step := max(tier.find(digests[reached:count], group) for tier in self.tiers):
-                reached += step
-            count = min(count, reached)
-        return count
-
-    def holds(self, name: BlockName, lasting: bool = False) -> bool:
-        """Whether a block is stored; with `lasting`, where it outlives the process, if there is such a tier."""
-        return any(tier.find([name.digest], name.group) for tier in self.tiers[self._kept if lasting else 0 :])
+    def holds(self, block: tuple[bytes, int], lasting: bool = False) -> bool:
+        """Whether a block (digest, group) is stored; with `lasting`, where it outlives the process, if there is such a
+        tier."""
+        return any(tier.holds(block) for tier in self.tiers[self._kept if lasting else 0 :])
 
     def where(self, block: tuple[bytes, int]) -> int | None:
         """The tier from which a block (digest, group) is to be read, counted from the highest; None: it is nowhere."""
-        return next((at for at, tier in enumerate(self.tiers) if tier.find([block[0]], block[1])), None)
+        return next((at for at, tier in enumerate(self.tiers) if tier.holds(block)), None)
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Records) -> list[int | None]:
         """Blocks (digest, group) into `out`, a record each; from which tier each came, None where it was not there."""

@@ -91,7 +91,7 @@ class Transfers:
         """Copies blocks out of their frames now and stores them later; with `keep`, where they outlive the process, and
         all of them, however long that takes. What is stored already is left out."""
         try:
-            saves = [save for save in saves if not self._tiers.holds(save.name, lasting=keep)]
+            saves = [save for save in saves if not self._tiers.holds(save.name[:2], lasting=keep)]
         except KVStoreError as error:
             logger.warning("%s", error)
             self._count(dropped=len(saves))

@@ -8,11 +8,12 @@ index, eviction policy); its parts do not call each other.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from typing import NamedTuple
 
 from pagemill.memory.block_table import BlockTable, first_entry_in_window
 from pagemill.memory.eviction import PolicyFactory, least_recently_used
+from pagemill.memory.loads import Lacking, OpenedLoad, end_load, lacking, open_load, reserve_load
 from pagemill.memory.lower_frames import NO_LOWER, LowerFrames
 from pagemill.memory.needs import Needs
 from pagemill.memory.pending_work import PendingWork
@@ -20,7 +21,7 @@ from pagemill.memory.prefix_index import PrefixIndex
 from pagemill.memory.publishing import publish
 from pagemill.memory.residency import MemoryStats, Residency
 from pagemill.memory.resizing import change_frames
-from pagemill.memory.streaming import Places, places, reserve_streamed, stream
+from pagemill.memory.streaming import Places, places, stream
 from pagemill.memory.tenants import Tenant
 from pagemill.memory.work import MemoryWork, Save
 from pagemill.tenant_limits import DEFAULT_TENANT
@@ -178,6 +179,33 @@ class MemoryManager:
         for group, entries in enumerate(table.blocks):
             self._edit(table, group, 0, self._frames_of(entries))
 
+    # What lies below the pool comes up
+
+    def reach(self, digests: Sequence[bytes], below: Callable[[tuple[bytes, int]], bool]) -> int:
+        """How many leading blocks `peek` would find, if those that `below` has (digest, group) were here too."""
+        return self._index.reach(digests, below)
+
+    def lacking(self, digests: Sequence[bytes]) -> list[Lacking]:
+        """Of the blocks that position len(digests) * block_size sees, those that are not here, the oldest first."""
+        return lacking(self, digests)
+
+    def open_load(self, digests: Sequence[bytes], root: bytes, now: float, tenant: str) -> OpenedLoad:
+        """A table that holds what is here of a chain. Then `reserve_load`, or `close`. Raises UnknownTenantError."""
+        return open_load(self, digests, root, now, tenant)
+
+    def reserve_load(self, load: OpenedLoad, streamed: int) -> list[int] | None:
+        """Frames for what a load lacks; None, and no change, if there are too few. Then `end_load`, or `close`.
+
+        Those of the `streamed` oldest blocks, of layers with full attention, are lower ones. Evicts as `reserve` does.
+        """
+        return reserve_load(self, load, streamed)
+
+    def end_load(
+        self, table: BlockTable, whole: int, token_ids: Sequence[int], digests: Sequence[bytes], now: float
+    ) -> None:
+        """Closes a load's table: what it has of the first `whole` entries can be found from now on, the rest ends."""
+        end_load(self, table, whole, token_ids, digests, now)
+
     # A step: reserve, drain, (the device works,) commit, retire
 
     def reserve(self, table: BlockTable, up_to: int) -> Shortage | None:
@@ -305,10 +333,6 @@ class MemoryManager:
     def stream(self, table: BlockTable, count: int) -> bool:
         """Makes `count` frames free by moving blocks of a table to lower ones; False, and no change, if it can not."""
         return stream(self, table, count)
-
-    def reserve_streamed(self, table: BlockTable, up_to: int) -> bool:
-        """As `reserve`, for what is loaded into lower frames; False, and no change, if there are too few."""
-        return reserve_streamed(self, table, up_to)
 
     def places(self, table: BlockTable) -> Places:
         """How many of a table's blocks lie in the pool, and how many are streamed."""

@@ -7,7 +7,7 @@ inside one more block. A block is published if and only if it is in here.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import NamedTuple
 
 from pagemill.memory.block_table import first_entry_in_window
@@ -112,12 +112,7 @@ class PrefixIndex:
         group with a window, only those that the next query (at position num_tokens) still sees.
         """
         size = self._block_size
-        whole = min(len(digests), limit // size)
-        for published in self._full:
-            for count in range(whole):
-                if digests[count] not in published:
-                    whole = count
-                    break
+        whole = _leading(digests, min(len(digests), limit // size), self._full)
         chain = list(digests[:whole])
         length = whole * size
         tail = token_ids[length : min(limit, length + size)]
@@ -127,7 +122,7 @@ class PrefixIndex:
                 length += inside
                 chain.append(digest)
         if self._windowed:
-            length = self._fit_windows(chain, length)
+            length = self._fit_windows(chain, length, self._windowed)
         entries = -(-length // size)
         first_held = [first_entry_in_window(length, window, size) for window in self._windows]
         blocks = [
@@ -135,6 +130,15 @@ class PrefixIndex:
             for first, published in zip(first_held, self.by_digest, strict=True)
         ]
         return Match(length, blocks, first_held)
+
+    def reach(self, digests: Sequence[bytes], below: Callable[[tuple[bytes, int]], bool]) -> int:
+        """How many leading blocks a match would have, if those that `below` has (digest, group) were published too."""
+        either = [_Either(group, published, below) for group, published in enumerate(self.by_digest)]
+        windows = list(zip(self._windows, either, strict=True))
+        whole = _leading(digests, len(digests), [found for window, found in windows if window is None])
+        windowed = [(window, found) for window, found in windows if window is not None]
+        size = self._block_size
+        return self._fit_windows(digests[:whole], whole * size, windowed) // size if windowed else whole
 
     def _inside(self, parent: bytes, token_ids: Sequence[int]) -> tuple[int, bytes]:
         """(tokens, digest): how far `token_ids` agree with the best child of `parent`, and that child's digest."""
@@ -155,18 +159,20 @@ class PrefixIndex:
             yield block
             block = self._next[block]
 
-    def _fit_windows(self, chain: Sequence[bytes], length: int) -> int:
+    def _fit_windows(
+        self, chain: Sequence[bytes], length: int, windowed: Sequence[tuple[int, Container[bytes]]]
+    ) -> int:
         """The largest length, at most `length`, at which every window's blocks are published; O(1) per entry.
 
         Where an entry is missing, every length that reaches beyond it and still sees it is ruled out; a shorter one
         sees no later entries, so the search goes on below.
         """
         size = self._block_size
-        widest = max(window for window, _ in self._windowed)
+        widest = max(window for window, _ in windowed)
         entry = len(chain)
         while entry > first_entry_in_window(length, widest, size):
             entry -= 1
-            for window, published in self._windowed:
+            for window, published in windowed:
                 if entry >= first_entry_in_window(length, window, size) and chain[entry] not in published:
                     length = entry * size
                     break
@@ -185,6 +191,29 @@ class Chains:
 
     def parent(self, block: int) -> int:
         return self._index.by_digest[self._group[block]].get(self._index.parent[block], -1)
+
+
+class _Either:
+    """Digests of a group's blocks that are published, or that lie below."""
+
+    def __init__(self, group: int, published: Container[bytes], below: Callable[[tuple[bytes, int]], bool]) -> None:
+        self._group = group
+        self._published = published
+        self._below = below
+
+    def __contains__(self, digest: object) -> bool:
+        assert isinstance(digest, bytes)
+        return digest in self._published or self._below((digest, self._group))
+
+
+def _leading(digests: Sequence[bytes], whole: int, groups: Sequence[Container[bytes]]) -> int:
+    """How many of the first `whole` digests, without a gap, are in all groups."""
+    for published in groups:
+        for count in range(whole):
+            if digests[count] not in published:
+                whole = count
+                break
+    return whole
 
 
 def _common_tokens(tokens: bytes, wanted: bytes) -> int:

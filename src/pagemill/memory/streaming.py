@@ -54,7 +54,7 @@ def stream(manager: MemoryManager, table: BlockTable, count: int) -> bool:
         return False
     chosen = sorted(chosen)[:count]
     entry, group = chosen[0]
-    targets = _take(manager, count, table.blocks[group][entry - 1] if entry else -1)
+    targets = take_lower(manager, count, table.blocks[group][entry - 1] if entry else -1)
     freed = []
     for (entry, group), target in zip(chosen, targets, strict=True):
         block = table.blocks[group][entry]
@@ -65,19 +65,7 @@ def stream(manager: MemoryManager, table: BlockTable, count: int) -> bool:
     return True
 
 
-def reserve_streamed(manager: MemoryManager, table: BlockTable, up_to: int) -> bool:
-    """Makes whole blocks behind the table's end writable up to position `up_to`, in lower frames, for contents that are
-    loaded into them; False, and no change, if there are too few. The table has no row."""
-    new = up_to // manager.block_size - table.num_entries
-    if new * len(manager.windows) > manager.lower.available:
-        return False
-    for group, entries in enumerate(table.blocks):
-        entries.extend(manager._blocks.new(group, _take(manager, new, entries[-1] if entries else -1)))
-    table.writable = table.num_entries * manager.block_size
-    return True
-
-
-def _take(manager: MemoryManager, count: int, after: int) -> list[int]:
+def take_lower(manager: MemoryManager, count: int, after: int) -> list[int]:
     """Lower frames, preferably behind that of block `after` (-1: none). So many must hold nothing active."""
     lower = manager.lower
     if (missing := count - lower.pool.num_free) > 0:

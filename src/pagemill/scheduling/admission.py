@@ -47,7 +47,7 @@ class Admission:
         self._chunk = chunk
         self._caching = enable_prefix_caching
         self._waiting = WaitingQueue(chunk)
-        self._loading = Loading(memory, stored)
+        self._loading = Loading(memory, chunk, stored)
         self.recomputed_tokens = 0
         """Tokens that preempted sequences compute once more."""
 

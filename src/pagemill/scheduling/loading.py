@@ -1,8 +1,9 @@
 """Blocks on their way up from lower tiers.
 
-A load is a block table like a sequence's: it opens with what the pool has, reserves frames for what lower tiers have,
-commits what has arrived, and closes. What arrived is then found by whoever waited for it, as if it had been computed.
-Of a context longer than the pool, the oldest blocks are loaded into lower frames, where attention reads them.
+A load is a block table like a sequence's: it opens with what the pool has of all that a sequence would read that goes
+on behind it, reserves frames for the rest, which lower tiers have, publishes what has arrived, and closes. What arrived
+is then found by whoever waited for it, as if it had been computed. Of a context longer than the pool, the oldest blocks
+are loaded into lower frames, where attention reads them.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ from collections.abc import Callable, Sequence, Set
 from itertools import count
 from typing import NamedTuple
 
-from pagemill.memory.block_table import BlockTable
+from pagemill.memory.loads import OpenedLoad
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.work import Load
 from pagemill.scheduling.sequence import Sequence as Waiting
 
-Stored = Callable[[Sequence[bytes], bool], int]
-"""Of a chain's digests, how many from the first on lower tiers hold, for all layer groups, and are to be loaded; asked
-for a sequence that was preempted, or not."""
+Stored = Callable[[Sequence[bytes], int, bool], int]
+"""Of a chain of which the pool has the first blocks, so many: up to how many it is to be loaded from lower tiers, which
+is that number itself for nothing; asked for a sequence that was preempted, or not."""
 
 
 class Begun(NamedTuple):
@@ -28,13 +29,25 @@ class Begun(NamedTuple):
     digests: list[bytes]
 
 
-class Loading:
-    """The loads under way; its length is their number. Without `stored` there are none."""
+class UnderWay(NamedTuple):
+    """found: blocks that the pool had of the chain when it was begun. swaps_in: for a preempted sequence."""
 
-    def __init__(self, memory: MemoryManager, stored: Stored | None) -> None:
+    load: OpenedLoad
+    tokens: list[int]
+    digests: list[bytes]
+    found: int
+    swaps_in: bool
+
+
+class Loading:
+    """The loads under way; its length is their number. Without `stored` there are none. chunk: the most tokens of a
+    step."""
+
+    def __init__(self, memory: MemoryManager, chunk: int, stored: Stored | None) -> None:
         self._memory = memory
+        self._chunk = chunk
         self._stored = stored
-        self._tables: dict[int, tuple[BlockTable, list[int], list[bytes], bool]] = {}
+        self._loads: dict[int, UnderWay] = {}
         self._begun: list[Load] = []
         self._lost: set[int] = set()
         self._missed: set[bytes] = set()
@@ -44,7 +57,7 @@ class Loading:
         """Tokens that have arrived for preempted sequences."""
 
     def __len__(self) -> int:
-        return len(self._tables)
+        return len(self._loads)
 
     def begin(
         self, sequence: Waiting, found: int, headroom: int, least_resident: int | None, now: float
@@ -56,34 +69,38 @@ class Loading:
         last = (len(sequence.tokens) - 1) // size
         if self._stored is None or found >= last:
             return None
-        groups, tenant = len(memory.windows), memory.tenants[request.tenant]
-        wanted = (last + 1 - found) * groups
+        tenant = memory.tenants[request.tenant]
+
+        def wanted(found: int) -> int:
+            """Behind so many blocks."""
+            needs, tokens = memory.needs, len(sequence.tokens)
+            return needs.held(tokens, self._chunk, found * size) - needs.pinned(
+                tokens, self._chunk, found, found * size
+            )
 
         def room() -> int:
             return max(0, min(memory.available(tenant) - headroom, tenant.room))
 
-        if (wanted if least_resident is None else min(wanted, least_resident)) > room():
+        if (wanted(found) if least_resident is None else min(wanted(found), least_resident)) > room():
             return None
-        if sequence.digests[found] in self._missed:
-            self._missed.remove(sequence.digests[found])
+        digests = sequence.digests[:last]
+        if self._missed and (missed := next((digest for digest in digests[found:] if digest in self._missed), None)):
+            self._missed.remove(missed)
+            digests = digests[: digests.index(missed)]
+        reach = self._stored(digests, found, sequence.was_preempted)
+        if reach == found:
             return None
-        more = self._stored(sequence.digests[found:last], sequence.was_preempted)
-        if more == 0:
+        digests = digests[:reach]
+        opened = memory.open_load(digests, request.root, now, request.tenant)
+        streamed = 0 if least_resident is None else max(0, len(opened.lacking) + wanted(reach) - room())
+        frames = memory.reserve_load(opened, streamed)
+        if frames is None:
+            memory.close(opened.table, now)
             return None
-        table, length = memory.open(sequence.tokens, sequence.digests, request.root, now, found * size, request.tenant)
-        below = 0 if least_resident is None else min(more, max(0, last + 1 - found - room() // groups))
-        if (
-            length < found * size
-            or not memory.reserve_streamed(table, (found + below) * size)
-            or memory.reserve(table, (found + more) * size) is not None
-        ):
-            memory.close(table, now)
-            return None
-        digests = sequence.digests[: found + more]
-        blocks = [(digest, group) for digest in digests[found:] for group in range(groups)]
-        load = Load(next(self._ids), blocks, memory.frames(table, found))
+        load = Load(next(self._ids), [(digests[entry], group) for entry, group in opened.lacking], frames)
         self._begun.append(load)
-        self._tables[load.id] = table, sequence.tokens[: len(digests) * size], digests, sequence.was_preempted
+        tokens = sequence.tokens[: reach * size]
+        self._loads[load.id] = UnderWay(opened, tokens, digests, found, sequence.was_preempted)
         return Begun(load.id, digests)
 
     def take_begun(self) -> list[Load]:
@@ -93,19 +110,19 @@ class Loading:
 
     def lose(self, frames: Set[int]) -> None:
         """These frames do not hold what they should: of a load that needs it, nothing will have arrived."""
-        self._lost.update(load for load, (table, *_) in self._tables.items() if self._memory.lies_in(table, frames))
+        loads = self._loads.items()
+        self._lost.update(ident for ident, under_way in loads if self._memory.lies_in(under_way.load.table, frames))
 
     def finish(self, load: int, arrived: Sequence[bool], now: float) -> int:
         """A load is over; `arrived` says which of its blocks are in their frames. Those before the first gap can be
         found from now on, the rest ends. Returns how many blocks of the chain are there."""
         memory = self._memory
-        table, tokens, digests, swaps_in = self._tables.pop(load)
-        whole = 0 if load in self._lost else [*arrived, False].index(False) // len(memory.windows)
+        (table, lacking), tokens, digests, found, swaps_in = self._loads.pop(load)
+        gap = 0 if load in self._lost else [*arrived, False].index(False)
         self._lost.discard(load)
-        blocks = table.length // memory.block_size + whole
+        blocks = lacking[gap].entry if gap < len(lacking) else len(digests)
         if swaps_in:
-            self.swapped_in_tokens += whole * memory.block_size
+            self.swapped_in_tokens += max(0, blocks - found) * memory.block_size
         self._missed.update(digests[blocks : blocks + 1])
-        memory.commit(table, blocks * memory.block_size, tokens, digests)
-        memory.close(table, now)
+        memory.end_load(table, blocks, tokens, digests, now)
         return blocks
