@@ -101,6 +101,16 @@ const Kernels*& current() {
 
 }  // namespace
 
+// Zen 4 reads a quarter more that way, Zen 5 less.
+const bool fetches_to_second_level = [] {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amdfam19h") && __builtin_cpu_supports("avx512f");
+#else
+    return false;
+#endif
+}();
+
 const Kernels& kernels() { return *current(); }
 
 const char* const* available_isas() { return available().names; }

@@ -60,6 +60,9 @@ struct CacheView {
     int64_t scale_frame, scale_head;
 };
 
+// Whether keys and values come faster when fetched into the second-level cache than into the first.
+extern const bool fetches_to_second_level;
+
 // Attention cuts keys into partitions at fixed absolute positions.
 constexpr int kPartition = 256;
 

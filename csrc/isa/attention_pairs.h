@@ -43,7 +43,7 @@ struct PairPieces {
     // From one of a piece's lines to the next.
     int64_t line_stride(int piece) const { return piece >= count && piece < 2 * count ? 32 : key_row; }
     INLINE void fetch(int piece) const {
-        for (int line = 0; line < lines; ++line) __builtin_prefetch(at[piece] + line * line_stride(piece));
+        for (int line = 0; line < lines; ++line) fetch_line(at[piece] + line * line_stride(piece));
     }
 };
 
@@ -64,7 +64,7 @@ template <int MR> void score_pairs(const float* q, const PairPieces& pieces, int
         for (int d = step; d < lesser(step + kPairStep, dims); d += 2) {
             const int64_t offset = d / 2 * pieces.key_row;
             chains.add([&](int v) { return at[v] + offset; }, q + d / 2 * kFactors * MR, 1, MR, true, true);
-            for (int v = 0; v < NV; ++v) __builtin_prefetch(ahead[v] + d / 2 * ahead_row[v]);
+            for (int v = 0; v < NV; ++v) fetch_line(ahead[v] + d / 2 * ahead_row[v]);
         }
         chains.end_step(scores, kScoreRow, step == 0);
     }
@@ -86,7 +86,7 @@ void value_pairs(const float* weights, const PairPieces& pieces, int dim, int be
             const bf16 *at = pieces.value(piece) + in_piece * pieces.value_row + dim * 2;
             const bf16* ahead = pieces.at[then] + (in_piece * (pieces.lines / 8) + dim / W) * ahead_row;
             auto add = [&](bool first, bool second) __attribute__((always_inline)) {
-                for (int v = 0; v < NV; ++v) __builtin_prefetch(ahead + v * ahead_row);
+                for (int v = 0; v < NV; ++v) fetch_line(ahead + v * ahead_row);
                 chains.add([&](int v) { return at + v * 2 * W; }, weights + key / 2 * kFactors, kScoreRow, 1, first, second);
                 at += pieces.value_row;
                 ahead += pieces.lines / 8 * ahead_row;

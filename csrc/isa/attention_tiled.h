@@ -147,7 +147,7 @@ struct TiledPass {
     }
 
     INLINE static void fetch(const char* from, int lines, int64_t stride) {
-        for (int i = 0; i < lines; ++i) __builtin_prefetch(from + i * stride);
+        for (int i = 0; i < lines; ++i) fetch_line(from + i * stride);
     }
 
     // What the first rows fetch with a step of 32 keys, for those that follow and for the next head or partition.

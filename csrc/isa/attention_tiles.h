@@ -14,6 +14,10 @@ constexpr int vectors_beside(int rows) { return rows <= 2 ? 4 : 2; }
 // With few rows the time is that of reading: the next keys and the next block of values are fetched during a product, since
 // the hardware starts anew at each page.
 constexpr bool reads_ahead(int rows) { return vectors_beside(rows) == 4; }
+INLINE void fetch_line(const void* at) {
+    if (fetches_to_second_level) __builtin_prefetch(at, 0, 2);
+    else __builtin_prefetch(at);
+}
 
 // The left operand of a product: tile t of step s at data + t * tile + s * step, its rows `row` apart; all in bytes.
 struct TileOperand {
@@ -33,6 +37,7 @@ template <int MR, class T>
 void score_tile(const float* q, const T* const* key, int64_t key_dim, int dims, float* scores) {
     constexpr int NV = vectors_beside(MR);
     F acc[MR][NV];
+#pragma GCC unroll 16
     for (int r = 0; r < MR; ++r)
         for (int v = 0; v < NV; ++v) acc[r][v] = zero();
     const T *at[NV], *next[NV];
@@ -44,13 +49,14 @@ void score_tile(const float* q, const T* const* key, int64_t key_dim, int dims, 
     for (int d = 0; d < dims / P; ++d, q += P * MR) {
         F k[NV][P];
         for (int v = 0; v < NV; ++v) load_each(at[v] + d * key_dim, k[v]);
-        for (int v = 0; v < NV && reads_ahead(MR); ++v) __builtin_prefetch(next[v] + d * key_dim);
+        for (int v = 0; v < NV && reads_ahead(MR); ++v) fetch_line(next[v] + d * key_dim);
         for (int p = 0; p < P; ++p)
             for (int r = 0; r < MR; ++r) {
                 const F x = broadcast(q[p * MR + r]);
                 for (int v = 0; v < NV; ++v) acc[r][v] = fma(x, k[v][p], acc[r][v]);
             }
     }
+#pragma GCC unroll 16
     for (int r = 0; r < MR; ++r)
         for (int v = 0; v < NV; ++v) store(scores + r * kScoreRow + v * W, acc[r][v]);
 }
@@ -67,6 +73,7 @@ template <class T> struct Values {
 template <int MR, int NV, class T>
 void value_tile(const float* weights, const Values<T>& values, int dim, int begin, int end, float* out, int64_t row) {
     F acc[MR][NV];
+#pragma GCC unroll 16
     for (int r = 0; r < MR; ++r)
         for (int v = 0; v < NV; ++v) acc[r][v] = zero();
     for (int key = begin; key < end;) {
@@ -89,11 +96,12 @@ void value_tile(const float* weights, const Values<T>& values, int dim, int begi
         };
         if (key % P) add(1, P);
         while (key + P <= stop) {
-            for (int v = 0; v < NV && reads_ahead(MR); v += 4 / (P * sizeof(T))) __builtin_prefetch(next + v * W * P);
+            for (int v = 0; v < NV && reads_ahead(MR); v += 4 / (P * sizeof(T))) fetch_line(next + v * W * P);
             add(0, P);
         }
         if (key < stop) add(0, 1);
     }
+#pragma GCC unroll 16
     for (int r = 0; r < MR; ++r)
         for (int v = 0; v < NV; ++v) store(out + r * row + v * W, acc[r][v]);
 }
