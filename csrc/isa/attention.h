@@ -9,7 +9,7 @@
 
 template <class Few, class Many> struct Attention {
     const AttentionArgs& args;
-    const AttentionTask* tasks;
+    const AttentionTask *tasks, *end;
     float *partials, *prefixes;  // states of partitions, and of query tokens (as ordered) and heads after their shared ones
     int group, padded;           // query heads per KV head; head_dim rounded up to whole vectors
 
@@ -34,7 +34,7 @@ template <class Few, class Many> struct Attention {
         const int rows = task.tokens * group;
         const bool direct = task.partial < 0;
         const int64_t head_states = rows * state_size(), states = direct ? task.heads * head_states : 0;
-        Pass pass(args, task, padded);
+        Pass pass(args, task, &task + 1 < end ? &task + 1 : nullptr, padded);
         float* state = (float*)thread_scratch(thread, sizeof(float) * (states + pass.scratch_size()));
         pass.begin(state + states);
         for (int h = 0; direct && h < task.heads; ++h) begin_states(task, task.head + h, state + h * head_states);
@@ -122,7 +122,7 @@ template <class Few, class Many> struct Attention {
 };
 
 template <class Few, class Many> void attend_with(const AttentionArgs& args) {
-    Attention<Few, Many> run{args, nullptr, nullptr, nullptr, args.heads / args.kv_heads, (args.head_dim + W - 1) / W * W};
+    Attention<Few, Many> run{args, nullptr, nullptr, nullptr, nullptr, args.heads / args.kv_heads, (args.head_dim + W - 1) / W * W};
     int64_t target = INT64_MAX;
     if (num_threads() > 1) {
         int64_t work = 0;
@@ -142,6 +142,7 @@ template <class Few, class Many> void attend_with(const AttentionArgs& args) {
     run.prefixes = run.partials + plan.partials * run.state_size();
     auto tasks_and_merges = [&](int64_t task, int64_t task_end, int64_t merge_begin, int64_t merge_end) {
         run.tasks = tasks + task;
+        run.end = tasks + task_end;
         parallel(task_end - task, run);
         auto merge = [&](int64_t i, int thread) { run.merge(plan.merges[merge_begin + i], thread); };
         parallel(merge_end - merge_begin, merge);

@@ -110,7 +110,7 @@ template <int MR> void value_rows_of_pairs(const float* weights, const PairPiece
 
 struct PairPass {
     const AttentionArgs& args;
-    const AttentionTask& task;
+    const AttentionTask &task, *next;  // as of VectorPass
     const int group, padded, rows;
     float *queries = nullptr, *scores, *part;
 
@@ -119,8 +119,8 @@ struct PairPass {
         return args.key.pairs && args.value.pairs && args.block_size % W == 0 && args.head_dim % W == 0 ? kPairRows : 0;
     }
 
-    PairPass(const AttentionArgs& args, const AttentionTask& task, int padded)
-        : args(args), task(task), group(args.heads / args.kv_heads), padded(padded), rows(task.tokens * group) {}
+    PairPass(const AttentionArgs& args, const AttentionTask& task, const AttentionTask* next, int padded)
+        : args(args), task(task), next(next), group(args.heads / args.kv_heads), padded(padded), rows(task.tokens * group) {}
 
     int64_t query_size() const { return int64_t(args.head_dim) / 2 * kFactors * rows; }  // of one KV head
     int64_t scratch_size() const { return task.heads * query_size() + rows * (kScoreRow + padded); }
@@ -173,13 +173,8 @@ struct PairPass {
             pieces.at[i] = key_pairs_at(args, row, task.head + h, token);
             pieces.at[pieces.count + i] = value_pairs_at(args, row, task.head + h, token);
         }
-        // The next head's, or the next partition's; at the end of the task, what is there.
-        const bool more_heads = h + 1 < task.heads, more = more_heads || base + kPartition < task.part_end * kPartition;
-        const int64_t next = more_heads ? base + first * W : base + kPartition;
-        const int64_t last = lesser<int64_t>(task.part_end * kPartition, args.context_lens[row]) - 1;
+        const NextKeys then(args, task, next, base, from, h);
         for (int i = 0; i < PairPieces::kAhead; ++i)
-            pieces.at[2 * pieces.count + i] =
-                more ? key_pairs_at(args, row, task.head + (more_heads ? h + 1 : 0), lesser(next + i * W, last / W * W))
-                     : pieces.at[pieces.count];
+            pieces.at[2 * pieces.count + i] = key_pairs_at(args, then.row, then.head, then[i]);
     }
 };

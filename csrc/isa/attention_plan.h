@@ -34,6 +34,25 @@ template <class T> INLINE const T* block_at(const AttentionArgs& args, const Cac
     return (const T*)cache.data + frame_of(args, row, block) * cache.frame + head * cache.head;
 }
 
+// What a task reads after a head of a partition: the keys of `row` and `head` from `token` on, up to `last`.
+struct NextKeys {
+    int row, head;
+    int64_t token, last;
+
+    // After the `h`th head's keys from `begin` on of the partition at `base`: the next head's, the next partition's, or those of
+    // the next task, if any.
+    NextKeys(const AttentionArgs& args, const AttentionTask& task, const AttentionTask* next, int64_t base, int begin, int h) {
+        const bool more_heads = h + 1 < task.heads, more = more_heads || base + kPartition < task.part_end * kPartition || !next;
+        const AttentionTask& of = more ? task : *next;
+        row = args.order[of.first].row;
+        head = of.head + (more_heads ? h + 1 : 0);
+        token = more_heads ? base + begin / W * W : more ? base + kPartition : of.part_begin * kPartition;
+        last = greater<int64_t>(lesser<int64_t>(of.part_end * kPartition, args.context_lens[row]) - 1, 0);
+    }
+    // The `i`th vector.
+    int64_t operator[](int i) const { return lesser(token + i * W, last / W * W); }
+};
+
 // Where a row's keys, and values, in pairs lie from token `token` on.
 INLINE const bf16* key_pairs_at(const AttentionArgs& args, int row, int head, int64_t token) {
     return block_at<bf16>(args, args.key, row, token / args.block_size, head) + token % args.block_size * 2;

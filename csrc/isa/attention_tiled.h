@@ -20,7 +20,7 @@ struct TiledPass {
     const char* next_keys[kPartition / 16] = {};  // of 16 tokens each, of the next head or partition; none at the task's end
     bool fetching = false;
 
-    TiledPass(const AttentionArgs& args, const AttentionTask& task, int padded)
+    TiledPass(const AttentionArgs& args, const AttentionTask& task, const AttentionTask*, int padded)
         : args(args), task(task), group(args.heads / args.kv_heads), padded(padded), tiles(task.tokens * group, kHeight),
           height(int((tiles.rows + tiles.count - 1) / tiles.count)), dim_steps((args.head_dim + 31) / 32), dim_tiles(padded / 16),
           keys_in_place(args.key.pairs && args.block_size % 16 == 0 && args.head_dim % 32 == 0),

@@ -11,9 +11,8 @@ constexpr int kTileRows = 6;
 constexpr int vectors_beside(int rows) { return rows <= 2 ? 4 : 2; }
 #endif
 
-// With few rows the time is that of reading: the next keys and the next block of values are fetched during a product, since
-// the hardware starts anew at each page.
-constexpr bool reads_ahead(int rows) { return vectors_beside(rows) == 4; }
+// Memory is slower than the products, and the hardware starts anew at each page: what the first rows read is fetched before.
+constexpr int kBlocksAhead = 4;  // of values
 INLINE void fetch_line(const void* at) {
     if (fetches_to_second_level) __builtin_prefetch(at, 0, 2);
     else __builtin_prefetch(at);
@@ -32,9 +31,9 @@ template <class T> INLINE void load_each(const T* p, F (&x)[1]) { x[0] = load(p)
 INLINE void load_each(const bf16* p, F (&x)[2]) { load_pairs(p, x[0], x[1]); }
 
 // scores [MR][kScoreRow] = q [dims][MR] · NV vectors of W keys; vector v of dimension d, or of a pair of dimensions, lies at
-// key[v] + d * key_dim. As many vectors more are fetched: they have to be somewhere.
+// key[v] + d * key_dim. With `ahead`, the lines at ahead[v] + d * key_dim are fetched.
 template <int MR, class T>
-void score_tile(const float* q, const T* const* key, int64_t key_dim, int dims, float* scores) {
+void score_tile(const float* q, const T* const* key, const T* const* ahead, int64_t key_dim, int dims, float* scores) {
     constexpr int NV = vectors_beside(MR);
     F acc[MR][NV];
 #pragma GCC unroll 16
@@ -43,13 +42,13 @@ void score_tile(const float* q, const T* const* key, int64_t key_dim, int dims, 
     const T *at[NV], *next[NV];
     for (int v = 0; v < NV; ++v) {
         at[v] = key[v];
-        next[v] = key[NV + v];
+        next[v] = ahead ? ahead[v] : nullptr;
     }
     constexpr int P = kSideBySide<T>;
     for (int d = 0; d < dims / P; ++d, q += P * MR) {
         F k[NV][P];
         for (int v = 0; v < NV; ++v) load_each(at[v] + d * key_dim, k[v]);
-        for (int v = 0; v < NV && reads_ahead(MR); ++v) fetch_line(next[v] + d * key_dim);
+        for (int v = 0; v < NV && ahead; ++v) fetch_line(next[v] + d * key_dim);
         for (int p = 0; p < P; ++p)
             for (int r = 0; r < MR; ++r) {
                 const F x = broadcast(q[p * MR + r]);
@@ -62,16 +61,16 @@ void score_tile(const float* q, const T* const* key, int64_t key_dim, int dims, 
 }
 
 // Where a partition's values lie: token t of the partition at block[t / tokens] + t % tokens * stride; in pairs, token t and
-// the next one at block[t / tokens] + t % tokens / 2 * stride. The last block is followed by another, to fetch.
+// the next one at block[t / tokens] + t % tokens / 2 * stride. Behind the last block come those to fetch, if any are.
 template <class T> struct Values {
-    const T* block[kPartition / 8 + 1];
+    const T* block[kPartition / 8 + kBlocksAhead];
     int64_t stride;
     int tokens;
 };
 
 // out [MR][row] = sum over keys begin .. end - 1 of weights [MR][kScoreRow] * NV vectors of values from dimension `dim` on.
 template <int MR, int NV, class T>
-void value_tile(const float* weights, const Values<T>& values, int dim, int begin, int end, float* out, int64_t row) {
+void value_tile(const float* weights, const Values<T>& values, bool ahead, int dim, int begin, int end, float* out, int64_t row) {
     F acc[MR][NV];
 #pragma GCC unroll 16
     for (int r = 0; r < MR; ++r)
@@ -81,7 +80,7 @@ void value_tile(const float* weights, const Values<T>& values, int dim, int begi
         const int stop = lesser(end, (block + 1) * values.tokens);
         constexpr int P = kSideBySide<T>;
         const int64_t offset = (key - block * values.tokens) / P * values.stride + dim * P;
-        const T *at = values.block[block] + offset, *next = values.block[block + 1] + offset;
+        const T *at = values.block[block] + offset, *next = ahead ? values.block[block + kBlocksAhead] + offset : at;
         // Keys [first, last) of those that lie side by side: what lies outside a range may be NaN.
         auto add = [&](int first, int last) __attribute__((always_inline)) {
             F x[NV][P];
@@ -96,7 +95,7 @@ void value_tile(const float* weights, const Values<T>& values, int dim, int begi
         };
         if (key % P) add(1, P);
         while (key + P <= stop) {
-            for (int v = 0; v < NV && reads_ahead(MR); v += 4 / (P * sizeof(T))) fetch_line(next + v * W * P);
+            for (int v = 0; v < NV && ahead; v += 4 / (P * sizeof(T))) fetch_line(next + v * W * P);
             add(0, P);
         }
         if (key < stop) add(0, 1);
@@ -107,21 +106,21 @@ void value_tile(const float* weights, const Values<T>& values, int dim, int begi
 }
 
 template <int MR, class T>
-void value_rows(const float* weights, const Values<T>& values, int dims, int begin, int end, float* out) {
+void value_rows(const float* weights, const Values<T>& values, bool ahead, int dims, int begin, int end, float* out) {
     constexpr int NV = vectors_beside(MR);
     int dim = 0;
-    for (; dim + NV * W <= dims; dim += NV * W) value_tile<MR, NV>(weights, values, dim, begin, end, out + dim, dims);
+    for (; dim + NV * W <= dims; dim += NV * W) value_tile<MR, NV>(weights, values, ahead, dim, begin, end, out + dim, dims);
     switch ((dims - dim) / W) {
-        case 3: value_tile<MR, (NV > 3 ? 3 : 1)>(weights, values, dim, begin, end, out + dim, dims); break;
-        case 2: value_tile<MR, (NV > 2 ? 2 : 1)>(weights, values, dim, begin, end, out + dim, dims); break;
-        case 1: value_tile<MR, 1>(weights, values, dim, begin, end, out + dim, dims); break;
+        case 3: value_tile<MR, (NV > 3 ? 3 : 1)>(weights, values, ahead, dim, begin, end, out + dim, dims); break;
+        case 2: value_tile<MR, (NV > 2 ? 2 : 1)>(weights, values, ahead, dim, begin, end, out + dim, dims); break;
+        case 1: value_tile<MR, 1>(weights, values, ahead, dim, begin, end, out + dim, dims); break;
         default: break;
     }
 }
 
 template <class T> struct TileKernels {
-    void (*score)(const float*, const T* const*, int64_t, int, float*);
-    void (*value)(const float*, const Values<T>&, int, int, int, float*);
+    void (*score)(const float*, const T* const*, const T* const*, int64_t, int, float*);
+    void (*value)(const float*, const Values<T>&, bool, int, int, int, float*);
     int vectors;
 };
 

@@ -1,17 +1,26 @@
-// Where keys [begin, end) of a partition, by vectors, and its values lie in the cache.
-template <class T>
-void locate_in_place(const AttentionArgs& args, int row, int head, int64_t base, int begin, int end, const T** keys, Values<T>& values) {
-    const int first = begin / W, last = (end + W - 1) / W;
-    for (int v = first; v < last + 8; ++v) {
-        const int64_t token = base + lesser(v, last - 1) * W;  // beyond the range: any readable place
-        keys[v] = block_at<T>(args, args.key, row, token / args.block_size, head) + token % args.block_size * args.key.token;
+// Keys and values of a partition as they lie in the cache, keys by vectors; and the keys that are fetched meanwhile.
+template <class T> struct InPlace {
+    const T *keys[kPartition / W + 4], *ahead[kPartition / W + 4];
+    Values<T> values;
+
+    // Keys [begin, end); `beside` vectors run side by side, `next` is read afterwards.
+    InPlace(const AttentionArgs& args, int row, int head, int64_t base, int begin, int end, int beside, const NextKeys& next) {
+        const int first = begin / W, last = (end + W - 1) / W;
+        const auto key_at = [&](int row, int head, int64_t token) {
+            return block_at<T>(args, args.key, row, token / args.block_size, head) + token % args.block_size * args.key.token;
+        };
+        for (int v = first; v < last + 4; ++v)  // beyond the range: any readable place
+            keys[v] = key_at(row, head, base + lesser(v, last - 1) * W);
+        values.stride = args.value.token;
+        values.tokens = lesser(args.block_size, kPartition);
+        const int first_block = begin / values.tokens, blocks = (end + values.tokens - 1) / values.tokens;
+        for (int b = first_block; b < blocks; ++b)
+            values.block[b] = block_at<T>(args, args.value, row, base / values.tokens + b, head);
+        for (int b = 0; b < kBlocksAhead; ++b) values.block[blocks + b] = key_at(next.row, next.head, next[b]);
+        for (int v = first; v < last + 4; ++v)
+            ahead[v] = v + beside < last ? keys[v + beside] : values.block[lesser(first_block + v + beside - last, blocks - 1)];
     }
-    values.stride = args.value.token;
-    values.tokens = lesser(args.block_size, kPartition);
-    int b = begin / values.tokens;
-    for (; b * values.tokens < end; ++b) values.block[b] = block_at<T>(args, args.value, row, base / values.tokens + b, head);
-    values.block[b] = values.block[b - 1];
-}
+};
 
 // The pass over a partition on plain vectors, in fp32 whatever the dtype of the cache; each sum is one chain of multiply-adds.
 template <class T> struct VectorPass {
@@ -19,15 +28,15 @@ template <class T> struct VectorPass {
     static int most_rows(const AttentionArgs&) { return kRows; }
 
     const AttentionArgs& args;
-    const AttentionTask& task;
+    const AttentionTask &task, *next;  // the one that the thread is likely to take then, or null
     int group, padded;
     Tiles tiles;
     int64_t query_size;  // of one KV head
     bool widen;
     float *queries = nullptr, *scores, *part, *wide_keys, *wide_values;
 
-    VectorPass(const AttentionArgs& args, const AttentionTask& task, int padded)
-        : args(args), task(task), group(args.heads / args.kv_heads), padded(padded), tiles(task.tokens * group, kTileRows),
+    VectorPass(const AttentionArgs& args, const AttentionTask& task, const AttentionTask* next, int padded)
+        : args(args), task(task), next(next), group(args.heads / args.kv_heads), padded(padded), tiles(task.tokens * group, kTileRows),
           query_size(int64_t(task.tokens) * group * args.head_dim) {
         // Whether key vectors, and values, can be read where they lie.
         const bool direct_keys = args.key.pairs == (kSide == 2) && args.key.token == kSide && args.block_size % W == 0;
@@ -77,36 +86,35 @@ template <class T> struct VectorPass {
             scales = &token_scales;
         }
         if (widen) {
-            const float* keys[kPartition / W + 8];
+            const float* keys[kPartition / W + 4];
             widen_keys(row, head, base, int(all.begin), int(all.end));
             widen_values(row, head, base, int(all.begin), int(all.end));
             const int last = (int(all.end) + W - 1) / W;
-            for (int v = int(all.begin) / W; v < last + 8; ++v) keys[v] = wide_keys + lesser(v, last - 1) * W;
-            tile_rows<float>(q, ranges, keys, kPartition, {{wide_values, wide_values}, padded, kPartition}, scales, emit);
+            for (int v = int(all.begin) / W; v < last + 4; ++v) keys[v] = wide_keys + lesser(v, last - 1) * W;
+            tile_rows<float>(q, ranges, keys, nullptr, kPartition, {{wide_values, wide_values}, padded, kPartition}, scales, emit);
         } else {
-            const T* keys[kPartition / W + 8];
-            Values<T> values;
-            locate_in_place(args, row, head, base, int(all.begin), int(all.end), keys, values);
-            tile_rows<T>(q, ranges, keys, args.key.dim, values, scales, emit);
+            const InPlace<T> at(args, row, head, base, int(all.begin), int(all.end), vectors_beside(tiles.height(0)),
+                                NextKeys(args, task, next, base, int(all.begin), h));
+            tile_rows<T>(q, ranges, at.keys, at.ahead, args.key.dim, at.values, scales, emit);
         }
     }
 
     template <class E, class Emit>
-    void tile_rows(const float* q, const KeyRange* ranges, const E* const* keys, int64_t key_dim, const Values<E>& values,
+    void tile_rows(const float* q, const KeyRange* ranges, const E* const* keys, const E* const* ahead, int64_t key_dim, const Values<E>& values,
                    const TokenScales* scales, Emit&& emit) const {
-        for (int64_t tile = 0; tile < tiles.count; ++tile) {
+        for (int64_t tile = 0; tile < tiles.count; ++tile, ahead = nullptr) {
             const int height = tiles.height(tile), first_row = int(tiles.begin(tile));
             const KeyRange span = span_of(ranges + first_row / group, (first_row + height - 1) / group - first_row / group + 1);
             const int from = int(span.begin), until = int(span.end);
             const TileKernels<E>& run = tile_kernels<E>(height, Upto<kTileRows>{});
             Softmax result[kTileRows];
             for (int v = from / W; v * W < until; v += run.vectors)
-                run.score(q + first_row * args.head_dim, keys + v, key_dim, args.head_dim, scores + v * W);
+                run.score(q + first_row * args.head_dim, keys + v, ahead ? ahead + v : nullptr, key_dim, args.head_dim, scores + v * W);
             for (int r = 0; r < height; ++r) {
                 const KeyRange& own = ranges[(first_row + r) / group];
                 result[r] = softmax(scores + r * kScoreRow, int(own.begin), int(own.end), from, until, args.soft_cap, scales);
             }
-            if (from < until) run.value(scores, values, padded, from, until, part);
+            if (from < until) run.value(scores, values, ahead != nullptr, padded, from, until, part);
             emit(first_row, height, result, part);
         }
     }
