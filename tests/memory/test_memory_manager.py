@@ -10,7 +10,7 @@ import pytest
 from pagemill.errors import MemoryInvariantError
 from pagemill.memory.block_table import BlockTable, first_entry_in_window
 from pagemill.memory.digest import extend_chain, root_digest
-from pagemill.memory.eviction import Lru
+from pagemill.memory.eviction import POLICIES, Lru
 from pagemill.memory.frames import REGION
 from pagemill.memory.manager import MemoryManager, Shortage
 from pagemill.memory.moving import forget_lost
@@ -199,6 +199,20 @@ def test_a_sequences_end_is_evicted_before_its_beginning_and_the_least_recent_fi
     # The first table, opened for every size anew, takes back what it freed, so each size evicts one block more.
     assert cached == {1: (2, 3), 2: (1, 3), 3: (0, 3), 4: (0, 2), 5: (0, 1), 6: (0, 0)}
     assert engine.memory.stats().evictions == 6
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_cached_blocks_are_kept_chain_by_chain_each_from_its_beginning_and_the_most_recent_first(policy):
+    """So that a chain lies together on disk, and what an engine that is killed meanwhile has kept can be found."""
+    engine = Engine(16, policy=POLICIES[policy](0.1))
+    tables = [engine.prefill(tokens_of(12, first))[0] for first in (0, 100)]
+    for table in (tables[1], engine.prefill([*tokens_of(8, 100), *tokens_of(8, 300)])[0], tables[0]):
+        engine.close(table)
+    kept = [save.name for save in engine.memory.cached_blocks()]
+    assert [name.depth for name in kept] == [0, 1, 2, 0, 1, 2, 3, 2]
+    for name, before in zip(kept[1:7], kept[:6], strict=True):
+        assert name.parent == before.digest or name.depth == 0
+    assert kept[7].parent == kept[4].digest
 
 
 def found_whole(engine: Engine, first: int) -> int:

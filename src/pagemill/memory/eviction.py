@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import takewhile
 from typing import Protocol
 
@@ -54,6 +54,10 @@ class EvictionPolicy(Protocol):
 
     def __len__(self) -> int: ...
 
+    def __reversed__(self) -> Iterator[int]:
+        """All blocks, those that became cached last first, so none before what it hangs on."""
+        ...
+
     def __contains__(self, block: object) -> bool: ...
 
 
@@ -87,6 +91,9 @@ class Lru:
 
     def __len__(self) -> int:
         return len(self._order)
+
+    def __reversed__(self) -> Iterator[int]:
+        return reversed(self._order)
 
     def __contains__(self, block: object) -> bool:
         return block in self._order
@@ -157,6 +164,9 @@ class GreedyDual:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def __reversed__(self) -> Iterator[int]:
+        return reversed(self._since)
 
     def __contains__(self, block: object) -> bool:
         return block in self._entries

@@ -188,10 +188,9 @@ class Residency:
         return saves
 
     def cached_blocks(self) -> list[Save]:
-        """All blocks that can be found and that nobody holds, beginnings of chains first."""
-        depth = self.index.depth
-        blocks = [block for block in self.blocks.in_use() if not self.blocks.references[block]]
-        return [self._save(block) for block in sorted(blocks, key=depth.__getitem__)]
+        """All blocks that can be found and that nobody holds, those used last first, each chain from its beginning."""
+        orders = (self.lower.cached, *(tenant.policy for tenant in self.tenants))
+        return [self._save(block) for order in orders for block in reversed(order)]
 
     def _offer(self, victims: Sequence[int]) -> None:
         if self._saves_evicted:
