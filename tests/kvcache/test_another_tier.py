@@ -13,6 +13,7 @@ from pagemill.kvcache.disk_store import DiskStore
 from pagemill.kvcache.host_store import HostStore
 from pagemill.kvcache.layer_groups import group_layers
 from pagemill.kvcache.lower_tiers import LowerTiers
+from pagemill.kvcache.pages_ahead import PagesAhead
 from pagemill.kvcache.transfers import Transfers
 from pagemill.memory.work import Load, Save
 
@@ -49,7 +50,7 @@ def full(pool, contents, tmp_path, monkeypatch):
         [DeviceTier(len(DEVICE), pool.record_bytes), HostStore(len(HOST), pool.record_bytes), disk_of(pool, tmp_path)],
         pool.record_bytes,
     )
-    transfers = Transfers(pool, tiers)
+    transfers = Transfers(pool, tiers, PagesAhead(pool))
     stored, seen = [], []
 
     def watched(write):

@@ -19,6 +19,7 @@ from pagemill.errors import ConfigError, KVMemoryError
 from pagemill.hub import resolve_model
 from pagemill.kvcache.device_pool import DevicePool, default_layout
 from pagemill.kvcache.layer_groups import LayerGroups
+from pagemill.kvcache.pages_ahead import PagesAhead
 from pagemill.kvcache.sizing import device_memory, num_frames
 from pagemill.memory.compaction import Compaction
 from pagemill.memory.eviction import POLICIES
@@ -83,6 +84,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
         lower_frames=sizes.streamed.frames,
         lower_folder=sizes.streamed.folder,
     )
+    pages = PagesAhead(pool)
     memory = MemoryManager(
         sizes.frames,
         config.block_size,
@@ -99,7 +101,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
     numerics = f"{ops.name},{attention.name},{names['weights']}"
     tiers = None
     if wants_tiers(config):
-        tiers = make_tiers(config, pool, memory, model.fingerprint, kv_format, numerics, sizes.streamed)
+        tiers = make_tiers(config, pool, pages, memory, model.fingerprint, kv_format, numerics, sizes.streamed)
     scheduler = Scheduler(
         memory,
         max_num_seqs=config.max_num_seqs,
@@ -115,6 +117,7 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
     runner = Runner(
         model.decoder,
         pool,
+        pages,
         vocab_size=model.spec.vocab_size,
         max_num_seqs=config.max_num_seqs,
         max_model_len=model.max_model_len,

@@ -40,6 +40,7 @@ class Runner:
         self,
         decoder: Decoder,
         pool: DevicePool,
+        pages: PagesAhead,
         *,
         vocab_size: int,
         max_num_seqs: int,
@@ -48,7 +49,7 @@ class Runner:
     ) -> None:
         self._decoder = decoder
         self._pool = pool
-        self._pages = PagesAhead(pool)
+        self._pages = pages
         self._device = pool.device
         self._block_size = pool.block_size
         entries = -(-max_model_len // pool.block_size)

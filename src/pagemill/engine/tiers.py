@@ -16,6 +16,7 @@ from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.disk_store import DiskStore
 from pagemill.kvcache.host_store import HostStore
 from pagemill.kvcache.lower_tiers import LowerTier, LowerTiers
+from pagemill.kvcache.pages_ahead import PagesAhead
 from pagemill.kvcache.sizing import device_memory, parse_memory
 from pagemill.kvcache.store_format import StoreFormat, default_root
 from pagemill.kvcache.transfers import Transfers
@@ -71,6 +72,7 @@ def _disk_bytes(config: EngineConfig) -> int:
 def make_tiers(
     config: EngineConfig,
     pool: DevicePool,
+    pages: PagesAhead,
     memory: MemoryManager,
     fingerprint: bytes,
     kv_format: str,
@@ -96,15 +98,17 @@ def make_tiers(
         if limit > 2 * record_bytes or not taken["disk"]:
             format = StoreFormat(name, fingerprint.hex(), kv_format, numerics, record_bytes)
             tiers.append(DiskStore(_disk_root(config), format, limit))
-    return Tiers(LowerTiers(tiers, record_bytes), pool, memory, config.preemption_mode) if tiers else None
+    return Tiers(LowerTiers(tiers, record_bytes), pool, pages, memory, config.preemption_mode) if tiers else None
 
 
 class Tiers:
     """Transfers to and from the lower tiers, and what is known of their speed and of prefill's."""
 
-    def __init__(self, lower: LowerTiers, pool: DevicePool, memory: MemoryManager, preemption_mode: str) -> None:
+    def __init__(
+        self, lower: LowerTiers, pool: DevicePool, pages: PagesAhead, memory: MemoryManager, preemption_mode: str
+    ) -> None:
         self.lower = lower
-        self.transfers = Transfers(pool, lower)
+        self.transfers = Transfers(pool, lower, pages)
         self._memory = memory
         self._preemption_mode = preemption_mode
         self._prefill_s_per_token = 0.0

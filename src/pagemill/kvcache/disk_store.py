@@ -24,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagemill.errors import KVStoreError
+from pagemill.kvcache.direct_reads import DirectReads, whole_pages
 from pagemill.kvcache.lower_tiers import Spill
 from pagemill.kvcache.records import Records, parts
 from pagemill.kvcache.slots import HEADER_BYTES, Slots, is_whole, name_in
@@ -86,6 +87,7 @@ class DiskStore:
             self._in_use = _open(self.folder / "lock")
             fcntl.flock(self._in_use, fcntl.LOCK_SH)
             self._file = _open(self.folder / "blocks.dat")
+            self._reads = DirectReads(self.folder / "blocks.dat", self._file)
             self._open_index()
         except OSError as error:
             raise KVStoreError(f"the KV store {self.folder} can not be opened: {error}") from error
@@ -113,12 +115,12 @@ class DiskStore:
         slots = self._slots(blocks)
         rows = sorted((slot, row) for row, slot in enumerate(slots) if slot is not None)
         found = [False] * len(blocks)
-        heads = np.empty((len(blocks), self._layout.head_bytes), dtype=np.uint8)
+        heads = whole_pages(len(blocks), self._layout.head_bytes)
         most = max(1, BUFFERS // (1 + len(parts(out[0])))) if rows else 1
         for run in _runs(rows, most):
             with suppress(OSError):  # what could not be read fails its check
                 buffers = [buffer for _, row in run for buffer in (heads[row], *parts(out[row]))]
-                os.preadv(self._file, buffers, run[0][0] * self.slot_bytes)
+                self._reads.read(buffers, run[0][0] * self.slot_bytes)
         for slot, row in rows:
             found[row] = is_whole(heads[row], out[row], *blocks[row])
             if not found[row]:
@@ -216,6 +218,7 @@ class DiskStore:
                 pass
             self._db.close()
             self._lookup.close()
+            self._reads.close()
             os.close(self._file)
             os.close(self._in_use)
 

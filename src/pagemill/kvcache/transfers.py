@@ -22,6 +22,7 @@ from pagemill.errors import KVStoreError
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.load_time import LoadTime
 from pagemill.kvcache.lower_tiers import LowerTiers
+from pagemill.kvcache.pages_ahead import PagesAhead
 from pagemill.memory.work import Load, Save
 
 logger = logging.getLogger(__name__)
@@ -60,9 +61,15 @@ class Transfers:
     """
 
     def __init__(
-        self, pool: DevicePool, tiers: LowerTiers, backlog_bytes: int = 256 << 20, num_threads: int = 2
+        self,
+        pool: DevicePool,
+        tiers: LowerTiers,
+        pages: PagesAhead,
+        backlog_bytes: int = 256 << 20,
+        num_threads: int = 2,
     ) -> None:
         self._pool = pool
+        self._pages = pages
         self._tiers = tiers
         self._batch = max(1, BATCH_BYTES // tiers.record_bytes)
         self._piece = max(1, PIECE_BYTES // tiers.record_bytes)
@@ -156,6 +163,7 @@ class Transfers:
         begin = time.monotonic()
         sources: list[int | None] = [None] * len(blocks)
         try:
+            self._pages.make(frames)
             with self._pool.records(frames) as records:
                 found = self._tiers.read(blocks, records)
             sources = found
