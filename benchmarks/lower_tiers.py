@@ -2,16 +2,17 @@
 
     python -m benchmarks.lower_tiers [--dtype float32] [--tokens 4096,8192] [--folder DIR]
 
-First a file of the store's size is read through in large pieces by two threads, then the store's blocks through
-`DiskStore`, checksums included; both with the page cache dropped, in turn, medians of three. Then sessions without
-common text are begun in one `LLM`, which is closed, and go on in a new one, where the first token of a turn needs their
-blocks from disk; then with another turn when these are in the pool, which says what the step takes. Medians of three
-new `LLM`s, each with the disk's speed beside it.
+Sessions without common text are begun in one `LLM`, which is closed, and go on in a new one, where the first token of
+a turn needs their blocks from disk; then with another turn when these are in the pool, which says what the step takes.
+Before and after a turn, as many bytes of the store's file are read by two threads, directly and with nothing of it in
+memory: that is what the disk takes at that time, since some give a burst faster than what they can keep up. Medians of
+new `LLM`s. In each, the whole file is read so too, and then the store's blocks through `DiskStore`, checksums included.
 """
 
 from __future__ import annotations
 
 import argparse
+import mmap
 import os
 import tempfile
 import time
@@ -27,9 +28,8 @@ from benchmarks.peers.workloads import tokenize
 from pagemill import LLM, SamplingParams
 from pagemill.kvcache.disk_store import DiskStore
 
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 4 << 20
 THREADS = 2
-ROUNDS = 3
 TURN = 20
 """Tokens of what a session is asked next."""
 
@@ -41,38 +41,47 @@ def drop_cache(path: Path) -> None:
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def read_file(path: Path) -> float:
-    """Bytes per second of reading a file that is not in memory."""
+def whole_pages(nbytes: int) -> mmap.mmap:
+    """Memory whose pages are there."""
+    memory = mmap.mmap(-1, nbytes)
+    memory[:: mmap.PAGESIZE] = bytes(-(-nbytes // mmap.PAGESIZE))
+    return memory
+
+
+def read_file(path: Path, size: int) -> float:
+    """Seconds to read so much of a file that is not in memory."""
     drop_cache(path)
-    size = path.stat().st_size
-    with path.open("rb") as file, ThreadPoolExecutor(THREADS) as threads:
-        buffers = [bytearray(PIECE_BYTES) for _ in range(THREADS)]
+    buffers = [whole_pages(PIECE_BYTES) for _ in range(THREADS)]
+    file = os.open(path, os.O_RDONLY | os.O_DIRECT)
 
-        def read(first: int) -> None:
-            for at in range(first * PIECE_BYTES, size, THREADS * PIECE_BYTES):
-                os.preadv(file.fileno(), [buffers[first]], at)
+    def read(first: int) -> None:
+        for at in range(first * PIECE_BYTES, size, THREADS * PIECE_BYTES):
+            os.preadv(file, [buffers[first]], at)
 
+    with ThreadPoolExecutor(THREADS) as threads:
         begin = time.perf_counter()
         list(threads.map(read, range(THREADS)))
-        return size / (time.perf_counter() - begin)
+        seconds = time.perf_counter() - begin
+    os.close(file)
+    return seconds
 
 
 def read_store(disk: DiskStore) -> float:
-    """Bytes per second of reading all blocks of a store that is not in memory, in order of their chains."""
+    """Seconds to read all blocks of a store that is not in memory, in order of their chains."""
     drop_cache(disk.folder / "blocks.dat")
     names = disk.names()
     step = max(1, PIECE_BYTES // disk.record_bytes)
     with ThreadPoolExecutor(THREADS) as threads:
 
         def read(first: int) -> None:
-            out = np.empty((step, disk.record_bytes), dtype=np.uint8)
+            out = np.frombuffer(whole_pages(step * disk.record_bytes), dtype=np.uint8).reshape(step, -1)
             for at in range(first * step, len(names), THREADS * step):
                 part = names[at : at + step]
                 assert all(disk.read([name[:2] for name in part], out[: len(part)]))
 
         begin = time.perf_counter()
         list(threads.map(read, range(THREADS)))
-        return len(names) * disk.slot_bytes / (time.perf_counter() - begin)
+        return time.perf_counter() - begin
 
 
 def first_token_s(llm: LLM, name: str, prompt: list[int]) -> tuple[float, int]:
@@ -95,6 +104,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--tokens", default="4096,8192")
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the temporary folder")
     arguments = parser.parse_args()
     machine = describe_machine()
@@ -115,28 +125,30 @@ def main() -> None:
             begins = [1000 + sum(lengths[:i]) for i in range(len(lengths))]
             computed = [first_token_s(llm, str(n), text[at : at + n])[0] for n, at in zip(lengths, begins, strict=True)]
         speeds, turns = [], []
-        for turn in range(0, 2 * TURN * ROUNDS, 2 * TURN):
+        for turn in range(0, 2 * TURN * arguments.rounds, 2 * TURN):
             with make() as llm:
                 disk = llm._core._tiers.lower.tiers[-1]
-                path, record_bytes = disk.folder / "blocks.dat", disk.record_bytes
-                speeds.append((read_file(path), read_store(disk)))
+                path, slot_bytes = disk.folder / "blocks.dat", disk.slot_bytes
+                size = path.stat().st_size
+                speeds.append((size / read_file(path, size), size / read_store(disk)))
                 first_token_s(llm, "step", text[-700:])
                 turns.append([])
                 for length in lengths:
+                    size = length // 16 * slot_bytes
+                    before_s = read_file(path, size)
                     drop_cache(path)
                     resumed_s, found = resume_s(llm, str(length), text[turn : turn + TURN])
+                    disk_s = (before_s + read_file(path, size)) / 2
                     step_s, _ = resume_s(llm, str(length), text[turn + TURN : turn + 2 * TURN])
-                    turns[-1].append((resumed_s, step_s, found))
+                    turns[-1].append((found, disk_s, step_s, disk_s / 0.8 + step_s, resumed_s))
         file, store = (median(each) for each in zip(*speeds, strict=True))
         print(f"disk {file / 1e6:.0f} MB/s, store {store / 1e6:.0f} MB/s: {store / file:.0%} of it (goal: 80 %)\n")
-        print("| tokens | found | MB | computed, s | resumed, s | step, s | bytes / 80 % of the disk + the step, s |")
-        print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+        print("| tokens | found | MB | computed, s | disk, s | step, s | disk / 80 % + step, s | resumed, s |")
+        print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
         for length, computed_s, rounds in zip(lengths, computed, zip(*turns, strict=True), strict=True):
-            resumed_s, step_s, found = (median(each) for each in zip(*rounds, strict=True))
-            size = found // 16 * record_bytes
-            goal = size / (0.8 * file) + step_s
-            figures = f"{size / 1e6:.0f} | {computed_s:.2f} | {resumed_s:.3f} | {step_s:.3f} | {goal:.3f}"
-            print(f"| {length} | {found} | {figures} |")
+            found, *seconds = (median(each) for each in zip(*rounds, strict=True))
+            figures = " | ".join(f"{each:.3f}" for each in seconds)
+            print(f"| {length} | {found} | {found // 16 * slot_bytes / 1e6:.0f} | {computed_s:.2f} | {figures} |")
 
 
 if __name__ == "__main__":
