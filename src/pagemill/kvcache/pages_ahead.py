@@ -84,7 +84,7 @@ class PagesAhead:
         then."""
         self._end()
         self._ready = min(self._ready, num_frames)
-        self._made = {frame for frame in self._made if frame < num_frames}
+        self._made = {frame for frame in self._made.copy() if frame < num_frames}
 
     def _begin(self, frames: int) -> None:
         while self._ready < frames:
