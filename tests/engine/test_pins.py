@@ -1,5 +1,7 @@
 """Pinned prefixes on the default model: a flood does not evict them, and no bit of an answer changes."""
 
+import math
+
 import pytest
 
 from harness import FRAME_BYTES
@@ -68,7 +70,7 @@ def test_a_pin_has_a_namespace_and_can_be_replaced(llm):
 def test_expiry(llm, monkeypatch):
     import time
 
-    now = time.monotonic()
+    now = float(math.ceil(time.monotonic()))  # whole, so that sums are exact
     monkeypatch.setattr(time, "monotonic", lambda: now)
     pin = llm.pin(PREFIX, name="short", expires_s=60)
     assert pin.expires_in_s == 60
