@@ -24,18 +24,20 @@ constexpr int64_t kOwnRows = 16, kOwnOutputs = 64;
 
 #include "linear_affine.h"
 
-// Weights that a tile fetches into the cache while it computes: at every step of k the next `stride` bytes, at most two lines.
-// Spread evenly, the fetches leave the tile's own loads room.
-struct Ahead {
+// Weights that are fetched while others are computed with: at every turn the next `stride` bytes, at most two lines, into the
+// first-level cache or the second. Spread evenly, the fetches leave the kernel's own loads room.
+template <bool First> struct Fetch {
     const char* at;
     int64_t stride;
 
-    INLINE void fetch_step() {
-        __builtin_prefetch(at, 0, kFetchFirst ? 3 : 2);
-        if (kFetchFirst && stride > 64) __builtin_prefetch(at + 64, 0, 3);  // elsewhere lines come in pairs
+    static Fetch evenly(const char* at, int64_t bytes, int64_t turns) { return {at, (bytes + turns - 1) / turns}; }
+    INLINE void turn() {
+        __builtin_prefetch(at, 0, First ? 3 : 2);
+        if (First && stride > 64) __builtin_prefetch(at + 64, 0, 3);  // into the second, lines come in pairs
         at += stride;
     }
 };
+using Ahead = Fetch<kFetchFirst>;
 
 constexpr int64_t kNearRows = 12;  // how far ahead a tile fetches from the second-level cache to the first
 // With a single tile: how far ahead in the panel, to hide memory's latency.
@@ -81,7 +83,7 @@ void tile_product(const float* a, const T* b, int64_t b_panel, int64_t k, float*
         for (int v = 0; v < 2 * NP; ++v) acc[r][v] = add ? load(c + (r * NP * 2 + v) * W) : zero();
     constexpr int64_t step = Unpair ? 2 : 1;
     for (int64_t i = 0; i < k; i += step, b += NR) {
-        for (int64_t j = 0; j < step; ++j) ahead.fetch_step();
+        for (int64_t j = 0; j < step; ++j) ahead.turn();
         if (!kFetchFirst && MR > kMaxWide)
             for (int v = 0; v < 2; ++v) __builtin_prefetch(b + kNearRows * NR + v * W);
         float* kept = kNarrow<T, Unpair> && NP == 1 && wide ? wide + i * NR : nullptr;

@@ -45,23 +45,12 @@ INLINE Words twice(const uint16_t* p) {
     return (Words)(wide | wide << 16);
 }
 
-// What is fetched into the first-level cache beside other work: `stride` bytes at every turn, two lines at most.
-struct Fetch {
-    const char* at;
-    int64_t stride;
-
-    Fetch(const char* at, int64_t bytes, int64_t turns) : at(at), stride((bytes + turns - 1) / turns) {}
-    INLINE void turn() {
-        __builtin_prefetch(at, 0, 3);
-        if (stride > 64) __builtin_prefetch(at + 64, 0, 3);
-        at += stride;
-    }
-};
+using FirstAhead = Fetch<true>;
 
 constexpr int kTurnsInStep = 2 * kPanel / W * 4;  // of expand_steps
 
 // The 8-bit lines of packed steps.
-void expand_steps(const PackedStep* from, int64_t steps, int8_t* lines, Fetch fetch) {
+void expand_steps(const PackedStep* from, int64_t steps, int8_t* lines, FirstAhead fetch) {
     for (int64_t s = 0; s < steps; ++s, ++from, lines += kStepLines) {
         for (int h = 0; h < 2; ++h)
             for (int v = 0; v < kPanel; v += W) {
@@ -217,7 +206,8 @@ struct QuantizedRun {
             if (packed) {
                 const int64_t turns = count * here * kTurnsInStep;
                 expand_steps((const PackedStep*)from, count * here, expanded,
-                             kFetchEvenly ? Fetch(next, bytes * expand_rows / rows, turns) : Fetch(from + kAhead, bytes, turns));
+                             kFetchEvenly ? FirstAhead::evenly(next, bytes * expand_rows / rows, turns)
+                                          : FirstAhead::evenly(from + kAhead, bytes, turns));
                 __asm__ volatile("" ::: "memory");  // the tile intrinsics do not tell the compiler what they read
                 piece.lines = expanded;
                 piece.ahead = 0;
@@ -225,8 +215,8 @@ struct QuantizedRun {
             from = next;
             for (int64_t t = tile_begin; t < tile_end; ++t) {
                 float* out = c + (whole ? 0 : t - tile_begin) * kRowsInTile * width;
-                const Fetch fetch(next + bytes * (expand_rows + tiles.begin(t) - begin) / rows, bytes * tiles.height(t) / rows,
-                                  count * here * kStepK / 4);
+                const auto fetch = FirstAhead::evenly(next + bytes * (expand_rows + tiles.begin(t) - begin) / rows,
+                                                      bytes * tiles.height(t) / rows, count * here * kStepK / 4);
                 products(&x.at(t, g), tiles.height(t), piece, count, out, step > 0, fetch);
                 piece.ahead = 0;
                 if (step + here == steps) write(out, panel, count, t);

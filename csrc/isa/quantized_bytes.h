@@ -47,7 +47,7 @@ struct alignas(64) TileGroup {
 
 // c [H][width] (+)= a tile of rows times a group of P panels. Fetches: lines at every quad.
 template <int H, int P, int Fetches>
-void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float* c, int64_t width, bool add, Fetch& fetch) {
+void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float* c, int64_t width, bool add, FirstAhead& fetch) {
     const int64_t stride = piece.panel_bytes();
     const int8_t* lines = piece.lines + panel * stride;
     Dwords sum[H][P];
@@ -91,7 +91,7 @@ struct Products {
     explicit Products(int) {}
 
     // `fetch` has a turn for each quad of each panel.
-    void operator()(const TileGroup* x, int height, const Piece& piece, int64_t count, float* c, bool add, Fetch fetch) const {
+    void operator()(const TileGroup* x, int height, const Piece& piece, int64_t count, float* c, bool add, FirstAhead fetch) const {
         with_count(height, Upto<kRowsInTile>{}, [&](auto rows) {
             constexpr int H = decltype(rows)::value, P = kPanelsTogether;
             if (count < P)

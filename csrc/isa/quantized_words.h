@@ -48,7 +48,7 @@ INLINE Dwords multiply_pairs(Dwords sum, SignedWords weight, int32_t x) {
 
 // c [H][width] (+)= a tile of rows times a panel's group.
 template <int H>
-void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float* c, int64_t width, bool add, Fetch& fetch) {
+void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float* c, int64_t width, bool add, FirstAhead& fetch) {
     constexpr int kVectors = kPanel / W;
     const int8_t* line = piece.lines + panel * piece.panel_bytes();
     Dwords sum[H][kVectors];
@@ -77,7 +77,7 @@ void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float*
 struct Products {
     explicit Products(int) {}
 
-    void operator()(const TileGroup* x, int height, const Piece& piece, int64_t count, float* c, bool add, Fetch fetch) const {
+    void operator()(const TileGroup* x, int height, const Piece& piece, int64_t count, float* c, bool add, FirstAhead fetch) const {
         with_count(height, Upto<kRowsInTile>{}, [&](auto rows) {
             for (int64_t i = 0; i < count; ++i)
                 group_product<decltype(rows)::value>(*x, piece, i, c + i * kPanel, count * kPanel, add, fetch);
