@@ -36,6 +36,9 @@ class DeviceTier:
                     record[:] = self._record(block).reshape(record.shape)
         return found
 
+    def use(self, blocks):
+        pass
+
     def write(self, names, records, spill):
         for name, record in zip(names, records, strict=True):
             if name[:2] in self._slots:

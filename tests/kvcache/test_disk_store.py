@@ -61,11 +61,18 @@ def test_the_longest_unused_makes_room_a_chains_end_first(tmp_path):
     store = store_of(tmp_path, blocks=10)
     write(store, range(6))
     write(store, range(100, 104))
-    assert read(store, [0, 1]) == [0, 1]
+    store.use([(digest_of(i), 0) for i in (0, 3, 7)])
     write(store, [200, 201, 202])
     assert store.stats().blocks == 10
     assert store.stats().evicted == 3
-    assert read(store, list(range(6))) == [0, 1, 2]
+    assert read(store, list(range(6))) == [0, 1, 3]
+    store.close()
+    store = store_of(tmp_path, blocks=10)
+    store.use([(digest_of(1), 0)])
+    store.close()
+    store = store_of(tmp_path, blocks=10)
+    write(store, range(400, 408))
+    assert read(store, [0, 1, 3]) == [1]
     assert (store.folder / "blocks.dat").stat().st_size <= 10 * 8192
     assert write(store, range(300, 315)) == 10
     assert store.stats().blocks == 10

@@ -33,6 +33,8 @@ from pagemill.memory.work import BlockName
 
 BUSY_TIMEOUT_S = 30.0
 """How long the index waits for another process's write."""
+TICK_S = 1e-6
+"""Between the times of use of blocks that were used together."""
 BUFFERS = 1024
 """That the system takes with one call, which reads slots that are neighbours."""
 
@@ -80,7 +82,7 @@ class DiskStore:
             )
         self._lock = threading.RLock()
         self._lookup_lock = threading.Lock()
-        self._read_since: set[tuple[bytes, int]] = set()  # the last transaction
+        self._used: dict[tuple[bytes, int], float] = {}  # since the last transaction
         self._broken = self._evicted = 0
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -125,9 +127,13 @@ class DiskStore:
             found[row] = is_whole(heads[row], out[row], *blocks[row])
             if not found[row]:
                 self._drop_broken(*blocks[row], slot)
-        with self._lookup_lock:
-            self._read_since.update(block for block, whole in zip(blocks, found, strict=True) if whole)
         return found
+
+    def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
+        """The index learns of it with its next change, or when it is closed."""
+        last = time.time() + len(blocks) * TICK_S
+        with self._lookup_lock:
+            self._used.update((block, last - at * TICK_S) for at, block in enumerate(blocks))
 
     def write(self, names: Sequence[BlockName], records: Records, spill: Spill | None = None) -> int:
         """Stores what is not stored yet, contents [record_bytes] each; returns how many blocks that were. What makes
@@ -212,7 +218,7 @@ class DiskStore:
             return count
 
     def close(self) -> None:
-        """Notes what was read last. Nothing else is left to do at the end of a process."""
+        """Notes what was used last. Nothing else is left to do at the end of a process."""
         with self._lock:
             with suppress(sqlite3.Error), self._transaction():
                 pass
@@ -348,14 +354,14 @@ class DiskStore:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """One writer at a time, over all processes. Notes what was read since the last one."""
+        """One writer at a time, over all processes. Notes what was used since the last one."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             with self._lookup_lock:
-                read, self._read_since = self._read_since, set()
-            if read:
-                query, now = "UPDATE blocks SET used_s = ? WHERE digest = ? AND layer_group = ?", time.time()
-                self._db.executemany(query, [(now, *block) for block in read])
+                used, self._used = self._used, {}
+            if used:
+                query = "UPDATE blocks SET used_s = ? WHERE digest = ? AND layer_group = ?"
+                self._db.executemany(query, ((used_s, *block) for block, used_s in used.items()))
             yield self._db
         except BaseException:
             with suppress(sqlite3.Error):  # which may have taken it back already

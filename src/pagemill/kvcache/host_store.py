@@ -40,12 +40,17 @@ class HostStore:
             for row, block in enumerate(blocks):
                 record = self._leaving.get(block)
                 if block in self._slots:
-                    self._slots.move_to_end(block)
                     record = self._arena[self._slots[block][0]]
                 found.append(record is not None)
                 if record is not None:
                     out[row][:] = record.reshape(out[row].shape)
         return found
+
+    def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
+        with self._lock:
+            for block in reversed(blocks):
+                if block in self._slots:
+                    self._slots.move_to_end(block)
 
     def write(self, names: Sequence[BlockName], records: Records, spill: Spill) -> None:
         spilled: list[BlockName] = []

@@ -36,6 +36,10 @@ class LowerTier(Protocol):
         """Blocks (digest, group) into `out`, a record each; which of them were here. The others are undefined."""
         ...
 
+    def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
+        """Those that are here were used just now, the first of them last: the others make room before them."""
+        ...
+
     def write(self, names: Sequence[BlockName], records: Records, spill: Spill) -> object:
         """Takes blocks in. What makes room for them ends, or goes to `spill` and is found here until that returns."""
         ...
@@ -84,6 +88,11 @@ class LowerTiers:
             for row, whole in zip(missing, arrived, strict=True):
                 found[row] = at if whole else None
         return found
+
+    def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
+        """These blocks (digest, group) were used just now, the first of them last."""
+        for tier in self.tiers:
+            tier.use(blocks)
 
     def write(self, names: Sequence[BlockName], records: Records) -> None:
         """Takes blocks in, in the highest tier. Raises KVStoreError if a tier takes no more."""

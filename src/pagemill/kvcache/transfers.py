@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from itertools import compress
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
@@ -53,6 +54,13 @@ class Piece(NamedTuple):
     end_s: float
 
 
+class UnderWay(NamedTuple):
+    """A load, and of its pieces those that are over."""
+
+    load: Load
+    pieces: list[Piece | None]
+
+
 class Transfers:
     """Its methods belong to one thread, the engine's.
 
@@ -80,7 +88,7 @@ class Transfers:
         self._waiting = 0
         self._stats = TransferStats()
         self.load_times = [LoadTime() for _ in tiers.tiers]
-        self._pieces: dict[int, list[Piece | None]] = {}
+        self._loads: dict[int, UnderWay] = {}
         self._done: SimpleQueue[tuple[int, int, Piece]] = SimpleQueue()
         self._loading_since = self._loading_until = 0.0
 
@@ -96,13 +104,16 @@ class Transfers:
 
     def save(self, saves: Sequence[Save], keep: bool = False) -> None:
         """Copies blocks out of their frames now and stores them later; with `keep`, where they outlive the process, and
-        all of them, however long that takes. What is stored already is left out."""
+        all of them, however long that takes. What is stored already counts as used."""
         try:
-            saves = [save for save in saves if not self._tiers.holds(save.name[:2], lasting=keep)]
+            here = [self._tiers.holds(save.name[:2], lasting=keep) for save in saves]
         except KVStoreError as error:
             logger.warning("%s", error)
             self._count(dropped=len(saves))
             return
+        if any(here):
+            self._writer.submit(self._tiers.use, [save.name[:2] for save in compress(saves, here)][::-1])
+            saves = [save for save, stored in zip(saves, here, strict=True) if not stored]
         for first in range(0, len(saves), self._batch):
             part = saves[first : first + self._batch]
             if keep and self._waiting + len(part) > self._most_waiting:
@@ -147,14 +158,14 @@ class Transfers:
 
     @property
     def loading(self) -> bool:
-        return bool(self._pieces)
+        return bool(self._loads)
 
     def load(self, load: Load) -> None:
         """Begins to bring blocks up; `finished` tells when it is over."""
-        if not self._pieces:
+        if not self._loads:
             self._loading_since = time.monotonic()
         starts = range(0, len(load.blocks), self._piece)
-        self._pieces[load.id] = [None] * len(starts)
+        self._loads[load.id] = UnderWay(load, [None] * len(starts))
         for piece, first in enumerate(starts):
             end = first + self._piece
             self._readers.submit(self._fetch, load.id, piece, load.blocks[first:end], load.frames[first:end])
@@ -175,18 +186,20 @@ class Transfers:
     def finished(self, wait_s: float = 0.0) -> dict[int, list[bool]]:
         """Loads that are over, by id, and which of their blocks have arrived. Waits for news if there is none yet."""
         over: dict[int, list[bool]] = {}
-        while self._pieces and not (over and self._done.empty()):
+        while self._loads and not (over and self._done.empty()):
             try:
-                load, at, piece = self._done.get(timeout=wait_s) if wait_s > 0 else self._done.get_nowait()
+                ident, at, piece = self._done.get(timeout=wait_s) if wait_s > 0 else self._done.get_nowait()
             except Empty:
                 break
-            pieces = self._pieces[load]
+            load, pieces = self._loads[ident]
             pieces[at], self._loading_until = piece, piece.end_s
             if None not in pieces:
-                over[load] = self._end([part for part in self._pieces.pop(load) if part is not None])
+                del self._loads[ident]
+                self._writer.submit(self._tiers.use, load.blocks)
+                over[ident] = self._end([part for part in pieces if part is not None])
         if over:
             arrived, wanted = (sum(map(count, over.values())) for count in (sum, len))
-            spent = 0.0 if self._pieces else self._loading_until - self._loading_since
+            spent = 0.0 if self._loads else self._loading_until - self._loading_since
             self._count(loaded=arrived, missed=wanted - arrived, loading_s=spent)
         return over
 

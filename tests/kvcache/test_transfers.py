@@ -1,0 +1,68 @@
+"""Transfers tell the tiers what is used, so that what was used longest ago makes room there, a chain's end first."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from disk_blocks import FORMAT, digest_of, name_of
+
+from pagemill.kvcache import transfers as transfers_module
+from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.disk_store import DiskStore
+from pagemill.kvcache.host_store import HostStore
+from pagemill.kvcache.layer_groups import group_layers
+from pagemill.kvcache.lower_tiers import LowerTiers
+from pagemill.kvcache.pages_ahead import PagesAhead
+from pagemill.kvcache.transfers import Transfers
+from pagemill.memory.work import Load, Save
+
+ROOM = 12
+CHAIN, OTHERS = list(range(6)), list(range(100, 106))
+"""The numbers of blocks; those of a chain are neighbours."""
+
+
+class Bench:
+    """A pool over one tier with room for so many blocks, which hold zeros."""
+
+    def __init__(self, tier: str, path) -> None:
+        self.pool = DevicePool(ROOM, group_layers([None] * 3), 3, 20, 8, torch.float32)
+        record_bytes = self.pool.record_bytes
+        if tier == "host":
+            self.tier = HostStore(ROOM, record_bytes)
+        else:
+            self.tier = DiskStore(path, format := replace(FORMAT, record_bytes=record_bytes), 1 << 20)
+            self.tier.close()
+            self.tier = DiskStore(path, format, ROOM * self.tier.slot_bytes)
+        self.transfers = Transfers(self.pool, LowerTiers([self.tier], record_bytes), PagesAhead(self.pool))
+
+    def evict(self, blocks) -> None:
+        """From the pool, which gives up a chain's end first."""
+        self.transfers.save([Save(0, name_of(i)) for i in reversed(blocks)])
+        self.transfers.flush()
+
+    def load(self, blocks) -> None:
+        self.transfers.load(Load(0, [(digest_of(i), 0) for i in blocks], list(range(len(blocks)))))
+        assert self.transfers.finished(wait_s=30) == {0: [True] * len(blocks)}
+        self.transfers.flush()
+
+    def held(self) -> list[int]:
+        return [i for i in CHAIN + OTHERS if self.tier.holds((digest_of(i), 0))]
+
+
+@pytest.fixture(params=["host", "disk"])
+def bench(request, tmp_path, monkeypatch):
+    monkeypatch.setattr(transfers_module, "PIECE_BYTES", 1)
+    bench = Bench(request.param, tmp_path)
+    yield bench
+    bench.transfers.close()
+    bench.tier.close()
+
+
+@pytest.mark.parametrize("use", ["load", "evict"])
+def test_what_was_loaded_or_evicted_again_stays_longest_its_end_shortest(bench, use):
+    bench.evict(CHAIN)
+    bench.evict(OTHERS)
+    getattr(bench, use)(CHAIN)
+    for first, left in ((200, CHAIN + OTHERS[:3]), (300, CHAIN), (400, CHAIN[:3]), (500, [])):
+        bench.evict(range(first, first + 3))
+        assert bench.held() == left
