@@ -16,6 +16,7 @@ class DeviceTier:
     lasting = False
 
     def __init__(self, capacity: int, record_bytes: int) -> None:
+        self.capacity = capacity
         self._memory = torch.empty((capacity, record_bytes), dtype=torch.uint8, device=DEVICE)
         self._free = list(range(capacity))
         self._slots = {}
@@ -55,11 +56,8 @@ class DeviceTier:
                 self._memory[slot] = torch.tensor(record, device=DEVICE).reshape(-1)
                 self._slots[name[:2]] = slot, name
 
-    def parts(self, count):
-        blocks = list(self._slots)
-        for first in range(0, len(blocks), count):
-            part = blocks[first : first + count]
-            yield [self._slots[block][1] for block in part], [self._record(block) for block in part]
+    def names(self):
+        return [name for _, name in reversed(self._slots.values())]
 
     def close(self):
         del self._memory

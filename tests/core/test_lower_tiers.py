@@ -22,6 +22,8 @@ from pagemill.scheduling.step_plan import StepPlan
 
 LENGTH, BLOCKS = 200, 12
 """Of each prompt, in tokens and whole blocks."""
+SLOT_BYTES = FRAME_BYTES + 4096
+"""Of a block on disk."""
 
 
 @pytest.fixture(scope="module")
@@ -256,3 +258,34 @@ def test_a_target_that_nobody_meets_changes_no_bit(crowd, make_engine):
     same(drive(core, requests, record=True), expected)
     assert core.stats().running_limit == 1
     core.close()
+
+
+def found(core, conversations) -> list[int]:
+    """How many blocks of each are stored, from its beginning on."""
+    reached = []
+    for one in conversations:
+        digests = []
+        extend_chain(digests, core._root(one), one.prompt_token_ids, 16)
+        reached.append(core._memory.reach(digests, core._tiers.lower.holds))
+    return reached
+
+
+@pytest.mark.parametrize("host", [0, 200])
+def test_of_what_does_not_fit_on_disk_the_most_recent_is_kept(conversations, make_engine, tmp_path, host):
+    """Six conversations, thirty blocks. With host memory, that of four of them has gone down to it before."""
+    settings = {**SMALL, "kv_disk_memory": 30 * SLOT_BYTES, "kv_disk_path": str(tmp_path)}
+    settings |= {"kv_host_memory": host * FRAME_BYTES} if host else {"kv_memory": 100 * FRAME_BYTES}
+
+    def kept_of(asked) -> list[int]:
+        core = make_engine(**settings)
+        assert core._tiers.lower.tiers[-1].slot_bytes == SLOT_BYTES
+        for one in asked:
+            drive(core, [one])
+        core.close()
+        again = make_engine(**settings)
+        reached = found(again, conversations)
+        again.close()
+        return reached
+
+    assert kept_of(conversations) == [0, 0, 0, 6, BLOCKS, BLOCKS]
+    assert kept_of([conversations[4], conversations[0]]) == [BLOCKS, 0, 0, 0, BLOCKS, 6]

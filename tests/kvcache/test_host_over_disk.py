@@ -54,7 +54,7 @@ def test_what_host_memory_holds_goes_to_disk_at_the_end(tmp_path):
     tiers = LowerTiers([HostStore(3, RECORD), disk], RECORD)
     write(tiers, range(5))
     assert [tiers.holds((digest_of(i), 0), lasting=True) for i in range(5)] == [True, True, False, False, False]
-    tiers.sink(2)
+    tiers.sink(tiers.keepable([]), 2)
     disk.close()
     again = LowerTiers([store_of(tmp_path)], RECORD)
     assert found(again, range(5)) == [True] * 5

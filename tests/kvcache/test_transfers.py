@@ -1,5 +1,6 @@
-"""Transfers tell the tiers what is used, so that what was used longest ago makes room there, a chain's end first."""
+"""What Transfers tell the tiers of use: what was used longest ago makes room there, a chain's end first."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from pagemill.kvcache.host_store import HostStore
 from pagemill.kvcache.layer_groups import group_layers
 from pagemill.kvcache.lower_tiers import LowerTiers
 from pagemill.kvcache.pages_ahead import PagesAhead
+from pagemill.kvcache.slots import Slots
 from pagemill.kvcache.transfers import Transfers
 from pagemill.memory.work import Load, Save
 
@@ -22,18 +24,18 @@ CHAIN, OTHERS = list(range(6)), list(range(100, 106))
 
 
 class Bench:
-    """A pool over one tier with room for so many blocks, which hold zeros."""
+    """A pool over tiers, each with room for so many blocks, which hold zeros. tier: the lowest."""
 
-    def __init__(self, tier: str, path) -> None:
+    def __init__(self, tiers: str, path) -> None:
         self.pool = DevicePool(ROOM, group_layers([None] * 3), 3, 20, 8, torch.float32)
         record_bytes = self.pool.record_bytes
-        if tier == "host":
-            self.tier = HostStore(ROOM, record_bytes)
-        else:
-            self.tier = DiskStore(path, format := replace(FORMAT, record_bytes=record_bytes), 1 << 20)
-            self.tier.close()
-            self.tier = DiskStore(path, format, ROOM * self.tier.slot_bytes)
-        self.transfers = Transfers(self.pool, LowerTiers([self.tier], record_bytes), PagesAhead(self.pool))
+        stores = [HostStore(ROOM, record_bytes)] if "host" in tiers else []
+        if "disk" in tiers:
+            format = replace(FORMAT, record_bytes=record_bytes)
+            stores.append(DiskStore(path, format, ROOM * Slots(record_bytes).nbytes))
+        self.tier = stores[-1]
+        self.tiers = LowerTiers(stores, record_bytes)
+        self.transfers = Transfers(self.pool, self.tiers, PagesAhead(self.pool))
 
     def evict(self, blocks) -> None:
         """From the pool, which gives up a chain's end first."""
@@ -66,3 +68,27 @@ def test_what_was_loaded_or_evicted_again_stays_longest_its_end_shortest(bench, 
     for first, left in ((200, CHAIN + OTHERS[:3]), (300, CHAIN), (400, CHAIN[:3]), (500, [])):
         bench.evict(range(first, first + 3))
         assert bench.held() == left
+
+
+@pytest.mark.parametrize("bench", ["disk"], indirect=True)
+def test_at_the_end_nothing_that_is_kept_makes_room_for_what_is_kept(bench):
+    bench.evict(CHAIN)
+    bench.evict(OTHERS)
+    new = range(200, 206)
+    bench.transfers.keep([Save(0, name_of(i)) for i in (*new, *CHAIN, *OTHERS)])
+    assert bench.held() == CHAIN
+    assert all(bench.tier.holds((digest_of(i), 0)) for i in new)
+
+
+@pytest.mark.parametrize("bench", ["host disk"], indirect=True)
+def test_at_the_end_what_is_still_on_its_way_down_is_kept_too(bench, monkeypatch):
+    write = bench.tiers.write
+
+    def late(names, records):
+        time.sleep(0.1)
+        write(names, records)
+
+    monkeypatch.setattr(bench.tiers, "write", late)
+    bench.transfers.save([Save(0, name_of(i)) for i in CHAIN])
+    bench.transfers.keep([])
+    assert bench.held() == CHAIN

@@ -244,3 +244,14 @@ def test_what_nobody_uses_leaves_the_pool_in_time(policy):
     memory.tenants["a"].set_idle_timeout(None)
     assert memory.end_idle(1e9) == float("inf")
     memory.check()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_of_all_tenants_what_was_used_last_is_kept_first(policy):
+    pool = Pool(16, policy)
+    for tenant in ("a", "b", "a", "c", "b"):
+        pool.cache(tenant, 2, first=pool.steps * 100)
+    names = {root: name for name, root in ROOTS.items()}
+    kept = [save.name for save in pool.memory.cached_blocks()]
+    assert [names[name.parent] for name in kept[::2]] == ["b", "c", "a", "b", "a"]
+    assert [name.depth for name in kept] == [0, 1] * 5

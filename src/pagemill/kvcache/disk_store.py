@@ -76,7 +76,8 @@ class DiskStore:
         self._layout = Slots(format.record_bytes)
         self.slot_bytes = self._layout.nbytes
         self.limit_bytes = limit_bytes
-        if limit_bytes < self.slot_bytes:
+        self.capacity = limit_bytes // self.slot_bytes
+        if not self.capacity:
             raise KVStoreError(
                 f"the KV store may take {limit_bytes} bytes, but one block takes {self.slot_bytes}; raise its limit"
             )
@@ -143,7 +144,7 @@ class DiskStore:
         """
         with self._lock:
             fresh = [i for i, slot in enumerate(self._slots([name[:2] for name in names])) if slot is None]
-            fresh = fresh[: self.limit_bytes // self.slot_bytes]
+            fresh = fresh[: self.capacity]
             if not fresh:
                 return 0
             try:
@@ -161,10 +162,6 @@ class DiskStore:
                     f"the KV store {self.folder} took no more blocks: {error}; free disk space, or lower its limit"
                 ) from error
             return len(slots)
-
-    def parts(self, count: int) -> Iterator[tuple[list[BlockName], Records]]:
-        """Nothing: all of it lasts."""
-        return iter(())
 
     # Upkeep
 
@@ -241,7 +238,7 @@ class DiskStore:
         slots = [row[0] for row in db.execute("SELECT slot FROM free ORDER BY slot LIMIT ?", (count,))]
         db.executemany("DELETE FROM free WHERE slot = ?", [(slot,) for slot in slots])
         end = db.execute("SELECT value FROM meta WHERE key = 'slots'").fetchone()[0]
-        more = min(count - len(slots), self.limit_bytes // self.slot_bytes - end)
+        more = min(count - len(slots), self.capacity - end)
         if more > 0:
             os.posix_fallocate(self._file, end * self.slot_bytes, more * self.slot_bytes)
             db.execute("UPDATE meta SET value = ? WHERE key = 'slots'", (end + more,))
@@ -252,7 +249,7 @@ class DiskStore:
         """Evicts until `count` more blocks fit; apart from writing them, so that no other process finds a block in a
         slot that is being written."""
         with self._transaction() as db:
-            excess = self._count(db) + count - self.limit_bytes // self.slot_bytes
+            excess = self._count(db) + count - self.capacity
             if excess > 0:
                 self._evicted += self._evict(db, "ORDER BY used_s, depth DESC LIMIT ?", (excess,))
 

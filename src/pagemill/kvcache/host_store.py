@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ class HostStore:
     lasting = False
 
     def __init__(self, capacity: int, record_bytes: int) -> None:
+        self.capacity = capacity
         self._arena = np.empty((capacity, record_bytes), dtype=np.uint8)
         self._slots: OrderedDict[tuple[bytes, int], tuple[int, BlockName]] = OrderedDict()
         self._leaving: dict[tuple[bytes, int], NDArray[np.uint8]] = {}
@@ -74,11 +75,9 @@ class HostStore:
             with self._lock:
                 self._leaving.clear()
 
-    def parts(self, count: int) -> Iterator[tuple[list[BlockName], list[NDArray[np.uint8]]]]:
-        held = list(self._slots.values())
-        for first in range(0, len(held), count):
-            part = held[first : first + count]
-            yield [name for _, name in part], [self._arena[slot] for slot, _ in part]
+    def names(self) -> list[BlockName]:
+        with self._lock:
+            return [name for _, name in reversed(self._slots.values())]
 
     def close(self) -> None:
         """Nothing is left to do."""

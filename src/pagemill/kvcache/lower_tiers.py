@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+from itertools import compress
 from typing import Protocol
+
+import numpy as np
 
 from pagemill.errors import KVStoreError
 from pagemill.kvcache.records import Records
@@ -21,10 +24,12 @@ class LowerTier(Protocol):
 
     name: in statistics and metrics.
     lasting: whether what it holds outlives the process; then so does what tiers below it hold.
+    capacity: the most blocks that it holds.
     """
 
     name: str
     lasting: bool
+    capacity: int
 
     def num_blocks(self) -> int: ...
 
@@ -44,8 +49,8 @@ class LowerTier(Protocol):
         """Takes blocks in. What makes room for them ends, or goes to `spill` and is found here until that returns."""
         ...
 
-    def parts(self, count: int) -> Iterator[tuple[Sequence[BlockName], Records]]:
-        """What ends with the process, `count` blocks at a time, longest unused first; none may be written meanwhile."""
+    def names(self) -> Sequence[BlockName]:
+        """What it holds; if that ends with the process, those used last first."""
         ...
 
     def close(self) -> None: ...
@@ -102,13 +107,21 @@ class LowerTiers:
         """Takes blocks in where they outlive the process, if there is such a tier."""
         self._write(self._kept, names, records)
 
-    def sink(self, count: int) -> None:
-        """Stores what would end with the process where it outlives it too, if there is such a tier, `count` blocks at a
-        time. None may be written meanwhile. Raises KVStoreError if a tier takes no more."""
-        if self.lasting:
-            for tier in reversed(self.tiers):
-                for names, records in tier.parts(count):
-                    self.keep(names, records)
+    def keepable(self, names: Sequence[BlockName]) -> list[BlockName]:
+        """Of blocks above the tiers, those used last first, and of what ends with the process here: what there is room
+        for where it outlives it."""
+        ending = (name for tier in self.tiers[: self._kept] for name in tier.names())
+        return list(dict.fromkeys([*names, *ending]))[: sum(tier.capacity for tier in self.tiers[self._kept :])]
+
+    def sink(self, names: Sequence[BlockName], count: int) -> None:
+        """Stores those of these blocks that end with the process where they outlive it too, `count` at a time. Raises
+        KVStoreError if a tier takes no more."""
+        sinking = [name for name in names if not self.holds(name[:2], lasting=True)]
+        for first in range(0, len(sinking), count):
+            part = sinking[first : first + count]
+            records = np.empty((len(part), self.record_bytes), dtype=np.uint8)
+            there = [source is not None for source in self.read([name[:2] for name in part], records)]
+            self.keep(list(compress(part, there)), records[there])
 
     def _write(self, at: int, names: Sequence[BlockName], records: Records) -> None:
         if at < len(self.tiers):

@@ -143,12 +143,16 @@ class Transfers:
             self._count(saved=stored, dropped=len(saves) - stored)
 
     def keep(self, saves: Sequence[Save]) -> None:
-        """Stores these blocks, and those in lower tiers, where they outlive the process, however long that takes."""
-        self.save(saves, keep=True)
+        """Stores these blocks, those used last first, then those in lower tiers, where they outlive the process: as
+        many as there is room for, however long that takes."""
+        self.flush()
+        names = self._tiers.keepable([save.name for save in saves])
+        self.save(saves[: len(names)], keep=True)
         try:
-            self._writer.submit(self._tiers.sink, self._batch).result()
+            self._writer.submit(self._tiers.sink, names, self._batch).result()
         except KVStoreError as error:
             logger.warning("%s", error)
+        self._tiers.use([name[:2] for name in names])  # in this order, now that all are there
 
     def flush(self) -> None:
         """Waits until all that was copied out has been stored."""

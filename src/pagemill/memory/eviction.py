@@ -54,8 +54,8 @@ class EvictionPolicy(Protocol):
 
     def __len__(self) -> int: ...
 
-    def __reversed__(self) -> Iterator[int]:
-        """All blocks, those that became cached last first, so none before what it hangs on."""
+    def latest(self) -> Iterator[tuple[int, float]]:
+        """All blocks, and when they became cached: the last ones first, so none before what it hangs on."""
         ...
 
     def __contains__(self, block: object) -> bool: ...
@@ -92,8 +92,8 @@ class Lru:
     def __len__(self) -> int:
         return len(self._order)
 
-    def __reversed__(self) -> Iterator[int]:
-        return reversed(self._order)
+    def latest(self) -> Iterator[tuple[int, float]]:
+        return reversed(self._order.items())
 
     def __contains__(self, block: object) -> bool:
         return block in self._order
@@ -165,8 +165,8 @@ class GreedyDual:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __reversed__(self) -> Iterator[int]:
-        return reversed(self._since)
+    def latest(self) -> Iterator[tuple[int, float]]:
+        return reversed(self._since.items())
 
     def __contains__(self, block: object) -> bool:
         return block in self._entries

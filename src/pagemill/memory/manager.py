@@ -304,7 +304,7 @@ class MemoryManager:
         return self._residency.take_saves()
 
     def cached_blocks(self) -> list[Save]:
-        """All blocks that can be found and that nobody holds, beginnings of chains first."""
+        """All blocks that can be found and that nobody holds, those used last first, each chain from its beginning."""
         return self._residency.cached_blocks()
 
     def frames(self, table: BlockTable, first: int) -> list[int]:

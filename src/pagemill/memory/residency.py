@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
+from heapq import merge
 
 from pagemill.memory.blocks import Blocks
 from pagemill.memory.eviction import PolicyFactory
@@ -189,8 +190,8 @@ class Residency:
 
     def cached_blocks(self) -> list[Save]:
         """All blocks that can be found and that nobody holds, those used last first, each chain from its beginning."""
-        orders = (self.lower.cached, *(tenant.policy for tenant in self.tenants))
-        return [self._save(block) for order in orders for block in reversed(order)]
+        orders = (order.latest() for order in (self.lower.cached, *(tenant.policy for tenant in self.tenants)))
+        return [self._save(block) for block, _ in merge(*orders, key=lambda since: since[1], reverse=True)]
 
     def _offer(self, victims: Sequence[int]) -> None:
         if self._saves_evicted:
