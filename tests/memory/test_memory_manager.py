@@ -596,6 +596,22 @@ def test_what_is_wanted_again_soon_after_its_eviction_is_regretted():
     assert engine.memory.stats().evictions_regretted == 4
 
 
+def test_after_a_resize_regret_remembers_as_many_blocks_as_the_pool_has():
+    engine = Engine(6)
+
+    def regretted(after: int) -> int:
+        """Of a prompt's four blocks, once so many other prompts have come."""
+        before = engine.memory.stats().evictions_regretted
+        for at in (0, *range(1, after + 1), 0):
+            engine.close(engine.prefill(tokens_of(16, at and (engine.steps + at) * 1000))[0])
+        return engine.memory.stats().evictions_regretted - before
+
+    assert engine.memory.resize(30) is None
+    assert regretted(after=12) == 4
+    assert engine.memory.resize(6) is None
+    assert regretted(after=12) == 0
+
+
 def test_scatter_counts_the_steps_that_do_not_lead_to_a_neighbour():
     engine = Engine(8)
     first, _ = engine.prefill(tokens_of(12))

@@ -19,6 +19,12 @@ class Regret:
         if len(self._evicted) > self._most:
             self._evicted.popitem(last=False)
 
+    def resize(self, most: int) -> None:
+        """At most so many from now on."""
+        self._most = most
+        while len(self._evicted) > most:
+            self._evicted.popitem(last=False)
+
     def published(self, digest: bytes) -> None:
         """A block was computed, or loaded from a lower tier."""
         if self._evicted.pop(digest, self) is None:

@@ -21,6 +21,7 @@ def change_frames(manager: MemoryManager, num_frames: int) -> None:
     while (excess := pool.num_frames - pool.num_free - num_frames) > 0:
         manager._residency.evict(*manager.tenants.loser(excess))
     pool.resize(num_frames)
+    manager._residency.regret.resize(num_frames)
     frame_of = blocks.frame
     gone = range(num_frames, manager.lower.first)
     leaving = sorted((block for block in blocks.in_use() if frame_of[block] in gone), key=frame_of.__getitem__)
