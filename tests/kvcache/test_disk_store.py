@@ -312,6 +312,22 @@ sys.exit(failed)
     assert process.returncode == 0, errors
 
 
+def test_a_block_that_another_process_stores_meanwhile_takes_one_slot(tmp_path, monkeypatch):
+    one, other = (store_of(tmp_path, blocks=10) for _ in range(2))
+    make_room = one._make_room
+
+    def overtaken(count):
+        write(other, range(4))
+        make_room(count)
+
+    monkeypatch.setattr(one, "_make_room", overtaken)
+    assert write(one, range(6)) == 2
+    monkeypatch.undo()
+    assert write(one, range(100, 104)) == 4
+    assert one.stats().evicted == 0
+    assert read(other, [*range(6), *range(100, 104)]) == [*range(6), *range(100, 104)]
+
+
 def test_two_processes_share_a_store(tmp_path):
     code = """
 rng = random.Random(os.getpid())

@@ -151,17 +151,20 @@ class DiskStore:
                 self._make_room(len(fresh))
                 with self._transaction() as db:
                     slots = self._take(db, len(fresh))
-                    now = time.time()
+                    now, stored = time.time(), 0
                     for i, slot in zip(fresh, slots, strict=False):
                         name = names[i]
                         self._put(slot, name, records[i])
-                        db.execute("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?)",
-                                   (name.digest, name.group, slot, name.parent, name.depth, now))  # fmt: skip
+                        row = (name.digest, name.group, slot, name.parent, name.depth, now)
+                        if db.execute("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?)", row).rowcount:
+                            stored += 1
+                        else:  # another process has stored it meanwhile
+                            db.execute("INSERT INTO free VALUES (?)", (slot,))
             except (OSError, sqlite3.Error) as error:
                 raise KVStoreError(
                     f"the KV store {self.folder} took no more blocks: {error}; free disk space, or lower its limit"
                 ) from error
-            return len(slots)
+            return stored
 
     # Upkeep
 
