@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
 
+from pagemill.errors import KVMemoryError
 from pagemill.kvcache.lower_tiers import Spill
 from pagemill.kvcache.records import Records
 from pagemill.memory.work import BlockName
 
 
 class HostStore:
-    """A LowerTier with room for `capacity` blocks of `record_bytes`. What was used longest ago makes room."""
+    """A LowerTier with room for `capacity` blocks of `record_bytes`. What was used longest ago makes room. Raises
+    KVMemoryError if the memory can not be had."""
 
     name = "host"
     lasting = False
 
     def __init__(self, capacity: int, record_bytes: int) -> None:
         self.capacity = capacity
-        self._arena = np.empty((capacity, record_bytes), dtype=np.uint8)
+        self._arena = _arena(capacity, record_bytes)
         self._slots: OrderedDict[tuple[bytes, int], tuple[int, BlockName]] = OrderedDict()
         self._leaving: dict[tuple[bytes, int], NDArray[np.uint8]] = {}
         self._free = list(range(capacity - 1, -1, -1))
@@ -81,3 +85,20 @@ class HostStore:
 
     def close(self) -> None:
         """Nothing is left to do."""
+
+
+def _arena(capacity: int, record_bytes: int) -> NDArray[np.uint8]:
+    """[capacity, record_bytes] on small pages. Blocks are stored beside steps, by a thread that takes a core from the
+    kernels while the system makes pages: for a block's small ones that is short, for a huge one a virtual machine may
+    take as long as half a step."""
+    nbytes = capacity * record_bytes
+    try:
+        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError) as error:
+        raise KVMemoryError(
+            f"the host tier of {nbytes} bytes could not be allocated: {error}; lower kv_host_memory",
+            param="kv_host_memory",
+        ) from error
+    with suppress(AttributeError, OSError):  # a system without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    return np.frombuffer(memory, dtype=np.uint8).reshape(capacity, record_bytes)
