@@ -74,13 +74,11 @@ class Runner:
         for row, position, token_ids in plan.chosen_tokens:
             self._tokens[row, position : position + len(token_ids)] = token_ids
         work = plan.work
-        lost: list[int] = []
-        if len(work.copy_source):
-            lost = self._pool.copy_frames(self._to_device(work.copy_source), self._to_device(work.copy_target))
+        written = np.concatenate((work.copy_target, work.edit_frame))
+        self._pages.reach(int(written[written < self._pool.first_lower].max(initial=-1)))
         if len(work.edit_row):
             self._tables[work.edit_group, work.edit_row, work.edit_index] = work.edit_frame
-            self._pages.reach(int(work.edit_frame[work.edit_frame < self._pool.first_lower].max(initial=-1)))
-        return lost
+        return self._pool.copy_frames(self._to_device(work.copy_source), self._to_device(work.copy_target))
 
     def resize(self, num_frames: int) -> None:
         """As `DevicePool.resize`, after the edits that it takes have been applied."""

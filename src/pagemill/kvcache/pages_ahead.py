@@ -60,14 +60,7 @@ class PagesAhead:
             self._ready += 1
         together = FRAMES_AT_ONCE if self._slow else self._together
         end = min((frame // together + 1) * together, self._pool.num_frames)
-        regions = self._regions(self._ready, end)
-        shares = [regions[core :: self._cores] for core in range(self._cores)]
-        others = [threading.Thread(target=self._make, args=(share,)) for share in shares[1:]]
-        for thread in others:
-            thread.start()
-        self._make(shares[0])
-        for thread in others:
-            thread.join()
+        self._make(self._regions(self._ready, end), self._cores)
         self._ready = max(self._ready, end)
 
     def make(self, frames: Sequence[int]) -> None:
@@ -99,17 +92,28 @@ class PagesAhead:
         self._stop.set()
         self._thread.join()
 
-    def _make(self, regions: Sequence[tuple[int, int]]) -> None:
-        for address, nbytes in regions:
-            small, begin = self._slow, time.thread_time()
-            if small:
+    def _make(self, regions: Sequence[tuple[int, int]], threads: int = 1) -> None:
+        # To say what pages shall be, the system stops all others who make some: all is said before and after.
+        small = self._slow
+        if small:
+            for address, nbytes in regions:
                 advise(address, nbytes, NOT_HUGE)
+        others = [threading.Thread(target=self._populate, args=(regions[i::threads],)) for i in range(1, threads)]
+        for thread in others:
+            thread.start()
+        self._populate(regions[::threads])
+        for thread in others:
+            thread.join()
+        if small:
+            for address, nbytes in regions:
+                advise(address, nbytes, HUGE)
+
+    def _populate(self, regions: Sequence[tuple[int, int]]) -> None:
+        for address, nbytes in regions:
+            begin = time.thread_time()
             if not advise(address, nbytes, POPULATE_WRITE):
                 return  # an older system, or out of memory: the writes will tell
-            if small:
-                advise(address, nbytes, HUGE)
-            else:
-                self._slow = self._slow or nbytes < SLOW_BYTES_PER_S * (time.thread_time() - begin)
+            self._slow = self._slow or nbytes < SLOW_BYTES_PER_S * (time.thread_time() - begin)
 
     def _regions(self, begin: int, end: int) -> list[tuple[int, int]]:
         """Addresses and bytes of the pages that frames begin .. end - 1 touch, the lowest frames first."""

@@ -1,0 +1,30 @@
+"""Whatever an engine writes to frames, copies too, comes after their pages: else a copy would make a huge page for each
+piece of a frame."""
+
+from __future__ import annotations
+
+from drive import drive, request
+
+from pagemill.sampling.params import SamplingParams
+
+
+def test_copies_come_after_the_pages_of_their_frames(prompts, make_engine, monkeypatch) -> None:
+    core = make_engine()
+    pages, pool = core._runner._pages, core._engine.pool
+    reached, copied = [-1], []
+    reach, copy = pages.reach, pool.copy_frames
+
+    def noting_reach(frame: int) -> None:
+        reached.append(max(reached[-1], frame))
+        reach(frame)
+
+    def noting_copy(source, target):
+        copied.extend((frame, reached[-1]) for frame in target.tolist())
+        return copy(source, target)
+
+    monkeypatch.setattr(pages, "reach", noting_reach)
+    monkeypatch.setattr(pool, "copy_frames", noting_copy)
+    params = SamplingParams(temperature=1.0, seed=3, n=4, max_tokens=20, ignore_eos=True)
+    drive(core, [request("samples", prompts[0][:40], params)])
+    assert copied
+    assert all(frame <= ready for frame, ready in copied), copied
