@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pagemill.memory.manager import MemoryManager
-from pagemill.scheduling.controller import CALM, LEAST_PROMPT_TOKENS, MOST_KEPT, PATIENCE, Controller
+from pagemill.scheduling.controller import CALM, LEAST_PROMPT_TOKENS, MOST_KEPT, PATIENCE, RAISE, Controller
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.simulate.simulator import replay
 from pagemill.simulate.step_time import COSTS, KVShape, StepTimes
@@ -49,7 +49,19 @@ def test_it_settles_below_the_target_and_then_changes_nothing(decode_s, token_s)
         seen.append((seconds, *limits(one)))
     assert len(set(seen[50:])) == 1
     assert seen[-1][0] <= 1.0
-    assert one.prompt_tokens == MOST_TOKENS or seen[-1][0] >= CALM - LEAST_PROMPT_TOKENS * token_s
+    assert one.prompt_tokens == MOST_TOKENS or seen[-1][0] >= CALM
+
+
+@given(st.floats(0.05, 0.99), st.floats(0.0005, 0.05))
+def test_no_raise_of_prompt_tokens_makes_a_step_too_long(decode_s, token_s):
+    one = controller()
+    short = False
+    for _ in range(100):
+        taken = one.prompt_tokens
+        seconds = decode_s + token_s * taken
+        assert not (short and seconds > 1.0)
+        short = seconds < CALM
+        one.note_step(seconds, taken, 8, 8)
 
 
 def test_fewer_run_where_prompts_are_not_what_takes_long_and_more_again_later():
@@ -99,7 +111,7 @@ def test_tokens_of_prompts_that_nobody_wanted_do_not_become_more():
     one.note_step(SHORT, lowered - 1, 8, 8)
     assert one.prompt_tokens == lowered < MOST_TOKENS
     one.note_step(SHORT, lowered, 8, 8)
-    assert one.prompt_tokens == lowered + LEAST_PROMPT_TOKENS
+    assert one.prompt_tokens == lowered + lowered // RAISE
 
 
 @pytest.mark.parametrize(("seconds", "left"), [(1.28, 125), (1.5999, 100), (50.0, 100)])

@@ -1,7 +1,7 @@
 """The controller: holds the time between two tokens to a target by what a step takes beside its running sequences.
 
-It is told how long each step took and sets three limits for the next ones, each raised slowly and lowered at once
-(additive increase, multiplicative decrease, as TCP does; Chiu and Jain, 1989). It knows no clock.
+It is told how long each step took and sets three limits for the next ones. What makes steps longer is raised little by
+little and lowered at once. It knows no clock.
 """
 
 from __future__ import annotations
@@ -12,6 +12,9 @@ CALM = 0.8
 """Steps between this share of the target and the target change nothing."""
 LEAST_PROMPT_TOKENS = 16
 """Prompts always get so many tokens of a step: none starves."""
+RAISE = 8
+"""After a short step, prompts get one token more for each `RAISE` that they had. That adds less than a tenth of the
+target, whatever a token costs, so that no raise goes through the calm share and beyond the target."""
 PATIENCE = 8
 """So many steps one after the other must ask for it before the number of running sequences changes."""
 MOST_KEPT = 0.25
@@ -79,7 +82,7 @@ class Controller:
     def _short(self, prompt_tokens: int, running: int) -> None:
         self._crowded = 0
         if prompt_tokens >= self.prompt_tokens:
-            self.prompt_tokens = min(self._most_tokens, self.prompt_tokens + LEAST_PROMPT_TOKENS)
+            self.prompt_tokens = min(self._most_tokens, self.prompt_tokens + max(1, self.prompt_tokens // RAISE))
         self._roomy = self._roomy + 1 if running >= self.max_running else 0
         if self._roomy == PATIENCE:
             self._roomy = 0
