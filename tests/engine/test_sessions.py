@@ -71,11 +71,17 @@ def test_a_resumed_session_answers_as_if_it_had_never_stopped(whole, tmp_path, t
         session = llm.session("story")
         assert session.token_ids == tokens + answer.token_ids
         known = (len(session.token_ids) - 1) // 16 * 16  # the last token was sampled and never computed
+        tiers = {name: 0 for name in ("host", "disk") if f"kv_{name}_memory" in settings}
+        assert session.kv_blocks == {"device": known // 16, **tiers}
         if tier not in ("pool", "restart"):
             flood(llm)
         if restarts:
             llm.close()
             llm = LLM("smollm2-135m", **settings)
+        blocks = llm.session("story").kv_blocks
+        assert sum(blocks.values()) == known // 16
+        lies_in = {"restart": "disk", "restart from host": "disk", "pool": "device"}.get(tier, tier)
+        assert blocks[lies_in] == known // 16
     assert [message["role"] for message in llm.session("story").messages] == ["user", "assistant"] * 3
     assert llm.stats().frames_active == 0
     llm.close()

@@ -10,8 +10,10 @@ from typing import Any
 from pagemill.engine.client import EngineClient
 from pagemill.engine.input_processor import InputProcessor
 from pagemill.engine.messages import (
+    BlocksRequest,
     EngineReady,
     EngineStats,
+    KVBlocks,
     PinInfo,
     PinList,
     PinsRequest,
@@ -25,6 +27,7 @@ from pagemill.engine.messages import (
     Unpin,
 )
 from pagemill.errors import PagemillError
+from pagemill.namespace import Namespace
 from pagemill.sessions.store import SessionStore
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits, read_limits
 
@@ -77,6 +80,11 @@ class AsyncControl(ABC):
         for sequence in answer.sequences:
             found.setdefault(sequence.request_id, []).append(sequence)
         return found
+
+    async def _kv_blocks(self, token_ids: list[int], space: Namespace) -> dict[str, int]:
+        """By tier, those that a prompt would find that goes on behind these tokens."""
+        answer: KVBlocks = await self._ask(BlocksRequest(token_ids, *space))
+        return answer.by_tier
 
     async def _ask_pins(self, message: PinsRequest | Unpin) -> list[PinInfo]:
         answer: PinList = await self._ask(message)

@@ -27,6 +27,7 @@ from pagemill.engine.messages import (
     EngineReady,
     EngineStats,
     FinishSequences,
+    KVBlocks,
     LoadProgress,
     PinInfo,
     PinList,
@@ -351,7 +352,7 @@ class AsyncLLM(AsyncControl):
                 match message:
                     case StepOutputs():
                         self._distribute(message)
-                    case EngineStats() | PinList() | SequenceList():
+                    case EngineStats() | PinList() | SequenceList() | KVBlocks():
                         self._answered(message)
                     case Refused():
                         self._answered(error_of(message.error_type, message.message, message.param))

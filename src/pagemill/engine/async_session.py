@@ -125,6 +125,10 @@ class AsyncSession:
         turns = await self._llm._session_turns()
         return await self._llm._tokenize(turns.store.get, self.name, self.space)
 
+    async def kv_blocks(self) -> dict[str, int]:
+        """As `Session.kv_blocks`."""
+        return await self._llm._kv_blocks((await self.record()).token_ids, self.space)
+
     async def fork(self, name: str) -> AsyncSession:
         """Another session that begins as this one is now. They share all blocks that they have in common."""
         turns = await self._llm._session_turns()

@@ -12,9 +12,11 @@ from msgspec.structs import replace
 from pagemill.config import EngineConfig
 from pagemill.engine.build import Engine, build
 from pagemill.engine.messages import (
+    BlocksRequest,
     EngineReady,
     EngineRequest,
     EngineStats,
+    KVBlocks,
     PinInfo,
     PinList,
     SequenceInfo,
@@ -23,6 +25,7 @@ from pagemill.engine.messages import (
     TenantStats,
 )
 from pagemill.engine.prompt_length import check_prompt_length
+from pagemill.engine.whereabouts import by_tier, findable
 from pagemill.errors import (
     InvalidRequestError,
     KVStoreError,
@@ -33,8 +36,9 @@ from pagemill.errors import (
 )
 from pagemill.kvcache.sizing import device_memory, num_frames
 from pagemill.kvcache.transfers import TransferStats
-from pagemill.memory.digest import root_digest
+from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.occupancy import occupancy, scatter
+from pagemill.memory.streaming import Places
 from pagemill.memory.tenants import NO_QUOTA
 from pagemill.namespace import Namespace
 from pagemill.scheduling.beam import row_params
@@ -231,20 +235,26 @@ class EngineCore:
 
     def sequences(self) -> SequenceList:
         """What has not finished now, and where its blocks lie."""
-        lower = "disk" if self._engine.pool.streams_from_disk else "host"
-        infos = []
+        memory, pool, infos = self._memory, self._engine.pool, []
         for one in self._scheduler.sequences():
-            resident, streamed = (0, 0) if one.table is None else self._memory.places(one.table)
+            places = Places(0, 0) if one.table is None else memory.places(one.table)
             infos.append(
                 SequenceInfo(
                     request_id=one.request.request_id,
                     index=one.index,
                     running=one.table is not None,
                     num_tokens=len(one.tokens),
-                    kv_blocks={"device": resident, **({lower: streamed} if self._memory.lower.count else {})},
+                    kv_blocks=by_tier(memory, pool, places),
                 )
             )
         return SequenceList(infos)
+
+    def kv_blocks(self, request: BlocksRequest) -> KVBlocks:
+        """Where those blocks lie that a prompt would find that goes on behind these tokens."""
+        digests: list[bytes] = []
+        extend_chain(digests, self._root(request), request.token_ids, self._memory.block_size)
+        tiers = None if self._tiers is None else self._tiers.lower
+        return KVBlocks(findable(self._memory, self._engine.pool, tiers, digests))
 
     def stats(self) -> EngineStats:
         memory, slots, steps = self._memory.stats(), occupancy(self._memory), scatter(self._memory)
@@ -331,7 +341,7 @@ class EngineCore:
         )
         return self._ready
 
-    def _root(self, request: EngineRequest) -> bytes:
+    def _root(self, request: EngineRequest | BlocksRequest) -> bytes:
         engine, space = self._engine, Namespace(request.tenant, request.cache_salt)
         return root_digest(engine.fingerprint, engine.kv_format, engine.numerics, str(space))
 

@@ -72,6 +72,14 @@ class FinishSequences(msgspec.Struct, tag=True):
     sequences: list[tuple[str, int]]
 
 
+class BlocksRequest(msgspec.Struct, tag=True):
+    """Ask where the KV blocks lie that a prompt would find that goes on behind these tokens."""
+
+    token_ids: list[int]
+    tenant: str
+    cache_salt: str
+
+
 class StatsRequest(msgspec.Struct, tag=True):
     """Ask for an `EngineStats`; answered in order."""
 
@@ -228,6 +236,12 @@ class SequenceInfo(msgspec.Struct, kw_only=True):
     that, those that are streamed ("host" or "disk")."""
 
 
+class KVBlocks(msgspec.Struct, tag=True):
+    """The answer to `BlocksRequest`: how many blocks, over all layer groups, each in the highest tier that has it."""
+
+    by_tier: dict[str, int]
+
+
 class StepOutputs(msgspec.Struct, tag=True):
     """All outputs of one step."""
 
@@ -289,7 +303,10 @@ ToEngine = (
     | SetTenant
     | PinsRequest
     | SequencesRequest
+    | BlocksRequest
     | Unpin
     | Shutdown
 )
-FromEngine = StepOutputs | EngineStats | PinList | SequenceList | Refused | LoadProgress | EngineReady | EngineFault
+FromEngine = (
+    StepOutputs | EngineStats | PinList | SequenceList | KVBlocks | Refused | LoadProgress | EngineReady | EngineFault
+)

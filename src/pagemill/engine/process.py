@@ -23,6 +23,7 @@ import msgspec
 
 from pagemill.engine.messages import (
     AbortRequests,
+    BlocksRequest,
     EngineFault,
     EngineRequest,
     FinishSequences,
@@ -112,6 +113,8 @@ def serve(core: EngineCore, channel: Channel[ToEngine]) -> None:
                     channel.send(core.pins())
                 case SequencesRequest():
                     channel.send(core.sequences())
+                case BlocksRequest():
+                    channel.send(core.kv_blocks(message))
                 case Unpin():
                     _answer(
                         channel,

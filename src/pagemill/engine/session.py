@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from pagemill.engine.messages import BlocksRequest, KVBlocks
 from pagemill.engine.outputs import RequestOutput
 from pagemill.engine.session_turns import Turn
 from pagemill.namespace import Namespace
@@ -69,6 +70,13 @@ class Session:
     def messages(self) -> list[dict[str, Any]] | None:
         """The conversation so far; None for a session of plain prompts."""
         return self.record.messages
+
+    @property
+    def kv_blocks(self) -> dict[str, int]:
+        """The KV blocks that its next turn would find, by the highest tier that has them: "device" (the pool), and, as
+        far as there are such tiers, "host" and "disk". What is missing of it would be computed again."""
+        answer: KVBlocks = self._llm._engine().kv_blocks(BlocksRequest(self.token_ids, *self.space))
+        return answer.by_tier
 
     def fork(self, name: str) -> Session:
         """Another session that begins as this one is now. They share all blocks that they have in common."""

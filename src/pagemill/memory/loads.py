@@ -29,30 +29,48 @@ class OpenedLoad(NamedTuple):
     lacking: list[Lacking]
 
 
-def lacking(manager: MemoryManager, digests: Sequence[bytes]) -> list[Lacking]:
+class Needed(NamedTuple):
+    """By group, what whoever goes on behind a chain needs of it: its blocks by entry, -1 for those that are not here;
+    and the first entry.
+    """
+
+    blocks: list[array[int]]
+    first: list[int]
+
+    @property
+    def here(self) -> list[int]:
+        return [block for held in self.blocks for block in held if block >= 0]
+
+    @property
+    def lacking(self) -> list[Lacking]:
+        columns = enumerate(zip(self.blocks, self.first, strict=True))
+        return sorted(
+            Lacking(entry, group)
+            for group, (held, first) in columns
+            for entry in range(first, len(held))
+            if held[entry] < 0
+        )
+
+
+def needed(manager: MemoryManager, digests: Sequence[bytes]) -> Needed:
     length = len(digests) * manager.block_size
-    groups = enumerate(zip(manager.windows, manager._index.by_digest, strict=True))
-    return sorted(
-        Lacking(entry, group)
-        for group, (window, published) in groups
-        for entry in range(first_entry_in_window(length, window, manager.block_size), len(digests))
-        if digests[entry] not in published
-    )
+    first = [first_entry_in_window(length, window, manager.block_size) for window in manager.windows]
+    blocks = [
+        array("i", [-1] * begin + [published.get(digest, -1) for digest in digests[begin:]])
+        for begin, published in zip(first, manager._index.by_digest, strict=True)
+    ]
+    return Needed(blocks, first)
 
 
 def open_load(manager: MemoryManager, digests: Sequence[bytes], root: bytes, now: float, tenant: str) -> OpenedLoad:
     """The table's length is that of the chain from the start; nobody else sees it."""
     account, length = manager.tenants[tenant], len(digests) * manager.block_size
-    first_held = [first_entry_in_window(length, window, manager.block_size) for window in manager.windows]
-    blocks = [
-        array("i", [-1] * first + [published.get(digest, -1) for digest in digests[first:]])
-        for first, published in zip(first_held, manager._index.by_digest, strict=True)
-    ]
-    table = BlockTable(root, account, blocks, first_held, length)
+    chain = needed(manager, digests)
+    table = BlockTable(root, account, chain.blocks, chain.first, length)
     manager._residency.now = now
-    manager._residency.hold([block for held in blocks for block in held if block >= 0], account)
+    manager._residency.hold(chain.here, account)
     manager._tables.add(table)
-    return OpenedLoad(table, lacking(manager, digests))
+    return OpenedLoad(table, chain.lacking)
 
 
 def reserve_load(manager: MemoryManager, load: OpenedLoad, streamed: int) -> list[int] | None:

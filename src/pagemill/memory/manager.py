@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pagemill.memory.block_table import BlockTable, first_entry_in_window
 from pagemill.memory.eviction import PolicyFactory, least_recently_used
-from pagemill.memory.loads import Lacking, OpenedLoad, end_load, lacking, open_load, reserve_load
+from pagemill.memory.loads import Lacking, OpenedLoad, end_load, needed, open_load, reserve_load
 from pagemill.memory.lower_frames import NO_LOWER, LowerFrames
 from pagemill.memory.needs import Needs
 from pagemill.memory.pending_work import PendingWork
@@ -21,7 +21,7 @@ from pagemill.memory.prefix_index import PrefixIndex
 from pagemill.memory.publishing import publish
 from pagemill.memory.residency import MemoryStats, Residency
 from pagemill.memory.resizing import change_frames
-from pagemill.memory.streaming import Places, places, stream
+from pagemill.memory.streaming import Places, places, places_of, stream
 from pagemill.memory.tenants import Tenant
 from pagemill.memory.work import MemoryWork, Save
 from pagemill.tenant_limits import DEFAULT_TENANT
@@ -187,7 +187,11 @@ class MemoryManager:
 
     def lacking(self, digests: Sequence[bytes]) -> list[Lacking]:
         """Of the blocks that position len(digests) * block_size sees, those that are not here, the oldest first."""
-        return lacking(self, digests)
+        return needed(self, digests).lacking
+
+    def found_places(self, digests: Sequence[bytes]) -> Places:
+        """Of the same blocks, how many lie in the pool, and how many below, where they would be streamed."""
+        return places_of(self, needed(self, digests).here)
 
     def open_load(self, digests: Sequence[bytes], root: bytes, now: float, tenant: str) -> OpenedLoad:
         """A table that holds what is here of a chain. Then `reserve_load`, or `close`. Raises UnknownTenantError."""

@@ -6,6 +6,7 @@ digests and references do not notice.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Places(NamedTuple):
-    """Blocks of a table, by where they lie: in the pool, or in lower frames."""
+    """Blocks by where they lie: in the pool, or in lower frames."""
 
     resident: int
     streamed: int
@@ -32,6 +33,11 @@ def places(manager: MemoryManager, table: BlockTable) -> Places:
     held = (entries[start:] for entries, start in zip(table.blocks, table.first_held, strict=True))
     streamed = sum(int(np.count_nonzero(frame[np.array(ids, dtype=np.int32)] >= first)) for ids in held)
     return Places(table.num_held - streamed, streamed)
+
+
+def places_of(manager: MemoryManager, blocks: Sequence[int]) -> Places:
+    streamed = sum(manager._blocks.frame[block] >= manager.lower.first for block in blocks)
+    return Places(len(blocks) - streamed, streamed)
 
 
 def stream(manager: MemoryManager, table: BlockTable, count: int) -> bool:

@@ -27,6 +27,8 @@ class SessionCard(BaseModel):
 
 class SessionContent(SessionCard):
     messages: list[dict[str, Any]] | None
+    kv_blocks: dict[str, int]
+    """Those that the next turn would find, by tier."""
 
 
 class SessionList(BaseModel):
@@ -59,9 +61,10 @@ def session_routes(llm: AsyncLLM) -> APIRouter:
         )
 
     @routes.get("/{session_id}")
-    async def session(session_id: str, request: Request, cache_salt: str = "") -> SessionContent:
-        record = await llm.session(session_id, cache_salt=cache_salt, tenant=request.state.tenant).record()
-        return SessionContent(**_card(record).model_dump(), messages=record.messages)
+    async def describe(session_id: str, request: Request, cache_salt: str = "") -> SessionContent:
+        session = llm.session(session_id, cache_salt=cache_salt, tenant=request.state.tenant)
+        record, kv_blocks = await session.record(), await session.kv_blocks()
+        return SessionContent(**_card(record).model_dump(), messages=record.messages, kv_blocks=kv_blocks)
 
     @routes.delete("/{session_id}")
     async def delete(session_id: str, request: Request, cache_salt: str = "") -> SessionDeleted:

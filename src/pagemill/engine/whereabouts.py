@@ -1,0 +1,39 @@
+"""In which tiers KV blocks lie: those of a running sequence, and those that a prompt would find."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from pagemill.errors import KVStoreError
+from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.lower_tiers import LowerTiers
+from pagemill.memory.manager import MemoryManager
+from pagemill.memory.streaming import Places
+
+
+def by_tier(memory: MemoryManager, pool: DevicePool, places: Places) -> dict[str, int]:
+    """Those in the pool, and, where contexts may be longer than that, those in the tier that they stream from."""
+    lower = "disk" if pool.streams_from_disk else "host"
+    return {"device": places.resident, **({lower: places.streamed} if memory.lower.count else {})}
+
+
+def findable(
+    memory: MemoryManager, pool: DevicePool, tiers: LowerTiers | None, digests: Sequence[bytes]
+) -> dict[str, int]:
+    """Those that a prompt would find that goes on behind a chain, each in the highest tier that has it. A tier that can
+    not say counts as empty."""
+    sources: dict[tuple[bytes, int], str] = {}
+
+    def is_stored(block: tuple[bytes, int]) -> bool:
+        with suppress(KVStoreError):
+            if tiers is not None and (at := tiers.where(block)) is not None:
+                sources[block] = tiers.tiers[at].name
+        return block in sources
+
+    digests = digests[: memory.reach(digests, is_stored)]
+    found = by_tier(memory, pool, memory.found_places(digests))
+    found |= {tier.name: found.get(tier.name, 0) for tier in (() if tiers is None else tiers.tiers)}
+    for entry, group in memory.lacking(digests):
+        found[sources[digests[entry], group]] += 1
+    return found
