@@ -91,6 +91,19 @@ def test_a_session_has_one_turn_at_a_time():
     turn(store, "a", [1, 2])
 
 
+def test_a_turn_that_has_ended_gives_back_no_other():
+    """Who reads an answer may close it when the next turn has begun."""
+    store = store_of()
+    first = store.begin("a", HERE, **OF)
+    store.commit(first, [1], None)
+    second = store.begin("a", HERE, **OF)
+    store.release(first)
+    with pytest.raises(errors.SessionBusyError, match="in use by another request"):
+        store.begin("a", HERE, **OF)
+    store.release(second)
+    store.begin("a", HERE, **OF)
+
+
 @pytest.mark.parametrize(
     "yours", [Namespace("default", "yours"), Namespace("other", "mine"), Namespace("othermine", "")]
 )

@@ -89,7 +89,7 @@ class SessionStore:
         self._limits: dict[str, int] = {}
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
-        self._in_use: set[tuple[Namespace, str]] = set()
+        self._in_use: dict[tuple[Namespace, str], SessionRecord] = {}  # as its turn has begun
         with self._errors():
             if self.path is not None:
                 self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -149,7 +149,7 @@ class SessionStore:
                     f"with that model, or use another name",
                     param="session_id",
                 )
-            self._in_use.add((space, name))
+            self._in_use[space, name] = record
             return record
 
     def commit(
@@ -189,7 +189,8 @@ class SessionStore:
     def release(self, begun: SessionRecord) -> None:
         """Ends a turn without a trace. Nothing happens if it has ended already."""
         with self._lock:
-            self._in_use.discard((begun.space, begun.name))
+            if self._in_use.get(key := (begun.space, begun.name)) is begun:
+                del self._in_use[key]
 
     # Upkeep
 
