@@ -7,6 +7,7 @@ import sqlite3
 import stat
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -135,6 +136,32 @@ def test_a_fork_goes_its_own_way():
     with pytest.raises(errors.InvalidRequestError, match="there is a session 'c' already"):
         store.fork("a", HERE, "c")
     store.release(begun)
+
+
+def test_two_processes_fork_to_one_name_and_one_of_them_is_told(tmp_path, monkeypatch):
+    mine, other = (store_of(tmp_path / "sessions.sqlite") for _ in range(2))
+    turn(mine, "ada", [1, 2])
+    refused: list[Exception] = []
+
+    def forks_too():
+        try:
+            other.fork("ada", HERE, "child")
+        except errors.PagemillError as error:
+            refused.append(error)
+
+    meanwhile = threading.Thread(target=forks_too)
+    require_room = mine._require_room
+
+    def while_the_other_asks(*of):
+        meanwhile.start()
+        meanwhile.join(0.3)
+        require_room(*of)
+
+    monkeypatch.setattr(mine, "_require_room", while_the_other_asks)
+    mine.fork("ada", HERE, "child")
+    meanwhile.join()
+    assert [type(error) for error in refused] == [errors.InvalidRequestError]
+    assert "already" in str(refused[0])
 
 
 def test_one_session_too_many_is_refused_and_counts_those_in_their_first_turn():

@@ -206,10 +206,7 @@ class SessionStore:
         """Raises SessionNotFoundError."""
         with self._lock:
             self._expire(time.time())
-            record = self._find(name, space)
-        if record is None:
-            raise SessionNotFoundError(f"there is no session {name!r}; a request that names it begins one")
-        return record
+            return self._found(name, space)
 
     def list(self, space: Namespace | None) -> list[SessionRecord]:
         """Those of one namespace, or of all (None), the last used first."""
@@ -225,16 +222,18 @@ class SessionStore:
         Raises SessionNotFoundError, SessionLimitError, and InvalidRequestError if the new name is bad or in use.
         """
         check_name(new_name)
+        now = time.time()
         with self._lock:
-            record = self.get(name, space)
-            if (space, new_name) in self._in_use or self._find(new_name, space) is not None:
-                raise InvalidRequestError(
-                    f"there is a session {new_name!r} already; delete it, or fork to another name", param="session_id"
-                )
-            self._require_room(space, new_name)
-            now = time.time()
-            child = replace(record, name=new_name, created_s=now, used_s=now, state=secrets.token_hex(8))
+            self._expire(now)
             with self._transaction():
+                record = self._found(name, space)
+                if (space, new_name) in self._in_use or self._find(new_name, space) is not None:
+                    raise InvalidRequestError(
+                        f"there is a session {new_name!r} already; delete it, or fork to another name",
+                        param="session_id",
+                    )
+                self._require_room(space, new_name)
+                child = replace(record, name=new_name, created_s=now, used_s=now, state=secrets.token_hex(8))
                 self._db.execute(
                     "INSERT INTO sessions SELECT tenant, cache_salt, ?, ?, model, tokenizer, token_ids, messages, "
                     f"num_turns, ?, ? FROM sessions WHERE {_KEY}",
@@ -254,6 +253,12 @@ class SessionStore:
     def close(self) -> None:
         with self._lock:
             self._db.close()
+
+    def _found(self, name: str, space: Namespace) -> SessionRecord:
+        record = self._find(name, space)
+        if record is None:
+            raise SessionNotFoundError(f"there is no session {name!r}; a request that names it begins one")
+        return record
 
     def _find(self, name: str, space: Namespace) -> SessionRecord | None:
         rows = self._rows(f"SELECT * FROM sessions WHERE {_KEY}", (*space, name))
