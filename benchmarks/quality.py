@@ -3,7 +3,8 @@
     python -m benchmarks.quality [--settings bfloat16,gguf,int8] [--windows 8] [--length 1024] [--prompts 8]
 
 Settings are joined by "+": a dtype (float32, bfloat16), a quantization (gguf, int8), "kv=DTYPE" for the cache's.
-Perplexity is of each window's tokens after the first, given those before, over windows spread evenly over the text.
+Perplexity is of each window's tokens after the first, given those before, over windows spread evenly over the text;
+its difference from float32's has the standard error of the mean of the tokens' own differences.
 Agreement: the share of greedy tokens equal to float32's, each given the same tokens before it, float32's own.
 """
 
@@ -13,6 +14,7 @@ import argparse
 import math
 import time
 from pathlib import Path
+from statistics import fmean, stdev
 
 from pagemill.config import DTYPES, QUANTIZATIONS, EngineConfig
 from pagemill.doctor import cpu_model
@@ -77,9 +79,12 @@ def run(core: EngineCore, prompts: list[list[int]], params: SamplingParams) -> l
     return [found[str(index)] for index in range(len(prompts))]
 
 
-def perplexity(core: EngineCore, windows: list[list[int]]) -> float:
-    scores = [logprobs.logprobs[0] for window in scored(core, windows) for logprobs in window]
-    return math.exp(-sum(scores) / len(scores))
+def logprobs_of(core: EngineCore, windows: list[list[int]]) -> list[float]:
+    return [logprobs.logprobs[0] for window in scored(core, windows) for logprobs in window]
+
+
+def perplexity(logprobs: list[float]) -> float:
+    return math.exp(-fmean(logprobs))
 
 
 def agreement(core: EngineCore, prompts: list[list[int]], expected: list[list[int]]) -> float:
@@ -106,16 +111,18 @@ def main() -> None:
     windows = windows_of(tokens, options.windows, options.length)
     prompts = windows_of(tokens, options.prompts, 128)
     core = make_engine(options.model, settings_of("float32"), options.length + 1)
-    exact, expected = perplexity(core, windows), answers(core, prompts)
-    count = options.windows * (options.length - 1)
-    print(f"{cpu_model()}, {options.model}; perplexity of {count} tokens, agreement on {options.prompts * ANSWER}\n")
+    exact, expected = logprobs_of(core, windows), answers(core, prompts)
+    agreed = options.prompts * ANSWER
+    print(f"{cpu_model()}, {options.model}; perplexity of {len(exact)} tokens, agreement on {agreed}\n")
     print("| settings | perplexity | against float32 | greedy agreement |")
     print("| --- | ---: | ---: | ---: |")
-    print(f"| float32 | {exact:.4f} | | |", flush=True)
+    print(f"| float32 | {perplexity(exact):.4f} | | |", flush=True)
     for text in options.settings.split(","):
         core = make_engine(options.model, settings_of(text), options.length + 1)
-        found, share = perplexity(core, windows), agreement(core, prompts, expected)
-        print(f"| {text} | {found:.4f} | {found / exact - 1:+.2%} | {share:.1%} |", flush=True)
+        found, share = logprobs_of(core, windows), agreement(core, prompts, expected)
+        differences = [a - b for a, b in zip(exact, found, strict=True)]
+        against, error = math.expm1(fmean(differences)), stdev(differences) / math.sqrt(len(differences))
+        print(f"| {text} | {perplexity(found):.4f} | {against:+.2%} ± {error:.2%} | {share:.1%} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -92,6 +92,16 @@ def test_pruning_gives_the_disk_its_space_back(tmp_path):
     assert read(store, list(range(30))) == list(range(30))
 
 
+def test_pruning_down_to_the_first_slot_leaves_its_block(tmp_path):
+    store = store_of(tmp_path)
+    write(store, range(3))
+    assert store.prune(keep_bytes=8192) == 2
+    assert read(store, range(3)) == [0]
+    assert write(store, range(3)) == 2
+    assert read(store, range(3)) == [0, 1, 2]
+    assert store.stats().broken == 0
+
+
 def test_a_flipped_bit_costs_one_block_and_no_other(tmp_path):
     store = store_of(tmp_path)
     write(store, range(60))

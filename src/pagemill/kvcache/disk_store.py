@@ -107,7 +107,7 @@ class DiskStore:
 
     def stats(self) -> StoreStats:
         with self._reading():
-            blocks = self._lookup.execute("SELECT COUNT(*) FROM blocks").fetchone()[0]
+            blocks = self._count(self._lookup)
         return StoreStats(blocks, blocks * self.slot_bytes, self.limit_bytes, self._broken, self._evicted)
 
     # Reading and writing
@@ -210,8 +210,7 @@ class DiskStore:
             if keep_bytes is not None:
                 excess = self._count(db) - keep_bytes // self.slot_bytes
                 count += self._evict(db, "ORDER BY used_s, depth DESC LIMIT ?", (max(0, excess),))
-            end = (db.execute("SELECT MAX(slot) FROM blocks").fetchone()[0] or -1) + 1
-            end = end if self._count(db) else 0
+            end = db.execute("SELECT COALESCE(MAX(slot) + 1, 0) FROM blocks").fetchone()[0]
             db.execute("DELETE FROM free WHERE slot >= ?", (end,))
             db.execute("UPDATE meta SET value = ? WHERE key = 'slots'", (end,))
             os.ftruncate(self._file, end * self.slot_bytes)
