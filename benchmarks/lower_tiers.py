@@ -5,7 +5,7 @@
 Sessions without common text are begun in one `LLM`, which is closed, and go on in a new one, where the first token of
 a turn needs their blocks from disk; then with another turn when these are in the pool, which says what the step takes.
 Before and after a turn, as many bytes of the store's file are read by two threads, directly and with nothing of it in
-memory: that is what the disk takes at that time, since some give a burst faster than what they can keep up. Medians of
+memory: that is what the disk takes at that time, which others may use too. Medians of
 new `LLM`s. In each, the whole file is read so too, and then the store's blocks through `DiskStore`, checksums included.
 """
 
@@ -42,8 +42,10 @@ def drop_cache(path: Path) -> None:
 
 
 def whole_pages(nbytes: int) -> mmap.mmap:
-    """Memory whose pages are there."""
-    memory = mmap.mmap(-1, nbytes)
+    """Memory whose pages are there, huge ones if the system has them: a virtual machine's disk may fill small ones that
+    lie scattered at less than half the speed."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    memory.madvise(mmap.MADV_HUGEPAGE)
     memory[:: mmap.PAGESIZE] = bytes(-(-nbytes // mmap.PAGESIZE))
     return memory
 

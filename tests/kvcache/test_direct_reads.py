@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from pagemill.kvcache.direct_reads import DirectReads, whole_pages
+from pagemill.kvcache.direct_reads import DirectReads
+from pagemill.kvcache.layout import HUGE_PAGE
 
 SIZE = 1 << 20
 
@@ -24,7 +26,7 @@ def file(tmp_path, content):
     file = os.open(path, os.O_RDWR)
     os.fsync(file)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    reads = DirectReads(path, file)
+    reads = DirectReads(path, file, SIZE)
     yield reads
     reads.close()
     os.close(file)
@@ -33,25 +35,27 @@ def file(tmp_path, content):
 def test_what_the_system_does_not_have_does_not_go_through_its_memory(file, content) -> None:
     if file._direct < 0 or file._has_pages(0, SIZE):
         pytest.skip("this system does not read directly, or does not say what it has in memory")
-    buffers = whole_pages(3, 8192)
-    file.read(list(buffers), 65536)
-    assert (buffers.ravel() == content[65536 : 65536 + 3 * 8192]).all()
+    assert (file.read(24576, 65536) == content[65536 : 65536 + 24576]).all()
     assert not file._has_pages(0, SIZE)
-    file.read([np.empty(8192, dtype=np.uint8)], 100)
+    assert (file.read(8192, 100) == content[100:8292]).all()
     assert file._has_pages(0, SIZE)
 
 
 @pytest.mark.parametrize("direct", [True, False])
-@pytest.mark.parametrize(("begin", "length", "offset"), [(0, 8192, 4096), (8, 8192, 4096), (0, 5000, 0), (0, 8192, 77)])
-def test_every_read_is_right(file, content, begin, length, offset, direct) -> None:
+@pytest.mark.parametrize(("nbytes", "offset"), [(16384, 4096), (5000, 0), (8192, 77), (SIZE, 0)])
+def test_every_read_is_right(file, content, nbytes, offset, direct) -> None:
     if not direct:
         os.pread(file._file, SIZE, 0)
-    first, second = whole_pages(2, 12288)[:, begin : begin + length]
-    file.read([first, second], offset)
-    assert (np.concatenate([first, second]) == content[offset : offset + 2 * length]).all()
+    assert (file.read(nbytes, offset) == content[offset : offset + nbytes]).all()
 
 
 def test_what_there_is_before_the_end_is_read(file, content) -> None:
-    (buffer,) = whole_pages(1, 8192)
-    file.read([buffer], SIZE - 4096)
-    assert (buffer[:4096] == content[-4096:]).all()
+    assert (file.read(8192, SIZE - 4096)[:4096] == content[-4096:]).all()
+
+
+def test_what_one_thread_reads_no_other_overwrites(file, content) -> None:
+    first = file.read(8192, 0)
+    with ThreadPoolExecutor(1) as other:
+        assert (other.submit(file.read, 8192, 8192).result() == content[8192:16384]).all()
+    assert (first == content[:8192]).all()
+    assert first.ctypes.data % HUGE_PAGE == 0

@@ -12,7 +12,7 @@ import torch
 from pagemill.kvcache import pages_ahead
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layer_groups import group_layers
-from pagemill.kvcache.layout import block_major, layer_major
+from pagemill.kvcache.layout import HUGE_PAGE, block_major, layer_major
 from pagemill.kvcache.pages_ahead import SHARE, PagesAhead
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are made ahead on Linux only")
@@ -68,13 +68,38 @@ def test_frames_that_are_loaded_have_their_pages_before(slow: bool, monkeypatch:
     pages._thread.join()
     last = pages._ready + 299
     before, wanted = resident(), 300 * pool.layout.frame_bytes
+    pages.begin()
     pages.make([*range(last, pages._ready - 1, -1), FRAMES + 5])
-    assert 0.9 * wanted < resident() - before < wanted + ((1 << 20) if slow else 2 * pages_ahead.HUGE_PAGE)
+    pages.end()
+    assert 0.9 * wanted < resident() - before < wanted + ((1 << 20) if slow else 2 * HUGE_PAGE)
     asked: list[int] = []
     regions = pages._regions
     monkeypatch.setattr(pages, "_regions", lambda begin, end: asked.append(begin) or regions(begin, end))
     pages.reach(last + 1)
     assert asked == [last + 1]
+
+
+def test_what_pages_shall_be_is_said_once_for_all_pieces_of_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To say it, the system stops all who make some."""
+    monkeypatch.setattr(pages_ahead, "SLOW_BYTES_PER_S", float("inf"))
+    pool = DevicePool(FRAMES, group_layers([None, None]), 4, 64, 16, torch.float32)
+    pages = PagesAhead(pool)
+    pages._thread.join()
+    said: list[int] = []
+    advise = pages_ahead.advise
+
+    def note(address: int, nbytes: int, advice: int) -> bool:
+        said.append(advice)
+        return advise(address, nbytes, advice)
+
+    monkeypatch.setattr(pages_ahead, "advise", note)
+    pages.begin()
+    for first in range(1000, 1100, 10):
+        pages.make(range(first, first + 10))
+    pages.reach(1100)
+    pages.end()
+    others = [advice for advice in said if advice != pages_ahead.POPULATE_WRITE]
+    assert others == [pages_ahead.NOT_HUGE] * 2 + [pages_ahead.HUGE] * 2
 
 
 def huge_bytes() -> int:

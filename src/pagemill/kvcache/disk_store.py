@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagemill.errors import KVStoreError
-from pagemill.kvcache.direct_reads import DirectReads, whole_pages
+from pagemill.kvcache.direct_reads import DirectReads
 from pagemill.kvcache.lower_tiers import Spill
-from pagemill.kvcache.records import Records, parts
+from pagemill.kvcache.records import Records
 from pagemill.kvcache.slots import HEADER_BYTES, Slots, is_whole, name_in
 from pagemill.kvcache.store_format import StoreFormat
 from pagemill.memory.work import BlockName
@@ -35,8 +35,8 @@ BUSY_TIMEOUT_S = 30.0
 """How long the index waits for another process's write."""
 TICK_S = 1e-6
 """Between the times of use of blocks that were used together."""
-BUFFERS = 1024
-"""That the system takes with one call, which reads slots that are neighbours."""
+READ_BYTES = 4 << 20
+"""Slots that are neighbours are read so much at a time."""
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -90,7 +90,7 @@ class DiskStore:
             self._in_use = _open(self.folder / "lock")
             fcntl.flock(self._in_use, fcntl.LOCK_SH)
             self._file = _open(self.folder / "blocks.dat")
-            self._reads = DirectReads(self.folder / "blocks.dat", self._file)
+            self._reads = DirectReads(self.folder / "blocks.dat", self._file, max(READ_BYTES, self.slot_bytes))
             self._open_index()
         except OSError as error:
             raise KVStoreError(f"the KV store {self.folder} can not be opened: {error}") from error
@@ -118,14 +118,15 @@ class DiskStore:
         slots = self._slots(blocks)
         rows = sorted((slot, row) for row, slot in enumerate(slots) if slot is not None)
         found = [False] * len(blocks)
-        heads = whole_pages(len(blocks), self._layout.head_bytes)
-        most = max(1, BUFFERS // (1 + len(parts(out[0])))) if rows else 1
-        for run in _runs(rows, most):
-            with suppress(OSError):  # what could not be read fails its check
-                buffers = [buffer for _, row in run for buffer in (heads[row], *parts(out[row]))]
-                self._reads.read(buffers, run[0][0] * self.slot_bytes)
+        for run in _runs(rows, max(1, READ_BYTES // self.slot_bytes)):
+            with suppress(OSError):  # what could not be read is not there
+                images = self._reads.read(len(run) * self.slot_bytes, run[0][0] * self.slot_bytes)
+                for (_, row), image in zip(run, images.reshape(len(run), -1), strict=True):
+                    record = image[self._layout.head_bytes :]
+                    if is_whole(image, record, *blocks[row]):
+                        out[row][:] = record.reshape(out[row].shape)
+                        found[row] = True
         for slot, row in rows:
-            found[row] = is_whole(heads[row], out[row], *blocks[row])
             if not found[row]:
                 self._drop_broken(*blocks[row], slot)
         return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PAGE_BYTES = 4096
+HUGE_PAGE = 2 << 20
 LINE_BYTES = 64
 SCALE_BYTES = 4
 

@@ -19,14 +19,13 @@ from itertools import groupby
 
 from pagemill.kvcache.advice import HUGE, NOT_HUGE, POPULATE_WRITE, advise
 from pagemill.kvcache.device_pool import DevicePool
-from pagemill.kvcache.layout import PAGE_BYTES
+from pagemill.kvcache.layout import HUGE_PAGE, PAGE_BYTES
 from pagemill.machine import usable_cores
 
 AHEAD_BYTES = 256 << 20
 """Of the frames that get their pages before the first request."""
 SHARE = 8
 """Nor more than a pool's eighth."""
-HUGE_PAGE = 2 << 20
 FRAMES_AT_ONCE = 16
 """A step gets the pages of so many frames together, if pages are small."""
 SLOW_BYTES_PER_S = 1 << 30
@@ -43,12 +42,28 @@ class PagesAhead:
         """Frames of which each piece fills about a huge page."""
         self._ready = 0 if pool.device.type == "cpu" else pool.num_frames  # frames below have their pages
         self._made: set[int] = set()  # of the others, those that have
+        self._lock = threading.Lock()
         self._slow = False  # huge pages were
+        self._users = 0  # between `begin` and `end`
+        self._small = False  # pages are to be
         self._stop = threading.Event()
         first = min(AHEAD_BYTES, pool.nbytes // SHARE) // pool.layout.frame_bytes
         # Neither the pool's end nor the process's waits for it: it holds the memory, and for a second at most.
         self._thread = threading.Thread(target=self._begin, args=(first,), daemon=True, name="pages ahead")
         self._thread.start()
+
+    def begin(self) -> None:
+        """To be called before pages are made. What pages shall be is said once, of the whole pool: to say it, the
+        system stops all who make some."""
+        with self._lock:
+            self._users += 1
+            self._say()
+
+    def end(self) -> None:
+        """To be called after `begin`, when they are there."""
+        with self._lock:
+            self._users -= 1
+            self._say()
 
     def reach(self, frame: int) -> None:
         """To be called before a step first writes to frames up to this one; by one thread."""
@@ -60,11 +75,13 @@ class PagesAhead:
             self._ready += 1
         together = FRAMES_AT_ONCE if self._slow else self._together
         end = min((frame // together + 1) * together, self._pool.num_frames)
+        self.begin()
         self._make(self._regions(self._ready, end), self._cores)
+        self.end()
         self._ready = max(self._ready, end)
 
     def make(self, frames: Sequence[int]) -> None:
-        """To be called before the first write to these frames beside steps; by any thread."""
+        """To be called before the first write to these frames beside steps, after `begin`; by any thread."""
         self._stop.set()
         wanted = sorted(frame for frame in frames if self._ready <= frame < self._pool.num_frames)
         for _, neighbours in groupby(enumerate(wanted), lambda at: at[1] - at[0]):
@@ -80,40 +97,49 @@ class PagesAhead:
         self._made = {frame for frame in self._made.copy() if frame < num_frames}
 
     def _begin(self, frames: int) -> None:
-        while self._ready < frames:
-            end = min(self._ready + self._together, frames)
-            for region in self._regions(self._ready, end):
-                if self._stop.is_set():
-                    return
-                self._make([region])
-            self._ready = end
+        self.begin()
+        try:
+            while self._ready < frames:
+                end = min(self._ready + self._together, frames)
+                for region in self._regions(self._ready, end):
+                    if self._stop.is_set():
+                        return
+                    self._make([region])
+                self._ready = end
+        finally:
+            self.end()
 
     def _end(self) -> None:
         self._stop.set()
         self._thread.join()
 
     def _make(self, regions: Sequence[tuple[int, int]], threads: int = 1) -> None:
-        # To say what pages shall be, the system stops all others who make some: all is said before and after.
-        small = self._slow
-        if small:
-            for address, nbytes in regions:
-                advise(address, nbytes, NOT_HUGE)
         others = [threading.Thread(target=self._populate, args=(regions[i::threads],)) for i in range(1, threads)]
         for thread in others:
             thread.start()
         self._populate(regions[::threads])
         for thread in others:
             thread.join()
-        if small:
-            for address, nbytes in regions:
-                advise(address, nbytes, HUGE)
 
     def _populate(self, regions: Sequence[tuple[int, int]]) -> None:
         for address, nbytes in regions:
             begin = time.thread_time()
             if not advise(address, nbytes, POPULATE_WRITE):
                 return  # an older system, or out of memory: the writes will tell
-            self._slow = self._slow or nbytes < SLOW_BYTES_PER_S * (time.thread_time() - begin)
+            if not self._slow and nbytes < SLOW_BYTES_PER_S * (time.thread_time() - begin):
+                with self._lock:
+                    self._slow = True
+                    self._say()
+
+    def _say(self) -> None:
+        small = self._slow and self._users > 0
+        if small == self._small:
+            return
+        self._small = small
+        pieces, piece_bytes, frame_bytes = self._pool.pieces
+        for piece in range(pieces):
+            at = (self._pool.storage.data_ptr() + piece * piece_bytes) // PAGE_BYTES * PAGE_BYTES
+            advise(at, self._pool.first_lower * frame_bytes, NOT_HUGE if small else HUGE)
 
     def _regions(self, begin: int, end: int) -> list[tuple[int, int]]:
         """Addresses and bytes of the pages that frames begin .. end - 1 touch, the lowest frames first."""

@@ -12,8 +12,3 @@ import numpy as np
 from numpy.typing import NDArray
 
 Records = Sequence[NDArray[np.uint8]] | NDArray[np.uint8]
-
-
-def parts(record: NDArray[np.uint8]) -> Sequence[NDArray[np.uint8]]:
-    """What is contiguous of a record, in order."""
-    return list(record) if record.ndim > 1 else [record]

@@ -9,7 +9,6 @@ import xxhash
 from numpy.typing import NDArray
 
 from pagemill.kvcache.layout import PAGE_BYTES
-from pagemill.kvcache.records import parts
 from pagemill.memory.work import BlockName
 
 _HEADER = struct.Struct("<8s32s32sII")  # magic, digest, parent, group, depth; then the checksum
@@ -48,6 +47,5 @@ def is_whole(head: NDArray[np.uint8], record: NDArray[np.uint8], digest: bytes, 
 
 def _checksum(fields: bytes, record: NDArray[np.uint8]) -> bytes:
     checksum = xxhash.xxh3_64(fields)
-    for part in parts(record):
-        checksum.update(part.data)
+    checksum.update(record.data)
     return checksum.digest()

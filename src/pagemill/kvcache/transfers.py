@@ -74,7 +74,7 @@ class Transfers:
         tiers: LowerTiers,
         pages: PagesAhead,
         backlog_bytes: int = 256 << 20,
-        num_threads: int = 2,
+        num_threads: int = 4,
     ) -> None:
         self._pool = pool
         self._pages = pages
@@ -168,6 +168,7 @@ class Transfers:
         """Begins to bring blocks up; `finished` tells when it is over."""
         if not self._loads:
             self._loading_since = time.monotonic()
+            self._pages.begin()
         starts = range(0, len(load.blocks), self._piece)
         self._loads[load.id] = UnderWay(load, [None] * len(starts))
         for piece, first in enumerate(starts):
@@ -201,6 +202,8 @@ class Transfers:
                 del self._loads[ident]
                 self._writer.submit(self._tiers.use, load.blocks)
                 over[ident] = self._end([part for part in pieces if part is not None])
+                if not self._loads:
+                    self._pages.end()
         if over:
             arrived, wanted = (sum(map(count, over.values())) for count in (sum, len))
             spent = 0.0 if self._loads else self._loading_until - self._loading_since
