@@ -1,5 +1,6 @@
 """What Transfers tell the tiers of use: what was used longest ago makes room there, a chain's end first."""
 
+import threading
 import time
 from dataclasses import replace
 
@@ -68,6 +69,19 @@ def test_what_was_loaded_or_evicted_again_stays_longest_its_end_shortest(bench, 
     for first, left in ((200, CHAIN + OTHERS[:3]), (300, CHAIN), (400, CHAIN[:3]), (500, [])):
         bench.evict(range(first, first + 3))
         assert bench.held() == left
+
+
+def test_of_what_storing_can_not_keep_up_with_a_chain_loses_its_end(bench, monkeypatch):
+    monkeypatch.setattr(bench.transfers, "_batch", 1)
+    monkeypatch.setattr(bench.transfers, "_most_waiting", 4)
+    stored = threading.Event()
+    bench.transfers._writer.submit(stored.wait)
+    bench.transfers.save([Save(0, name_of(i)) for i in reversed(CHAIN)])
+    bench.transfers.save([Save(0, name_of(i)) for i in OTHERS])
+    stored.set()
+    bench.transfers.flush()
+    assert bench.held() == CHAIN[:4]
+    assert bench.transfers.stats().dropped == 2 + len(OTHERS)
 
 
 @pytest.mark.parametrize("bench", ["disk"], indirect=True)

@@ -114,13 +114,13 @@ class Transfers:
         if any(here):
             self._writer.submit(self._tiers.use, [save.name[:2] for save in compress(saves, here)][::-1])
             saves = [save for save, stored in zip(saves, here, strict=True) if not stored]
+        if not keep and (excess := self._waiting + len(saves) - self._most_waiting) > 0:
+            self._count(dropped=min(excess, len(saves)))
+            saves = saves[excess:]  # a chain's end comes first, and is worth nothing without its beginning
         for first in range(0, len(saves), self._batch):
             part = saves[first : first + self._batch]
             if keep and self._waiting + len(part) > self._most_waiting:
                 self.flush()
-            if self._waiting + len(part) > self._most_waiting:
-                self._count(dropped=len(saves) - first)
-                return
             records, whole = self._pool.read_frames([save.frame for save in part])
             if lost := whole.count(False):
                 self._count(dropped=lost)
