@@ -479,7 +479,8 @@ class MemoryMachine(RuleBasedStateMachine):
         whole = [*(entry for entry, _ in missing), reach][arrived]
         memory.end_load(load.table, whole, tokens, digests[:reach], self.time)
         # Room for the load may have taken blocks that only a shorter match sees, through a window.
-        kept = found if memory.stats().evictions == before.evictions and not streamed else 0
+        windowed = any(window is not None for window in self.windows)
+        kept = 0 if windowed and memory.stats().evictions > before.evictions else found
         assert memory.peek(digests, root) >= (reach if arrived == len(missing) else kept)
 
     # The pool shrinks and grows

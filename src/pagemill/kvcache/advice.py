@@ -1,8 +1,10 @@
-"""What the system is told of memory that Python has no object of."""
+"""What the system is told of memory."""
 
 from __future__ import annotations
 
 import ctypes
+import mmap
+from contextlib import suppress
 
 HUGE, NOT_HUGE = 14, 15
 """Linux: pages of this memory are to be huge ones, where that can be; or never."""
@@ -11,6 +13,15 @@ POPULATE_READ, POPULATE_WRITE = 22, 23
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def private_memory(nbytes: int, advice: int, flags: int = 0) -> mmap.mmap:
+    """Memory of this process, without pages yet; `advice` says which they shall be, where the system knows that. Raises
+    as mmap.mmap does."""
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
+    with suppress(AttributeError, OSError):
+        memory.madvise(advice)
+    return memory
 
 
 def advise(address: int, nbytes: int, advice: int) -> bool:

@@ -10,7 +10,7 @@ import logging
 import mmap
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +22,7 @@ from torch import Tensor
 from pagemill import _kernels
 from pagemill.attention.interface import LayerCache
 from pagemill.errors import KVMemoryError, KVStoreError
+from pagemill.kvcache.advice import HUGE, private_memory
 from pagemill.kvcache.layer_groups import LayerGroups
 from pagemill.kvcache.layout import SCALE_BYTES, KVLayout, block_major, layer_major
 from pagemill.kvcache.lower_file import LowerFile, Region
@@ -324,9 +325,7 @@ def _allocate(elements: int, dtype: torch.dtype, device: torch.device, flags: in
     try:
         if device.type != "cpu":
             return torch.empty(elements, dtype=dtype, device=device), None
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | flags)
-        with suppress(AttributeError, OSError):  # a system without huge pages
-            memory.madvise(mmap.MADV_HUGEPAGE)
+        memory = private_memory(nbytes, HUGE, flags)
         return torch.frombuffer(memory, dtype=dtype), memory
     except (OSError, OverflowError, ValueError, RuntimeError) as error:  # torch's out-of-memory is a RuntimeError
         raise KVMemoryError(

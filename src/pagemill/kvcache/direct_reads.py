@@ -10,7 +10,6 @@ between pages, and fills small ones that lie scattered at less than half the spe
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
 import threading
 from contextlib import suppress
@@ -19,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from pagemill.kvcache.advice import HUGE, private_memory
 from pagemill.kvcache.layout import HUGE_PAGE
 
 _CACHESTAT = 451
@@ -65,10 +65,7 @@ class DirectReads:
         """Of this thread; it begins where a huge page does."""
         if not hasattr(self._of_thread, "memory"):
             nbytes = (-(-self._most_bytes // HUGE_PAGE) + 1) * HUGE_PAGE
-            memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(AttributeError, OSError):  # a system without huge pages
-                memory.madvise(mmap.MADV_HUGEPAGE)
-            raw = np.frombuffer(memory, dtype=np.uint8)
+            raw = np.frombuffer(private_memory(nbytes, HUGE), dtype=np.uint8)
             self._of_thread.memory = raw[-raw.ctypes.data % HUGE_PAGE :]
         own: NDArray[np.uint8] = self._of_thread.memory
         return own

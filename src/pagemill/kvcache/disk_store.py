@@ -75,6 +75,7 @@ class DiskStore:
         self.record_bytes = format.record_bytes
         self._layout = Slots(format.record_bytes)
         self.slot_bytes = self._layout.nbytes
+        self._read_at_once = max(1, READ_BYTES // self.slot_bytes)
         self.limit_bytes = limit_bytes
         self.capacity = limit_bytes // self.slot_bytes
         if not self.capacity:
@@ -90,7 +91,7 @@ class DiskStore:
             self._in_use = _open(self.folder / "lock")
             fcntl.flock(self._in_use, fcntl.LOCK_SH)
             self._file = _open(self.folder / "blocks.dat")
-            self._reads = DirectReads(self.folder / "blocks.dat", self._file, max(READ_BYTES, self.slot_bytes))
+            self._reads = DirectReads(self.folder / "blocks.dat", self._file, self._read_at_once * self.slot_bytes)
             self._open_index()
         except OSError as error:
             raise KVStoreError(f"the KV store {self.folder} can not be opened: {error}") from error
@@ -118,7 +119,7 @@ class DiskStore:
         slots = self._slots(blocks)
         rows = sorted((slot, row) for row, slot in enumerate(slots) if slot is not None)
         found = [False] * len(blocks)
-        for run in _runs(rows, max(1, READ_BYTES // self.slot_bytes)):
+        for run in _runs(rows, self._read_at_once):
             with suppress(OSError):  # what could not be read is not there
                 images = self._reads.read(len(run) * self.slot_bytes, run[0][0] * self.slot_bytes)
                 for (_, row), image in zip(run, images.reshape(len(run), -1), strict=True):

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import mmap
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from contextlib import suppress
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pagemill.errors import KVMemoryError
+from pagemill.kvcache.advice import NOT_HUGE, private_memory
 from pagemill.kvcache.lower_tiers import Spill
 from pagemill.kvcache.records import Records
 from pagemill.memory.work import BlockName
@@ -93,12 +92,10 @@ def _arena(capacity: int, record_bytes: int) -> NDArray[np.uint8]:
     take as long as half a step."""
     nbytes = capacity * record_bytes
     try:
-        memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        memory = private_memory(nbytes, NOT_HUGE)
     except (OSError, OverflowError) as error:
         raise KVMemoryError(
             f"the host tier of {nbytes} bytes could not be allocated: {error}; lower kv_host_memory",
             param="kv_host_memory",
         ) from error
-    with suppress(AttributeError, OSError):  # a system without huge pages
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
     return np.frombuffer(memory, dtype=np.uint8).reshape(capacity, record_bytes)

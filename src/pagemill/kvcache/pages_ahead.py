@@ -49,7 +49,7 @@ class PagesAhead:
         self._stop = threading.Event()
         first = min(AHEAD_BYTES, pool.nbytes // SHARE) // pool.layout.frame_bytes
         # Neither the pool's end nor the process's waits for it: it holds the memory, and for a second at most.
-        self._thread = threading.Thread(target=self._begin, args=(first,), daemon=True, name="pages ahead")
+        self._thread = threading.Thread(target=self._make_first, args=(first,), daemon=True, name="pages ahead")
         self._thread.start()
 
     def begin(self) -> None:
@@ -69,7 +69,7 @@ class PagesAhead:
         """To be called before a step first writes to frames up to this one; by one thread."""
         if frame < self._ready:
             return
-        self._end()
+        self._stop_first()
         while self._ready in self._made:
             self._made.remove(self._ready)
             self._ready += 1
@@ -92,11 +92,11 @@ class PagesAhead:
     def shrink(self, num_frames: int) -> None:
         """To be called before the pool gives back the pages of the frames from `num_frames` on, to which nobody writes
         then."""
-        self._end()
+        self._stop_first()
         self._ready = min(self._ready, num_frames)
         self._made = {frame for frame in self._made.copy() if frame < num_frames}
 
-    def _begin(self, frames: int) -> None:
+    def _make_first(self, frames: int) -> None:
         self.begin()
         try:
             while self._ready < frames:
@@ -109,7 +109,7 @@ class PagesAhead:
         finally:
             self.end()
 
-    def _end(self) -> None:
+    def _stop_first(self) -> None:
         self._stop.set()
         self._thread.join()
 
