@@ -5,8 +5,9 @@
 Sessions without common text are begun in one `LLM`, which is closed, and go on in a new one, where the first token of
 a turn needs their blocks from disk; then with another turn when these are in the pool, which says what the step takes.
 Before and after a turn, as many bytes of the store's file are read by two threads, directly and with nothing of it in
-memory: that is what the disk takes at that time, which others may use too. Medians of
-new `LLM`s. In each, the whole file is read so too, and then the store's blocks through `DiskStore`, checksums included.
+memory: that is what the disk takes at that time, which others may use too. Medians of new `LLM`s, which have computed
+one prompt without a session before. In each, the whole file is read so too, and then the store's blocks through
+`DiskStore`, checksums included, by as many threads as load blocks.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from pagemill.kvcache.disk_store import DiskStore
 
 PIECE_BYTES = 4 << 20
 THREADS = 2
+STORE_THREADS = 4
+"""As `Transfers` has."""
+FIRST_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 TURN = 20
 """Tokens of what a session is asked next."""
 
@@ -73,24 +77,23 @@ def read_store(disk: DiskStore) -> float:
     drop_cache(disk.folder / "blocks.dat")
     names = disk.names()
     step = max(1, PIECE_BYTES // disk.record_bytes)
-    with ThreadPoolExecutor(THREADS) as threads:
+    with ThreadPoolExecutor(STORE_THREADS) as threads:
 
         def read(first: int) -> None:
             out = np.frombuffer(whole_pages(step * disk.record_bytes), dtype=np.uint8).reshape(step, -1)
-            for at in range(first * step, len(names), THREADS * step):
+            for at in range(first * step, len(names), STORE_THREADS * step):
                 part = names[at : at + step]
                 assert all(disk.read([name[:2] for name in part], out[: len(part)]))
 
         begin = time.perf_counter()
-        list(threads.map(read, range(THREADS)))
+        list(threads.map(read, range(STORE_THREADS)))
         return time.perf_counter() - begin
 
 
 def first_token_s(llm: LLM, name: str, prompt: list[int]) -> tuple[float, int]:
     """Seconds of a session's turn of these tokens, answered with one, and how many of all its tokens were found."""
-    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
     begin = time.perf_counter()
-    output = llm.session(name).generate(prompt, params)
+    output = llm.session(name).generate(prompt, FIRST_TOKEN)
     return time.perf_counter() - begin, output.num_cached_tokens or 0
 
 
@@ -123,7 +126,7 @@ def main() -> None:
             )  # fmt: skip
 
         with make() as llm:
-            first_token_s(llm, "warm-up", text[-700:])
+            llm.generate({"prompt_token_ids": text[-700:]}, FIRST_TOKEN, use_tqdm=False)
             begins = [1000 + sum(lengths[:i]) for i in range(len(lengths))]
             computed = [first_token_s(llm, str(n), text[at : at + n])[0] for n, at in zip(lengths, begins, strict=True)]
         speeds, turns = [], []
@@ -133,7 +136,7 @@ def main() -> None:
                 path, slot_bytes = disk.folder / "blocks.dat", disk.slot_bytes
                 size = path.stat().st_size
                 speeds.append((size / read_file(path, size), size / read_store(disk)))
-                first_token_s(llm, "step", text[-700:])
+                llm.generate({"prompt_token_ids": text[-700:]}, FIRST_TOKEN, use_tqdm=False)
                 turns.append([])
                 for length in lengths:
                     size = length // 16 * slot_bytes

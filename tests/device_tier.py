@@ -25,9 +25,9 @@ class DeviceTier:
     def num_blocks(self):
         return len(self._slots)
 
-    def holds(self, block):
+    def holds(self, blocks):
         with self._lock:
-            return block in self._slots
+            return [block in self._slots for block in blocks]
 
     def read(self, blocks, out):
         with self._lock:

@@ -266,7 +266,7 @@ def found(core, conversations) -> list[int]:
     for one in conversations:
         digests = []
         extend_chain(digests, core._root(one), one.prompt_token_ids, 16)
-        reached.append(core._memory.reach(digests, core._tiers.lower.holds))
+        reached.append(core._memory.reach(digests, lambda block: core._tiers.lower.holds([block])[0]))
     return reached
 
 

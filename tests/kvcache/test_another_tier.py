@@ -1,6 +1,7 @@
 """A third kind of tier, between pool and host memory: it takes a class and an entry in the list, and nothing else."""
 
 from dataclasses import replace
+from itertools import compress
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def disk_of(pool: DevicePool, path) -> DiskStore:
 
 
 def found(tier) -> list[int]:
-    return [i for i in range(BLOCKS) if tier.holds((digest_of(i), 0))]
+    return list(compress(range(BLOCKS), tier.holds([(digest_of(i), 0) for i in range(BLOCKS)])))
 
 
 @pytest.fixture
@@ -80,7 +81,7 @@ def test_blocks_go_down_tier_by_tier_and_come_back_from_each(pool, contents, ful
     transfers, tiers = full
     assert tiers.num_blocks() == {"device": len(DEVICE), "host": len(HOST), "disk": HOST[0]}
     assert [found(tier) for tier in tiers.tiers] == [list(DEVICE), list(HOST), list(range(HOST[0]))]
-    assert [tiers.holds((digest_of(i), 0)) for i in range(BLOCKS + 1)] == [True] * BLOCKS + [False]
+    assert tiers.holds([(digest_of(i), 0) for i in range(BLOCKS + 1)]) == [True] * BLOCKS + [False]
     pool.write_frames(range(BLOCKS), np.zeros_like(contents))
     order = np.random.default_rng(1).permutation(BLOCKS)
     transfers.load(Load(7, [(digest_of(i), 0) for i in order], list(range(BLOCKS))))
@@ -90,7 +91,7 @@ def test_blocks_go_down_tier_by_tier_and_come_back_from_each(pool, contents, ful
 
 def test_a_load_is_timed_for_the_lowest_tier_that_it_needs(full):
     transfers, tiers = full
-    assert [tiers.where((digest_of(i), 0)) for i in (DEVICE[0], HOST[0], 0, BLOCKS)] == [0, 1, 2, None]
+    assert tiers.where([(digest_of(i), 0) for i in (DEVICE[0], HOST[0], 0, BLOCKS)]) == [0, 1, 2, None]
     for lowest, parts in enumerate([[DEVICE], [DEVICE, HOST], [HOST, range(2)]]):
         blocks = [(digest_of(i), 0) for part in parts for i in part]
         for ident in (1, 2):
@@ -104,7 +105,8 @@ def test_a_load_is_timed_for_the_lowest_tier_that_it_needs(full):
 
 def test_what_the_tiers_above_hold_is_on_disk_at_the_end(pool, contents, full, tmp_path):
     transfers, tiers = full
-    assert [i for i in range(BLOCKS) if tiers.holds((digest_of(i), 0), lasting=True)] == list(range(HOST[0]))
+    lasting = tiers.holds([(digest_of(i), 0) for i in range(BLOCKS)], lasting=True)
+    assert lasting == [i < HOST[0] for i in range(BLOCKS)]
     transfers.keep([])
     for tier in tiers.tiers:
         tier.close()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from pagemill.kvcache.direct_reads import DirectReads
+from pagemill.kvcache import direct_reads
+from pagemill.kvcache.direct_reads import READS_AT_ONCE, DirectReads
 from pagemill.kvcache.layout import HUGE_PAGE
 
 SIZE = 1 << 20
@@ -59,3 +62,26 @@ def test_what_one_thread_reads_no_other_overwrites(file, content) -> None:
         assert (other.submit(file.read, 8192, 8192).result() == content[8192:16384]).all()
     assert (first == content[:8192]).all()
     assert first.ctypes.data % HUGE_PAGE == 0
+
+
+def test_threads_that_read_directly_leave_others_the_cores(file, content, monkeypatch) -> None:
+    if file._direct < 0:
+        pytest.skip("this system does not read directly")
+    lock, reading, seen = threading.Lock(), [0], []
+    preadv = os.preadv
+
+    def slow(*how) -> int:
+        with lock:
+            reading[0] += 1
+            seen.append(reading[0])
+        time.sleep(0.02)
+        with lock:
+            reading[0] -= 1
+        return preadv(*how)
+
+    monkeypatch.setattr(direct_reads.os, "preadv", slow)
+    monkeypatch.setattr(file, "_has_pages", lambda *where: False)
+    with ThreadPoolExecutor(4) as threads:
+        parts = list(threads.map(lambda at: file.read(8192, at).copy(), range(0, 16 * 8192, 8192)))
+    assert (np.concatenate(parts) == content[: 16 * 8192]).all()
+    assert max(seen) == READS_AT_ONCE

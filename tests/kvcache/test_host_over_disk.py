@@ -6,7 +6,7 @@ from disk_blocks import RECORD, content, digest_of, name_of, store_of
 
 from pagemill.errors import KVStoreError
 from pagemill.kvcache.host_store import HostStore
-from pagemill.kvcache.lower_tiers import LowerTiers
+from pagemill.kvcache.lower_tiers import LOOK_AHEAD, LowerTiers, Sources
 
 
 def write(tiers: LowerTiers, indices) -> None:
@@ -18,8 +18,8 @@ def found(tiers: LowerTiers, indices) -> list[bool]:
     out = np.zeros((len(indices), RECORD), dtype=np.uint8)
     blocks = [(digest_of(i), 0) for i in indices]
     there = [source is not None for source in tiers.read(blocks, out)]
+    assert tiers.holds(blocks) == there
     for row, i in enumerate(indices):
-        assert tiers.holds(blocks[row]) == there[row]
         assert not there[row] or (out[row] == content(i)).all()
     return there
 
@@ -53,7 +53,7 @@ def test_what_host_memory_holds_goes_to_disk_at_the_end(tmp_path):
     disk = store_of(tmp_path)
     tiers = LowerTiers([HostStore(3, RECORD), disk], RECORD)
     write(tiers, range(5))
-    assert [tiers.holds((digest_of(i), 0), lasting=True) for i in range(5)] == [True, True, False, False, False]
+    assert tiers.holds([(digest_of(i), 0) for i in range(5)], lasting=True) == [True, True, False, False, False]
     tiers.sink(tiers.keepable([]), 2)
     disk.close()
     again = LowerTiers([store_of(tmp_path)], RECORD)
@@ -64,3 +64,17 @@ def test_without_a_disk_what_made_room_is_gone():
     tiers = LowerTiers([HostStore(3, RECORD)], RECORD)
     write(tiers, range(5))
     assert found(tiers, range(5)) == [False, False, True, True, True]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_chain_is_looked_up_in_few_pieces_and_no_block_of_it_twice(tmp_path, monkeypatch, order):
+    disk, count = store_of(tmp_path), 3 * LOOK_AHEAD
+    tiers = LowerTiers([HostStore(3, RECORD), disk], RECORD)
+    write(tiers, range(9))
+    blocks = [(digest_of(i), 0) for i in range(count)]
+    wanted, asked, holds = tiers.where(blocks), [], disk.holds
+    monkeypatch.setattr(disk, "holds", lambda blocks: asked.append(blocks) or holds(blocks))
+    sources = Sources(tiers, [digest for digest, _ in blocks])
+    assert [sources[block] for block in blocks[::order]][::order] == wanted == [1] * 6 + [0] * 3 + [None] * (count - 9)
+    assert len({block for part in asked for block in part}) == sum(map(len, asked)) == count - 3
+    assert order < 0 or len(asked) == 3

@@ -49,7 +49,7 @@ class Bench:
         self.transfers.flush()
 
     def held(self) -> list[int]:
-        return [i for i in CHAIN + OTHERS if self.tier.holds((digest_of(i), 0))]
+        return [i for i in CHAIN + OTHERS if self.tier.holds([(digest_of(i), 0)])[0]]
 
 
 @pytest.fixture(params=["host", "disk"])
@@ -91,7 +91,7 @@ def test_at_the_end_nothing_that_is_kept_makes_room_for_what_is_kept(bench):
     new = range(200, 206)
     bench.transfers.keep([Save(0, name_of(i)) for i in (*new, *CHAIN, *OTHERS)])
     assert bench.held() == CHAIN
-    assert all(bench.tier.holds((digest_of(i), 0)) for i in new)
+    assert all(bench.tier.holds([(digest_of(i), 0) for i in new]))
 
 
 @pytest.mark.parametrize("bench", ["host disk"], indirect=True)

@@ -75,4 +75,4 @@ def byte_level() -> Tokenizer:
 
 
 def wrap(backend: Tokenizer) -> PagemillTokenizer:
-    return PagemillTokenizer(backend, TokenizerSettings(special_tokens={}))
+    return PagemillTokenizer(backend, TokenizerSettings(fingerprint="", special_tokens={}))

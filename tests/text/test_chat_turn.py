@@ -22,7 +22,7 @@ COUNTS = "{{ messages | length }} messages\n" + CHATML
 
 
 def text_of(template, answer, new=(("user", "And?"),), **options):
-    tokenizer = Tokenizer(byte_fallback(), TokenizerSettings(special_tokens={}, chat_template=template))
+    tokenizer = Tokenizer(byte_fallback(), TokenizerSettings(fingerprint="", special_tokens={}, chat_template=template))
     history = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": answer}]
     messages = [{"role": role, "content": content} for role, content in new]
     return turn_text(tokenizer, history, messages, **options)

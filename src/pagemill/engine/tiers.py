@@ -15,7 +15,7 @@ from pagemill.errors import ConfigError, KVStoreError
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.disk_store import DiskStore
 from pagemill.kvcache.host_store import HostStore
-from pagemill.kvcache.lower_tiers import LowerTier, LowerTiers
+from pagemill.kvcache.lower_tiers import LowerTier, LowerTiers, Sources
 from pagemill.kvcache.pages_ahead import PagesAhead
 from pagemill.kvcache.sizing import device_memory, parse_memory
 from pagemill.kvcache.store_format import StoreFormat, default_root
@@ -120,17 +120,13 @@ class Tiers:
         if preempted and self._preemption_mode == "recompute":
             return found
         swap = preempted and self._preemption_mode == "swap"
-        sources: dict[tuple[bytes, int], int | None] = {}
-
-        def is_stored(block: tuple[bytes, int]) -> bool:
-            sources[block] = self.lower.where(block)
-            return sources[block] is not None
-
+        sources = Sources(self.lower, digests)
         try:
-            reach = self._memory.reach(digests, is_stored)
+            reach = self._memory.reach(digests, lambda block: sources[block] is not None)
             if swap and reach < len(digests):
                 self.transfers.flush()
-                reach = self._memory.reach(digests, is_stored)
+                sources = Sources(self.lower, digests)
+                reach = self._memory.reach(digests, lambda block: sources[block] is not None)
         except KVStoreError as error:
             logger.warning("%s", error)
             return found

@@ -7,7 +7,7 @@ from contextlib import suppress
 
 from pagemill.errors import KVStoreError
 from pagemill.kvcache.device_pool import DevicePool
-from pagemill.kvcache.lower_tiers import LowerTiers
+from pagemill.kvcache.lower_tiers import LowerTiers, Sources
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.streaming import Places
 
@@ -23,17 +23,18 @@ def findable(
 ) -> dict[str, int]:
     """Those that a prompt would find that goes on behind a chain, each in the highest tier that has it. A tier that can
     not say counts as empty."""
-    sources: dict[tuple[bytes, int], str] = {}
+    sources = None if tiers is None else Sources(tiers, digests)
 
     def is_stored(block: tuple[bytes, int]) -> bool:
         with suppress(KVStoreError):
-            if tiers is not None and (at := tiers.where(block)) is not None:
-                sources[block] = tiers.tiers[at].name
-        return block in sources
+            return sources is not None and sources[block] is not None
+        return False
 
     digests = digests[: memory.reach(digests, is_stored)]
     found = by_tier(memory, pool, memory.found_places(digests))
-    found |= {tier.name: found.get(tier.name, 0) for tier in (() if tiers is None else tiers.tiers)}
-    for entry, group in memory.lacking(digests):
-        found[sources[digests[entry], group]] += 1
+    if tiers is not None and sources is not None:
+        found |= {tier.name: found.get(tier.name, 0) for tier in tiers.tiers}
+        for entry, group in memory.lacking(digests):
+            if (at := sources[digests[entry], group]) is not None:
+                found[tiers.tiers[at].name] += 1
     return found

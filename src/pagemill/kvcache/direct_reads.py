@@ -23,6 +23,9 @@ from pagemill.kvcache.layout import HUGE_PAGE
 
 _CACHESTAT = 451
 """Linux 6.5's number of cachestat(2), for which the C library has no function."""
+READS_AT_ONCE = 2
+"""They keep the disk busy. If all threads read, all wait, and then check what they read all at once, while the disk
+waits for them."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -42,6 +45,7 @@ class DirectReads:
         self._file = file
         self._most_bytes = most_bytes
         self._of_thread = threading.local()
+        self._reading = threading.Semaphore(READS_AT_ONCE)
         self._direct = -1
         with suppress(OSError, AttributeError):  # a system, or a file system, that can not
             self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
@@ -51,7 +55,7 @@ class DirectReads:
         and ends where pages do. Raises OSError; what would come from behind the file's end is undefined."""
         memory = self._memory()[:nbytes]
         if self._direct >= 0 and not self._has_pages(offset, nbytes):
-            with suppress(OSError):  # not at pages' ends
+            with suppress(OSError), self._reading:  # not at pages' ends
                 if os.preadv(self._direct, [memory.data], offset) == nbytes:
                     return memory
         os.preadv(self._file, [memory.data], offset)

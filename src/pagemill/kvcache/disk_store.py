@@ -98,10 +98,8 @@ class DiskStore:
 
     # What is there
 
-    def holds(self, block: tuple[bytes, int]) -> bool:
-        query = "SELECT 1 FROM blocks WHERE digest = ? AND layer_group = ?"
-        with self._reading():
-            return self._lookup.execute(query, block).fetchone() is not None
+    def holds(self, blocks: Sequence[tuple[bytes, int]]) -> list[bool]:
+        return [slot is not None for slot in self._slots(blocks)]
 
     def num_blocks(self) -> int:
         return self.stats().blocks
@@ -347,8 +345,10 @@ class DiskStore:
 
     @contextmanager
     def _reading(self) -> Iterator[None]:
+        """All queries in one transaction: each that is one of its own takes and gives back the file's locks."""
         try:
-            with self._lookup_lock:
+            with self._lookup_lock, self._lookup:
+                self._lookup.execute("BEGIN")
                 yield
         except sqlite3.Error as error:
             raise KVStoreError(f"the index of the KV store {self.folder} can not be read: {error}") from error

@@ -34,9 +34,9 @@ class HostStore:
     def num_blocks(self) -> int:
         return len(self._slots)
 
-    def holds(self, block: tuple[bytes, int]) -> bool:
+    def holds(self, blocks: Sequence[tuple[bytes, int]]) -> list[bool]:
         with self._lock:
-            return block in self._slots or block in self._leaving
+            return [block in self._slots or block in self._leaving for block in blocks]
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Records) -> list[bool]:
         found = []

@@ -18,6 +18,10 @@ Spill = Callable[[Sequence[BlockName], Records], None]
 """Takes in what makes room in the tier above."""
 
 
+LOOK_AHEAD = 64
+"""Blocks of a chain that are looked up together: each look-up on disk costs more than another block in it."""
+
+
 class LowerTier(Protocol):
     """A store of blocks by digest and layer group. Thread-safe, though only one thread writes. It takes and gives
     records in host memory, and raises KVStoreError where its medium fails.
@@ -33,8 +37,8 @@ class LowerTier(Protocol):
 
     def num_blocks(self) -> int: ...
 
-    def holds(self, block: tuple[bytes, int]) -> bool:
-        """Whether a block (digest, group) is here."""
+    def holds(self, blocks: Sequence[tuple[bytes, int]]) -> list[bool]:
+        """Which of these blocks (digest, group) are here."""
         ...
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Records) -> list[bool]:
@@ -73,26 +77,21 @@ class LowerTiers:
                 held[tier.name] = tier.num_blocks()
         return held
 
-    def holds(self, block: tuple[bytes, int], lasting: bool = False) -> bool:
-        """Whether a block (digest, group) is stored; with `lasting`, where it outlives the process, if there is such a
+    def holds(self, blocks: Sequence[tuple[bytes, int]], lasting: bool = False) -> list[bool]:
+        """Which blocks (digest, group) are stored; with `lasting`, where they outlive the process, if there is such a
         tier."""
-        return any(tier.holds(block) for tier in self.tiers[self._kept if lasting else 0 :])
+        return [source is not None for source in self.where(blocks, self._kept if lasting else 0)]
 
-    def where(self, block: tuple[bytes, int]) -> int | None:
-        """The tier from which a block (digest, group) is to be read, counted from the highest; None: it is nowhere."""
-        return next((at for at, tier in enumerate(self.tiers) if tier.holds(block)), None)
+    def where(self, blocks: Sequence[tuple[bytes, int]], highest: int = 0) -> list[int | None]:
+        """The tiers, `highest` and those below, from which blocks (digest, group) are to be read, counted from the
+        highest of all; None for those that are nowhere."""
+        return self._search(len(blocks), lambda tier, rows: tier.holds([blocks[row] for row in rows]), highest)
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Records) -> list[int | None]:
         """Blocks (digest, group) into `out`, a record each; from which tier each came, None where it was not there."""
-        found: list[int | None] = [None] * len(blocks)
-        for at, tier in enumerate(self.tiers):
-            missing = [row for row, source in enumerate(found) if source is None]
-            if not missing:
-                break
-            arrived = tier.read([blocks[row] for row in missing], [out[row] for row in missing])
-            for row, whole in zip(missing, arrived, strict=True):
-                found[row] = at if whole else None
-        return found
+        return self._search(
+            len(blocks), lambda tier, rows: tier.read([blocks[row] for row in rows], [out[row] for row in rows])
+        )
 
     def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
         """These blocks (digest, group) were used just now, the first of them last."""
@@ -116,13 +115,44 @@ class LowerTiers:
     def sink(self, names: Sequence[BlockName], count: int) -> None:
         """Stores those of these blocks that end with the process where they outlive it too, `count` at a time. Raises
         KVStoreError if a tier takes no more."""
-        sinking = [name for name in names if not self.holds(name[:2], lasting=True)]
+        kept = self.holds([name[:2] for name in names], lasting=True)
+        sinking = [name for name, there in zip(names, kept, strict=True) if not there]
         for first in range(0, len(sinking), count):
             part = sinking[first : first + count]
             records = np.empty((len(part), self.record_bytes), dtype=np.uint8)
             there = [source is not None for source in self.read([name[:2] for name in part], records)]
             self.keep(list(compress(part, there)), records[there])
 
+    def _search(
+        self, count: int, ask: Callable[[LowerTier, Sequence[int]], list[bool]], highest: int = 0
+    ) -> list[int | None]:
+        """The highest tier that has each of `count` rows. `ask`: which of these rows a tier has."""
+        found: list[int | None] = [None] * count
+        for at, tier in enumerate(self.tiers[highest:], highest):
+            missing = [row for row, source in enumerate(found) if source is None]
+            if missing:
+                for row, there in zip(missing, ask(tier, missing), strict=True):
+                    found[row] = at if there else None
+        return found
+
     def _write(self, at: int, names: Sequence[BlockName], records: Records) -> None:
         if at < len(self.tiers):
             self.tiers[at].write(names, records, partial(self._write, at + 1))
+
+
+class Sources:
+    """From which tier each block of a chain is to be read, and None for those that are nowhere. Raises KVStoreError."""
+
+    def __init__(self, tiers: LowerTiers, digests: Sequence[bytes]) -> None:
+        self._tiers = tiers
+        self._digests = digests
+        self._entries = {digest: entry for entry, digest in enumerate(digests)}
+        self._known: dict[tuple[bytes, int], int | None] = {}
+
+    def __getitem__(self, block: tuple[bytes, int]) -> int | None:
+        if block not in self._known:
+            entry, group = self._entries[block[0]], block[1]
+            near = [(digest, group) for digest in self._digests[entry : entry + LOOK_AHEAD]]
+            unknown = [each for each in near if each not in self._known]
+            self._known.update(zip(unknown, self._tiers.where(unknown), strict=True))
+        return self._known[block]

@@ -24,8 +24,8 @@ from pagemill.machine import usable_cores
 
 AHEAD_BYTES = 256 << 20
 """Of the frames that get their pages before the first request."""
-SHARE = 8
-"""Nor more than a pool's eighth."""
+SHARE = 4
+"""Nor more than a pool's quarter."""
 FRAMES_AT_ONCE = 16
 """A step gets the pages of so many frames together, if pages are small."""
 SLOW_BYTES_PER_S = 1 << 30

@@ -106,7 +106,7 @@ class Transfers:
         """Copies blocks out of their frames now and stores them later; with `keep`, where they outlive the process, and
         all of them, however long that takes. What is stored already counts as used."""
         try:
-            here = [self._tiers.holds(save.name[:2], lasting=keep) for save in saves]
+            here = self._tiers.holds([save.name[:2] for save in saves], lasting=keep)
         except KVStoreError as error:
             logger.warning("%s", error)
             self._count(dropped=len(saves))

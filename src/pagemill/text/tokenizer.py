@@ -7,7 +7,6 @@ the first time it sees a model, see `tokenizer_files`).
 from __future__ import annotations
 
 import functools
-import hashlib
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -80,10 +79,10 @@ class Tokenizer:
         """What single tokens contribute to a text; shared by the detokenizers of all sequences."""
         return TokenTexts(self._backend)
 
-    @functools.cached_property
+    @property
     def fingerprint(self) -> str:
-        """SHA-256 of the whole tokenizer, hexadecimal: with equal ones, equal token ids mean equal texts."""
-        return hashlib.sha256(self._backend.to_str().encode()).hexdigest()
+        """Of the whole tokenizer: with equal ones, equal token ids mean equal texts."""
+        return self._settings.fingerprint
 
     @functools.cached_property
     def hf(self) -> Any:

@@ -21,7 +21,7 @@ import tokenizers
 from pagemill.errors import TokenizerError
 from pagemill.hub.registry import cache_dir
 
-_FORM = 1
+_FORM = 2
 """Raise it when what is kept, or how it is made, changes."""
 _SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 _ALSO_READ = (
@@ -34,6 +34,8 @@ _WAY_OUT = "pass --tokenizer (tokenizer=) with a folder or GGUF file that has on
 class TokenizerSettings(msgspec.Struct, kw_only=True):
     """What a tokenizer is, apart from its tokenizer.json."""
 
+    fingerprint: str
+    """SHA-256 of the whole tokenizer, hexadecimal: with equal ones, equal token ids mean equal texts."""
     special_tokens: dict[str, str]
     """By role, such as `eos_token`: what chat templates see."""
     bos_token_id: int | None = None
@@ -98,7 +100,9 @@ def _convert(path: Path) -> tuple[str, TokenizerSettings]:
         backend.no_padding()
         if not backend.get_vocab_size():
             raise ValueError("its vocabulary is empty")
+        text = backend.to_str()
         settings = TokenizerSettings(
+            fingerprint=hashlib.sha256(text.encode()).hexdigest(),
             special_tokens={
                 role: str(token) for role, token in made.special_tokens_map.items() if isinstance(token, str)
             },
@@ -108,7 +112,7 @@ def _convert(path: Path) -> tuple[str, TokenizerSettings]:
             chat_template=made.chat_template,
             split_special_tokens=bool(made.split_special_tokens),
         )
-        return backend.to_str(), settings
+        return text, settings
     except Exception as error:  # transformers and its parsers raise anything at all for files that they can not read
         raise TokenizerError(
             f"the tokenizer of {os.fspath(path)!r} can not be read: {type(error).__name__}: {error}; "
