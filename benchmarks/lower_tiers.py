@@ -4,10 +4,12 @@
 
 Sessions without common text are begun in one `LLM`, which is closed, and go on in a new one, where the first token of
 a turn needs their blocks from disk; then with another turn when these are in the pool, which says what the step takes.
-Before and after a turn, as many bytes of the store's file are read by two threads, directly and with nothing of it in
-memory: that is what the disk takes at that time, which others may use too. Medians of new `LLM`s, which have computed
-one prompt without a session before. In each, the whole file is read so too, and then the store's blocks through
-`DiskStore`, checksums included, by as many threads as load blocks.
+In a new pool, of 1 GiB, loads may have the system find pages first. In a used one the pages are there: it has room for
+the longest session only, and a session as long as that comes before each. The goal is 80 % of the disk's speed and one
+step: before and after a turn, as many bytes of the store's file are read by two threads, directly and with nothing of
+it in memory, which is what the disk takes at that time. Medians of new `LLM`s, which have computed one prompt without a
+session before. In each, the whole file is read so too, and then the store's blocks through `DiskStore`, checksums
+included, by as many threads as load blocks.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import os
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -34,6 +37,8 @@ THREADS = 2
 STORE_THREADS = 4
 """As `Transfers` has."""
 FIRST_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+FILLER = "filler"
+"""A session as long as the longest."""
 TURN = 20
 """Tokens of what a session is asked next."""
 
@@ -77,10 +82,11 @@ def read_store(disk: DiskStore) -> float:
     drop_cache(disk.folder / "blocks.dat")
     names = disk.names()
     step = max(1, PIECE_BYTES // disk.record_bytes)
+    outs = [np.frombuffer(whole_pages(step * disk.record_bytes), dtype=np.uint8) for _ in range(STORE_THREADS)]
     with ThreadPoolExecutor(STORE_THREADS) as threads:
 
         def read(first: int) -> None:
-            out = np.frombuffer(whole_pages(step * disk.record_bytes), dtype=np.uint8).reshape(step, -1)
+            out = outs[first].reshape(step, -1)
             for at in range(first * step, len(names), STORE_THREADS * step):
                 part = names[at : at + step]
                 assert all(disk.read([name[:2] for name in part], out[: len(part)]))
@@ -118,42 +124,50 @@ def main() -> None:
     lengths = [int(length) for length in arguments.tokens.split(",")]
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
 
-        def make() -> LLM:
+        def make(kv_memory: int | str) -> LLM:
             return LLM(
-                MODEL, dtype=arguments.dtype, kv_disk_memory="8GiB", kv_disk_path=folder, kv_memory="1GiB",
+                MODEL, dtype=arguments.dtype, kv_disk_memory="8GiB", kv_disk_path=folder, kv_memory=kv_memory,
                 max_model_len=max(lengths) + 64, hf_overrides={"max_position_embeddings": max(lengths) + 64},
                 session_path=f"{folder}/sessions.sqlite",
             )  # fmt: skip
 
-        with make() as llm:
+        with make("1GiB") as llm:
             llm.generate({"prompt_token_ids": text[-700:]}, FIRST_TOKEN, use_tqdm=False)
             begins = [1000 + sum(lengths[:i]) for i in range(len(lengths))]
             computed = [first_token_s(llm, str(n), text[at : at + n])[0] for n, at in zip(lengths, begins, strict=True)]
-        speeds, turns = [], []
-        for turn in range(0, 2 * TURN * arguments.rounds, 2 * TURN):
-            with make() as llm:
+            first_token_s(llm, FILLER, text[1000 + sum(lengths) :][: max(lengths)])
+            one_at_a_time = (max(lengths) // 16 + 8) * llm._core._engine.pool.layout.frame_bytes
+        speeds: list[tuple[float, float]] = []
+        turns: dict[tuple[str, int], list[tuple[float, ...]]] = {}
+        prompts = (text[at : at + TURN] for at in range(0, len(text), TURN))
+        for _, pool in product(range(arguments.rounds), ("new", "used")):
+            with make("1GiB" if pool == "new" else one_at_a_time) as llm:
                 disk = llm._core._tiers.lower.tiers[-1]
                 path, slot_bytes = disk.folder / "blocks.dat", disk.slot_bytes
                 size = path.stat().st_size
                 speeds.append((size / read_file(path, size), size / read_store(disk)))
                 llm.generate({"prompt_token_ids": text[-700:]}, FIRST_TOKEN, use_tqdm=False)
-                turns.append([])
                 for length in lengths:
+                    if pool == "used":
+                        resume_s(llm, FILLER, next(prompts))
                     size = length // 16 * slot_bytes
                     before_s = read_file(path, size)
                     drop_cache(path)
-                    resumed_s, found = resume_s(llm, str(length), text[turn : turn + TURN])
+                    loaded = llm._core.stats().blocks_loaded
+                    resumed_s, found = resume_s(llm, str(length), next(prompts))
+                    loaded = llm._core.stats().blocks_loaded - loaded
                     disk_s = (before_s + read_file(path, size)) / 2
-                    step_s, _ = resume_s(llm, str(length), text[turn + TURN : turn + 2 * TURN])
-                    turns[-1].append((found, disk_s, step_s, disk_s / 0.8 + step_s, resumed_s))
+                    step_s, _ = resume_s(llm, str(length), next(prompts))
+                    goal_s = disk_s / 0.8 + step_s
+                    turns.setdefault((pool, length), []).append((found, loaded, disk_s, step_s, goal_s, resumed_s))
         file, store = (median(each) for each in zip(*speeds, strict=True))
         print(f"disk {file / 1e6:.0f} MB/s, store {store / 1e6:.0f} MB/s: {store / file:.0%} of it (goal: 80 %)\n")
-        print("| tokens | found | MB | computed, s | disk, s | step, s | disk / 80 % + step, s | resumed, s |")
-        print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
-        for length, computed_s, rounds in zip(lengths, computed, zip(*turns, strict=True), strict=True):
-            found, *seconds = (median(each) for each in zip(*rounds, strict=True))
-            figures = " | ".join(f"{each:.3f}" for each in seconds)
-            print(f"| {length} | {found} | {found // 16 * slot_bytes / 1e6:.0f} | {computed_s:.2f} | {figures} |")
+        print("| pool | tokens | found | loaded, MB | computed, s | disk, s | step, s | goal, s | resumed, s |")
+        print("| :--- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+        for (pool, length), rounds in turns.items():
+            found, loaded, *seconds = (median(each) for each in zip(*rounds, strict=True))
+            figures = " | ".join(f"{each:.3f}" for each in (computed[lengths.index(length)], *seconds))
+            print(f"| {pool} | {length} | {found} | {loaded * slot_bytes / 1e6:.0f} | {figures} |")
 
 
 if __name__ == "__main__":

@@ -17,6 +17,11 @@ from pagemill.kvcache.layout import HUGE_PAGE
 SIZE = 1 << 20
 
 
+def read(file: DirectReads, nbytes: int, offset: int) -> np.ndarray:
+    with file.read(nbytes, offset) as memory:
+        return memory.copy()
+
+
 @pytest.fixture
 def content() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 256, SIZE, dtype=np.uint8)
@@ -38,9 +43,9 @@ def file(tmp_path, content):
 def test_what_the_system_does_not_have_does_not_go_through_its_memory(file, content) -> None:
     if file._direct < 0 or file._has_pages(0, SIZE):
         pytest.skip("this system does not read directly, or does not say what it has in memory")
-    assert (file.read(24576, 65536) == content[65536 : 65536 + 24576]).all()
+    assert (read(file, 24576, 65536) == content[65536 : 65536 + 24576]).all()
     assert not file._has_pages(0, SIZE)
-    assert (file.read(8192, 100) == content[100:8292]).all()
+    assert (read(file, 8192, 100) == content[100:8292]).all()
     assert file._has_pages(0, SIZE)
 
 
@@ -49,19 +54,26 @@ def test_what_the_system_does_not_have_does_not_go_through_its_memory(file, cont
 def test_every_read_is_right(file, content, nbytes, offset, direct) -> None:
     if not direct:
         os.pread(file._file, SIZE, 0)
-    assert (file.read(nbytes, offset) == content[offset : offset + nbytes]).all()
+    assert (read(file, nbytes, offset) == content[offset : offset + nbytes]).all()
 
 
 def test_what_there_is_before_the_end_is_read(file, content) -> None:
-    assert (file.read(8192, SIZE - 4096)[:4096] == content[-4096:]).all()
+    assert (read(file, 8192, SIZE - 4096)[:4096] == content[-4096:]).all()
 
 
-def test_what_one_thread_reads_no_other_overwrites(file, content) -> None:
-    first = file.read(8192, 0)
-    with ThreadPoolExecutor(1) as other:
-        assert (other.submit(file.read, 8192, 8192).result() == content[8192:16384]).all()
-    assert (first == content[:8192]).all()
-    assert first.ctypes.data % HUGE_PAGE == 0
+def test_what_is_in_use_is_not_read_over(file, content) -> None:
+    with file.read(8192, 0) as first:
+        for offset in range(8192, 6 * 8192, 8192):
+            assert (read(file, 8192, offset) == content[offset : offset + 8192]).all()
+        assert (first == content[:8192]).all()
+        assert first.ctypes.data % HUGE_PAGE == 0
+
+
+def test_a_read_that_fails_gives_its_memory_back(file, content) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), file._file)
+    for _ in range(9):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            read(file, 8192, 77)
 
 
 def test_threads_that_read_directly_leave_others_the_cores(file, content, monkeypatch) -> None:
@@ -82,6 +94,6 @@ def test_threads_that_read_directly_leave_others_the_cores(file, content, monkey
     monkeypatch.setattr(direct_reads.os, "preadv", slow)
     monkeypatch.setattr(file, "_has_pages", lambda *where: False)
     with ThreadPoolExecutor(4) as threads:
-        parts = list(threads.map(lambda at: file.read(8192, at).copy(), range(0, 16 * 8192, 8192)))
+        parts = list(threads.map(lambda at: read(file, 8192, at), range(0, 16 * 8192, 8192)))
     assert (np.concatenate(parts) == content[: 16 * 8192]).all()
     assert max(seen) == READS_AT_ONCE

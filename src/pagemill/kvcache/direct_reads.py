@@ -12,13 +12,15 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from queue import LifoQueue
 
 import numpy as np
 from numpy.typing import NDArray
 
-from pagemill.kvcache.advice import HUGE, private_memory
+from pagemill.kvcache.advice import HUGE, POPULATE_WRITE, advise, private_memory
 from pagemill.kvcache.layout import HUGE_PAGE
 
 _CACHESTAT = 451
@@ -38,41 +40,45 @@ class _Pages(ctypes.Structure):
 
 
 class DirectReads:
-    """Of the file at `path`, which another descriptor, `file`, has open too, at most `most_bytes` at once. Thread-safe:
-    each thread that reads has memory of its own."""
+    """Of the file at `path`, which another descriptor, `file`, has open too, at most `most_bytes` at once. Thread-safe;
+    as many threads as there are `buffers` use what they have read at a time, others wait. The buffers have their pages
+    from the start."""
 
-    def __init__(self, path: Path, file: int, most_bytes: int) -> None:
+    def __init__(self, path: Path, file: int, most_bytes: int, buffers: int = 4) -> None:
         self._file = file
-        self._most_bytes = most_bytes
-        self._of_thread = threading.local()
         self._reading = threading.Semaphore(READS_AT_ONCE)
+        self._buffers = LifoQueue[NDArray[np.uint8]]()
+        nbytes = -(-most_bytes // HUGE_PAGE) * HUGE_PAGE
+        memory = np.frombuffer(private_memory((buffers * nbytes) + HUGE_PAGE, HUGE), dtype=np.uint8)
+        memory = memory[-memory.ctypes.data % HUGE_PAGE :][: buffers * nbytes]
+        advise(memory.ctypes.data, memory.nbytes, POPULATE_WRITE)
+        for buffer in memory.reshape(buffers, nbytes):
+            self._buffers.put(buffer)
         self._direct = -1
         with suppress(OSError, AttributeError):  # a system, or a file system, that can not
             self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
 
-    def read(self, nbytes: int, offset: int) -> NDArray[np.uint8]:
-        """The file from `offset` on, in memory that the same thread's next read overwrites. Reads directly what begins
-        and ends where pages do. Raises OSError; what would come from behind the file's end is undefined."""
-        memory = self._memory()[:nbytes]
-        if self._direct >= 0 and not self._has_pages(offset, nbytes):
+    @contextmanager
+    def read(self, nbytes: int, offset: int) -> Iterator[NDArray[np.uint8]]:
+        """The file from `offset` on. Reads directly what begins and ends where pages do. Raises OSError; what would
+        come from behind the file's end is undefined."""
+        buffer = self._buffers.get()
+        try:
+            self._fill(buffer[:nbytes], offset)
+            yield buffer[:nbytes]
+        finally:
+            self._buffers.put(buffer)
+
+    def _fill(self, memory: NDArray[np.uint8], offset: int) -> None:
+        if self._direct >= 0 and not self._has_pages(offset, memory.nbytes):
             with suppress(OSError), self._reading:  # not at pages' ends
-                if os.preadv(self._direct, [memory.data], offset) == nbytes:
-                    return memory
+                if os.preadv(self._direct, [memory.data], offset) == memory.nbytes:
+                    return
         os.preadv(self._file, [memory.data], offset)
-        return memory
 
     def close(self) -> None:
         if self._direct >= 0:
             os.close(self._direct)
-
-    def _memory(self) -> NDArray[np.uint8]:
-        """Of this thread; it begins where a huge page does."""
-        if not hasattr(self._of_thread, "memory"):
-            nbytes = (-(-self._most_bytes // HUGE_PAGE) + 1) * HUGE_PAGE
-            raw = np.frombuffer(private_memory(nbytes, HUGE), dtype=np.uint8)
-            self._of_thread.memory = raw[-raw.ctypes.data % HUGE_PAGE :]
-        own: NDArray[np.uint8] = self._of_thread.memory
-        return own
 
     def _has_pages(self, offset: int, nbytes: int) -> bool:
         """Whether the system has any of it in its memory, or does not say."""

@@ -118,8 +118,8 @@ class DiskStore:
         rows = sorted((slot, row) for row, slot in enumerate(slots) if slot is not None)
         found = [False] * len(blocks)
         for run in _runs(rows, self._read_at_once):
-            with suppress(OSError):  # what could not be read is not there
-                images = self._reads.read(len(run) * self.slot_bytes, run[0][0] * self.slot_bytes)
+            where = len(run) * self.slot_bytes, run[0][0] * self.slot_bytes
+            with suppress(OSError), self._reads.read(*where) as images:  # what could not be read is not there
                 for (_, row), image in zip(run, images.reshape(len(run), -1), strict=True):
                     record = image[self._layout.head_bytes :]
                     if is_whole(image, record, *blocks[row]):
