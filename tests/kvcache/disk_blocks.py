@@ -45,3 +45,10 @@ def read(store: DiskStore, indices, group: int = 0) -> list[int]:
         if found[row]:
             np.testing.assert_array_equal(out[row], content(i, group))
     return [i for i, whole in zip(indices, found, strict=True) if whole]
+
+
+def write_frames(pool, frames, records: np.ndarray) -> None:
+    """The reverse of `pool.read_frames`."""
+    with pool.records(frames) as places:
+        for place, record in zip(places, records, strict=True):
+            place[:] = record.reshape(place.shape)

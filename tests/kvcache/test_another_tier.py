@@ -6,7 +6,7 @@ from itertools import compress
 import numpy as np
 import pytest
 import torch
-from disk_blocks import FORMAT, digest_of, name_of
+from disk_blocks import FORMAT, digest_of, name_of, write_frames
 
 from device_tier import DeviceTier
 from pagemill.kvcache.device_pool import DevicePool
@@ -40,7 +40,7 @@ def pool():
 def contents(pool):
     """Of the pool's frames, and of the blocks of the same number."""
     contents = np.random.default_rng(0).integers(0, 256, (BLOCKS, pool.record_bytes), dtype=np.uint8)
-    pool.write_frames(range(BLOCKS), contents)
+    write_frames(pool, range(BLOCKS), contents)
     return contents
 
 
@@ -82,7 +82,7 @@ def test_blocks_go_down_tier_by_tier_and_come_back_from_each(pool, contents, ful
     assert tiers.num_blocks() == {"device": len(DEVICE), "host": len(HOST), "disk": HOST[0]}
     assert [found(tier) for tier in tiers.tiers] == [list(DEVICE), list(HOST), list(range(HOST[0]))]
     assert tiers.holds([(digest_of(i), 0) for i in range(BLOCKS + 1)]) == [True] * BLOCKS + [False]
-    pool.write_frames(range(BLOCKS), np.zeros_like(contents))
+    write_frames(pool, range(BLOCKS), np.zeros_like(contents))
     order = np.random.default_rng(1).permutation(BLOCKS)
     transfers.load(Load(7, [(digest_of(i), 0) for i in order], list(range(BLOCKS))))
     assert transfers.finished(wait_s=30) == {7: [True] * BLOCKS}

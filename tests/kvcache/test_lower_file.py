@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from disk_blocks import write_frames
 
 from pagemill.errors import KVStoreError
 from pagemill.kvcache import lower_file
@@ -36,7 +37,7 @@ def raw(pool, frame):
 def test_frames_are_copied_down_and_up(pool):
     low = pool.first_lower
     above, below = random_records(pool, 2)
-    pool.write_frames([2, low + 1], np.stack([above, below]))
+    write_frames(pool, [2, low + 1], np.stack([above, below]))
     assert (raw(pool, low + 1) == below).all(), "mapped where attention reads it"
     assert pool.copy_frames(torch.tensor([2, low + 1, 4, low + 4]), torch.tensor([low + 4, 4, 2, 5])) == []
     for frame, record in ((low + 4, above), (4, below), (2, below), (5, above)):
@@ -59,7 +60,7 @@ def test_what_is_loaded_into_lower_frames_is_there_when_all_has_arrived(pool):
 def test_a_frame_that_can_not_be_read_or_written_is_said_and_no_other_suffers(pool):
     low, file = pool.first_lower, pool._file._file.fileno()
     wanted = random_records(pool, 3)
-    pool.write_frames([0, 1, low], wanted)
+    write_frames(pool, [0, 1, low], wanted)
     pool.copy_frames(torch.tensor([1]), torch.tensor([low + 4]))
     size = os.fstat(file).st_size
     os.ftruncate(file, pool._file._offset(pool.pieces[0] - 1, 4))
@@ -73,21 +74,21 @@ def test_a_frame_that_can_not_be_read_or_written_is_said_and_no_other_suffers(po
     assert pool.copy_frames(torch.tensor([0, 1]), torch.tensor([low + 4, 8])) == [low + 4]
     assert (raw(pool, 8) == wanted[1]).all()
     with pytest.raises(KVStoreError, match="can not be written"):
-        pool.write_frames([low], wanted[:1])
+        write_frames(pool, [low], wanted[:1])
     with pytest.raises(KVStoreError, match="can not be written"), pool.records([low]):
         pass
 
 
 def test_what_the_system_could_not_write_later_is_noticed_until_it_is_taken_note_of(pool, monkeypatch):
     low, wanted = pool.first_lower, random_records(pool, 1)
-    pool.write_frames([low], wanted)
+    write_frames(pool, [low], wanted)
     with monkeypatch.context() as patch:
         patch.setattr(lower_file, "_libc", SimpleNamespace(sync_file_range=lambda *_: -1))
         assert pool.read_frames([low])[1] == [False]
     assert pool.copy_frames(torch.tensor([low]), torch.tensor([1])) == [1]
     assert pool.take_loss()
     assert not pool.take_loss()
-    pool.write_frames([low], wanted)
+    write_frames(pool, [low], wanted)
     assert pool.copy_frames(torch.tensor([low]), torch.tensor([1])) == []
     assert (raw(pool, 1) == wanted[0]).all()
 

@@ -92,7 +92,7 @@ def make_tiers(
                 param="kv_host_memory",
             )
         if capacity > 0:
-            tiers.append(HostStore(capacity, record_bytes))
+            tiers.append(HostStore(capacity, record_bytes, pinned=pool.device.type == "cuda"))
     if config.kv_disk_memory is not None:
         limit, name = _disk_bytes(config) - taken["disk"], Path(config.model).stem
         if limit > 2 * record_bytes or not taken["disk"]:

@@ -23,11 +23,12 @@ from pagemill import _kernels
 from pagemill.attention.interface import LayerCache
 from pagemill.errors import KVMemoryError, KVStoreError
 from pagemill.kvcache.advice import HUGE, private_memory
+from pagemill.kvcache.device_frames import DeviceFrames
 from pagemill.kvcache.layer_groups import LayerGroups
 from pagemill.kvcache.layout import SCALE_BYTES, KVLayout, block_major, layer_major
 from pagemill.kvcache.lower_file import LowerFile, Region
 from pagemill.kvcache.read_ahead import ReadAhead
-from pagemill.kvcache.records import Records
+from pagemill.kvcache.records import Places
 
 logger = logging.getLogger(__name__)
 
@@ -105,6 +106,7 @@ class DevicePool:
             self.storage, (pieces, self.total_frames, per_frame), (stride, self.layout.frame_stride, 1)
         )
         """[pieces, frames, elements]: the contiguous pieces of every frame."""
+        self._on_device = None if self.device.type == "cpu" else DeviceFrames(self._frames)
         members = [layer for group in groups.groups for layer in group.layers]
         self._where = {layer: groups.place(layer) for layer in members}
         self._file: LowerFile | None = None
@@ -126,9 +128,8 @@ class DevicePool:
         if not len(source):
             return []
         source, target = (ids.to(self.device, torch.int64).contiguous() for ids in (source, target))
-        if self.device.type != "cpu":
-            for here, there in zip(source.tolist(), target.tolist(), strict=True):
-                self._frames[:, there] = self._frames[:, here]
+        if self._on_device is not None:
+            self._on_device.copy(source, target)
             return []
         for ids in (source, target):
             if int(ids.min()) < 0 or int(ids.max()) >= self.total_frames:
@@ -219,38 +220,28 @@ class DevicePool:
     def read_frames(self, frames: Sequence[int]) -> tuple[NDArray[np.uint8], list[bool]]:
         """Contents of frames as records [n, frame bytes], on the host: the frame's pieces one after the other. And
         which of them could be read."""
-        if self.device.type != "cpu":
-            ids = torch.tensor(frames, device=self.device)
-            pieces = self._frames[:, ids].transpose(0, 1).contiguous().cpu()
-            return pieces.view(torch.uint8).numpy().reshape(len(frames), -1), [True] * len(frames)
+        if self._on_device is not None:
+            return self._on_device.read(frames), [True] * len(frames)
         records = np.empty((len(frames), *self._bytes.shape[::2]), dtype=np.uint8)
         whole = [self._read_into(record, frame) for record, frame in zip(records, frames, strict=True)]
         return records.reshape(len(frames), -1), whole
 
-    @contextmanager
-    def records(self, frames: Sequence[int]) -> Iterator[Records]:
-        """A record for each of these frames, to be written: on CPU the frames themselves; elsewhere, and for frames in
-        a file, memory on the host that is copied into them at the end. What is not written is undefined. Raises
-        KVStoreError if the disk does not take it."""
-        if self.device.type == "cpu":
-            raw = self._bytes
-            staged = {frame: np.empty_like(raw[:, 0]) for frame in frames if self._in_file(frame)}
-            yield [staged[frame] if frame in staged else raw[:, frame] for frame in frames]
-            for frame, record in staged.items():
-                self._put(frame, record)
-        else:
-            host = np.empty((len(frames), self.record_bytes), dtype=np.uint8)
-            yield host
-            self.write_frames(frames, host)
+    def mark(self) -> torch.cuda.Event | None:
+        """What the device has been asked to do so far, on a device that does it later."""
+        return None if self._on_device is None else self._on_device.mark()
 
-    def write_frames(self, frames: Sequence[int], records: NDArray[np.uint8]) -> None:
-        """The reverse of `read_frames`. Raises KVStoreError if the disk does not take them."""
-        pieces = records.reshape(len(frames), self._frames.shape[0], -1)
-        if self.device.type != "cpu":
-            raw = self._frames.view(torch.uint8)
-            raw[:, torch.tensor(frames, device=self.device)] = torch.from_numpy(pieces).to(self.device).transpose(0, 1)
+    @contextmanager
+    def records(self, frames: Sequence[int], after: torch.cuda.Event | None = None) -> Iterator[Places]:
+        """A place for each frame's record, to be written when what `after` marks is done: the frames themselves; for
+        frames in a file, memory that is copied into them at the end. What is not written is undefined. Raises
+        KVStoreError if the disk does not take it."""
+        if self._on_device is not None:
+            yield self._on_device.records(frames, after)
             return
-        for frame, record in zip(frames, pieces, strict=True):
+        raw = self._bytes
+        staged = {frame: np.empty_like(raw[:, 0]) for frame in frames if self._in_file(frame)}
+        yield [staged[frame] if frame in staged else raw[:, frame] for frame in frames]
+        for frame, record in staged.items():
             self._put(frame, record)
 
     @property

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from pagemill.errors import KVStoreError
 from pagemill.kvcache.direct_reads import DirectReads
 from pagemill.kvcache.lower_tiers import Spill
-from pagemill.kvcache.records import Records
+from pagemill.kvcache.records import Places, Records
 from pagemill.kvcache.slots import HEADER_BYTES, Slots, is_whole, name_in
 from pagemill.kvcache.store_format import StoreFormat
 from pagemill.memory.work import BlockName
@@ -111,7 +111,7 @@ class DiskStore:
 
     # Reading and writing
 
-    def read(self, blocks: Sequence[tuple[bytes, int]], out: Records) -> list[bool]:
+    def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[bool]:
         """Blocks (digest, group) into `out`, a record each; which of them were there, whole. The other records hold
         nothing of use. A broken block is dropped from the store."""
         slots = self._slots(blocks)

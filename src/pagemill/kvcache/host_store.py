@@ -11,8 +11,9 @@ from numpy.typing import NDArray
 
 from pagemill.errors import KVMemoryError
 from pagemill.kvcache.advice import NOT_HUGE, private_memory
+from pagemill.kvcache.device_frames import pin, unpin
 from pagemill.kvcache.lower_tiers import Spill
-from pagemill.kvcache.records import Records
+from pagemill.kvcache.records import Places, Records
 from pagemill.memory.work import BlockName
 
 
@@ -23,9 +24,12 @@ class HostStore:
     name = "host"
     lasting = False
 
-    def __init__(self, capacity: int, record_bytes: int) -> None:
+    def __init__(self, capacity: int, record_bytes: int, pinned: bool = False) -> None:
         self.capacity = capacity
         self._arena = _arena(capacity, record_bytes)
+        self._pinned = pinned
+        if pinned:
+            pin(self._arena)
         self._slots: OrderedDict[tuple[bytes, int], tuple[int, BlockName]] = OrderedDict()
         self._leaving: dict[tuple[bytes, int], NDArray[np.uint8]] = {}
         self._free = list(range(capacity - 1, -1, -1))
@@ -38,7 +42,7 @@ class HostStore:
         with self._lock:
             return [block in self._slots or block in self._leaving for block in blocks]
 
-    def read(self, blocks: Sequence[tuple[bytes, int]], out: Records) -> list[bool]:
+    def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[bool]:
         found = []
         with self._lock:
             for row, block in enumerate(blocks):
@@ -83,7 +87,9 @@ class HostStore:
             return [name for _, name in reversed(self._slots.values())]
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Nothing may be read or written any more."""
+        if self._pinned:
+            unpin(self._arena)
 
 
 def _arena(capacity: int, record_bytes: int) -> NDArray[np.uint8]:

@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from pagemill.errors import KVStoreError
-from pagemill.kvcache.records import Records
+from pagemill.kvcache.records import Places, Records
 from pagemill.memory.work import BlockName
 
 Spill = Callable[[Sequence[BlockName], Records], None]
@@ -41,7 +41,7 @@ class LowerTier(Protocol):
         """Which of these blocks (digest, group) are here."""
         ...
 
-    def read(self, blocks: Sequence[tuple[bytes, int]], out: Records) -> list[bool]:
+    def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[bool]:
         """Blocks (digest, group) into `out`, a record each; which of them were here. The others are undefined."""
         ...
 
@@ -87,7 +87,7 @@ class LowerTiers:
         highest of all; None for those that are nowhere."""
         return self._search(len(blocks), lambda tier, rows: tier.holds([blocks[row] for row in rows]), highest)
 
-    def read(self, blocks: Sequence[tuple[bytes, int]], out: Records) -> list[int | None]:
+    def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[int | None]:
         """Blocks (digest, group) into `out`, a record each; from which tier each came, None where it was not there."""
         return self._search(
             len(blocks), lambda tier, rows: tier.read([blocks[row] for row in rows], [out[row] for row in rows])

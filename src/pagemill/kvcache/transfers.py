@@ -17,6 +17,7 @@ from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from pagemill.errors import KVStoreError
@@ -169,18 +170,26 @@ class Transfers:
         if not self._loads:
             self._loading_since = time.monotonic()
             self._pages.begin()
+        before = self._pool.mark()
         starts = range(0, len(load.blocks), self._piece)
         self._loads[load.id] = UnderWay(load, [None] * len(starts))
         for piece, first in enumerate(starts):
             end = first + self._piece
-            self._readers.submit(self._fetch, load.id, piece, load.blocks[first:end], load.frames[first:end])
+            self._readers.submit(self._fetch, load.id, piece, load.blocks[first:end], load.frames[first:end], before)
 
-    def _fetch(self, load: int, piece: int, blocks: Sequence[tuple[bytes, int]], frames: Sequence[int]) -> None:
+    def _fetch(
+        self,
+        load: int,
+        piece: int,
+        blocks: Sequence[tuple[bytes, int]],
+        frames: Sequence[int],
+        before: torch.cuda.Event | None,
+    ) -> None:
         begin = time.monotonic()
         sources: list[int | None] = [None] * len(blocks)
         try:
             self._pages.make(frames)
-            with self._pool.records(frames) as records:
+            with self._pool.records(frames, before) as records:
                 found = self._tiers.read(blocks, records)
             sources = found
         except (KVStoreError, MemoryError) as error:
