@@ -35,6 +35,7 @@ from pagemill.errors import ConfigError
         ("enable_prefix_caching", "yes"),
         ("eviction_policy", "fifo"),
         ("kv_compaction", "on"),
+        ("kv_host_compression", "gzip"),
         ("preemption_mode", "drop"),
         ("target_tpot_ms", 0),
         ("target_tpot_ms", float("inf")),
@@ -53,6 +54,12 @@ def test_a_wrong_setting_is_refused_by_name(name, value):
 def test_swapping_needs_a_place_and_names(settings):
     with pytest.raises(ConfigError, match="set kv_host_memory or kv_disk_memory"):
         EngineConfig(model="m", preemption_mode="swap", **settings)
+
+
+def test_only_a_host_tier_can_be_compressed():
+    with pytest.raises(ConfigError, match="set kv_host_memory") as caught:
+        EngineConfig(model="m", kv_disk_memory="1GiB", kv_host_compression="zstd")
+    assert caught.value.param == "kv_host_compression"
 
 
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16", "int8"])

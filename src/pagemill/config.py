@@ -14,6 +14,7 @@ from pagemill.tenant_limits import TenantLimits, read_limits, read_tenants_file
 BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
 EVICTION_POLICIES = ("lru", "lfu", "cost")
 KV_COMPACTION = ("auto", "off")
+KV_HOST_COMPRESSION = ("off", "zstd")
 PREEMPTION_MODES = ("auto", "swap", "recompute")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 KV_CACHE_DTYPES = (*DTYPES, "int8")
@@ -67,6 +68,8 @@ class EngineConfig:
     kv_cache_dtype: str = "auto"
     kv_host_memory: int | str | None = None
     """Host memory for blocks that the pool evicts: bytes, or "4GiB"."""
+    kv_host_compression: str = "off"
+    """How they lie there: "off" as they are; "zstd" compressed, without loss."""
     kv_disk_memory: int | str | None = None
     """Disk space for blocks that neither keeps, and that outlive the process: bytes, or "20GiB"."""
     kv_disk_path: str | None = None
@@ -140,6 +143,17 @@ class EngineConfig:
                 f"kv_compaction is {self.kv_compaction!r}; it must be one of {', '.join(KV_COMPACTION)}",
                 param="kv_compaction",
             )
+        if self.kv_host_compression not in KV_HOST_COMPRESSION:
+            raise ConfigError(
+                f"kv_host_compression is {self.kv_host_compression!r}; it must be one of "
+                f"{', '.join(KV_HOST_COMPRESSION)}",
+                param="kv_host_compression",
+            )
+        if self.kv_host_compression != "off" and self.kv_host_memory is None:
+            raise ConfigError(
+                "kv_host_compression is for blocks in host memory, of which there is none; set kv_host_memory",
+                param="kv_host_compression",
+            )
         if self.preemption_mode not in PREEMPTION_MODES:
             raise ConfigError(
                 f"preemption_mode is {self.preemption_mode!r}; it must be one of {', '.join(PREEMPTION_MODES)}",
@@ -194,7 +208,8 @@ class EngineConfig:
                                     "max_pinned_share")),
             (int, float, str): ("bytes, a size or a share", ("kv_memory", "kv_host_memory", "kv_disk_memory")),
             str: ("a text", ("dtype", "quantization", "kv_cache_dtype", "kv_disk_path", "eviction_policy", "device",
-                             "session_path", "preemption_mode", "kv_compaction")),
+                             "session_path", "preemption_mode", "kv_compaction",
+                             "kv_host_compression")),
             dict: ("a dict", ("hf_overrides",)),
         }  # fmt: skip
         optional = {setting.name for setting in fields(self) if setting.default is None}

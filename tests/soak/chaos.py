@@ -29,6 +29,7 @@ from types import SimpleNamespace
 import msgspec
 
 from pagemill import LLM, SamplingParams, TenantLimits
+from pagemill.config import KV_HOST_COMPRESSION
 from pagemill.engine.messages import EngineRequest
 from pagemill.engine.pinning import pin_request
 from pagemill.engine.session_turns import Turn
@@ -173,6 +174,7 @@ class Soak:
         self.llm = LLM(
             MODEL, dtype="float32", max_model_len=MAX_LEN, max_num_seqs=8, max_num_batched_tokens=96,
             check_invariants=True, kv_memory=FRAMES * FRAME_BYTES, kv_host_memory=8 * FRAME_BYTES,
+            kv_host_compression=self.random.choice(KV_HOST_COMPRESSION),
             kv_disk_memory=160 * FRAME_BYTES, kv_disk_path=str(folder), max_sessions=6,
             tenants={name: TenantLimits() for name in TENANTS[1:]},
         )  # fmt: skip

@@ -38,6 +38,7 @@ ENGINE_HELP = {
     "gpu_memory_utilization": "The same as the share of a device's memory that the whole engine may use (vLLM's name).",
     "kv_cache_dtype": "Of the KV cache: auto (as the weights), float32, bfloat16, float16 or int8.",
     "kv_host_memory": 'Host memory for KV blocks that the pool evicts: bytes or "4GiB".',
+    "kv_host_compression": "How they lie there: off (as they are) or zstd (compressed, without loss).",
     "kv_disk_memory": 'Disk space for KV blocks, which are found again after a restart: bytes or "20GiB".',
     "kv_disk_path": "Folder for them. Default: kv in pagemill's cache folder.",
     "enable_prefix_caching": "Share the KV cache of equal prefixes.",

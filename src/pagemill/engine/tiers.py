@@ -12,6 +12,7 @@ import torch
 
 from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError, KVStoreError
+from pagemill.kvcache.compressed_store import ENTRY_BYTES, CompressedStore
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.disk_store import DiskStore
 from pagemill.kvcache.host_store import HostStore
@@ -85,13 +86,16 @@ def make_tiers(
     tiers: list[LowerTier] = []
     taken = {tier: streamed.of(tier, pool.layout.frame_bytes) for tier in ("host", "disk")}
     if config.kv_host_memory is not None:
-        capacity = (_host_bytes(config) - taken["host"]) // record_bytes
+        limit, compressed = _host_bytes(config) - taken["host"], config.kv_host_compression == "zstd"
+        capacity = limit // (record_bytes + compressed * 2 * ENTRY_BYTES)
         if capacity < 1 and not taken["host"]:
             raise ConfigError(
                 f"kv_host_memory is {config.kv_host_memory!r}, but one block takes {record_bytes} bytes; raise it",
                 param="kv_host_memory",
             )
-        if capacity > 0:
+        if capacity > 0 and compressed:
+            tiers.append(CompressedStore(limit, pool.dtype.itemsize))
+        elif capacity > 0:
             tiers.append(HostStore(capacity, record_bytes, pinned=pool.device.type == "cuda"))
     if config.kv_disk_memory is not None:
         limit, name = _disk_bytes(config) - taken["disk"], Path(config.model).stem

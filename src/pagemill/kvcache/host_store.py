@@ -1,10 +1,11 @@
-"""HostStore: the host tier. Blocks found by digest in an arena of host memory, which lasts as long as the process."""
+"""The host tier: blocks in host memory, by digest. HostStore keeps them as they are, in an arena of a fixed size."""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,75 +17,87 @@ from pagemill.kvcache.lower_tiers import Spill
 from pagemill.kvcache.records import Places, Records
 from pagemill.memory.work import BlockName
 
+Content = TypeVar("Content")
 
-class HostStore:
-    """A LowerTier with room for `capacity` blocks of `record_bytes`. What was used longest ago makes room. Raises
-    KVMemoryError if the memory can not be had."""
+
+class HostTier(Generic[Content]):
+    """What a LowerTier in host memory knows of its blocks: each block's content and name, that used last at the end."""
 
     name = "host"
     lasting = False
 
+    def __init__(self) -> None:
+        self._held: OrderedDict[tuple[bytes, int], tuple[Content, BlockName]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def num_blocks(self) -> int:
+        return len(self._held)
+
+    def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
+        with self._lock:
+            for block in reversed(blocks):
+                if block in self._held:
+                    self._held.move_to_end(block)
+
+    def names(self) -> list[BlockName]:
+        with self._lock:
+            return [name for _, name in reversed(self._held.values())]
+
+
+class HostStore(HostTier[int]):
+    """A LowerTier of `capacity` blocks. Thread-safe. What was used longest ago makes room.
+
+    pinned: in memory that GPUs copy to and from by themselves.
+    Raises KVMemoryError if the memory can not be had.
+    """
+
     def __init__(self, capacity: int, record_bytes: int, pinned: bool = False) -> None:
+        super().__init__()
         self.capacity = capacity
         self._arena = _arena(capacity, record_bytes)
         self._pinned = pinned
         if pinned:
             pin(self._arena)
-        self._slots: OrderedDict[tuple[bytes, int], tuple[int, BlockName]] = OrderedDict()
         self._leaving: dict[tuple[bytes, int], NDArray[np.uint8]] = {}
         self._free = list(range(capacity - 1, -1, -1))
-        self._lock = threading.Lock()
-
-    def num_blocks(self) -> int:
-        return len(self._slots)
 
     def holds(self, blocks: Sequence[tuple[bytes, int]]) -> list[bool]:
         with self._lock:
-            return [block in self._slots or block in self._leaving for block in blocks]
+            return [block in self._held or block in self._leaving for block in blocks]
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[bool]:
         found = []
         with self._lock:
             for row, block in enumerate(blocks):
                 record = self._leaving.get(block)
-                if block in self._slots:
-                    record = self._arena[self._slots[block][0]]
+                if block in self._held:
+                    record = self._arena[self._held[block][0]]
                 found.append(record is not None)
                 if record is not None:
                     out[row][:] = record.reshape(out[row].shape)
         return found
-
-    def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
-        with self._lock:
-            for block in reversed(blocks):
-                if block in self._slots:
-                    self._slots.move_to_end(block)
 
     def write(self, names: Sequence[BlockName], records: Records, spill: Spill) -> None:
         spilled: list[BlockName] = []
         with self._lock:
             for name, record in zip(names, records, strict=True):
                 block = name[:2]
-                if block in self._slots:
+                if block in self._held:
                     continue
                 if not self._free:
-                    slot, old = self._slots.popitem(last=False)[1]
+                    slot, old = self._held.popitem(last=False)[1]
                     spilled.append(old)
                     self._leaving[old[:2]] = self._arena[slot].copy()
                     self._free.append(slot)
                 slot = self._free.pop()
                 self._arena[slot] = record
-                self._slots[block] = slot, name
+                self._held[block] = slot, name
         try:
             if spilled:
                 spill(spilled, [self._leaving[old[:2]] for old in spilled])
         finally:
             with self._lock:
                 self._leaving.clear()
-
-    def names(self) -> list[BlockName]:
-        with self._lock:
-            return [name for _, name in reversed(self._slots.values())]
 
     def close(self) -> None:
         """Nothing may be read or written any more."""
@@ -94,8 +107,8 @@ class HostStore:
 
 def _arena(capacity: int, record_bytes: int) -> NDArray[np.uint8]:
     """[capacity, record_bytes] on small pages. Blocks are stored beside steps, by a thread that takes a core from the
-    kernels while the system makes pages: for a block's small ones that is short, for a huge one a virtual machine may
-    take as long as half a step."""
+    kernels meanwhile, and in a virtual machine whose host takes back free memory, finding and clearing 2 MiB for one
+    may take as long as half a step."""
     nbytes = capacity * record_bytes
     try:
         memory = private_memory(nbytes, NOT_HUGE)
