@@ -159,7 +159,7 @@ def test_a_damaged_index_is_made_again_from_the_blocks(tmp_path, damage):
 def test_a_damaged_index_that_others_use_is_left_to_them(tmp_path):
     store = store_of(tmp_path)
     write(store, range(40))
-    store._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    store._index._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     (store.folder / "index.sqlite").write_bytes(os.urandom(50000))
     with pytest.raises(KVStoreError, match="another process uses it"):
         store_of(tmp_path)

@@ -16,7 +16,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,26 +27,13 @@ from pagemill.errors import KVStoreError
 from pagemill.kvcache.direct_reads import DirectReads
 from pagemill.kvcache.lower_tiers import Spill
 from pagemill.kvcache.records import Places, Records
-from pagemill.kvcache.slots import HEADER_BYTES, Slots, is_whole, name_in
+from pagemill.kvcache.slots import Slots, is_whole, name_in
 from pagemill.kvcache.store_format import StoreFormat
+from pagemill.kvcache.store_index import StoreIndex
 from pagemill.memory.work import BlockName
 
-BUSY_TIMEOUT_S = 30.0
-"""How long the index waits for another process's write."""
-TICK_S = 1e-6
-"""Between the times of use of blocks that were used together."""
 READ_BYTES = 4 << 20
 """Slots that are neighbours are read so much at a time."""
-
-_SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE blocks (
-    digest BLOB, layer_group INTEGER, slot INTEGER NOT NULL UNIQUE, parent BLOB NOT NULL, depth INTEGER NOT NULL,
-    used_s REAL NOT NULL, PRIMARY KEY (digest, layer_group)
-) WITHOUT ROWID;
-CREATE INDEX blocks_by_use ON blocks (used_s, depth DESC);
-CREATE TABLE free (slot INTEGER PRIMARY KEY);
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +70,6 @@ class DiskStore:
                 f"the KV store may take {limit_bytes} bytes, but one block takes {self.slot_bytes}; raise its limit"
             )
         self._lock = threading.RLock()
-        self._lookup_lock = threading.Lock()
-        self._used: dict[tuple[bytes, int], float] = {}  # since the last transaction
         self._broken = self._evicted = 0
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -92,21 +77,20 @@ class DiskStore:
             fcntl.flock(self._in_use, fcntl.LOCK_SH)
             self._file = _open(self.folder / "blocks.dat")
             self._reads = DirectReads(self.folder / "blocks.dat", self._file, self._read_at_once * self.slot_bytes)
-            self._open_index()
+            self._index = StoreIndex(self.folder, format, self._file, self.slot_bytes, self._in_use)
         except OSError as error:
             raise KVStoreError(f"the KV store {self.folder} can not be opened: {error}") from error
 
     # What is there
 
     def holds(self, blocks: Sequence[tuple[bytes, int]]) -> list[bool]:
-        return [slot is not None for slot in self._slots(blocks)]
+        return [slot is not None for slot in self._index.slots(blocks)]
 
     def num_blocks(self) -> int:
-        return self.stats().blocks
+        return self._index.num_blocks()
 
     def stats(self) -> StoreStats:
-        with self._reading():
-            blocks = self._count(self._lookup)
+        blocks = self.num_blocks()
         return StoreStats(blocks, blocks * self.slot_bytes, self.limit_bytes, self._broken, self._evicted)
 
     # Reading and writing
@@ -114,7 +98,7 @@ class DiskStore:
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[bool]:
         """Blocks (digest, group) into `out`, a record each; which of them were there, whole. The other records hold
         nothing of use. A broken block is dropped from the store."""
-        slots = self._slots(blocks)
+        slots = self._index.slots(blocks)
         rows = sorted((slot, row) for row, slot in enumerate(slots) if slot is not None)
         found = [False] * len(blocks)
         for run in _runs(rows, self._read_at_once):
@@ -132,9 +116,7 @@ class DiskStore:
 
     def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
         """The index learns of it with its next change, or when it is closed."""
-        last = time.time() + len(blocks) * TICK_S
-        with self._lookup_lock:
-            self._used.update((block, last - at * TICK_S) for at, block in enumerate(blocks))
+        self._index.use(blocks)
 
     def write(self, names: Sequence[BlockName], records: Records, spill: Spill | None = None) -> int:
         """Stores what is not stored yet, contents [record_bytes] each; returns how many blocks that were. What makes
@@ -143,13 +125,13 @@ class DiskStore:
         Raises KVStoreError if the disk takes no more; what was stored before is still there.
         """
         with self._lock:
-            fresh = [i for i, slot in enumerate(self._slots([name[:2] for name in names])) if slot is None]
+            fresh = [i for i, slot in enumerate(self._index.slots([name[:2] for name in names])) if slot is None]
             fresh = fresh[: self.capacity]
             if not fresh:
                 return 0
             try:
                 self._make_room(len(fresh))
-                with self._transaction() as db:
+                with self._index.transaction() as db:
                     slots = self._take(db, len(fresh))
                     now, stored = time.time(), 0
                     for i, slot in zip(fresh, slots, strict=False):
@@ -170,9 +152,7 @@ class DiskStore:
 
     def names(self) -> list[BlockName]:
         """All blocks, beginnings of chains first."""
-        with self._reading():
-            query = "SELECT digest, layer_group, parent, depth FROM blocks ORDER BY depth, slot"
-            return [BlockName(*row) for row in self._lookup.execute(query)]
+        return self._index.names()
 
     def images(self, names: Sequence[BlockName]) -> Iterator[bytes]:
         """Blocks with their headers, slot_bytes each, as `write_images` takes them; without those that are broken."""
@@ -203,13 +183,13 @@ class DiskStore:
     def prune(self, *, keep_bytes: int | None = None, unused_for_s: float | None = None) -> int:
         """Drops blocks until at most `keep_bytes` are left, and all that were not used for so long; gives the file's
         free end back to the disk. Returns how many blocks went."""
-        with self._lock, self._transaction() as db:
+        with self._lock, self._index.transaction() as db:
             count = 0
             if unused_for_s is not None:
-                count += self._evict(db, "WHERE used_s < ?", (time.time() - unused_for_s,))
+                count += self._index.evict(db, "WHERE used_s < ?", (time.time() - unused_for_s,))
             if keep_bytes is not None:
-                excess = self._count(db) - keep_bytes // self.slot_bytes
-                count += self._evict(db, "ORDER BY used_s, depth DESC LIMIT ?", (max(0, excess),))
+                excess = self._index.count(db) - keep_bytes // self.slot_bytes
+                count += self._index.evict(db, "ORDER BY used_s, depth DESC LIMIT ?", (max(0, excess),))
             end = db.execute("SELECT COALESCE(MAX(slot) + 1, 0) FROM blocks").fetchone()[0]
             db.execute("DELETE FROM free WHERE slot >= ?", (end,))
             db.execute("UPDATE meta SET value = ? WHERE key = 'slots'", (end,))
@@ -219,21 +199,12 @@ class DiskStore:
     def close(self) -> None:
         """Notes what was used last. Nothing else is left to do at the end of a process."""
         with self._lock:
-            with suppress(sqlite3.Error), self._transaction():
-                pass
-            self._db.close()
-            self._lookup.close()
+            self._index.close()
             self._reads.close()
             os.close(self._file)
             os.close(self._in_use)
 
     # Slots
-
-    def _slots(self, blocks: Sequence[tuple[bytes, int]]) -> list[int | None]:
-        query = "SELECT slot FROM blocks WHERE digest = ? AND layer_group = ?"
-        with self._reading():
-            found = [self._lookup.execute(query, block).fetchone() for block in blocks]
-        return [None if row is None else row[0] for row in found]
 
     def _take(self, db: sqlite3.Connection, count: int) -> list[int]:
         """Up to `count` slots that hold nothing."""
@@ -250,21 +221,10 @@ class DiskStore:
     def _make_room(self, count: int) -> None:
         """Evicts until `count` more blocks fit; apart from writing them, so that no other process finds a block in a
         slot that is being written."""
-        with self._transaction() as db:
-            excess = self._count(db) + count - self.capacity
+        with self._index.transaction() as db:
+            excess = self._index.count(db) + count - self.capacity
             if excess > 0:
-                self._evicted += self._evict(db, "ORDER BY used_s, depth DESC LIMIT ?", (excess,))
-
-    def _evict(self, db: sqlite3.Connection, which: str, values: tuple[float | bytes, ...]) -> int:
-        gone = db.execute(f"SELECT digest, layer_group, slot FROM blocks {which}", values).fetchall()
-        db.executemany("DELETE FROM blocks WHERE digest = ? AND layer_group = ?", [row[:2] for row in gone])
-        db.executemany("INSERT INTO free VALUES (?)", [row[2:] for row in gone])
-        return len(gone)
-
-    @staticmethod
-    def _count(db: sqlite3.Connection) -> int:
-        query = "SELECT value - (SELECT COUNT(*) FROM free) FROM meta WHERE key = 'slots'"
-        return int(db.execute(query).fetchone()[0])
+                self._evicted += self._index.evict(db, "ORDER BY used_s, depth DESC LIMIT ?", (excess,))
 
     def _put(self, slot: int, name: BlockName, record: NDArray[np.uint8]) -> None:
         written = os.pwritev(self._file, [self._layout.head(name, record), record.data], slot * self.slot_bytes)
@@ -273,121 +233,9 @@ class DiskStore:
 
     def _drop_broken(self, digest: bytes, group: int, slot: int) -> None:
         """Unless another process has given the slot to another block in the meantime."""
-        with self._lock, suppress(sqlite3.Error), self._transaction() as db:
-            if self._evict(db, "WHERE digest = ? AND layer_group = ? AND slot = ?", (digest, group, slot)):
+        with self._lock, suppress(sqlite3.Error), self._index.transaction() as db:
+            if self._index.evict(db, "WHERE digest = ? AND layer_group = ? AND slot = ?", (digest, group, slot)):
                 self._broken += 1
-
-    # The index
-
-    def _open_index(self) -> None:
-        path = self.folder / "index.sqlite"
-        try:
-            self._connect(path)
-        except (sqlite3.DatabaseError, ValueError, TypeError) as error:
-            if "locked" in str(error):
-                raise KVStoreError(f"the KV store {self.folder} is being written by another process") from error
-            self._rebuild(path, error)
-        if self._stored_format().key != self.format.key:
-            raise KVStoreError(
-                f"{self.folder} holds blocks of {self._stored_format()}, not of {self.format}; remove the folder"
-            )
-
-    def _stored_format(self) -> StoreFormat:
-        return StoreFormat.from_json(self._db.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()[0])
-
-    def _connect(self, path: Path) -> None:
-        os.close(_open(path))  # with its permissions, before SQLite would make it with others
-        self._db, self._lookup = (
-            sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
-            for _ in range(2)
-        )
-        _write_ahead(self._db)
-        self._db.execute("PRAGMA synchronous = NORMAL")
-        with self._transaction() as db:
-            if db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0] == 0:
-                for statement in _SCHEMA.split(";")[:-1]:
-                    db.execute(statement)
-                db.execute("INSERT INTO meta VALUES ('format', ?), ('slots', 0)", (self.format.to_json(),))
-                self._recover(db)
-        if self._db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
-            raise sqlite3.DatabaseError("its pages are damaged")
-        self._stored_format()
-
-    def _rebuild(self, path: Path, error: Exception) -> None:
-        """The index is damaged: makes it again from the slots' headers, if nobody else is using the store."""
-        for name in ("_db", "_lookup"):
-            with suppress(AttributeError, sqlite3.Error):
-                getattr(self, name).close()
-        try:
-            fcntl.flock(self._in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise KVStoreError(
-                f"the index of the KV store {self.folder} is damaged ({error}), and another process uses it; end that "
-                "process, then start again"
-            ) from error
-        for suffix in ("", "-wal", "-shm"):
-            path.with_name(path.name + suffix).unlink(missing_ok=True)
-        self._connect(path)
-        fcntl.flock(self._in_use, fcntl.LOCK_SH)
-
-    def _recover(self, db: sqlite3.Connection) -> None:
-        """Lists what the headers say that the slots hold. Contents are checked when they are read."""
-        slots = os.fstat(self._file).st_size // self.slot_bytes
-        db.execute("UPDATE meta SET value = ? WHERE key = 'slots'", (slots,))
-        for slot in range(slots):
-            name = name_in(os.pread(self._file, HEADER_BYTES, slot * self.slot_bytes))
-            held = False
-            if name is not None:
-                row = (name.digest, name.group, slot, name.parent, name.depth, 0.0)
-                held = db.execute("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?)", row).rowcount > 0
-            if not held:
-                db.execute("INSERT INTO free VALUES (?)", (slot,))
-
-    @contextmanager
-    def _reading(self) -> Iterator[None]:
-        """All queries in one transaction: each that is one of its own takes and gives back the file's locks."""
-        try:
-            with self._lookup_lock, self._lookup:
-                self._lookup.execute("BEGIN")
-                yield
-        except sqlite3.Error as error:
-            raise KVStoreError(f"the index of the KV store {self.folder} can not be read: {error}") from error
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """One writer at a time, over all processes. Notes what was used since the last one."""
-        self._db.execute("BEGIN IMMEDIATE")
-        try:
-            with self._lookup_lock:
-                used, self._used = self._used, {}
-            if used:
-                query = "UPDATE blocks SET used_s = ? WHERE digest = ? AND layer_group = ?"
-                self._db.executemany(query, ((used_s, *block) for block, used_s in used.items()))
-            yield self._db
-        except BaseException:
-            with suppress(sqlite3.Error):  # which may have taken it back already
-                self._db.execute("ROLLBACK")
-            raise
-        self._db.execute("COMMIT")
-
-
-def _write_ahead(db: sqlite3.Connection) -> None:
-    """Chooses the journal. SQLite's own waiting does not cover this when another process opens a new index too."""
-    until = time.monotonic() + BUSY_TIMEOUT_S
-    while (locked := _try_write_ahead(db)) is not None:
-        if time.monotonic() > until:
-            raise locked
-        time.sleep(0.01)
-
-
-def _try_write_ahead(db: sqlite3.Connection) -> sqlite3.OperationalError | None:
-    try:
-        db.execute("PRAGMA journal_mode = WAL")
-    except sqlite3.OperationalError as error:
-        if "locked" not in str(error):
-            raise
-        return error
-    return None
 
 
 def _open(path: Path) -> int:

@@ -1,0 +1,198 @@
+"""StoreIndex: which slots of a store's file hold what, in an SQLite file that several processes may use at once."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pagemill.errors import KVStoreError
+from pagemill.kvcache.slots import HEADER_BYTES, name_in
+from pagemill.kvcache.store_format import StoreFormat
+from pagemill.memory.work import BlockName
+
+BUSY_TIMEOUT_S = 30.0
+"""How long the index waits for another process's write."""
+TICK_S = 1e-6
+"""Between the times of use of blocks that were used together."""
+
+_SCHEMA = """
+CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
+CREATE TABLE blocks (
+    digest BLOB, layer_group INTEGER, slot INTEGER NOT NULL UNIQUE, parent BLOB NOT NULL, depth INTEGER NOT NULL,
+    used_s REAL NOT NULL, PRIMARY KEY (digest, layer_group)
+) WITHOUT ROWID;
+CREATE INDEX blocks_by_use ON blocks (used_s, depth DESC);
+CREATE TABLE free (slot INTEGER PRIMARY KEY);
+"""
+
+
+class StoreIndex:
+    """Of a store's folder. Thread-safe. One that is damaged is made again from the headers in the blocks' file, if
+    nobody else uses the folder.
+
+    file: of the blocks, in slots of `slot_bytes`; in_use: another, which all who use the folder have locked together.
+    Raises KVStoreError, OSError.
+    """
+
+    def __init__(self, folder: Path, format: StoreFormat, file: int, slot_bytes: int, in_use: int) -> None:
+        self._folder = folder
+        self._format = format
+        self._file = file
+        self._slot_bytes = slot_bytes
+        self._lookup_lock = threading.Lock()
+        self._used: dict[tuple[bytes, int], float] = {}  # since the last transaction
+        path = folder / "index.sqlite"
+        try:
+            self._connect(path)
+        except (sqlite3.DatabaseError, ValueError, TypeError) as error:
+            if "locked" in str(error):
+                raise KVStoreError(f"the KV store {folder} is being written by another process") from error
+            self._rebuild(path, in_use, error)
+        if self._stored_format().key != format.key:
+            raise KVStoreError(f"{folder} holds blocks of {self._stored_format()}, not of {format}; remove the folder")
+
+    def slots(self, blocks: Sequence[tuple[bytes, int]]) -> list[int | None]:
+        """Where blocks (digest, group) lie; None for those that do not."""
+        query = "SELECT slot FROM blocks WHERE digest = ? AND layer_group = ?"
+        with self._reading() as lookup:
+            found = [lookup.execute(query, block).fetchone() for block in blocks]
+        return [None if row is None else row[0] for row in found]
+
+    def names(self) -> list[BlockName]:
+        """All blocks, beginnings of chains first."""
+        with self._reading() as lookup:
+            query = "SELECT digest, layer_group, parent, depth FROM blocks ORDER BY depth, slot"
+            return [BlockName(*row) for row in lookup.execute(query)]
+
+    def num_blocks(self) -> int:
+        with self._reading() as lookup:
+            return self.count(lookup)
+
+    def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
+        """Blocks (digest, group) were used just now, the first of them last. Noted with the next transaction."""
+        last = time.time() + len(blocks) * TICK_S
+        with self._lookup_lock:
+            self._used.update((block, last - at * TICK_S) for at, block in enumerate(blocks))
+
+    @contextmanager
+    def transaction(self) -> Iterator[sqlite3.Connection]:
+        """One writer at a time, over all processes. Notes what was used since the last one."""
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            with self._lookup_lock:
+                used, self._used = self._used, {}
+            if used:
+                query = "UPDATE blocks SET used_s = ? WHERE digest = ? AND layer_group = ?"
+                self._db.executemany(query, ((used_s, *block) for block, used_s in used.items()))
+            yield self._db
+        except BaseException:
+            with suppress(sqlite3.Error):  # which may have taken it back already
+                self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    @staticmethod
+    def count(db: sqlite3.Connection) -> int:
+        query = "SELECT value - (SELECT COUNT(*) FROM free) FROM meta WHERE key = 'slots'"
+        return int(db.execute(query).fetchone()[0])
+
+    @staticmethod
+    def evict(db: sqlite3.Connection, which: str, values: tuple[float | bytes, ...]) -> int:
+        """Forgets blocks, and frees their slots; returns how many. which: the end of a query."""
+        gone = db.execute(f"SELECT digest, layer_group, slot FROM blocks {which}", values).fetchall()
+        db.executemany("DELETE FROM blocks WHERE digest = ? AND layer_group = ?", [row[:2] for row in gone])
+        db.executemany("INSERT INTO free VALUES (?)", [row[2:] for row in gone])
+        return len(gone)
+
+    def close(self) -> None:
+        """Notes what was used last. Nothing else is left to do at the end of a process."""
+        with suppress(sqlite3.Error), self.transaction():
+            pass
+        self._db.close()
+        self._lookup.close()
+
+    def _stored_format(self) -> StoreFormat:
+        return StoreFormat.from_json(self._db.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()[0])
+
+    def _connect(self, path: Path) -> None:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # before SQLite would, with other modes
+        self._db, self._lookup = (
+            sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
+            for _ in range(2)
+        )
+        _write_ahead(self._db)
+        self._db.execute("PRAGMA synchronous = NORMAL")
+        with self.transaction() as db:
+            if db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0] == 0:
+                for statement in _SCHEMA.split(";")[:-1]:
+                    db.execute(statement)
+                db.execute("INSERT INTO meta VALUES ('format', ?), ('slots', 0)", (self._format.to_json(),))
+                self._recover(db)
+        if self._db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
+            raise sqlite3.DatabaseError("its pages are damaged")
+        self._stored_format()
+
+    def _rebuild(self, path: Path, in_use: int, error: Exception) -> None:
+        """The index is damaged: makes it again from the slots' headers, if nobody else is using the store."""
+        for name in ("_db", "_lookup"):
+            with suppress(AttributeError, sqlite3.Error):
+                getattr(self, name).close()
+        try:
+            fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise KVStoreError(
+                f"the index of the KV store {self._folder} is damaged ({error}), and another process uses it; end that "
+                "process, then start again"
+            ) from error
+        for suffix in ("", "-wal", "-shm"):
+            path.with_name(path.name + suffix).unlink(missing_ok=True)
+        self._connect(path)
+        fcntl.flock(in_use, fcntl.LOCK_SH)
+
+    def _recover(self, db: sqlite3.Connection) -> None:
+        """Lists what the headers say that the slots hold. Contents are checked when they are read."""
+        slots = os.fstat(self._file).st_size // self._slot_bytes
+        db.execute("UPDATE meta SET value = ? WHERE key = 'slots'", (slots,))
+        for slot in range(slots):
+            name = name_in(os.pread(self._file, HEADER_BYTES, slot * self._slot_bytes))
+            held = False
+            if name is not None:
+                row = (name.digest, name.group, slot, name.parent, name.depth, 0.0)
+                held = db.execute("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?)", row).rowcount > 0
+            if not held:
+                db.execute("INSERT INTO free VALUES (?)", (slot,))
+
+    @contextmanager
+    def _reading(self) -> Iterator[sqlite3.Connection]:
+        """All queries in one transaction: each that is one of its own takes and gives back the file's locks."""
+        try:
+            with self._lookup_lock, self._lookup:
+                self._lookup.execute("BEGIN")
+                yield self._lookup
+        except sqlite3.Error as error:
+            raise KVStoreError(f"the index of the KV store {self._folder} can not be read: {error}") from error
+
+
+def _write_ahead(db: sqlite3.Connection) -> None:
+    """Chooses the journal. SQLite's own waiting does not cover this when another process opens a new index too."""
+    until = time.monotonic() + BUSY_TIMEOUT_S
+    while (locked := _try_write_ahead(db)) is not None:
+        if time.monotonic() > until:
+            raise locked
+        time.sleep(0.01)
+
+
+def _try_write_ahead(db: sqlite3.Connection) -> sqlite3.OperationalError | None:
+    try:
+        db.execute("PRAGMA journal_mode = WAL")
+    except sqlite3.OperationalError as error:
+        if "locked" not in str(error):
+            raise
+        return error
+    return None
