@@ -192,13 +192,13 @@ def crowd(prompts, make_engine):
     return requests, drive(make_engine(enable_prefix_caching=False), requests, record=True)
 
 
-def test_a_swapped_victim_waits_for_what_is_still_being_stored(conversations, make_engine, monkeypatch):
-    core = make_engine(**SMALL, kv_host_memory=200 * FRAME_BYTES, preemption_mode="swap")
+def test_what_is_still_being_stored_comes_back_too(conversations, expected, make_engine, monkeypatch):
+    core = make_engine(**SMALL, kv_host_memory=200 * FRAME_BYTES)
     tiers, stores = core._tiers, threading.Event()
     write = tiers.lower.write
 
     def late(names, records):
-        stores.wait(30)
+        assert stores.wait(30)
         write(names, records)
 
     monkeypatch.setattr(tiers.lower, "write", late)
@@ -206,9 +206,13 @@ def test_a_swapped_victim_waits_for_what_is_still_being_stored(conversations, ma
     digests = []
     extend_chain(digests, core._root(conversations[0]), conversations[0].prompt_token_ids, 16)
     assert len(digests) == BLOCKS
-    assert tiers.stored(digests, 0, preempted=False) == 0
-    threading.Timer(0.2, stores.set).start()
-    assert tiers.stored(digests, 0, preempted=True) == BLOCKS
+    for preempted in (False, True):
+        assert tiers.stored(digests, 0, preempted) == BLOCKS
+    run = drive(core, conversations[:1], record=True)
+    assert set(run.cached.values()) == {BLOCKS * 16}
+    assert all(logits.equal(expected.logits[key]) for key, logits in run.logits.items())
+    assert core.stats().tier_blocks == {"host": 0}
+    stores.set()
     core.close()
 
 

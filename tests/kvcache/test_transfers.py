@@ -4,10 +4,12 @@ import threading
 import time
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from disk_blocks import FORMAT, digest_of, name_of
+from disk_blocks import FORMAT, digest_of, name_of, write_frames
 
+from pagemill.errors import KVStoreError
 from pagemill.kvcache import transfers as transfers_module
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.disk_store import DiskStore
@@ -82,6 +84,32 @@ def test_of_what_storing_can_not_keep_up_with_a_chain_loses_its_end(bench, monke
     bench.transfers.flush()
     assert bench.held() == CHAIN[:4]
     assert bench.transfers.stats().dropped == 2 + len(OTHERS)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_still_to_be_stored_is_found(bench, monkeypatch, fails):
+    may_store, write = threading.Event(), bench.tier.write
+
+    def late(*blocks):
+        assert may_store.wait(30)
+        if fails:
+            raise KVStoreError("the tier takes no more")
+        return write(*blocks)
+
+    monkeypatch.setattr(bench.tier, "write", late)
+    contents = np.random.default_rng(0).integers(0, 256, (len(CHAIN), bench.pool.record_bytes), dtype=np.uint8)
+    write_frames(bench.pool, CHAIN, contents)
+    bench.transfers.save([Save(frame, name_of(frame)) for frame in CHAIN])
+    write_frames(bench.pool, CHAIN, np.zeros_like(contents))
+    blocks = [(digest_of(i), 0) for i in CHAIN]
+    assert bench.tiers.where(blocks) == [0] * len(CHAIN)
+    assert bench.tiers.holds(blocks, lasting=True) == [False] * len(CHAIN)
+    bench.transfers.load(Load(0, blocks, CHAIN[::-1]))
+    assert bench.transfers.finished(wait_s=30) == {0: [True] * len(CHAIN)}
+    assert (bench.pool.read_frames(CHAIN[::-1])[0] == contents).all()
+    may_store.set()
+    bench.transfers.flush()
+    assert bench.tiers.holds(blocks) == [not fails] * len(CHAIN)
 
 
 @pytest.mark.parametrize("bench", ["disk"], indirect=True)

@@ -120,17 +120,13 @@ class Tiers:
     def stored(self, digests: Sequence[bytes], found: int, preempted: bool) -> int:
         """Of a chain of which the pool has the first `found` blocks, up to how many it is to be loaded: as far as what
         is stored goes, or not at all, whatever takes less time by the speeds measured. For a preempted sequence the
-        preemption mode may say as far as it goes, what is still being stored included, or not at all."""
+        preemption mode may say as far as it goes, or not at all."""
         if preempted and self._preemption_mode == "recompute":
             return found
         swap = preempted and self._preemption_mode == "swap"
         sources = Sources(self.lower, digests)
         try:
             reach = self._memory.reach(digests, lambda block: sources[block] is not None)
-            if swap and reach < len(digests):
-                self.transfers.flush()
-                sources = Sources(self.lower, digests)
-                reach = self._memory.reach(digests, lambda block: sources[block] is not None)
         except KVStoreError as error:
             logger.warning("%s", error)
             return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -9,6 +10,7 @@ from itertools import compress
 from typing import Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pagemill.errors import KVStoreError
 from pagemill.kvcache.records import Places, Records
@@ -68,6 +70,8 @@ class LowerTiers:
         self.record_bytes = record_bytes
         self.lasting = any(tier.lasting for tier in tiers)
         self._kept = next((at for at, tier in enumerate(tiers) if tier.lasting), 0)
+        self._coming: dict[tuple[bytes, int], NDArray[np.uint8]] = {}
+        self._lock = threading.Lock()
 
     def num_blocks(self) -> dict[str, int]:
         """How many blocks each tier holds; of one that can not say, nothing."""
@@ -80,17 +84,32 @@ class LowerTiers:
     def holds(self, blocks: Sequence[tuple[bytes, int]], lasting: bool = False) -> list[bool]:
         """Which blocks (digest, group) are stored; with `lasting`, where they outlive the process, if there is such a
         tier."""
-        return [source is not None for source in self.where(blocks, self._kept if lasting else 0)]
+        if lasting:
+            found = self._search(
+                [None] * len(blocks), lambda tier, rows: tier.holds([blocks[row] for row in rows]), self._kept
+            )
+        else:
+            found = self.where(blocks)
+        return [source is not None for source in found]
 
-    def where(self, blocks: Sequence[tuple[bytes, int]], highest: int = 0) -> list[int | None]:
-        """The tiers, `highest` and those below, from which blocks (digest, group) are to be read, counted from the
-        highest of all; None for those that are nowhere."""
-        return self._search(len(blocks), lambda tier, rows: tier.holds([blocks[row] for row in rows]), highest)
+    def where(self, blocks: Sequence[tuple[bytes, int]]) -> list[int | None]:
+        """The tiers from which blocks (digest, group) are to be read, counted from the highest; None for those that are
+        nowhere."""
+        with self._lock:
+            found = [0 if block in self._coming else None for block in blocks]
+        return self._search(found, lambda tier, rows: tier.holds([blocks[row] for row in rows]))
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[int | None]:
         """Blocks (digest, group) into `out`, a record each; from which tier each came, None where it was not there."""
+        with self._lock:
+            coming = [self._coming.get(block) for block in blocks]
+        found: list[int | None] = [None] * len(blocks)
+        for row, record in enumerate(coming):
+            if record is not None:
+                out[row][:] = record.reshape(out[row].shape)
+                found[row] = 0
         return self._search(
-            len(blocks), lambda tier, rows: tier.read([blocks[row] for row in rows], [out[row] for row in rows])
+            found, lambda tier, rows: tier.read([blocks[row] for row in rows], [out[row] for row in rows])
         )
 
     def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
@@ -98,13 +117,26 @@ class LowerTiers:
         for tier in self.tiers:
             tier.use(blocks)
 
+    def announce(self, names: Sequence[BlockName], records: Records) -> None:
+        """These are about to be written: until they are, they count as being in the highest tier."""
+        with self._lock:
+            self._coming.update((name[:2], record) for name, record in zip(names, records, strict=True))
+
     def write(self, names: Sequence[BlockName], records: Records) -> None:
         """Takes blocks in, in the highest tier. Raises KVStoreError if a tier takes no more."""
-        self._write(0, names, records)
+        self._take_in(0, names, records)
 
     def keep(self, names: Sequence[BlockName], records: Records) -> None:
         """Takes blocks in where they outlive the process, if there is such a tier."""
-        self._write(self._kept, names, records)
+        self._take_in(self._kept, names, records)
+
+    def _take_in(self, at: int, names: Sequence[BlockName], records: Records) -> None:
+        try:
+            self._write(at, names, records)
+        finally:
+            with self._lock:
+                for name in names:
+                    self._coming.pop(name[:2], None)
 
     def keepable(self, names: Sequence[BlockName]) -> list[BlockName]:
         """Of blocks above the tiers, those used last first, and of what ends with the process here: what there is room
@@ -124,10 +156,12 @@ class LowerTiers:
             self.keep(list(compress(part, there)), records[there])
 
     def _search(
-        self, count: int, ask: Callable[[LowerTier, Sequence[int]], list[bool]], highest: int = 0
+        self,
+        found: list[int | None],
+        ask: Callable[[LowerTier, Sequence[int]], list[bool]],
+        highest: int = 0,
     ) -> list[int | None]:
-        """The highest tier that has each of `count` rows. `ask`: which of these rows a tier has."""
-        found: list[int | None] = [None] * count
+        """The highest tier that has each row that is not found yet. `ask`: which of these rows a tier has."""
         for at, tier in enumerate(self.tiers[highest:], highest):
             missing = [row for row, source in enumerate(found) if source is None]
             if missing:

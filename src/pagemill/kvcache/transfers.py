@@ -1,7 +1,7 @@
 """Transfers: moves blocks between the device pool and the lower tiers, beside the engine's steps.
 
-A block that is saved is copied out of its frame at once, so that the frame can be used again, and stored later. A block
-that is loaded goes straight into a frame that nobody else has until the load has finished.
+A block that is saved is copied out of its frame at once, so that the frame can be used again; it is stored later, but
+found from then on. A block that is loaded goes straight into a frame that nobody else has until the load has finished.
 """
 
 from __future__ import annotations
@@ -126,6 +126,7 @@ class Transfers:
             if lost := whole.count(False):
                 self._count(dropped=lost)
                 part, records = [save for save, read in zip(part, whole, strict=True) if read], records[whole]
+            self._tiers.announce([save.name for save in part], list(records))
             with self._lock:
                 self._waiting += len(part)
             self._writer.submit(self._store, part, records, keep)
