@@ -40,7 +40,8 @@ class TenantLimits:
     max_blocks_per_session: hard limit of a session: of its whole conversation, with the answer under way.
     idle_timeout_s: cached blocks that nobody used for so long leave the pool, for a lower tier where there is one.
     max_running: sequences that run at once.
-    max_waiting: sequences that wait; a request beyond is refused (HTTP 429).
+    max_waiting: sequences that wait; a request beyond is refused (HTTP 429). Not counted are those that can begin in
+        the next step; with 0, every request is refused.
     max_sessions: sessions that are kept; one more is refused.
     weight: its share of the service when several tenants wait.
     """

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from pagemill import LLM, BeamSearchParams, SamplingParams, errors
+from pagemill import LLM, BeamSearchParams, SamplingParams, TenantLimits, errors
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 
@@ -220,6 +220,26 @@ def test_a_request_that_fails_says_so_and_the_others_go_on(llm, monkeypatch):
     assert isinstance(failed.outputs[0].error, errors.StepFailedError)
     assert "no luck" in str(failed.outputs[0].error)
     assert (fine.outputs[0].finish_reason, fine.outputs[0].error) == ("length", None)
+
+
+def test_what_can_never_run_ends_with_an_error(llm):
+    """There should be no such request; a bug that lets one in is told of, and does not spin."""
+    core = llm._engine()
+    assert core.step() == []
+    tenant = core._scheduler.tenants["default"]
+    item = llm._input.process("Hello", SamplingParams(n=2, max_tokens=3), "stuck")
+    core.add_request(item.request)
+    allowed, tenant.limits = tenant.limits, TenantLimits(max_running=1)
+    try:
+        outputs = core.step()
+    finally:
+        tenant.limits = allowed
+    assert [(output.index, output.finish_reason, output.error_type) for output in outputs] == [
+        (0, "error", "StepFailedError"),
+        (1, "error", "StepFailedError"),
+    ]
+    assert "report it" in outputs[0].error
+    assert not core.has_work()
 
 
 def test_as_many_parameters_as_prompts(llm):

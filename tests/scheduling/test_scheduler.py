@@ -185,6 +185,8 @@ class Bench:
             self.steps += 1
             self.device.apply(plan)
             self.flights.append(self.device.run(plan, faulty))
+        elif not self.flights and not self.scheduler.admission.num_loading:
+            assert not self.scheduler.has_work(), "nothing can run, and nothing will change that"
         if self.flights and (plan is None or len(self.flights) >= self.depth):
             self.commit()
         self.memory.check()
@@ -302,7 +304,7 @@ tenant_limits = st.builds(
     max_blocks=st.sampled_from([None, None, "60%", "100%"]),
     max_blocks_per_session=st.sampled_from([None, "30%"]),
     idle_timeout_s=st.sampled_from([None, 2.0]),
-    max_running=st.sampled_from([None, 3]),
+    max_running=st.sampled_from([None, 1, 2, 3]),
     weight=st.sampled_from([1, 3.0]),
 )
 scripts = st.lists(
@@ -391,7 +393,8 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
             except RequestTooLargeError:
                 promised = sum(tenant.guaranteed_blocks for tenant in bench.memory.tenants)
                 least = min(bench.memory.num_frames - promised, bench.memory.tenants[request.tenant].max_blocks)
-                assert least < frames * len(windows) or bench.scheduler.pins.num_frames
+                most = bench.scheduler.tenants[request.tenant].limits.max_running or max_num_seqs
+                assert least < frames * len(windows) or bench.scheduler.pins.num_frames or most < request.width[1]
                 waiting.insert(0, request)
 
     def fork(name: str) -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from test_scheduler import Bench, expected, make_request
+from test_scheduler import Bench, expected, expected_of_search, make_request, make_search
 
 from pagemill.errors import (
     ConfigError,
@@ -282,6 +284,42 @@ def test_what_can_never_fit_its_tenants_limits_is_refused_at_once(limits, n, mes
     assert not bench.scheduler.has_work()
 
 
+def test_a_search_wider_than_its_tenant_may_run_is_refused_at_once():
+    bench = bench_of({"a": TenantLimits(max_running=2)})
+    with pytest.raises(RequestTooLargeError, match=r"beam_width is 3, but max_running lets 2 .* 'a'") as caught:
+        bench.scheduler.add(make_search("wide", [1] * 5, 4, 3, tenant="a"))
+    assert caught.value.param == "beam_width"
+    bench.scheduler.add(make_search("fits", [1] * 5, 4, 2, tenant="a"))
+    bench.run()
+
+
+def test_rows_that_an_accepted_request_needs_to_begin_stay():
+    """Also of one that runs, if it may be preempted and must begin again."""
+    bench = bench_of({"a": TenantLimits(max_running=3)}, max_num_seqs=4, budget=16)
+
+    def lower(most: int) -> None:
+        bench.scheduler.acceptance.set_tenant("a", TenantLimits(max_running=most))
+
+    parallel = make_request("n", [1] * 20, 6, n=3, ignore_eos=True, tenant="a")
+    bench.scheduler.add(parallel)
+    for _ in range(2):  # before it has begun, and with a part of its prompt computed
+        with pytest.raises(ConfigError, match=r"'n' needs 3 sequences to run at once, and max_running .* 'a' would be"):
+            lower(2)
+        bench.step()
+    lower(1)  # each of them can go on alone
+    bench.run()
+    assert bench.outputs["n", 2] == expected(parallel, 2)
+    lower(2)
+    search = make_search("search", [1] * 5, 6, 2, tenant="a", ignore_eos=True)
+    bench.scheduler.add(search)
+    for _ in range(3):
+        with pytest.raises(ConfigError, match=r"'search' needs 2 sequences to run at once"):
+            lower(1)
+        bench.step()
+    bench.run()
+    assert bench.found["search"] == expected_of_search(search)
+
+
 def test_a_session_grows_to_its_limit_and_no_further():
     bench = bench_of({"a": TenantLimits(max_blocks_per_session=4)}, frames=20, block_size=SIZE)
     with pytest.raises(RequestTooLargeError, match=r"session may grow to 20 .* max_blocks_per_session .* 'a' is 4"):
@@ -304,14 +342,54 @@ def test_what_others_are_guaranteed_can_not_be_counted_on():
 
 def test_beyond_max_waiting_requests_are_refused_until_there_is_room():
     bench = bench_of({"a": TenantLimits(max_waiting=2)}, max_num_seqs=1, budget=8)
-    for i in range(2):
+    for i in range(3):  # the first can begin at once
         bench.scheduler.add(make_request(f"a{i}", [i], 3, ignore_eos=True, tenant="a"))
-    with pytest.raises(TooManyWaitingError, match=r"2 sequences of tenant 'a' wait, and max_waiting is 2"):
-        bench.scheduler.add(make_request("a2", [2], 3, tenant="a"))
-    bench.step()
+    for _ in range(2):
+        with pytest.raises(TooManyWaitingError, match=r"2 sequences of tenant 'a' wait, and max_waiting is 2"):
+            bench.scheduler.add(make_request("a3", [3], 3, tenant="a"))
+        bench.step()
+    while bench.scheduler.num_waiting == 2:
+        bench.step()
     bench.scheduler.add(make_request("a3", [3], 3, ignore_eos=True, tenant="a"))
     bench.run()
-    assert {name for name, _ in bench.reasons} == {"a0", "a1", "a3"}
+    assert {name for name, _ in bench.reasons} == {"a0", "a1", "a2", "a3"}
+
+
+@pytest.mark.parametrize(("limits", "taken"), [({}, 4 + 2), ({"max_running": 3}, 3 + 2)])
+def test_who_can_begin_at_once_does_not_wait(limits, taken):
+    bench = bench_of({"a": TenantLimits(max_waiting=2, **limits)}, max_num_seqs=4)
+
+    def add_all() -> int:
+        names = [f"{bench.now}-{i}" for i in range(9)]
+        for i, name in enumerate(names):
+            with contextlib.suppress(TooManyWaitingError):
+                bench.scheduler.add(make_request(name, [i], 3, ignore_eos=True, tenant="a"))
+        return sum(bench.scheduler.live(name) for name in names)
+
+    for _ in range(2):
+        assert add_all() == taken
+        bench.run()
+    assert add_all() == taken
+    for name in bench.scheduler.request_ids():
+        bench.scheduler.abort(name, bench.now)
+    assert add_all() == taken
+
+
+def test_who_was_left_waiting_for_blocks_waits_although_rows_are_free():
+    bench = bench_of({"a": TenantLimits(max_waiting=1)}, frames=4, block_size=SIZE, caching=False)
+    for i in range(2):
+        bench.scheduler.add(make_request(f"a{i}", [i] * 8, 6, ignore_eos=True, tenant="a"))
+    bench.step()
+    assert bench.scheduler.num_running == 1
+    with pytest.raises(TooManyWaitingError, match=r"1 sequences of tenant 'a' wait"):
+        bench.scheduler.add(make_request("a2", [2], 3, tenant="a"))
+    bench.run()
+
+
+def test_where_none_may_wait_none_is_taken():
+    bench = bench_of({"a": TenantLimits(max_waiting=0)})
+    with pytest.raises(TooManyWaitingError, match=r"0 sequences of tenant 'a' wait, and max_waiting is 0"):
+        bench.scheduler.add(make_request("a", [1], 3, tenant="a"))
 
 
 def test_an_unknown_tenant_is_refused():

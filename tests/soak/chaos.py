@@ -313,7 +313,7 @@ class Soak:
             max_blocks_per_request=self.random.choice([None, 20]),
             max_blocks_per_session=self.random.choice([None, 12]),
             idle_timeout_s=self.random.choice([None, 0.3]),
-            max_running=self.random.choice([None, 4]),
+            max_running=self.random.choice([None, 1, 2, 4]),
             weight=self.random.choice([1.0, 0.5]),
         )
         self.llm.set_tenant(self.random.choice(TENANTS), limits)

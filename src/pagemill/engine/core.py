@@ -147,6 +147,8 @@ class EngineCore:
         self._save_evicted()
         if plan is None:
             self._start_loads()
+            if not self._scheduler.admission.num_loading and self._scheduler.has_work():
+                updates += self._scheduler.give_up(_stuck(), begun)
             waited = time.monotonic()
             self._finish_loads(LOAD_WAIT_S)
             self._stalled_s += time.monotonic() - waited
@@ -440,6 +442,10 @@ def _tenant_stats(load: TenantLoad) -> TenantStats:
         prefix_hit_tokens=load.prefix_hit_tokens,
         limits=load.limits,
     )
+
+
+def _stuck() -> PagemillError:
+    return StepFailedError("nothing that waits can ever run: a bug in the engine; please report it, and ask again")
 
 
 def _failed(error: BaseException) -> PagemillError:

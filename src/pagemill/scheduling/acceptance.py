@@ -49,7 +49,7 @@ class Acceptance:
         What its `max_tokens` leaves open is settled: `max_len` becomes as many tokens as fit. For a pin, room is kept.
         """
         request = sequence.request
-        name, count = ("n", request.params.n) if request.beam is None else ("beam_width", request.beam.beam_width)
+        name, count = request.width
         if count > self._max_num_seqs:
             raise RequestTooLargeError(
                 f"{name} is {count}, but max_num_seqs lets {self._max_num_seqs} sequences run at once; ask for fewer "
@@ -58,7 +58,7 @@ class Acceptance:
             )
         if request.params.max_tokens is None:
             request.max_len = self._longest(sequence)
-        self._tenants.check(request, *self._most_blocks(sequence))
+        self._tenants.check(request, *self._most_blocks(sequence), self._max_num_seqs)
         if request.pin is not None:
             self._reserve_pin(request, request.pin)
 
@@ -78,7 +78,7 @@ class Acceptance:
         """The smallest pool that holds what is running now, in which each request can run to its end alone, beside what
         is pinned, and what is guaranteed can be kept."""
         held, live = self._memory.num_frames - self._memory.num_available, self._live()
-        least = max([held, len(self._memory.windows), *(need for _, need in live)])
+        least = max([held, len(self._memory.windows), *(need for _, need, _ in live)])
         more = range(self._memory.num_frames - least)
         return least + bisect_left(more, True, key=lambda frames: self._tenants.refusal(least + frames, live) is None)
 
@@ -95,8 +95,8 @@ class Acceptance:
 
     def _live(self) -> Live:
         first = [siblings[0] for siblings in self._requests.values()]
-        needs = [(sequence.request, *self._most_blocks(sequence)) for sequence in first]
-        return [(request, need - pinned) for request, need, pinned in needs]
+        needs = [(sequence, *self._most_blocks(sequence)) for sequence in first]
+        return [(sequence.request, need - pinned, sequence.num_rows) for sequence, need, pinned in needs]
 
     def _most_blocks(self, sequence: Sequence) -> tuple[int, int]:
         """The most blocks that a request's sequence may take, and how many of them pins hold."""

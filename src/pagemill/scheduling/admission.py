@@ -64,6 +64,7 @@ class Admission:
         """A sequence waits for its turn."""
         load = self._tenants[sequence.request.tenant]
         load.waiting += 1
+        load.fresh += 1
         self._waiting.push(sequence, load)
 
     def resume(self, sequences: list[Sequence]) -> None:
@@ -121,6 +122,8 @@ class Admission:
             if sequence.scheduled_s is None:
                 sequence.scheduled_s = now
             budget -= run(sequence, budget)
+        for load in self._tenants:
+            load.fresh = 0
 
     def _comes_from_elsewhere(self, sequence: Sequence, now: float) -> bool:
         """Whether a running sequence is computing the very next block that this one needs, or a load brings it up; then

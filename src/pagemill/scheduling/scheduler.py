@@ -184,6 +184,10 @@ class Scheduler:
         losers = [one for one in self._running if one.row in changed]
         return updates + [update for one in losers for update in self._fail(one, error, now)]
 
+    def give_up(self, error: Exception, now: float) -> list[Update]:
+        """Ends all requests: nothing can run, and nothing is under way that would change that."""
+        return [update for one in self.sequences() for update in self._fail(one, error, now)]
+
     def resize(self, num_frames: int, now: float) -> StepPlan:
         """Another number of frames in the pool: a plan without rows, whose work must be done before frames go.
 
@@ -380,7 +384,8 @@ class Scheduler:
                 self._finish(beam, now)
             ended = sequence.group.ended()
         else:
-            lost = range(1, sequence.request.params.n) if sequence.child_rows else ()
+            forks = sequence.child_rows or sequence.forks_after_prompt
+            lost = range(1, sequence.request.params.n) if forks else ()
             self._finish(sequence, now)
             ended = [sequence, *(sequence.ended(index) for index in lost)]
         return [Update(s, None, None, "error", error=error) for s in ended]

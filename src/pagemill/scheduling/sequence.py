@@ -71,6 +71,11 @@ class Request:
     def __post_init__(self) -> None:
         self.stop_token_ids = frozenset(self.params.stop_token_ids)
 
+    @property
+    def width(self) -> tuple[str, int]:
+        """How many of its sequences, or beams, run at once, behind the name of the parameter that says so."""
+        return ("n", self.params.n) if self.beam is None else ("beam_width", self.beam.beam_width)
+
 
 @dataclass(slots=True, eq=False)
 class Sequence:

@@ -23,6 +23,7 @@ class TenantLoad:
     """One tenant's part in the scheduler.
 
     running, waiting: its sequences that do.
+    fresh:   how many have begun to wait since the last step was planned.
     rows:    of the persistent batch that the running ones have, those kept for forks included.
     service: tokens computed for it, over its weight, as the waiting queue counts them.
     """
@@ -31,11 +32,18 @@ class TenantLoad:
     limits: TenantLimits
     running: int = 0
     waiting: int = 0
+    fresh: int = 0
     rows: int = 0
     service: float = 0.0
     preemptions: int = 0
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
+
+    def must_wait(self, free_rows: int) -> int:
+        """How many of those that wait can not begin in the next step. Once a step has left one waiting, that is all;
+        else there may be blocks for as many as have a row."""
+        own = free_rows if self.limits.max_running is None else min(free_rows, self.limits.max_running - self.rows)
+        return self.waiting if self.waiting > self.fresh else max(0, self.waiting - max(0, own))
 
     def may_run(self, rows: int) -> bool:
         """Whether its own limit lets so many more sequences run."""
@@ -57,8 +65,9 @@ class Lack(Enum):
     QUOTA = "quota"
 
 
-Live = abc.Sequence[tuple[Request, int]]
-"""Requests that have been accepted, and the most blocks that one sequence of each may take beside what is pinned."""
+Live = abc.Sequence[tuple[Request, int, int]]
+"""Requests that have been accepted; the most blocks that one sequence of each may take beside what is pinned; and the
+rows that it needs to begin, or to begin again."""
 
 
 class Tenancy:
@@ -113,7 +122,13 @@ class Tenancy:
             promised += max(guaranteed, pinned)
         if promised > num_frames:
             return f"{promised} blocks would be guaranteed, and the pool has {num_frames}{self._pinned}"
-        for request, need in live:
+        for request, need, rows in live:
+            most_rows = limits[request.tenant].max_running
+            if most_rows is not None and rows > most_rows:
+                return (
+                    f"the request {request.request_id!r} needs {rows} sequences to run at once, and max_running of its "
+                    f"tenant {request.tenant!r} would be {most_rows}"
+                )
             guaranteed, most = quotas[request.tenant]
             left = num_frames - promised + max(guaranteed, self._pins.held(request.tenant))
             limit = min(NO_QUOTA if most is None else most, left) - self._pins.held(request.tenant)
@@ -140,14 +155,15 @@ class Tenancy:
         limits = [load.limits.blocks(which, frames) for which in own]
         return need - pinned <= self._countable(load) and all(limit is None or need <= limit for limit in limits)
 
-    def check(self, request: Request, need: int, pinned: int) -> None:
+    def check(self, request: Request, need: int, pinned: int, max_num_seqs: int) -> None:
         """Refuses what can never run, or not wait now. need: blocks that one of the request's sequences may take, of
-        which pins hold `pinned`; of a search, all.
+        which pins hold `pinned`; of a search, all. max_num_seqs: rows of all tenants.
 
         Raises UnknownTenantError, RequestTooLargeError or TooManyWaitingError.
         """
         load, frames, name = self[request.tenant], self._memory.num_frames, request.tenant
         limits, size, n = load.limits, self._memory.block_size, request.params.n
+        asked, width = request.width
         apart = n - 1 if request.beam is None else 0  # what a search needs is counted over all its beams
         grows = f"the request may grow to {request.max_len} tokens, which takes"
         shorter = "lower max_tokens or the prompt's length"
@@ -183,15 +199,18 @@ class Tenancy:
                 f"or raise the tenant's limit",
                 param="max_tokens",
             )
-        if limits.max_running is not None and n > limits.max_running:
+        if limits.max_running is not None and width > limits.max_running:
             raise RequestTooLargeError(
-                f"n is {n}, but max_running lets {limits.max_running} sequences of tenant {name!r} run at once; ask "
-                f"for fewer or raise it",
-                param="n",
+                f"{asked} is {width}, but max_running lets {limits.max_running} sequences of tenant {name!r} run at "
+                f"once; ask for fewer or raise it",
+                param=asked,
             )
-        if limits.max_waiting is not None and load.waiting >= limits.max_waiting:
+        if limits.max_waiting is None:
+            return
+        waiting = load.must_wait(max_num_seqs - sum(each.rows for each in self))
+        if waiting >= limits.max_waiting:
             raise TooManyWaitingError(
-                f"{load.waiting} sequences of tenant {name!r} wait, and max_waiting is {limits.max_waiting}; try again "
+                f"{waiting} sequences of tenant {name!r} wait, and max_waiting is {limits.max_waiting}; try again "
                 f"later, or raise the tenant's limit",
                 param="tenant",
             )
