@@ -25,18 +25,20 @@ def test_a_pin_is_made_used_listed_and_ended(v1):
 
 
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "param", "words"),
     [
-        ({"name": "a"}, "either a prompt or messages"),
-        ({"name": "a", "prompt": "x" * 400, "expires_s": -1}, "expires_s is -1"),
-        ({"name": "a", "prompt": "x"}, "so pin 16 at least"),
-        ({"name": "a", "prompt": [5] * 1500, "tokens": 1}, "tokens"),
+        ({"name": "a"}, "prompt", "either a prompt or messages"),
+        ({"name": "a", "prompt": "x" * 400, "expires_s": -1}, "expires_s", "expires_s is -1"),
+        ({"name": "a", "prompt": "x"}, "prompt", "so pin 16 at least"),
+        ({"name": "a", "prompt": [5] * 1500}, "prompt", "max_pinned_share"),
+        ({"name": "a", "prompt": [5] * 1500, "tokens": 1}, "tokens", "tokens"),
     ],
 )
-def test_refusals_have_openais_shape(v1, body, words):
+def test_refusals_have_openais_shape(v1, body, param, words):
     response = v1.post("/pins", json=body)
     assert response.status_code == 400
     assert words in response.json()["error"]["message"]
+    assert response.json()["error"]["param"] == param
     missing = v1.delete("/pins/none")
     assert (missing.status_code, missing.json()["error"]["type"]) == (404, "not_found_error")
 

@@ -88,6 +88,16 @@ def test_an_admin_changes_limits_and_others_do_not(server):
             complete(server, "sk-wild-2", "Hello")
         assert caught.value.response.headers["retry-after"] == "1"
         assert "max_waiting is 0" in caught.value.body["message"]
+        assert caught.value.param == "tenant"
+        assert admin.put("/wild", json={"max_running": 1, "max_blocks_per_request": 3}).status_code == 200
+        with client(server, "sk-wild") as caller:
+            for param, limit, ask in (
+                ("n", "max_running", {"n": 2, "max_tokens": 1}),
+                ("max_tokens", "max_blocks_per_request", {"max_tokens": 99}),
+            ):
+                with pytest.raises(openai.BadRequestError, match=limit) as too_large:
+                    caller.completions.create(model=MODEL, prompt="Hello", **ask)
+                assert too_large.value.param == param
         assert admin.put("/wild", json={"max_waiting": 30}).status_code == 200
         refused = admin.put("/wild", json={"guaranteed_blocks": "60%"})
         assert refused.status_code == 400

@@ -116,6 +116,8 @@ class SequenceOutput(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True,
     error: str | None = None
     error_type: str | None = None
     """Class name in `pagemill.errors`."""
+    error_param: str | None = None
+    """The argument that the error is about."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     kv_blocks: tuple[int, int] | None = None

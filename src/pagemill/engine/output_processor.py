@@ -67,7 +67,7 @@ class SequenceState:
                 return output.finish_reason is None
         if output.finish_reason is not None:
             if output.error is not None:
-                self.error = error_of(output.error_type or "", output.error)
+                self.error = error_of(output.error_type or "", output.error, output.error_param)
             self._finish(output.finish_reason, output.stop_reason)
         return False
 

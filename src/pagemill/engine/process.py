@@ -142,6 +142,7 @@ def _add(core: EngineCore, channel: Channel[ToEngine], request: EngineRequest) -
                 finish_reason="error",
                 error=error.message,
                 error_type=type(error).__name__,
+                error_param=error.param,
             )
             for index in range(request.params.n)
         ]
