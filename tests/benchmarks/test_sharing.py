@@ -2,8 +2,14 @@
 
 from statistics import mean
 
+import pytest
+from benchmarks.peers.engines import MODEL
 from benchmarks.peers.plots import plot_shares
-from benchmarks.sharing import WORKLOADS, draw_requests, forked, independent, row_of
+from benchmarks.sharing import WORKLOADS, draw_requests, forked, independent, row_of, run
+
+from pagemill.config import EngineConfig
+from pagemill.engine.core import EngineCore
+from pagemill.hub import resolve_model
 
 
 def test_both_sides_generate_as_many_tokens_from_the_same_prompts():
@@ -25,11 +31,27 @@ def test_lengths_have_the_means_of_the_workload():
     assert 321 < mean(length for _, length in requests) < 355
 
 
+@pytest.mark.parametrize("mode", ["n3", "beam2", "beam4"])
+def test_all_is_shared_that_is_equal(mode):
+    config = EngineConfig(
+        model=str(resolve_model(MODEL)),
+        dtype="float32",
+        kv_memory="64MiB",
+        max_model_len=256,
+        enable_prefix_caching=False,
+    )
+    core = EngineCore(config)
+    ran = run(core, forked(mode, [(list(range(100, 140)), 40), (list(range(300, 320)), 30)]))
+    core.close()
+    assert 0.05 < ran["saved"] <= ran["possible"] + 1e-9
+    assert ran["possible"] - ran["saved"] < 0.005
+
+
 def test_table_and_plot(tmp_path):
-    row = {"workload": "alpaca", "mode": "beam4", "saved": 0.4321, "published": (37.6, 55.2),
+    row = {"workload": "alpaca", "mode": "beam4", "saved": 0.4321, "possible": 0.45, "published": (37.6, 55.2),
            "tokens_per_s": 300.0, "independent_tokens_per_s": 200.0}  # fmt: skip
-    assert row_of(row) == "| alpaca | beam4 | 43.2% | 37.6–55.2 % | 300 | 200 | 1.50 |"
+    assert row_of(row) == "| alpaca | beam4 | 43.2% | 45.0% | 37.6–55.2 % | 300 | 200 | 1.50 |"
     del row["tokens_per_s"]
-    assert row_of(row) == "| alpaca | beam4 | 43.2% | 37.6–55.2 % | | | |"
+    assert row_of(row) == "| alpaca | beam4 | 43.2% | 45.0% | 37.6–55.2 % | | | |"
     plot_shares([row, {**row, "workload": "sharegpt"}], "title", tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
