@@ -44,6 +44,9 @@ Key = Annotated[str, typer.Argument(metavar="STORE", help="The store's name, or 
 @cache.command()
 def ls(root: Root = None) -> None:
     """List the stores: model, format, size, last use."""
+    console = Console(markup=False)
+    if not console.is_terminal:
+        console.width = 1 << 16  # whoever reads it gets whole columns
     table = Table("store", "model", "KV", "kernels", "blocks", "size", "last used", box=None)
     broken = []
     for info in list_stores(root or default_root()):
@@ -57,7 +60,8 @@ def ls(root: Root = None) -> None:
     if not table.row_count and not broken:
         sys.stdout.write(f"no KV blocks are kept in {root or default_root()}\n")
         return
-    Console().print(table)
+    if table.row_count:
+        console.print(table)
     for error in broken:
         sys.stderr.write(f"error: {error}\n")
 
@@ -78,7 +82,9 @@ def verify(store: Key, root: Root = None) -> None:
 def prune(
     store: Key,
     keep_mib: Annotated[int | None, typer.Option("--keep-mib", min=0, help="Keep at most this much.")] = None,
-    unused_hours: Annotated[float | None, typer.Option("--unused-hours", help="Drop what was unused so long.")] = None,
+    unused_hours: Annotated[
+        float | None, typer.Option("--unused-hours", min=0, help="Drop what was unused so long.")
+    ] = None,
     root: Root = None,
 ) -> None:
     """Drop the blocks that were unused longest, and give the space back to the disk."""
@@ -163,13 +169,19 @@ def _blocks_of(pin_file: Path, store: DiskStore, tokenizer: str) -> list[BlockNa
 @cache.command(name="import")
 def import_(
     archive: Annotated[Path, typer.Argument(help="A file that `pagemill cache export` wrote.")],
-    limit_mib: Annotated[int, typer.Option("--limit-mib", min=1, help="The most that the store may take.")] = 16384,
+    limit_mib: Annotated[
+        int, typer.Option("--limit-mib", min=1, help="The most that the store may take, with what it has.")
+    ] = 16384,
     root: Root = None,
 ) -> None:
-    """Add the blocks of an exported file to this machine's store of the same model."""
+    """Add the blocks of an exported file to this machine's store of the same model, as far as there is room. None that
+    it has is dropped for them."""
     try:
         with archive.open("rb") as file:
-            total, new = import_archive(root or default_root(), file, limit_mib << 20)
+            blocks, new, left_out = import_archive(root or default_root(), file, limit_mib << 20)
     except OSError as error:
         raise KVStoreError(f"{archive} can not be read: {error}") from error
-    sys.stdout.write(f"{total:,} blocks read, {new:,} of them new\n")
+    sys.stdout.write(f"{blocks:,} blocks read, {new:,} of them new\n")
+    if left_out:
+        sys.stderr.write(f"error: {left_out:,} blocks did not fit into {limit_mib:,} MiB; raise --limit-mib\n")
+        raise typer.Exit(1)

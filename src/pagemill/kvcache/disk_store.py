@@ -27,7 +27,7 @@ from pagemill.errors import KVStoreError
 from pagemill.kvcache.direct_reads import DirectReads
 from pagemill.kvcache.lower_tiers import Spill
 from pagemill.kvcache.records import Places, Records
-from pagemill.kvcache.slots import Slots, is_whole, name_in
+from pagemill.kvcache.slots import Slots, is_whole
 from pagemill.kvcache.store_format import StoreFormat
 from pagemill.kvcache.store_index import StoreIndex
 from pagemill.memory.work import BlockName
@@ -155,24 +155,11 @@ class DiskStore:
         return self._index.names()
 
     def images(self, names: Sequence[BlockName]) -> Iterator[bytes]:
-        """Blocks with their headers, slot_bytes each, as `write_images` takes them; without those that are broken."""
+        """Blocks with their headers, slot_bytes each, as they lie in the file; without those that are broken."""
         records = np.empty((len(names), self.record_bytes), dtype=np.uint8)
         for name, record, whole in zip(names, records, self.read([name[:2] for name in names], records), strict=True):
             if whole:
                 yield self._layout.head(name, record) + record.tobytes()
-
-    def write_images(self, images: Sequence[bytes]) -> int:
-        """Stores what another store's `images` gave; returns how many were new. Raises KVStoreError if one is bad."""
-        names, records = [], []
-        for image in images:
-            head, record = np.split(np.frombuffer(image, dtype=np.uint8), [self._layout.head_bytes])
-            name = name_in(image)
-            if name is None or not is_whole(head, record, name.digest, name.group):
-                what = "its header" if name is None else name.digest.hex()
-                raise KVStoreError(f"a block of the archive is broken: {what}; export it again")
-            names.append(name)
-            records.append(record)
-        return self.write(names, records)
 
     def verify(self) -> Iterator[tuple[BlockName, bool]]:
         """Reads every block; whether each is whole. Drops those that are not."""

@@ -29,6 +29,12 @@ class Slots:
         fields = _HEADER.pack(_MAGIC, name.digest, name.parent, name.group, name.depth)
         return (fields + _checksum(fields, record)).ljust(self.head_bytes, b"\0")
 
+    def block_in(self, image: bytes) -> tuple[BlockName, NDArray[np.uint8]] | None:
+        """Whose block a slot holds, and its record; None if they are not whole."""
+        head, record = np.split(np.frombuffer(image, dtype=np.uint8), [self.head_bytes])
+        name = name_in(image)
+        return (name, record) if name is not None and is_whole(head, record, name.digest, name.group) else None
+
 
 def name_in(head: bytes) -> BlockName | None:
     """Whose slot it is, by its first HEADER_BYTES, which nothing vouches for; None if nothing was written there."""

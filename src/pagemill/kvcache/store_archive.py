@@ -14,17 +14,23 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pagemill.errors import KVStoreError
 from pagemill.kvcache.disk_store import DiskStore
+from pagemill.kvcache.slots import Slots
 from pagemill.kvcache.store_format import StoreFormat
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.work import BlockName
 from pagemill.namespace import Namespace
 
 _FIRST_LINE = b"pagemill KV archive 1\n"
+_FORMAT_BYTES = 1 << 16
 _BATCH_BYTES = 16 << 20
+_NO_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,27 +46,41 @@ class StoreInfo:
 
 def list_stores(root: Path) -> Iterator[StoreInfo | KVStoreError]:
     """The stores under a folder, by name; for one that can not be read, the error."""
-    return map(_describe, sorted(root.glob("*/index.sqlite")))
+    return map(_describe, _folders(root))
 
 
-def _describe(index: Path) -> StoreInfo | KVStoreError:
+def _folders(root: Path) -> list[Path]:
+    return sorted({path.parent for name in ("index.sqlite", "blocks.dat") for path in root.glob(f"*/{name}")})
+
+
+def _describe(folder: Path) -> StoreInfo | KVStoreError:
     try:
-        with closing(sqlite3.connect(f"file:{index}?mode=ro", uri=True)) as db:
+        size = (folder / "blocks.dat").stat().st_size
+        with closing(sqlite3.connect(f"file:{folder / 'index.sqlite'}?mode=ro", uri=True)) as db:
             format = StoreFormat.from_json(db.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()[0])
             blocks, used_s = db.execute("SELECT COUNT(*), MAX(used_s) FROM blocks").fetchone()
-    except (sqlite3.Error, ValueError, TypeError) as error:
-        return KVStoreError(f"the index of the KV store {index.parent} can not be read: {error}")
-    return StoreInfo(index.parent, format, blocks, (index.parent / "blocks.dat").stat().st_size, used_s)
+    except FileNotFoundError:
+        return KVStoreError(f"the KV store {folder} has lost its blocks.dat, and so all blocks; remove the folder")
+    except (OSError, sqlite3.Error, ValueError, TypeError) as error:
+        return KVStoreError(
+            f"the index of the KV store {folder} can not be read: {error}; an engine with the store's model and "
+            "settings makes it again from the blocks when it starts; or remove the folder"
+        )
+    if folder.name != format.key:
+        return KVStoreError(f"{folder} holds blocks of {format}; rename it {format.key}, or remove it")
+    return StoreInfo(folder, format, blocks, size, used_s)
 
 
-def open_store(root: Path, key: str, limit_bytes: int | None = None) -> DiskStore:
-    """The store whose key begins like that. Without a limit it keeps its size. Raises KVStoreError."""
-    found = [info for info in list_stores(root) if isinstance(info, StoreInfo) and info.folder.name.startswith(key)]
+def open_store(root: Path, key: str) -> DiskStore:
+    """The store whose key begins like that, which evicts nothing. Raises KVStoreError."""
+    found = [folder for folder in _folders(root) if folder.name.startswith(key)]
     if len(found) != 1:
-        known = ", ".join(info.folder.name for info in list_stores(root) if isinstance(info, StoreInfo))
+        known = ", ".join(folder.name for folder in _folders(root))
         raise KVStoreError(f"{len(found)} KV stores in {root} begin with {key!r}; there are: {known or 'none'}")
-    least = found[0].bytes or 1 << 62
-    return DiskStore(root, found[0].format, least if limit_bytes is None else limit_bytes)
+    info = _describe(found[0])
+    if isinstance(info, KVStoreError):
+        raise info
+    return DiskStore(root, info.format, _NO_LIMIT)
 
 
 def stored_prefixes(store: DiskStore, prefixes: Sequence[tuple[Namespace, Sequence[int]]]) -> list[list[BlockName]]:
@@ -95,27 +115,62 @@ def export_store(store: DiskStore, file: BinaryIO, chosen: Sequence[BlockName] |
     return count
 
 
-def import_archive(root: Path, file: BinaryIO, limit_bytes: int) -> tuple[int, int]:
-    """Adds an archive's blocks to the store of their model; returns (blocks read, blocks that were new).
+class Imported(NamedTuple):
+    """Of an archive's blocks: how many there are, were new, and found no room."""
+
+    blocks: int
+    new: int
+    left_out: int
+
+
+def import_archive(root: Path, file: BinaryIO, limit_bytes: int) -> Imported:
+    """Adds an archive's blocks to the store of their model, until that holds `limit_bytes`. Evicts nothing: what does
+    not fit is left out, ends of chains first.
 
     Raises KVStoreError for a file that is no archive, is cut short, or has a broken block; those before it are kept.
     """
+    format = _read_format(file)
+    batches = _read_blocks(file, Slots(format.record_bytes))
+    batch = next(batches, None)  # before there is a store for what may be no blocks
+    total = new = left_out = 0
+    with closing(DiskStore(root, format, _NO_LIMIT)) as store:
+        while batch:
+            there = store.holds([name[:2] for name, _ in batch])
+            missing = [block for block, held in zip(batch, there, strict=True) if not held]
+            room = 0 if left_out else max(0, limit_bytes // store.slot_bytes - store.num_blocks())
+            new += store.write([name for name, _ in missing[:room]], [record for _, record in missing[:room]])
+            left_out += len(missing[room:])
+            total += len(batch)
+            batch = next(batches, None)
+    return Imported(total, new, left_out)
+
+
+def _read_format(file: BinaryIO) -> StoreFormat:
     if file.readline(len(_FIRST_LINE)) != _FIRST_LINE:
         raise KVStoreError(f"{file.name} is no KV archive of this version")
     try:
-        format = StoreFormat.from_json(file.readline(1 << 16).decode())
-    except (ValueError, TypeError) as error:
-        raise KVStoreError(f"{file.name} is damaged: its second line names no format") from error
-    store = DiskStore(root, format, limit_bytes)
-    try:
-        step = max(1, _BATCH_BYTES // store.slot_bytes)
-        total = new = 0
-        while images := file.read(step * store.slot_bytes):
-            count, rest = divmod(len(images), store.slot_bytes)
-            new += store.write_images([images[i * store.slot_bytes : (i + 1) * store.slot_bytes] for i in range(count)])
-            total += count
-            if rest:
-                raise KVStoreError(f"{file.name} ends within a block, after {total} whole ones: it was cut short")
-        return total, new
-    finally:
-        store.close()
+        return StoreFormat.from_json(file.readline(_FORMAT_BYTES).decode())
+    except (ValueError, RecursionError) as error:
+        raise KVStoreError(
+            f"{file.name} is damaged: its second line names no format of this version: {error}"
+        ) from error
+
+
+def _read_blocks(file: BinaryIO, slots: Slots) -> Iterator[list[tuple[BlockName, NDArray[np.uint8]]]]:
+    """An archive's blocks, some at a time; raises KVStoreError behind the last that is whole."""
+    step = max(1, _BATCH_BYTES // slots.nbytes) * slots.nbytes
+    total = 0
+    while images := file.read(step):
+        blocks = []
+        ends = range(slots.nbytes, len(images) + 1, slots.nbytes)
+        for end in ends:
+            if (block := slots.block_in(images[end - slots.nbytes : end])) is None:
+                break
+            blocks.append(block)
+        total += len(blocks)
+        if blocks:
+            yield blocks
+        if len(blocks) < len(ends):
+            raise KVStoreError(f"block {total + 1:,} of {file.name} is broken; export it again")
+        if len(images) % slots.nbytes:
+            raise KVStoreError(f"{file.name} ends within a block, after {total} whole ones: it was cut short")
