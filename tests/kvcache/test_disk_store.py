@@ -57,6 +57,18 @@ def test_only_the_owner_may_look(tmp_path):
     assert store.folder.stat().st_mode & 0o777 == 0o700
 
 
+def test_files_that_others_could_read_become_the_owners_alone(tmp_path):
+    store = store_of(tmp_path)
+    store.close()
+    store.folder.chmod(0o777)
+    for path in store.folder.iterdir():
+        path.chmod(0o666)
+    again = store_of(tmp_path)
+    write(again, range(3))
+    assert {path.stat().st_mode & 0o777 for path in again.folder.iterdir()} == {0o600}
+    assert again.folder.stat().st_mode & 0o777 == 0o700
+
+
 def test_the_longest_unused_makes_room_a_chains_end_first(tmp_path):
     store = store_of(tmp_path, blocks=10)
     write(store, range(6))
@@ -76,6 +88,38 @@ def test_the_longest_unused_makes_room_a_chains_end_first(tmp_path):
     assert (store.folder / "blocks.dat").stat().st_size <= 10 * 8192
     assert write(store, range(300, 315)) == 10
     assert store.stats().blocks == 10
+
+
+def test_a_lower_limit_holds_from_the_start_and_keeps_what_was_used_last(tmp_path):
+    store = store_of(tmp_path)
+    write(store, range(10))
+    write(store, range(100, 120))
+    store.use([(digest_of(i), 0) for i in (3, 1, 105, 119)])
+    store.close()
+    store = store_of(tmp_path, blocks=8)
+    kept = [1, 3, *range(100, 104), 105, 119]
+    assert (store.folder / "blocks.dat").stat().st_size == 8 * 8192
+    assert store.stats().evicted == 22
+    assert read(store, range(120)) == kept
+    assert write(store, [200]) == 1
+    assert (store.folder / "blocks.dat").stat().st_size == 8 * 8192
+    store.close()
+    store = store_of(tmp_path)
+    assert len(read(store, range(201))) == store.stats().blocks == 8
+    assert write(store, range(300, 330)) == 30
+    assert len(read(store, range(330))) == 38
+    assert store.stats().broken == 0
+
+
+def test_a_lower_limit_leaves_what_another_process_uses(tmp_path):
+    one = store_of(tmp_path)
+    write(one, range(30))
+    other = store_of(tmp_path, blocks=8)
+    assert read(one, range(30)) == read(other, range(30)) == list(range(30))
+    one.close()
+    other.close()
+    store_of(tmp_path, blocks=8).close()
+    assert (one.folder / "blocks.dat").stat().st_size == 8 * 8192
 
 
 def test_pruning_gives_the_disk_its_space_back(tmp_path):
@@ -239,25 +283,20 @@ assert read(store, list(range(60))) == list(range(first)), first
 
 
 @contextmanager
-def killer(tmp_path):
-    """Gives a function that begins a process, which opens the store and writes to it, and kills it after so many
-    seconds.
+def killer(tmp_path, work: str):
+    """Gives a function that begins a process, which does this work, and kills it after so many seconds.
 
     It is forked from one that has made all contents and opened nothing, since an interpreter's start would take longer
     than all else between two kills, and making contents longer than writing them.
     """
-    code = """
+    code = f"""
+def work(rng):{work}
 for i in range(2030):
     content(i)
 for line in sys.stdin:
     pid = os.fork()
     if not pid:
-        rng = random.Random()
-        store = store_of(tmp_path, blocks=200)
-        while True:
-            first = rng.randrange(2000)
-            write(store, range(first, first + rng.randrange(1, 30)))
-            read(store, [rng.randrange(2000) for _ in range(20)])
+        work(random.Random())
     print(pid, flush=True)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 """
@@ -279,7 +318,14 @@ for line in sys.stdin:
 def test_killed_at_any_moment_a_store_holds_whole_blocks_only(tmp_path):
     rng = random.Random(4)
     most = 0
-    with killer(tmp_path) as kill_one:
+    work = """
+    store = store_of(tmp_path, blocks=200)
+    while True:
+        first = rng.randrange(2000)
+        write(store, range(first, first + rng.randrange(1, 30)))
+        read(store, [rng.randrange(2000) for _ in range(20)])
+"""
+    with killer(tmp_path, work) as kill_one:
         for _ in range(KILLS):
             kill_one(rng.uniform(0, 0.1))
             store = store_of(tmp_path, blocks=200)
@@ -290,6 +336,30 @@ def test_killed_at_any_moment_a_store_holds_whole_blocks_only(tmp_path):
             most = max(most, found)
             store.close()
     assert most > 0
+
+
+def test_killed_while_a_lower_limit_moves_blocks_a_store_loses_none_that_it_keeps(tmp_path):
+    rng = random.Random(5)
+    work = """
+    while True:
+        store = store_of(tmp_path, blocks=200)
+        write(store, range(first := rng.randrange(2000), first + 30))
+        store.use([(digest_of(i), 0) for i in range(20)])
+        store.close()
+        store_of(tmp_path, blocks=rng.randrange(60, 100)).close()
+"""
+    write(store := store_of(tmp_path), range(20))
+    write(store, range(100, 200))
+    store.close()
+    with killer(tmp_path, work) as kill_one:
+        for _ in range(KILLS):
+            kill_one(rng.uniform(0, 0.3))
+            store = store_of(tmp_path, blocks=200)
+            found = read(store, list(range(2030)))
+            assert store.stats().broken == 0
+            assert found[:20] == list(range(20)), "they were used last"
+            assert 60 <= len(found) == store.stats().blocks
+            store.close()
 
 
 KILLS = int(os.environ.get("PAGEMILL_TEST_KILLS", "12"))

@@ -16,7 +16,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,7 +50,8 @@ class StoreStats:
 class DiskStore:
     """A LowerTier. Thread-safe. Raises KVStoreError for a folder that can not be used, and for what the disk refuses.
 
-    limit_bytes: the most that `blocks.dat` may grow to; what was used longest ago makes room, a chain's end first.
+    limit_bytes: the most that `blocks.dat` may grow to; what was used longest ago makes room, a chain's end first. A
+    file that is larger is cut down to it here, unless another process uses it.
     """
 
     name = "disk"
@@ -72,14 +73,29 @@ class DiskStore:
         self._lock = threading.RLock()
         self._broken = self._evicted = 0
         try:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            self._in_use = _open(self.folder / "lock")
-            fcntl.flock(self._in_use, fcntl.LOCK_SH)
-            self._file = _open(self.folder / "blocks.dat")
-            self._reads = DirectReads(self.folder / "blocks.dat", self._file, self._read_at_once * self.slot_bytes)
-            self._index = StoreIndex(self.folder, format, self._file, self.slot_bytes, self._in_use)
-        except OSError as error:
+            with ExitStack() as opened:
+                self._open(opened)
+                self._opened = opened.pop_all()
+        except (OSError, sqlite3.Error) as error:
             raise KVStoreError(f"the KV store {self.folder} can not be opened: {error}") from error
+
+    def _open(self, opened: ExitStack) -> None:
+        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        _make_private(self.folder)
+        in_use = _open(self.folder / "lock")
+        opened.callback(os.close, in_use)
+        self._file = _open(self.folder / "blocks.dat")
+        opened.callback(os.close, self._file)
+        alone = os.fstat(self._file).st_size > self.limit_bytes and _lock_alone(in_use)
+        if not alone:
+            fcntl.flock(in_use, fcntl.LOCK_SH)
+        self._reads = DirectReads(self.folder / "blocks.dat", self._file, self._read_at_once * self.slot_bytes)
+        opened.callback(self._reads.close)
+        self._index = StoreIndex(self.folder, self.format, self._file, self.slot_bytes, in_use)
+        opened.callback(self._index.close)
+        if alone:
+            self._shrink()
+        fcntl.flock(in_use, fcntl.LOCK_SH)
 
     # What is there
 
@@ -186,10 +202,7 @@ class DiskStore:
     def close(self) -> None:
         """Notes what was used last. Nothing else is left to do at the end of a process."""
         with self._lock:
-            self._index.close()
-            self._reads.close()
-            os.close(self._file)
-            os.close(self._in_use)
+            self._opened.close()
 
     # Slots
 
@@ -213,8 +226,28 @@ class DiskStore:
             if excess > 0:
                 self._evicted += self._index.evict(db, "ORDER BY used_s, depth DESC LIMIT ?", (excess,))
 
+    def _shrink(self) -> None:
+        """Evicts what is more than the limit, moves what lies behind it into free slots, and ends the file there.
+
+        Wherever a process is killed in between, each block lies, whole, where the index says: a slot is free before
+        another block is written to it, and what was moved leaves the file after the index has learned of it.
+        """
+        self._make_room(0)
+        with self._index.transaction() as db:
+            high = db.execute("SELECT slot FROM blocks WHERE slot >= ? ORDER BY slot", (self.capacity,)).fetchall()
+            free = db.execute("SELECT slot FROM free ORDER BY slot LIMIT ?", (len(high),)).fetchall()
+            for (old,), (new,) in zip(high, free, strict=False):
+                image = os.pread(self._file, self.slot_bytes, old * self.slot_bytes)
+                self._write_slot(new, [image.ljust(self.slot_bytes)])
+                db.execute("UPDATE blocks SET slot = ? WHERE slot = ?", (new, old))
+                db.execute("UPDATE free SET slot = ? WHERE slot = ?", (old, new))
+        self.prune()
+
     def _put(self, slot: int, name: BlockName, record: NDArray[np.uint8]) -> None:
-        written = os.pwritev(self._file, [self._layout.head(name, record), record.data], slot * self.slot_bytes)
+        self._write_slot(slot, [self._layout.head(name, record), record.data])
+
+    def _write_slot(self, slot: int, parts: list[bytes | memoryview]) -> None:
+        written = os.pwritev(self._file, parts, slot * self.slot_bytes)
         if written != self.slot_bytes:
             raise OSError(f"{written} of {self.slot_bytes} bytes were written")
 
@@ -227,6 +260,20 @@ class DiskStore:
 
 def _open(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def _lock_alone(file: int) -> bool:
+    with suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
+def _make_private(folder: Path) -> None:
+    """For the owner alone, whatever it was: who reads blocks can tell prompts from them."""
+    for path, mode in [(folder, 0o700), *((file, 0o600) for file in folder.iterdir())]:
+        with suppress(PermissionError, FileNotFoundError):  # another's, or gone with another process
+            path.chmod(mode)
 
 
 def _runs(rows: Sequence[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:

@@ -36,8 +36,8 @@ class StoreIndex:
     """Of a store's folder. Thread-safe. One that is damaged is made again from the headers in the blocks' file, if
     nobody else uses the folder.
 
-    file: of the blocks, in slots of `slot_bytes`; in_use: another, which all who use the folder have locked together.
-    Raises KVStoreError, OSError.
+    file: of the blocks, in slots of `slot_bytes`; in_use: another, which all who use the folder have locked together,
+    and which is locked alone if the index was made again. Raises KVStoreError, OSError.
     """
 
     def __init__(self, folder: Path, format: StoreFormat, file: int, slot_bytes: int, in_use: int) -> None:
@@ -54,8 +54,11 @@ class StoreIndex:
             if "locked" in str(error):
                 raise KVStoreError(f"the KV store {folder} is being written by another process") from error
             self._rebuild(path, in_use, error)
-        if self._stored_format().key != format.key:
-            raise KVStoreError(f"{folder} holds blocks of {self._stored_format()}, not of {format}; remove the folder")
+        if (stored := self._stored_format()).key != format.key:
+            self.close()
+            raise KVStoreError(
+                f"{folder} holds blocks of {stored}, not of {format}; rename it {stored.key}, or remove it"
+            )
 
     def slots(self, blocks: Sequence[tuple[bytes, int]]) -> list[int | None]:
         """Where blocks (digest, group) lie; None for those that do not."""
@@ -153,7 +156,6 @@ class StoreIndex:
         for suffix in ("", "-wal", "-shm"):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
         self._connect(path)
-        fcntl.flock(in_use, fcntl.LOCK_SH)
 
     def _recover(self, db: sqlite3.Connection) -> None:
         """Lists what the headers say that the slots hold. Contents are checked when they are read."""
