@@ -49,7 +49,7 @@ class Served:
     async def _main(self):
         tenants = None if self.tenants is None else read_tenants_file(self.tenants)
         self.llm = AsyncLLM(MODEL, **self.settings, **({} if tenants is None else {"tenants": tenants.limits}))
-        serving = run_server(self.llm, MODEL, self.sock, lambda _: self.ready.set(), tenants=tenants)
+        serving = run_server(self.llm, MODEL, self.sock, lambda _: self.ready.set(), print, tenants=tenants)
         self.serving = asyncio.ensure_future(serving)
         with contextlib.suppress(asyncio.CancelledError):
             await self.serving

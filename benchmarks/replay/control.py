@@ -10,6 +10,7 @@ at most the target. "bursts" is the share of gaps between tokens, preemptions as
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from benchmarks.replay.output import bars, write_table
 from benchmarks.replay.setup import Setup, add_replay_arguments, begin, chosen_setup, latencies
 
+from pagemill.errors import ConfigError, TraceError
 from pagemill.scheduling.step_plan import StepPlan
 from pagemill.simulate.simulator import replay
 from pagemill.simulate.step_time import StepTimes
@@ -47,21 +49,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(arguments: argparse.Namespace) -> None:
+    if not 0 < arguments.target_tpot_ms < math.inf:
+        raise ConfigError(f"target_tpot_ms is {arguments.target_tpot_ms:g}; it must be above 0 milliseconds")
     (step_times, trace), setup = begin(arguments), chosen_setup(arguments)
-    target_s = arguments.target_tpot_ms / 1e3
+    target_s, until_s = arguments.target_tpot_ms / 1e3, trace[-1].arrival_s
+    if not until_s:
+        raise TraceError(f"all {len(trace)} requests come at once, so there is no time to measure; raise --seconds")
     print(
         "\n| setting | goodput, tokens/s | all tokens/s | in time | bursts | TPOT median | TPOT p99 | TTFT median | "
         "finished | preemptions | replayed in |"
     )
     print("| --- |" + " ---: |" * 10)
-    until_s = trace[-1].arrival_s
     rows = [measure("controller", trace, replace(setup, target_tpot_s=target_s), step_times, target_s, until_s)]
     for seqs in map(int, arguments.seqs.split(",")):
         for tokens in map(int, arguments.tokens.split(",")):
             fixed = replace(setup, max_num_batched_tokens=tokens, max_num_seqs=seqs)
             rows.append(measure(f"{tokens} tokens, {seqs} sequences", trace, fixed, step_times, target_s, until_s))
     best = max(rows[1:], key=lambda row: row.goodput)
-    print(f"\ncontroller / best fixed setting ({best.setting}): {rows[0].goodput / best.goodput:.2f}")
+    ratio = f"{rows[0].goodput / best.goodput:.2f}" if best.goodput else "–"
+    print(f"\ncontroller / best fixed setting ({best.setting}): {ratio}")
     name = f"control-{arguments.trace.stem}"
     write_table(arguments, name, step_times.about, [asdict(row) for row in rows])
     bars(

@@ -16,10 +16,15 @@ from pagemill.simulate.step_time import COSTS, StepTimes
 ROOT = Path(__file__).parents[2]
 
 
-def replay(*arguments) -> str:
-    """What the command prints. It runs in a process of its own, as it sets torch's threads."""
+def start(*arguments) -> subprocess.CompletedProcess:
+    """Runs the command in a process of its own, as it sets torch's threads."""
     command = [sys.executable, "-m", "benchmarks.replay", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+
+
+def replay(*arguments) -> str:
+    """What the command prints."""
+    done = start(*arguments)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -78,6 +83,26 @@ def test_the_controller_keeps_the_target_where_a_fixed_setting_does_not(trace, t
     last = f"controller / best fixed setting ({best['setting']}): {controller['goodput'] / best['goodput']:.2f}"
     assert last in printed
     assert (tmp_path / "control-trace.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--seconds", 0.05), "all 1 requests come at once"),
+        (("--target-tpot-ms", 0), "target_tpot_ms is 0; it must be above 0"),
+    ],
+)
+def test_a_replay_that_measures_nothing_is_refused(trace, tmp_path, arguments, words):
+    done = start("control", trace, *arguments, "--out", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert words in done.stderr
+
+
+def test_a_target_that_no_setting_reaches_has_no_ratio(trace, tmp_path):
+    fixed = ("--tokens", "64", "--seqs", "4")
+    printed = replay("control", trace, "--rate", 0.5, "--target-tpot-ms", 0.01, *fixed, "--out", tmp_path)
+    assert "controller / best fixed setting (64 tokens, 4 sequences): –" in printed
 
 
 @pytest.fixture(scope="module")

@@ -422,6 +422,25 @@ def test_tenants_find_nothing_of_each_other():
     assert load_of(bench, "b").prefix_hit_tokens == 19
 
 
+@pytest.mark.parametrize(
+    ("limits", "way"),
+    [
+        ({"a": TenantLimits(max_blocks="1%")}, r"must be at least 1; raise it$"),
+        (
+            {"a": TenantLimits(max_blocks=4, guaranteed_blocks=6)},
+            r"at least 6; raise it, or lower its guaranteed_blocks$",
+        ),
+        (
+            {"a": TenantLimits(guaranteed_blocks="60%"), "b": TenantLimits(guaranteed_blocks="60%")},
+            r"24 blocks would be guaranteed, and the pool has 20; guarantee less, or raise kv_memory$",
+        ),
+    ],
+)
+def test_limits_that_can_not_be_say_their_own_way_out(limits, way):
+    with pytest.raises(ConfigError, match=way):
+        bench_of(limits, frames=20)
+
+
 def test_limits_that_are_shares_follow_the_pool():
     bench = bench_of(
         {"a": TenantLimits(guaranteed_blocks="50%", max_blocks="75%"), "b": TenantLimits(guaranteed_blocks=6)},

@@ -328,6 +328,7 @@ def test_habits_of_clients_change_nothing(client):
         ("completions", {"prompt": "x", "length_penalty": 2.0}, 400, "length_penalty", "needs use_beam_search"),
         ("completions", {"prompt": "x", "suffix": "y"}, 400, "suffix", "does not serve"),
         ("nothing", {}, 404, None, "Not Found"),
+        ("kv_memory", {"kv_memory": True}, 400, "kv_memory", "given: True"),
         ("models", {}, 405, None, "Method Not Allowed"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -74,4 +75,7 @@ async def _serve(model: str, name: str, sock: socket.socket, settings: dict[str,
             )
 
         tenants = read_tenants_file(settings["tenants"]) if "tenants" in settings else None
-        await run_server(AsyncLLM(model, on_progress=bar, **settings), name, sock, announce, pins, tenants)
+        llm = AsyncLLM(model, on_progress=bar, **settings)
+        await run_server(
+            llm, name, sock, announce, partial(messages.print, markup=False, soft_wrap=True), pins, tenants
+        )

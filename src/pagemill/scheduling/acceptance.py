@@ -88,8 +88,7 @@ class Acceptance:
         refusal = self._tenants.refusal(num_frames, self._live())
         if refusal is not None:
             raise KVMemoryError(
-                f"the KV pool can not have {num_frames} blocks now: {refusal}; ask for another size, or wait for the "
-                f"request's end",
+                f"the KV pool can not have {num_frames} blocks now: {refusal}, or ask for another size",
                 param="kv_memory",
             )
 
@@ -129,7 +128,6 @@ class Acceptance:
         if refusal is not None:
             self._pins.drop(request.request_id)
             raise PinLimitError(
-                f"pin {pin.name!r} leaves too little: {refusal}; wait for a request's end, unpin something, or raise "
-                f"kv_memory",
+                f"pin {pin.name!r} leaves too little: {refusal}",
                 param="prompt",
             )

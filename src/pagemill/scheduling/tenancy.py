@@ -97,9 +97,7 @@ class Tenancy:
         frames = self._memory.num_frames
         refusal = self.refusal(frames, live, {name: limits})
         if refusal is not None:
-            raise ConfigError(
-                f"tenant {name!r}: {refusal}; change the limits less, or wait until they are free", param="tenants"
-            )
+            raise ConfigError(f"tenant {name!r}: {refusal}", param="tenants")
         self._memory.set_quota(name, *_quota(limits, frames))
         self._memory.tenants[name].set_idle_timeout(limits.idle_timeout_s)
         load = self._loads.get(name)
@@ -109,25 +107,35 @@ class Tenancy:
             load.limits = limits
 
     def refusal(self, num_frames: int, live: Live, changed: abc.Mapping[str, TenantLimits] | None = None) -> str | None:
-        """Why a pool of `num_frames` could not keep the limits, some of them changed, beside `live`; None if it can."""
+        """Why a pool of `num_frames` could not keep the limits, some of them changed, beside `live`, and
+        the way out; None if it can."""
         limits = {name: load.limits for name, load in self._loads.items()} | dict(changed or {})
         quotas = {name: _quota(each, num_frames) for name, each in limits.items()}
         promised = 0
         for name, (guaranteed, most) in quotas.items():
             pinned = self._pins.held(name)
             if most is not None and most < max(1, guaranteed):
-                return f"max_blocks of tenant {name!r} would be {most}, and must be at least {max(1, guaranteed)}"
+                way = "raise it" if guaranteed <= 1 else "raise it, or lower its guaranteed_blocks"
+                return (
+                    f"max_blocks of tenant {name!r} would be {most}, and must be at least {max(1, guaranteed)}; {way}"
+                )
             if most is not None and pinned > most:
-                return f"its pins hold {pinned} blocks of tenant {name!r}, over its max_blocks, {most}"
+                return (
+                    f"pins hold {pinned} blocks of tenant {name!r}, over its max_blocks, {most}; raise it, or unpin "
+                    f"something"
+                )
             promised += max(guaranteed, pinned)
         if promised > num_frames:
-            return f"{promised} blocks would be guaranteed, and the pool has {num_frames}{self._pinned}"
+            return (
+                f"{promised} blocks would be guaranteed, and the pool has {num_frames}{self._pinned}; guarantee less"
+                f"{', unpin something' if self._pinned else ''}, or raise kv_memory"
+            )
         for request, need, rows in live:
             most_rows = limits[request.tenant].max_running
             if most_rows is not None and rows > most_rows:
                 return (
                     f"the request {request.request_id!r} needs {rows} sequences to run at once, and max_running of its "
-                    f"tenant {request.tenant!r} would be {most_rows}"
+                    f"tenant {request.tenant!r} would be {most_rows}; wait for its end, or allow so many"
                 )
             guaranteed, most = quotas[request.tenant]
             left = num_frames - promised + max(guaranteed, self._pins.held(request.tenant))
@@ -135,7 +143,8 @@ class Tenancy:
             if need > limit:
                 return (
                     f"the request {request.request_id!r} may grow to {request.max_len} tokens, which takes {need} "
-                    f"blocks, and its tenant {request.tenant!r} could count on {limit}{self._pinned}"
+                    f"blocks, and its tenant {request.tenant!r} could count on {limit}{self._pinned}; wait "
+                    f"for its end, or leave it enough"
                 )
         return None
 

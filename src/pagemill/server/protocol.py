@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, StrictStr, model_validator
 
 from pagemill.errors import InvalidRequestError, UnknownArgumentError
 from pagemill.sampling.beam_search_params import BeamSearchParams
@@ -45,7 +45,7 @@ class KVMemory(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    kv_memory: int | float | str | None
+    kv_memory: StrictInt | StrictFloat | StrictStr | None
 
 
 class StreamOptions(BaseModel):

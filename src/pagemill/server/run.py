@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import math
 import signal
 import socket
@@ -21,8 +20,6 @@ from pagemill.server.app import create_app
 from pagemill.server.pins import FilePin, pin
 from pagemill.tenant_limits import TenantsFile
 
-logger = logging.getLogger(__name__)
-
 GRACE_S = 5.0
 """How long running answers may go on after the first request to stop. A second request ends them at once."""
 
@@ -35,14 +32,15 @@ async def run_server(
     served_model_name: str,
     sock: socket.socket,
     on_ready: Callable[[EngineReady], None],
+    say: Callable[[str], None],
     pins: Sequence[FilePin] = (),
     tenants: TenantsFile | None = None,
 ) -> None:
     """Serves on a socket that already listens, until SIGINT or SIGTERM, or until the engine is gone.
 
     SIGUSR1 gives back the KV memory that running requests do not need, SIGUSR2 takes as much as at the start again.
-    `on_ready` is called when the model is loaded and `pins` are computed. Raises what kept it from that, or
-    `EngineDeadError`; returns after a signal.
+    `on_ready` is called when the model is loaded and `pins` are computed, `say` with what came of these signals.
+    Raises what kept it from being ready, or `EngineDeadError`; returns after a signal to stop.
     """
     config = uvicorn.Config(create_app(llm, served_model_name, tenants), log_level="warning", lifespan="off")
     server = _Server(config, llm)
@@ -62,9 +60,9 @@ async def run_server(
     async def resize(kv_memory: str | None) -> None:
         try:
             ready = await llm.resize_kv_memory(kv_memory)
-            logger.info("the KV pool has %d MiB now", ready.kv_bytes >> 20)
+            say(f"the KV pool has {ready.kv_bytes >> 20} MiB now")
         except PagemillError as error:
-            logger.warning("%s", error)
+            say(f"the KV pool keeps its size: {error}")
 
     async with llm:
         watcher = asyncio.create_task(watch())
