@@ -62,6 +62,12 @@ def test_only_a_host_tier_can_be_compressed():
     assert caught.value.param == "kv_host_compression"
 
 
+def test_a_folder_for_blocks_on_disk_needs_room_on_disk():
+    with pytest.raises(ConfigError, match=r"kv_disk_path is 'kv', .* set kv_disk_memory") as caught:
+        EngineConfig(model="m", kv_disk_path="kv", kv_host_memory="1GiB")
+    assert caught.value.param == "kv_disk_path"
+
+
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16", "int8"])
 def test_the_cache_may_have_a_dtype_of_its_own(dtype):
     assert EngineConfig(model="m", kv_cache_dtype=dtype).kv_cache_dtype == dtype

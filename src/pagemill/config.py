@@ -154,6 +154,12 @@ class EngineConfig:
                 "kv_host_compression is for blocks in host memory, of which there is none; set kv_host_memory",
                 param="kv_host_compression",
             )
+        if self.kv_disk_path is not None and self.kv_disk_memory is None:
+            raise ConfigError(
+                f"kv_disk_path is {self.kv_disk_path!r}, but no blocks go to disk; set kv_disk_memory too, or leave "
+                f"kv_disk_path out",
+                param="kv_disk_path",
+            )
         if self.preemption_mode not in PREEMPTION_MODES:
             raise ConfigError(
                 f"preemption_mode is {self.preemption_mode!r}; it must be one of {', '.join(PREEMPTION_MODES)}",

@@ -165,6 +165,21 @@ def test_a_host_tier_below_one_block_is_refused(make_engine, compression):
         make_engine(**SMALL, kv_host_memory=1000, kv_host_compression=compression)
 
 
+@pytest.mark.parametrize("path", ["/proc/x", __file__, f"{__file__}/kv", "~nobody-of-this-name/kv"])
+def test_a_bad_folder_is_refused_by_its_name(make_engine, path):
+    with pytest.raises(ConfigError, match=f"kv_disk_path is '{path}', .*; name another one") as caught:
+        make_engine(**SMALL, kv_disk_memory="1GiB", kv_disk_path=path)
+    assert caught.value.param == "kv_disk_path"
+
+
+@pytest.mark.parametrize("tier", ["host", "disk"])
+def test_a_tier_that_would_hold_nothing_is_refused(make_engine, tmp_path, tier):
+    setting = {"kv_host_memory": "64MiB"} if tier == "host" else {"kv_disk_memory": "64MiB", "kv_disk_path": tmp_path}
+    with pytest.raises(ConfigError, match=r"is '64MiB', but without prefix caching .* leave kv_") as caught:
+        make_engine(**SMALL, **{name: str(value) for name, value in setting.items()}, enable_prefix_caching=False)
+    assert caught.value.param == f"kv_{tier}_memory"
+
+
 @pytest.mark.parametrize("mode", ["auto", "swap", "recompute"])
 def test_preempted_sequences_come_back_as_the_mode_says(crowd, make_engine, mode):
     requests, expected = crowd

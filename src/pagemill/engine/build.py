@@ -72,6 +72,8 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
     kv_dtype = model.dtype if config.kv_cache_dtype == "auto" else getattr(torch, config.kv_cache_dtype)
     groups = model.decoder.groups
     sizes = _sizes(config, model, groups, kv_dtype, device)
+    if not config.enable_prefix_caching:
+        _check_use_of_tiers(config, sizes.streamed)
     pool = DevicePool(
         sizes.frames,
         groups,
@@ -155,6 +157,19 @@ def build(config: EngineConfig, progress: Callable[[int, int], None] | None = No
         numerics=numerics,
         tiers=tiers,
     )
+
+
+def _check_use_of_tiers(config: EngineConfig, streamed: Streamed) -> None:
+    """Without prefix caching, raises ConfigError for a lower tier from which no context streams."""
+    for tier in ("host", "disk"):
+        name = f"kv_{tier}_memory"
+        if (size := getattr(config, name)) is not None and not streamed.of(tier, 1):
+            raise ConfigError(
+                f"{name} is {size!r}, but without prefix caching nothing that leaves the pool is found again, and no "
+                f"context is too long for the pool and streams from there; leave {name} out, or enable_prefix_caching "
+                f"on",
+                param=name,
+            )
 
 
 def _device(name: str) -> torch.device:

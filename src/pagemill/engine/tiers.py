@@ -60,8 +60,15 @@ def _host_bytes(config: EngineConfig) -> int:
 
 
 def _disk_root(config: EngineConfig) -> Path:
-    root = default_root() if config.kv_disk_path is None else Path(config.kv_disk_path).expanduser()
-    root.mkdir(parents=True, exist_ok=True)
+    root = default_root() if config.kv_disk_path is None else Path(config.kv_disk_path)
+    try:
+        root = root.expanduser()
+        root.mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(
+            f"kv_disk_path is {str(root)!r}, where no folder can be made: {error}; name another one",
+            param="kv_disk_path",
+        ) from error
     return root
 
 
