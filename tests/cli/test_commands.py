@@ -69,6 +69,7 @@ def test_generate_searches_with_beams():
         (["generate", "no-such-model", "x"], "no-such-model"),
         (["generate", MODEL, "x", "--block-size", "17"], "block_size is 17"),
         (["generate", MODEL, "x", "--temperature", "-1"], "temperature is -1"),
+        (["generate", MODEL, "x", "--kv-disk-memory", "9GiB", "--kv-disk-path", "/proc/x"], "path is '/proc/x'"),
     ],
 )
 def test_an_error_is_one_line(args, words):
@@ -166,6 +167,8 @@ def test_a_conversation_with_a_name_goes_on_after_a_restart(tmp_path):
     args = ["chat", MODEL, "--session", "ada", "--temperature", "0", "--max-tokens", "12", *SMALL, *kept]
     args += ["--kv-disk-path", str(tmp_path / "kv")]
     assert run("sessions", "ls", *kept).stdout == f"no sessions are kept in {tmp_path / 'sessions'}\n"
+    assert "no sessions are kept in" in run("sessions", "rm", "ada", *kept).stderr
+    assert not (tmp_path / "sessions").exists()
     first = run(*args, "--system", "Be brief.", input="My name is Ada. Say hello.\n")
     assert first.returncode == 0, first.stderr
     assert "session 'ada' begins" in first.stderr

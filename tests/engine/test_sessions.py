@@ -200,6 +200,10 @@ def test_a_turn_that_failed_leaves_no_trace(llm, session, monkeypatch):
             bad()
     assert session.record == before
     llm.session("t").chat(user("x"), GREEDY)
+    for messages in (None, [], user("x")[0]):
+        with pytest.raises(errors.InvalidRequestError, match="give a list of at least one message") as caught:
+            llm.session("t").chat(messages, GREEDY)
+        assert caught.value.param == "messages"
     with pytest.raises(errors.InvalidRequestError, match="goes on with messages, not with a prompt"):
         llm.session("t").generate("x", GREEDY)
 

@@ -92,6 +92,15 @@ def test_a_session_has_one_turn_at_a_time():
     turn(store, "a", [1, 2])
 
 
+def test_who_finds_a_session_in_use_is_told_to_fork_what_can_be_forked():
+    store = store_of()
+    for expected in ("wait for its end$", "wait for its end, or fork the session$"):
+        begun = store.begin("a", HERE, **OF)
+        with pytest.raises(errors.SessionBusyError, match=expected):
+            store.begin("a", HERE, **OF)
+        store.commit(begun, [1], None)
+
+
 def test_a_turn_that_has_ended_gives_back_no_other():
     """Who reads an answer may close it when the next turn has begun."""
     store = store_of()

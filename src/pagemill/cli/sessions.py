@@ -11,6 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pagemill.errors import SessionNotFoundError
 from pagemill.namespace import Namespace
 from pagemill.sessions.store import SessionStore, default_path
 from pagemill.tenant_limits import DEFAULT_TENANT
@@ -50,7 +51,10 @@ def rm(
     session_path: SessionPath = None,
 ) -> None:
     """Delete sessions. Their KV blocks are evicted like any others that nobody asks for."""
-    store = _open(session_path or default_path())
+    path = session_path or default_path()
+    if not path.exists():
+        raise SessionNotFoundError(f"there is no session {names[0]!r}: no sessions are kept in {path}")
+    store = _open(path)
     for name in names:
         store.delete(name, Namespace(tenant, cache_salt))
         sys.stdout.write(f"{name} deleted\n")

@@ -12,6 +12,7 @@ from pagemill.errors import InvalidRequestError, PromptTooLongError, SamplingPar
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import SessionRecord, SessionStore
+from pagemill.text.chat_template import check_messages
 from pagemill.text.chat_turn import turn_text
 
 
@@ -77,6 +78,7 @@ class SessionTurns:
     ) -> Turn:
         """The session's tokens, then those of the new messages; or, where the chat template writes earlier turns anew,
         all of it rendered and tokenized again."""
+        check_messages(messages)
         begun = self._begin(name, space, params)
         try:
             if begun.num_turns and begun.messages is None:

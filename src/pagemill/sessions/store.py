@@ -134,9 +134,10 @@ class SessionStore:
         now = time.time()
         with self._lock:
             self._expire(now)
-            if (space, name) in self._in_use:
+            if (running := self._in_use.get((space, name))) is not None:
                 raise SessionBusyError(
-                    f"session {name!r} is in use by another request; wait for its end, or fork the session",
+                    f"session {name!r} is in use by another request; wait for its end"
+                    + (", or fork the session" if running.state else ""),
                     param="session_id",
                 )
             record = self._find(name, space)

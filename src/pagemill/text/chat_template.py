@@ -47,9 +47,8 @@ class ChatTemplate:
         continue_final_message: leave the last message open at its end, so that the model goes on with it.
         Raises `InvalidRequestError` where the template refuses the messages, or there are none.
         """
+        check_messages(messages)
         conversation = [_message(message) for message in messages]
-        if not conversation:
-            raise InvalidRequestError("messages is empty; give at least one message", param="messages")
         if continue_final_message:
             if add_generation_prompt:
                 raise InvalidRequestError(
@@ -76,6 +75,14 @@ class ChatTemplate:
                 param="messages",
             ) from error
         return _cut_at_mark(text) if continue_final_message else text
+
+
+def check_messages(messages: object) -> None:
+    """Raises `InvalidRequestError` unless it is a list with something in it."""
+    if not isinstance(messages, Sequence) or not messages:
+        raise InvalidRequestError(
+            f"messages is {messages!r:.100}, no list or empty; give a list of at least one message", param="messages"
+        )
 
 
 def _message(message: object) -> dict[str, Any]:
