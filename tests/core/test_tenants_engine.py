@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from pagemill import LLM, SamplingParams, TenantLimits
-from pagemill.errors import ConfigError, PinLimitError, RequestTooLargeError, SessionLimitError, UnknownTenantError
+from pagemill import LLM, BeamSearchParams, SamplingParams, TenantLimits
+from pagemill.errors import (
+    ConfigError,
+    InvalidRequestError,
+    PinLimitError,
+    RequestTooLargeError,
+    SessionLimitError,
+    UnknownTenantError,
+)
 
 MODEL = "smollm2-135m"
 BLOCK = 16
@@ -38,6 +45,17 @@ def test_no_tenant_finds_anothers_prompts_and_all_get_the_same_answer(llm):
     assert stats["wild"].prefix_hit_tokens == 0
     assert all(stats[name].blocks_cached > 0 for name in ("calm", "wild", "default"))
     assert sum(tenant.blocks_cached for tenant in stats.values()) == llm.stats().frames_cached
+
+
+def test_a_beam_search_is_its_tenants(llm):
+    params = BeamSearchParams(beam_width=2, max_tokens=4)
+    llm.beam_search([PROMPT, "Once"], params, tenant=["calm", "default"], priority=[1, -1])
+    assert llm.stats().tenants["calm"].blocks_cached > 0
+    assert llm.stats().tenants["wild"].blocks_cached == 0
+    with pytest.raises(UnknownTenantError, match="'nobody'"):
+        llm.beam_search(PROMPT, params, tenant="nobody")
+    with pytest.raises(InvalidRequestError, match="priority is 'high'"):
+        llm.beam_search(PROMPT, params, priority="high")
 
 
 def test_beside_a_flood_a_guaranteed_tenant_gets_its_own_answers(llm):

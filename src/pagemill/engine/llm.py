@@ -67,7 +67,7 @@ class LLM:
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | BeamSearchParams | Sequence[SamplingParams | BeamSearchParams] | None = None,
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
@@ -93,18 +93,24 @@ class LLM:
 
     @suggest_keywords
     def beam_search(
-        self, prompts: Prompt | Sequence[Prompt], params: BeamSearchParams, *, use_tqdm: bool = False
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = DEFAULT_TENANT,
     ) -> list[BeamSearchOutput]:
-        """Searches the continuations of each prompt, in the forms that `generate` takes, for those of the best score.
+        """Searches the continuations of each prompt for those of the best score. Prompts, `priority` and `tenant` are
+        what `generate` takes.
 
         Outputs are in the order of the prompts. Raises `InvalidRequestError` (or a child) before anything runs. A
         search that fails while it runs has an `error` and no sequences; the others go on.
         """
         if not isinstance(params, BeamSearchParams):
             raise SamplingParamsError(f"params is {params!r}; it must be BeamSearchParams(...)", param="params")
-        listed = as_list_of_prompts(prompts)
-        processed = [self._input.process(prompt, params, f"search-{next(self._request_ids)}") for prompt in listed]
-        return [self._searched(output, params) for output in self._run(processed, use_tqdm)]
+        outputs = self.generate(prompts, params, use_tqdm=use_tqdm, priority=priority, tenant=tenant)
+        return [self._searched(output, params) for output in outputs]
 
     def _searched(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
         error = output.outputs[0].error
@@ -122,7 +128,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: SamplingParams | BeamSearchParams | Sequence[SamplingParams | BeamSearchParams] | None = None,
         *,
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
@@ -134,7 +140,8 @@ class LLM:
 
         `template` goes to the template: `add_generation_prompt`, `chat_template`, `tools`, and its own variables.
         """
-        conversations: Any = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        single = not isinstance(messages, Sequence) or (messages and isinstance(messages[0], Mapping))
+        conversations: Any = [messages] if single else messages
         prompts = [
             self._input.render_chat(conversation, cache_salt=cache_salt, **template) for conversation in conversations
         ]
