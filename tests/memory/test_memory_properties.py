@@ -8,6 +8,7 @@ all tokens up to its position. So "what a table reads is what was computed for t
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,6 +24,7 @@ from pagemill.memory.compaction import Compaction
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.eviction import cheapest_to_recompute, least_frequently_used, least_recently_used
 from pagemill.memory.manager import MemoryManager
+from pagemill.memory.moving import forget_lost
 from pagemill.memory.pins import Pins
 from pagemill.namespace import Namespace
 
@@ -482,6 +484,66 @@ class MemoryMachine(RuleBasedStateMachine):
         windowed = any(window is not None for window in self.windows)
         kept = 0 if windowed and memory.stats().evictions > before.evictions else found
         assert memory.peek(digests, root) >= (reach if arrived == len(missing) else kept)
+
+    # What is idle ends, and what is lost
+
+    @rule(
+        name=st.sampled_from(["default", "other"]),
+        timeout_s=st.one_of(st.none(), st.integers(1, 6)),
+        seconds=st.integers(0, 3),
+    )
+    def end_idle(self, name, timeout_s, seconds) -> None:
+        self.time += seconds
+        self.memory.tenants[name].set_idle_timeout(timeout_s)
+        cached = {tenant: dict(tenant.policy.latest()) for tenant in self.memory.tenants}
+        before = self.memory.stats()
+        due = self.memory.end_idle(self.time)
+        for tenant, since in cached.items():
+            timeout = math.inf if tenant.idle_timeout_s is None else tenant.idle_timeout_s
+            kept = {block: at for block, at in since.items() if at + timeout > self.time}
+            assert dict(tenant.policy.latest()) == kept
+            assert self.time < due <= min(kept.values(), default=self.time) + timeout
+        after = self.memory.stats()
+        ended = before.frames_cached - after.frames_cached
+        assert after.frames_free == before.frames_free + ended
+        assert after.evictions == before.evictions + ended
+        self.save()
+
+    @rule(data=st.data())
+    def lose(self, data) -> None:
+        """Frames that anything holds or can find."""
+        self.save()
+        memory, place = self.memory, self.memory._blocks.frame
+        used = sorted(place[block] for block in memory._blocks.in_use())
+        if not used or memory.has_copies:
+            return
+        frames = data.draw(st.sets(st.sampled_from(used), min_size=1, max_size=4))
+
+        def lies_there(table: BlockTable) -> bool:
+            return any(place[block] in frames for held in table.blocks for block in held if block >= 0)
+
+        ended = [(pin.space, pin.name) for pin in self.pins.list() if lies_there(pin.table)]
+        losers = [sequence for sequence in self.sequences if lies_there(sequence.table)]
+        left = self.findable()
+        for group, contents in enumerate(left):
+            published = [place[block] for block in memory._index.by_digest[group].values()]
+            lost = {self.device.slots[frame][-1] for frame in published if frame in frames}
+            for content in sorted(contents, key=len):
+                if content in lost or content[: -self.size] in lost:
+                    lost.add(content)
+            contents -= lost
+        for frame in frames:
+            self.device.slots[frame] = ["lost"] * self.size
+        for step in self.flying:
+            step.reads = [read for read in step.reads if read[1] not in frames]
+        forget_lost(memory, frames)
+        self.pins.lose(frames, self.time)
+        for key in ended:
+            del self.pinned[key]
+        for sequence in losers:
+            assert memory.lies_in(sequence.table, frames)
+            self.drop(sequence)
+        assert self.findable() == left
 
     # The pool shrinks and grows
 

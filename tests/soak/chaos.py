@@ -6,7 +6,7 @@ that rot on disk, streamed blocks that can not be written or read or are lost la
 not be carried out. Every answer must be, to the bit, what a calm engine gives, or its beginning where a fault ended it,
 and in the end every block is free.
 
-`python tests/soak/chaos.py --seconds 600` is `make soak`; `test_soak.py` runs it for a few seconds.
+`python tests/soak/chaos.py --seconds 600` is `make soak`; `test_soak.py` runs it for a minute.
 """
 
 from __future__ import annotations

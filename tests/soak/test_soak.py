@@ -4,7 +4,7 @@ import logging
 
 from chaos import Soak
 
-STEPS = 200
+STEPS = 700
 AT_MOST = 2000
 
 
