@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 
 from pagemill.engine.async_llm import AsyncLLM
 from pagemill.engine.outputs import Logprob, LogprobsOfPosition
-from pagemill.errors import PagemillError
+from pagemill.errors import InvalidRequestError, PagemillError
 from pagemill.sampling.params import SamplingParams
 from pagemill.server.errors import error_response
 from pagemill.server.events import DONE, event
@@ -67,6 +67,18 @@ class ChatCall:
         return await begin(self._events(generation), generation)
 
     async def _start(self) -> Generation:
+        try:
+            return await self._submit()
+        except InvalidRequestError as error:
+            names = {"prompt": "messages", "logprobs": "top_logprobs"}
+            if self._request.max_tokens is None and self._request.max_completion_tokens is not None:
+                names["max_tokens"] = "max_completion_tokens"
+            if (name := names.get(error.param or "")) is not None:  # the engine's name for what has another one here
+                error.message = error.message if name == "messages" else error.message.replace(str(error.param), name)
+                error.param = name
+            raise
+
+    async def _submit(self) -> Generation:
         params = self._request.params()
         if self._request.fork_of is not None:
             generation, self._forked = await fork(self._llm, self._request, params, self._id, self._tenant)
