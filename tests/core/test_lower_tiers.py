@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -178,6 +180,23 @@ def test_a_tier_that_would_hold_nothing_is_refused(make_engine, tmp_path, tier):
     with pytest.raises(ConfigError, match=r"is '64MiB', but without prefix caching .* leave kv_") as caught:
         make_engine(**SMALL, **{name: str(value) for name, value in setting.items()}, enable_prefix_caching=False)
     assert caught.value.param == f"kv_{tier}_memory"
+
+
+def test_a_share_of_the_disk_counts_what_the_store_has_of_it(conversations, make_engine, tmp_path, monkeypatch):
+    """Else each start would leave less of it, and the store would be cut."""
+    usage, room = shutil.disk_usage(tmp_path), 100 * SLOT_BYTES
+
+    def free(path):
+        held = sum(file.stat().st_size for file in Path(path).glob("*/blocks.dat"))
+        return usage._replace(free=room - held)
+
+    monkeypatch.setattr(engine_tiers.shutil, "disk_usage", free)
+    settings = {**SMALL, "kv_disk_memory": "90%", "kv_disk_path": str(tmp_path)}
+    for _ in range(2):
+        core = make_engine(**settings)
+        assert core._tiers.lower.tiers[-1].capacity == 90
+        drive(core, conversations)
+        core.close()
 
 
 @pytest.mark.parametrize("mode", ["auto", "swap", "recompute"])

@@ -234,6 +234,7 @@ def test_what_can_never_run_ends_with_an_error(llm):
     core.add_request(item.request)
     allowed, tenant.limits = tenant.limits, TenantLimits(max_running=1)
     try:
+        assert core.step() == [], "the next step may find what this one has left"
         outputs = core.step()
     finally:
         tenant.limits = allowed

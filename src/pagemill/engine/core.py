@@ -71,6 +71,7 @@ class EngineCore:
         self._ended: list[Update] = []
         """What ended between two steps, for the next one to tell."""
         self._stalled_s = 0.0
+        self._was_stuck = False
         self._steps = self._prompt_tokens = self._generated_tokens = 0
 
     @property
@@ -147,12 +148,15 @@ class EngineCore:
         self._save_evicted()
         if plan is None:
             self._start_loads()
-            if not self._scheduler.admission.num_loading and self._scheduler.has_work():
+            stuck = self._scheduler.has_work() and not self._scheduler.admission.num_loading
+            if stuck and self._was_stuck:
                 updates += self._scheduler.give_up(_stuck(), begun)
+            self._was_stuck = stuck
             waited = time.monotonic()
             self._finish_loads(LOAD_WAIT_S)
             self._stalled_s += time.monotonic() - waited
             return self._outputs(updates)
+        self._was_stuck = False
         begin = time.monotonic()
         try:
             lost = self._runner.apply(plan)

@@ -14,7 +14,7 @@ from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError, KVStoreError
 from pagemill.kvcache.compressed_store import ENTRY_BYTES, CompressedStore
 from pagemill.kvcache.device_pool import DevicePool
-from pagemill.kvcache.disk_store import DiskStore
+from pagemill.kvcache.disk_store import DiskStore, file_bytes
 from pagemill.kvcache.host_store import HostStore
 from pagemill.kvcache.lower_tiers import LowerTier, LowerTiers, Sources
 from pagemill.kvcache.pages_ahead import PagesAhead
@@ -72,9 +72,10 @@ def _disk_root(config: EngineConfig) -> Path:
     return root
 
 
-def _disk_bytes(config: EngineConfig) -> int:
+def _disk_bytes(config: EngineConfig, held: int = 0) -> int:
+    """held: what is taken already of what is asked for, which is not free any more."""
     assert config.kv_disk_memory is not None
-    return parse_memory("kv_disk_memory", config.kv_disk_memory, shutil.disk_usage(_disk_root(config)).free)
+    return parse_memory("kv_disk_memory", config.kv_disk_memory, shutil.disk_usage(_disk_root(config)).free + held)
 
 
 def make_tiers(
@@ -105,9 +106,9 @@ def make_tiers(
         elif capacity > 0:
             tiers.append(HostStore(capacity, record_bytes, pinned=pool.device.type == "cuda"))
     if config.kv_disk_memory is not None:
-        limit, name = _disk_bytes(config) - taken["disk"], Path(config.model).stem
+        format = StoreFormat(Path(config.model).stem, fingerprint.hex(), kv_format, numerics, record_bytes)
+        limit = _disk_bytes(config, file_bytes(_disk_root(config), format)) - taken["disk"]
         if limit > 2 * record_bytes or not taken["disk"]:
-            format = StoreFormat(name, fingerprint.hex(), kv_format, numerics, record_bytes)
             tiers.append(DiskStore(_disk_root(config), format, limit))
     return Tiers(LowerTiers(tiers, record_bytes), pool, pages, memory, config.preemption_mode) if tiers else None
 

@@ -47,6 +47,13 @@ class StoreStats:
     evicted: int
 
 
+def file_bytes(root: Path, format: StoreFormat) -> int:
+    """Of the file of a store's blocks; 0 if there is none."""
+    with suppress(OSError):
+        return (root / format.key / "blocks.dat").stat().st_size
+    return 0
+
+
 class DiskStore:
     """A LowerTier. Thread-safe. Raises KVStoreError for a folder that can not be used, and for what the disk refuses.
 
