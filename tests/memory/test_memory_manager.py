@@ -664,6 +664,24 @@ def test_whole_blocks_are_streamed_the_oldest_first_and_not_under_a_step():
     memory.check()
 
 
+def test_what_is_lost_before_it_is_saved_is_not_saved():
+    memory = MemoryManager(2, SIZE, [None], saves_evicted=True)
+    tokens, digests = list(range(2 * SIZE)), []
+    extend_chain(digests, ROOT, tokens, SIZE)
+    table = memory.open([], [], ROOT, 0.0, 0).table
+    assert memory.reserve(table, 2 * SIZE) is None
+    memory.drain(0)
+    memory.commit(table, 2 * SIZE, tokens, digests)
+    memory.retire(0)
+    memory.close(table, 0.0)
+    memory.resize(1)
+    (evicted,) = memory._residency._saves
+    forget_lost(memory, {1 - evicted.frame})
+    assert memory._residency._saves == [evicted]
+    forget_lost(memory, {evicted.frame})
+    assert memory.take_saves() == []
+
+
 @pytest.mark.parametrize("ids", ["rise", "fall"])
 def test_what_hangs_on_a_lost_block_is_forgotten_with_it(ids):
     engine = Engine(16)

@@ -21,7 +21,9 @@ def move(manager: MemoryManager, block: int, frame: int) -> int:
 
 
 def forget_lost(manager: MemoryManager, frames: Set[int]) -> None:
-    """These frames do not hold what they should: nobody finds that, or what hangs on it, any more. O(blocks)."""
+    """These frames do not hold what they should: nobody finds that, or what hangs on it, any more, and what has been
+    evicted from them is not saved. O(blocks)."""
+    manager._residency.drop_saves(frames)
     index, blocks, lost = manager._index, manager._blocks, set[tuple[int, bytes]]()
     published = [block for block in blocks.in_use() if index.digest[block]]
     for block in sorted(published, key=index.depth.__getitem__):

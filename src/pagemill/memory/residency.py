@@ -188,6 +188,10 @@ class Residency:
         saves, self._saves = self._saves, []
         return saves
 
+    def drop_saves(self, frames: Set[int]) -> None:
+        """What was to be saved of these frames is not there any more."""
+        self._saves = [save for save in self._saves if save.frame not in frames]
+
     def cached_blocks(self) -> list[Save]:
         """All blocks that can be found and that nobody holds, those used last first, each chain from its beginning."""
         orders = (order.latest() for order in (self.lower.cached, *(tenant.policy for tenant in self.tenants)))
