@@ -271,3 +271,17 @@ def test_a_load_that_goes_on_behind_what_was_lost_brings_nothing():
     assert bench.scheduler.prefix_hit_tokens == hits
     assert bench.outputs["anew", 0] == expected(again, 0)
     assert not bench.scheduler.admission._loading._lost, "of a load that has ended"
+
+
+def test_where_pins_have_lower_frames_others_have_more_of_the_pool():
+    bench = Bench(frames=8, budget=4, lower=40)
+    bench.scheduler.add(make_request("before", [1, 2] * 40, 20, ignore_eos=True))
+    bench.run_steps()
+    bench.scheduler.add(make_request("pin", [1, 2] * 8, 1, pin="pin"))
+    bench.run_steps()
+    assert bench.memory.stats().blocks_streamed == 4, "what is pinned"
+    request = make_request("long", [3, 4] * 85, 5, ignore_eos=True)
+    bench.scheduler.add(request)
+    bench.run_steps()
+    assert bench.outputs["long", 0] == expected(request, 0)
+    bench.assert_all_free()

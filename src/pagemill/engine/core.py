@@ -449,7 +449,9 @@ def _tenant_stats(load: TenantLoad) -> TenantStats:
 
 
 def _stuck() -> PagemillError:
-    return StepFailedError("nothing that waits can ever run: a bug in the engine; please report it, and ask again")
+    return StepFailedError(
+        "this request waits, and can not run although nothing else does: a bug; please report it, and ask again"
+    )
 
 
 def _failed(error: BaseException) -> PagemillError:

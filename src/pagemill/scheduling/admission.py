@@ -67,6 +67,11 @@ class Admission:
         load.fresh += 1
         self._waiting.push(sequence, load)
 
+    def first(self) -> Sequence | None:
+        """Whose turn it is."""
+        turn = self._waiting.first(())
+        return None if turn is None else turn[0]
+
     def resume(self, sequences: list[Sequence]) -> None:
         """What these waited for has been computed, or will not be: they wait for their turn again."""
         for sequence in sequences:
@@ -191,7 +196,8 @@ class Admission:
             need += sequence.group.blocks_to_unpark(self._memory.block_size) * len(self._memory.windows)
         room = self._memory.available(load.account) - (load.running if right else self._headroom)
         within = load.within_quota(need)
-        fits = within and need <= room and below <= self._memory.lower.available
+        need += max(0, below - self._memory.lower.available)  # pins may lie there
+        fits = need <= room and load.within_quota(need)
         if not fits or not self._reserve(opened.table, found + chunk, streams):
             self._memory.close(opened.table, now)
             return Lack.POOL if within else Lack.QUOTA

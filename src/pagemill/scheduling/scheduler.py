@@ -185,8 +185,12 @@ class Scheduler:
         return updates + [update for one in losers for update in self._fail(one, error, now)]
 
     def give_up(self, error: Exception, now: float) -> list[Update]:
-        """Ends all requests: nothing can run, and nothing is under way that would change that."""
-        return [update for one in self.sequences() for update in self._fail(one, error, now)]
+        """Nothing can run, and nothing is under way that would change that: ends the request whose turn it is, behind
+        which others may wait; all, if it is nobody's."""
+        first = self.admission.first()
+        return [
+            update for one in (self.sequences() if first is None else [first]) for update in self._fail(one, error, now)
+        ]
 
     def resize(self, num_frames: int, now: float) -> StepPlan:
         """Another number of frames in the pool: a plan without rows, whose work must be done before frames go.
