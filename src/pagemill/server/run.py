@@ -60,7 +60,7 @@ async def run_server(
     async def resize(kv_memory: str | None) -> None:
         try:
             ready = await llm.resize_kv_memory(kv_memory)
-            say(f"the KV pool has {ready.kv_bytes >> 20} MiB now")
+            say(f"the KV pool has {ready.num_frames} blocks now, {ready.kv_bytes / 2**20:.1f} MiB")
         except PagemillError as error:
             say(f"the KV pool keeps its size: {error}")
 
