@@ -14,7 +14,7 @@ import time
 from statistics import median
 
 from benchmarks.peers.engines import MODEL
-from benchmarks.peers.machine import describe_machine
+from benchmarks.peers.machine import describe_machine, heading
 from benchmarks.peers.workloads import tokenize
 
 from pagemill import LLM, SamplingParams
@@ -37,8 +37,7 @@ def main() -> None:
     parser.add_argument("--host-memory", default="384MiB")
     parser.add_argument("--tokens", type=int, default=2048)
     arguments = parser.parse_args()
-    machine = describe_machine()
-    print(f"{machine['cpu']}, {machine['cores']} cores, load average {machine['load_average']}, {machine['date']}\n")
+    print(heading(describe_machine()), end="\n\n")
     text, tokens = tokenize(MODEL), arguments.tokens
     room = parse_memory("kv_host_memory", arguments.host_memory, 0)
     print("| dtype | kv_host_compression | blocks held | KiB each | against off | computed, s | from host memory, s |")

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from benchmarks.lower_tiers import read_file
 from benchmarks.peers.engines import BLOCK_ELEMENTS, MODEL
-from benchmarks.peers.machine import describe_machine
+from benchmarks.peers.machine import describe_machine, heading
 from benchmarks.seeded_context import PIECE, Recorder, seed
 
 from pagemill.config import EngineConfig
@@ -119,8 +119,7 @@ def main() -> None:
         parser.error(f"--runs has {', '.join(sorted(unknown))}; there are streamed, cold and resident")
     if arguments.tokens % PIECE:
         parser.error(f"--tokens is {arguments.tokens}; it must be a multiple of {PIECE}, which are seeded at a time")
-    machine = describe_machine()
-    print(f"{machine['cpu']}, {machine['cores']} cores, load average {machine['load_average']}, {machine['date']}\n")
+    print(heading(describe_machine()), end="\n\n")
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         path = Path(folder) / "read"
         with path.open("wb") as file:

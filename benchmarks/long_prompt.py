@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from benchmarks.peers.engines import BLOCK_ELEMENTS, MODEL
-from benchmarks.peers.machine import describe_machine
+from benchmarks.peers.machine import describe_machine, heading
 from benchmarks.peers.plots import plot_long_prompt
 from benchmarks.peers.workloads import tokenize
 
@@ -151,7 +151,7 @@ def main() -> None:
     parser.add_argument("--name", default="long_prompt", help="of the files in benchmarks/results")
     arguments = parser.parse_args()
     machine = describe_machine()
-    print(f"{machine['cpu']}, {machine['cores']} cores, load average {machine['load_average']}, {machine['date']}\n")
+    print(heading(machine), end="\n\n")
     text = tokenize(MODEL)
     prompt = (text * (arguments.tokens // len(text) + 1))[: arguments.tokens]
     longest = arguments.tokens + NEW

@@ -26,7 +26,7 @@ from statistics import median
 
 import numpy as np
 from benchmarks.peers.engines import MODEL
-from benchmarks.peers.machine import describe_machine
+from benchmarks.peers.machine import describe_machine, heading
 from benchmarks.peers.workloads import tokenize
 
 from pagemill import LLM, SamplingParams
@@ -118,8 +118,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the temporary folder")
     arguments = parser.parse_args()
-    machine = describe_machine()
-    print(f"{machine['cpu']}, {machine['cores']} cores, load average {machine['load_average']}, {machine['date']}\n")
+    print(heading(describe_machine()), end="\n\n")
     text = tokenize(MODEL)
     lengths = [int(length) for length in arguments.tokens.split(",")]
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.peers.engines import BLOCK_ELEMENTS, MODEL
-from benchmarks.peers.machine import describe_machine
+from benchmarks.peers.machine import describe_machine, heading
 from benchmarks.peers.workloads import SHAPES, Workload, make, tokenize
 
 from pagemill.config import EngineConfig
@@ -102,8 +102,7 @@ def main() -> None:
     parser.add_argument("--modes", default="roomy,recompute,swap,auto")
     parser.add_argument("--rounds", type=int, default=1)
     arguments = parser.parse_args()
-    machine = describe_machine()
-    print(f"{machine['cpu']}, {machine['cores']} cores, load average {machine['load_average']}, {machine['date']}\n")
+    print(heading(describe_machine()), end="\n\n")
     text, target = tokenize(MODEL), arguments.target_tpot_ms
     wanted = blocks_wanted(make(arguments.workload, text))
     print(f"| dtype | mode | tokens/s | gap ms, median | p99 | ratio | longest, s | {' | '.join(COUNTED)} |")

@@ -35,7 +35,7 @@ from benchmarks.engine_overhead import timed
 from benchmarks.peers.adapters.pagemill_engine import Engine
 from benchmarks.peers.child import measure
 from benchmarks.peers.engines import MODEL
-from benchmarks.peers.machine import describe_machine
+from benchmarks.peers.machine import describe_machine, heading
 from benchmarks.peers.workloads import STANDARD, Workload, make, tokenize
 from numpy.typing import NDArray
 
@@ -337,7 +337,7 @@ def main() -> None:
 
 
 def report(machine: dict[str, object], ceilings: Ceilings, description: str, rows: dict[str, dict[str, Any]]) -> None:
-    print(f"{machine['cpu']}, {machine['cores']} cores, load average {machine['load_average']}, {machine['date']}")
+    print(heading(machine))
     print(description)
     rates = ", ".join(f"{name} {rate / 1e9:.0f}" for name, rate in ceilings.gemm_flop_per_s.items())
     read, weights = ceilings.read_bytes_per_s / 1e9, ceilings.weight_bytes_per_s / 1e9

@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks.peers.engines import MODEL
-from benchmarks.peers.machine import describe_machine
+from benchmarks.peers.machine import describe_machine, heading
 from benchmarks.peers.plots import plot_shares
 from benchmarks.peers.workloads import tokenize
 
@@ -175,7 +175,7 @@ def main() -> None:
     parser.add_argument("--name", default="sharing", help="of the files in benchmarks/results")
     arguments = parser.parse_args()
     machine = describe_machine()
-    print(f"{machine['cpu']}, {machine['cores']} cores, load average {machine['load_average']}, {machine['date']}\n")
+    print(heading(machine), end="\n\n")
     print("| workload | sequences | blocks saved | possible | published | tokens/s | independent | ratio |")
     print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: |")
     config = EngineConfig(

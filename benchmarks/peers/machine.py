@@ -25,6 +25,11 @@ def describe_machine() -> dict[str, object]:
     }
 
 
+def heading(machine: dict[str, object]) -> str:
+    """What a table of figures begins with."""
+    return f"{machine['cpu']}, {machine['cores']} cores, load average {machine['load_average']}, {machine['date']}"
+
+
 def resident_bytes(process: psutil.Process) -> int:
     """Resident memory of a process and all below it, shared pages counted in each."""
     total = 0

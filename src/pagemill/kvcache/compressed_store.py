@@ -23,7 +23,7 @@ LEVEL = 1
 """Of zstd. Higher ones take twice as long and more, and save nothing more of such bytes."""
 
 
-class CompressedStore(HostTier[bytes]):
+class CompressedStore(HostTier[bytes, tuple[bytes, BlockName]]):
     """A LowerTier. Thread-safe. What was used longest ago makes room.
 
     limit_bytes: what contents take, compressed, with ENTRY_BYTES each; itemsize: of a record's elements.
@@ -36,11 +36,6 @@ class CompressedStore(HostTier[bytes]):
         self._itemsize = itemsize
         self._bytes = 0
         self._compressor = zstandard.ZstdCompressor(LEVEL)
-        self._leaving: dict[tuple[bytes, int], tuple[bytes, BlockName]] = {}
-
-    def holds(self, blocks: Sequence[tuple[bytes, int]]) -> list[bool]:
-        with self._lock:
-            return [block in self._held or block in self._leaving for block in blocks]
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[bool]:
         with self._lock:

@@ -18,20 +18,28 @@ from pagemill.kvcache.records import Places, Records
 from pagemill.memory.work import BlockName
 
 Content = TypeVar("Content")
+Leaving = TypeVar("Leaving")
 
 
-class HostTier(Generic[Content]):
-    """What a LowerTier in host memory knows of its blocks: each block's content and name, that used last at the end."""
+class HostTier(Generic[Content, Leaving]):
+    """What a LowerTier in host memory knows of its blocks: each block's content and name, that used last at the end;
+    and what is on its way to the tier below.
+    """
 
     name = "host"
     lasting = False
 
     def __init__(self) -> None:
         self._held: OrderedDict[tuple[bytes, int], tuple[Content, BlockName]] = OrderedDict()
+        self._leaving: dict[tuple[bytes, int], Leaving] = {}
         self._lock = threading.Lock()
 
     def num_blocks(self) -> int:
         return len(self._held)
+
+    def holds(self, blocks: Sequence[tuple[bytes, int]]) -> list[bool]:
+        with self._lock:
+            return [block in self._held or block in self._leaving for block in blocks]
 
     def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
         with self._lock:
@@ -44,7 +52,7 @@ class HostTier(Generic[Content]):
             return [name for _, name in reversed(self._held.values())]
 
 
-class HostStore(HostTier[int]):
+class HostStore(HostTier[int, NDArray[np.uint8]]):
     """A LowerTier of `capacity` blocks. Thread-safe. What was used longest ago makes room.
 
     pinned: in memory that GPUs copy to and from by themselves.
@@ -58,12 +66,7 @@ class HostStore(HostTier[int]):
         self._pinned = pinned
         if pinned:
             pin(self._arena)
-        self._leaving: dict[tuple[bytes, int], NDArray[np.uint8]] = {}
         self._free = list(range(capacity - 1, -1, -1))
-
-    def holds(self, blocks: Sequence[tuple[bytes, int]]) -> list[bool]:
-        with self._lock:
-            return [block in self._held or block in self._leaving for block in blocks]
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[bool]:
         found = []

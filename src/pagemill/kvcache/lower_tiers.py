@@ -84,12 +84,7 @@ class LowerTiers:
     def holds(self, blocks: Sequence[tuple[bytes, int]], lasting: bool = False) -> list[bool]:
         """Which blocks (digest, group) are stored; with `lasting`, where they outlive the process, if there is such a
         tier."""
-        if lasting:
-            found = self._search(
-                [None] * len(blocks), lambda tier, rows: tier.holds([blocks[row] for row in rows]), self._kept
-            )
-        else:
-            found = self.where(blocks)
+        found = self._locate(blocks, [None] * len(blocks), self._kept) if lasting else self.where(blocks)
         return [source is not None for source in found]
 
     def where(self, blocks: Sequence[tuple[bytes, int]]) -> list[int | None]:
@@ -97,7 +92,7 @@ class LowerTiers:
         nowhere."""
         with self._lock:
             found = [0 if block in self._coming else None for block in blocks]
-        return self._search(found, lambda tier, rows: tier.holds([blocks[row] for row in rows]))
+        return self._locate(blocks, found)
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[int | None]:
         """Blocks (digest, group) into `out`, a record each; from which tier each came, None where it was not there."""
@@ -154,6 +149,11 @@ class LowerTiers:
             records = np.empty((len(part), self.record_bytes), dtype=np.uint8)
             there = [source is not None for source in self.read([name[:2] for name in part], records)]
             self.keep(list(compress(part, there)), records[there])
+
+    def _locate(
+        self, blocks: Sequence[tuple[bytes, int]], found: list[int | None], highest: int = 0
+    ) -> list[int | None]:
+        return self._search(found, lambda tier, rows: tier.holds([blocks[row] for row in rows]), highest)
 
     def _search(
         self,
