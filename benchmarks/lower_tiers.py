@@ -121,6 +121,7 @@ def main() -> None:
     print(heading(describe_machine()), end="\n\n")
     text = tokenize(MODEL)
     lengths = [int(length) for length in arguments.tokens.split(",")]
+    warm_up = {"prompt_token_ids": text[-min(700, *lengths) :]}
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
 
         def make(kv_memory: int | str) -> LLM:
@@ -131,7 +132,7 @@ def main() -> None:
             )  # fmt: skip
 
         with make("1GiB") as llm:
-            llm.generate({"prompt_token_ids": text[-700:]}, FIRST_TOKEN, use_tqdm=False)
+            llm.generate(warm_up, FIRST_TOKEN, use_tqdm=False)
             begins = [1000 + sum(lengths[:i]) for i in range(len(lengths))]
             computed = [first_token_s(llm, str(n), text[at : at + n])[0] for n, at in zip(lengths, begins, strict=True)]
             first_token_s(llm, FILLER, text[1000 + sum(lengths) :][: max(lengths)])
@@ -145,7 +146,7 @@ def main() -> None:
                 path, slot_bytes = disk.folder / "blocks.dat", disk.slot_bytes
                 size = path.stat().st_size
                 speeds.append((size / read_file(path, size), size / read_store(disk)))
-                llm.generate({"prompt_token_ids": text[-700:]}, FIRST_TOKEN, use_tqdm=False)
+                llm.generate(warm_up, FIRST_TOKEN, use_tqdm=False)
                 for length in lengths:
                     if pool == "used":
                         resume_s(llm, FILLER, next(prompts))
