@@ -1,15 +1,19 @@
 #include "decoder.h"
 
+#include "kernels.h"
 #include "memory.h"
 #include "shared_prefixes.h"
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <memory>
 #include <new>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 namespace pagemill {
 namespace {
@@ -41,7 +45,7 @@ void apply(const Projection& projection, const void* x, void* y, DType type, int
 
 }  // namespace
 
-const char* const Decoder::kOperatorNames[kOperators] = {"embedding", "norms", "qkv",        "heads", "attention",
+const char* const Decoder::kOperatorNames[kOperators] = {"embedding", "norms",   "qkv",        "heads", "attention",
                                                          "o",         "gate_up", "activation", "down",  "mlp"};
 
 // A step's intermediate results, each [tokens, ...] and contiguous.
@@ -100,19 +104,58 @@ void Decoder::run(const DecoderStep& step) {
         const DecoderLayer& layer = layers_[i];
         const GroupTables& group = step.groups[layer.group];
         const LayerCache& cache = step.caches[i];
-        const AngleTable angles = layer.rope < 0 ? AngleTable{nullptr, nullptr, 0} : step.angles[layer.rope];
+        const AngleTable angles = layer.rope < 0 ? AngleTable{} : step.angles[layer.rope];
 
         apply(layer.qkv, at.y, qkv, type, tokens);
         watch.lap(kQkv);
-        set.prepare_heads({qkv, shape_.heads, layer.q_norm, layer.k_norm, shape_.eps, angles.cos, angles.sin, angles.half,
-                           step.positions,
-                           {keys, values, type, row, head_dim, row, head_dim, cache.key, cache.value, cache.type, group.slots,
-                            tokens, shape_.kv_heads, shape_.head_dim, cache.block_size}});
+        HeadsArgs prepared;
+        prepared.qkv = qkv;
+        prepared.heads = shape_.heads;
+        prepared.q_norm = layer.q_norm;
+        prepared.k_norm = layer.k_norm;
+        prepared.eps = shape_.eps;
+        prepared.cos = angles.cos;
+        prepared.sin = angles.sin;
+        prepared.half = angles.half;
+        prepared.positions = step.positions;
+        WriteArgs& write = prepared.write;
+        write.key = keys;
+        write.value = values;
+        write.type = type;
+        write.key_token = write.value_token = row;
+        write.key_head = write.value_head = head_dim;
+        write.key_cache = cache.key;
+        write.value_cache = cache.value;
+        write.cache_type = cache.type;
+        write.slots = group.slots;
+        write.tokens = tokens;
+        write.kv_heads = shape_.kv_heads;
+        write.head_dim = shape_.head_dim;
+        write.block_size = cache.block_size;
+        set.prepare_heads(prepared);
         watch.lap(kHeads);
-        AttentionArgs attention{qkv, type, row, head_dim, at.context, nullptr, cache.key, cache.value, cache.type,
-                                group.tables, group.stride, step.query_start, step.context_lens, step.positions, nullptr,
-                                nullptr, step.rows, shape_.heads, shape_.kv_heads, shape_.head_dim, cache.block_size,
-                                shape_.scale, layer.window, shape_.soft_cap};
+        AttentionArgs attention;
+        attention.query = qkv;
+        attention.query_type = type;
+        attention.query_token = row;
+        attention.query_head = head_dim;
+        attention.output = at.context;
+        attention.key = cache.key;
+        attention.value = cache.value;
+        attention.cache_type = cache.type;
+        attention.tables = group.tables;
+        attention.table_stride = group.stride;
+        attention.query_start = step.query_start;
+        attention.context_lens = step.context_lens;
+        attention.positions = step.positions;
+        attention.rows = step.rows;
+        attention.heads = shape_.heads;
+        attention.kv_heads = shape_.kv_heads;
+        attention.head_dim = shape_.head_dim;
+        attention.block_size = cache.block_size;
+        attention.scale = shape_.scale;
+        attention.window = layer.window;
+        attention.soft_cap = shape_.soft_cap;
         // A group's layers have one window.
         if (!prefixes[layer.group]) prefixes[layer.group] = std::make_unique<SharedPrefixes>(attention, true);
         prefixes[layer.group]->apply(attention);

@@ -1,9 +1,12 @@
-// One step of a dense decoder as one call: embedding, all layers, final norm, over the rows of a batch. It runs the kernels
-// in the order, and rounds between them to the dtypes, of the torch executor (models/decoder.py), whose bits it has.
+// One step of a dense decoder as one call: embedding, all layers, final norm, over the rows of a batch. It runs the
+// kernels in the order, and rounds between them to the dtypes, of the torch executor (models/decoder.py), whose bits it
+// has.
 #pragma once
 
 #include "kernels.h"
 
+#include <cstddef>
+#include <cstdint>
 #include <functional>
 #include <vector>
 
@@ -11,62 +14,62 @@ namespace pagemill {
 
 // A packed weight, and the kernels that know its format.
 struct Projection {
-    const PackedLinear* weight;
-    const Kernels* set;
+    const PackedLinear* weight = nullptr;
+    const Kernels* set = nullptr;
 };
 
 // Weights are the caller's. Norms fp32: [hidden], those of queries and keys [head_dim]; null where the model has none.
 struct DecoderLayer {
-    const float* input_norm;
+    const float* input_norm = nullptr;
     Projection qkv, o;  // qkv: rows of q, then k, then v
-    const float* pre_mlp_norm;
+    const float* pre_mlp_norm = nullptr;
     Projection gate_up, down;  // gate_up: gate rows first
-    const float *q_norm, *k_norm, *post_attention_norm, *post_mlp_norm;
-    int rope;        // index into a step's angles; -1: without positions
-    int group;       // index into a step's groups
-    int64_t window;  // 0: none
+    const float *q_norm = nullptr, *k_norm = nullptr, *post_attention_norm = nullptr, *post_mlp_norm = nullptr;
+    int rope = -1;  // index into a step's angles; -1: without positions
+    int group = 0;  // index into a step's groups
+    int64_t window = 0;  // 0: none
 };
 
 struct DecoderShape {
-    int64_t vocab, hidden;
-    int heads, kv_heads, head_dim;
-    DType type;  // of weights in `embedding`, and of all that is passed from operator to operator
-    float eps;
-    Activation activation;
-    float scale, soft_cap;  // soft_cap 0: none
-    float embedding_scale;  // rounded to `type`
+    int64_t vocab = 0, hidden = 0;
+    int heads = 0, kv_heads = 0, head_dim = 0;
+    DType type = DType::f32;  // of weights in `embedding`, and of all that is passed from operator to operator
+    float eps = 0;
+    Activation activation = Activation::silu;
+    float scale = 1, soft_cap = 0;  // soft_cap 0: none
+    float embedding_scale = 1;  // rounded to `type`
 };
 
 struct LayerCache {
     CacheView key, value;
-    DType type;
-    int block_size;
+    DType type = DType::f32;
+    int block_size = 0;
 };
 
 // cos and sin by position, [positions, half] fp32 each.
 struct AngleTable {
-    const float *cos, *sin;
-    int64_t half;
+    const float *cos = nullptr, *sin = nullptr;
+    int64_t half = 0;
 };
 
 // A layer group's part of a step.
 struct GroupTables {
-    const int32_t* tables;  // [rows, ...]
-    int64_t stride;
-    const int64_t* slots;  // [tokens]
+    const int32_t* tables = nullptr;  // [rows, ...]
+    int64_t stride = 0;
+    const int64_t* slots = nullptr;  // [tokens]
 };
 
 // A step's batch, as in attention/interface.py.
 struct DecoderStep {
-    const int64_t* token_ids;  // [tokens]
-    const int64_t* positions;  // [tokens], each below max_positions
-    int64_t tokens, max_positions;
-    const int32_t *query_start, *context_lens;  // [rows + 1], [rows]
-    int rows;
+    const int64_t* token_ids = nullptr;  // [tokens]
+    const int64_t* positions = nullptr;  // [tokens], each below max_positions
+    int64_t tokens = 0, max_positions = 0;
+    const int32_t *query_start = nullptr, *context_lens = nullptr;  // [rows + 1], [rows]
+    int rows = 0;
     std::vector<GroupTables> groups;
     std::vector<AngleTable> angles;
     std::vector<LayerCache> caches;  // by layer
-    void* output;                    // [tokens, hidden], dtype of the shape
+    void* output = nullptr;  // [tokens, hidden], dtype of the shape
     std::function<void(int)> on_layer;  // if given, called as each layer begins
 };
 
@@ -83,8 +86,8 @@ class Decoder {
     Decoder(const Decoder&) = delete;
 
     void add_layer(const DecoderLayer& layer) { layers_.push_back(layer); }
-    // The caller holds `Exclusive`. Throws std::out_of_range for a token id or position outside its table, before anything
-    // is written, and std::bad_alloc.
+    // The caller holds `Exclusive`. Throws std::out_of_range for a token id or position outside its table, before
+    // anything is written, and std::bad_alloc.
     void run(const DecoderStep& step);
     // Seconds spent in each operator since the decoder was made.
     const double* seconds() const { return seconds_; }

@@ -2,6 +2,7 @@
 #include "kernels.h"
 #include "threads.h"
 
+#include <cstdint>
 #include <cstring>
 
 namespace pagemill {

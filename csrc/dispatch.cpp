@@ -2,6 +2,7 @@
 #include "memory.h"
 #include "threads.h"
 
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 
@@ -29,12 +30,13 @@ const Kernels& kernels_amx_bf16();
 namespace {
 
 #if defined(PAGEMILL_AMX)
-// Tiles with products of bf16 and of int8: the CPU has them, the system saves their state, and it lets this process use them, which has to
-// be asked for (once for all threads, present and future).
+// Tiles with products of bf16 and of int8: the CPU has them, the system saves their state, and it lets this process use
+// them, which has to be asked for (once for all threads, present and future).
 bool amx_bf16() {
     unsigned a = 0, b = 0, c = 0, d = 0;
     constexpr unsigned kTile = 1u << 24, kInt8 = 1u << 25, kBf16 = 1u << 22, kTileState = 3u << 17;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (kTile | kInt8 | kBf16)) != (kTile | kInt8 | kBf16)) return false;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (kTile | kInt8 | kBf16)) != (kTile | kInt8 | kBf16))
+        return false;
     unsigned low = 0, high = 0;
     __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));  // the caller has checked AVX-512, hence that this exists
     constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM of asm/prctl.h

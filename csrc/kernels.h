@@ -1,6 +1,6 @@
-// The CPU kernels: plain functions over pointers and strides, no Python. One table of them per instruction set, all with
-// the same meaning; strides are in elements. Every row's result is bitwise independent of the other rows, of how they are
-// cut into calls, and of the number of threads. Instruction sets may differ from each other in the last bits.
+// The CPU kernels: plain functions over pointers and strides, no Python. One table of them per instruction set, all
+// with the same meaning; strides are in elements. Every row's result is bitwise independent of the other rows, of how
+// they are cut into calls, and of the number of threads. Instruction sets may differ from each other in the last bits.
 #pragma once
 
 #include <cstddef>
@@ -12,12 +12,12 @@ enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };  // i8: caches on
 
 inline size_t item_size(DType type) { return type == DType::f32 ? 4 : type == DType::i8 ? 1 : 2; }
 
-// How a weight is held: in its dtype, as integers of 8 or 4 bits that are multiplied as such (isa/quantized.h), as bf16 in 12 bits
-// (isa/coded.h), or as fp32 in integers of 4 or 8 bits (isa/affine.h).
+// How a weight is held: in its dtype, as integers of 8 or 4 bits that are multiplied as such (isa/quantized.h), as bf16
+// in 12 bits (isa/coded.h), or as fp32 in integers of 4 or 8 bits (isa/affine.h).
 enum class Format : int { dense = 0, int8 = 1, int4 = 2, coded = 3, affine4 = 4, affine8 = 5 };
 
-// A weight [n, k] packed into panels of neighbouring outputs: panel, then k, then output; bf16, for instructions that multiply
-// pairs: panel, then k / 2, then output, then k % 2. Made by Kernels::pack_linear, pack_quantized or
+// A weight [n, k] packed into panels of neighbouring outputs: panel, then k, then output; bf16, for instructions that
+// multiply pairs: panel, then k / 2, then output, then k % 2. Made by Kernels::pack_linear, pack_quantized or
 // pack_affine.
 struct PackedLinear {
     int64_t n = 0, k = 0;
@@ -31,33 +31,34 @@ struct PackedLinear {
     size_t bytes = 0;
 };
 
-// A quantized weight before it is packed. int8: values int8 [n, k], times the scale of the row's 192 k. int4: values uint8
-// [n, k], each 0 .. 15; the weight is (slope * value + offset) >> 8, modulo 2^16 and as int8, times that scale; k % 32 = 0.
+// A quantized weight before it is packed. int8: values int8 [n, k], times the scale of the row's 192 k. int4: values
+// uint8 [n, k], each 0 .. 15; the weight is (slope * value + offset) >> 8, modulo 2^16 and as int8, times that scale; k
+// % 32 = 0.
 struct QuantizedSource {
-    const void* values;
-    const int16_t *slopes, *offsets;  // [n, k / 32], int4 only
-    const uint16_t* scales;           // bf16 [n, ceil(k / 192)]
-    const float* bias;                // [n] or null
+    const void* values = nullptr;
+    const int16_t *slopes = nullptr, *offsets = nullptr;  // [n, k / 32], int4 only
+    const uint16_t* scales = nullptr;                     // bf16 [n, ceil(k / 192)]
+    const float* bias = nullptr;                          // [n] or null
 };
 
-// A weight, before it is packed, that is scale * value + low in fp32, where scale * value is exact: values uint8 [n, k], each below
-// 16 with affine4; scale and low [n, k / 32]; k % 32 = 0.
+// A weight, before it is packed, that is scale * value + low in fp32, where scale * value is exact: values uint8 [n,
+// k], each below 16 with affine4; scale and low [n, k / 32]; k % 32 = 0.
 struct AffineSource {
-    const uint8_t* values;
-    const float *scale, *low;
-    const float* bias;  // [n] or null
+    const uint8_t* values = nullptr;
+    const float *scale = nullptr, *low = nullptr;
+    const float* bias = nullptr;  // [n] or null
 };
 
-// One layer's keys or values: element (frame, head, token, dim) at data + frame * frame_stride + ... In pairs (bf16 only),
-// neighbouring dimensions of a key (d even, d + 1) lie side by side, and neighbouring tokens of a value: `dim` of keys and
-// `token` of values are then the strides of pairs, and the other one is 2. An i8 element is a multiple of
+// One layer's keys or values: element (frame, head, token, dim) at data + frame * frame_stride + ... In pairs (bf16
+// only), neighbouring dimensions of a key (d even, d + 1) lie side by side, and neighbouring tokens of a value: `dim`
+// of keys and `token` of values are then the strides of pairs, and the other one is 2. An i8 element is a multiple of
 // scale[frame * scale_frame + head * scale_head + token].
 struct CacheView {
-    void* data;
-    int64_t frame, head, token, dim;
-    bool pairs;
-    float* scale;
-    int64_t scale_frame, scale_head;
+    void* data = nullptr;
+    int64_t frame = 0, head = 0, token = 0, dim = 0;
+    bool pairs = false;
+    float* scale = nullptr;
+    int64_t scale_frame = 0, scale_head = 0;
 };
 
 // Whether keys and values come faster when fetched into the second-level cache than into the first.
@@ -69,28 +70,29 @@ constexpr int kPartition = 256;
 // A query token, its row, and how many partitions from the first on it attends together with other rows.
 struct QueryToken { int32_t token, row, shared; };
 
-// Rows whose tables begin with the same frames: their tokens, in the order of AttentionArgs, and as many whole partitions.
+// Rows whose tables begin with the same frames: their tokens, in the order of AttentionArgs, and as many whole
+// partitions.
 struct SharedPrefix { int32_t first, tokens, partitions; };
 
 struct AttentionArgs {
-    const void* query;  // [tokens, heads, head_dim], the last dimension contiguous
-    DType query_type;
-    int64_t query_token, query_head;
-    void* output;  // [tokens, heads, head_dim], contiguous, dtype of the query
-    float* lse;    // [tokens, heads] or null
+    const void* query = nullptr;  // [tokens, heads, head_dim], the last dimension contiguous
+    DType query_type = DType::f32;
+    int64_t query_token = 0, query_head = 0;
+    void* output = nullptr;  // [tokens, heads, head_dim], contiguous, dtype of the query
+    float* lse = nullptr;    // [tokens, heads] or null
     CacheView key, value;
-    DType cache_type;
-    const int32_t* tables;  // [rows, ...]; null: row r has frames r * table_stride, r * table_stride + 1, ...
-    int64_t table_stride;
-    const int32_t* query_start;  // [rows + 1]
-    const int32_t* context_lens; // [rows]
-    const int64_t* positions;    // [tokens]
-    const int32_t* key_start;    // [rows] or null
-    const int32_t* key_end;      // [rows] or null
-    int rows, heads, kv_heads, head_dim, block_size;
-    float scale;
-    int64_t window;  // 0: none
-    float soft_cap;  // 0: none
+    DType cache_type = DType::f32;
+    const int32_t* tables = nullptr;  // [rows, ...]; null (benchmarks.paging): row r has frames r * table_stride, ...
+    int64_t table_stride = 0;
+    const int32_t* query_start = nullptr;  // [rows + 1]
+    const int32_t* context_lens = nullptr;  // [rows]
+    const int64_t* positions = nullptr;  // [tokens]
+    const int32_t* key_start = nullptr;  // [rows] or null
+    const int32_t* key_end = nullptr;  // [rows] or null
+    int rows = 0, heads = 0, kv_heads = 0, head_dim = 0, block_size = 0;
+    float scale = 1;
+    int64_t window = 0;  // 0: none
+    float soft_cap = 0;  // 0: none
     // All query tokens, those of `prefixes` first; a row's lie side by side, ascending. Made by SharedPrefixes.
     const QueryToken* order = nullptr;
     const SharedPrefix* prefixes = nullptr;
@@ -110,26 +112,26 @@ static inline KeyRange key_range(const AttentionArgs& args, int row, int64_t tok
 }
 
 struct WriteArgs {
-    const void *key, *value;  // [tokens, kv_heads, head_dim], the last dimension contiguous
-    DType type;
-    int64_t key_token, key_head, value_token, value_head;
+    const void *key = nullptr, *value = nullptr;  // [tokens, kv_heads, head_dim], the last dimension contiguous
+    DType type = DType::f32;
+    int64_t key_token = 0, key_head = 0, value_token = 0, value_head = 0;
     CacheView key_cache, value_cache;
-    DType cache_type;
-    const int64_t* slots;  // [tokens]; negative: not written
-    int64_t tokens;
-    int kv_heads, head_dim, block_size;
+    DType cache_type = DType::f32;
+    const int64_t* slots = nullptr;  // [tokens]; negative: not written
+    int64_t tokens = 0;
+    int kv_heads = 0, head_dim = 0, block_size = 0;
 };
 
 // What lies between a layer's joined projection and attention, token by token.
 struct HeadsArgs {
-    void* qkv;                     // [tokens, heads + 2 * kv_heads, head_dim], contiguous; changed in place
-    int heads;                     // of queries; the rest, and the tokens' number, as in `write`
-    const float *q_norm, *k_norm;  // [head_dim], or null
-    float eps;
-    const float *cos, *sin;        // [positions, half] fp32, or null: not rotated
-    int64_t half;
-    const int64_t* positions;      // [tokens]
-    WriteArgs write;               // its keys and values lie in qkv
+    void* qkv = nullptr;  // [tokens, heads + 2 * kv_heads, head_dim], contiguous; changed in place
+    int heads = 0;  // of queries; the rest, and the tokens' number, as in `write`
+    const float *q_norm = nullptr, *k_norm = nullptr;  // [head_dim], or null
+    float eps = 0;
+    const float *cos = nullptr, *sin = nullptr;  // [positions, half] fp32, or null: not rotated
+    int64_t half = 0;
+    const int64_t* positions = nullptr;  // [tokens]
+    WriteArgs write;  // its keys and values lie in qkv
 };
 
 enum class Activation : int { silu = 0, gelu_tanh = 1 };
@@ -137,94 +139,100 @@ enum class Activation : int { silu = 0, gelu_tanh = 1 };
 // Instead of a token: a logit is NaN or +inf; all are -inf.
 constexpr int64_t kNotFinite = -1, kAllForbidden = -2;
 
-// A token for each of `items`, which are rows `places` of logits [.., n]. See pagemill/sampling/draw.py for what is kept.
+// A token for each of `items`, which are rows `places` of logits [.., n].
 struct ChooseArgs {
-    const float* logits;
-    int64_t n;
-    const int64_t* places;
-    int64_t items;
-    const float* temperature;      // [items]; 0: the likeliest, the first of equals
-    const int64_t* top_k;          // [items]; 0: off
-    const float *top_p, *min_p;    // [items]; 1 and 0: off
-    const double* uniforms;        // [items], in [0, 1)
-    int64_t* tokens;               // [items]
+    const float* logits = nullptr;
+    int64_t n = 0;
+    const int64_t* places = nullptr;
+    int64_t items = 0;
+    const float* temperature = nullptr;  // [items]; 0: the largest logit's, the first of equals
+    const int64_t* top_k = nullptr;  // [items]; 0: off
+    const float *top_p = nullptr, *min_p = nullptr;  // [items]; 1 and 0: off
+    const double* uniforms = nullptr;  // [items], in [0, 1)
+    int64_t* tokens = nullptr;  // [items]
 };
 
-// Log probabilities of a token in each row, its rank, and the k likeliest; all NaN where no token could be chosen.
+// Log probabilities of a token in each row, its rank, and the k largest; all NaN where no token could be chosen.
 struct LogprobArgs {
-    const float* logits;
-    int64_t n;
-    const int64_t* places;
-    int64_t items, k;              // k at most n
-    const int64_t* tokens;         // [items]
-    float* own;                    // [items]
-    int64_t* ranks;                // [items]
-    int64_t* likely;               // [items, k], the likeliest first, then by token
-    float* likely_logprobs;        // [items, k]
+    const float* logits = nullptr;
+    int64_t n = 0;
+    const int64_t* places = nullptr;
+    int64_t items = 0, k = 0;  // k at most n
+    const int64_t* tokens = nullptr;  // [items]
+    float* own = nullptr;  // [items]
+    int64_t* ranks = nullptr;  // [items]
+    int64_t* top_tokens = nullptr;  // [items, k], the largest first, then by token
+    float* top_logprobs = nullptr;  // [items, k]
 };
 
 struct Kernels {
-    const char* isa;
+    const char* isa = nullptr;
 
-    // weight [n, k] contiguous in `type`; bias [n] fp32 or null; for x of this dtype above all. Memory for the panels is allocated;
-    // false: out of memory.
-    bool (*pack_linear)(PackedLinear&, const void* weight, const float* bias, DType x);
+    // weight [n, k] contiguous in `type`; bias [n] fp32 or null; for x of this dtype above all. Memory for the panels
+    // is allocated; false: out of memory.
+    bool (*pack_linear)(PackedLinear&, const void* weight, const float* bias, DType x) = nullptr;
     // The same for integers, in the weight's `format`.
-    bool (*pack_quantized)(PackedLinear&, const QuantizedSource&);
-    bool (*pack_affine)(PackedLinear&, const AffineSource&);
+    bool (*pack_quantized)(PackedLinear&, const QuantizedSource&) = nullptr;
+    bool (*pack_affine)(PackedLinear&, const AffineSource&) = nullptr;
     // y [m, n] = x [m, k] · weight^T + bias; rows of x and y at row_stride; both of dtype `type`.
-    void (*linear)(const PackedLinear&, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m);
-    // tokens [m]: of each row of `linear`, the likeliest output as choose_tokens would find it at temperature 0 once the row has
-    // been rounded to `type`, and what that says of other rows. No output is written.
-    void (*linear_likeliest)(const PackedLinear&, const void* x, int64_t x_row, DType type, int64_t m, int64_t* tokens);
-    // y [m, n of down] = down · (activation(first half of gate_up's outputs) * second half), the same bits as linear, gated and
-    // linear give; false, and nothing is done: this set has no such kernel for these operands.
-    bool (*mlp)(const PackedLinear& gate_up, const PackedLinear& down, const void* x, int64_t x_row, void* y, int64_t y_row,
-                DType type, Activation, int64_t m);
-    void (*attend)(const AttentionArgs&);
-    void (*write_kv)(const WriteArgs&);
+    void (*linear)(const PackedLinear&, const void* x, int64_t x_row, void* y, int64_t y_row, DType type,
+                   int64_t m) = nullptr;
+    // tokens [m]: the argmax of each row of `linear`, as choose_tokens would find it at temperature 0 in the row
+    // rounded to `type`, and what that says of rows without one. No output is written.
+    void (*linear_argmax)(const PackedLinear&, const void* x, int64_t x_row, DType type, int64_t m,
+                          int64_t* tokens) = nullptr;
+    // y [m, n of down] = down · (activation(first half of gate_up's outputs) * second half), the same bits as linear,
+    // gated and linear give; false, and nothing is done: this set has no such kernel for these operands.
+    bool (*mlp)(const PackedLinear& gate_up, const PackedLinear& down, const void* x, int64_t x_row, void* y,
+                int64_t y_row, DType type, Activation, int64_t m) = nullptr;
+    void (*attend)(const AttentionArgs&) = nullptr;
+    void (*write_kv)(const WriteArgs&) = nullptr;
     // x [outer, inner, n], the last dimension contiguous; y the same, contiguous; weight [n] fp32
-    void (*rms_norm)(const void* x, int64_t x_outer, int64_t x_inner, const float* weight, float eps, void* y, DType type,
-                     int64_t outer, int64_t inner, int64_t n);
+    void (*rms_norm)(const void* x, int64_t x_outer, int64_t x_inner, const float* weight, float eps, void* y,
+                     DType type, int64_t outer, int64_t inner, int64_t n) = nullptr;
     // In place: x [tokens, heads, ...] halves convention over 2 * half leading dimensions; cos, sin [tokens, half] fp32
     void (*rotate)(void* x, int64_t x_token, int64_t x_head, DType type, const float* cos, const float* sin,
-                   int64_t tokens, int64_t heads, int64_t half);
+                   int64_t tokens, int64_t heads, int64_t half) = nullptr;
     // x [rows, 2 n] (gate, up) -> y [rows, n] = activation(gate) * up
-    void (*gated)(const void* x, int64_t x_row, void* y, DType type, Activation activation, int64_t rows, int64_t n);
+    void (*gated)(const void* x, int64_t x_row, void* y, DType type, Activation activation, int64_t rows,
+                  int64_t n) = nullptr;
     // y [tokens, n] = table [ids[token]] * scale, all of dtype `type`
-    void (*embed)(const void* table, const int64_t* ids, float scale, void* y, DType type, int64_t tokens, int64_t n);
+    void (*embed)(const void* table, const int64_t* ids, float scale, void* y, DType type, int64_t tokens,
+                  int64_t n) = nullptr;
     // The same from the rows of a packed weight, exactly what was packed.
-    void (*embed_packed)(const PackedLinear&, const int64_t* ids, float scale, void* y, DType type, int64_t tokens);
-    // x [rows, n] += delta, which goes through a norm of its own first if post_norm is given; y = norm(x). All contiguous and
-    // rounded to `type` in between; y may be delta.
-    void (*add_norm)(void* x, const void* delta, const float* post_norm, const float* norm, float eps, void* y, DType type,
-                     int64_t rows, int64_t n);
+    void (*embed_packed)(const PackedLinear&, const int64_t* ids, float scale, void* y, DType type,
+                         int64_t tokens) = nullptr;
+    // x [rows, n] += delta, which goes through a norm of its own first if post_norm is given; y = norm(x). All
+    // contiguous and rounded to `type` in between; y may be delta.
+    void (*add_norm)(void* x, const void* delta, const float* post_norm, const float* norm, float eps, void* y,
+                     DType type, int64_t rows, int64_t n) = nullptr;
     // Norms of queries and keys, rotary embedding, and keys and values to their slots.
-    void (*prepare_heads)(const HeadsArgs&);
-    void (*choose_tokens)(const ChooseArgs&);
-    void (*log_probabilities)(const LogprobArgs&);
+    void (*prepare_heads)(const HeadsArgs&) = nullptr;
+    void (*choose_tokens)(const ChooseArgs&) = nullptr;
+    void (*log_probabilities)(const LogprobArgs&) = nullptr;
     // Elementwise exp and tanh as the kernels use them, for tests.
-    void (*exp)(const float* x, float* y, int64_t n);
-    void (*tanh)(const float* x, float* y, int64_t n);
+    void (*exp)(const float* x, float* y, int64_t n) = nullptr;
+    void (*tanh)(const float* x, float* y, int64_t n) = nullptr;
 };
 
 // The kernels that run: the best of this CPU, or what PAGEMILL_ISA (generic, avx2, avx512, avx512_vnni, avx512_bf16,
-// amx_bf16) asks for,
-// if the CPU has it.
+// amx_bf16) asks for, if the CPU has it.
 const Kernels& kernels();
-// Switches to another instruction set that this CPU has; false if it has not. Packed weights belong to the set that packed.
+// Switches to another instruction set that this CPU has; false if it has not. Packed weights belong to the set that
+// packed.
 bool use_isa(const char* name);
 // Names of the instruction sets of this CPU, best first; null-terminated.
 const char* const* available_isas();
 
 void release(PackedLinear&);
 
-// Copies frames source[i] -> target[i], in ascending i, in each of `pieces` regions (piece_stride bytes apart) of frames of `bytes` bytes
-// that lie frame_stride bytes apart.
+// Copies frames source[i] -> target[i], in ascending i, in each of `pieces` regions (piece_stride bytes apart) of
+// frames of `bytes` bytes that lie frame_stride bytes apart.
 void copy_frames(void* base, int64_t pieces, int64_t piece_stride, int64_t frame_stride, int64_t bytes,
                  const int64_t* source, const int64_t* target, int64_t count);
 
-// Widens `weights` (whole blocks) of a GGUF tensor in the format of this number to fp32; false: a format that is not known.
+// Widens `weights` (whole blocks) of a GGUF tensor in the format of this number to fp32; false: a format that is not
+// known.
 bool dequantize(int format, const void* blocks, float* out, int64_t weights);
 
 }  // namespace pagemill

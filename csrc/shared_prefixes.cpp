@@ -1,6 +1,11 @@
 #include "shared_prefixes.h"
 
+#include "kernels.h"
+
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
 
 namespace pagemill {
 namespace {

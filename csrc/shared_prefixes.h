@@ -7,12 +7,13 @@
 
 namespace pagemill {
 
-// A step's query tokens in the order that attention takes them in. Found once per step and layer group: it depends on tables,
-// positions, context lengths, windows and key ranges only.
+// A step's query tokens in the order that attention takes them in. Found once per step and layer group: it depends on
+// tables, positions, context lengths, windows and key ranges only.
 class SharedPrefixes {
   public:
-    // With fp32 caches, rows of at most this many query tokens share: more read their keys once for many queries anyway. Keys
-    // and values that are converted on the way are converted once for all rows, however many tokens these have.
+    // With fp32 caches, rows of at most this many query tokens share: more read their keys once for many queries
+    // anyway. Keys and values that are converted on the way are converted once for all rows, however many tokens these
+    // have.
     static constexpr int kMaxTokens = 8;
 
     // share false: every row by itself.

@@ -4,6 +4,8 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <cstddef>
+#include <cstdint>
 #include <cstdlib>
 #include <memory>
 #include <mutex>
@@ -16,8 +18,8 @@
 namespace pagemill {
 namespace {
 
-// How long an idle thread watches for the next region before it sleeps: longer than the gap between two operators called
-// from Python, shorter than anything a user would notice as load.
+// How long an idle thread watches for the next region before it sleeps: longer than the gap between two operators
+// called from Python, shorter than anything a user would notice as load.
 constexpr int kSpins = 4000;
 
 inline void relax() {
@@ -46,8 +48,8 @@ struct Scratch {
     }
 };
 
-// A thread's tasks of a region that nobody has taken yet: begin in the upper half, end in the lower. The thread takes the
-// first, others the last.
+// A thread's tasks of a region that nobody has taken yet: begin in the upper half, end in the lower. The thread takes
+// the first, others the last.
 struct alignas(64) Share {
     std::atomic<uint64_t> range{0};
 
@@ -58,7 +60,8 @@ struct alignas(64) Share {
         for (uint64_t seen = range.load(std::memory_order_relaxed);;) {
             const uint64_t begin = seen >> 32, end = uint32_t(seen);
             if (begin == end) return -1;
-            if (range.compare_exchange_weak(seen, own ? seen + (uint64_t(1) << 32) : seen - 1, std::memory_order_relaxed))
+            if (range.compare_exchange_weak(seen, own ? seen + (uint64_t(1) << 32) : seen - 1,
+                                            std::memory_order_relaxed))
                 return int64_t(own ? begin : end - 1);
         }
     }
@@ -71,8 +74,8 @@ struct Pool {
     std::vector<Scratch> scratch{1};
     Scratch caller[3];
 
-    // One region. `gate` is its generation, odd while it is open, above the number of threads inside. Only threads that came
-    // in while it was open are waited for: one that the system has descheduled, or that sleeps, holds nobody up.
+    // One region. `gate` is its generation, odd while it is open, above the number of threads inside. Only threads that
+    // came in while it was open are waited for: one that the system has descheduled, or that sleeps, holds nobody up.
     Task task = nullptr;
     void* context = nullptr;
     alignas(64) std::atomic<uint64_t> gate{0};
@@ -128,7 +131,9 @@ struct Pool {
 
     void wake_sleepers() {
         if (asleep.load() > 0) {
-            { std::lock_guard<std::mutex> lock(mutex); }
+            {
+                std::lock_guard<std::mutex> lock(mutex);
+            }
             wake.notify_all();
         }
     }
@@ -148,7 +153,8 @@ struct Pool {
     }
 };
 
-// Never destroyed: threads must not outlive it, and at exit nobody joins them. A forked child gets a new, single-threaded one.
+// Never destroyed: threads must not outlive it, and at exit nobody joins them. A forked child gets a new,
+// single-threaded one.
 Pool* pool_instance = nullptr;
 
 Pool& pool() {

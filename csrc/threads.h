@@ -1,5 +1,5 @@
-// One pool of threads for all kernels. The caller takes part; the others are created once, spin briefly after a region and
-// then sleep. Regions do not nest, and one caller runs at a time (`Exclusive`).
+// One pool of threads for all kernels. The caller takes part; the others are created once, spin briefly after a region
+// and then sleep. Regions do not nest, and one caller runs at a time (`Exclusive`).
 #pragma once
 
 #include <cstddef>
@@ -12,8 +12,8 @@ using Task = void (*)(void* context, int64_t index, int thread);
 void set_num_threads(int count);
 int num_threads();
 
-// Runs task(context, i, thread) for i in 0 .. count - 1 < 2^32, in any order, each once; returns when all are done. Each thread
-// begins with a run of neighbouring tasks of its own, the same in every region of so many tasks.
+// Runs task(context, i, thread) for i in 0 .. count - 1 < 2^32, in any order, each once; returns when all are done.
+// Each thread begins with a run of neighbouring tasks of its own, the same in every region of so many tasks.
 void parallel_for(int64_t count, Task task, void* context);
 
 template <class Body>

@@ -1,12 +1,27 @@
-// fp32 weights held as the integers they were stored as, without loss: of 4 or 8 bits, with a scale and a lowest value for each
-// 32 k. scale * integer is exact in fp32, so one multiply-add gives the very weight that the file's format means; what lies in
-// memory is 6 or 10 bits instead of 32. A piece of a panel is widened to where the products read it as if it had lain there.
+// fp32 weights held as the integers they were stored as, without loss: of 4 or 8 bits, with a scale and a lowest value
+// for each 32 k. scale * integer is exact in fp32, so one multiply-add gives the very weight that the file's format
+// means; what lies in memory is 6 or 10 bits instead of 32. A piece of a panel is widened to where the products read it
+// as if it had lain there.
+#pragma once
+
+#include "../kernels.h"
+#include "../memory.h"
+#include "../threads.h"
+#include "compile_time.h"
+#include "panels.h"
+#include "simd.h"
+
+#include <cstring>
+
+namespace pagemill {
+namespace {
 
 constexpr int kAffineK = 32;
 constexpr int64_t kAffinePiece = 192;  // k that are widened at a time: they stay in the first-level cache
 
 template <int Bits> struct AffineBlock {
-    static constexpr int kBits = Bits, kTogether = 32 / Bits;  // neighbouring k of an output in a word, the first in the lowest bits
+    static constexpr int kBits = Bits,
+                         kTogether = 32 / Bits;  // neighbouring k of an output in a word, the first in the lowest bits
     float scale[NR], low[NR];
     uint32_t words[2][Bits][W];  // vector of outputs, word, output
 };
@@ -21,7 +36,8 @@ INLINE bool is_affine(const PackedLinear& weight) {
 
 constexpr int64_t kAffineAhead = 4096;  // bytes that are fetched ahead
 template <int Bits> INLINE void fetch_after(const AffineBlock<Bits>* block) {
-    for (size_t line = 0; line < sizeof *block; line += 64) __builtin_prefetch((const char*)block + kAffineAhead + line);
+    for (size_t line = 0; line < sizeof *block; line += 64)
+        __builtin_prefetch((const char*)block + kAffineAhead + line);
 }
 
 // Blocks of a panel as fp32 [k][NR].
@@ -66,8 +82,8 @@ bool pack_affine(PackedLinear& packed, const AffineSource& from) {
                     out[b].scale[i] = from.scale[row + b];
                     out[b].low[i] = from.low[row + b];
                     for (int j = 0; j < kAffineK; ++j)
-                        out[b].words[i / W][j / Block::kTogether][i % W] |=
-                            uint32_t(values[j]) << (j % Block::kTogether * Block::kBits);
+                        out[b].words[i / W][j / Block::kTogether][i % W] |= uint32_t(values[j])
+                                                                            << (j % Block::kTogether * Block::kBits);
                 }
             }
         };
@@ -85,10 +101,14 @@ template <class Y> void embed_affine(const PackedLinear& packed, int64_t row, fl
             const Block& block = ((const Block*)packed.panels)[row / NR * blocks + b];
             float wide[kAffineK];
             for (int j = 0; j < kAffineK; ++j) {
-                const uint32_t whole = block.words[i / W][j / Block::kTogether][i % W] >> (j % Block::kTogether * Block::kBits);
+                const uint32_t whole =
+                    block.words[i / W][j / Block::kTogether][i % W] >> (j % Block::kTogether * Block::kBits);
                 wide[j] = block.scale[i] * float(whole & ((1u << Block::kBits) - 1)) + block.low[i];
             }
             for (int j = 0; j < kAffineK; j += W) store(y + j, load(wide + j) * broadcast(factor));
         }
     });
 }
+
+}  // namespace
+}  // namespace pagemill

@@ -1,16 +1,31 @@
 // Paged attention for any mixture of prefill, chunks and decode.
 //
-// Keys are cut into partitions of 256 at fixed absolute positions. A query's scores, maximum, sum and weighted values are
-// computed partition by partition, each relative to the partition's own maximum, and folded in ascending order. What a
-// tile, a task or a call covers therefore changes no bit: masked keys contribute an exact zero, and each sum is one chain
-// in key order. The queries of all heads that share a KV head, and of all rows that share a prefix, are computed together,
-// so K and V are read once. A pass (attention_vectors.h, attention_tiled.h) computes a partition. `Few` takes the tasks of few
-// rows, `Many` the others, with the same bits where they are two.
+// Keys are cut into partitions of 256 at fixed absolute positions. A query's scores, maximum, sum and weighted values
+// are computed partition by partition, each relative to the partition's own maximum, and folded in ascending order.
+// What a tile, a task or a call covers therefore changes no bit: masked keys contribute an exact zero, and each sum is
+// one chain in key order. The queries of all heads that share a KV head, and of all rows that share a prefix, are
+// computed together, so K and V are read once. A pass (attention_vectors.h, attention_tiled.h) computes a partition.
+// `Few` takes the tasks of few rows, `Many` the others, with the same bits where they are two.
+#pragma once
+
+#include "../kernels.h"
+#include "../threads.h"
+#include "attention_pairs.h"
+#include "attention_plan.h"
+#include "attention_tiled.h"
+#include "attention_tiles.h"
+#include "attention_vectors.h"
+#include "compile_time.h"
+#include "simd.h"
+
+namespace pagemill {
+namespace {
 
 template <class Few, class Many> struct Attention {
     const AttentionArgs& args;
     const AttentionTask *tasks, *end;
-    float *partials, *prefixes;  // states of partitions, and of query tokens (as ordered) and heads after their shared ones
+    float *partials,
+        *prefixes;  // states of partitions, and of query tokens (as ordered) and heads after their shared ones
     int group, padded;           // query heads per KV head; head_dim rounded up to whole vectors
 
     int64_t state_size() const { return padded + W; }
@@ -21,7 +36,8 @@ template <class Few, class Many> struct Attention {
     }
     const QueryToken& query(const AttentionTask& task, int row) const { return args.order[task.first + row / group]; }
     float* prefix_state(const AttentionTask& task, int head, int row) const {
-        return prefixes + ((task.first + row / group) * int64_t(args.heads) + head * group + row % group) * state_size();
+        return prefixes +
+               ((task.first + row / group) * int64_t(args.heads) + head * group + row % group) * state_size();
     }
 
     void operator()(int64_t index, int thread) const {
@@ -43,25 +59,28 @@ template <class Few, class Many> struct Attention {
             for (int t = 0; t < task.tokens; ++t) {
                 const QueryToken& q = args.order[task.first + t];
                 const KeyRange r = key_range(args, q.row, q.token);
-                ranges[t] = {greater<int64_t>(r.begin - p * kPartition, 0), lesser<int64_t>(r.end - p * kPartition, kPartition)};
+                ranges[t] = {greater<int64_t>(r.begin - p * kPartition, 0),
+                             lesser<int64_t>(r.end - p * kPartition, kPartition)};
             }
             const KeyRange all = span_of(ranges, task.tokens);
             for (int h = 0; h < task.heads; ++h) {
-                float* to = direct ? state + h * head_states
-                                   : partials + (task.partial + ((p - task.part_begin) * task.heads + h) * rows) * state_size();
+                float* to =
+                    direct ? state + h * head_states
+                           : partials + (task.partial + ((p - task.part_begin) * task.heads + h) * rows) * state_size();
                 if (all.begin >= all.end) {
                     for (int i = 0; !direct && i < rows; ++i) empty(to + i * state_size());
                     continue;
                 }
-                pass.partition(p * kPartition, h, ranges, all, [&](int first, int count, const Softmax* result, const float* part) {
-                    float* at = to + first * state_size();
-                    if (direct) fold(count, at, state_size(), result, part, padded, padded);
-                    for (int r = 0; !direct && r < count; ++r, at += state_size()) {
-                        for (int d = 0; d < padded; d += W) store(at + d, load(part + r * padded + d));
-                        at[padded] = result[r].reference;
-                        at[padded + 1] = result[r].sum;
-                    }
-                });
+                pass.partition(p * kPartition, h, ranges, all,
+                               [&](int first, int count, const Softmax* result, const float* part) {
+                                   float* at = to + first * state_size();
+                                   if (direct) fold(count, at, state_size(), result, part, padded, padded);
+                                   for (int r = 0; !direct && r < count; ++r, at += state_size()) {
+                                       for (int d = 0; d < padded; d += W) store(at + d, load(part + r * padded + d));
+                                       at[padded] = result[r].reference;
+                                       at[padded + 1] = result[r].sum;
+                                   }
+                               });
             }
         }
         for (int h = 0; direct && h < task.heads; ++h) finish(task, task.head + h, state + h * head_states);
@@ -110,7 +129,8 @@ template <class Few, class Many> struct Attention {
         for (int h = 0; h < task.heads; ++h) {
             begin_states(task, task.head + h, states);
             for (int64_t p = task.part_begin; p < task.part_end; ++p) {
-                const float* from = partials + (task.partial + ((p - task.part_begin) * task.heads + h) * rows) * state_size();
+                const float* from =
+                    partials + (task.partial + ((p - task.part_begin) * task.heads + h) * rows) * state_size();
                 for (int i = 0; i < rows; ++i, from += state_size()) {
                     const Softmax part{from[padded], from[padded + 1]};
                     fold(1, states + i * state_size(), state_size(), &part, from, padded, padded);
@@ -122,7 +142,8 @@ template <class Few, class Many> struct Attention {
 };
 
 template <class Few, class Many> void attend_with(const AttentionArgs& args) {
-    Attention<Few, Many> run{args, nullptr, nullptr, nullptr, nullptr, args.heads / args.kv_heads, (args.head_dim + W - 1) / W * W};
+    Attention<Few, Many> run{
+        args, nullptr, nullptr, nullptr, nullptr, args.heads / args.kv_heads, (args.head_dim + W - 1) / W * W};
     int64_t target = INT64_MAX;
     if (num_threads() > 1) {
         int64_t work = 0;
@@ -153,11 +174,13 @@ template <class Few, class Many> void attend_with(const AttentionArgs& args) {
 
 void attend(const AttentionArgs& args) {
 #if defined(__AVX512BF16__)
-    if (args.query_type == DType::bf16 && args.cache_type == DType::bf16)
-        return attend_with<PairPass, TiledPass>(args);
+    if (args.query_type == DType::bf16 && args.cache_type == DType::bf16) return attend_with<PairPass, TiledPass>(args);
 #endif
     with_cache_type(args.cache_type, [&](auto* t) {
         using Pass = VectorPass<Pointee<decltype(t)>>;
         attend_with<Pass, Pass>(args);
     });
 }
+
+}  // namespace
+}  // namespace pagemill

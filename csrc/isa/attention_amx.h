@@ -1,7 +1,19 @@
-// bf16 attention's products on tiles (AMX), and the same sums on vectors. A tile product (TDPBF16PS) adds to each of its sums a
-// step of 32 neighbouring k as two chains of multiply-adds from zero on, one over the even k and one over the odd, which are
-// added to each other and then to the sum; subnormal numbers are taken for zero throughout. The products are exact, so the same
-// on vectors in fp32 gives the same bits: one vector of pairs holds a link of either chain.
+// bf16 attention's products on tiles (AMX), and the same sums on vectors. A tile product (TDPBF16PS) adds to each of
+// its sums a step of 32 neighbouring k as two chains of multiply-adds from zero on, one over the even k and one over
+// the odd, which are added to each other and then to the sum; subnormal numbers are taken for zero throughout. The
+// products are exact, so the same on vectors in fp32 gives the same bits: one vector of pairs holds a link of either
+// chain.
+#pragma once
+
+#include "amx_tiles.h"
+#include "attention_tiles.h"
+#include "simd.h"
+
+#if defined(__AMX_BF16__)
+#include <immintrin.h>
+
+namespace pagemill {
+namespace {
 
 constexpr int kPieces = 1;  // of a step: it lies together in its operand
 
@@ -15,10 +27,11 @@ struct TileProducts {
     ~TileProducts() { _tile_release(); }
     TileProducts(const TileProducts&) = delete;
 
-    // c (rows of M tiles, `height` each, c_row floats apart) [..][16 N] = M tiles of a times N tiles over `steps`; tile n of step
-    // s at b(s, n, 0), its rows b_row bytes apart.
+    // c (rows of M tiles, `height` each, c_row floats apart) [..][16 N] = M tiles of a times N tiles over `steps`; tile
+    // n of step s at b(s, n, 0), its rows b_row bytes apart.
     template <int M, int N, class B>
-    INLINE static void multiply(const TileOperand& a, const B& b, int64_t b_row, int steps, float* c, int64_t c_row, int height) {
+    INLINE static void multiply(const TileOperand& a, const B& b, int64_t b_row, int steps, float* c, int64_t c_row,
+                                int height) {
         __asm__ volatile("" ::: "memory");  // the tile intrinsics do not tell the compiler what they read
         _tile_zero(0);
         if (N == 2) _tile_zero(1);
@@ -67,8 +80,10 @@ template <int MR, int NV> struct PairChains {
         for (int r = 0; r < MR; ++r)
             for (int v = 0; v < NV; ++v) even[r][v] = odd[r][v] = zero();
     }
-    // Vector v of pairs, at(v), times each row's factors x[r * row] for its first elements and x[r * row + next] for its second.
-    template <class At> INLINE void add(const At& at, const float* x, int64_t row, int64_t next, bool first, bool second) {
+    // Vector v of pairs, at(v), times each row's factors x[r * row] for its first elements and x[r * row + next] for
+    // its second.
+    template <class At> INLINE void add(const At& at, const float* x, int64_t row, int64_t next, bool first,
+                                        bool second) {
         for (int v = 0; v < NV; ++v) {
             F e, o;
             load_pairs(at(v), e, o);
@@ -86,3 +101,7 @@ template <int MR, int NV> struct PairChains {
     }
     INLINE void end(float*, int64_t) const {}
 };
+
+}  // namespace
+}  // namespace pagemill
+#endif

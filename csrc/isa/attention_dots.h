@@ -1,7 +1,22 @@
-// bf16 attention's products by instructions for pairs (AVX512_BF16): a sum is one chain over k, of whose links each adds two
-// neighbouring k; subnormal numbers are taken for zero.
+// bf16 attention's products by instructions for pairs (AVX512_BF16): a sum is one chain over k, of whose links each
+// adds two neighbouring k; subnormal numbers are taken for zero.
+#pragma once
 
-// Pieces of a step, each of which lies together in its operand: with blocks of 16 tokens, values are read where they lie.
+#include "attention_tiles.h"
+#include "attention_weights.h"
+#include "panels.h"
+#include "simd.h"
+
+#include <cstring>
+
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#include <immintrin.h>
+
+namespace pagemill {
+namespace {
+
+// Pieces of a step, each of which lies together in its operand: with blocks of 16 tokens, values are read where they
+// lie.
 constexpr int kPieces = 2;
 
 // c [height][16 N], c_row floats apart = rows of a times N vectors of pairs over `steps` of 32 k.
@@ -34,10 +49,11 @@ struct TileProducts {
 
     explicit TileProducts(int) {}
 
-    // c (rows of M tiles, `height` each, c_row floats apart) [..][16 N] = M tiles of a times N tiles over `steps`; piece p
-    // of tile n of step s at b(s, n, p), its rows b_row bytes apart.
+    // c (rows of M tiles, `height` each, c_row floats apart) [..][16 N] = M tiles of a times N tiles over `steps`;
+    // piece p of tile n of step s at b(s, n, p), its rows b_row bytes apart.
     template <int M, int N, class B>
-    INLINE static void multiply(const TileOperand& a, const B& b, int64_t b_row, int steps, float* c, int64_t c_row, int height) {
+    INLINE static void multiply(const TileOperand& a, const B& b, int64_t b_row, int steps, float* c, int64_t c_row,
+                                int height) {
         for (int m = 0; m < M; ++m)
             with_count(height, Upto<kHeight>{}, [&](auto rows) __attribute__((always_inline)) {
                 const TileOperand tile{a.data + m * a.tile, a.row, a.step, 0};
@@ -52,7 +68,9 @@ constexpr int kPairRows = 12;  // (token, head) rows at most
 constexpr int pair_vectors(int rows) { return rows <= 6 ? 4 : 2; }
 
 INLINE void put_factors(float* to, int64_t, const bf16* pair) { std::memcpy(to, pair, sizeof *to); }
-INLINE void put_weights(float* to, const bf16* weights, int count) { std::memcpy(to, weights, count * sizeof *weights); }
+INLINE void put_weights(float* to, const bf16* weights, int count) {
+    std::memcpy(to, weights, count * sizeof *weights);
+}
 
 // Chains for MR rows and NV vectors.
 template <int MR, int NV> struct PairChains {
@@ -70,7 +88,8 @@ template <int MR, int NV> struct PairChains {
         for (int v = 0; v < NV; ++v) {
             F y = load((const Pair*)at(v));
             if (!first || !second) y.v = _mm512_castsi512_ps(_mm512_maskz_mov_epi16(taken, _mm512_castps_si512(y.v)));
-            for (int r = 0; r < MR; ++r) sum[r][v] = multiply_add(broadcast(x[r * row]), y, sum[r][v], (const Pair*)nullptr);
+            for (int r = 0; r < MR; ++r)
+                sum[r][v] = multiply_add(broadcast(x[r * row]), y, sum[r][v], (const Pair*)nullptr);
         }
     }
     INLINE void end_step(float*, int64_t, bool) const {}
@@ -79,3 +98,7 @@ template <int MR, int NV> struct PairChains {
             for (int v = 0; v < NV; ++v) store(out + r * row + v * W, sum[r][v]);
     }
 };
+
+}  // namespace
+}  // namespace pagemill
+#endif

@@ -1,5 +1,21 @@
-// The pass over a partition for few bf16 queries and a bf16 cache in pairs, which it reads where they lie. Its sums are those
-// of TileProducts.
+// The pass over a partition for few bf16 queries and a bf16 cache in pairs, which it reads where they lie. Its sums are
+// those of TileProducts.
+#pragma once
+
+#include "../kernels.h"
+#include "attention_amx.h"
+#include "attention_dots.h"
+#include "attention_plan.h"
+#include "attention_tiles.h"
+#include "attention_weights.h"
+#include "compile_time.h"
+#include "simd.h"
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+
+namespace pagemill {
+namespace {
 
 // Scores of keys [begin, end) of a partition become weights, in place, as put_weights holds them; zero over the rest of
 // [from, to), in whole steps.
@@ -29,8 +45,9 @@ Softmax softmax_of_pairs(float* s, const KeyRange& own, int from, int to, const 
     return softmax_of(own, reference * natural_scale(args), sum);
 }
 
-// A partition's keys and values as they are read: pieces of 16 tokens, first the keys', then the values', then the keys that
-// the task reads next. Memory is slower than the products, so each piece is fetched a constant number of pieces ahead.
+// A partition's keys and values as they are read: pieces of 16 tokens, first the keys', then the values', then the keys
+// that the task reads next. Memory is slower than the products, so each piece is fetched a constant number of pieces
+// ahead.
 struct PairPieces {
     static constexpr int kMost = kPartition / W, kAhead = 6;
 
@@ -71,7 +88,8 @@ template <int MR> void score_pairs(const float* q, const PairPieces& pieces, int
     chains.end(scores, kScoreRow);
 }
 
-// out [MR][row] = sum over keys begin .. end - 1 of weights [MR][kScoreRow] * NV vectors of values from dimension `dim` on.
+// out [MR][row] = sum over keys begin .. end - 1 of weights [MR][kScoreRow] * NV vectors of values from dimension `dim`
+// on.
 template <int MR, int NV>
 void value_pairs(const float* weights, const PairPieces& pieces, int dim, int begin, int end, float* out, int64_t row) {
     const int first_piece = begin / W;
@@ -81,13 +99,15 @@ void value_pairs(const float* weights, const PairPieces& pieces, int dim, int be
         const int until = lesser(end, step + kPairStep);
         for (int key = greater(begin, step); key < until;) {
             const int piece = key / W - first_piece, stop = lesser(until, key / W * W + W), in_piece = key % W / 2;
-            const int then = lesser(pieces.count + piece + PairPieces::kAhead + MR, 2 * pieces.count + PairPieces::kAhead - 1);
+            const int then =
+                lesser(pieces.count + piece + PairPieces::kAhead + MR, 2 * pieces.count + PairPieces::kAhead - 1);
             const int64_t ahead_row = pieces.line_stride(then);
-            const bf16 *at = pieces.value(piece) + in_piece * pieces.value_row + dim * 2;
+            const bf16* at = pieces.value(piece) + in_piece * pieces.value_row + dim * 2;
             const bf16* ahead = pieces.at[then] + (in_piece * (pieces.lines / 8) + dim / W) * ahead_row;
             auto add = [&](bool first, bool second) __attribute__((always_inline)) {
                 for (int v = 0; v < NV; ++v) fetch_line(ahead + v * ahead_row);
-                chains.add([&](int v) { return at + v * 2 * W; }, weights + key / 2 * kFactors, kScoreRow, 1, first, second);
+                chains.add([&](int v) { return at + v * 2 * W; }, weights + key / 2 * kFactors, kScoreRow, 1, first,
+                           second);
                 at += pieces.value_row;
                 ahead += pieces.lines / 8 * ahead_row;
                 key += first + second;
@@ -101,7 +121,8 @@ void value_pairs(const float* weights, const PairPieces& pieces, int dim, int be
     chains.end(out, row);
 }
 
-template <int MR> void value_rows_of_pairs(const float* weights, const PairPieces& pieces, int dims, int begin, int end, float* out) {
+template <int MR> void value_rows_of_pairs(const float* weights, const PairPieces& pieces, int dims, int begin, int end,
+                                           float* out) {
     constexpr int NV = pair_vectors(MR);
     int dim = 0;
     for (; dim + NV * W <= dims; dim += NV * W) value_pairs<MR, NV>(weights, pieces, dim, begin, end, out + dim, dims);
@@ -120,7 +141,8 @@ struct PairPass {
     }
 
     PairPass(const AttentionArgs& args, const AttentionTask& task, const AttentionTask* next, int padded)
-        : args(args), task(task), next(next), group(args.heads / args.kv_heads), padded(padded), rows(task.tokens * group) {}
+        : args(args), task(task), next(next), group(args.heads / args.kv_heads), padded(padded),
+          rows(task.tokens * group) {}
 
     int64_t query_size() const { return int64_t(args.head_dim) / 2 * kFactors * rows; }  // of one KV head
     int64_t scratch_size() const { return task.heads * query_size() + rows * (kScoreRow + padded); }
@@ -153,7 +175,8 @@ struct PairPass {
                     score_pairs<MR>(q, pieces, i, args.head_dim, scores + from / W * W + i * W);
                 for (int r = 0; r < MR; ++r) {
                     const KeyRange& own = ranges[r / group];
-                    pieces.fetch(lesser(pieces.count + PairPieces::kAhead + r, 2 * pieces.count + PairPieces::kAhead - 1));
+                    pieces.fetch(
+                        lesser(pieces.count + PairPieces::kAhead + r, 2 * pieces.count + PairPieces::kAhead - 1));
                     result[r] = softmax_of_pairs(scores + r * kScoreRow, own, from, until, args);
                 }
                 value_rows_of_pairs<MR>(scores, pieces, padded, from, until, part);
@@ -178,3 +201,7 @@ struct PairPass {
             pieces.at[2 * pieces.count + i] = key_pairs_at(args, then.row, then.head, then[i]);
     }
 };
+
+}  // namespace
+}  // namespace pagemill
+#endif

@@ -1,8 +1,17 @@
 // A step of attention cut into tasks of about equal work.
+#pragma once
 
-// Query tokens, as the step orders them, of one row, or of rows over their shared prefix; some KV heads, some partitions.
-// With `partial` >= 0 each partition's state goes to that place of a buffer and is folded afterwards; else the task folds.
-// A token's own partitions continue from the state that its shared ones have left.
+#include "../kernels.h"
+#include "../threads.h"
+#include "linear_tiles.h"
+#include "simd.h"
+
+namespace pagemill {
+namespace {
+
+// Query tokens, as the step orders them, of one row, or of rows over their shared prefix; some KV heads, some
+// partitions. With `partial` >= 0 each partition's state goes to that place of a buffer and is folded afterwards; else
+// the task folds. A token's own partitions continue from the state that its shared ones have left.
 struct AttentionTask {
     int first, tokens, head, heads;
     bool shared;
@@ -19,7 +28,8 @@ INLINE KeyRange span_of(const KeyRange* ranges, int count) {
     KeyRange all{0, 0};
     for (int i = 0; i < count; ++i) {
         const KeyRange& r = ranges[i];
-        if (r.begin < r.end) all = all.begin >= all.end ? r : KeyRange{lesser(all.begin, r.begin), greater(all.end, r.end)};
+        if (r.begin < r.end)
+            all = all.begin >= all.end ? r : KeyRange{lesser(all.begin, r.begin), greater(all.end, r.end)};
     }
     return all;
 }
@@ -30,7 +40,8 @@ INLINE int64_t frame_of(const AttentionArgs& args, int row, int64_t block) {
 }
 
 // Where a row's block lies for one head of keys or values.
-template <class T> INLINE const T* block_at(const AttentionArgs& args, const CacheView& cache, int row, int64_t block, int head) {
+template <class T> INLINE const T* block_at(const AttentionArgs& args, const CacheView& cache, int row, int64_t block,
+                                            int head) {
     return (const T*)cache.data + frame_of(args, row, block) * cache.frame + head * cache.head;
 }
 
@@ -39,10 +50,12 @@ struct NextKeys {
     int row, head;
     int64_t token, last;
 
-    // After the `h`th head's keys from `begin` on of the partition at `base`: the next head's, the next partition's, or those of
-    // the next task, if any.
-    NextKeys(const AttentionArgs& args, const AttentionTask& task, const AttentionTask* next, int64_t base, int begin, int h) {
-        const bool more_heads = h + 1 < task.heads, more = more_heads || base + kPartition < task.part_end * kPartition || !next;
+    // After the `h`th head's keys from `begin` on of the partition at `base`: the next head's, the next partition's, or
+    // those of the next task, if any.
+    NextKeys(const AttentionArgs& args, const AttentionTask& task, const AttentionTask* next, int64_t base, int begin,
+             int h) {
+        const bool more_heads = h + 1 < task.heads,
+                   more = more_heads || base + kPartition < task.part_end * kPartition || !next;
         const AttentionTask& of = more ? task : *next;
         row = args.order[of.first].row;
         head = of.head + (more_heads ? h + 1 : 0);
@@ -58,7 +71,8 @@ INLINE const bf16* key_pairs_at(const AttentionArgs& args, int row, int head, in
     return block_at<bf16>(args, args.key, row, token / args.block_size, head) + token % args.block_size * 2;
 }
 INLINE const bf16* value_pairs_at(const AttentionArgs& args, int row, int head, int64_t token) {
-    return block_at<bf16>(args, args.value, row, token / args.block_size, head) + token % args.block_size / 2 * args.value.token;
+    return block_at<bf16>(args, args.value, row, token / args.block_size, head) +
+           token % args.block_size / 2 * args.value.token;
 }
 
 // A step's tasks; those of shared prefixes come first, and the others wait for them. Without memory it only counts.
@@ -81,7 +95,8 @@ struct AttentionPlan {
 // partitions.
 void plan_keys(const AttentionArgs& args, AttentionPlan& plan, AttentionTask task, KeyRange keys, int64_t target) {
     const int kv_heads = args.kv_heads, rows = task.tokens * (args.heads / kv_heads);
-    const int64_t first = keys.begin / kPartition, last = (keys.end + kPartition - 1) / kPartition, count = last - first;
+    const int64_t first = keys.begin / kPartition, last = (keys.end + kPartition - 1) / kPartition,
+                  count = last - first;
     const int64_t head_work = (keys.end - keys.begin) * rows, work = head_work * kv_heads;
     task.part_begin = first;
     task.part_end = last;
@@ -117,15 +132,16 @@ KeyRange own_keys(const AttentionArgs& args, int first, int tokens) {
     return span_of(ranges, tokens);
 }
 
-// A shared prefix's tokens, cut as few times as `most` tokens in a piece allow, or some more if the threads are then done
-// sooner. A piece takes the time of its rows and of kPackedRows more, for what it copies.
+// A shared prefix's tokens, cut as few times as `most` tokens in a piece allow, or some more if the threads are then
+// done sooner. A piece takes the time of its rows and of kPackedRows more, for what it copies.
 Tiles cut_shared(int tokens, int most, int group, int kv_heads) {
     constexpr int64_t kPackedRows = 12;
     Tiles cut(tokens, most);
     const int64_t threads = num_threads(), last = lesser<int64_t>(tokens, 2 * cut.count + 1);
     int64_t least = INT64_MAX;
     for (int64_t pieces = cut.count; pieces <= last; ++pieces) {
-        const int64_t rounds = (pieces * kv_heads + threads - 1) / threads, rows = (tokens + pieces - 1) / pieces * group;
+        const int64_t rounds = (pieces * kv_heads + threads - 1) / threads,
+                      rows = (tokens + pieces - 1) / pieces * group;
         if (rounds * (rows + kPackedRows) < least) least = rounds * (rows + kPackedRows), cut.count = pieces;
     }
     return cut;
@@ -141,7 +157,8 @@ AttentionPlan plan_attention(const AttentionArgs& args, AttentionTask* tasks, At
         const int64_t keys = int64_t(prefix.partitions) * kPartition;
         const Tiles cut = cut_shared(prefix.tokens, per_task, group, args.kv_heads);
         for (int64_t i = 0; i < cut.count; ++i)
-            plan_keys(args, plan, {prefix.first + int(cut.begin(i)), cut.height(i), 0, 0, true, 0, 0, -1}, {0, keys}, target);
+            plan_keys(args, plan, {prefix.first + int(cut.begin(i)), cut.height(i), 0, 0, true, 0, 0, -1}, {0, keys},
+                      target);
     }
     plan.shared_tasks = plan.num_tasks;
     plan.shared_merges = plan.num_merges;
@@ -155,3 +172,6 @@ AttentionPlan plan_attention(const AttentionArgs& args, AttentionTask* tasks, At
     }
     return plan;
 }
+
+}  // namespace
+}  // namespace pagemill

@@ -1,6 +1,22 @@
-// The pass over a partition for many bf16 queries and a bf16 cache, in tiles of rows; TileProducts multiplies them. Keys and
-// values in pairs are read where they lie; a step's values in two blocks, what ends within a tile, and other layouts are
-// copied.
+// The pass over a partition for many bf16 queries and a bf16 cache, in tiles of rows; TileProducts multiplies them.
+// Keys and values in pairs are read where they lie; a step's values in two blocks, what ends within a tile, and other
+// layouts are copied.
+#pragma once
+
+#include "../kernels.h"
+#include "attention_amx.h"
+#include "attention_dots.h"
+#include "attention_plan.h"
+#include "attention_tiles.h"
+#include "attention_weights.h"
+#include "linear_tiles.h"
+#include "simd.h"
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+
+namespace pagemill {
+namespace {
 
 struct TiledPass {
     static constexpr int kRows = kTileTaskRows, kHeight = TileProducts::kHeight;
@@ -17,14 +33,17 @@ struct TiledPass {
     TileProducts products;
     bf16 *queries = nullptr, *keys, *values, *weights;
     float *scores, *part;  // two steps of scores
-    const char* next_keys[kPartition / 16] = {};  // of 16 tokens each, of the next head or partition; none at the task's end
+    const char* next_keys[kPartition / 16] =
+        {};  // of 16 tokens each, of the next head or partition; none at the task's end
     bool fetching = false;
 
     TiledPass(const AttentionArgs& args, const AttentionTask& task, const AttentionTask*, int padded)
-        : args(args), task(task), group(args.heads / args.kv_heads), padded(padded), tiles(task.tokens * group, kHeight),
-          height(int((tiles.rows + tiles.count - 1) / tiles.count)), dim_steps((args.head_dim + 31) / 32), dim_tiles(padded / 16),
+        : args(args), task(task), group(args.heads / args.kv_heads), padded(padded),
+          tiles(task.tokens * group, kHeight), height(int((tiles.rows + tiles.count - 1) / tiles.count)),
+          dim_steps((args.head_dim + 31) / 32), dim_tiles(padded / 16),
           keys_in_place(args.key.pairs && args.block_size % 16 == 0 && args.head_dim % 32 == 0),
-          values_in_place(args.value.pairs && args.block_size % kPieceTokens == 0 && args.value.token == 2 * padded), products(height) {}
+          values_in_place(args.value.pairs && args.block_size % kPieceTokens == 0 && args.value.token == 2 * padded),
+          products(height) {}
 
     int64_t query_size() const { return tiles.count * dim_steps * kTile; }  // of one KV head
     int64_t scratch_size() const {
@@ -51,7 +70,8 @@ struct TiledPass {
             for (int s = 0; s < dim_steps; ++s) {
                 __m512i x = _mm512_setzero_si512();
                 if (r < tiles.height(tile)) {
-                    const bf16* q = (const bf16*)args.query + args.order[task.first + i / group].token * args.query_token +
+                    const bf16* q = (const bf16*)args.query +
+                                    args.order[task.first + i / group].token * args.query_token +
                                     (head * group + i % group) * args.query_head;
                     x = _mm512_maskz_loadu_epi16(first_bits(args.head_dim - s * 32), q + s * 32);
                 }
@@ -60,7 +80,8 @@ struct TiledPass {
         }
     }
 
-    // Keys of 16 tokens from `base + token` on -> [pair of dimensions][token][2], zeros outside `range` and beyond the head.
+    // Keys of 16 tokens from `base + token` on -> [pair of dimensions][token][2], zeros outside `range` and beyond the
+    // head.
     void copy_keys(int row, int head, int64_t base, int token, KeyRange range, bf16* to) const {
         const CacheView& cache = args.key;
         std::memset(to, 0, dim_steps * kTile * sizeof(bf16));
@@ -76,12 +97,14 @@ struct TiledPass {
                     _mm512_mask_storeu_epi32(at, these, _mm512_maskz_loadu_epi32(these, from));
             } else {
                 for (int i = 0; i < count; ++i)
-                    for (int d = 0; d < args.head_dim; ++d) at[d / 2 * 32 + i * 2 + d % 2] = from[i * cache.token + d * cache.dim];
+                    for (int d = 0; d < args.head_dim; ++d)
+                        at[d / 2 * 32 + i * 2 + d % 2] = from[i * cache.token + d * cache.dim];
             }
         }
     }
 
-    // Values of 32 tokens from `base + token` on -> [pair of tokens][padded][2], zeros outside `range` and beyond the head.
+    // Values of 32 tokens from `base + token` on -> [pair of tokens][padded][2], zeros outside `range` and beyond the
+    // head.
     void copy_values(int row, int head, int64_t base, int token, KeyRange range, bf16* to) const {
         const CacheView& cache = args.value;
         if (!cache.pairs) {
@@ -89,7 +112,8 @@ struct TiledPass {
             for (int t = greater(token, int(range.begin)); t < lesser(token + 32, int(range.end)); ++t) {
                 const int64_t block = (base + t) / args.block_size, offset = base + t - block * args.block_size;
                 const bf16* from = block_at<bf16>(args, cache, row, block, head) + offset * cache.token;
-                for (int d = 0; d < args.head_dim; ++d) to[(t - token) / 2 * 2 * padded + d * 2 + t % 2] = from[d * cache.dim];
+                for (int d = 0; d < args.head_dim; ++d)
+                    to[(t - token) / 2 * 2 * padded + d * 2 + t % 2] = from[d * cache.dim];
             }
             return;
         }
@@ -105,12 +129,13 @@ struct TiledPass {
                 left = (args.block_size - offset) / 2;
             }
             for (int d = 0; d < padded; d += 16)
-                _mm512_storeu_si512(to + 2 * d, _mm512_maskz_loadu_epi16(tokens & first_bits(2 * (args.head_dim - d)), from + 2 * d));
+                _mm512_storeu_si512(
+                    to + 2 * d, _mm512_maskz_loadu_epi16(tokens & first_bits(2 * (args.head_dim - d)), from + 2 * d));
         }
     }
 
-    // Where the operands of a partition lie: keys of 16 tokens each, their tiles key_row bytes from row to row; values of
-    // kPieceTokens each.
+    // Where the operands of a partition lie: keys of 16 tokens each, their tiles key_row bytes from row to row; values
+    // of kPieceTokens each.
     struct Partition {
         const char *keys[kPartition / 16], *values[kPartition / kPieceTokens];
         int64_t key_row;
@@ -136,11 +161,13 @@ struct TiledPass {
             const int token = s * kPairStep;
             if (values_in_place && token >= begin && token + kPairStep <= end) {
                 for (int p = 0; p < kPieces; ++p)
-                    at.values[s * kPieces + p] = (const char*)value_pairs_at(args, row, head, base + token + p * kPieceTokens);
+                    at.values[s * kPieces + p] =
+                        (const char*)value_pairs_at(args, row, head, base + token + p * kPieceTokens);
             } else {
                 bf16* to = values + s * dim_tiles * kTile;
                 copy_values(row, head, base, token, all, to);
-                for (int p = 0; p < kPieces; ++p) at.values[s * kPieces + p] = (const char*)(to + p * kPieceTokens * padded);
+                for (int p = 0; p < kPieces; ++p)
+                    at.values[s * kPieces + p] = (const char*)(to + p * kPieceTokens * padded);
             }
         }
         return at;
@@ -154,7 +181,8 @@ struct TiledPass {
     INLINE void fetch_step(const Partition& at, int64_t step) const {
         for (int p = 0; values_in_place && p < kPieces; ++p)
             fetch(at.values[step * kPieces + p], kPieceTokens / 2 * padded / 16, 64);
-        for (int64_t g = 2 * step; g < 2 * step + 2 && next_keys[g]; ++g) fetch(next_keys[g], args.head_dim / 2, at.key_row);
+        for (int64_t g = 2 * step; g < 2 * step + 2 && next_keys[g]; ++g)
+            fetch(next_keys[g], args.head_dim / 2, at.key_row);
     }
 
     void locate_next(int64_t base, int h) {
@@ -197,7 +225,8 @@ struct TiledPass {
     }
 
     // use(key, scores [M * height][32]) for 32 keys from `key` on, over span; the next scores are computed before.
-    template <int M, class Use> INLINE void for_scores(const bf16* q, const Partition& at, KeyRange span, Use&& use) const {
+    template <int M, class Use> INLINE void for_scores(const bf16* q, const Partition& at, KeyRange span,
+                                                       Use&& use) const {
         const TileOperand query{(const char*)q, 64, kTile * 2, dim_steps * kTile * 2};
         const auto product = [&](int64_t key) __attribute__((always_inline)) {
             const char *first = at.keys[key / 16], *second = at.keys[key / 16 + 1];
@@ -231,8 +260,8 @@ struct TiledPass {
         return sound;
     }
 
-    // Weights [steps of span][M * height][32], relative to each row's first score, which becomes its reference, or to what is
-    // given as that; and their sums, as sum_up.
+    // Weights [steps of span][M * height][32], relative to each row's first score, which becomes its reference, or to
+    // what is given as that; and their sums, as sum_up.
     template <int M>
     bool weigh(const bf16* q, const Partition& at, const Rows& rows, KeyRange span, float* references, float* sums,
                bool given) const {
@@ -259,7 +288,8 @@ struct TiledPass {
 
     // The rows whose weights are not sound take their greatest score for reference.
     template <int M>
-    void weigh_again(const bf16* q, const Partition& at, const Rows& rows, KeyRange span, float* references, float* sums) const {
+    void weigh_again(const bf16* q, const Partition& at, const Rows& rows, KeyRange span, float* references,
+                     float* sums) const {
         F tops[2 * kHeight];
         for (F& top : tops) top = broadcast(-kInf);
         for_scores<M>(q, at, span, [&](int64_t key, const float* step) {
@@ -279,17 +309,23 @@ struct TiledPass {
         if (all.begin < all.end && !weigh<M>(q, at, rows, span, references, sums, false))
             weigh_again<M>(q, at, rows, span, references, sums);
         Softmax result[2 * kHeight];
-        for (int r = 0; r < M * height; ++r) result[r] = softmax_of(rows.own[r], references[r] * natural_scale(args), sums[r]);
+        for (int r = 0; r < M * height; ++r)
+            result[r] = softmax_of(rows.own[r], references[r] * natural_scale(args), sums[r]);
         const TileOperand left{(const char*)weights, 64, M * height * 64, height * 64};
         for (int n = 0; n < dim_tiles; n += 2) {
             const auto values_at = [&](int s, int tile, int piece) {
                 return at.values[(span.begin / 32 + s) * kPieces + piece] + (n + tile) * 64;
             };
             const int steps = int(span.end - span.begin) / 32;
-            if (n + 1 < dim_tiles) TileProducts::multiply<M, 2>(left, values_at, padded * 4, steps, part + n * 16, padded, height);
+            if (n + 1 < dim_tiles)
+                TileProducts::multiply<M, 2>(left, values_at, padded * 4, steps, part + n * 16, padded, height);
             else TileProducts::multiply<M, 1>(left, values_at, padded * 4, steps, part + n * 16, padded, height);
         }
         for (int m = 0; m < M; ++m)
             emit(int(tiles.begin(tile + m)), tiles.height(tile + m), result + m * height, part + m * height * padded);
     }
 };
+
+}  // namespace
+}  // namespace pagemill
+#endif

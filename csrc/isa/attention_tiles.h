@@ -1,5 +1,14 @@
 // What attention on plain vectors is made of: tiles of scores and of weighted values, softmax over a partition; and the
 // folding of partitions, which all ways share.
+#pragma once
+
+#include "../kernels.h"
+#include "compile_time.h"
+#include "math.h"
+#include "simd.h"
+
+namespace pagemill {
+namespace {
 
 constexpr int kScoreRow = kPartition + 4 * W;  // a group of key vectors may end beyond the partition
 // (token, head) rows that run side by side in registers, and vectors of each row.
@@ -11,7 +20,8 @@ constexpr int kTileRows = 6;
 constexpr int vectors_beside(int rows) { return rows <= 2 ? 4 : 2; }
 #endif
 
-// Memory is slower than the products, and the hardware starts anew at each page: what the first rows read is fetched before.
+// Memory is slower than the products, and the hardware starts anew at each page: what the first rows read is fetched
+// before.
 constexpr int kBlocksAhead = 4;  // of values
 INLINE void fetch_line(const void* at) {
     if (fetches_to_second_level) __builtin_prefetch(at, 0, 2);
@@ -30,8 +40,8 @@ template <> constexpr int kSideBySide<bf16> = 2;
 template <class T> INLINE void load_each(const T* p, F (&x)[1]) { x[0] = load(p); }
 INLINE void load_each(const bf16* p, F (&x)[2]) { load_pairs(p, x[0], x[1]); }
 
-// scores [MR][kScoreRow] = q [dims][MR] · NV vectors of W keys; vector v of dimension d, or of a pair of dimensions, lies at
-// key[v] + d * key_dim. With `ahead`, the lines at ahead[v] + d * key_dim are fetched.
+// scores [MR][kScoreRow] = q [dims][MR] · NV vectors of W keys; vector v of dimension d, or of a pair of dimensions,
+// lies at key[v] + d * key_dim. With `ahead`, the lines at ahead[v] + d * key_dim are fetched.
 template <int MR, class T>
 void score_tile(const float* q, const T* const* key, const T* const* ahead, int64_t key_dim, int dims, float* scores) {
     constexpr int NV = vectors_beside(MR);
@@ -60,17 +70,20 @@ void score_tile(const float* q, const T* const* key, const T* const* ahead, int6
         for (int v = 0; v < NV; ++v) store(scores + r * kScoreRow + v * W, acc[r][v]);
 }
 
-// Where a partition's values lie: token t of the partition at block[t / tokens] + t % tokens * stride; in pairs, token t and
-// the next one at block[t / tokens] + t % tokens / 2 * stride. Behind the last block come those to fetch, if any are.
+// Where a partition's values lie: token t of the partition at block[t / tokens] + t % tokens * stride; in pairs, token
+// t and the next one at block[t / tokens] + t % tokens / 2 * stride. Behind the last block come those to fetch, if any
+// are.
 template <class T> struct Values {
     const T* block[kPartition / 8 + kBlocksAhead];
     int64_t stride;
     int tokens;
 };
 
-// out [MR][row] = sum over keys begin .. end - 1 of weights [MR][kScoreRow] * NV vectors of values from dimension `dim` on.
+// out [MR][row] = sum over keys begin .. end - 1 of weights [MR][kScoreRow] * NV vectors of values from dimension `dim`
+// on.
 template <int MR, int NV, class T>
-void value_tile(const float* weights, const Values<T>& values, bool ahead, int dim, int begin, int end, float* out, int64_t row) {
+void value_tile(const float* weights, const Values<T>& values, bool ahead, int dim, int begin, int end, float* out,
+                int64_t row) {
     F acc[MR][NV];
 #pragma GCC unroll 16
     for (int r = 0; r < MR; ++r)
@@ -109,7 +122,8 @@ template <int MR, class T>
 void value_rows(const float* weights, const Values<T>& values, bool ahead, int dims, int begin, int end, float* out) {
     constexpr int NV = vectors_beside(MR);
     int dim = 0;
-    for (; dim + NV * W <= dims; dim += NV * W) value_tile<MR, NV>(weights, values, ahead, dim, begin, end, out + dim, dims);
+    for (; dim + NV * W <= dims; dim += NV * W)
+        value_tile<MR, NV>(weights, values, ahead, dim, begin, end, out + dim, dims);
     switch ((dims - dim) / W) {
         case 3: value_tile<MR, (NV > 3 ? 3 : 1)>(weights, values, ahead, dim, begin, end, out + dim, dims); break;
         case 2: value_tile<MR, (NV > 2 ? 2 : 1)>(weights, values, ahead, dim, begin, end, out + dim, dims); break;
@@ -130,9 +144,7 @@ template <class T, int... R> const TileKernels<T>& tile_kernels(int rows, Sequen
 }
 
 // Of a partition's int8 keys and values, by token; zero outside the range that was loaded.
-struct TokenScales {
-    float key[kPartition], value[kPartition];
-};
+struct TokenScales { float key[kPartition], value[kPartition]; };
 
 // Scores of keys [begin, end) of a partition become weights exp(score - maximum) in place, zero over the rest of
 // [from, to). Returns maximum and sum; -inf and 0 for an empty range. With `scales`, scores are multiplied by the keys'
@@ -182,11 +194,13 @@ INLINE Softmax softmax(float* s, int begin, int end, int from, int to, float sof
     return {maximum_score, sum(even + odd)};
 }
 
-// A row's state: values weighted relative to a maximum, [dims], then that maximum and the sum of weights, padded to a vector.
+// A row's state: values weighted relative to a maximum, [dims], then that maximum and the sum of weights, padded to a
+// vector.
 INLINE bool is_empty(float maximum, float sum) { return maximum == -kInf && sum == 0.0f; }
 
 // Folds the next partition into rows' states, which lie `size` apart; its values lie `dims` apart.
-void fold(int rows, float* state, int64_t size, const Softmax* part, const float* values, int64_t values_size, int dims) {
+void fold(int rows, float* state, int64_t size, const Softmax* part, const float* values, int64_t values_size,
+          int dims) {
     for (int first = 0; first < rows; first += W, state += W * size, part += W, values += W * values_size) {
         const int count = lesser(W, rows - first);
         float before[W] = {}, after[W] = {}, top[W];
@@ -209,3 +223,6 @@ void fold(int rows, float* state, int64_t size, const Softmax* part, const float
         }
     }
 }
+
+}  // namespace
+}  // namespace pagemill

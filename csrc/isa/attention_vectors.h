@@ -1,13 +1,26 @@
 // Keys and values of a partition as they lie in the cache, keys by vectors; and the keys that are fetched meanwhile.
+#pragma once
+
+#include "../kernels.h"
+#include "attention_plan.h"
+#include "attention_tiles.h"
+#include "compile_time.h"
+#include "simd.h"
+
+namespace pagemill {
+namespace {
+
 template <class T> struct InPlace {
     const T *keys[kPartition / W + 4], *ahead[kPartition / W + 4];
     Values<T> values;
 
     // Keys [begin, end); `beside` vectors run side by side, `next` is read afterwards.
-    InPlace(const AttentionArgs& args, int row, int head, int64_t base, int begin, int end, int beside, const NextKeys& next) {
+    InPlace(const AttentionArgs& args, int row, int head, int64_t base, int begin, int end, int beside,
+            const NextKeys& next) {
         const int first = begin / W, last = (end + W - 1) / W;
         const auto key_at = [&](int row, int head, int64_t token) {
-            return block_at<T>(args, args.key, row, token / args.block_size, head) + token % args.block_size * args.key.token;
+            return block_at<T>(args, args.key, row, token / args.block_size, head) +
+                   token % args.block_size * args.key.token;
         };
         for (int v = first; v < last + 4; ++v)  // beyond the range: any readable place
             keys[v] = key_at(row, head, base + lesser(v, last - 1) * W);
@@ -18,11 +31,13 @@ template <class T> struct InPlace {
             values.block[b] = block_at<T>(args, args.value, row, base / values.tokens + b, head);
         for (int b = 0; b < kBlocksAhead; ++b) values.block[blocks + b] = key_at(next.row, next.head, next[b]);
         for (int v = first; v < last + 4; ++v)
-            ahead[v] = v + beside < last ? keys[v + beside] : values.block[lesser(first_block + v + beside - last, blocks - 1)];
+            ahead[v] = v + beside < last ? keys[v + beside]
+                                         : values.block[lesser(first_block + v + beside - last, blocks - 1)];
     }
 };
 
-// The pass over a partition on plain vectors, in fp32 whatever the dtype of the cache; each sum is one chain of multiply-adds.
+// The pass over a partition on plain vectors, in fp32 whatever the dtype of the cache; each sum is one chain of
+// multiply-adds.
 template <class T> struct VectorPass {
     static constexpr int kRows = kTaskRows, kSide = kSideBySide<T>;
     static int most_rows(const AttentionArgs&) { return kRows; }
@@ -36,11 +51,12 @@ template <class T> struct VectorPass {
     float *queries = nullptr, *scores, *part, *wide_keys, *wide_values;
 
     VectorPass(const AttentionArgs& args, const AttentionTask& task, const AttentionTask* next, int padded)
-        : args(args), task(task), next(next), group(args.heads / args.kv_heads), padded(padded), tiles(task.tokens * group, kTileRows),
-          query_size(int64_t(task.tokens) * group * args.head_dim) {
+        : args(args), task(task), next(next), group(args.heads / args.kv_heads), padded(padded),
+          tiles(task.tokens * group, kTileRows), query_size(int64_t(task.tokens) * group * args.head_dim) {
         // Whether key vectors, and values, can be read where they lie.
         const bool direct_keys = args.key.pairs == (kSide == 2) && args.key.token == kSide && args.block_size % W == 0;
-        const bool direct_values = args.value.pairs == (kSide == 2) && args.value.dim == kSide && args.head_dim % W == 0;
+        const bool direct_values =
+            args.value.pairs == (kSide == 2) && args.value.dim == kSide && args.head_dim % W == 0;
         widen = !direct_keys || !direct_values || (sizeof(T) < 4 && tiles.count > 2);
     }
 
@@ -74,8 +90,9 @@ template <class T> struct VectorPass {
         });
     }
 
-    // One KV head (the task's `h`th) of the partition that begins at `base`: emit(first row, rows, softmax, values) for each
-    // tile of rows. `ranges`: keys that the task's tokens see, within the partition; `all` spans them and is not empty.
+    // One KV head (the task's `h`th) of the partition that begins at `base`: emit(first row, rows, softmax, values) for
+    // each tile of rows. `ranges`: keys that the task's tokens see, within the partition; `all` spans them and is not
+    // empty.
     template <class Emit> void partition(int64_t base, int h, const KeyRange* ranges, KeyRange all, Emit&& emit) const {
         const float* q = queries + h * query_size;
         const int row = args.order[task.first].row, head = task.head + h;
@@ -91,7 +108,8 @@ template <class T> struct VectorPass {
             widen_values(row, head, base, int(all.begin), int(all.end));
             const int last = (int(all.end) + W - 1) / W;
             for (int v = int(all.begin) / W; v < last + 4; ++v) keys[v] = wide_keys + lesser(v, last - 1) * W;
-            tile_rows<float>(q, ranges, keys, nullptr, kPartition, {{wide_values, wide_values}, padded, kPartition}, scales, emit);
+            tile_rows<float>(q, ranges, keys, nullptr, kPartition, {{wide_values, wide_values}, padded, kPartition},
+                             scales, emit);
         } else {
             const InPlace<T> at(args, row, head, base, int(all.begin), int(all.end), vectors_beside(tiles.height(0)),
                                 NextKeys(args, task, next, base, int(all.begin), h));
@@ -100,26 +118,30 @@ template <class T> struct VectorPass {
     }
 
     template <class E, class Emit>
-    void tile_rows(const float* q, const KeyRange* ranges, const E* const* keys, const E* const* ahead, int64_t key_dim, const Values<E>& values,
-                   const TokenScales* scales, Emit&& emit) const {
+    void tile_rows(const float* q, const KeyRange* ranges, const E* const* keys, const E* const* ahead, int64_t key_dim,
+                   const Values<E>& values, const TokenScales* scales, Emit&& emit) const {
         for (int64_t tile = 0; tile < tiles.count; ++tile, ahead = nullptr) {
             const int height = tiles.height(tile), first_row = int(tiles.begin(tile));
-            const KeyRange span = span_of(ranges + first_row / group, (first_row + height - 1) / group - first_row / group + 1);
+            const KeyRange span =
+                span_of(ranges + first_row / group, (first_row + height - 1) / group - first_row / group + 1);
             const int from = int(span.begin), until = int(span.end);
             const TileKernels<E>& run = tile_kernels<E>(height, Upto<kTileRows>{});
             Softmax result[kTileRows];
             for (int v = from / W; v * W < until; v += run.vectors)
-                run.score(q + first_row * args.head_dim, keys + v, ahead ? ahead + v : nullptr, key_dim, args.head_dim, scores + v * W);
+                run.score(q + first_row * args.head_dim, keys + v, ahead ? ahead + v : nullptr, key_dim, args.head_dim,
+                          scores + v * W);
             for (int r = 0; r < height; ++r) {
                 const KeyRange& own = ranges[(first_row + r) / group];
-                result[r] = softmax(scores + r * kScoreRow, int(own.begin), int(own.end), from, until, args.soft_cap, scales);
+                result[r] =
+                    softmax(scores + r * kScoreRow, int(own.begin), int(own.end), from, until, args.soft_cap, scales);
             }
             if (from < until) run.value(scores, values, ahead != nullptr, padded, from, until, part);
             emit(first_row, height, result, part);
         }
     }
 
-    // body(block, offset in it, first token, tokens) for the pieces of blocks that hold keys [begin, end) of a partition.
+    // body(block, offset in it, first token, tokens) for the pieces of blocks that hold keys [begin, end) of a
+    // partition.
     template <class Body> void for_pieces(int64_t base, int begin, int end, Body&& body) const {
         const int size = args.block_size;
         for (int token = begin; token < end;) {
@@ -186,12 +208,18 @@ template <class T> struct VectorPass {
         std::memset(&to, 0, sizeof to);
         for (int token = begin; token < end;) {
             const int64_t block = (base + token) / args.block_size;
-            const int offset = int(base + token - block * args.block_size), count = lesser(args.block_size - offset, end - token);
+            const int offset = int(base + token - block * args.block_size),
+                      count = lesser(args.block_size - offset, end - token);
             const int64_t frame = frame_of(args, row, block);
             const CacheView &k = args.key, &v = args.value;
-            std::memcpy(to.key + token, k.scale + frame * k.scale_frame + head * k.scale_head + offset, count * sizeof(float));
-            std::memcpy(to.value + token, v.scale + frame * v.scale_frame + head * v.scale_head + offset, count * sizeof(float));
+            std::memcpy(to.key + token, k.scale + frame * k.scale_frame + head * k.scale_head + offset,
+                        count * sizeof(float));
+            std::memcpy(to.value + token, v.scale + frame * v.scale_frame + head * v.scale_head + offset,
+                        count * sizeof(float));
             token += count;
         }
     }
 };
+
+}  // namespace
+}  // namespace pagemill

@@ -1,10 +1,22 @@
-// Softmax weights in bf16, 32 scores at a time, in words of 16 bits (after Schraudolph, "A Fast, Compact Approximation of the
-// Exponential Function", 1999). x is rounded to 1/256 and held as in bf16, 8 biased bits before the point and 8 after it. Half
-// of that, as bits of bf16, runs straight from one power of two to the next; what a table adds to it before it is halved and
-// rounded makes it 2^x, rounded to nearest. Relative error: 1.9e-3 in the mean (rms), where rounding alone makes 1.7e-3.
+// Softmax weights in bf16, 32 scores at a time, in words of 16 bits (after Schraudolph, "A Fast, Compact Approximation
+// of the Exponential Function", 1999). x is rounded to 1/256 and held as in bf16, 8 biased bits before the point and 8
+// after it. Half of that, as bits of bf16, runs straight from one power of two to the next; what a table adds to it
+// before it is halved and rounded makes it 2^x, rounded to nearest. Relative error: 1.9e-3 in the mean (rms), where
+// rounding alone makes 1.7e-3.
 //
-// Weights are relative to the score of a row's first key in the partition, as no pass over the scores has to come before then.
-// A row whose weights grow too large by that, or are not numbers, takes the greatest score instead.
+// Weights are relative to the score of a row's first key in the partition, as no pass over the scores has to come
+// before then. A row whose weights grow too large by that, or are not numbers, takes the greatest score instead.
+#pragma once
+
+#include "../kernels.h"
+#include "attention_tiles.h"
+#include "simd.h"
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+
+namespace pagemill {
+namespace {
 
 constexpr int kPairStep = 32;   // keys that weights are made for, and a tile multiplies, at a time
 constexpr float kXUnits = 256;  // of x, per power of two
@@ -56,7 +68,9 @@ INLINE F add_weights(F sums, __m512i weights) {
     return {_mm512_dpbf16_ps(sums.v, (__m512bh)weights, (__m512bh)_mm512_set1_epi16(0x3f80))};
 }
 
-INLINE __mmask32 first_bits(int count) { return count >= 32 ? ~__mmask32(0) : count <= 0 ? 0 : (__mmask32(1) << count) - 1; }
+INLINE __mmask32 first_bits(int count) {
+    return count >= 32 ? ~__mmask32(0) : count <= 0 ? 0 : (__mmask32(1) << count) - 1;
+}
 
 // Of 32 keys from `key` on, those in a range.
 INLINE __mmask32 keys_in(const KeyRange& range, int key) {
@@ -97,3 +111,7 @@ INLINE void cap_scores(float* scores, int count, float scale, float soft_cap) {
 
 // What scores are left to be multiplied by.
 INLINE float natural_scale(const AttentionArgs& args) { return args.soft_cap != 0.0f ? 1.0f : args.scale; }
+
+}  // namespace
+}  // namespace pagemill
+#endif

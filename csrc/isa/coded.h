@@ -1,7 +1,23 @@
-// bf16 weights in 12 bits, without loss, for tiles: sign and mantissa as they are, and instead of the exponent a code of 4 bits,
-// one of the 16 exponents that the weight has most. The few weights with another one are patched after decoding. What lies in
-// memory is a quarter less, and so is the time of reading it. Panels are those of pairs, cut into steps of 32 k; a step is
-// decoded to where tile products read it as if it had lain there.
+// bf16 weights in 12 bits, without loss, for tiles: sign and mantissa as they are, and instead of the exponent a code
+// of 4 bits, one of the 16 exponents that the weight has most. The few weights with another one are patched after
+// decoding. What lies in memory is a quarter less, and so is the time of reading it. Panels are those of pairs, cut
+// into steps of 32 k; a step is decoded to where tile products read it as if it had lain there.
+#pragma once
+
+#include "../kernels.h"
+#include "../memory.h"
+#include "../threads.h"
+#include "panels.h"
+#include "simd.h"
+
+#include <cstdlib>
+#include <cstring>
+
+#if defined(__AMX_BF16__)
+#include <immintrin.h>
+
+namespace pagemill {
+namespace {
 
 constexpr int64_t kStepBytes = 32 * NR * 2;  // of a panel of pairs: 16 lines of two tiles, which lie beside each other
 constexpr int64_t kLineBytes = NR * 2 * 2;
@@ -10,9 +26,9 @@ constexpr int64_t kUnitBytes = 3 * 64, kCodedStepBytes = kUnits * kUnitBytes;
 constexpr int64_t kMostPatches = 4;  // per step of a panel, on average: a weight with more is held as it is
 constexpr int kCodes = 16;
 
-// A unit has a line of words that hold the codes of its 4 lines, the first one's in the lowest bits; then, for each two lines, a
-// line with sign and mantissa of the first where bf16 has them, and those of the second where the first has its exponent, bytes
-// exchanged.
+// A unit has a line of words that hold the codes of its 4 lines, the first one's in the lowest bits; then, for each two
+// lines, a line with sign and mantissa of the first where bf16 has them, and those of the second where the first has
+// its exponent, bytes exchanged.
 INLINE __m512i sign_and_mantissa() { return _mm512_set1_epi16(int16_t(0x807f)); }
 INLINE __m512i exchange_bytes(__m512i words) { return _mm512_shldi_epi16(words, words, 8); }
 
@@ -20,7 +36,8 @@ INLINE int64_t unit_place(int64_t unit) { return unit / 4 * 64 + unit % 4 * 4 * 
 
 INLINE __m512i decode_line(__m512i signs, __m512i codes, __m512i exponents) {
     constexpr int kSelectedOr = 0xea;  // first & second | third
-    return _mm512_ternarylogic_epi64(signs, sign_and_mantissa(), _mm512_permutexvar_epi16(codes, exponents), kSelectedOr);
+    return _mm512_ternarylogic_epi64(signs, sign_and_mantissa(), _mm512_permutexvar_epi16(codes, exponents),
+                                     kSelectedOr);
 }
 
 // Decodes the steps of a panel in their order, unit by unit.
@@ -38,11 +55,13 @@ struct Decoder {
     }
 
     INLINE void unit(char* to) {
-        const __m512i codes = _mm512_load_si512(from), a = _mm512_load_si512(from + 64), b = _mm512_load_si512(from + 128);
+        const __m512i codes = _mm512_load_si512(from), a = _mm512_load_si512(from + 64),
+                      b = _mm512_load_si512(from + 128);
         _mm512_store_si512(to, decode_line(a, codes, exponents));
         _mm512_store_si512(to + kLineBytes, decode_line(exchange_bytes(a), _mm512_srli_epi16(codes, 4), exponents));
         _mm512_store_si512(to + 2 * kLineBytes, decode_line(b, _mm512_srli_epi16(codes, 8), exponents));
-        _mm512_store_si512(to + 3 * kLineBytes, decode_line(exchange_bytes(b), _mm512_srli_epi16(codes, 12), exponents));
+        _mm512_store_si512(to + 3 * kLineBytes,
+                           decode_line(exchange_bytes(b), _mm512_srli_epi16(codes, 12), exponents));
         from += kUnitBytes;
         __asm__ volatile("" ::: "memory");  // the tile intrinsics do not tell the compiler what they read
     }
@@ -65,7 +84,8 @@ struct Decoder {
     }
 };
 
-// The most frequent exponents among every so many weights, where bf16 has them; that of zeros too, if panels are padded.
+// The most frequent exponents among every so many weights, where bf16 has them; that of zeros too, if panels are
+// padded.
 void choose_exponents(const uint16_t* weights, int64_t n, int64_t k, uint16_t* exponents) {
     constexpr int64_t kSeen = 65536;
     int64_t found[256] = {};
@@ -81,8 +101,8 @@ void choose_exponents(const uint16_t* weights, int64_t n, int64_t k, uint16_t* e
     }
 }
 
-// Codes a step of a panel of pairs. Returns how many patches it takes (place in bytes << 16 | weight), of which the first `room`
-// are written.
+// Codes a step of a panel of pairs. Returns how many patches it takes (place in bytes << 16 | weight), of which the
+// first `room` are written.
 int64_t encode_step(const char* step, const uint16_t* exponents, char* to, uint32_t* patches, int64_t room) {
     int64_t count = 0;
     for (int64_t u = 0; u < kUnits; ++u, to += kUnitBytes) {
@@ -114,8 +134,8 @@ int64_t encode_step(const char* step, const uint16_t* exponents, char* to, uint3
     return count;
 }
 
-// Codes a bf16 weight, whose panels of pairs pack_panel(panel, out) makes. false: it takes too many patches, or there is no
-// memory; nothing is kept then.
+// Codes a bf16 weight, whose panels of pairs pack_panel(panel, out) makes. false: it takes too many patches, or there
+// is no memory; nothing is kept then.
 template <class PackPanel> bool pack_coded(PackedLinear& packed, const void* weight, const PackPanel& pack_panel) {
     const int64_t panels = panels_of(packed), steps = packed_k(packed) / kPairedStep, all = panels * steps;
     const int64_t room = steps * kMostPatches;
@@ -157,3 +177,7 @@ template <class PackPanel> bool pack_coded(PackedLinear& packed, const void* wei
     std::free(found);
     return fits;
 }
+
+}  // namespace
+}  // namespace pagemill
+#endif

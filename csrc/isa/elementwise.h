@@ -1,4 +1,14 @@
 // Norm, rotary embedding, gated activation: fp32 inside, any dtype outside, one row at a time.
+#pragma once
+
+#include "../kernels.h"
+#include "../threads.h"
+#include "compile_time.h"
+#include "math.h"
+#include "simd.h"
+
+namespace pagemill {
+namespace {
 
 constexpr int64_t kSerialElements = 16384;  // below this, waking the other threads costs more than it saves
 
@@ -26,7 +36,8 @@ template <class T> INLINE void norm_row(const T* in, const float* weight, float 
     }
     const F scale = broadcast(1.0f / __builtin_sqrtf(sum(squares[0] + squares[1]) / float(n) + eps));
     for (i = 0; i + W <= n; i += W) store(out + i, load(in + i) * scale * load(weight + i));
-    if (i < n) store_first(out + i, load_first(in + i, int(n - i)) * scale * load_first(weight + i, int(n - i)), int(n - i));
+    if (i < n)
+        store_first(out + i, load_first(in + i, int(n - i)) * scale * load_first(weight + i, int(n - i)), int(n - i));
 }
 
 void rms_norm(const void* x, int64_t x_outer, int64_t x_inner, const float* weight, float eps, void* y, DType type,
@@ -52,7 +63,8 @@ void add_norm(void* x, const void* delta, const float* post_norm, const float* n
             }
             int64_t i = 0;
             for (; i + W <= n; i += W) store(sum + i, load(sum + i) + load(add + i));
-            if (const int rest = int(n - i)) store_first(sum + i, load_first(sum + i, rest) + load_first(add + i, rest), rest);
+            if (const int rest = int(n - i))
+                store_first(sum + i, load_first(sum + i, rest) + load_first(add + i, rest), rest);
             norm_row(sum, norm, eps, out, n);
         });
     });
@@ -133,3 +145,6 @@ void tanh_all(const float* x, float* y, int64_t n) {
         else store_first(y + i, tanh(load_first(x + i, left)), left);
     }
 }
+
+}  // namespace
+}  // namespace pagemill

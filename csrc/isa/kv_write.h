@@ -1,4 +1,16 @@
 // Keys and values to their slots, and what lies between a layer's joined projection and attention.
+#pragma once
+
+#include "../kernels.h"
+#include "attention_tiles.h"
+#include "compile_time.h"
+#include "elementwise.h"
+#include "simd.h"
+
+#include <cstring>
+
+namespace pagemill {
+namespace {
 
 // A key's head in pairs of dimensions, `stride` apart.
 template <class S> INLINE void write_key_pairs(const S* from, bf16* to, int64_t stride, int head_dim) {
@@ -61,7 +73,8 @@ template <class S> INLINE float write_scaled(const S* from, int8_t* to, int64_t 
         int8_t lanes[W];
         store(lanes, usable ? x * factor : zero());
         if (stride == 1) std::memcpy(to + d, lanes, count);
-        else for (int i = 0; i < count; ++i) to[(d + i) * stride] = lanes[i];
+        else
+            for (int i = 0; i < count; ++i) to[(d + i) * stride] = lanes[i];
     }
     return usable ? largest / 127.0f : finite ? 0.0f : __builtin_nanf("");
 }
@@ -130,3 +143,6 @@ void prepare_heads(const HeadsArgs& args) {
         });
     });
 }
+
+}  // namespace
+}  // namespace pagemill

@@ -1,43 +1,23 @@
-// Packed linear layers. Each output is one chain of fused multiply-adds over k in ascending order, whatever the number of
-// rows, the tile it falls in, or the thread: tiles differ only in which chains they run side by side. Where the CPU
+// Packed linear layers. Each output is one chain of fused multiply-adds over k in ascending order, whatever the number
+// of rows, the tile it falls in, or the thread: tiles differ only in which chains they run side by side. Where the CPU
 // multiplies bf16 pairs, a link of the chain is two neighbouring k, if both weight and x are bf16 (linear_amx.h: 32 k).
+#pragma once
 
-// avx512_bf16 is chosen on AMD's cores only (dispatch.cpp). They read one stream as fast as two, and fastest fetched into the
-// first-level cache line by line.
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
-constexpr bool kFetchFirst = true;
-#else
-constexpr bool kFetchFirst = false;
-#endif
-#if defined(__AVX512F__)
-constexpr int kMaxTile = 14;                   // rows x 2 vectors: 28 accumulators of 32 registers
-constexpr int kMaxWide = kFetchFirst ? 0 : 6;  // rows x 4 vectors, two panels at once; 0: never
-#else
-constexpr int kMaxTile = 6;
-constexpr int kMaxWide = 2;
-#endif
-constexpr int kFewAffine = W == 16 ? 9 : 4;  // rows for which weights in integers are widened in registers
-constexpr int kChunk = 576;      // k in a panel's piece, which then stays in the second-level cache for all tiles
-constexpr int kBlockRows = 252;  // rows whose piece of x stays there too
-// Where every thread gets blocks of rows of its own: rows of a block for each thread at least, outputs for each row at most.
-constexpr int64_t kOwnRows = 16, kOwnOutputs = 64;
-
+#include "../kernels.h"
+#include "../threads.h"
+#include "affine.h"
+#include "argmax.h"
+#include "coded.h"
+#include "compile_time.h"
 #include "linear_affine.h"
+#include "linear_amx.h"
+#include "linear_tiles.h"
+#include "math.h"
+#include "panels.h"
+#include "simd.h"
 
-// Weights that are fetched while others are computed with: at every turn the next `stride` bytes, at most two lines, into the
-// first-level cache or the second. Spread evenly, the fetches leave the kernel's own loads room.
-template <bool First> struct Fetch {
-    const char* at;
-    int64_t stride;
-
-    static Fetch evenly(const char* at, int64_t bytes, int64_t turns) { return {at, (bytes + turns - 1) / turns}; }
-    INLINE void turn() {
-        __builtin_prefetch(at, 0, First ? 3 : 2);
-        if (First && stride > 64) __builtin_prefetch(at + 64, 0, 3);  // into the second, lines come in pairs
-        at += stride;
-    }
-};
-using Ahead = Fetch<kFetchFirst>;
+namespace pagemill {
+namespace {
 
 constexpr int64_t kNearRows = 12;  // how far ahead a tile fetches from the second-level cache to the first
 // With a single tile: how far ahead in the panel, to hide memory's latency.
@@ -62,7 +42,7 @@ template <class T, bool Unpair> constexpr bool kNarrow = Unpair || sizeof(T) == 
 // Two steps, whose weights are pairs; with an odd k the last is one.
 template <int MR, int NP>
 INLINE void unpaired_steps(F (&acc)[MR][2 * NP], const float* a, const Pair* b, int64_t b_panel, bool both,
-                          float* wide) {
+                           float* wide) {
     F even[2 * NP], odd[2 * NP];
     for (int v = 0; v < 2 * NP; ++v) load_pairs((const bf16*)(b + v / 2 * b_panel + v % 2 * W), even[v], odd[v]);
     if (wide)
@@ -74,10 +54,11 @@ INLINE void unpaired_steps(F (&acc)[MR][2 * NP], const float* a, const Pair* b, 
         for (int v = 0; v < 2 * NP; ++v) acc[r][v] = fma(broadcast(a[MR + r]), odd[v], acc[r][v]);
 }
 
-// c [MR][NP * NR] (+)= a [k][MR] times NP panels b [k][NR], which lie b_panel apart. `wide`, if given, takes b as fp32, with
-// one k more if that is odd and they are pairs.
+// c [MR][NP * NR] (+)= a [k][MR] times NP panels b [k][NR], which lie b_panel apart. `wide`, if given, takes b as fp32,
+// with one k more if that is odd and they are pairs.
 template <int MR, int NP, class T, bool Unpair>
-void tile_product(const float* a, const T* b, int64_t b_panel, int64_t k, float* c, bool add, Ahead ahead, float* wide) {
+void tile_product(const float* a, const T* b, int64_t b_panel, int64_t k, float* c, bool add, Ahead ahead,
+                  float* wide) {
     F acc[MR][2 * NP];
     for (int r = 0; r < MR; ++r)
         for (int v = 0; v < 2 * NP; ++v) acc[r][v] = add ? load(c + (r * NP * 2 + v) * W) : zero();
@@ -101,74 +82,8 @@ template <int NP, class T, bool Unpair, int... R> TileProduct<T> choose_tile(int
     return table[rows - 1];
 }
 
-// Rows cut into tiles of nearly equal height, as many in each of `blocks`.
-struct Tiles {
-    int64_t rows, blocks, count;
-
-    Tiles(int64_t rows, int highest, int64_t blocks = 1)
-        : rows(rows), blocks(blocks), count((rows + highest * blocks - 1) / (highest * blocks) * blocks) {}
-    int64_t begin(int64_t tile) const { return rows * tile / count; }
-    int height(int64_t tile) const { return int(begin(tile + 1) - begin(tile)); }
-};
-
-// out[j * stride + i] = row i's lane j.
-INLINE void store_transposed(float* out, int64_t stride, const float* const (&row)[4]) {
-#if defined(__x86_64__)
-    __m128 a = _mm_loadu_ps(row[0]), b = _mm_loadu_ps(row[1]), c = _mm_loadu_ps(row[2]), d = _mm_loadu_ps(row[3]);
-    _MM_TRANSPOSE4_PS(a, b, c, d);
-    _mm_storeu_ps(out, a);
-    _mm_storeu_ps(out + stride, b);
-    _mm_storeu_ps(out + 2 * stride, c);
-    _mm_storeu_ps(out + 3 * stride, d);
-#else
-    for (int j = 0; j < 4; ++j)
-        for (int i = 0; i < 4; ++i) out[j * stride + i] = row[i][j];
-#endif
-}
-
-// A tile's rows of x as fp32 [k][height]; rows lie `x_row` bytes apart.
-template <class T> void pack_rows(const void* x, int64_t x_row, int64_t k, int height, float* out) {
-    auto row_at = [&](int r) { return (const T*)((const char*)x + r * x_row); };
-    int r = 0;
-    for (; r + 4 <= height; r += 4) {
-        int64_t i = 0;
-        for (; i + W <= k; i += W) {
-            float wide[4][W];
-            const float* row[4];
-            for (int j = 0; j < 4; ++j) {
-                store(wide[j], load(row_at(r + j) + i));
-                row[j] = wide[j];
-            }
-            for (int v = 0; v < W; v += 4) {
-                const float* part[4] = {row[0] + v, row[1] + v, row[2] + v, row[3] + v};
-                store_transposed(out + (i + v) * height + r, height, part);
-            }
-        }
-        for (; i < k; ++i)
-            for (int j = 0; j < 4; ++j) out[i * height + r + j] = widen_one(row_at(r + j) + i);
-    }
-    for (; r < height; ++r)
-        for (int64_t i = 0; i < k; ++i) out[i * height + r] = widen_one(row_at(r) + i);
-}
-
-// The same in pairs, [k / 2][height]; an odd last k gets a zero beside it.
-void pack_pairs(const void* x, int64_t x_row, int64_t k, int height, float* out) {
-    pack_rows<float>(x, x_row, k / 2, height, out);
-    if (k % 2)
-        for (int r = 0; r < height; ++r)
-            out[k / 2 * height + r] = float_of(((const bf16*)((const char*)x + r * x_row))[k - 1].bits);
-}
-
-template <class Y> void write_tile(const float* c, int width, int height, const float* bias, Y* y, int64_t y_row, int64_t left) {
-    for (int r = 0; r < height; ++r)
-        for (int v = 0; v * W < width && v * W < left; ++v) {
-            F x = load(c + r * width + v * W);
-            if (bias) x = x + load(bias + v * W);
-            store_upto(y + r * y_row + v * W, x, left - v * W);
-        }
-}
-
-// activation(gate) * up of two tiles' sums [height][NR], packed as x is: [NR][height]. It is written over up's sums first.
+// activation(gate) * up of two tiles' sums [height][NR], packed as x is: [NR][height]. It is written over up's sums
+// first.
 template <Activation A>
 void pack_gated(const float* gate, float* up, int height, const float* gate_bias, const float* up_bias, float* packed) {
     for (int r = 0; r < height; ++r)
@@ -182,8 +97,8 @@ void pack_gated(const float* gate, float* up, int height, const float* gate_bias
 
 INLINE int most_wide(const PackedLinear& weight) { return is_affine(weight) ? 0 : kMaxWide; }
 
-// With a gate, y is activation(first half of the outputs) * second half as packed rows, and each half has `panels` panels;
-// 0: none.
+// With a gate, y is activation(first half of the outputs) * second half as packed rows, and each half has `panels`
+// panels; 0: none.
 struct Gate {
     int64_t panels = 0;
     Activation activation = Activation::silu;
@@ -198,14 +113,15 @@ template <class T, bool Unpair> struct LinearRun {
     DType type;
     Tiles tiles;
     Gate gate;
-    Likeliest* likeliest;  // takes the outputs instead of y, if given
+    Argmax* argmax;  // takes the outputs instead of y, if given
 
     int64_t panels() const { return gate.panels ? gate.panels : panels_of(weight); }
 
     void operator()(int64_t task, int thread) {
         const int64_t groups = (panels() + group - 1) / group;
         const int64_t first = task % groups * group, last = lesser(first + group, panels());
-        const int64_t in_block = tiles.count / tiles.blocks, tile_begin = task / groups * in_block, tile_end = tile_begin + in_block;
+        const int64_t in_block = tiles.count / tiles.blocks, tile_begin = task / groups * in_block,
+                      tile_end = tile_begin + in_block;
         for (int64_t panel = first; panel < last;) {
             const bool wide = tiles.count == 1 && tiles.height(0) <= most_wide(weight) && panel + 2 <= last;
             const int np = wide ? 2 : 1;
@@ -220,14 +136,16 @@ template <class T, bool Unpair> struct LinearRun {
         const T* b = (const T*)weight.panels + panel * panel_size;
         const int64_t row_begin = tiles.begin(tile_begin), rows = tiles.begin(tile_end) - row_begin;
         const int width = np * NR;
-        // A narrow weight is widened on its way into the registers; of many rows, the first tile keeps it for the others.
+        // A narrow weight is widened on its way into the registers; of many rows, the first tile keeps it for the
+        // others.
         const bool widen = kNarrow<T, Unpair> && count > 2;
         const bool second = gate.panels && panel >= gate.panels;
         const int64_t sums = rows * width, all_sums = gate.panels ? 2 * sums : sums;
         const bool affine = is_affine(weight);
         const int64_t floats = all_sums + (affine ? kAffinePiece * NR : widen ? kChunk * NR : 0);
         const bool coded = Unpair && weight.format == Format::coded;
-        float* scratch = (float*)thread_scratch(thread, sizeof(float) * floats + (coded ? np * panel_size * sizeof(T) : 0));
+        float* scratch =
+            (float*)thread_scratch(thread, sizeof(float) * floats + (coded ? np * panel_size * sizeof(T) : 0));
         float* wide_piece = scratch + all_sums;
 #if defined(__AMX_BF16__)
         if (coded) {
@@ -243,18 +161,20 @@ template <class T, bool Unpair> struct LinearRun {
             else if (!gate.panels) write(c, width, height, panel, row_begin);
             return;
         }
-        // Into the second-level cache, two tiles fetch faster than memory follows: they begin with less of a piece missing.
+        // Into the second-level cache, two tiles fetch faster than memory follows: they begin with less of a piece
+        // missing.
         const int64_t most = affine ? kAffinePiece : count == 1 ? k : count == 2 && !kFetchFirst ? kChunk / 4 : kChunk;
         const int64_t pieces = (k + most - 1) / most, unit = affine ? kAffineK : 2;
         const int64_t chunk = ((k + pieces - 1) / pieces + unit - 1) / unit * unit;
         for (int64_t k0 = 0; k0 < k; k0 += chunk) {
             const int64_t length = lesser(chunk, k - k0);
             const T* piece = b + (Unpair ? k0 / 2 : k0) * NR;
-            // What is read next follows in memory, be it this panel's next piece or the next panel, unless that is the gate's
-            // counterpart: each tile fetches its share of it.
+            // What is read next follows in memory, be it this panel's next piece or the next panel, unless that is the
+            // gate's counterpart: each tile fetches its share of it.
             const int64_t piece_bytes = length * NR * int64_t(sizeof(T)) / (Unpair ? 2 : 1);
             const char* next = (const char*)piece + (count > 1 ? piece_bytes : kAheadBytes);
-            if (gate.panels && k0 + length == k) next += (second ? -gate.panels : gate.panels - 1) * panel_size * int64_t(sizeof(T));
+            if (gate.panels && k0 + length == k)
+                next += (second ? -gate.panels : gate.panels - 1) * panel_size * int64_t(sizeof(T));
             if (affine) widen_affine(weight, panel, k0, length, wide_piece);
             const int64_t share = (piece_bytes + count - 1) / count, stride = (share + length - 1) / length;
             for (int64_t t = tile_begin; t < tile_end; ++t) {
@@ -264,15 +184,16 @@ template <class T, bool Unpair> struct LinearRun {
                 const Ahead ahead{next + (t - tile_begin) * share, stride};
                 if (affine) {
                     choose_tile<1, float, false>(height, Upto<kMaxTile>{})(a, wide_piece, 0, length, out, k0 > 0,
-                                                                          {(const char*)wide_piece, 0}, nullptr);
+                                                                           {(const char*)wide_piece, 0}, nullptr);
                 } else if (widen && t > tile_begin)
-                    choose_tile<1, float, false>(height, Upto<kMaxTile>{})(a, wide_piece, 0, length, out, k0 > 0, ahead, nullptr);
+                    choose_tile<1, float, false>(height, Upto<kMaxTile>{})(a, wide_piece, 0, length, out, k0 > 0, ahead,
+                                                                           nullptr);
                 else if (np == 1)
                     choose_tile<1, T, Unpair>(height, Upto<kMaxTile>{})(a, piece, 0, length, out, k0 > 0, ahead,
-                                                                       widen ? wide_piece : nullptr);
+                                                                        widen ? wide_piece : nullptr);
                 else if constexpr (kMaxWide > 0)
                     choose_tile<2, T, Unpair>(height, Upto<kMaxWide>{})(a, piece, panel_size, length, out, k0 > 0,
-                                                                       {(const char*)piece, 0}, nullptr);
+                                                                        {(const char*)piece, 0}, nullptr);
                 if (k0 + length < k) continue;
                 if (second) write_product(out - sums, out, height, panel, tiles.begin(t));
                 else if (!gate.panels) write(out, width, height, panel, tiles.begin(t));
@@ -284,13 +205,14 @@ template <class T, bool Unpair> struct LinearRun {
         const float* up_bias = weight.bias ? weight.bias + panel * NR : nullptr;
         const float* gate_bias = weight.bias ? up_bias - gate.panels * NR : nullptr;
         float* to = (float*)y + (row * gate.panels + (panel - gate.panels) * height) * NR;
-        if (gate.activation == Activation::silu) pack_gated<Activation::silu>(gated, up, height, gate_bias, up_bias, to);
+        if (gate.activation == Activation::silu)
+            pack_gated<Activation::silu>(gated, up, height, gate_bias, up_bias, to);
         else pack_gated<Activation::gelu_tanh>(gated, up, height, gate_bias, up_bias, to);
     }
 
     void write(const float* c, int width, int height, int64_t panel, int64_t row) {
         const float* bias = weight.bias ? weight.bias + panel * NR : nullptr;
-        if (likeliest) return likeliest->take(c, width, height, bias, panel * NR, weight.n, panel / group, row);
+        if (argmax) return argmax->take(c, width, height, bias, panel * NR, weight.n, panel / group, row);
         const int64_t at = row * y_row + panel * NR;
         with_type(type, [&](auto* t) {
             using Y = Pointee<decltype(t)>;
@@ -299,35 +221,19 @@ template <class T, bool Unpair> struct LinearRun {
     }
 };
 
-// How tasks cut the panels: enough of them that no thread waits long for the last; whole pairs of panels, which few rows
-// take two at once; small enough to share evenly.
-INLINE int64_t panels_in_task(int64_t panels, int64_t blocks, bool wide) {
-    const int64_t group = panels * blocks / (int64_t(num_threads()) * 8);
-    return group < 2 ? (wide && panels > 2 * num_threads() ? 2 : 1) : lesser<int64_t>(group, 64) & ~int64_t(1);
-}
-
-// With enough rows every thread has blocks of its own, and what it reads of x and writes of y stays in its caches from one
-// operator to the next. Each block reads the weights again, which costs less than lines of cores that share no cache.
-// Blocks have `most` rows at most, for each of which there are up to `outputs` outputs if they are a thread's own.
-INLINE Tiles cut_rows(int64_t rows, int64_t n, int highest = kMaxTile, int64_t most = kBlockRows, int64_t outputs = kOwnOutputs) {
-    const int64_t threads = num_threads(), blocks = (rows + most - 1) / most;
-    const int64_t whole = (blocks + threads - 1) / threads * threads;
-    const bool own = rows >= kOwnRows * threads * whole && n <= outputs * rows;
-    return Tiles(rows, highest, own ? whole : blocks);
-}
-
 template <class T, bool Unpair = false>
-void linear_packed(const PackedLinear& weight, const float* x, int64_t k, void* y, int64_t y_row, DType type, Tiles tiles,
-                   Gate gate = {}, Likeliest* likeliest = nullptr) {
+void linear_packed(const PackedLinear& weight, const float* x, int64_t k, void* y, int64_t y_row, DType type,
+                   Tiles tiles, Gate gate = {}, Argmax* argmax = nullptr) {
     const int64_t panels = gate.panels ? gate.panels : panels_of(weight);
-    const int64_t group = panels_in_task(panels, tiles.blocks, tiles.count == 1 && tiles.height(0) <= most_wide(weight));
-    LinearRun<T, Unpair> run{weight, x, y, y_row, k, group, type, tiles, gate, likeliest};
+    const int64_t group =
+        panels_in_task(panels, tiles.blocks, tiles.count == 1 && tiles.height(0) <= most_wide(weight));
+    LinearRun<T, Unpair> run{weight, x, y, y_row, k, group, type, tiles, gate, argmax};
     run_panels(run, tiles.rows, tiles.blocks);
 }
 
 template <class T, bool Unpair = false>
-void linear_typed(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m,
-                  Gate gate = {}, Likeliest* likeliest = nullptr) {
+void linear_typed(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type,
+                  int64_t m, Gate gate = {}, Argmax* argmax = nullptr) {
     constexpr bool kPairs = sizeof(T) == sizeof(Pair) && !Unpair;
     const Tiles tiles = cut_rows(m, weight.n);
     const bool pairs = weight.type == DType::bf16 && kPairs;
@@ -347,15 +253,13 @@ void linear_typed(const PackedLinear& weight, const void* x, int64_t x_row, void
         else pack(0, 0);
         packed = rows;
     }
-    linear_packed<T, Unpair>(weight, packed, k, y, y_row, type, tiles, gate, likeliest);
+    linear_packed<T, Unpair>(weight, packed, k, y, y_row, type, tiles, gate, argmax);
 }
 
-#if defined(__AMX_BF16__)
-#include "linear_amx.h"
-#elif defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
 void linear_pairs(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, int64_t m,
-                  Likeliest* likeliest) {
-    linear_typed<Pair>(weight, x, x_row, y, y_row, DType::bf16, m, {}, likeliest);
+                  Argmax* argmax) {
+    linear_typed<Pair>(weight, x, x_row, y, y_row, DType::bf16, m, {}, argmax);
 }
 #endif
 
@@ -371,13 +275,13 @@ template <class Body> INLINE void with_panels(DType type, Body&& body) {
 }
 
 void linear(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m,
-            Likeliest* likeliest = nullptr) {
+            Argmax* argmax = nullptr) {
 #if defined(__AVX512BF16__)
-    if (weight.type == DType::bf16 && type == DType::bf16) return linear_pairs(weight, x, x_row, y, y_row, m, likeliest);
+    if (weight.type == DType::bf16 && type == DType::bf16) return linear_pairs(weight, x, x_row, y, y_row, m, argmax);
 #endif
     with_panels(weight.type, [&](auto panels) {
         using P = decltype(panels);
-        linear_typed<typename P::T, P::kUnpair>(weight, x, x_row, y, y_row, type, m, {}, likeliest);
+        linear_typed<typename P::T, P::kUnpair>(weight, x, x_row, y, y_row, type, m, {}, argmax);
     });
 }
 
@@ -399,3 +303,6 @@ bool mlp(const PackedLinear& gate_up, const PackedLinear& down, const void* x, i
     });
     return true;
 }
+
+}  // namespace
+}  // namespace pagemill

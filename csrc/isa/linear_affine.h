@@ -1,8 +1,21 @@
 // Products of few rows with weights held in integers (affine.h), which are widened in registers.
+#pragma once
 
-// c [MR][NR] = a [k][MR] times a panel of `blocks`, for so few rows that nothing widened is used again. GCC keeps the sums in
-// registers only if all loops over them are unrolled early.
-template <int MR, int Bits> void affine_product(const float* a, const AffineBlock<Bits>* block, int64_t blocks, float* c) {
+#include "../kernels.h"
+#include "affine.h"
+#include "compile_time.h"
+#include "panels.h"
+#include "simd.h"
+
+namespace pagemill {
+namespace {
+
+constexpr int kFewAffine = W == 16 ? 9 : 4;  // so few rows
+
+// c [MR][NR] = a [k][MR] times a panel of `blocks`, for so few rows that nothing widened is used again. GCC keeps the
+// sums in registers only if all loops over them are unrolled early.
+template <int MR, int Bits> void affine_product(const float* a, const AffineBlock<Bits>* block, int64_t blocks,
+                                                float* c) {
     F acc[MR][2];
 #pragma GCC unroll 16
     for (int r = 0; r < MR; ++r)
@@ -14,7 +27,8 @@ template <int MR, int Bits> void affine_product(const float* a, const AffineBloc
             for (int i = 0; i < AffineBlock<Bits>::kTogether; ++i, a += MR)
 #pragma GCC unroll 2
                 for (int v = 0; v < 2; ++v) {
-                    const F w = fma(lowest_bits<Bits>(all[v] >> (i * Bits)), load(block->scale + v * W), load(block->low + v * W));
+                    const F w = fma(lowest_bits<Bits>(all[v] >> (i * Bits)), load(block->scale + v * W),
+                                    load(block->low + v * W));
                     for (int r = 0; r < MR; ++r) acc[r][v] = fma(broadcast(a[r]), w, acc[r][v]);
                 }
         }
@@ -32,3 +46,6 @@ INLINE void few_rows_affine(const PackedLinear& weight, int64_t panel, int rows,
         with_count(rows, Upto<kFewAffine>{}, [&](auto r) { affine_product<decltype(r)::value>(a, from, blocks, c); });
     });
 }
+
+}  // namespace
+}  // namespace pagemill

@@ -1,122 +1,31 @@
-// Packed linear layers with bf16 weight and x on tiles (AMX). A tile product adds 32 k to 16 rows x 16 outputs; an output is
-// one chain of them over k in ascending order, and its bits depend on its own row and column of the operands only. The
-// panels are those of pairs: 16 lines of a panel, two tiles wide, are 32 k.
+// Packed linear layers with bf16 weight and x on tiles (AMX). A tile product adds 32 k to 16 rows x 16 outputs; an
+// output is one chain of them over k in ascending order, and its bits depend on its own row and column of the operands
+// only. The panels are those of pairs: 16 lines of a panel, two tiles wide, are 32 k.
+#pragma once
 
-constexpr int64_t kStep = 32;  // k in a tile product
-constexpr int kTileHeight = 16;
+#include "../kernels.h"
+#include "../threads.h"
+#include "amx_tiles.h"
+#include "argmax.h"
+#include "coded.h"
+#include "compile_time.h"
+#include "linear_amx_coded.h"
+#include "linear_tiles.h"
+#include "panels.h"
+#include "simd.h"
+
+#include <cstring>
+
+#if defined(__AMX_BF16__)
+#include <immintrin.h>
+
+namespace pagemill {
+namespace {
+
 constexpr int64_t kPieceSteps = 9;  // a piece of a panel of so many stays in the first-level cache for all tiles,
 constexpr int64_t kShortPieceSteps = 6;  // of so many with two passes, whose rows of x it then shares that cache with
 constexpr int64_t kBlockTiles = 16;  // at most so many tiles' rows of x pass over a panel together,
 constexpr int64_t kBlockBytes = 1 << 20;  // or so many bytes of them: they stay in the second-level cache
-constexpr int64_t kAheadTiles = 8192;  // with one pass over a panel: how far ahead in it, to hide memory's latency
-
-// Tiles 0-3 accumulate, 4 and 5 hold x, 6 and 7 a panel's step.
-struct alignas(64) TileConfig {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {};
-
-    explicit TileConfig(int height) {
-        for (int tile = 0; tile < 8; ++tile) rows[tile] = uint8_t(tile < 6 ? height : 16);
-    }
-};
-
-// Rows of x as tiles read them: row r, step s at data + r * row + s * step bytes.
-struct TileRows {
-    const char* data;
-    int64_t row, step;
-};
-
-// Weights to fetch during a product: `bytes` in each of its steps, from `at` on; at once, or in parts between the tiles'
-// loads, which need the same few buffers. What products take as `Ahead` may decode there, too.
-template <int NP> struct TilesAhead {
-    const char* at;
-    int64_t bytes, panel = 0;  // bytes between NP panels
-
-    INLINE void fetch(int64_t step, int part = 0, int parts = 1) const {
-        for (int p = 0; p < NP; ++p)
-            for (int64_t line = part * 64; line < bytes; line += parts * 64)
-                __builtin_prefetch(at + p * panel + step * bytes + line, 0, 2);
-    }
-};
-
-// c [2 * height][NR] (+)= two tiles of rows times `steps` steps of a panel.
-template <class Ahead>
-void amx_two_tiles(TileRows first, TileRows second, const char* b, int64_t steps, float* c, int height, bool add,
-                   const Ahead& ahead) {
-    constexpr int64_t kRow = NR * sizeof(float);
-    float* below = c + height * NR;
-    if (add) {
-        _tile_loadd(0, c, kRow);
-        _tile_loadd(1, c + W, kRow);
-        _tile_loadd(2, below, kRow);
-        _tile_loadd(3, below + W, kRow);
-    } else {
-        _tile_zero(0);
-        _tile_zero(1);
-        _tile_zero(2);
-        _tile_zero(3);
-    }
-    for (int64_t s = 0; s < steps; ++s, b += kStepBytes) {
-        ahead.fetch(s, 0, 4);
-        _tile_loadd(6, b, kLineBytes);
-        _tile_loadd(4, first.data + s * first.step, first.row);
-        _tile_dpbf16ps(0, 4, 6);
-        ahead.fetch(s, 1, 4);
-        _tile_loadd(7, b + 64, kLineBytes);
-        _tile_dpbf16ps(1, 4, 7);
-        ahead.fetch(s, 2, 4);
-        _tile_loadd(5, second.data + s * second.step, second.row);
-        _tile_dpbf16ps(2, 5, 6);
-        ahead.fetch(s, 3, 4);
-        _tile_dpbf16ps(3, 5, 7);
-    }
-    _tile_stored(0, c, kRow);
-    _tile_stored(1, c + W, kRow);
-    _tile_stored(2, below, kRow);
-    _tile_stored(3, below + W, kRow);
-}
-
-// c [height][NP * NR] (+)= one tile of rows times NP panels, which lie b_panel bytes apart.
-template <int NP, class Ahead>
-void amx_one_tile(TileRows x, const char* b, int64_t b_panel, int64_t steps, float* c, bool add, const Ahead& ahead) {
-    constexpr int64_t kRow = NP * NR * sizeof(float);
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    if (add) {
-        _tile_loadd(0, c, kRow);
-        _tile_loadd(1, c + W, kRow);
-        if (NP == 2) _tile_loadd(2, c + 2 * W, kRow);
-        if (NP == 2) _tile_loadd(3, c + 3 * W, kRow);
-    }
-    for (int64_t s = 0; s < steps; ++s, b += kStepBytes) {
-        ahead.fetch(s, 0, 4);
-        _tile_loadd(4, x.data + s * x.step, x.row);
-        _tile_loadd(6, b, kLineBytes);
-        _tile_dpbf16ps(0, 4, 6);
-        ahead.fetch(s, 1, 4);
-        _tile_loadd(7, b + 64, kLineBytes);
-        _tile_dpbf16ps(1, 4, 7);
-        ahead.fetch(s, 2, 4);
-        if (NP == 2) {
-            _tile_loadd(6, b + b_panel, kLineBytes);
-            _tile_dpbf16ps(2, 4, 6);
-        }
-        ahead.fetch(s, 3, 4);
-        if (NP == 2) {
-            _tile_loadd(7, b + b_panel + 64, kLineBytes);
-            _tile_dpbf16ps(3, 4, 7);
-        }
-    }
-    _tile_stored(0, c, kRow);
-    _tile_stored(1, c + W, kRow);
-    if (NP == 2) _tile_stored(2, c + 2 * W, kRow);
-    if (NP == 2) _tile_stored(3, c + 3 * W, kRow);
-}
-
-#include "linear_amx_coded.h"
 
 struct AmxRun {
     const PackedLinear& weight;
@@ -126,7 +35,7 @@ struct AmxRun {
     int64_t y_row, group, block;  // panels and tiles in a task
     Tiles tiles;
     TileConfig config;
-    Likeliest* likeliest;
+    Argmax* argmax;
 
     int64_t panels() const { return panels_of(weight); }
     int height() const { return config.rows[0]; }
@@ -146,7 +55,8 @@ struct AmxRun {
         if (coded && tile_end - tile_begin <= 2) coded_few_rows(first, last, tile_begin, tile_end, c, decoded);
         else if (coded) coded_many_rows(first, last, tile_begin, tile_end, c, decoded);
         else if (tiles.count == 1) few_rows(first, last, c);
-        else for (int64_t panel = first; panel < last; ++panel) many_rows(panel, tile_begin, tile_end, c);
+        else
+            for (int64_t panel = first; panel < last; ++panel) many_rows(panel, tile_begin, tile_end, c);
         _tile_release();
     }
 
@@ -167,7 +77,9 @@ struct AmxRun {
 
     void many_rows(int64_t panel, int64_t tile_begin, int64_t tile_end, float* c) const {
         const int64_t steps = packed_k(weight) / kStep, count = tile_end - tile_begin;
-        const int64_t passes = (count + 1) / 2, most = passes == 1 ? steps : passes == 2 ? kShortPieceSteps : kPieceSteps;
+        const int64_t passes = (count + 1) / 2, most = passes == 1   ? steps
+                                                       : passes == 2 ? kShortPieceSteps
+                                                                     : kPieceSteps;
         const int64_t pieces = (steps + most - 1) / most;
         // Each pass over a piece fetches its share of what follows in memory.
         const int64_t share = (kStepBytes / passes + 63) / 64 * 64;
@@ -179,7 +91,8 @@ struct AmxRun {
                 const bool two = t + 1 < tile_end;
                 float* sums = c + (pieces == 1 ? 0 : (t - tile_begin) * kTileHeight * NR);
                 const TileRows first = piece_of(rows(t), begin);
-                if (two) amx_two_tiles(first, piece_of(rows(t + 1), begin), b, length, sums, height(), piece > 0, ahead);
+                if (two)
+                    amx_two_tiles(first, piece_of(rows(t + 1), begin), b, length, sums, height(), piece > 0, ahead);
                 else amx_one_tile<1>(first, b, 0, length, sums, piece > 0, ahead);
                 if (piece + 1 < pieces) continue;
                 write(sums, NR, panel, t);
@@ -202,7 +115,8 @@ struct AmxRun {
         }
     }
 
-    void coded_many_rows(int64_t first, int64_t last, int64_t tile_begin, int64_t tile_end, float* c, char* decoded) const {
+    void coded_many_rows(int64_t first, int64_t last, int64_t tile_begin, int64_t tile_end, float* c,
+                         char* decoded) const {
         int64_t panel = first;
         if (tile_end - tile_begin <= kTwoPanelTiles)
             for (; panel + 2 <= last; panel += 2) coded_panels<2>(panel, tile_begin, tile_end, c, decoded);
@@ -210,7 +124,8 @@ struct AmxRun {
     }
 
     // A pass is of one tile of rows with two panels, of two with one.
-    template <int NP> void coded_panels(int64_t panel, int64_t tile_begin, int64_t tile_end, float* c, char* decoded) const {
+    template <int NP> void coded_panels(int64_t panel, int64_t tile_begin, int64_t tile_end, float* c,
+                                        char* decoded) const {
         constexpr int64_t kTilesInPass = NP == 2 ? 1 : 2;
         const int64_t steps = packed_k(weight) / kStep, panel_bytes = steps * kCodedStepBytes;
         const int64_t passes = (tile_end - tile_begin + kTilesInPass - 1) / kTilesInPass;
@@ -226,7 +141,8 @@ struct AmxRun {
                 float* sums = c + (t - tile_begin) * kTileHeight * NP * NR;
                 const auto multiply = [&](const auto& ahead) {
                     const TileRows x = piece_of(rows(t), begin);
-                    if constexpr (NP == 2) amx_one_tile<2>(x, decoded, most * kStepBytes, length, sums, piece > 0, ahead);
+                    if constexpr (NP == 2)
+                        amx_one_tile<2>(x, decoded, most * kStepBytes, length, sums, piece > 0, ahead);
                     else if (const TileRows below = piece_of(rows(t + 1), begin); t + 1 < tile_end)
                         amx_two_tiles(x, below, decoded, length, sums, height(), piece > 0, ahead);
                     else amx_one_tile<1>(x, decoded, 0, length, sums, piece > 0, ahead);
@@ -246,22 +162,22 @@ struct AmxRun {
     void write(const float* c, int width, int64_t panel, int64_t tile) const {
         const float* bias = weight.bias ? weight.bias + panel * NR : nullptr;
         const int height = tiles.height(tile);
-        if (likeliest) return likeliest->take(c, width, height, bias, panel * NR, weight.n, panel / group, tiles.begin(tile));
+        if (argmax) return argmax->take(c, width, height, bias, panel * NR, weight.n, panel / group, tiles.begin(tile));
         bf16* to = y + tiles.begin(tile) * y_row + panel * NR;
         write_tile(c, width, height, bias, to, y_row, weight.n - panel * NR);
     }
 };
 
-// Tiles are as high as the highest: a lower one takes the next tile's first row in, and its result is dropped. The last is
-// one of the highest. Rows that end within a step, or whose distance would put a tile's rows in the same lines of the
-// first-level cache, are copied.
+// Tiles are as high as the highest: a lower one takes the next tile's first row in, and its result is dropped. The last
+// is one of the highest. Rows that end within a step, or whose distance would put a tile's rows in the same lines of
+// the first-level cache, are copied.
 void linear_pairs(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, int64_t m,
-                  Likeliest* likeliest) {
+                  Argmax* argmax) {
     const Tiles tiles(m, kTileHeight);
     const int height = int((m + tiles.count - 1) / tiles.count);
     const int64_t padded = packed_k(weight), row_bytes = x_row * 2;
     AmxRun run{weight, {(const char*)x, row_bytes, kStep * 2}, 0, (bf16*)y, y_row, 0, 0, tiles, TileConfig(height),
-               likeliest};
+               argmax};
     if (padded > weight.k || (height > 8 && row_bytes % 1024 == 0)) {
         run.tile_bytes = height * padded * 2;
         run.x = {(const char*)caller_scratch(0, tiles.count * run.tile_bytes), kStep * 2, height * kStep * 2};
@@ -287,3 +203,7 @@ void linear_pairs(const PackedLinear& weight, const void* x, int64_t x_row, void
     __asm__ volatile("" ::: "memory");  // the tile intrinsics do not tell the compiler what they read
     run_panels(run, m, blocks);
 }
+
+}  // namespace
+}  // namespace pagemill
+#endif

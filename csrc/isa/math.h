@@ -1,11 +1,18 @@
 // exp and tanh on vectors, within 2 units in the last place.
+#pragma once
+
+#include "../kernels.h"
+#include "simd.h"
+
+namespace pagemill {
+namespace {
 
 struct Exponent {
     F n, scaled;  // exp(x) = 2^n * scaled
 };
 
-// x = n ln 2 + r with |r| <= ln(2) / 2, n whole, found by adding 1.5 * 2^23; exp(r) = 1 + r + r^2 Q(r), Q fitted by least
-// squares (relative error below 6e-9).
+// x = n ln 2 + r with |r| <= ln(2) / 2, n whole, found by adding 1.5 * 2^23; exp(r) = 1 + r + r^2 Q(r), Q fitted by
+// least squares (relative error below 6e-9).
 INLINE Exponent reduce(F x) {
     const F magic = broadcast(12582912.0f);
     const F n = fma(x, broadcast(1.44269504f), magic) - magic;
@@ -36,7 +43,8 @@ INLINE F exp_nonpositive(F x) {
     return select_less(x, broadcast(-86.6f), zero(), e.scaled * (scale + scale));
 }
 
-// |x| < 0.625: x + x^3 P(x^2), P fitted at Chebyshev points (error below 1e-9); else (1 - e) / (1 + e) with e = exp(-2|x|).
+// |x| < 0.625: x + x^3 P(x^2), P fitted at Chebyshev points (error below 1e-9); else (1 - e) / (1 + e) with e =
+// exp(-2|x|).
 INLINE F tanh(F x) {
     const F a = abs(x), z = x * x;
     F p = broadcast(0.0022958405f);
@@ -61,3 +69,6 @@ template <Activation A> INLINE F activate(F g) {
     }
     return g / (broadcast(1.0f) + exp(e));
 }
+
+}  // namespace
+}  // namespace pagemill

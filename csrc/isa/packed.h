@@ -1,56 +1,21 @@
-// Weights in panels of neighbouring outputs, as linear layers read them (linear.h): how they are packed, and how rows come back.
+// Weights in panels of neighbouring outputs, as linear layers read them (linear.h): how they are packed, and how rows
+// come back. k that lie side by side in a panel.
+#pragma once
 
-constexpr int NR = 2 * W;  // outputs in a panel
-
-// Two neighbouring k of one output, or of one row of x: what bf16 instructions take.
-struct Pair { bf16 even, odd; };
-
-#if defined(__AVX512BF16__)
-constexpr bool kHasPairs = true;
-#if defined(__AMX_BF16__)
-constexpr int64_t kPairedStep = 32;  // a tile's
-#else
-constexpr int64_t kPairedStep = 2;
-#endif
-
-INLINE F load(const Pair* p) { return load((const float*)p); }
-INLINE F multiply_add(F x, F w, F sum, const Pair*) {
-    return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_castps_si512(x.v), (__m512bh)_mm512_castps_si512(w.v))};
-}
-
-#else
-constexpr bool kHasPairs = false;
-constexpr int64_t kPairedStep = 1;
-#endif
-
-template <class T> INLINE F multiply_add(F x, F w, F sum, const T*) { return fma(x, w, sum); }
-
-// Length of a packed weight's rows: bf16 in pairs has zeros up to whole steps.
-INLINE int64_t packed_k(const PackedLinear& weight) {
-    return kHasPairs && weight.type == DType::bf16 ? (weight.k + kPairedStep - 1) / kPairedStep * kPairedStep : weight.k;
-}
-
-INLINE int64_t panels_of(const PackedLinear& weight) { return (weight.n + NR - 1) / NR; }
-
-#if defined(__AMX_BF16__)
-#include "coded.h"
-#endif
-
-// Padded with zeros to so many outputs; false: out of memory.
-bool pack_bias(PackedLinear& packed, const float* bias, int64_t outputs) {
-    if (!bias) return true;
-    const size_t bytes = (outputs * sizeof(float) + 63) / 64 * 64;
-    packed.bias = (float*)std::aligned_alloc(64, bytes);
-    if (!packed.bias) return false;
-    packed.bytes += bytes;
-    std::memset(packed.bias, 0, bytes);
-    std::memcpy(packed.bias, bias, packed.n * sizeof(float));
-    return true;
-}
-
+#include "../kernels.h"
+#include "../memory.h"
+#include "../threads.h"
 #include "affine.h"
+#include "coded.h"
+#include "compile_time.h"
+#include "panels.h"
+#include "simd.h"
 
-// k that lie side by side in a panel.
+#include <cstring>
+
+namespace pagemill {
+namespace {
+
 template <class T> constexpr int64_t kTogether = 1;
 template <> constexpr int64_t kTogether<bf16> = kHasPairs ? 2 : 1;
 constexpr int64_t kPackedTogether = 128;  // k: so much of a panel stays in the first-level cache for all its outputs
@@ -79,7 +44,9 @@ bool pack_panels(PackedLinear& packed, const void* weight, DType x) {
     if (!packed.panels) return false;
     with_type(packed.type, [&](auto* t) {
         using T = Pointee<decltype(t)>;
-        auto pack = [&](int64_t panel, int) { pack_panel(packed, weight, panel, (T*)packed.panels + panel * panel_size); };
+        auto pack = [&](int64_t panel, int) {
+            pack_panel(packed, weight, panel, (T*)packed.panels + panel * panel_size);
+        };
         parallel(panels, pack);
     });
     return true;
@@ -95,7 +62,8 @@ template <class T, class Y> void embed_row(const T* panel, int64_t i, int64_t co
     for (int64_t begin = 0; begin < count; begin += W) {
         const int64_t left = lesser<int64_t>(W, count - begin);
         T row[W] = {};
-        for (int64_t j = begin; j < begin + left; ++j) row[j - begin] = panel[(j / beside * NR + i) * beside + j % beside];
+        for (int64_t j = begin; j < begin + left; ++j)
+            row[j - begin] = panel[(j / beside * NR + i) * beside + j % beside];
         store_upto(y + begin, load(row) * broadcast(scale), left);
     }
 }
@@ -128,3 +96,6 @@ void embed_packed(const PackedLinear& packed, const int64_t* ids, float scale, v
         });
     });
 }
+
+}  // namespace
+}  // namespace pagemill

@@ -1,91 +1,36 @@
-// Linear layers on integers: weights of 4 or 8 bits with a scale per output and group of 192 k, x of 8 to 16 bits with a scale
-// per row and group (round_group). Sums over a group are exact, so an output is one chain of fused multiply-adds, one per
-// group in ascending order, whatever multiplies the integers: instruction sets that fuse give each other's bits.
-// quantized_amx.h multiplies them as bytes on tiles, quantized_bytes.h as bytes in vectors, quantized_words.h in words.
+// Linear layers on integers: weights of 4 or 8 bits with a scale per output and group of 192 k, x of 8 to 16 bits with
+// a scale per row and group (round_group). Sums over a group are exact, so an output is one chain of fused
+// multiply-adds, one per group in ascending order, whatever multiplies the integers: instruction sets that fuse give
+// each other's bits. quantized_amx.h multiplies them as bytes on tiles, quantized_bytes.h as bytes in vectors,
+// quantized_words.h in words.
 //
-// A panel holds 16 outputs. A step of it is 16 lines of 64 bytes, in a line 4 neighbouring k of each output. That is how
-// VNNI takes weights, and a tile of AMX too. With 4 bits a step is packed: for each of its two halves of 32 k a slope and
-// an offset per output (Half), then 8 lines of 64 bytes, in each 16-bit word four values q, lowest bits first: k 0 and k 1
-// of a line of the 8-bit step, then the same of the next line; the next word has k 2 and 3. The weight is
-// (slope * q + offset) >> 8, modulo 2^16: the file's scale * q + min in units of the group's scale, rounded to 8 bits.
-// Four panels lie together, a piece of kStepsAtOnce steps of each after the other: so a task reads one stream.
-// Where VNNI multiplies bytes, which takes one side without sign, weights are held 128 higher, and so is what they expand to.
+// A panel holds 16 outputs. A step of it is 16 lines of 64 bytes, in a line 4 neighbouring k of each output. That is
+// how VNNI takes weights, and a tile of AMX too. With 4 bits a step is packed: for each of its two halves of 32 k a
+// slope and an offset per output (Half), then 8 lines of 64 bytes, in each 16-bit word four values q, lowest bits
+// first: k 0 and k 1 of a line of the 8-bit step, then the same of the next line; the next word has k 2 and 3. The
+// weight is (slope * q + offset) >> 8, modulo 2^16: the file's scale * q + min in units of the group's scale, rounded
+// to 8 bits. Four panels lie together, a piece of kStepsAtOnce steps of each after the other: so a task reads one
+// stream. Where VNNI multiplies bytes, which takes one side without sign, weights are held 128 higher, and so is what
+// they expand to.
+#pragma once
 
-constexpr int kPanel = 16;
-constexpr int kStepK = 64;
-constexpr int64_t kStepLines = kPanel * kStepK;  // bytes of an 8-bit step
-constexpr int kPanelsTogether = 4;  // panels
-constexpr int kHalfK = 32;
-constexpr int kGroupSteps = 3;
-constexpr int kGroupK = kGroupSteps * kStepK;
-
-struct Half { uint16_t slope[kPanel], offset[kPanel]; };
-struct PackedStep {
-    Half half[2];
-    uint16_t q[8][2 * kPanel];
-};
-
-constexpr int kMostX = 127 * 256;  // its upper byte, rounded, is at most 127
-
-typedef uint16_t Words __attribute__((vector_size(4 * W)));
-typedef uint16_t HalfWords __attribute__((vector_size(2 * W)));
-
-INLINE int64_t steps_of(int64_t k) { return (k + kStepK - 1) / kStepK; }
-INLINE int64_t groups_of(int64_t steps) { return (steps + kGroupSteps - 1) / kGroupSteps; }
-INLINE int64_t step_bytes(const PackedLinear& weight) {
-    return weight.format == Format::int4 ? int64_t(sizeof(PackedStep)) : kStepLines;
-}
-
-template <class V> INLINE V load_as(const void* p) { V v; std::memcpy(&v, p, sizeof v); return v; }
-template <class V> INLINE void store_as(void* p, V v) { std::memcpy(p, &v, sizeof v); }
-
-// Both words of an output's dword.
-INLINE Words twice(const uint16_t* p) {
-    const Dwords wide = __builtin_convertvector(load_as<HalfWords>(p), Dwords);
-    return (Words)(wide | wide << 16);
-}
-
-using FirstAhead = Fetch<true>;
-
-constexpr int kTurnsInStep = 2 * kPanel / W * 4;  // of expand_steps
-
-// The 8-bit lines of packed steps.
-void expand_steps(const PackedStep* from, int64_t steps, int8_t* lines, FirstAhead fetch) {
-    for (int64_t s = 0; s < steps; ++s, ++from, lines += kStepLines) {
-        for (int h = 0; h < 2; ++h)
-            for (int v = 0; v < kPanel; v += W) {
-                const Words slope = twice(from->half[h].slope + v), offset = twice(from->half[h].offset + v);
-                for (int i = 0; i < 4; ++i) {
-                    fetch.turn();
-                    const Words word = load_as<Words>(from->q[4 * h + i] + 2 * v);
-                    const Words a = (word & 15) * slope + offset, b = (word >> 4 & 15) * slope + offset;
-                    const Words c = (word >> 8 & 15) * slope + offset, d = (word >> 12) * slope + offset;
-                    int8_t* line = lines + (8 * h + 2 * i) * 64 + 4 * v;
-                    store_as(line, (Words)(a >> 8 | (b & 0xff00)));
-                    store_as(line + 64, (Words)(c >> 8 | (d & 0xff00)));
-                }
-            }
-    }
-}
-
-// A piece of neighbouring panels, in steps of 8 bits; the panels' scales lie scale_stride elements apart.
-struct Piece {
-    const int8_t* lines;
-    const bf16* scales;  // the first group's
-    int64_t scale_stride;
-    int64_t steps;
-    int64_t ahead;  // bytes that a product fetches ahead, or 0
-
-    int64_t panel_bytes() const { return steps * kStepLines; }
-};
-
-#if defined(__AMX_INT8__)
+#include "../kernels.h"
+#include "../memory.h"
+#include "../threads.h"
+#include "argmax.h"
+#include "compile_time.h"
+#include "linear_tiles.h"
+#include "panels.h"
 #include "quantized_amx.h"
-#elif defined(__AVX512VNNI__)
 #include "quantized_bytes.h"
-#else
+#include "quantized_panels.h"
 #include "quantized_words.h"
-#endif
+#include "simd.h"
+
+#include <cstring>
+
+namespace pagemill {
+namespace {
 
 // Groups of a tile's rows, and tiles, in the order in which a task passes over them.
 struct Rows {
@@ -98,8 +43,8 @@ struct Rows {
     TileGroup& at(int64_t tile, int64_t group) const { return data[tile * of_tile + group * of_group]; }
 };
 
-// A row's group of x rounded to whole steps, at most kMostX up or down; returns the step. It is a 127th of 4 times the mean
-// magnitude, so that most of x has 8 bits and a few outliers have more; if none has, it is a 127th of the largest.
+// A row's group of x rounded to whole steps, at most kMostX up or down; returns the step. It is a 127th of 4 times the
+// mean magnitude, so that most of x has 8 bits and a few outliers have more; if none has, it is a 127th of the largest.
 // Where the sum of magnitudes is not finite, the step is NaN, and so are the row's outputs.
 template <class T> INLINE float round_group(const T* x, int length, int32_t* whole) {
     constexpr float kMeans = 4;
@@ -133,7 +78,8 @@ template <class T> INLINE float round_group(const T* x, int length, int32_t* who
 }
 
 // The tile's rows x [height][k].
-template <class T> void quantize_tile(const T* x, int64_t x_row, int height, int64_t k, const Rows& rows, int64_t tile) {
+template <class T> void quantize_tile(const T* x, int64_t x_row, int height, int64_t k, const Rows& rows,
+                                      int64_t tile) {
     alignas(64) int32_t whole[kRowsInTile][kGroupK];
     for (int64_t first = 0; first < k; first += kGroupK) {
         TileGroup& group = rows.at(tile, first / kGroupK);
@@ -155,7 +101,8 @@ template <class T> void quantize_tile(const T* x, int64_t x_row, int height, int
 
 // Where a panel's step lies, in steps.
 INLINE int64_t place_of(const PackedLinear& weight, int64_t panel, int64_t step) {
-    const int64_t steps = steps_of(weight.k), first = panel / kPanelsTogether * kPanelsTogether, before = step - step % kStepsAtOnce;
+    const int64_t steps = steps_of(weight.k), first = panel / kPanelsTogether * kPanelsTogether,
+                  before = step - step % kStepsAtOnce;
     const int64_t count = lesser<int64_t>(kPanelsTogether, (weight.n + kPanel - 1) / kPanel - first);
     return first * steps + before * count + (panel - first) * lesser(steps - before, kStepsAtOnce) + step - before;
 }
@@ -175,7 +122,7 @@ struct QuantizedRun {
     Tiles tiles;
     int64_t group, block;  // panels and tiles in a task
     int64_t together;      // panels that a tile passes over, so that what it writes lies together
-    Likeliest* likeliest;  // takes the outputs instead of y, if given
+    Argmax* argmax;  // takes the outputs instead of y, if given
 
     int64_t panels() const { return (weight.n + kPanel - 1) / kPanel; }
 
@@ -188,7 +135,8 @@ struct QuantizedRun {
             run_panels(products, panel, lesser(together, last - panel), tile_begin, tile_end, thread);
     }
 
-    void run_panels(const Products& products, int64_t panel, int64_t count, int64_t tile_begin, int64_t tile_end, int thread) {
+    void run_panels(const Products& products, int64_t panel, int64_t count, int64_t tile_begin, int64_t tile_end,
+                    int thread) {
         const int64_t steps = steps_of(weight.k), groups = groups_of(steps), width = count * kPanel;
         const int64_t piece_steps = lesser(steps, kStepsAtOnce);
         const bool packed = weight.format == Format::int4, whole = piece_steps == steps;
@@ -227,8 +175,9 @@ struct QuantizedRun {
     void write(const float* c, int64_t panel, int64_t count, int64_t tile) const {
         const int64_t at = panel * kPanel, width = lesser(count * kPanel, weight.n - at);
         const float* bias = weight.bias ? weight.bias + at : nullptr;
-        if (likeliest)
-            return likeliest->take(c, int(count * kPanel), tiles.height(tile), bias, at, weight.n, panel / group, tiles.begin(tile));
+        if (argmax)
+            return argmax->take(c, int(count * kPanel), tiles.height(tile), bias, at, weight.n, panel / group,
+                                tiles.begin(tile));
         with_type(type, [&](auto* t) {
             auto* out = (Pointee<decltype(t)>*)y + tiles.begin(tile) * y_row + at;
             for (int r = 0; r < tiles.height(tile); ++r, out += y_row, c += count * kPanel)
@@ -241,8 +190,8 @@ struct QuantizedRun {
     }
 };
 
-void linear_quantized(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m,
-                      Likeliest* likeliest = nullptr) {
+void linear_quantized(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type,
+                      int64_t m, Argmax* argmax = nullptr) {
     const Tiles tiles = cut_rows(m, weight.n, kRowsInTile, kBlockRows8, kOwnOutputs8);
     const int64_t steps = steps_of(weight.k);
     const Rows rows(tiles.count, steps);
@@ -256,7 +205,7 @@ void linear_quantized(const PackedLinear& weight, const void* x, int64_t x_row, 
     const int64_t panels = (weight.n + kPanel - 1) / kPanel, together = panels_together(tiles.count, steps);
     const int64_t wanted = lesser<int64_t>(64, panels * tiles.blocks / (int64_t(num_threads()) * 8));
     const int64_t group = greater<int64_t>(1, (wanted + together - 1) / together) * together;
-    QuantizedRun run{weight, rows, y, y_row, type, tiles, group, tiles.count / tiles.blocks, together, likeliest};
+    QuantizedRun run{weight, rows, y, y_row, type, tiles, group, tiles.count / tiles.blocks, together, argmax};
     run_panels(run, m, tiles.blocks);
 }
 
@@ -273,7 +222,8 @@ INLINE int whole_weight(const PackedLinear& packed, int64_t i, int64_t j) {
 }
 
 bool pack_quantized(PackedLinear& packed, const QuantizedSource& from) {
-    const int64_t n = packed.n, k = packed.k, steps = steps_of(k), groups = groups_of(steps), panels = (n + kPanel - 1) / kPanel;
+    const int64_t n = packed.n, k = packed.k, steps = steps_of(k), groups = groups_of(steps),
+                  panels = (n + kPanel - 1) / kPanel;
     const size_t bytes = (panels * steps * step_bytes(packed) + 4095) / 4096 * 4096;
     const size_t scale_bytes = panels * groups * kPanel * sizeof(bf16);
     packed.panels = allocate_shared(bytes);
@@ -282,7 +232,9 @@ bool pack_quantized(PackedLinear& packed, const QuantizedSource& from) {
     if (!packed.panels || !packed.scales || !pack_bias(packed, from.bias, panels * kPanel)) return false;
     std::memset(packed.scales, 0, scale_bytes);
     auto pack = [&](int64_t panel, int) {
-        const auto at = [&](int64_t step) { return (char*)packed.panels + place_of(packed, panel, step) * step_bytes(packed); };
+        const auto at = [&](int64_t step) {
+            return (char*)packed.panels + place_of(packed, panel, step) * step_bytes(packed);
+        };
         for (int64_t step = 0; step < steps; ++step) std::memset(at(step), 0, step_bytes(packed));
         for (int lane = 0; lane < lesser<int64_t>(kPanel, n - panel * kPanel); ++lane) {
             const int64_t row = panel * kPanel + lane;
@@ -291,13 +243,15 @@ bool pack_quantized(PackedLinear& packed, const QuantizedSource& from) {
             for (int64_t j = 0; j < k; ++j) {
                 const int line = int(j % kStepK) / 4, byte = int(j % 4);
                 if (packed.format == Format::int8) {
-                    at(j / kStepK)[line * 64 + lane * 4 + byte] = char(((const uint8_t*)from.values)[row * k + j] ^ kRaised);
+                    at(j / kStepK)[line * 64 + lane * 4 + byte] =
+                        char(((const uint8_t*)from.values)[row * k + j] ^ kRaised);
                 } else {
                     PackedStep& step = *(PackedStep*)at(j / kStepK);
                     const int q = ((const uint8_t*)from.values)[row * k + j];
                     step.q[line / 2][lane * 2 + byte / 2] |= uint16_t(q << (line % 2 * 8 + byte % 2 * 4));
                     step.half[line / 8].slope[lane] = uint16_t(from.slopes[row * (k / kHalfK) + j / kHalfK]);
-                    step.half[line / 8].offset[lane] = uint16_t(from.offsets[row * (k / kHalfK) + j / kHalfK] + kRaised * 256);
+                    step.half[line / 8].offset[lane] =
+                        uint16_t(from.offsets[row * (k / kHalfK) + j / kHalfK] + kRaised * 256);
                 }
             }
         }
@@ -306,7 +260,8 @@ bool pack_quantized(PackedLinear& packed, const QuantizedSource& from) {
     return true;
 }
 
-void embed_quantized(const PackedLinear& packed, const int64_t* ids, float factor, void* y, DType type, int64_t tokens) {
+void embed_quantized(const PackedLinear& packed, const int64_t* ids, float factor, void* y, DType type,
+                     int64_t tokens) {
     with_type(type, [&](auto* t) {
         using T = Pointee<decltype(t)>;
         const int64_t k = packed.k;
@@ -315,13 +270,19 @@ void embed_quantized(const PackedLinear& packed, const int64_t* ids, float facto
             for (int64_t j = 0; j < k; j += W) {
                 float row[W];
                 const int left = int(lesser<int64_t>(W, k - j));
-                const float scale = widen_one(scales_of(packed, ids[token] / kPanel) + j / kGroupK * kPanel + ids[token] % kPanel);
+                const float scale =
+                    widen_one(scales_of(packed, ids[token] / kPanel) + j / kGroupK * kPanel + ids[token] % kPanel);
                 for (int i = 0; i < left; ++i) row[i] = float(whole_weight(packed, ids[token], j + i)) * scale;
                 store_upto(out + j, load(row), left);
                 // Rounded to the dtype before it is multiplied, as a table's rows are.
-                if (factor != 1) store_upto(out + j, (left == W ? load(out + j) : load_first(out + j, left)) * broadcast(factor), left);
+                if (factor != 1)
+                    store_upto(out + j, (left == W ? load(out + j) : load_first(out + j, left)) * broadcast(factor),
+                               left);
             }
         };
         parallel(tokens, unpack);
     });
 }
+
+}  // namespace
+}  // namespace pagemill

@@ -1,5 +1,18 @@
-// Products of integers on tiles (AMX): a tile product adds 64 k to 16 rows x 16 outputs. A step takes two, of x's high and low
-// parts; a group ends in fp32.
+// Products of integers on tiles (AMX): a tile product adds 64 k to 16 rows x 16 outputs. A step takes two, of x's high
+// and low parts; a group ends in fp32.
+#pragma once
+
+#include "amx_tiles.h"
+#include "quantized_panels.h"
+#include "simd.h"
+
+#include <cstring>
+
+#if defined(__AMX_INT8__)
+#include <immintrin.h>
+
+namespace pagemill {
+namespace {
 
 constexpr int kRowsInTile = 16;
 constexpr int kRaised = 0;
@@ -34,8 +47,12 @@ struct alignas(64) IntegerTiles {
     uint8_t rows[16] = {};
 };
 
-struct First { constexpr operator bool() const { return false; } };
-struct Second { constexpr operator bool() const { return true; } };
+struct First {
+    constexpr operator bool() const { return false; }
+};
+struct Second {
+    constexpr operator bool() const { return true; }
+};
 
 // Tiles 0 to 3 take sums (high, low; of an even and an odd group), 4 and 5 hold x, 6 the panel's step.
 // c [H][width] = a tile of rows times a panel.
@@ -57,7 +74,8 @@ template <int H> void panel_product(const TileGroup* rows, const Piece& piece, i
         for (int64_t s = g * kGroupSteps; s < lesser((g + 1) * kGroupSteps, piece.steps); ++s) {
             const int8_t* lines = of_panel + s * kStepLines;
             const auto& x = rows[g].step[s - g * kGroupSteps];
-            for (int64_t line = 0; piece.ahead && line < kStepLines; line += 64) __builtin_prefetch(lines + piece.ahead + line, 0, 2);
+            for (int64_t line = 0; piece.ahead && line < kStepLines; line += 64)
+                __builtin_prefetch(lines + piece.ahead + line, 0, 2);
             _tile_loadd(4, x.high, 64);
             _tile_loadd(5, x.low, 64);
             _tile_loadd(6, lines, 64);
@@ -96,8 +114,8 @@ template <int H> void panel_product(const TileGroup* rows, const Piece& piece, i
     for (int r = 0; r < H; ++r) store(c + r * width, acc[r]);
 }
 
-// The products of a tile of rows with `count` panels; c [height][count * kPanel] takes them. All tiles are as high as the highest,
-// to the next even number; what the rows beyond give is dropped.
+// The products of a tile of rows with `count` panels; c [height][count * kPanel] takes them. All tiles are as high as
+// the highest, to the next even number; what the rows beyond give is dropped.
 struct Products {
     int height;
 
@@ -108,12 +126,18 @@ struct Products {
     }
     ~Products() { _tile_release(); }
 
-    void operator()(const TileGroup* x, int, const Piece& piece, int64_t count, float* c, bool, const FirstAhead&) const {
+    void operator()(const TileGroup* x, int, const Piece& piece, int64_t count, float* c, bool,
+                    const FirstAhead&) const {
         run(x, piece, count, c, Upto<kRowsInTile / 2>{});
     }
 
-    template <int... I> void run(const TileGroup* x, const Piece& piece, int64_t count, float* c, Sequence<I...>) const {
+    template <int... I> void run(const TileGroup* x, const Piece& piece, int64_t count, float* c,
+                                 Sequence<I...>) const {
         static constexpr decltype(&panel_product<1>) table[] = {panel_product<1>, panel_product<I * 2 + 2>...};
         for (int64_t i = 0; i < count; ++i) table[height / 2](x, piece, i, c + i * kPanel, count * kPanel);
     }
 };
+
+}  // namespace
+}  // namespace pagemill
+#endif

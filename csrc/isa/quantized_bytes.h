@@ -1,12 +1,25 @@
-// Products of integers in bytes (VNNI): an instruction adds 4 k to 16 outputs of a row, weights without sign and x with. A group's
-// sum is 256 * that of x's upper bytes + that of its lower bytes - kRaised * the sum of x. Nearly all upper bytes are 0: only
-// where 4 neighbouring k have others are they multiplied.
+// Products of integers in bytes (VNNI): an instruction adds 4 k to 16 outputs of a row, weights without sign and x
+// with. A group's sum is 256 * that of x's upper bytes + that of its lower bytes - kRaised * the sum of x. Nearly all
+// upper bytes are 0: only where 4 neighbouring k have others are they multiplied.
+#pragma once
+
+#include "compile_time.h"
+#include "quantized_panels.h"
+#include "simd.h"
+
+#include <cstring>
+
+#if defined(__AVX512VNNI__) && !defined(__AMX_INT8__)
+#include <immintrin.h>
+
+namespace pagemill {
+namespace {
 
 constexpr int kRowsInTile = 4;
 constexpr int kRaised = 128;
 constexpr int64_t kStepsAtOnce = kGroupSteps;
-// The next piece is fetched evenly over a piece's expansion, which takes as long as the products of kExpandRows rows, and all its
-// products: fetches in bursts hold them up.
+// The next piece is fetched evenly over a piece's expansion, which takes as long as the products of kExpandRows rows,
+// and all its products: fetches in bursts hold them up.
 constexpr bool kFetchEvenly = true;
 constexpr int64_t kExpandRows = 6;
 constexpr int64_t kOwnOutputs8 = 24;  // cut_rows; each block expands the weights again
@@ -47,7 +60,8 @@ struct alignas(64) TileGroup {
 
 // c [H][width] (+)= a tile of rows times a group of P panels. Fetches: lines at every quad.
 template <int H, int P, int Fetches>
-void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float* c, int64_t width, bool add, FirstAhead& fetch) {
+void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float* c, int64_t width, bool add,
+                   FirstAhead& fetch) {
     const int64_t stride = piece.panel_bytes();
     const int8_t* lines = piece.lines + panel * stride;
     Dwords sum[H][P];
@@ -75,7 +89,8 @@ void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float*
                 const int8_t* line = lines + __builtin_ctzll(left) * 64;
                 const __m512i four = _mm512_set1_epi32(*high++);
                 for (int p = 0; p < P; ++p)
-                    upper[p] = (Dwords)_mm512_dpbusd_epi32((__m512i)upper[p], _mm512_loadu_si512(line + p * stride), four);
+                    upper[p] =
+                        (Dwords)_mm512_dpbusd_epi32((__m512i)upper[p], _mm512_loadu_si512(line + p * stride), four);
             }
             for (int p = 0; p < P; ++p) sum[r][p] += upper[p] << 8;
         }
@@ -91,14 +106,20 @@ struct Products {
     explicit Products(int) {}
 
     // `fetch` has a turn for each quad of each panel.
-    void operator()(const TileGroup* x, int height, const Piece& piece, int64_t count, float* c, bool add, FirstAhead fetch) const {
+    void operator()(const TileGroup* x, int height, const Piece& piece, int64_t count, float* c, bool add,
+                    FirstAhead fetch) const {
         with_count(height, Upto<kRowsInTile>{}, [&](auto rows) {
             constexpr int H = decltype(rows)::value, P = kPanelsTogether;
             if (count < P)
-                for (int64_t i = 0; i < count; ++i) group_product<H, 1, 1>(*x, piece, i, c + i * kPanel, count * kPanel, add, fetch);
+                for (int64_t i = 0; i < count; ++i)
+                    group_product<H, 1, 1>(*x, piece, i, c + i * kPanel, count * kPanel, add, fetch);
             else if (P * fetch.stride <= 64) group_product<H, P, 1>(*x, piece, 0, c, P * kPanel, add, fetch);
             else if (P * fetch.stride <= 128) group_product<H, P, 2>(*x, piece, 0, c, P * kPanel, add, fetch);
             else group_product<H, P, P>(*x, piece, 0, c, P * kPanel, add, fetch);
         });
     }
 };
+
+}  // namespace
+}  // namespace pagemill
+#endif

@@ -1,4 +1,15 @@
 // Products of integers in words: a vector instruction adds 2 k to an output of a row.
+#pragma once
+
+#include "compile_time.h"
+#include "quantized_panels.h"
+#include "simd.h"
+
+#if !defined(__AVX512VNNI__)
+#include <immintrin.h>
+
+namespace pagemill {
+namespace {
 
 #if defined(__AVX512F__)
 constexpr int kRowsInTile = 16;
@@ -48,7 +59,8 @@ INLINE Dwords multiply_pairs(Dwords sum, SignedWords weight, int32_t x) {
 
 // c [H][width] (+)= a tile of rows times a panel's group.
 template <int H>
-void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float* c, int64_t width, bool add, FirstAhead& fetch) {
+void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float* c, int64_t width, bool add,
+                   FirstAhead& fetch) {
     constexpr int kVectors = kPanel / W;
     const int8_t* line = piece.lines + panel * piece.panel_bytes();
     Dwords sum[H][kVectors];
@@ -77,10 +89,15 @@ void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float*
 struct Products {
     explicit Products(int) {}
 
-    void operator()(const TileGroup* x, int height, const Piece& piece, int64_t count, float* c, bool add, FirstAhead fetch) const {
+    void operator()(const TileGroup* x, int height, const Piece& piece, int64_t count, float* c, bool add,
+                    FirstAhead fetch) const {
         with_count(height, Upto<kRowsInTile>{}, [&](auto rows) {
             for (int64_t i = 0; i < count; ++i)
                 group_product<decltype(rows)::value>(*x, piece, i, c + i * kPanel, count * kPanel, add, fetch);
         });
     }
 };
+
+}  // namespace
+}  // namespace pagemill
+#endif

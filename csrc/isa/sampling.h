@@ -1,5 +1,14 @@
-// Tokens and log probabilities from rows of logits. A row is one task on one thread, and all sums go in one order, so a row's
-// result is a function of its own numbers. Sums of weights are fp64.
+// Tokens and log probabilities from rows of logits. A row is one task on one thread, and all sums go in one order, so a
+// row's result is a function of its own numbers. Sums of weights are fp64.
+#pragma once
+
+#include "../kernels.h"
+#include "../threads.h"
+#include "math.h"
+#include "simd.h"
+
+namespace pagemill {
+namespace {
 
 constexpr int64_t kPiece = 64;  // logits with one maximum and one sum; the last piece of a row is padded with -inf
 
@@ -174,13 +183,14 @@ struct RowScratch {
     }
 };
 
-// What is kept of sorted candidates by top_p, which asks for `wanted` weight; the token among them that the uniform number
-// chooses. weights [count, padded to whole vectors] are written. `reached`: whether they have that much.
+// What is kept of sorted candidates by top_p, which asks for `wanted` weight; the token among them that the uniform
+// number chooses. weights [count, padded to whole vectors] are written. `reached`: whether they have that much.
 int64_t draw_from_sorted(const uint64_t* sorted, int64_t count, Weigh weigh, float top_p, double total, double uniform,
                          float* weights, bool& reached) {
     for (int64_t i = 0; i < count; ++i) weights[i] = logit_of(sorted[i]);
     for (int64_t i = 0; i < count; i += W)
-        if (const int left = int(lesser<int64_t>(W, count - i)); left == W) store(weights + i, weigh(load(weights + i)));
+        if (const int left = int(lesser<int64_t>(W, count - i)); left == W)
+            store(weights + i, weigh(load(weights + i)));
         else store_first(weights + i, weigh(load_first(weights + i, left)), left);
     double sum = 0;
     if (total == 0)
@@ -200,8 +210,8 @@ int64_t draw_from_sorted(const uint64_t* sorted, int64_t count, Weigh weigh, flo
     return token_of(sorted[i]);
 }
 
-int64_t draw_truncated(const float* x, int64_t n, Weigh weigh, float temperature, int64_t top_k, float top_p, float min_p,
-                       double uniform, RowScratch s) {
+int64_t draw_truncated(const float* x, int64_t n, Weigh weigh, float temperature, int64_t top_k, float top_p,
+                       float min_p, double uniform, RowScratch s) {
     constexpr float kLeast = -__FLT_MAX__;  // -inf is never drawn
     float cut = kLeast;
     if (min_p > 0) cut = greater(cut, weigh.most + temperature * __builtin_logf(min_p));
@@ -237,8 +247,8 @@ void choose_tokens(const ChooseArgs& a) {
         else if (most == -kInf) token = kAllForbidden;
         else if (temperature == 0) token = first_of(x, scratch.maxima, most);
         else if (a.top_k[item] > 0 || a.top_p[item] < 1 || a.min_p[item] > 0)
-            token = draw_truncated(x, a.n, weigh, temperature, a.top_k[item], a.top_p[item], a.min_p[item], a.uniforms[item],
-                                   scratch);
+            token = draw_truncated(x, a.n, weigh, temperature, a.top_k[item], a.top_p[item], a.min_p[item],
+                                   a.uniforms[item], scratch);
         else token = draw_from_all(x, a.n, weigh, a.uniforms[item], scratch.sums);
     };
     parallel(a.items, choose);
@@ -253,8 +263,8 @@ void log_probabilities(const LogprobArgs& a) {
             a.own[item] = __builtin_nanf("");
             a.ranks[item] = 1;
             for (int64_t i = 0; i < a.k; ++i) {
-                a.likely[item * a.k + i] = i;
-                a.likely_logprobs[item * a.k + i] = __builtin_nanf("");
+                a.top_tokens[item * a.k + i] = i;
+                a.top_logprobs[item * a.k + i] = __builtin_nanf("");
             }
             return;
         }
@@ -275,9 +285,12 @@ void log_probabilities(const LogprobArgs& a) {
         int64_t count;
         const uint64_t* sorted = candidates_above(x, a.n, scratch.maxima, cut, scratch.found, scratch.other, count);
         for (int64_t i = 0; i < a.k; ++i) {
-            a.likely[item * a.k + i] = token_of(sorted[i]);
-            a.likely_logprobs[item * a.k + i] = float(double(logit_of(sorted[i])) - log_sum);
+            a.top_tokens[item * a.k + i] = token_of(sorted[i]);
+            a.top_logprobs[item * a.k + i] = float(double(logit_of(sorted[i])) - log_sum);
         }
     };
     parallel(a.items, row);
 }
+
+}  // namespace
+}  // namespace pagemill

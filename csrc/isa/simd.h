@@ -1,14 +1,37 @@
 // One vector type `F` of W floats per instruction set, and the few operations the kernels need. Included once per
 // translation unit inside an anonymous namespace, so that no code of one instruction set is ever linked into another.
-// load_pairs takes the first and the second of W pairs. int8 is rounded to nearest, of magnitudes up to 127. fma() is one
-// rounding where the hardware has it; the compiler contracts nothing by itself (-ffp-contract=off).
+// load_pairs takes the first and the second of W pairs. int8 is rounded to nearest, of magnitudes up to 127. fma() is
+// one rounding where the hardware has it; the compiler contracts nothing by itself (-ffp-contract=off).
+#pragma once
+
+#include "../kernels.h"
+
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace pagemill {
+namespace {
+
 #define INLINE inline __attribute__((always_inline))
 
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 
-INLINE uint32_t bits_of(float x) { uint32_t u; std::memcpy(&u, &x, 4); return u; }
-INLINE float float_of(uint32_t u) { float x; std::memcpy(&x, &u, 4); return x; }
+INLINE uint32_t bits_of(float x) {
+    uint32_t u;
+    std::memcpy(&u, &x, 4);
+    return u;
+}
+INLINE float float_of(uint32_t u) {
+    float x;
+    std::memcpy(&x, &u, 4);
+    return x;
+}
 template <class T> INLINE T lesser(T a, T b) { return b < a ? b : a; }
 template <class T> INLINE T greater(T a, T b) { return a < b ? b : a; }
 constexpr float kInf = __builtin_inff();
@@ -30,7 +53,9 @@ INLINE void load_pairs(const bf16* p, F& even, F& odd) {
     odd = {_mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32(int(0xffff0000u))))};
 }
 INLINE F load(const f16* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
-INLINE F load(const int8_t* p) { return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))}; }
+INLINE F load(const int8_t* p) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
+}
 INLINE void store(float* p, F x) { _mm512_storeu_ps(p, x.v); }
 INLINE void store(bf16* p, F x) {
 #if defined(__AVX512BF16__)
@@ -87,7 +112,9 @@ INLINE void load_pairs(const bf16* p, F& even, F& odd) {
     odd = {_mm256_castsi256_ps(_mm256_and_si256(both, _mm256_set1_epi32(int(0xffff0000u))))};
 }
 INLINE F load(const f16* p) { return {_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p))}; }
-INLINE F load(const int8_t* p) { return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)))}; }
+INLINE F load(const int8_t* p) {
+    return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)))};
+}
 INLINE void store(float* p, F x) { _mm256_storeu_ps(p, x.v); }
 INLINE void store(bf16* p, F x) {
     __m256i u = _mm256_castps_si256(x.v);
@@ -133,7 +160,11 @@ typedef uint16_t Halves __attribute__((vector_size(8)));
 struct F { Floats v; };
 INLINE F zero() { return {Floats{}}; }
 INLINE F broadcast(float x) { return {Floats{x, x, x, x}}; }
-INLINE F load(const float* p) { F x; std::memcpy(&x.v, p, 16); return x; }
+INLINE F load(const float* p) {
+    F x;
+    std::memcpy(&x.v, p, 16);
+    return x;
+}
 INLINE Ints load_halves(const void* p) {
     Halves bits;
     std::memcpy(&bits, p, 8);
@@ -169,7 +200,9 @@ INLINE void store(bf16* p, F x) {
         p[i].bits = x.v[i] != x.v[i] ? 0x7fc0 : uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
     }
 }
-INLINE void store(f16* p, F x) { for (int i = 0; i < W; ++i) p[i] = narrow(x.v[i]); }
+INLINE void store(f16* p, F x) {
+    for (int i = 0; i < W; ++i) p[i] = narrow(x.v[i]);
+}
 INLINE void store(int8_t* p, F x) {
     const Floats whole = x.v + 0x1.8p23f - 0x1.8p23f;  // the adder rounds
     for (int i = 0; i < W; ++i) p[i] = int8_t(whole[i]);
@@ -239,7 +272,11 @@ template <class T> INLINE float widen_one(const T* p) {
 }
 template <class T> INLINE void narrow_one(T* p, float x) { store_first(p, broadcast(x), 1); }
 // Pairs of bf16 come as floats that are only aligned as bf16.
-INLINE float widen_one(const float* p) { float x; std::memcpy(&x, p, sizeof x); return x; }
+INLINE float widen_one(const float* p) {
+    float x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
 INLINE void narrow_one(float* p, float x) { *p = x; }
 INLINE float widen_one(const bf16* p) { return float_of(uint32_t(p->bits) << 16); }
 
@@ -255,7 +292,11 @@ INLINE F to_float(Dwords x) {
     typedef float Numbers __attribute__((vector_size(4 * W)));
     return {__builtin_convertvector(x, Numbers)};
 }
-INLINE Integers load_integers(const uint32_t* p) { Integers x; std::memcpy(&x, p, sizeof x); return x; }
+INLINE Integers load_integers(const uint32_t* p) {
+    Integers x;
+    std::memcpy(&x, p, sizeof x);
+    return x;
+}
 
 // The number in the lowest bits of each element.
 template <int Bits> INLINE F lowest_bits(Integers x) {
@@ -281,3 +322,6 @@ template <class Body> INLINE void with_cache_type(DType type, Body&& body) {
     if (type == DType::i8) body((int8_t*)nullptr);
     else with_type(type, body);
 }
+
+}  // namespace
+}  // namespace pagemill

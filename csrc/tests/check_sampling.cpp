@@ -2,6 +2,7 @@
 #include "checks.h"
 
 #include <algorithm>
+#include <numeric>
 
 namespace pagemill {
 namespace {
@@ -14,7 +15,8 @@ struct Row {
     double weight(int64_t i, double temperature) const { return std::exp((logits[i] - most) / temperature); }
 
     void expect_kept(int64_t token, double temperature, int64_t top_k, double top_p, double min_p) const {
-        if (token < 0 || token >= int64_t(logits.size()) || logits[token] == -HUGE_VAL) expect(double(token), HUGE_VAL, 0);
+        if (token < 0 || token >= int64_t(logits.size()) || logits[token] == -HUGE_VAL)
+            expect(double(token), HUGE_VAL, 0);
         double all = 0, above = 0, rank = 0;
         for (size_t i = 0; i < logits.size(); ++i) {
             all += weight(i, temperature);
@@ -34,7 +36,8 @@ struct Row {
 void check_sampling() {
     const int64_t rows = 1 + below(4), items = 1 + below(6), n = below(3) ? 1 + below(700) : 1 + below(20000);
     Guarded logits(rows * n, DType::f32), places(sizeof(int64_t) * items), temperature(items, DType::f32);
-    Guarded top_k(sizeof(int64_t) * items), top_p(items, DType::f32), min_p(items, DType::f32), uniforms(sizeof(double) * items);
+    Guarded top_k(sizeof(int64_t) * items), top_p(items, DType::f32), min_p(items, DType::f32),
+        uniforms(sizeof(double) * items);
     Guarded tokens(sizeof(int64_t) * items);
     std::vector<Row> all(rows);
     for (int64_t r = 0; r < rows; ++r) {
@@ -59,8 +62,18 @@ void check_sampling() {
         uniforms.as<double>()[i] = below(1 << 20) / double(1 << 20);
     }
     where = "choose_tokens";
-    kernels().choose_tokens({logits.as<float>(), n, places.as<int64_t>(), items, temperature.as<float>(), top_k.as<int64_t>(),
-                             top_p.as<float>(), min_p.as<float>(), uniforms.as<double>(), tokens.as<int64_t>()});
+    ChooseArgs choose;
+    choose.logits = logits.as<float>();
+    choose.n = n;
+    choose.places = places.as<int64_t>();
+    choose.items = items;
+    choose.temperature = temperature.as<float>();
+    choose.top_k = top_k.as<int64_t>();
+    choose.top_p = top_p.as<float>();
+    choose.min_p = min_p.as<float>();
+    choose.uniforms = uniforms.as<double>();
+    choose.tokens = tokens.as<int64_t>();
+    kernels().choose_tokens(choose);
     for (int64_t i = 0; i < items; ++i) {
         const Row& row = all[places.as<int64_t>()[i]];
         int64_t& token = tokens.as<int64_t>()[i];
@@ -68,16 +81,28 @@ void check_sampling() {
             expect(double(token), double(row.finite ? kAllForbidden : kNotFinite), 0);
             token = below(int(n));
         } else if (temperature.get(i) == 0) {
-            expect(double(token), double(std::max_element(row.logits.begin(), row.logits.end()) - row.logits.begin()), 0);
+            expect(double(token), double(std::max_element(row.logits.begin(), row.logits.end()) - row.logits.begin()),
+                   0);
         } else {
             row.expect_kept(token, temperature.get(i), top_k.as<int64_t>()[i], top_p.get(i), min_p.get(i));
         }
     }
     where = "log_probabilities";
     const int64_t k = below(3) ? below(int(std::min<int64_t>(n, 21)) + 1) : 0;
-    Guarded own(items, DType::f32), ranks(sizeof(int64_t) * items), likely(sizeof(int64_t) * items * k), logprobs(items * k, DType::f32);
-    kernels().log_probabilities({logits.as<float>(), n, places.as<int64_t>(), items, k, tokens.as<int64_t>(), own.as<float>(),
-                                 ranks.as<int64_t>(), likely.as<int64_t>(), logprobs.as<float>()});
+    Guarded own(items, DType::f32), ranks(sizeof(int64_t) * items), top_tokens(sizeof(int64_t) * items * k),
+        logprobs(items * k, DType::f32);
+    LogprobArgs asked;
+    asked.logits = logits.as<float>();
+    asked.n = n;
+    asked.places = places.as<int64_t>();
+    asked.items = items;
+    asked.k = k;
+    asked.tokens = tokens.as<int64_t>();
+    asked.own = own.as<float>();
+    asked.ranks = ranks.as<int64_t>();
+    asked.top_tokens = top_tokens.as<int64_t>();
+    asked.top_logprobs = logprobs.as<float>();
+    kernels().log_probabilities(asked);
     for (int64_t i = 0; i < items; ++i) {
         const Row& row = all[places.as<int64_t>()[i]];
         if (!row.finite || row.most == -HUGE_VAL) {
@@ -93,11 +118,12 @@ void check_sampling() {
         const double log_sum = row.most + std::log(sum);
         expect(own.get(i), row.logits[token] - log_sum, 1e-4);
         expect(double(ranks.as<int64_t>()[i]), rank, 0);
-        std::vector<int64_t> order;
-        for (int64_t j = 0; j < n; ++j) order.push_back(j);
-        std::stable_sort(order.begin(), order.end(), [&](int64_t a, int64_t b) { return row.logits[a] > row.logits[b]; });
+        std::vector<int64_t> order(n);
+        std::iota(order.begin(), order.end(), 0);
+        std::stable_sort(order.begin(), order.end(),
+                         [&](int64_t a, int64_t b) { return row.logits[a] > row.logits[b]; });
         for (int64_t j = 0; j < k && row.logits[order[j]] > -HUGE_VAL; ++j) {
-            expect(double(likely.as<int64_t>()[i * k + j]), double(order[j]), 0);
+            expect(double(top_tokens.as<int64_t>()[i * k + j]), double(order[j]), 0);
             expect(logprobs.get(i * k + j), row.logits[order[j]] - log_sum, 1e-4);
         }
     }

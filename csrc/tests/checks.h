@@ -86,7 +86,7 @@ class Guarded {
     char *base_ = nullptr, *data_ = nullptr;
 };
 
-inline std::mt19937 random_source;
+inline std::mt19937 random_source;  // NOLINT(bugprone-random-generator-seed): sanitized.cpp seeds it
 inline int below(int n) { return int(random_source() % uint32_t(n)); }
 template <class T> T one_of(std::initializer_list<T> values) { return values.begin()[below(int(values.size()))]; }
 inline DType any_type() { return DType(below(3)); }
@@ -102,8 +102,16 @@ inline void expect(double got, double want, double tolerance) {
 
 inline double tolerance(DType type) { return type == DType::f32 ? 1e-4 : type == DType::f16 ? 3e-3 : 2e-2; }
 
-// check_quantized.cpp, check_sampling.cpp
+// Each in the file of its name, or of its subject; a failure ends the process.
+void check_linear();
+void check_affine();
+void check_mlp();
+void check_attention();
+void check_elementwise();
+void check_prepare_heads();
 void check_quantized();
+void check_dequantize();
 void check_sampling();
+void check_threads();
 
 }  // namespace pagemill

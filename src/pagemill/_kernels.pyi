@@ -1,8 +1,16 @@
-# The compiled CPU kernels (csrc/bindings.cpp). Addresses are integers, strides are in elements; dtypes: 0 fp32, 1 bf16,
-# 2 fp16; 3 int8, of caches only.
+# The compiled CPU kernels (csrc/bindings.cpp). Arrays raise ValueError for another dtype or shape, or gaps between
+# their elements. Addresses are integers, strides are in elements; dtypes: 0 fp32, 1 bf16, 2 fp16; 3 int8, of caches
+# only.
 
 from collections.abc import Callable
-from typing import overload
+from typing import TypeAlias, overload
+
+import numpy as np
+import numpy.typing as npt
+
+Int32: TypeAlias = npt.NDArray[np.int32]
+Int64: TypeAlias = npt.NDArray[np.int64]
+Float32: TypeAlias = npt.NDArray[np.float32]
 
 interface: str  # SHA-256 of this file when the kernels were compiled
 sources: str  # SHA-256 of the hexadecimal SHA-256s of csrc/**/*.{cpp,h} without csrc/tests, by path
@@ -22,37 +30,35 @@ def gated(x: int, x_row: int, y: int, dtype: int, activation: int, rows: int, si
 def exp(x: int, y: int, size: int) -> None: ...
 def tanh(x: int, y: int, size: int) -> None: ...
 def copy_frames(
-    base: int, pieces: int, piece_stride: int, frame_stride: int, nbytes: int, source: int, target: int, count: int
+    base: int, pieces: int, piece_stride: int, frame_stride: int, nbytes: int, source: Int64, target: Int64
 ) -> None:
-    """Strides in bytes; source and target are addresses of int64 [count]."""
+    """Copies frames source[i] -> target[i], in order. Strides in bytes; source and target [count]."""
 
-def dequantize(format: int, blocks: int, out: int, weights: int) -> None:
-    """From whole blocks of a GGUF format, by its number, to fp32."""
+def dequantize(format: int, blocks: npt.NDArray[np.uint8], out: Float32) -> None:
+    """Widens whole blocks (bytes) of a GGUF format, by its number, to `out` [weights]."""
 
 def choose_tokens(
-    logits: int,
-    n: int,
-    places: int,
-    items: int,
-    temperature: int,
-    top_k: int,
-    top_p: int,
-    min_p: int,
-    uniforms: int,
-    tokens: int,
-) -> None: ...
+    logits: Float32,
+    places: Int64,
+    temperature: Float32,
+    top_k: Int64,
+    top_p: Float32,
+    min_p: Float32,
+    uniforms: npt.NDArray[np.float64],
+    tokens: Int64,
+) -> None:
+    """Writes a token for each of `places`, rows of logits [rows, n]; the others [places]."""
+
 def log_probabilities(
-    logits: int,
-    n: int,
-    places: int,
-    items: int,
-    k: int,
-    tokens: int,
-    own: int,
-    ranks: int,
-    likely: int,
-    likely_logprobs: int,
-) -> None: ...
+    logits: Float32,
+    places: Int64,
+    tokens: Int64,
+    own: Float32,
+    ranks: Int64,
+    top_tokens: Int64,
+    top_logprobs: Float32,
+) -> None:
+    """Writes `own` and `ranks` of `tokens` [places] in rows `places` of logits, and the largest: [places, k]."""
 
 class Linear:
     """Dense; of integers (QuantizedSource in csrc/kernels.h), slopes 0: 8 bits; or float32 held in integers
@@ -67,11 +73,11 @@ class Linear:
     @overload
     def __init__(self, values: int, scale: int, low: int, bias: int, n: int, k: int, bits: int) -> None: ...
     def __call__(self, x: int, x_row: int, y: int, y_row: int, dtype: int, rows: int) -> None: ...
-    def likeliest(self, x: int, x_row: int, dtype: int, rows: int, tokens: int) -> None:
-        """tokens int64 [rows]: as `choose_tokens` at temperature 0 from what a call would have written."""
+    def argmax(self, x: int, x_row: int, dtype: int, tokens: Int64) -> None:
+        """Writes tokens [rows]: as `choose_tokens` at temperature 0 from what a call would have written."""
 
-    def rows(self, ids: int, y: int, count: int) -> None:
-        """y [count, k] in the weight's dtype = weight[ids]; ids int64."""
+    def rows(self, ids: Int64, y: int) -> None:
+        """Writes weight[ids] to y [len(ids), k], in the weight's dtype."""
 
     @property
     def nbytes(self) -> int: ...
@@ -167,21 +173,20 @@ class Decoder:
     ) -> None: ...
     def run(
         self,
-        token_ids: int,
-        positions: int,
-        tokens: int,
+        token_ids: Int64,
+        positions: Int64,
         max_positions: int,
-        query_start: int,
-        context_lens: int,
-        rows: int,
-        groups: list[tuple[int, int, int]],
-        angles: list[tuple[int, int, int]],
+        query_start: Int32,
+        context_lens: Int32,
+        groups: list[tuple[Int32, Int64]],
+        angles: list[tuple[Float32, Float32]],
         caches: list[Cache],
         output: int,
         on_layer: Callable[[int], None] | None = None,
     ) -> None:
-        """groups: (tables, stride, slots) each; angles: (cos, sin, half) each; on_layer: told each layer's number when
-        it begins. IndexError: token id or position."""
+        """Runs a step. groups: (tables [rows, entries], slots [tokens]) each; angles: (cos, sin), each [positions,
+        half]; on_layer: told each layer's number when it begins. Raises IndexError for a token id or position outside
+        its table, before anything is written."""
 
     @property
     def seconds(self) -> dict[str, float]: ...

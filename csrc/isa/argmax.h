@@ -1,11 +1,22 @@
-// The likeliest output of each row, taken from a linear layer's sums as they come: nothing else of the outputs is kept. They
-// are compared as they would have been rounded to `type`, and the first of equals is found, whatever the order of the tasks.
+// The largest output of each row, taken from a linear layer's sums as they come: nothing else of the outputs is kept.
+// They are compared as they would have been rounded to `type`, and the first of equals is found, whatever the order of
+// the tasks.
+#pragma once
 
-struct Likeliest {
+#include "../kernels.h"
+#include "../threads.h"
+#include "compile_time.h"
+#include "simd.h"
+
+namespace pagemill {
+namespace {
+
+struct Argmax {
     int64_t* tokens;  // [rows]: the answer, or kNotFinite, kAllForbidden as in ChooseArgs
     DType type;
     int64_t rows = 0, parts = 0;
-    float* found = nullptr;  // [parts][rows][2][W]: by lane the largest so far, infinite if one was no number; its vector's number
+    // [parts][rows][2][W]: by lane the largest so far, infinite if one was no number; its vector's number
+    float* found = nullptr;
 
     // A part is what one task at a time sees, in ascending order of outputs; so are the parts.
     void begin(int64_t rows_, int64_t parts_) {
@@ -15,7 +26,8 @@ struct Likeliest {
     }
 
     // c [height][width] are outputs from `first` on, a multiple of W, of `n`, for the rows from `row` on.
-    void take(const float* c, int width, int height, const float* bias, int64_t first, int64_t n, int64_t part, int64_t row) const {
+    void take(const float* c, int width, int height, const float* bias, int64_t first, int64_t n, int64_t part,
+              int64_t row) const {
         with_type(type, [&](auto* t) {
             using Y = Pointee<decltype(t)>;
             for (int r = 0; r < height; ++r) {
@@ -63,7 +75,10 @@ struct Likeliest {
 // All tasks of a linear layer: each takes a group of its panels, for a block of its rows.
 template <class Run> void run_panels(Run& run, int64_t rows, int64_t blocks) {
     const int64_t groups = (run.panels() + run.group - 1) / run.group;
-    if (run.likeliest) run.likeliest->begin(rows, groups);
+    if (run.argmax) run.argmax->begin(rows, groups);
     parallel(groups * blocks, run);
-    if (run.likeliest) run.likeliest->end();
+    if (run.argmax) run.argmax->end();
 }
+
+}  // namespace
+}  // namespace pagemill

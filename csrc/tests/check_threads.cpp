@@ -1,0 +1,29 @@
+// Callers that compete for the pool, while its size changes.
+#include "../threads.h"
+#include "checks.h"
+
+#include <thread>
+
+namespace pagemill {
+
+void check_threads() {
+    auto call = [](int times) {
+        for (int i = 0; i < times; ++i) {
+            Exclusive exclusive;
+            if (i % 16 == 0) set_num_threads(1 + i / 16 % 4);
+            std::vector<int64_t> done(257);
+            auto body = [&](int64_t task, int thread) {
+                static_cast<char*>(thread_scratch(thread, 100 + size_t(task)))[0] = 1;
+                done[task] += task;
+            };
+            parallel(int64_t(done.size()), body);
+            for (size_t task = 0; task < done.size(); ++task)
+                if (done[task] != int64_t(task)) std::abort();
+        }
+    };
+    std::thread other(call, 200);
+    call(200);
+    other.join();
+}
+
+}  // namespace pagemill
