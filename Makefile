@@ -7,6 +7,7 @@ SERVE_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 SOAK_ARGS ?=
+SANITIZE_ARGS ?=
 # Where torch comes from: an index URL, or "pip" for whatever pip is set up with. Empty: scripts/install decides.
 TORCH_INDEX ?=
 # The Python that makes .venv. Empty: scripts/install looks for one.
@@ -16,25 +17,33 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 BUILT := $(VENV)/.built
+KERNELS_LINTED := build/.kernels-linted
 KERNEL_SOURCES := $(shell find csrc CMakeLists.txt src/pagemill/_kernels.pyi -type f 2>/dev/null)
 PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint requirements/lock.txt
 MODEL_READY = $(BIN)/pagemill pull $(MODEL)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test soak bench build lint format sanitize wheel clean distclean
+.PHONY: help serve test coverage soak bench build lint lint-kernels format docs sanitize wheel clean distclean
 
 help:  ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "Settings: MODEL=$(MODEL) HOST=$(HOST) PORT=$(PORT) SERVE_ARGS= PYTEST_ARGS= BENCH_ARGS= SOAK_ARGS= TORCH_INDEX= PYTHON="
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "Settings: MODEL=$(MODEL) HOST=$(HOST) PORT=$(PORT) SERVE_ARGS= PYTEST_ARGS= BENCH_ARGS= SOAK_ARGS= SANITIZE_ARGS= TORCH_INDEX= PYTHON="
 
 serve: $(BUILT)  ## Install what is missing, fetch the model, serve it
 	@$(MODEL_READY)
 	@exec $(BIN)/pagemill serve $(MODEL) --host $(HOST) --port $(PORT) $(SERVE_ARGS)
 
-test: lint  ## Install what is missing, fetch the model, check style, types and arrows, run the tests
+test: lint lint-kernels  ## Install what is missing, fetch the model, check style, types and arrows, run the tests
 	@$(MODEL_READY)
 	@exec $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
+
+coverage: $(BUILT)  ## Run the tests in one process and state which lines and branches they reach (settings: PYTEST_ARGS)
+	@$(MODEL_READY)
+	@$(BIN)/coverage erase
+	@$(BIN)/coverage run -m pytest $(PYTEST_ARGS) || { echo "error: tests failed, so nothing is stated" >&2; exit 1; }
+	@$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage report
 
 soak: $(BUILT)  ## Ten minutes of random requests, faults, limits and sizes: no bit may change, no block be lost (settings: SOAK_ARGS)
 	@$(MODEL_READY)
@@ -52,12 +61,22 @@ lint: $(BUILT)  ## Check style (ruff), types (mypy) and the architecture's arrow
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-logo
 
+lint-kernels: $(KERNELS_LINTED)  ## Check the C++ code's format, that each header compiles by itself, and clang-tidy, where it has changed
+
+$(KERNELS_LINTED): $(BUILT) $(KERNEL_SOURCES) scripts/lint-kernels .clang-format .clang-tidy csrc/tests/.clang-tidy
+	@scripts/lint-kernels
+	@mkdir -p $(@D) && touch $@
+
 format: $(BUILT)  ## Format the code and fix what ruff can fix
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
+	@$(BIN)/clang-format -i csrc/*.h csrc/*.cpp csrc/*/*.h csrc/*/*.cpp
 
-sanitize: $(BUILT)  ## Run the kernels under the address, undefined-behaviour and thread sanitizers (seven minutes of processor time)
-	@scripts/sanitize
+docs: $(BUILT)  ## Build the documentation's site into build/site; a broken link or anchor fails
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+sanitize: $(BUILT)  ## Run the kernels under the address, undefined-behaviour and thread sanitizers (many minutes of processor time; settings: SANITIZE_ARGS, as scripts/sanitize has them)
+	@scripts/sanitize $(SANITIZE_ARGS)
 
 wheel: $(BUILT)  ## Build dist/*.whl and install it into an empty environment where no compiler can be found
 	@scripts/check-wheel
@@ -75,5 +94,5 @@ $(INSTALLED): pyproject.toml requirements/lock.txt scripts/install
 # The package itself, editable: Python files are used where they are; kernels are compiled again when their sources change.
 $(BUILT): $(INSTALLED) $(KERNEL_SOURCES)
 	@echo "building the kernels and installing what is missing"
-	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev]'
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev,docs]'
 	@touch $@

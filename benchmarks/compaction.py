@@ -24,7 +24,6 @@ from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.engine.messages import EngineRequest
 from pagemill.hub import resolve_model
-from pagemill.memory.occupancy import scatter
 from pagemill.sampling.params import SamplingParams
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
@@ -41,39 +40,39 @@ def decoding(arguments: argparse.Namespace, scattered: bool, kv_compaction: str)
         kv_compaction=kv_compaction,
     )  # fmt: skip
     core = EngineCore(config)
-    core.resize(frames * core._engine.pool.layout.frame_bytes)
+    core.resize(frames * core.executor.pool.layout.frame_bytes)
     generator = random.Random(0)
     params = SamplingParams(temperature=0.0, max_tokens=length, ignore_eos=True)
     for row in range(rows):
         prompt = [generator.randrange(1000, 40000) for _ in range(arguments.context)]
         core.add_request(EngineRequest(request_id=f"r{row}", prompt_token_ids=prompt, params=params, arrival_s=0.0))
     # Prompts are not computed: what a step takes does not depend on what K and V are, only that they are there.
-    core._engine.pool._frames[:, :frames].fill_(0.01)
+    core.executor.pool._frames[:, :frames].fill_(0.01)
     core._scheduler.max_num_batched_tokens = rows * arguments.context
-    computed, core._runner.run = core._runner.run, _nothing
+    computed, core.executor.run = core.executor.run, _nothing
     core.step()
     assert core._scheduler.num_running == rows
     if scattered:
         memory = core._memory
-        blocks = memory._blocks.in_use()
-        places = [memory._blocks.frame[block] for block in blocks]
+        blocks = memory.core.blocks.in_use()
+        places = [memory.core.blocks.frame[block] for block in blocks]
         for block, place in zip(blocks, generator.sample(places, len(places)), strict=True):
-            memory._blocks.frame[block] = place
-        for table in memory._tables:
+            memory.core.blocks.frame[block] = place
+        for table in memory.core.tables:
             memory.place(table, table.row)
-    core._runner.run = computed
+    core.executor.run = computed
     return core
 
 
 def _nothing(plan: StepPlan) -> StepResult:
     """A step's result, had every row got token 0."""
     samples = len(plan.sample_from)
-    return StepResult(tokens=[0] * samples, logprobs=[None] * samples)
+    return StepResult(tokens=[[0]] * samples, logprobs=[None] * samples)
 
 
 def move_s(core: EngineCore, blocks: int, rounds: int) -> float:
     """Seconds to move so many blocks out of random frames; the pool's other half is free."""
-    generator, pool = random.Random(1), core._engine.pool
+    generator, pool = random.Random(1), core.executor.pool
     times = []
     for _ in range(rounds):
         source = torch.tensor(generator.sample(range(pool.num_frames // 2), blocks))
@@ -86,7 +85,7 @@ def move_s(core: EngineCore, blocks: int, rounds: int) -> float:
 
 def look_s(core: EngineCore, rounds: int) -> float:
     """Seconds to look at a sequence whose blocks lie together, on average."""
-    compaction, tables = core._scheduler.compaction, list(core._memory._tables)
+    compaction, tables = core._scheduler.compaction, list(core._memory.core.tables)
     assert compaction is not None
     begin = time.perf_counter()
     for turn in range(rounds):
@@ -117,7 +116,7 @@ def main() -> None:
             times[name].append(time.perf_counter() - begin)
     step = {name: median(values[2:]) for name, values in times.items()}
     for name, core in cores.items():
-        steps, apart = scatter(core._memory)
+        steps, apart = core._memory.scatter()
         late, stats = median(times[name][-arguments.steps // 4 :]), core.stats()
         print(
             f"{name:12} {1e3 * step[name]:7.2f} ms per step, late {1e3 * late:7.2f}, all {sum(times[name]):6.2f} s; "

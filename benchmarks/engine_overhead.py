@@ -53,7 +53,7 @@ def measure(core: EngineCore, spent, running: int) -> dict[str, float]:
     while core.stats().waiting or core.stats().generated_tokens < 3 * running + measure.before:
         core.step()
     parts = defaultdict(list)
-    decoder = core._runner._decoder
+    decoder = core.executor.decoder
     for _ in range(STEPS - 10):
         spent.clear()
         before = decoder.operator_seconds() if isinstance(decoder, CpuDecoder) else {}
@@ -91,14 +91,14 @@ def main() -> None:
     settings = {"dtype": args.dtype, "max_num_seqs": max(args.running), "max_model_len": 512}
     core = EngineCore(EngineConfig(model=args.model, quantization=args.quantization, **settings))
     spent: dict[str, float] = defaultdict(float)
-    decoder = core._runner._decoder
+    decoder = core.executor.decoder
     timed(decoder, "forward", "forward", spent)
     timed(decoder, "logits", "head", spent)
-    timed(decoder, "likeliest", "head", spent)
-    timed(core._runner._sampler, "sample", "sampler", spent)
+    timed(decoder, "argmax", "head", spent)
+    timed(core.executor.sampler, "sample", "sampler", spent)
     timed(core._scheduler, "schedule", "schedule", spent)
     timed(core._scheduler, "commit", "commit", spent)
-    timed(core._runner, "apply", "apply", spent)
+    timed(core.executor, "apply", "apply", spent)
     rows = {running: measure(core, spent, running) for running in args.running}
     if args.json:
         about = {"cpu": cpu_model(), "python": platform.python_version()}

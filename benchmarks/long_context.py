@@ -70,7 +70,7 @@ def frame_bytes(arguments: argparse.Namespace) -> int:
 
 def drop(core: EngineCore) -> None:
     """Writes streamed blocks out and drops them from memory. The system takes back what is mapped, so all is first."""
-    pool = core._engine.pool
+    pool = core.executor.pool
     os.sync()
     for place in range(pool.groups.layers_per_frame):
         region = pool._lower_region(place)
@@ -87,9 +87,9 @@ def run(core: EngineCore, tokens: int, cold: bool) -> Run:
     seed(core, request, tokens)
     seed_s = time.perf_counter() - begin
     logits: list[torch.Tensor] = []
-    sampler = core._runner._sampler
+    sampler = core.executor.sampler
     sample = sampler.sample
-    sampler.only_likeliest = lambda rows: False  # type: ignore[method-assign]
+    sampler.only_argmax = lambda rows: False  # type: ignore[method-assign]
     sampler.sample = lambda rows, to: (logits.append(rows.clone()), sample(rows, to))[1]  # type: ignore[method-assign]
     core.add_request(request)
     seconds, streamed, found = [], 0, 0
@@ -103,7 +103,7 @@ def run(core: EngineCore, tokens: int, cold: bool) -> Run:
         print(f"  {time.strftime('%X')} {seconds[-1]:.3f} s", file=sys.stderr, flush=True)
         streamed = max(streamed, core.stats().blocks_streamed)
     assert (found, len(logits)) == (tokens, NEW)
-    return Run(seed_s, seconds[0], seconds[1:], logits, streamed * core._engine.pool.record_bytes)
+    return Run(seed_s, seconds[0], seconds[1:], logits, streamed * core.executor.pool.record_bytes)
 
 
 def main() -> None:
@@ -142,7 +142,7 @@ def main() -> None:
                 if arguments.check and not runs:
                     recorder = Recorder(core)
                 done = run(core, arguments.tokens, kind == "cold")
-                core._runner.close()
+                core.executor.close()
                 del core
             runs.append(done)
             token = median(done.token_s)

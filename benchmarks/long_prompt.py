@@ -96,7 +96,7 @@ def watch(pool: DevicePool) -> Iterator[list[Resident]]:
 
 def record_steps(llm: LLM, steps: list[Step]) -> None:
     """Has each step of the engine recorded, and a line printed for every band of context."""
-    core: Any = llm._core
+    core: Any = llm.client.core
     run, begun = core.step, (time.perf_counter(), time.process_time())
 
     def step() -> Any:
@@ -104,10 +104,10 @@ def record_steps(llm: LLM, steps: list[Step]) -> None:
         begin = time.perf_counter(), time.process_time()
         outputs = run()
         clock_s, cpu_s = time.perf_counter() - begin[0], time.process_time() - begin[1]
-        (row,) = core._scheduler._running or [None]
+        (row,) = core._scheduler.state.running or [None]
         context = steps[-1].context + 1 if row is None else row.table.length
         after = core.stats()
-        read = max(before.blocks_streamed, after.blocks_streamed) * core._engine.pool.record_bytes
+        read = max(before.blocks_streamed, after.blocks_streamed) * core.executor.pool.record_bytes
         steps.append(Step(context, clock_s, cpu_s, after.frames_active, after.blocks_streamed, read))
         if context // BAND > (steps[-2].context if len(steps) > 1 else 0) // BAND:
             print(f"  {context} tokens after {time.perf_counter() - begun[0]:.0f} s, "
@@ -167,7 +167,7 @@ def main() -> None:
         ) as llm,
     ):  # fmt: skip
         record_steps(llm, steps)
-        begin, pool = (time.perf_counter(), time.process_time()), llm._core._engine.pool  # type: ignore[union-attr]
+        begin, pool = (time.perf_counter(), time.process_time()), llm.client.core.executor.pool
         with watch(pool) as looks:
             (output,) = llm.generate({"prompt_token_ids": prompt}, params, use_tqdm=False)
         clock_s, cpu_s = time.perf_counter() - begin[0], time.process_time() - begin[1]

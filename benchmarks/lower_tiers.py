@@ -136,13 +136,13 @@ def main() -> None:
             begins = [1000 + sum(lengths[:i]) for i in range(len(lengths))]
             computed = [first_token_s(llm, str(n), text[at : at + n])[0] for n, at in zip(lengths, begins, strict=True)]
             first_token_s(llm, FILLER, text[1000 + sum(lengths) :][: max(lengths)])
-            one_at_a_time = (max(lengths) // 16 + 8) * llm._core._engine.pool.layout.frame_bytes
+            one_at_a_time = (max(lengths) // 16 + 8) * llm.client.core.executor.pool.layout.frame_bytes
         speeds: list[tuple[float, float]] = []
         turns: dict[tuple[str, int], list[tuple[float, ...]]] = {}
         prompts = (text[at : at + TURN] for at in range(0, len(text), TURN))
         for _, pool in product(range(arguments.rounds), ("new", "used")):
             with make("1GiB" if pool == "new" else one_at_a_time) as llm:
-                disk = llm._core._tiers.lower.tiers[-1]
+                disk = llm.client.core._tiers.lower.tiers[-1]
                 path, slot_bytes = disk.folder / "blocks.dat", disk.slot_bytes
                 size = path.stat().st_size
                 speeds.append((size / read_file(path, size), size / read_store(disk)))
@@ -153,9 +153,9 @@ def main() -> None:
                     size = length // 16 * slot_bytes
                     before_s = read_file(path, size)
                     drop_cache(path)
-                    loaded = llm._core.stats().blocks_loaded
+                    loaded = llm.client.core.stats().blocks_loaded
                     resumed_s, found = resume_s(llm, str(length), next(prompts))
-                    loaded = llm._core.stats().blocks_loaded - loaded
+                    loaded = llm.client.core.stats().blocks_loaded - loaded
                     disk_s = (before_s + read_file(path, size)) / 2
                     step_s, _ = resume_s(llm, str(length), next(prompts))
                     goal_s = disk_s / 0.8 + step_s

@@ -16,7 +16,8 @@ import time
 from pathlib import Path
 from statistics import fmean, stdev
 
-from pagemill.config import DTYPES, QUANTIZATIONS, EngineConfig
+from pagemill.arguments import arguments_of
+from pagemill.config import EngineConfig
 from pagemill.doctor import cpu_model
 from pagemill.engine.core import EngineCore
 from pagemill.engine.messages import EngineRequest, SequenceOutput
@@ -27,6 +28,9 @@ from pagemill.text.tokenizer import Tokenizer
 
 TEXT = Path(__file__).parent / "peers/alice.txt"
 ANSWER = 64
+
+DTYPES = arguments_of(EngineConfig)["dtype"].choices
+QUANTIZATIONS = arguments_of(EngineConfig)["quantization"].choices
 
 
 def settings_of(text: str) -> dict[str, str]:

@@ -202,16 +202,16 @@ class Recorder:
         self.steps: list[Step] = []
         self.spent_s = 0.0
         self._parts: dict[str, float] = defaultdict(float)
-        self._decoder = core._runner._decoder
+        self._decoder = core.executor.decoder
         timed(self._decoder, "forward", "layers", self._parts)
         timed(self._decoder, "logits", "head", self._parts)
-        timed(self._decoder, "likeliest", "head", self._parts)
-        timed(core._runner._sampler, "sample", "sampler", self._parts)
-        self._runner = core._runner
-        self._groups = core._runner._decoder.groups
+        timed(self._decoder, "argmax", "head", self._parts)
+        timed(core.executor.sampler, "sample", "sampler", self._parts)
+        self._runner = core.executor
+        self._groups = core.executor.decoder.groups
         self._num_frames = core.ready.num_frames
-        self._run = core._runner.run
-        core._runner.run = self.run  # type: ignore[method-assign]
+        self._run = core.executor.run
+        core.executor.run = self.run  # type: ignore[method-assign]
 
     def reset(self) -> None:
         self.steps, self.spent_s = [], 0.0
@@ -292,9 +292,9 @@ def main() -> None:
         {"gguf": str(resolve_model(arguments.model))},
         {"dtype": arguments.dtype, "quantization": arguments.quantization},
     )
-    decoder = engine.core._runner._decoder
-    held = Model.of(decoder, engine.core._runner._pool.dtype, held=True)
-    model = Model.of(decoder, engine.core._runner._pool.dtype, held=arguments.quantization is not None)
+    decoder = engine.core.executor.decoder
+    held = Model.of(decoder, engine.core.executor.pool.dtype, held=True)
+    model = Model.of(decoder, engine.core.executor.pool.dtype, held=arguments.quantization is not None)
     ceilings = measure_ceilings(model.layer_bytes + model.head_bytes)
     recorder = Recorder(engine.core)
     text = tokenize(MODEL)

@@ -57,8 +57,8 @@ def make_piece(layer: int, piece: int, shape: Shape) -> tuple[Tensor, Tensor]:
 
 def seed(core: EngineCore, request: EngineRequest, tokens: int) -> None:
     """Caches the request's first `tokens` tokens, whole pieces, as if they had been computed."""
-    memory, pool, scheduler = core._memory, core._engine.pool, core._scheduler
-    caches = [pool.layer(layer) for layer in range(len(core._runner._decoder.spec.layers))]
+    memory, pool, scheduler = core._memory, core.executor.pool, core._scheduler
+    caches = [pool.layer(layer) for layer in range(len(core.executor.decoder.spec.layers))]
     attention = TorchAttention()
     root, digests = core._root(request), list[bytes]()
     extend_chain(digests, root, request.prompt_token_ids[:tokens], memory.block_size)
@@ -67,7 +67,7 @@ def seed(core: EngineCore, request: EngineRequest, tokens: int) -> None:
         end = (piece + 1) * PIECE
         while (shortage := memory.reserve(table, end)) is not None:
             assert memory.stream(table, shortage.missing)
-        core._runner.apply(scheduler._batch.plan({}))
+        core.executor.apply(scheduler.state.batch.plan({}))
         scheduler.commit(StepResult(), 0.0)
         frames = torch.tensor(memory.frames(table, piece * PIECE // memory.block_size))
         slots = (frames.unsqueeze(1) * memory.block_size + torch.arange(memory.block_size)).flatten()
@@ -90,12 +90,12 @@ class Recorder:
     layers then run operator by operator, with the same bits."""
 
     def __init__(self, core: EngineCore) -> None:
-        decoder = core._runner._decoder
+        decoder = core.executor.decoder
         self._spec = decoder.spec
         self._attention: AttentionBackend = decoder.attention
         self._written: list[tuple[Tensor, Tensor]] = []
         self._attended: list[tuple[Tensor, Tensor, Tensor]] = []
-        self._shape = shape_of(core._engine.pool.layer(0))
+        self._shape = shape_of(core.executor.pool.layer(0))
         decoder.attention = self
         decoder.forward = lambda *arguments: Decoder.forward(decoder, *arguments)  # type: ignore[method-assign]
 

@@ -112,9 +112,9 @@ def run(core: EngineCore, requests: list[EngineRequest]) -> dict[str, float]:
     while core.has_work():
         tokens += sum(len(output.new_token_ids) for output in core.step())
         looked = time.perf_counter()
-        entries += sum(sequence.table.num_held for sequence in scheduler._running)
+        entries += sum(sequence.table.num_held for sequence in scheduler.state.running)
         held += memory.stats().frames_active
-        contents += len({content for sequence in scheduler._running for content in contents_of(sequence)})
+        contents += len({content for sequence in scheduler.state.running for content in contents_of(sequence)})
         watching += time.perf_counter() - looked
     seconds = time.perf_counter() - begin - watching
     saved, possible = 1 - held / entries, 1 - contents / entries

@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from pagemill import AsyncLLM
 from pagemill.ops.vector_math import settle_vector_math
@@ -16,6 +17,10 @@ from pagemill.tenant_limits import read_tenants_file
 
 # A shell that runs the tests in the background has Ctrl-C ignored, here and in what is started from here.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# How fast examples are made says something of the machine, not of the code.
+settings.register_profile("busy machines", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machines")
 
 settle_vector_math()  # references are computed with torch too
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pagemill.attention.interface import AttentionBatch, GroupBatch
 from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.kv_format import kv_format
 from pagemill.models.decoder import Decoder
 
 FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
@@ -49,7 +50,7 @@ class PagedSequences:
             spec.num_kv_heads,
             spec.head_dim,
             block_size,
-            kv_dtype or decoder.dtype,
+            kv_format(str(kv_dtype or decoder.dtype)),
             decoder.device,
         )
         poison(self.pool)

@@ -92,3 +92,15 @@ def test_an_argument_without_a_choice_is_accepted_as_it_is_and_refused_otherwise
 
 def test_no_setting_is_also_fixed():
     assert not FIXED.keys() & {setting.name for setting in dataclasses.fields(EngineConfig)}
+
+
+@pytest.mark.parametrize("name", ["dtype", "eviction_policy", "max_num_seqs"])
+def test_half_of_a_surrogate_pair_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match=f"^{name} is .*; it must be"):
+        EngineConfig(model="m", **{name: "\ud800"})
+
+
+@pytest.mark.parametrize("value", [10**30, -(2**63) - 1])
+def test_integers_fit_into_64_bits(value):
+    with pytest.raises(ConfigError, match=r"^seed is "):
+        EngineConfig(model="m", seed=value)

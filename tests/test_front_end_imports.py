@@ -7,8 +7,8 @@ import sys
 import pytest
 
 FRONT_END = (
-    "pagemill.engine.async_llm, pagemill.server.run, pagemill.cli.main, pagemill.cli.app, pagemill.cli.serve, "
-    "pagemill.cli.generate, pagemill.cli.chat, pagemill.cli.bench, pagemill.cli.loading, pagemill.engine.llm"
+    "pagemill.frontend.async_llm, pagemill.server.run, pagemill.cli.main, pagemill.cli.app, pagemill.cli.serve, "
+    "pagemill.cli.generate, pagemill.cli.chat, pagemill.cli.bench, pagemill.cli.loading, pagemill.frontend.llm"
 )
 
 
@@ -16,7 +16,7 @@ FRONT_END = (
     ("modules", "heavy"),
     [
         ("pagemill", ["torch", "transformers", "numpy", "msgspec", "asyncio"]),
-        ("pagemill.cli.main, pagemill.engine.spawn", ["typer", "numpy", "msgspec", "asyncio"]),
+        ("pagemill.cli.main, pagemill.frontend.spawn", ["typer", "numpy", "msgspec", "asyncio"]),
         (FRONT_END, ["torch", "transformers"]),
     ],
 )

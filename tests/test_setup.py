@@ -125,7 +125,7 @@ def test_locked_versions_lie_in_the_declared_ranges():
             requirement = Requirement(line)
             pin = next(iter(requirement.specifier)).version
             locked.setdefault(requirement.name.lower(), []).append(pin)
-    declared = _declared("dependencies") + _declared("dev")
+    declared = _declared("dependencies") + _declared("dev") + _declared("docs")
     assert len(declared) > 20
     for requirement in map(Requirement, declared):
         for pin in locked[requirement.name]:

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from pagemill.memory.block_table import BlockTable
+from pagemill.memory.footprint import Footprint
 from pagemill.memory.manager import MemoryManager, Shortage
-from pagemill.memory.needs import Needs
 from pagemill.memory.tenants import Tenant
 
 
-class Reservations(Needs):
+class Reservations(Footprint):
     """Every sequence needs the blocks of `reservation` tokens."""
 
     def __init__(self, block_size: int, windows: Sequence[int | None], reservation: int) -> None:
@@ -31,11 +31,11 @@ class ContiguousMemory(MemoryManager):
     def __init__(self, *arguments: Any, reservation: int, **settings: Any) -> None:
         super().__init__(*arguments, **settings)
         self.reservation = reservation
-        self.needs = Reservations(self.block_size, self.windows, reservation)
+        self.footprint = Reservations(self.block_size, self.windows, reservation)
 
     def reserve(self, table: BlockTable, up_to: int) -> Shortage | None:
         return super().reserve(table, max(up_to, self.reservation))
 
     def available(self, tenant: Tenant) -> int:
         """The scheduler leaves one block free for each running sequence to grow into, which none of these needs."""
-        return super().available(tenant) + len(self._tables) - 1
+        return super().available(tenant) + len(self.core.tables) - 1

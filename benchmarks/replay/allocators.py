@@ -19,7 +19,6 @@ from benchmarks.replay.contiguous import PLACEMENTS, RESERVATIONS, ContiguousMem
 from benchmarks.replay.output import bars, write_table
 from benchmarks.replay.setup import Setup, add_replay_arguments, begin, chosen_setup, latencies
 
-from pagemill.memory.occupancy import occupancy
 from pagemill.scheduling.step_plan import StepPlan
 from pagemill.simulate.simulator import Replay, replay
 from pagemill.simulate.step_time import StepTimes
@@ -106,7 +105,7 @@ def paged(trace: Sequence[TracedRequest], setup: Setup, step_times: StepTimes) -
     slot_bytes = shape.frame_bytes(setup.block_size) / setup.block_size
 
     def usage() -> tuple[float, float]:
-        found = occupancy(memory)
+        found = memory.occupancy()
         return found.reserved * slot_bytes, found.written * shape.slot_bytes
 
     meter = PoolMeter(usage)

@@ -12,10 +12,9 @@ from typing import Protocol
 
 from pagemill.memory.block_table import BlockTable
 from pagemill.memory.eviction import Lru
-from pagemill.memory.lower_frames import NO_LOWER, LowerFrames
-from pagemill.memory.manager import Opened, Shortage
-from pagemill.memory.needs import Needs
-from pagemill.memory.streaming import Places
+from pagemill.memory.footprint import Footprint
+from pagemill.memory.frames import StreamedFrames
+from pagemill.memory.manager import Opened, Residency, Shortage
 from pagemill.memory.tenants import Tenant, Tenants
 from pagemill.memory.work import MemoryWork
 from pagemill.simulate.trace import TracedRequest
@@ -111,13 +110,13 @@ class ContiguousMemory:
 
     block_size = 1
     windows = (None,)
-    needs = Needs(1, (None,))
+    footprint = Footprint(1, (None,))
     has_copies = False
 
     def __init__(self, slots: int, placement: Placement, reserve_for: Callable[[bytes], int]) -> None:
         self.num_frames = slots
         self.tenants = Tenants(Lru)
-        self.lower = LowerFrames(NO_LOWER, 0)
+        self.streamed = StreamedFrames()
         self._placement = placement
         self._reserve_for = reserve_for
         self._extents: dict[BlockTable, Extent] = {}
@@ -135,8 +134,8 @@ class ContiguousMemory:
     def written(self) -> int:
         return sum(table.length for table in self.tables)
 
-    def places(self, table: BlockTable) -> Places:
-        return Places(table.num_held, 0)
+    def residency(self, table: BlockTable) -> Residency:
+        return Residency(table.num_held, 0)
 
     def end_idle(self, now: float) -> float:
         return inf

@@ -69,8 +69,8 @@ class RealEngine:
                 model=str(resolve_model(model)), dtype=dtype, max_model_len=CONTEXT, hf_overrides=overrides, **settings
             )
         )
-        runner = self.core._runner
-        spec, kv_dtype = runner._decoder.spec, runner._pool.dtype
+        runner = self.core.executor
+        spec, kv_dtype = runner.decoder.spec, runner.pool.dtype
         self.shape = KVShape(
             tuple(layer.window for layer in spec.layers), spec.num_kv_heads, spec.head_dim, kv_dtype.itemsize
         )

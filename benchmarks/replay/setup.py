@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from pagemill.config import KV_COMPACTION
+from pagemill.arguments import arguments_of
+from pagemill.config import EngineConfig
 from pagemill.memory.compaction import Compaction
 from pagemill.memory.manager import MemoryManager
 from pagemill.scheduling.scheduler import Scheduler
@@ -51,7 +52,7 @@ class Setup:
             ageing_s=10.0,
             enable_prefix_caching=caching,
             target_tpot_s=self.target_tpot_s,
-            compaction=Compaction(memory) if self.kv_compaction == "auto" and paged else None,
+            compaction=Compaction(memory.core) if self.kv_compaction == "auto" and paged else None,
         )
 
 
@@ -67,7 +68,7 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kv-mib", type=int, default=2048, help="bytes of the KV pool, in MiB")
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
-    parser.add_argument("--kv-compaction", default="auto", choices=KV_COMPACTION)
+    parser.add_argument("--kv-compaction", default="auto", choices=arguments_of(EngineConfig)["kv_compaction"].choices)
 
 
 def add_output_argument(parser: argparse.ArgumentParser) -> None:

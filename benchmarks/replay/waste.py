@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from benchmarks.replay.output import bars, write_table
 from benchmarks.replay.setup import Setup, add_replay_arguments, begin, chosen_setup
 
-from pagemill.memory.occupancy import Scatter, scatter
+from pagemill.memory.manager import Scatter
 from pagemill.scheduling.step_plan import StepPlan
 from pagemill.simulate.simulator import replay
 from pagemill.simulate.step_time import StepTimes
@@ -77,7 +77,7 @@ def measure(trace: Sequence[TracedRequest], setup: Setup, step_times: StepTimes)
 
     def look(plan: StepPlan, seconds: float) -> None:
         if plan.step % 16 == 0:
-            looked.append(scatter(memory))
+            looked.append(memory.scatter())
 
     begin = time.perf_counter()
     outcome = replay(trace, setup.scheduler(memory), step_times, [meter, look])

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pagemill.config import EngineConfig
-    from pagemill.engine.async_llm import AsyncLLM
-    from pagemill.engine.llm import LLM
-    from pagemill.engine.outputs import (
+    from pagemill.errors import PagemillError
+    from pagemill.frontend.async_llm import AsyncLLM
+    from pagemill.frontend.llm import LLM
+    from pagemill.frontend.outputs import (
         BeamSearchOutput,
         BeamSearchSequence,
         CompletionOutput,
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
     )
-    from pagemill.errors import PagemillError
     from pagemill.sampling.beam_search_params import BeamSearchParams
     from pagemill.sampling.params import SamplingParams
     from pagemill.tenant_limits import TenantLimits
@@ -47,17 +47,17 @@ __all__ = [
 ]
 
 _HOMES = {
-    "LLM": "pagemill.engine.llm",
-    "AsyncLLM": "pagemill.engine.async_llm",
-    "BeamSearchOutput": "pagemill.engine.outputs",
+    "LLM": "pagemill.frontend.llm",
+    "AsyncLLM": "pagemill.frontend.async_llm",
+    "BeamSearchOutput": "pagemill.frontend.outputs",
     "BeamSearchParams": "pagemill.sampling.beam_search_params",
-    "BeamSearchSequence": "pagemill.engine.outputs",
-    "CompletionOutput": "pagemill.engine.outputs",
+    "BeamSearchSequence": "pagemill.frontend.outputs",
+    "CompletionOutput": "pagemill.frontend.outputs",
     "EngineConfig": "pagemill.config",
-    "Logprob": "pagemill.engine.outputs",
+    "Logprob": "pagemill.frontend.outputs",
     "PagemillError": "pagemill.errors",
-    "RequestMetrics": "pagemill.engine.outputs",
-    "RequestOutput": "pagemill.engine.outputs",
+    "RequestMetrics": "pagemill.frontend.outputs",
+    "RequestOutput": "pagemill.frontend.outputs",
     "SamplingParams": "pagemill.sampling.params",
     "TenantLimits": "pagemill.tenant_limits",
 }

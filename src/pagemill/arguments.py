@@ -1,21 +1,112 @@
-"""Turns Python's bare TypeError for an unknown keyword into one that suggests the nearest argument."""
+"""Declares the arguments that callers give, each once: type, limits, help; checks, flags and docs follow from it.
+
+A field is declared as `name: Annotated[type, about("What it is.")]`; limits stand on the type, as `msgspec.Meta`.
+Where words of its own say them better, they are the `title` of that.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, TypeVar
+import itertools
+import re
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeVar
 
-from pagemill.errors import UnknownArgumentError
+import msgspec
+from msgspec import Meta
+
+from pagemill.errors import PagemillError, UnknownArgumentError, shown
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
+Count = Annotated[int, Meta(ge=1)]
+Positive = Annotated[float, Meta(gt=0)]
+
+_BOUNDS: dict[Any, dict[str, Any]] = {
+    int: {"ge": -(2**63), "le": 2**63 - 1},
+    float: {"ge": -sys.float_info.max, "le": sys.float_info.max},
+}
+"""Every integer fits into 64 bits, as messages between processes need it; every number is finite."""
+_NOUNS = {int: "integers", float: "numbers", str: "texts", dict: "dicts", list: "lists"}
+_WORDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
+_UNIONS = (types.UnionType, typing.Union)
+
+
+def about(description: str, way_out: str = "") -> Meta:
+    """Returns what is said of a field: its help text, and what to do instead of a wrong value."""
+    return Meta(description=description, extra={"way_out": way_out})
+
+
+class Argument(NamedTuple):
+    """One declared field. kind: its type, without limits. limit: what its value must be, in words."""
+
+    name: str
+    kind: Any
+    default: Any
+    description: str
+    limit: str
+    way_out: str
+
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The values that it may have, where those are named one by one."""
+        parts = typing.get_args(self.kind) if typing.get_origin(self.kind) in _UNIONS else (self.kind,)
+        return tuple(value for part in parts if typing.get_origin(part) is Literal for value in typing.get_args(part))
+
+
+@functools.cache
+def arguments_of(cls: type) -> dict[str, Argument]:
+    """Returns the declared fields of a dataclass, by name, in their order."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    found = {}
+    for field in dataclasses.fields(cls):
+        base, limits = _split(hints[field.name])
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        description, extra = limits.get("description", ""), limits.get("extra") or {}
+        limit = _limit(hints[field.name])
+        found[field.name] = Argument(field.name, _bare(base), default, description, limit, extra.get("way_out", ""))
+    return found
+
+
+def check_fields(instance: Any, error: type[PagemillError]) -> None:
+    """Checks all fields of a dataclass against their types and limits; integers become floats where those are declared.
+
+    Raises `error`, which names the value, the limit and the way out.
+    """
+    cls: Any = type(instance)
+    try:
+        checked = msgspec.convert(vars(instance), _checker(cls))
+    except (msgspec.ValidationError, UnicodeEncodeError) as wrong:
+        place = re.search(r"`\$\.(\w+)", str(wrong))
+        name = _not_unicode(vars(instance)) if place is None else place[1]
+        argument = arguments_of(cls)[name]
+        text = f"{name} is {shown(getattr(instance, name))}; it must be {argument.limit}"
+        raise error(f"{text}; {argument.way_out}" if argument.way_out else text, param=name) from None
+    vars(instance).update({name: getattr(checked, name) for name in checked.__struct_fields__})
+
+
+def as_list(value: Any) -> Any:
+    """Returns a list for a sequence, a set, an array or a tensor, and any other value as it is.
+
+    An iterable without a length stays as it is: it may never end.
+    """
+    if isinstance(value, (str, bytes, list)):
+        return value
+    if isinstance(value, (Sequence, set, frozenset)):
+        return list(itertools.islice(value, len(value)))
+    if callable(getattr(value, "tolist", None)) and getattr(value, "ndim", None):
+        return value.tolist()
+    return value
+
 
 def suggest_arguments(cls: type[T]) -> type[T]:
-    """Class decorator for dataclasses: an unknown keyword raises `UnknownArgumentError` with the nearest known one."""
+    """Makes a dataclass raise `UnknownArgumentError`, with the nearest known name, for an unknown keyword."""
     original = cls.__init__
     known = frozenset(f.name for f in dataclasses.fields(cls) if f.init)  # type: ignore[arg-type]
 
@@ -31,7 +122,7 @@ def suggest_arguments(cls: type[T]) -> type[T]:
 
 
 def suggest_keywords(function: F) -> F:
-    """The same for a function or method without `**kwargs`."""
+    """Does the same for a function or method without `**kwargs`."""
     known = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @functools.wraps(function)
@@ -42,3 +133,83 @@ def suggest_keywords(function: F) -> F:
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
+
+
+@functools.cache
+def _checker(cls: type) -> type[msgspec.Struct]:
+    """Returns a struct that has the dataclass's fields, for msgspec checks all fields of one in a single call."""
+    hints = typing.get_type_hints(cls, include_extras=True)
+    return msgspec.defstruct(
+        cls.__name__, [(field.name, _bounded(hints[field.name])) for field in dataclasses.fields(cls)]
+    )
+
+
+def _not_unicode(values: dict[str, Any]) -> str:
+    """Returns the name of the first value with half of a surrogate pair in a text."""
+    return next(
+        name
+        for name, value in values.items()
+        for text in (value if isinstance(value, (list, dict)) else [value])
+        if isinstance(text, str) and re.search("[\ud800-\udfff]", text)
+    )
+
+
+def _split(hint: Any) -> tuple[Any, dict[str, Any]]:
+    """Returns a type without its `Annotated`, and the limits that stood there."""
+    if typing.get_origin(hint) is not Annotated:
+        return hint, {}
+    limits: dict[str, Any] = {}
+    for meta in hint.__metadata__:
+        limits |= dict(meta.__rich_repr__())
+    return hint.__origin__, limits
+
+
+def _bounded(hint: Any) -> Any:
+    """Returns the type with `_BOUNDS` on every integer and number in it that has none of its own."""
+    base, limits = _split(hint)
+    if base in _BOUNDS:
+        own = {name for name in ("gt", "ge", "lt", "le") if name in limits}
+        low, high = bool(own & {"gt", "ge"}), bool(own & {"lt", "le"})
+        limits |= {name: value for name, value in _BOUNDS[base].items() if not (low if name == "ge" else high)}
+    elif (origin := typing.get_origin(base)) in _UNIONS:
+        base = typing.Union[tuple(_bounded(part) for part in typing.get_args(base))]  # noqa: UP007
+    elif origin in (list, dict):
+        base = origin[tuple(_bounded(part) for part in typing.get_args(base))]
+    return Annotated[base, Meta(**limits)] if limits else base
+
+
+def _bare(hint: Any) -> Any:
+    base, _ = _split(hint)
+    if typing.get_origin(base) in _UNIONS:
+        return typing.Union[tuple(_bare(part) for part in typing.get_args(base))]  # noqa: UP007
+    if typing.get_origin(base) in (list, dict):
+        return typing.get_origin(base)[tuple(_bare(part) for part in typing.get_args(base))]
+    return base
+
+
+def _limit(hint: Any, *, many: bool = False) -> str:
+    """Returns what a value must be, such as "an integer of at least 1 or None"."""
+    base, limits = _split(hint)
+    origin, parts = typing.get_origin(base), typing.get_args(base)
+    if "title" in limits:
+        return str(limits["title"])
+    if origin in _UNIONS:
+        return " or ".join(_limit(part, many=many) for part in parts)
+    if origin is Literal:
+        return f"{'' if len(parts) == 1 else 'one of '}{', '.join(map(str, parts))}"
+    if base is bool:
+        return "True or False"
+    if base is type(None):
+        return "None"
+    noun = _NOUNS.get(origin or base, getattr(base, "__name__", str(base)))
+    if not many:
+        noun = f"{'an' if noun[0] in 'aeiou' else 'a'} {noun.removesuffix('s')}"
+    if parts:
+        noun += " of " + " to ".join(_limit(part, many=True) for part in parts)
+    return noun + _range(limits)
+
+
+def _range(limits: dict[str, Any]) -> str:
+    if {"ge", "le"} <= limits.keys():
+        return f" from {limits['ge']} to {limits['le']}"
+    return "".join(f" {word} {limits[name]}" for name, word in _WORDS.items() if name in limits)

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass, field, fields
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from pagemill.arguments import suggest_arguments
-from pagemill.errors import ConfigError, UnknownArgumentError
+from msgspec import Meta
+
+from pagemill.arguments import Count, Positive, about, check_fields, suggest_arguments
+from pagemill.errors import ConfigError, UnknownArgumentError, shown
 from pagemill.tenant_limits import TenantLimits, read_limits, read_tenants_file
 
-BLOCK_SIZES = (8, 16, 32, 64, 128, 256)
-EVICTION_POLICIES = ("lru", "lfu", "cost")
-KV_COMPACTION = ("auto", "off")
-KV_HOST_COMPRESSION = ("off", "zstd")
-PREEMPTION_MODES = ("auto", "swap", "recompute")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
-KV_CACHE_DTYPES = (*DTYPES, "int8")
-QUANTIZATIONS = ("gguf", "int8")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
-_INT64 = 2**63
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Share = Annotated[float, Meta(ge=0, le=1)]
+Model = Annotated[str, Meta(min_length=1, title="a path, a name such as 'smollm2-135m', or a Hugging Face id")]
+Size = Annotated[int | float | str, Meta(title="bytes, a size such as '4GiB', or a share")]
 
 FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tensor_parallel_size": ((1,), "runs on one device"),
@@ -47,108 +43,117 @@ FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
 class EngineConfig:
     """Settings of one engine; `LLM(...)`, `AsyncLLM(...)` and `pagemill serve` take the same names.
 
-    kv_memory: bytes of the KV pool: an int, "512MiB", or a share of what is free ("50%" or 0.5). None takes 40 % of
-    free memory, at most what `max_num_seqs` sequences of `max_model_len` can fill.
-    kv_cache_memory_bytes, gpu_memory_utilization: vLLM's two ways to say it; at most one of the three may be given.
+    Raises `ConfigError` for a wrong value, and for two that contradict each other.
     """
 
-    model: str
-    tokenizer: str | None = None
-    dtype: str = "auto"
-    quantization: str | None = None
-    """How linear layers are held and computed: None in dtype; "gguf" on the integers of a quantized GGUF file; "int8"
-    on any weights rounded to 8 bits."""
-    max_model_len: int | None = None
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 512
-    block_size: int = 16
-    kv_memory: int | float | str | None = None
-    kv_cache_memory_bytes: int | None = None
-    gpu_memory_utilization: float | None = None
-    kv_cache_dtype: str = "auto"
-    kv_host_memory: int | str | None = None
-    """Host memory for blocks that the pool evicts: bytes, or "4GiB"."""
-    kv_host_compression: str = "off"
-    """How they lie there: "off" as they are; "zstd" compressed, without loss."""
-    kv_disk_memory: int | str | None = None
-    """Disk space for blocks that neither keeps, and that outlive the process: bytes, or "20GiB"."""
-    kv_disk_path: str | None = None
-    """Folder for them; by default `kv` in pagemill's cache folder."""
-    enable_prefix_caching: bool = True
-    eviction_policy: str = "lru"
-    """Which cached blocks make room first: "lru" the least recently used; "lfu" the least often used; "cost" those that
-    are the least work to compute again, times their uses. The last two age."""
-    kv_compaction: str = "auto"
-    """Whether blocks of running sequences are moved together again: "auto" on CPU, where that saves attention more time
-    than it costs; "off" never."""
-    target_tpot_ms: float | None = None
-    """Milliseconds between two tokens of a request that the controller holds; None: it changes nothing."""
-    preemption_mode: str = "auto"
-    """How a sequence that lost its blocks gets back those that have left the pool: "swap" loads them from the lower
-    tiers, "recompute" computes them again, "auto" does what takes less time by the speeds measured."""
-    max_pinned_share: float = 0.5
-    """The most of the KV pool that pinned prefixes may take."""
-    session_path: str | None = None
-    """File in which sessions are kept; without one they end with the process."""
-    max_sessions: int = 1024
-    session_timeout_s: float | None = None
-    """A session that nobody used for so long is forgotten."""
-    seed: int = 0
-    hf_overrides: dict[str, Any] = field(default_factory=dict)
-    device: str = "auto"
-    num_threads: int | None = None
-    ageing_s: float = 10.0
-    """A request waits at most this long, in rank, for each step of priority another one is ahead."""
-    tenants: dict[str, TenantLimits] = field(default_factory=dict)
-    """Limits by tenant, as `TenantLimits` or dicts of them, or the path of a tenants file. Requests of others than
-    these and "default" are refused."""
-    check_invariants: bool = False
-    """Recount the whole memory system after every step (slow; for debugging, also in production)."""
+    model: Annotated[Model, about("A path, a name such as 'smollm2-135m', or a Hugging Face id.")]
+    tokenizer: Annotated[str | None, about("Folder or file of another tokenizer than the model's own.")] = None
+    dtype: Annotated[Dtype, about("Number format of weights and activations: auto, float32, bfloat16 or float16.")] = (
+        "auto"
+    )
+    quantization: Annotated[
+        Literal["gguf", "int8"] | None,
+        about("Linear layers on 8-bit arithmetic: gguf (a quantized file's own integers) or int8 (any weights)."),
+    ] = None
+    max_model_len: Annotated[
+        Count | None, about("Longest prompt and answer together, in tokens. Default: what the model declares.")
+    ] = None
+    max_num_seqs: Annotated[Count, about("Sequences that run at the same time.")] = 256
+    max_num_batched_tokens: Annotated[Count, about("Tokens of one step, prompts and answers together.")] = 512
+    block_size: Annotated[
+        Literal[8, 16, 32, 64, 128, 256], about("Tokens of one KV block: a power of two from 8 to 256.")
+    ] = 16
+    kv_memory: Annotated[
+        Size | None,
+        about(
+            'Size of the KV cache: bytes, "512MiB", or a share of free memory ("50%" or 0.5). Default: 40 % of free '
+            "memory, at most what max_num_seqs sequences of max_model_len can fill."
+        ),
+    ] = None
+    kv_cache_memory_bytes: Annotated[int | None, about("Size of the KV cache in bytes (vLLM's name).")] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        about("Share of a device's memory that the whole engine may use; it sizes the KV cache (vLLM's name)."),
+    ] = None
+    kv_cache_dtype: Annotated[
+        Dtype | Literal["int8"],
+        about("Number format of the KV cache: auto (as the weights), float32, bfloat16, float16 or int8."),
+    ] = "auto"
+    kv_host_memory: Annotated[
+        Size | None, about('Host memory for KV blocks that the pool evicts: bytes or "4GiB".')
+    ] = None
+    kv_host_compression: Annotated[
+        Literal["off", "zstd"],
+        about("How blocks lie in host memory: off (as they are) or zstd (compressed, without loss)."),
+    ] = "off"
+    kv_disk_memory: Annotated[
+        Size | None,
+        about('Disk space for KV blocks, which are found again after a restart: bytes or "20GiB".'),
+    ] = None
+    kv_disk_path: Annotated[str | None, about("Folder for blocks on disk. Default: kv in pagemill's cache folder.")] = (
+        None
+    )
+    enable_prefix_caching: Annotated[bool, about("Share the KV cache of equal prefixes.")] = True
+    eviction_policy: Annotated[
+        Literal["lru", "lfu", "cost"],
+        about("Which cached blocks make room first: lru, lfu or cost (of computing them again, times their uses)."),
+    ] = "lru"
+    kv_compaction: Annotated[
+        Literal["auto", "off"],
+        about("Move blocks of running sequences together again: auto (on CPU, where it pays) or off."),
+    ] = "auto"
+    target_tpot_ms: Annotated[
+        Positive | None,
+        about("Milliseconds between a request's tokens to aim for. Default: no limit beside the settings."),
+    ] = None
+    preemption_mode: Annotated[
+        Literal["auto", "swap", "recompute"],
+        about(
+            "How preempted sequences get back blocks that left the pool: auto (what takes less time), swap or "
+            "recompute."
+        ),
+    ] = "auto"
+    max_pinned_share: Annotated[
+        Share, about("The most of the KV cache that pinned prefixes may take, from 0 to 1.")
+    ] = 0.5
+    session_path: Annotated[
+        str | None, about("File in which sessions are kept. Default: they end with the process.")
+    ] = None
+    max_sessions: Annotated[Count, about("Sessions that are kept; one more is refused.")] = 1024
+    session_timeout_s: Annotated[
+        Positive | None, about("Seconds without use after which a session is forgotten. Default: never.")
+    ] = None
+    seed: Annotated[int, about("The same seed gives the same answers to the same requests.")] = 0
+    hf_overrides: Annotated[
+        dict[str, Any], about("JSON object that replaces entries of the model's configuration.")
+    ] = field(default_factory=dict)
+    device: Annotated[str, about("auto, cpu or cuda.")] = "auto"
+    num_threads: Annotated[Count | None, about("CPU threads. Default: one per core.")] = None
+    ageing_s: Annotated[
+        Annotated[float, Meta(ge=0)], about("Seconds of waiting that make up for one step of priority.")
+    ] = 10.0
+    tenants: Annotated[
+        dict[str, TenantLimits], about("JSON file of tenants: their limits and, for a server, their API keys.")
+    ] = field(default_factory=dict)
+    """In Python also a dict of `TenantLimits`, or of dicts. Other tenants than these and "default" are refused."""
+    check_invariants: Annotated[
+        bool, about("Recount the whole memory system after every step (slow; for debugging).")
+    ] = False
 
     def __post_init__(self) -> None:
-        self.tokenizer = None if self.tokenizer is None else os.fspath(self.tokenizer)
         self.hf_overrides = {} if self.hf_overrides is None else self.hf_overrides
-        if not isinstance(self.model, (str, os.PathLike)) or not os.fspath(self.model):
-            raise ConfigError(
-                f"model is {self.model!r}; it must be a path, a name such as 'smollm2-135m', or a Hugging Face id",
-                param="model",
-            )
-        self._check_types()
+        for name in ("model", "tokenizer", "kv_disk_path", "session_path"):
+            if isinstance(value := getattr(self, name), os.PathLike):
+                setattr(self, name, os.fspath(value))
         if isinstance(self.tenants, (str, os.PathLike)):
             self.tenants = read_tenants_file(self.tenants).limits
         self.tenants = read_limits(self.tenants)
-        self.dtype = DTYPE_ALIASES.get(self.dtype, self.dtype)
-        if self.block_size not in BLOCK_SIZES:
-            raise ConfigError(
-                f"block_size is {self.block_size}; it must be one of {', '.join(map(str, BLOCK_SIZES))}",
-                param="block_size",
-            )
-        for name, known in (("dtype", DTYPES), ("kv_cache_dtype", KV_CACHE_DTYPES)):
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}; it must be one of {', '.join(known)}", param=name
-                )
-        if self.eviction_policy not in EVICTION_POLICIES:
-            raise ConfigError(
-                f"eviction_policy is {self.eviction_policy!r}; it must be one of {', '.join(EVICTION_POLICIES)}",
-                param="eviction_policy",
-            )
-        if self.target_tpot_ms is not None and not 0 < self.target_tpot_ms < math.inf:
-            raise ConfigError(
-                f"target_tpot_ms is {self.target_tpot_ms}; it must be above 0 milliseconds, or None for no target",
-                param="target_tpot_ms",
-            )
-        if self.kv_compaction not in KV_COMPACTION:
-            raise ConfigError(
-                f"kv_compaction is {self.kv_compaction!r}; it must be one of {', '.join(KV_COMPACTION)}",
-                param="kv_compaction",
-            )
-        if self.kv_host_compression not in KV_HOST_COMPRESSION:
-            raise ConfigError(
-                f"kv_host_compression is {self.kv_host_compression!r}; it must be one of "
-                f"{', '.join(KV_HOST_COMPRESSION)}",
-                param="kv_host_compression",
-            )
+        if isinstance(self.dtype, str):
+            self.dtype = DTYPE_ALIASES.get(self.dtype, self.dtype)  # type: ignore[assignment]
+        check_fields(self, ConfigError)
+        self._check_contradictions()
+
+    def _check_contradictions(self) -> None:
         if self.kv_host_compression != "off" and self.kv_host_memory is None:
             raise ConfigError(
                 "kv_host_compression is for blocks in host memory, of which there is none; set kv_host_memory",
@@ -160,11 +165,6 @@ class EngineConfig:
                 f"kv_disk_path out",
                 param="kv_disk_path",
             )
-        if self.preemption_mode not in PREEMPTION_MODES:
-            raise ConfigError(
-                f"preemption_mode is {self.preemption_mode!r}; it must be one of {', '.join(PREEMPTION_MODES)}",
-                param="preemption_mode",
-            )
         tiers = self.kv_host_memory is not None or self.kv_disk_memory is not None
         if self.preemption_mode == "swap" and not (tiers and self.enable_prefix_caching):
             raise ConfigError(
@@ -172,28 +172,6 @@ class EngineConfig:
                 "kv_disk_memory, and leave enable_prefix_caching on",
                 param="preemption_mode",
             )
-        if self.quantization not in (None, *QUANTIZATIONS):
-            raise ConfigError(
-                f"quantization is {self.quantization!r}; it must be None or one of {', '.join(QUANTIZATIONS)}",
-                param="quantization",
-            )
-        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_threads", "max_sessions"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name} is {value}; it must be at least 1", param=name)
-        if not 0 <= self.ageing_s < math.inf:
-            raise ConfigError(f"ageing_s is {self.ageing_s}; it must be 0 or more seconds", param="ageing_s")
-        if not 0 <= self.max_pinned_share <= 1:
-            raise ConfigError(
-                f"max_pinned_share is {self.max_pinned_share}; it must lie between 0 and 1", param="max_pinned_share"
-            )
-        if self.session_timeout_s is not None and not 0 < self.session_timeout_s < math.inf:
-            raise ConfigError(
-                f"session_timeout_s is {self.session_timeout_s}; it must be above 0 seconds, or None to keep sessions",
-                param="session_timeout_s",
-            )
-        if not -_INT64 <= self.seed < _INT64:
-            raise ConfigError(f"seed is {self.seed}; it must fit into 64 bits: -2**63 to 2**63 - 1", param="seed")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ConfigError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs ({self.max_num_seqs}): a "
@@ -205,34 +183,9 @@ class EngineConfig:
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} both size the KV pool; give one of them", param=given[1])
 
-    def _check_types(self) -> None:
-        """Before any value is compared, and before one goes to the engine process, which would not take it."""
-        kinds: dict[type | tuple[type, ...], tuple[str, tuple[str, ...]]] = {
-            int: ("an integer", ("block_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_threads",
-                                 "kv_cache_memory_bytes", "seed", "max_sessions")),
-            (int, float): ("a number", ("gpu_memory_utilization", "ageing_s", "session_timeout_s", "target_tpot_ms",
-                                    "max_pinned_share")),
-            (int, float, str): ("bytes, a size or a share", ("kv_memory", "kv_host_memory", "kv_disk_memory")),
-            str: ("a text", ("dtype", "quantization", "kv_cache_dtype", "kv_disk_path", "eviction_policy", "device",
-                             "session_path", "preemption_mode", "kv_compaction",
-                             "kv_host_compression")),
-            dict: ("a dict", ("hf_overrides",)),
-        }  # fmt: skip
-        optional = {setting.name for setting in fields(self) if setting.default is None}
-        for kind, (wanted, names) in kinds.items():
-            for name in names:
-                value = getattr(self, name)
-                if value is None and name in optional:
-                    continue
-                if not isinstance(value, kind) or isinstance(value, bool):
-                    raise ConfigError(f"{name} is {value!r}; it must be {wanted}", param=name)
-        for name in ("enable_prefix_caching", "check_invariants"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigError(f"{name} is {getattr(self, name)!r}; it must be True or False", param=name)
-
 
 def config_for(owner: str, model: str, settings: dict[str, Any]) -> EngineConfig:
-    """The config from an entry point's keyword arguments; an unknown one is reported under the entry point's name.
+    """Returns the config from an entry point's keyword arguments; an unknown one is reported under that name.
 
     Arguments in `FIXED` are accepted with the values that change nothing.
     """
@@ -247,8 +200,9 @@ def config_for(owner: str, model: str, settings: dict[str, Any]) -> EngineConfig
 
 def _check_fixed(name: str, value: Any) -> None:
     accepted, what = FIXED[name]
-    if not any(value == other and isinstance(value, bool) is isinstance(other, bool) for other in accepted):
+    if not any(type(value) is type(other) and value == other for other in accepted):
         raise ConfigError(
-            f"{name} is {value!r}; pagemill {what}, so it can only be {' or '.join(map(repr, accepted))}; leave it out",
+            f"{name} is {shown(value)}; pagemill {what}, so it can only be {' or '.join(map(repr, accepted))}; "
+            f"leave it out",
             param=name,
         )

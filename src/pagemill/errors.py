@@ -95,6 +95,18 @@ class PermissionDeniedError(InvalidRequestError):
     kind: ClassVar[str] = "permission_error"
 
 
+class BodyTooLargeError(InvalidRequestError):
+    """An HTTP request whose body is longer than the server takes."""
+
+    http_status: ClassVar[int] = 413
+
+
+class SlowBodyError(InvalidRequestError):
+    """An HTTP request whose body did not come in time."""
+
+    http_status: ClassVar[int] = 408
+
+
 class ModelNotServedError(InvalidRequestError):
     """An HTTP request for a model that this server does not serve."""
 
@@ -231,3 +243,12 @@ def error_of(type_name: str, message: str, param: str | None = None) -> Pagemill
     if not isinstance(cls, type) or not issubclass(cls, PagemillError):
         cls = PagemillError
     return cls(message, param=param)
+
+
+def shown(value: object) -> str:
+    """Returns a value as a message shows it: at most 200 characters."""
+    try:
+        text = repr(value)
+    except Exception:  # a caller's own class may raise anything, and an integer may have too many digits
+        return f"of type {type(value).__name__}"
+    return text if len(text) <= 200 else f"{text[:200]}…"

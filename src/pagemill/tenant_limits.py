@@ -13,81 +13,76 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
-from pagemill.errors import ConfigError
+from msgspec import Meta
+
+from pagemill.arguments import Count, Positive, about, check_fields
+from pagemill.errors import ConfigError, shown
 
 DEFAULT_TENANT = "default"
 
-Blocks = int | str
+PoolShare = Annotated[
+    str, Meta(pattern=r"^(100(\.0*)?|\d{1,2}(\.\d*)?)%$", title="a share of the pool from '0%' to '100%'")
+]
+Blocks = Annotated[int, Meta(ge=1)] | PoolShare
 """A number of KV blocks, or a share of the pool such as "25%"."""
-
-_COUNTS = {"max_running": 1, "max_waiting": 0, "max_sessions": 0}
-_BLOCKS = {"guaranteed_blocks": 0, "max_blocks": 1, "max_blocks_per_request": 1, "max_blocks_per_session": 1}
+Most = Annotated[int, Meta(ge=0)]
 
 
 @dataclass(kw_only=True, frozen=True)
 class TenantLimits:
-    """Raises ConfigError for what is no limit. None is no limit of the tenant's own.
+    """Limits of one tenant; None is no limit of its own. Raises ConfigError for what is no limit."""
 
-    guaranteed_blocks: kept for it. Beyond them it borrows what others do not use, and gives it back first.
-    max_blocks: hard quota of its blocks, active and cached.
-    max_blocks_per_request: hard limit of one request, over all its sequences.
-    max_blocks_per_session: hard limit of a session: of its whole conversation, with the answer under way.
-    idle_timeout_s: cached blocks that nobody used for so long leave the pool, for a lower tier where there is one.
-    max_running: sequences that run at once.
-    max_waiting: sequences that wait; a request beyond is refused (HTTP 429). Not counted are those that can begin in
-        the next step; with 0, every request is refused.
-    max_sessions: sessions that are kept; one more is refused.
-    weight: its share of the service when several tenants wait.
-    """
-
-    guaranteed_blocks: Blocks = 0
-    max_blocks: Blocks | None = None
-    max_blocks_per_request: Blocks | None = None
-    max_blocks_per_session: Blocks | None = None
-    idle_timeout_s: float | None = None
-    max_running: int | None = None
-    max_waiting: int | None = None
-    max_sessions: int | None = None
-    weight: float = 1.0
+    guaranteed_blocks: Annotated[
+        Most | PoolShare,
+        about("Blocks that are kept for it. Beyond them it borrows what others do not use, and gives it back first."),
+    ] = 0
+    max_blocks: Annotated[Blocks | None, about("The most blocks it may have, active and cached.")] = None
+    max_blocks_per_request: Annotated[
+        Blocks | None, about("The most blocks of one request, over all its sequences.")
+    ] = None
+    max_blocks_per_session: Annotated[
+        Blocks | None, about("The most blocks of a session: of its whole conversation, with the answer under way.")
+    ] = None
+    idle_timeout_s: Annotated[
+        Positive | None,
+        about("Cached blocks that nobody used for so long leave the pool, for a lower tier where there is one."),
+    ] = None
+    max_running: Annotated[Count | None, about("Sequences that run at once.")] = None
+    max_waiting: Annotated[
+        Most | None,
+        about(
+            "Sequences that wait; a request beyond is refused (HTTP 429). Those that can begin in the next step are "
+            "not counted; with 0, every request is refused."
+        ),
+    ] = None
+    max_sessions: Annotated[Most | None, about("Sessions that are kept; one more is refused.")] = None
+    weight: Annotated[Positive, about("Its share of the service when several tenants wait.")] = 1.0
 
     def __post_init__(self) -> None:
-        for name, least in _BLOCKS.items():
-            value = getattr(self, name)
-            if isinstance(value, str):
-                share = _share(value)
-                if share is None or not 0 <= share <= 1:
-                    raise ConfigError(
-                        f"{name} is {value!r}; it must be a number of blocks, or a share of the pool from '0%' to "
-                        f"'100%'",
-                        param="tenants",
-                    )
-            elif value is not None or name == "guaranteed_blocks":
-                _check_integer(name, value, least)
-        for name, least in _COUNTS.items():
-            if getattr(self, name) is not None:
-                _check_integer(name, getattr(self, name), least)
-        _check_positive("weight", self.weight)
-        if self.idle_timeout_s is not None:
-            _check_positive("idle_timeout_s", self.idle_timeout_s)
+        try:
+            check_fields(self, ConfigError)
+        except ConfigError as error:
+            raise ConfigError(error.message, param="tenants") from None
 
     def blocks(self, name: str, num_frames: int) -> int | None:
-        """One of the limits on blocks, in blocks of a pool of `num_frames`; a share is rounded down."""
-        value = getattr(self, name)
-        return int(share * num_frames) if isinstance(value, str) and (share := _share(value)) is not None else value
+        """Returns one of the limits on blocks, in blocks of a pool of `num_frames`; a share is rounded down."""
+        value: int | str | None = getattr(self, name)
+        return int(float(value[:-1]) / 100 * num_frames) if isinstance(value, str) else value
 
     @classmethod
     def read(cls, tenant: str, values: Any) -> TenantLimits:
-        """From a mapping, as files and HTTP bodies have it. Raises ConfigError, which names the tenant."""
+        """Reads a tenant's limits from a dict, as files and HTTP bodies have it. Raises ConfigError, which names it."""
+        if not isinstance(tenant, str) or not tenant or not tenant.isprintable():
+            raise ConfigError(f"a tenant's name is {shown(tenant)}; a name must be printable text", param="tenants")
         if isinstance(values, TenantLimits):
             return values
         if not isinstance(values, dict):
-            raise ConfigError(f"tenant {tenant!r} is {values!r}; it must be an object of limits", param="tenants")
+            raise ConfigError(f"tenant {tenant!r} is {shown(values)}; it must be an object of limits", param="tenants")
         known = [field.name for field in dataclasses.fields(cls)]
         for name in values:
             if name not in known:
@@ -101,12 +96,9 @@ class TenantLimits:
 
 
 def read_limits(tenants: Any) -> dict[str, TenantLimits]:
-    """Limits by the tenant's name. Raises ConfigError."""
+    """Reads limits by the tenant's name. Raises ConfigError."""
     if not isinstance(tenants, dict):
-        raise ConfigError(f"tenants is {tenants!r}; it must be a dict of limits by tenant", param="tenants")
-    for name in tenants:
-        if not isinstance(name, str) or not name or not name.isprintable():
-            raise ConfigError(f"tenants has the name {name!r}; a name must be printable text", param="tenants")
+        raise ConfigError(f"tenants is {shown(tenants)}; it must be a dict of limits by tenant", param="tenants")
     return {name: TenantLimits.read(name, limits) for name, limits in tenants.items()}
 
 
@@ -160,20 +152,3 @@ def _keys(owner: str, keys: Any) -> list[bytes]:
 def key_digest(key: str) -> bytes:
     """SHA-256 of a key (32 bytes): keys are kept and compared as that."""
     return hashlib.sha256(key.encode()).digest()
-
-
-def _check_integer(name: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigError(f"{name} is {value!r}; it must be an integer of at least {least}", param="tenants")
-
-
-def _check_positive(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise ConfigError(f"{name} is {value!r}; it must be a number above 0", param="tenants")
-
-
-def _share(text: str) -> float | None:
-    try:
-        return float(text.removesuffix("%")) / 100 if text.endswith("%") else None
-    except ValueError:
-        return None

@@ -13,6 +13,7 @@ from pagemill.attention.interface import AttentionBackend, AttentionBatch, Group
 from pagemill.attention.quantize import quantize
 from pagemill.attention.reference import reference_attention
 from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.kv_format import kv_format
 from pagemill.kvcache.layer_groups import group_layers
 
 
@@ -39,7 +40,8 @@ class PagedCase:
         held = [-(-context // self.block_size) for context, _ in self.rows]
         total = sum(held) + 3
         self.pool = DevicePool(
-            total, group_layers([None, None]), self.kv_heads, self.head_dim, self.block_size, self.dtype, self.device,
+            total, group_layers([None, None]), self.kv_heads, self.head_dim, self.block_size,
+            kv_format(str(self.dtype)), self.device,
             layout=self.layout,
         )  # fmt: skip
         poison(self.pool)

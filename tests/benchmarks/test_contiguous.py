@@ -34,7 +34,7 @@ def run(num_frames, requests, max_tokens=10):
         plan = scheduler.schedule(0.0)
         running.append(scheduler.num_running)
         samples = len(plan.sample_to)
-        scheduler.commit(StepResult([5] * samples, [None] * samples), 0.0)
+        scheduler.commit(StepResult([[5]] * samples, [None] * samples), 0.0)
         memory.check()
         assert memory.stats().frames_active == PER_REQUEST * scheduler.num_running
     assert scheduler.preemptions == 0

@@ -23,7 +23,7 @@ def engine():
 
 
 def test_floor_of_one_step(engine):
-    model = Model.of(engine.core._runner._decoder, torch.float32, held=False)
+    model = Model.of(engine.core.executor.decoder, torch.float32, held=False)
     # 30 layers of hidden 576: query and output 576, key and value 192 each, three products with 1536.
     assert model.layer_parameters == 30 * 576 * (2 * 576 + 2 * 192 + 3 * 1536)
     assert model.head_parameters == 576 * 49152

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from pagemill.config import EngineConfig
-from pagemill.engine import build
 from pagemill.engine.core import EngineCore
+from pagemill.executor import load
 from pagemill.hub import resolve_model
 from pagemill.models.loading import LoadedModel
 from pagemill.text.tokenizer import Tokenizer
@@ -47,19 +47,19 @@ def reference(model_path):
 @pytest.fixture(scope="session")
 def make_engine():
     """make_engine(**settings) -> EngineCore on the real model, with the invariants checked after every step."""
-    load = build.load_model
+    load_model = load.load_model
     kept: dict[str, LoadedModel] = {}
 
     def load_shared(path, *, dtype, quantization, max_model_len, **settings):
-        key = f"{dtype} {quantization}"
+        key = f"{dtype} {quantization} {settings['ops'].name}"
         if key not in kept:
-            kept[key] = load(path, dtype=dtype, quantization=quantization, **settings)
+            kept[key] = load_model(path, dtype=dtype, quantization=quantization, **settings)
         return replace(kept[key], max_model_len=max_model_len or kept[key].max_model_len)
 
     def make(**settings) -> EngineCore:
         settings = {"max_model_len": 1024, "max_num_seqs": 16, "dtype": "float32", "kv_memory": "256MiB"} | settings
         return EngineCore(EngineConfig(model=MODEL, check_invariants=True, **settings))
 
-    build.load_model = load_shared
+    load.load_model = load_shared
     yield make
-    build.load_model = load
+    load.load_model = load_model

@@ -41,17 +41,17 @@ class Run:
 
 
 def record_logits(core: EngineCore, run: Run) -> None:
-    sampler, scheduler = core._runner._sampler, core._scheduler
+    sampler, scheduler = core.executor.sampler, core._scheduler
     sample = sampler.sample
 
     def recording(logits, rows):
-        flight = scheduler._batch.flights[-1]
+        flight = scheduler.state.batch.flights[-1]
         for i, (position, index) in enumerate(flight.samples):
             entry = flight.entries[position]
             run.logits[entry.sequence.request.request_id, index or entry.sequence.index, entry.end] = logits[i].clone()
         return sample(logits, rows)
 
-    sampler.only_likeliest = lambda rows: False  # else there are no logits
+    sampler.only_argmax = lambda rows: False  # else there are no logits
     sampler.sample = recording
 
 

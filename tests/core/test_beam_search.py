@@ -139,17 +139,17 @@ def test_a_beams_logits_are_those_of_its_tokens_alone(make_engine, prompts_of_se
     core = make_engine()
     run = Run()
     seen = {}
-    sample = core._runner._sampler.sample
+    sample = core.executor.sampler.sample
 
     def recording(logits, rows):
-        flight = core._scheduler._batch.flights[-1]
+        flight = core._scheduler.state.batch.flights[-1]
         for i, (position, _) in enumerate(flight.samples):
             seen[tuple(flight.entries[position].sequence.tokens)] = logits[i].clone()
         return sample(logits, rows)
 
-    core._runner._sampler.sample = recording
+    core.executor.sampler.sample = recording
     drive(core, [search("s", prompts_of_search[2], BeamSearchParams(4, 18, ignore_eos=True))])
-    core._runner._sampler.sample = sample
+    core.executor.sampler.sample = sample
     longest = max(map(len, seen))
     last = [tokens for tokens in seen if len(tokens) == longest]
     assert len(last) == 4
@@ -162,7 +162,7 @@ def test_a_beams_logits_are_those_of_its_tokens_alone(make_engine, prompts_of_se
 
 def test_a_failed_beam_fails_its_search_alone(make_engine, prompts_of_search, monkeypatch):
     core = make_engine()
-    sample = core._runner._sampler.sample
+    sample = core.executor.sampler.sample
     steps = 0
 
     def damaged(logits, rows):
@@ -172,7 +172,7 @@ def test_a_failed_beam_fails_its_search_alone(make_engine, prompts_of_search, mo
             logits[2] = float("nan")
         return sample(logits, rows)
 
-    monkeypatch.setattr(core._runner._sampler, "sample", damaged)
+    monkeypatch.setattr(core.executor.sampler, "sample", damaged)
     params = BeamSearchParams(3, 12, ignore_eos=True)
     run = drive(core, [search("fails", prompts_of_search[2], params), search("goes on", prompts_of_search[3], params)])
     reasons = {key: last.finish_reason for key, last in run.last.items()}

@@ -99,7 +99,7 @@ def test_greedy_requests_by_themselves_get_the_same_tokens(alone, load, make_eng
     """Then no logits are written: the head's sums give the tokens."""
     name, expected = alone
     core = make_engine(**FORMATS[name][0])
-    monkeypatch.setattr(core._runner._decoder, "logits", None)
+    monkeypatch.setattr(core.executor.decoder, "logits", None)
     greedy = [one for one in load if one.request_id in ("greedy-short", "greedy-long", "prefix")]
     run = drive(core, greedy)
     assert run.tokens == {(one.request_id, 0): expected.tokens[one.request_id, 0] for one in greedy}

@@ -34,12 +34,12 @@ def requests(prompts):
 
 def poison(core, monkeypatch, act):
     """Lets `act(token_ids, hidden)` meddle with the forward pass."""
-    forward = core._runner._decoder.forward
+    forward = core.executor.decoder.forward
 
     def meddling(token_ids, batch, *rest):
         return act(token_ids, batch, forward(token_ids, batch, *rest))
 
-    monkeypatch.setattr(core._runner._decoder, "forward", meddling)
+    monkeypatch.setattr(core.executor.decoder, "forward", meddling)
 
 
 def assert_only_r2_failed(run, expected, error_type) -> None:
@@ -55,7 +55,7 @@ def test_answers_that_begin_from_one_row_are_the_same_when_the_step_is_run_in_pa
     three = SamplingParams(n=3, temperature=0.9, seed=1, max_tokens=5, ignore_eos=True, logprobs=1)
     requests = [request("three", prompts[0][:3], three), request("other", prompts[1], GREEDY)]
     expected = drive(core, requests)
-    run, broken = core._runner.run, []
+    run, broken = core.executor.run, []
 
     def breaking(plan):
         if len(plan.rows) > 1:
@@ -63,7 +63,7 @@ def test_answers_that_begin_from_one_row_are_the_same_when_the_step_is_run_in_pa
             raise RuntimeError("the device hiccups")
         return run(plan)
 
-    monkeypatch.setattr(core._runner, "run", breaking)
+    monkeypatch.setattr(core.executor, "run", breaking)
     again = drive(core, requests)
     assert broken
     assert (again.tokens, again.logprobs) == (expected.tokens, expected.logprobs)
@@ -113,7 +113,7 @@ def test_a_plan_that_can_not_be_carried_out_fails_its_requests_and_the_engine_go
         raise RuntimeError("out of device memory")
 
     with monkeypatch.context() as patch:
-        patch.setattr(core._runner, "apply", broken)
+        patch.setattr(core.executor, "apply", broken)
         run = drive(core, requests)
     assert {last.error_type for last in run.last.values()} == {"StepFailedError"}
     assert "RuntimeError: out of device memory" in run.last["r0", 0].error

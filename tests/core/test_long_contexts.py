@@ -81,7 +81,7 @@ def test_in_other_dtypes(conversations, make_engine, tmp_path, dtype):
 
 def test_layers_are_read_ahead_and_let_go_of(conversations, expected, make_engine, tmp_path, monkeypatch):
     core = make_engine(**SMALL, **settings("disk", tmp_path))
-    pool, calls = core._engine.pool, []
+    pool, calls = core.executor.pool, []
     advise = read_ahead.advise
     monkeypatch.setattr(read_ahead, "advise", lambda *call: calls.append(call) or advise(*call))
     run = drive(core, conversations[:1])
@@ -107,7 +107,7 @@ def streaming(conversations, make_engine, tmp_path):
         core.add_request(each)
     while len(run.tokens.get(("long", 0), [])) < 2:
         run.take(core.step())
-    yield core, core._engine.pool._file._file.fileno(), run
+    yield core, core.executor.pool._file._file.fileno(), run
     core.close()
 
 
@@ -174,11 +174,11 @@ def test_what_a_disk_loses_later_fails_who_streams_it_and_is_never_read(
     streaming, conversations, expected, monkeypatch
 ):
     core, file, run = streaming
-    step = core._runner.run
+    step = core.executor.run
     # The step begins with all that was written, and reads what is left of it.
-    monkeypatch.setattr(core._runner, "run", lambda plan: (Losing(file, monkeypatch), step(plan))[1])
+    monkeypatch.setattr(core.executor, "run", lambda plan: (Losing(file, monkeypatch), step(plan))[1])
     run.take(core.step())
-    monkeypatch.setattr(core._runner, "run", step)
+    monkeypatch.setattr(core.executor, "run", step)
     finish(core, run)
     assert_only_the_long_one_failed(core, run, expected, "the disk has lost blocks of this context")
     assert len(run.tokens["long", 0]) == 2
@@ -190,7 +190,7 @@ def test_what_a_disk_loses_while_it_is_cached_is_computed_anew(
 ):
     core = make_engine(**SMALL, **settings("disk", tmp_path))
     drive(core, conversations[:1])
-    Losing(core._engine.pool._file._file.fileno(), monkeypatch)
+    Losing(core.executor.pool._file._file.fileno(), monkeypatch)
     assert_computed_anew(core, conversations, expected)
     core.close()
 

@@ -14,7 +14,7 @@ from device_tier import DeviceTier
 from harness import FRAME_BYTES
 from pagemill.engine import tiers as engine_tiers
 from pagemill.errors import ConfigError
-from pagemill.kvcache import device_pool
+from pagemill.executor import backend
 from pagemill.kvcache.layout import layer_major
 from pagemill.kvcache.load_time import LoadTime
 from pagemill.kvcache.lower_tiers import LowerTiers
@@ -141,7 +141,7 @@ def test_blocks_of_another_layout_are_not_found(conversations, make_engine, tmp_
     assert cached() == {0}
     assert cached() == {BLOCKS * 16}
     with monkeypatch.context() as patch:
-        patch.setattr(device_pool, "layer_major", lambda pairs=False, **shape: layer_major(**shape))
+        patch.setattr(backend, "layer_major", lambda pairs=False, **shape: layer_major(**shape))
         assert cached() == {0}
     assert cached() == {BLOCKS * 16}
 
@@ -281,8 +281,19 @@ def test_what_takes_less_time_by_the_speeds_measured_is_done(conversations, expe
 
 
 def step_of(query_lens: list[int]) -> StepPlan:
-    none = np.empty(0, dtype=np.int32)
-    return StepPlan(0, MemoryWork.none(), none, none, np.array(query_lens, dtype=np.int32), none, none, none)
+    none, counts = np.empty(0, dtype=np.int32), np.array(query_lens, dtype=np.int32)
+    return StepPlan(
+        step=0,
+        work=MemoryWork.none(),
+        rows=none,
+        starts=none,
+        query_lens=counts,
+        generates=counts == 1,
+        sample_from=none,
+        sample_to=none,
+        max_accepted=none,
+        prompt_logprobs=none,
+    )
 
 
 def test_steps_that_hardly_compute_prompts_say_nothing_about_that(make_engine):

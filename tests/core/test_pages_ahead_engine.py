@@ -10,7 +10,7 @@ from pagemill.sampling.params import SamplingParams
 
 def test_copies_come_after_the_pages_of_their_frames(prompts, make_engine, monkeypatch) -> None:
     core = make_engine()
-    pages, pool = core._runner._pages, core._engine.pool
+    pages, pool = core.executor.pages, core.executor.pool
     reached, copied = [-1], []
     reach, copy = pages.reach, pool.copy_frames
 

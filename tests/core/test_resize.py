@@ -80,9 +80,9 @@ def test_a_pool_that_may_not_grow_has_not_grown(requests, make_engine):
     core.add_request(request("r", requests[0].prompt_token_ids[:20], PARAMS))
     for name in "abc":
         core.set_tenant(name, TenantLimits(guaranteed_blocks="33%"))  # 12 of 39, 13 of 40
-    with pytest.raises(KVMemoryError, match=r"can not have 40 blocks now: the request 'r' .* which takes 3"):
+    with pytest.raises(KVMemoryError, match=r"cannot have 40 blocks now: the request 'r' .* which takes 3"):
         core.resize(40 * FRAME_BYTES)
-    assert core._engine.pool.nbytes == core.ready.kv_bytes == 39 * FRAME_BYTES
+    assert core.executor.pool.nbytes == core.ready.kv_bytes == 39 * FRAME_BYTES
 
 
 def pinning(name, prompt):
@@ -118,7 +118,7 @@ def drive_on(core, requests) -> Run:
 def in_frames(core, frames) -> tuple[set[str], set[str]]:
     """Running requests, and pins, that hold blocks in these frames."""
     frames, lies_in = set(frames), core._memory.lies_in
-    running = {one.request.request_id for one in core._scheduler._running if lies_in(one.table, frames)}
+    running = {one.request.request_id for one in core._scheduler.state.running if lies_in(one.table, frames)}
     return running, {pin.name for pin in core._scheduler.pins.list() if lies_in(pin.table, frames)}
 
 
@@ -146,7 +146,7 @@ def test_a_shrink_that_goes_wrong_ends_what_was_being_moved_and_nothing_else(
     (lost, lost_pins), (running, pins) = in_frames(core, range(48, 100)), in_frames(core, range(100))
     assert (lost, running) == ({"r4"}, {"r0", "r1", "r2", "r3", "r4"})
     assert (lost_pins, pins) == ({"high"}, {"low", "high"})
-    pool, size = core._engine.pool, 100
+    pool, size = core.executor.pool, 100
 
     def broken(_, target):
         pool._frames[:, target.long()] = np.nan
@@ -182,11 +182,11 @@ def test_a_growth_that_fails_ends_nothing(crowd, requests, make_engine, monkeypa
     core, run = crowd
     core.abort(["r2"])
     with monkeypatch.context() as patch:
-        patch.setattr(core._runner, "apply", broken_apply)
+        patch.setattr(core.executor, "apply", broken_apply)
         with pytest.raises(ResizeFailedError, match="Ended: 0 requests; pins: none"):
             core.resize(200 * FRAME_BYTES)
     assert core.stats().frames == 100
-    assert core._engine.pool.nbytes == core.ready.kv_bytes == 100 * FRAME_BYTES
+    assert core.executor.pool.nbytes == core.ready.kv_bytes == 100 * FRAME_BYTES
     while core.has_work():
         run.take(core.step())
     assert [pin.name for pin in core.pins().pins] == ["low", "high"]

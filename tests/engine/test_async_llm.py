@@ -1,6 +1,7 @@
 """AsyncLLM with a real engine process: deltas, aborts, faults, and that the process never outlives its use."""
 
 import asyncio
+import json
 import os
 import signal
 import subprocess
@@ -9,10 +10,11 @@ import time
 import warnings
 from pathlib import Path
 
+import httpx
 import pytest
 
 from pagemill import AsyncLLM, BeamSearchParams, SamplingParams, errors
-from pagemill.engine import client
+from pagemill.frontend import process_client
 from pagemill.kvcache.store_archive import list_stores
 
 LONG = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
@@ -146,7 +148,7 @@ def test_a_slow_consumer_gets_what_has_gathered_in_one_delta(served):
     async def slow():
         stream = await served.llm.submit("Count:", SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True))
         await anext(stream)
-        while not stream.state.finished:
+        while not stream.request.finished:
             await asyncio.sleep(0.01)
         return [output async for output in stream]
 
@@ -286,8 +288,46 @@ def test_shutdown_with_requests_running_fails_them_and_nothing_else():
     assert not alive(asyncio.run(leave()))
 
 
+def test_a_shutdown_answers_questions_in_flight_and_lets_the_engine_save_its_blocks(tmp_path):
+    async def leave():
+        settings = {"kv_memory": "16MiB", "kv_disk_memory": "64MiB", "kv_disk_path": str(tmp_path)}
+        async with AsyncLLM("smollm2-135m", max_model_len=256, max_num_seqs=8, **settings) as llm:
+            await read(llm, "word " * 100, SHORT)
+            asked = [asyncio.ensure_future(ask()) for ask in (llm.stats, llm.pins, llm.stats)]
+            await asyncio.sleep(0)  # sent, and not answered
+        for answer in asked:
+            with pytest.raises(errors.EngineDeadError, match="shut down"):
+                await answer
+
+    asyncio.run(leave())
+    (store,) = list_stores(tmp_path)
+    assert store.blocks >= 6
+
+
+@pytest.mark.parametrize("size", [2**64, "\ud800"])
+def test_what_cannot_be_sent_is_refused_and_later_answers_keep_their_questions(served, size):
+    with pytest.raises(errors.InvalidRequestError, match="cannot be sent"):
+        served.run(served.llm.resize_kv_memory(size))
+    assert served.run(served.llm.pins()) == []
+    assert served.stats().frames > 0
+    answer = httpx.post(f"{served.url}/v1/kv_memory", content=json.dumps({"kv_memory": size}))
+    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+
+
+def test_a_question_whose_asker_has_gone_is_answered_to_nobody(served):
+    async def scenario():
+        asked = asyncio.ensure_future(served.llm.stats())
+        await asyncio.sleep(0)
+        asked.cancel()
+        return await served.llm.pins(), await served.llm.stats()
+
+    pins, stats = served.run(scenario())
+    assert pins == []
+    assert stats.frames > 0
+
+
 def test_an_engine_that_keeps_blocks_on_disk_is_given_time(tmp_path, monkeypatch):
-    monkeypatch.setattr(client, "SHUTDOWN_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(process_client, "SHUTDOWN_TIMEOUT_S", 0.0)
 
     async def serve_and_leave():
         settings = {"kv_memory": "16MiB", "kv_disk_memory": "64MiB", "kv_disk_path": str(tmp_path)}

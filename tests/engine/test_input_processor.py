@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pagemill import errors
-from pagemill.engine.input_processor import InputProcessor, as_list_of_prompts, one_per_prompt
 from pagemill.engine.messages import EngineReady
+from pagemill.frontend.input_processor import InputProcessor, as_list_of_prompts, one_per_prompt
 from pagemill.sampling.params import SamplingParams
 from pagemill.text.tokenizer import Tokenizer
 
@@ -26,9 +26,10 @@ def inputs():
         num_frames=4,
         kv_bytes=4096,
         eos_token_ids=[2],
-        description="",
+        model="",
+        kv_format="",
     )
-    return InputProcessor(Tokenizer.from_path("smollm2-135m"), ready)
+    return InputProcessor(Tokenizer.from_path("smollm2-135m"), lambda: ready)
 
 
 def test_all_forms_of_a_prompt_mean_the_same(inputs):
@@ -36,20 +37,20 @@ def test_all_forms_of_a_prompt_mean_the_same(inputs):
     ids = inputs.tokenizer.encode(text)
     for form in (text, {"prompt": text}):
         processed = inputs.process(form, SamplingParams(), "r")
-        assert (processed.request.prompt_token_ids, processed.prompt) == (ids, text)
+        assert (processed.asked.prompt_token_ids, processed.whole().prompt) == (ids, text)
     for form in (ids, tuple(ids), np.array(ids), {"prompt_token_ids": ids}):
         processed = inputs.process(form, SamplingParams(), "r")
-        assert (processed.request.prompt_token_ids, processed.prompt) == (ids, None)
+        assert (processed.asked.prompt_token_ids, processed.whole().prompt) == (ids, None)
 
 
 def test_salt_and_priority_reach_the_request(inputs):
-    request = inputs.process({"prompt": "x", "cache_salt": "s"}, SamplingParams(), "r", priority=-3).request
+    request = inputs.process({"prompt": "x", "cache_salt": "s"}, SamplingParams(), "r", priority=-3).asked
     assert (request.cache_salt, request.priority) == ("s", -3)
 
 
 def test_a_rendered_chat_gets_no_second_set_of_special_tokens(inputs):
     prompt = inputs.render_chat([{"role": "user", "content": "Hi"}], cache_salt="s")
-    request = inputs.process(prompt, SamplingParams(max_tokens=1), "r").request
+    request = inputs.process(prompt, SamplingParams(max_tokens=1), "r").asked
     assert inputs.tokenizer.decode(request.prompt_token_ids) == prompt["prompt"]
     assert prompt["prompt"].endswith("<|im_start|>assistant\n")
     assert request.cache_salt == "s"
@@ -58,7 +59,7 @@ def test_a_rendered_chat_gets_no_second_set_of_special_tokens(inputs):
 def test_no_maximum_is_left_to_the_engine_which_knows_what_is_free(inputs):
     params = SamplingParams(max_tokens=None)
     before = copy.deepcopy(params)
-    assert inputs.process([5] * 20, params, "r").request.params.max_tokens is None
+    assert inputs.process([5] * 20, params, "r").asked.params.max_tokens is None
     assert params == before
 
 
@@ -69,7 +70,7 @@ def test_parameters_that_were_changed_since_are_checked_again(inputs):
         inputs.process("x", params, "r")
     params = SamplingParams()
     params.stop = "END"
-    assert inputs.process("x", params, "r").request.params.stop == ["END"]
+    assert inputs.process("x", params, "r").asked.params.stop == ["END"]
 
 
 @pytest.mark.parametrize("priority", [2**70, 1.5, "high"])
@@ -80,7 +81,7 @@ def test_a_priority_is_an_integer_that_a_message_can_carry(inputs, priority):
 
 def test_bad_words_become_tokens_in_a_copy(inputs):
     params = SamplingParams(bad_words=["cat"])
-    request = inputs.process("x", params, "r").request
+    request = inputs.process("x", params, "r").asked
     assert inputs.tokenizer.encode(" cat") in request.params.bad_words_token_ids
     assert params.bad_words_token_ids is None
 
@@ -119,8 +120,8 @@ def test_what_can_not_be_served_is_refused(inputs, prompt, params, error, words)
 
 
 def test_the_longest_prompt_and_the_longest_answer_fit(inputs):
-    assert len(inputs.process([5] * 31, SamplingParams(max_tokens=1), "r").request.prompt_token_ids) == 31
-    assert inputs.process([5], SamplingParams(max_tokens=31), "r").request.params.max_tokens == 31
+    assert len(inputs.process([5] * 31, SamplingParams(max_tokens=1), "r").asked.prompt_token_ids) == 31
+    assert inputs.process([5], SamplingParams(max_tokens=31), "r").asked.params.max_tokens == 31
 
 
 def test_a_list_of_integers_is_one_prompt():

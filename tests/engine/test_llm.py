@@ -104,7 +104,7 @@ def test_a_search_that_ends_in_a_stop_token_keeps_its_text_apart(llm, include):
 
 
 def test_a_search_that_fails_says_so_and_the_others_go_on(llm, monkeypatch):
-    sampler = llm._core._runner._sampler
+    sampler = llm.client.core.executor.sampler
     sample, calls = sampler.sample, iter(range(100))
 
     def damaged(logits, rows):
@@ -209,14 +209,14 @@ def test_one_bad_prompt_stops_the_list_before_anything_runs(llm, bad, error):
 
 
 def test_a_request_that_fails_says_so_and_the_others_go_on(llm, monkeypatch):
-    run = llm._core._runner.run
+    run = llm.client.core.executor.run
 
     def faulty(plan):
         if 7 in plan.query_lens.tolist():
             raise RuntimeError("no luck")
         return run(plan)
 
-    monkeypatch.setattr(llm._core._runner, "run", faulty)
+    monkeypatch.setattr(llm.client.core.executor, "run", faulty)
     failed, fine = llm.generate([[901, 902, 903, 904, 905, 906, 907], [911, 912, 913]], GREEDY, use_tqdm=False)
     assert failed.finished
     assert failed.outputs[0].finish_reason == "error"
@@ -227,11 +227,11 @@ def test_a_request_that_fails_says_so_and_the_others_go_on(llm, monkeypatch):
 
 def test_what_can_never_run_ends_with_an_error(llm):
     """There should be no such request; a bug that lets one in is told of, and does not spin."""
-    core = llm._engine()
+    core = llm.client.core
     assert core.step() == []
     tenant = core._scheduler.tenants["default"]
-    item = llm._input.process("Hello", SamplingParams(n=2, max_tokens=3), "stuck")
-    core.add_request(item.request)
+    item = llm.frontend.inputs.process("Hello", SamplingParams(n=2, max_tokens=3), "stuck")
+    core.add_request(item.asked)
     allowed, tenant.limits = tenant.limits, TenantLimits(max_running=1)
     try:
         assert core.step() == [], "the next step may find what this one has left"

@@ -6,10 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill.engine.input_processor import ProcessedInput
 from pagemill.engine.messages import EngineRequest, SequenceOutput
-from pagemill.engine.output_processor import OutputProcessor
 from pagemill.errors import NonFiniteLogitsError
+from pagemill.frontend.output_processor import OutputProcessor, RequestState
 from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.params import SamplingParams
 from pagemill.text.tokenizer import Tokenizer
@@ -28,7 +27,8 @@ class Running:
     def __init__(self, tokenizer, **params):
         request = EngineRequest(request_id="r", prompt_token_ids=[5, 6], params=SamplingParams(**params), arrival_s=1.0)
         self.processor = OutputProcessor()
-        self.state = self.processor.add(ProcessedInput(request, "prompt", "r"), tokenizer)
+        self.state = RequestState(request, tokenizer, "prompt")
+        self.processor.add(self.state)
 
     def give(self, token_ids, index=0, **fields):
         return self.processor.process(

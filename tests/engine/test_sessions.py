@@ -48,7 +48,7 @@ def flood(llm):
     frames = llm.stats().frames
     prompts = [[900 + at] * 150 for at in range(frames // 10 + 1)]
     llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
-    llm._core._tiers.transfers.flush()
+    llm.client.core._tiers.transfers.flush()
 
 
 @pytest.mark.parametrize("tier", ["pool", "host", "disk", "restart", "restart from host"])
@@ -180,7 +180,7 @@ def test_a_turn_that_failed_leaves_no_trace(llm, session, monkeypatch):
         raise RuntimeError("no luck")
 
     with monkeypatch.context() as patch:
-        patch.setattr(llm._core._runner, "run", faulty)
+        patch.setattr(llm.client.core.executor, "run", faulty)
         assert session.generate(" more", GREEDY).outputs[0].finish_reason == "error"
     for bad, words in [
         (lambda: session.generate(" more", SamplingParams(n=2)), "n is 2, but a session goes on from one answer"),

@@ -5,7 +5,7 @@ import subprocess
 import sys
 import time
 
-from pagemill.engine.spawn import spawn, spawn_ahead
+from pagemill.frontend.spawn import spawn, spawn_ahead
 
 
 def test_the_process_started_ahead_is_taken_once():
@@ -22,7 +22,7 @@ def test_the_process_started_ahead_is_taken_once():
 
 def test_one_that_nobody_took_ends_with_the_interpreter():
     code = (
-        "from pagemill.engine import spawn; import sys; spawn.spawn_ahead(); "
+        "from pagemill.frontend import spawn; import sys; spawn.spawn_ahead(); "
         "print(spawn._ahead[0].process.pid, 'typer' in sys.modules, 'asyncio' in sys.modules)"
     )
     pid, *heavy = subprocess.run(

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill.config import EngineConfig
-from pagemill.engine.messages import AbortRequests, EngineRequest, FinishSequences, Shutdown, Start, ToEngine
+from pagemill.engine.messages import AbortRequests, EngineRequest, FinishSequences, Shutdown, Start
+from pagemill.engine.queries import ToEngine
 from pagemill.engine.wire import Channel, frame
 from pagemill.sampling.params import SamplingParams
 

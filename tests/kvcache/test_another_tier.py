@@ -5,13 +5,14 @@ from itertools import compress
 
 import numpy as np
 import pytest
-import torch
 from disk_blocks import FORMAT, digest_of, name_of, write_frames
 
 from device_tier import DeviceTier
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.disk_store import DiskStore
+from pagemill.kvcache.frame_access import PooledFrames
 from pagemill.kvcache.host_store import HostStore
+from pagemill.kvcache.kv_format import kv_format
 from pagemill.kvcache.layer_groups import group_layers
 from pagemill.kvcache.lower_tiers import LowerTiers
 from pagemill.kvcache.pages_ahead import PagesAhead
@@ -33,7 +34,7 @@ def found(tier) -> list[int]:
 
 @pytest.fixture
 def pool():
-    return DevicePool(BLOCKS, group_layers([None] * 3), 3, 20, 8, torch.float32)
+    return DevicePool(BLOCKS, group_layers([None] * 3), 3, 20, 8, kv_format("float32"))
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def full(pool, contents, tmp_path, monkeypatch):
         [DeviceTier(len(DEVICE), pool.record_bytes), HostStore(len(HOST), pool.record_bytes), disk_of(pool, tmp_path)],
         pool.record_bytes,
     )
-    transfers = Transfers(pool, tiers, PagesAhead(pool))
+    transfers = Transfers(PooledFrames(pool, PagesAhead(pool)), tiers)
     stored, seen = [], []
 
     def watched(write):

@@ -14,7 +14,9 @@ from pagemill.kvcache import device_frames
 from pagemill.kvcache.device_frames import DeviceFrames
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.disk_store import DiskStore
+from pagemill.kvcache.frame_access import PooledFrames
 from pagemill.kvcache.host_store import HostStore
+from pagemill.kvcache.kv_format import kv_format
 from pagemill.kvcache.layer_groups import group_layers
 from pagemill.kvcache.layout import block_major
 from pagemill.kvcache.lower_tiers import LowerTiers
@@ -29,7 +31,7 @@ NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 def pool(request):
     pool = DevicePool(
-        FRAMES, group_layers([None] * 3), 3, 20, 8, torch.float16, device=request.param, layout=block_major
+        FRAMES, group_layers([None] * 3), 3, 20, 8, kv_format("float16"), device=request.param, layout=block_major
     )
     pool._on_device = DeviceFrames(pool._frames)
     return pool
@@ -63,7 +65,7 @@ def test_blocks_go_down_and_come_back_into_other_frames(pool, contents, tier, tm
         if tier == "host"
         else DiskStore(tmp_path, replace(FORMAT, record_bytes=size), 1 << 20)
     )
-    transfers = Transfers(pool, LowerTiers([store], size), PagesAhead(pool))
+    transfers = Transfers(PooledFrames(pool, PagesAhead(pool)), LowerTiers([store], size))
     transfers.save([Save(frame, name_of(frame)) for frame in range(FRAMES)])
     write_frames(pool, range(FRAMES), np.zeros_like(contents))
     transfers.flush()

@@ -9,6 +9,7 @@ import torch
 
 from pagemill.errors import KVMemoryError
 from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.kv_format import kv_format
 from pagemill.kvcache.layer_groups import group_layers
 from pagemill.kvcache.layout import LINE_BYTES, PAGE_BYTES, KVLayout, block_major, layer_major
 
@@ -17,7 +18,7 @@ WINDOWS = [None, 64, None, 64, None, 64]
 
 
 def make(layout: Callable[..., KVLayout], dtype: torch.dtype = torch.float32, block_size: int = 8) -> DevicePool:
-    return DevicePool(5, group_layers(WINDOWS), 3, 20, block_size, dtype, layout=layout)
+    return DevicePool(5, group_layers(WINDOWS), 3, 20, block_size, kv_format(str(dtype)), layout=layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -47,7 +48,7 @@ def test_bf16_lies_in_pairs_as_products_take_them() -> None:
     pool = make(layer_major, torch.bfloat16)
     pool.storage.copy_(torch.arange(len(pool.storage)) % 256)
     key, value, *_ = pool.layer(0)
-    block = pool.storage[pool.layout.frame_stride + pool.layout.head_stride :]  # of frame 1, KV head 1
+    block = pool.storage[pool.layout.frame_stride + pool.layout.key_head :]  # of frame 1, KV head 1
     dims_of_token_5 = [block[i * 16 + 10 + j] for i in range(10) for j in range(2)]
     assert key[1, 1, 5].flatten().tolist() == dims_of_token_5
     values = block[8 * 20 :]
@@ -57,7 +58,8 @@ def test_bf16_lies_in_pairs_as_products_take_them() -> None:
 @pytest.mark.parametrize(("block_size", "head_dim"), [(8, 31), (7, 20)])
 def test_what_has_no_pairs_lies_as_other_dtypes_do(block_size: int, head_dim: int) -> None:
     pools = [
-        DevicePool(2, group_layers([None]), 2, head_dim, block_size, dtype) for dtype in (torch.bfloat16, torch.float16)
+        DevicePool(2, group_layers([None]), 2, head_dim, block_size, kv_format(str(dtype)))
+        for dtype in (torch.bfloat16, torch.float16)
     ]
     assert pools[0].layout == pools[1].layout
     assert not pools[0].layer(0).pairs
@@ -82,7 +84,7 @@ def test_frames_begin_at_lines_and_sizes_are_as_told(layout: Callable[..., KVLay
 def test_frames_fill_pages_where_that_wastes_little(
     layout: Callable[..., KVLayout], kv_heads: int, head_dim: int, dtype: torch.dtype, expected: int
 ) -> None:
-    pool = DevicePool(2, group_layers([None]), kv_heads, head_dim, 16, dtype, layout=layout)
+    pool = DevicePool(2, group_layers([None]), kv_heads, head_dim, 16, kv_format(str(dtype)), layout=layout)
     assert pool.layout.frame_bytes == expected
 
 
@@ -134,7 +136,7 @@ def test_copying_refuses_frames_that_do_not_exist() -> None:
 
 def test_memory_that_can_not_be_had_is_a_typed_error() -> None:
     with pytest.raises(KVMemoryError, match="kv_memory"):
-        DevicePool(1 << 40, group_layers([None]), 8, 128, 16, torch.float32)
+        DevicePool(1 << 40, group_layers([None]), 8, 128, 16, kv_format("float32"))
 
 
 def resident() -> int:
@@ -144,7 +146,7 @@ def resident() -> int:
 
 def test_untouched_frames_cost_nothing() -> None:
     before = resident()
-    pool = DevicePool(4000, group_layers([None] * 4), 8, 64, 16, torch.float32)
+    pool = DevicePool(4000, group_layers([None] * 4), 8, 64, 16, kv_format("float32"))
     assert pool.nbytes > 900e6
     pool.layer(0).key[:3].fill_(1)
     assert resident() - before < 50e6
@@ -153,7 +155,7 @@ def test_untouched_frames_cost_nothing() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_frames_that_go_give_their_memory_back_and_the_others_stay(layout: Callable[..., KVLayout]) -> None:
     groups = group_layers([None] * 4)
-    pool = DevicePool(400, groups, 8, 64, 16, torch.float32, layout=layout, room=200 << 20)
+    pool = DevicePool(400, groups, 8, 64, 16, kv_format("float32"), layout=layout, room=200 << 20)
     assert pool.capacity == (200 << 20) // pool.layout.frame_bytes > 400
     before = resident()
     pool.storage[: 400 * pool.layout.frame_stride] = 0  # in the order of memory; the rest with each layer
@@ -178,3 +180,27 @@ def test_frames_that_go_give_their_memory_back_and_the_others_stay(layout: Calla
 def test_without_room_a_pool_does_not_grow() -> None:
     pool = make(layer_major)
     assert pool.capacity == pool.num_frames == 5
+
+
+@pytest.mark.parametrize("layout", [layer_major, block_major])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_keys_and_values_may_differ_in_width(layout: Callable[..., KVLayout], dtype: torch.dtype) -> None:
+    format = kv_format(str(dtype))
+    pool = DevicePool(3, group_layers([None, None]), 2, 24, 8, format, layout=layout, value_dim=16)
+    pool.storage.zero_()
+    places = [part for layer in range(2) for part in pool.layer(layer) if part is not None]
+    for number, part in enumerate(places, start=1):
+        part.fill_(number)
+    assert all(bool((part == number).all()) for number, part in enumerate(places, start=1))
+    assert (places[0].numel(), places[1].numel()) == (3 * 2 * 8 * 24, 3 * 2 * 8 * 16)
+
+
+def test_stored_blocks_keep_their_names() -> None:
+    """Whoever changes one of these makes all blocks on disk unfindable: they must hold other bits then."""
+    names = {element: kv_format(element).digest_name(16, "layer-major") for element in ("float32", "float16", "int8")}
+    assert names == {
+        "float32": "float32,16,layer-major",
+        "float16": "float16,16,layer-major",
+        "int8": "int8-1,16,layer-major",
+    }
+    assert kv_format("torch.bfloat16").digest_name(32, "layer-major-pairs") == "bfloat16,32,layer-major-pairs"

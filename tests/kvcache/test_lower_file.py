@@ -13,6 +13,7 @@ from disk_blocks import write_frames
 from pagemill.errors import KVStoreError
 from pagemill.kvcache import lower_file
 from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.kv_format import kv_format
 from pagemill.kvcache.layer_groups import group_layers
 from pagemill.kvcache.layout import block_major, layer_major
 
@@ -21,7 +22,9 @@ from pagemill.kvcache.layout import block_major, layer_major
 def pool(request, tmp_path):
     layout, dtype = request.param
     layers = group_layers([None, 64, None, 64])
-    pool = DevicePool(9, layers, 3, 20, 8, dtype, layout=layout, lower_frames=5, lower_folder=tmp_path / "new")
+    pool = DevicePool(
+        9, layers, 3, 20, 8, kv_format(str(dtype)), layout=layout, lower_frames=5, lower_folder=tmp_path / "new"
+    )
     assert list((tmp_path / "new").iterdir()) == [], "no crash leaves it behind"
     return pool
 

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 from pagemill.errors import ConfigError, KVMemoryError
-from pagemill.kvcache.sizing import device_memory, num_frames, parse_memory
+from pagemill.kvcache.sizing import host_memory, num_frames, parse_memory
 
 GIB = 2**30
 
@@ -74,5 +73,5 @@ def test_what_can_not_be_had_names_setting_and_way_out(settings: dict[str, objec
 
 
 def test_this_machines_memory() -> None:
-    free, total = device_memory(torch.device("cpu"))
+    free, total = host_memory()
     assert 0 < free <= total

@@ -6,14 +6,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 from disk_blocks import FORMAT, digest_of, name_of, write_frames
 
 from pagemill.errors import KVStoreError
 from pagemill.kvcache import transfers as transfers_module
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.disk_store import DiskStore
+from pagemill.kvcache.frame_access import PooledFrames
 from pagemill.kvcache.host_store import HostStore
+from pagemill.kvcache.kv_format import kv_format
 from pagemill.kvcache.layer_groups import group_layers
 from pagemill.kvcache.lower_tiers import LowerTiers
 from pagemill.kvcache.pages_ahead import PagesAhead
@@ -30,7 +31,7 @@ class Bench:
     """A pool over tiers, each with room for so many blocks, which hold zeros. tier: the lowest."""
 
     def __init__(self, tiers: str, path) -> None:
-        self.pool = DevicePool(ROOM, group_layers([None] * 3), 3, 20, 8, torch.float32)
+        self.pool = DevicePool(ROOM, group_layers([None] * 3), 3, 20, 8, kv_format("float32"))
         record_bytes = self.pool.record_bytes
         stores = [HostStore(ROOM, record_bytes)] if "host" in tiers else []
         if "disk" in tiers:
@@ -38,7 +39,7 @@ class Bench:
             stores.append(DiskStore(path, format, ROOM * Slots(record_bytes).nbytes))
         self.tier = stores[-1]
         self.tiers = LowerTiers(stores, record_bytes)
-        self.transfers = Transfers(self.pool, self.tiers, PagesAhead(self.pool))
+        self.transfers = Transfers(PooledFrames(self.pool, PagesAhead(self.pool)), self.tiers)
 
     def evict(self, blocks) -> None:
         """From the pool, which gives up a chain's end first."""

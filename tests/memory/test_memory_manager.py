@@ -13,8 +13,6 @@ from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.eviction import POLICIES, Lru
 from pagemill.memory.frames import REGION
 from pagemill.memory.manager import MemoryManager, Shortage
-from pagemill.memory.moving import forget_lost
-from pagemill.memory.occupancy import scatter
 
 ROOT = root_digest(b"model", "float32 16", "reference", "")
 OTHER = root_digest(b"model", "float32 16", "reference", "another namespace")
@@ -58,7 +56,7 @@ class Engine:
         self.memory.check()
 
     def frames(self, table, group=0):
-        return [self.memory._blocks.frame[block] for block in table.blocks[group]]
+        return [self.memory.core.blocks.frame[block] for block in table.blocks[group]]
 
 
 def tokens_of(count: int, first: int = 0) -> list[int]:
@@ -344,12 +342,12 @@ def forget(engine: Engine, tokens, group: int, entry: int) -> None:
     digests: list[bytes] = []
     extend_chain(digests, ROOT, tokens, SIZE)
     memory = engine.memory
-    block = memory._index.by_digest[group][digests[entry]]
+    block = memory.core.index.by_digest[group][digests[entry]]
     tenant = memory.tenants["default"]
     tenant.policy.remove(block)
     tenant.charged -= 1
-    memory._index.forget(block, group)
-    memory._pool.give(memory._blocks.end([block]))
+    memory.core.index.forget(block, group)
+    memory.core.frames.give(memory.core.blocks.end([block]))
     memory.check()
 
 
@@ -399,15 +397,15 @@ def test_blocks_needed_is_exactly_the_most_that_is_ever_held(windows, chunk):
             end = min(start + chunk, total)
             held = sum(-(-end // SIZE) - first_entry_in_window(start, window, SIZE) for window in windows)
             most = max(most, held)
-        assert memory.needs.frames(total, chunk) == most
-    assert memory.needs.frames(0, chunk) == 0
+        assert memory.footprint.frames(total, chunk) == most
+    assert memory.footprint.frames(0, chunk) == 0
 
 
 @pytest.mark.parametrize("windows", [(None,), (7,), (None, 3)])
 @pytest.mark.parametrize("chunk", [1, 5, 16])
 def test_what_needs_the_whole_pool_runs_alone_in_it_whatever_is_cached(windows, chunk):
     total = 27
-    need = MemoryManager(1000, SIZE, windows).needs.frames(total, chunk)
+    need = MemoryManager(1000, SIZE, windows).footprint.frames(total, chunk)
     engine = Engine(need, windows)
     engine.close(engine.prefill(tokens_of(total), chunk=1)[0])
     for tokens in ([*tokens_of(6), *tokens_of(total - 6, 50)], tokens_of(total), tokens_of(total, 90)):
@@ -442,23 +440,23 @@ def test_wrong_uses_are_refused():
 
 
 def break_references(memory, table):
-    memory._blocks.references[table.blocks[0][0]] += 1
+    memory.core.blocks.references[table.blocks[0][0]] += 1
 
 
 def break_frame(memory, table):
-    memory._blocks.frame[table.blocks[0][0]] = memory._blocks.frame[table.blocks[0][1]]
+    memory.core.blocks.frame[table.blocks[0][0]] = memory.core.blocks.frame[table.blocks[0][1]]
 
 
 def break_free(memory, table):
-    memory._pool.give([memory._blocks.frame[table.blocks[0][0]]])
+    memory.core.frames.give([memory.core.blocks.frame[table.blocks[0][0]]])
 
 
 def break_index(memory, table):
-    memory._index.by_digest[0].popitem()
+    memory.core.index.by_digest[0].popitem()
 
 
 def break_children(memory, table):
-    memory._index._children.popitem()
+    memory.core.index.children.popitem()
 
 
 def break_policy(memory, table):
@@ -479,11 +477,11 @@ def break_publishing(memory, table):
 
 
 def break_group(memory, table):
-    memory._blocks.group[table.blocks[0][0]] = 1
+    memory.core.blocks.group[table.blocks[0][0]] = 1
 
 
 def break_hold(memory, table):
-    memory._residency.held.append((-1, table.tenant, []))
+    memory.core.held.append((-1, table.tenant, []))
 
 
 @pytest.mark.parametrize(
@@ -584,50 +582,50 @@ def test_a_pool_is_not_resized_under_a_step():
         engine.memory.resize(0)
 
 
-def test_what_is_wanted_again_soon_after_its_eviction_is_regretted():
+def test_what_is_wanted_again_soon_after_its_eviction_is_a_ghost_hit():
     engine = Engine(6)
     for first in (0, 100, 0, 200, 0):
         engine.close(engine.prefill(tokens_of(16, first))[0])
     stats = engine.memory.stats()
-    assert (stats.evictions, stats.evictions_regretted) == (10, 4)
+    assert (stats.evictions, stats.ghost_hits) == (10, 4)
     for first in range(300, 1000, 100):  # more blocks than the pool has frames: what went before them is forgotten
         engine.close(engine.prefill(tokens_of(16, first))[0])
     engine.close(engine.prefill(tokens_of(16))[0])
-    assert engine.memory.stats().evictions_regretted == 4
+    assert engine.memory.stats().ghost_hits == 4
 
 
-def test_after_a_resize_regret_remembers_as_many_blocks_as_the_pool_has():
+def test_after_a_resize_ghosts_remember_as_many_blocks_as_the_pool_has():
     engine = Engine(6)
 
-    def regretted(after: int) -> int:
+    def ghost_hits(after: int) -> int:
         """Of a prompt's four blocks, once so many other prompts have come."""
-        before = engine.memory.stats().evictions_regretted
+        before = engine.memory.stats().ghost_hits
         for at in (0, *range(1, after + 1), 0):
             engine.close(engine.prefill(tokens_of(16, at and (engine.steps + at) * 1000))[0])
-        return engine.memory.stats().evictions_regretted - before
+        return engine.memory.stats().ghost_hits - before
 
     assert engine.memory.resize(30) is None
-    assert regretted(after=12) == 4
+    assert ghost_hits(after=12) == 4
     assert engine.memory.resize(6) is None
-    assert regretted(after=12) == 0
+    assert ghost_hits(after=12) == 0
 
 
 def test_scatter_counts_the_steps_that_do_not_lead_to_a_neighbour():
     engine = Engine(8)
     first, _ = engine.prefill(tokens_of(12))
     second, _ = engine.prefill(tokens_of(8, 100))
-    assert scatter(engine.memory) == (3, 0)
+    assert engine.memory.scatter() == (3, 0)
     engine.step(first, tokens_of(16), 16)  # behind it stands the other
     assert engine.frames(first) == [0, 1, 2, 5]
-    assert scatter(engine.memory) == (4, 1)
+    assert engine.memory.scatter() == (4, 1)
     engine.close(first)
     engine.close(second)
-    assert scatter(engine.memory) == (0, 0)
+    assert engine.memory.scatter() == (0, 0)
 
 
 def test_a_streamed_block_is_copied_into_the_pool_before_it_is_written():
     """Never taken back to be written in place, as a published block in the pool is when there is no room for a copy."""
-    engine = Engine(8, lower_frames=(100, 8))
+    engine = Engine(8, streamed_frames=(100, 8))
     table, _ = engine.prefill(tokens_of(4 * SIZE))
     assert engine.memory.stream(table, 3)
     engine.steps += 1
@@ -647,7 +645,7 @@ def test_a_streamed_block_is_copied_into_the_pool_before_it_is_written():
 
 
 def test_whole_blocks_are_streamed_the_oldest_first_and_not_under_a_step():
-    memory = MemoryManager(8, SIZE, [None], lower_frames=(100, 8))
+    memory = MemoryManager(8, SIZE, [None], streamed_frames=(100, 8))
     table = memory.open([], [], ROOT, 0.0, 0).table
     assert memory.reserve(table, 2 * SIZE + 1) is None
     memory.drain(0)
@@ -675,10 +673,10 @@ def test_what_is_lost_before_it_is_saved_is_not_saved():
     memory.retire(0)
     memory.close(table, 0.0)
     memory.resize(1)
-    (evicted,) = memory._residency._saves
-    forget_lost(memory, {1 - evicted.frame})
-    assert memory._residency._saves == [evicted]
-    forget_lost(memory, {evicted.frame})
+    (evicted,) = memory.core.saves
+    memory.forget_lost({1 - evicted.frame})
+    assert memory.core.saves == [evicted]
+    memory.forget_lost({evicted.frame})
     assert memory.take_saves() == []
 
 
@@ -687,7 +685,7 @@ def test_what_hangs_on_a_lost_block_is_forgotten_with_it(ids):
     engine = Engine(16)
     memory = engine.memory
     if ids == "fall":
-        memory._blocks._unused.reverse()
+        memory.core.blocks.unused.reverse()
     tokens, lost = list(range(9)), list(range(10, 23))
     kept, _ = engine.prefill(tokens)
     table, _ = engine.prefill(lost)
@@ -695,7 +693,7 @@ def test_what_hangs_on_a_lost_block_is_forgotten_with_it(ids):
     assert (beginning < end) == (ids == "rise")
     engine.close(table)
     assert memory.stats().frames_cached == 3
-    forget_lost(memory, {memory._blocks.frame[beginning]})
+    memory.forget_lost({memory.core.blocks.frame[beginning]})
     memory.check()
     assert memory.stats().frames_cached == 0
     engine.close(kept)

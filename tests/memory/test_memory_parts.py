@@ -12,10 +12,9 @@ import pytest
 from hypothesis import given, settings
 
 from pagemill.memory.digest import extend_chain, pack_tokens, root_digest
-from pagemill.memory.eviction import GreedyDual, Lru
+from pagemill.memory.eviction import GhostList, GreedyDual, Lru
 from pagemill.memory.frames import REGION, FramePool
 from pagemill.memory.prefix_index import MAX_CANDIDATES, PrefixIndex
-from pagemill.memory.regret import Regret
 
 
 @given(
@@ -70,7 +69,7 @@ def test_a_frame_is_listed_once_however_often_it_is_taken_as_a_neighbour():
     pool.give(frames)
     for _ in range(1000):
         pool.give(pool.take(1, 10))
-    assert len(pool._starts) + len(pool._others) == 64
+    assert len(pool.starts) + len(pool.others) == 64
 
 
 def test_the_digest_is_what_its_specification_says():
@@ -225,16 +224,16 @@ def test_greedy_dual_agrees_with_sorting_and_keeps_no_more_than_it_holds():
             del uses[first]
             assert policy.victim() == first
         assert len(policy) == len(cached)
-        assert len(policy._heap) <= 2 * 200 + 65
+        assert len(policy.heap) <= 2 * 200 + 65
 
 
-def test_regret_remembers_what_was_evicted_last_and_no_more():
-    regret = Regret(3)
+def test_a_ghost_list_remembers_what_was_evicted_last_and_no_more():
+    ghosts = GhostList(3)
     names = [number.to_bytes(32, "little") for number in range(1000)]
     for name in names:
-        regret.evicted(name)
-    assert len(regret._evicted) == 3
+        ghosts.evicted(name)
+    assert len(ghosts.digests) == 3
     for number, count in ((0, 0), (996, 0), (997, 1), (999, 2), (998, 3), (998, 3)):
-        regret.published(names[number])
-        assert regret.count == count
-    assert not regret._evicted
+        ghosts.published(names[number])
+        assert ghosts.hits == count
+    assert not ghosts.digests

@@ -24,7 +24,6 @@ from pagemill.memory.compaction import Compaction
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.eviction import cheapest_to_recompute, least_frequently_used, least_recently_used
 from pagemill.memory.manager import MemoryManager
-from pagemill.memory.moving import forget_lost
 from pagemill.memory.pins import Pins
 from pagemill.namespace import Namespace
 
@@ -75,7 +74,7 @@ class Device:
 
 def apart_in(memory: MemoryManager, table: BlockTable) -> int:
     """Of the steps from one of its blocks to the next, those that do not lead to the neighbouring frame."""
-    rows = [[memory._blocks.frame[b] for b in held if b >= 0] for held in table.blocks]
+    rows = [[memory.core.blocks.frame[b] for b in held if b >= 0] for held in table.blocks]
     return sum(there != here + 1 for row in rows for here, there in pairwise(row))
 
 
@@ -99,7 +98,7 @@ class MemoryMachine(RuleBasedStateMachine):
         self.size, self.windows, self.caching, self.depth = block_size, windows, caching, depth
         self.memory = MemoryManager(frames, block_size, windows, caching, policy, saves, (LOWER, lower))
         self.device = Device(LOWER + lower, block_size, len(windows))
-        self.compaction = Compaction(self.memory, payback_steps, piece)
+        self.compaction = Compaction(self.memory.core, payback_steps, piece)
         self.quotas = quotas
         self.memory.set_quota("other", 0, frames)
         self.lowered = set()  # tenants whose quota may be below what they hold
@@ -140,8 +139,8 @@ class MemoryMachine(RuleBasedStateMachine):
         """By group, contents of the last slot of each published block, read from the device."""
         memory = self.memory
         return [
-            {self.device.slots[memory._blocks.frame[block]][-1] for block in published.values()}
-            for published in memory._index.by_digest
+            {self.device.slots[memory.core.blocks.frame[block]][-1] for block in published.values()}
+            for published in memory.core.index.by_digest
         ]
 
     def verify_match(self, root, tokens, limit, findable, num_cached, found) -> None:
@@ -275,8 +274,8 @@ class MemoryMachine(RuleBasedStateMachine):
     def stream(self, data) -> bool:
         memory = self.memory
         table, count = data.draw(st.sampled_from(self.sequences)).table, data.draw(st.integers(1, 4))
-        before, references, frame = memory.stats(), list(memory._blocks.references), list(memory._blocks.frame)
-        charged, own = table.tenant.charged, memory.places(table)
+        before, references, frame = memory.stats(), list(memory.core.blocks.references), list(memory.core.blocks.frame)
+        charged, own = table.tenant.charged, memory.residency(table)
         if not memory.stream(table, count):
             assert memory.stats() == before
             return False
@@ -284,13 +283,13 @@ class MemoryMachine(RuleBasedStateMachine):
         assert memory.stats().frames_free == before.frames_free + count
         assert memory.stats().blocks_streamed == before.blocks_streamed + count
         assert table.tenant.charged == charged - count
-        assert memory.places(table) == (own.resident - count, own.streamed + count)
+        assert memory.residency(table) == (own.resident - count, own.streamed + count)
         assert own.streamed + count == sum(
-            memory._blocks.frame[block] >= LOWER for held in table.blocks for block in held if block >= 0
+            memory.core.blocks.frame[block] >= LOWER for held in table.blocks for block in held if block >= 0
         )
         for group, held in enumerate(table.blocks):
             for entry, block in enumerate(held):
-                if block >= 0 and memory._blocks.frame[block] != frame[block]:
+                if block >= 0 and memory.core.blocks.frame[block] != frame[block]:
                     assert references[block] == 1, "what others share stays"
                     assert self.windows[group] is None, "what has a window stays"
                     assert (entry + 1) * self.size <= table.length, "what will be written stays"
@@ -298,21 +297,21 @@ class MemoryMachine(RuleBasedStateMachine):
 
     def compact(self, table, steps_left, max_copies) -> None:
         memory = self.memory
-        before, references, frame = memory.stats(), list(memory._blocks.references), list(memory._blocks.frame)
+        before, references, frame = memory.stats(), list(memory.core.blocks.references), list(memory.core.blocks.frame)
         apart = apart_in(memory, table)
         copies = self.compaction.compact(table, steps_left, max_copies)
         if not copies:
-            assert list(memory._blocks.frame) == frame or memory.stats().evictions > before.evictions
+            assert list(memory.core.blocks.frame) == frame or memory.stats().evictions > before.evictions
             return
         assert not self.flying, "a step in flight reads what was moved"
         after, left = memory.stats(), apart_in(memory, table)
         assert copies <= max_copies
         assert after.frames_active == before.frames_active
         assert after.frames_free == before.frames_free + after.evictions - before.evictions
-        assert (apart - left) * steps_left > copies * self.compaction._payback_steps, "it did not pay"
+        assert (apart - left) * steps_left > copies * self.compaction.payback_steps, "it did not pay"
         own = {block for held in table.blocks for block in held}
-        for block, place in enumerate(memory._blocks.frame):
-            assert memory._blocks.references[block] == references[block]
+        for block, place in enumerate(memory.core.blocks.frame):
+            assert memory.core.blocks.references[block] == references[block]
             if place not in (frame[block], -1):
                 assert place < LOWER
                 assert references[block] == (block in own), "what others hold stays"
@@ -386,7 +385,7 @@ class MemoryMachine(RuleBasedStateMachine):
             for held in pin.table.blocks:
                 for entry, block in enumerate(held):
                     if block >= 0:
-                        slots = self.device.slots[self.memory._blocks.frame[block]]
+                        slots = self.device.slots[self.memory.core.blocks.frame[block]]
                         start = entry * self.size
                         assert slots == [(root, *tokens[: at + 1]) for at in range(start, start + self.size)]
 
@@ -446,7 +445,7 @@ class MemoryMachine(RuleBasedStateMachine):
             return sorted((entry, group) for group, first in firsts for entry in range(first, count))
 
         def is_here(entry: int, group: int) -> bool:
-            return digests[entry] in memory._index.by_digest[group]
+            return digests[entry] in memory.core.index.by_digest[group]
 
         def is_there(entry: int, group: int) -> bool:
             return is_here(entry, group) or (digests[entry], group) in self.lower
@@ -460,13 +459,13 @@ class MemoryMachine(RuleBasedStateMachine):
             memory.open_load(digests[:reach], root, self.time, TENANT_OF[root]),
             memory.tenants[TENANT_OF[root]],
         )
-        assert load.lacking == memory.lacking(digests[:reach]) == missing
+        assert load.missing == memory.missing(digests[:reach]) == missing
         oldest = [each for each in missing if self.windows[each[1]] is None]
         streamed = data.draw(st.integers(0, len(oldest)))
         before, room = memory.stats(), min(memory.available(tenant), tenant.room)
         frames = memory.reserve_load(load, streamed)
         if frames is None:
-            assert streamed > memory.lower.available or len(missing) - streamed > room
+            assert streamed > memory.streamed.available or len(missing) - streamed > room
             assert memory.stats() == before
             memory.close(load.table, self.time)
             return
@@ -512,9 +511,9 @@ class MemoryMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def lose(self, data) -> None:
         """Frames that anything holds or can find."""
-        memory, place = self.memory, self.memory._blocks.frame
-        saves = {save.frame for save in memory._residency._saves}
-        used = sorted({place[block] for block in memory._blocks.in_use()} | saves)
+        memory, place = self.memory, self.memory.core.blocks.frame
+        saves = {save.frame for save in memory.core.saves}
+        used = sorted({place[block] for block in memory.core.blocks.in_use()} | saves)
         if not used or memory.has_copies:
             return
         frames = data.draw(st.sets(st.sampled_from(used), min_size=1, max_size=4))
@@ -526,7 +525,7 @@ class MemoryMachine(RuleBasedStateMachine):
         losers = [sequence for sequence in self.sequences if lies_there(sequence.table)]
         left = self.findable()
         for group, contents in enumerate(left):
-            published = [place[block] for block in memory._index.by_digest[group].values()]
+            published = [place[block] for block in memory.core.index.by_digest[group].values()]
             lost = {self.device.slots[frame][-1] for frame in published if frame in frames}
             for content in sorted(contents, key=len):
                 if content in lost or content[: -self.size] in lost:
@@ -536,7 +535,7 @@ class MemoryMachine(RuleBasedStateMachine):
             self.device.slots[frame] = ["lost"] * self.size
         for step in self.flying:
             step.reads = [read for read in step.reads if read[1] not in frames]
-        forget_lost(memory, frames)
+        memory.forget_lost(frames)
         assert self.findable() == left
         self.save()
         self.pins.lose(frames, self.time)
@@ -578,7 +577,7 @@ class MemoryMachine(RuleBasedStateMachine):
         for sequence in self.sequences:
             if sequence.row >= 0:
                 for group, entries in enumerate(sequence.table.blocks):
-                    frames = [self.memory._blocks.frame[block] if block >= 0 else -1 for block in entries]
+                    frames = [self.memory.core.blocks.frame[block] if block >= 0 else -1 for block in entries]
                     device = self.device.tables[sequence.row, group]
                     told = [device.pop(entry) for entry in range(len(frames))]
                     assert told == frames, "the device's table is not the table"
@@ -618,7 +617,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 block = entries[position // self.size]
                 frame = self.device.tables[sequence.row, group][position // self.size]
                 assert named[block] == 1, "a slot that two tables can read is written"
-                assert block not in memory._index.by_digest[group].values(), "a published slot is written"
+                assert block not in memory.core.index.by_digest[group].values(), "a published slot is written"
                 self.device.slots[frame][position % self.size] = sequence.content(position)
                 self.device.writer[frame][position % self.size] = sequence
 

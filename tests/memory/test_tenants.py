@@ -8,7 +8,6 @@ from pagemill.errors import ConfigError, MemoryInvariantError, UnknownTenantErro
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.eviction import POLICIES
 from pagemill.memory.manager import MemoryManager, Shortage
-from pagemill.memory.moving import forget_lost
 from pagemill.namespace import Namespace
 
 SIZE = 4
@@ -100,9 +99,9 @@ def test_what_a_lost_block_was_used_for_does_not_count_for_the_next_in_its_place
     for _ in range(4):
         pool.cache("a", 1)
     table = pool.run("a", 1)
-    frames = {int(pool.memory._blocks.frame[block]) for block in table.blocks[0]}
+    frames = {int(pool.memory.core.blocks.frame[block]) for block in table.blocks[0]}
     pool.memory.close(table, pool.steps)
-    forget_lost(pool.memory, frames)
+    pool.memory.forget_lost(frames)
     for first in (100, 200, 200, 300):
         pool.cache("a", 1, first)
     evictions = pool.memory.tenants["a"].evictions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import gguf
 import numpy as np
 from safetensors.torch import load_file
+from torch import Tensor, stack
 
 Encode = Callable[[str, np.ndarray], tuple[np.ndarray, gguf.GGMLQuantizationType]]
 _LAYER = {
@@ -26,7 +28,12 @@ _LAYER = {
     "mlp.gate_up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
     "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": "ffn_gate_inp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
 }
+_EXPERT = re.compile(r"model\.layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
+_EXPERT_PARTS = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "w1": "gate", "w3": "up", "w2": "down"}
+_PAIRED_ROPE = ("llama", "smollm3")
 _GEMMA = {
     "post_attention_layernorm": "post_attention_norm",
     "pre_feedforward_layernorm": "ffn_norm",
@@ -46,9 +53,11 @@ def write_gguf(
     metadata: dict[str, Any],
     encode: Encode = float32,
     extra: dict[str, np.ndarray] | None = None,
+    single_experts: bool = False,
 ) -> Path:
     """metadata: what differs from the sizes in config.json, without the architecture's prefix; None leaves a key out.
-    encode: (name in GGUF, float32 weight) -> stored array and its format; norms and biases stay float32."""
+    encode: (name in GGUF, float32 weight) -> stored array and its format; norms and biases stay float32.
+    single_experts: writes a tensor for each expert, as llama.cpp did until 2024, instead of one for all of a layer."""
     config = json.loads((folder / "config.json").read_text())
     heads = config["num_attention_heads"]
     keys = {
@@ -72,15 +81,16 @@ def write_gguf(
             writer.add_string(f"{architecture}.{key}", value)
     writer.add_eos_token_id(2)
     writer.add_eot_token_id(7)
-    for name, tensor in load_file(folder / "model.safetensors").items():
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in (tensors if single_experts else _merge_experts(tensors)).items():
         weight, new = tensor.float().numpy(), _rename(name, architecture)
         if architecture.startswith("gemma") and "norm" in name:
             weight = weight + 1
-        if architecture == "llama" and ("q_proj" in name or "k_proj" in name):
+        if architecture in _PAIRED_ROPE and ("q_proj" in name or "k_proj" in name):
             count = heads if "q_proj" in name else config["num_key_value_heads"]
             halves = weight.reshape(count, 2, weight.shape[0] // count // 2, *weight.shape[1:])
             weight = halves.swapaxes(1, 2).reshape(weight.shape)
-        stored, kind = encode(new, weight) if weight.ndim == 2 else float32(new, weight)
+        stored, kind = encode(new, weight) if weight.ndim > 1 else float32(new, weight)
         writer.add_tensor(new, np.ascontiguousarray(stored), raw_dtype=kind)
     for name, weight in (extra or {}).items():
         writer.add_tensor(name, weight)
@@ -91,7 +101,22 @@ def write_gguf(
     return path
 
 
+def _merge_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Joins each layer's experts to one tensor [experts, rows, columns], under the name that it has in GGUF."""
+    merged: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors.items():
+        if expert := _EXPERT.fullmatch(name):
+            part = f"blk.{expert[1]}.ffn_{_EXPERT_PARTS[expert[3]]}_exps.weight"
+            merged.setdefault(part, {})[int(expert[2])] = tensor
+    others = {name: tensor for name, tensor in tensors.items() if not _EXPERT.fullmatch(name)}
+    return others | {name: stack([parts[i] for i in range(len(parts))]) for name, parts in merged.items()}
+
+
 def _rename(name: str, architecture: str) -> str:
+    if expert := _EXPERT.fullmatch(name):
+        return f"blk.{expert[1]}.ffn_{_EXPERT_PARTS[expert[3]]}.{expert[2]}.weight"
+    if name.startswith("blk."):
+        return name
     stem, kind = name.rsplit(".", 1)
     if stem in _TOP:
         return f"{_TOP[stem]}.{kind}"

@@ -69,6 +69,15 @@ def test_broken_configuration(folder, content):
         ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000"),
         ({"num_key_value_heads": 3}, "not a multiple of num_key_value_heads"),
         ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0"),
+        ({"architectures": 7}, "architectures = 7; it must be a list of names"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures = 'LlamaForCausalLM'; it must be a list of names"),
+        ({"max_position_embeddings": 10**9}, "max_position_embeddings is 1000000000 .*to 16777216"),
+        ({"eos_token_id": 10**30}, "eos_token_id is 10{30}; it must be"),
+        ({"eos_token_id": [2, -5]}, "eos_token_id is -5; it must be"),
+        ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 1e300}}, "more than 16777216"),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": -1.0}}, "not a positive number"),
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0, "low_freq_factor": 0,
+                              "high_freq_factor": 0, "original_max_position_embeddings": 8}}, "division by zero"),
         ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 2.0}}, "low_freq_factor"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": "two"}}, "factor|two"),
         ({"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0],
@@ -92,6 +101,7 @@ def test_unsupported_family_lists_what_is_supported(folder):
     ("changes", "named"),
     [
         ({"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
+        ({"rope_parameters": {"rope_type": {"a": 1}, "rope_theta": 1e4}}, r"RoPE type \{'a': 1\}"),
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "dynamic"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2]}}, "mrope_section"),
         ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}}, "partial"),
@@ -226,7 +236,7 @@ def test_index_with_a_missing_shard_or_tensor(folder, tmp_path):
     with pytest.raises(CorruptWeightsError, match="no weight_map"):
         load(tmp_path)
     index.write_text("{")
-    with pytest.raises(ModelLoadError, match=r"index\.json can not be read"):
+    with pytest.raises(ModelLoadError, match=r"index\.json cannot be read"):
         load(tmp_path)
     index.write_text(json.dumps({"weight_map": weight_map}))
     (tmp_path / "b.safetensors").unlink()

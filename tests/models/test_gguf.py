@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from small_llama import load, logits, save_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from pagemill.attention.select import select_attention
 from pagemill.errors import (
     CorruptWeightsError,
     ModelConfigError,
@@ -24,6 +25,8 @@ from pagemill.errors import (
     UnknownArgumentError,
     UnsupportedModelError,
 )
+from pagemill.models.loading import load_model
+from pagemill.ops.select import select_ops
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 128, "num_hidden_layers": 2,
@@ -62,6 +65,15 @@ ARCHITECTURES = {
                                              "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
                                              "rope_theta": 1e4}},
                {}, {"rope_freqs.weight": array(llama3_factors(1e4, 16, 8.0, 1.0, 4.0, 64))}),
+    "mistral": ("mistral", {"sliding_window": None}, {}, {}),
+    "mixtral": ("mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "sliding_window": None},
+                {"expert_count": 5, "expert_used_count": 2, "expert_gating_func": 1, "rope.freq_base": 1e6}, {}),
+    "qwen3moe": ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 32,
+                               "head_dim": 32, "norm_topk_prob": True},
+                 {"expert_count": 6, "expert_used_count": 3, "expert_feed_forward_length": 32,
+                  "attention.key_length": 32, "attention.value_length": 32, "expert_weights_norm": True}, {}),
+    "smollm3": ("smollm3", {"num_hidden_layers": 5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+                {"rope.dimension_count": 16}, {}),
     "qwen2": ("qwen2", {}, {}, {}),
     "qwen3": ("qwen3", {"head_dim": 32}, {"attention.key_length": 32, "attention.value_length": 32}, {}),
     "gemma2": ("gemma2", {"head_dim": 32, "query_pre_attn_scalar": 32, "sliding_window": 4,
@@ -84,9 +96,13 @@ ARCHITECTURES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_same_model_as_the_folder(name, tmp_path):
-    model_type, settings, metadata, extra = ARCHITECTURES[name]
+OF_LLAMA = {"llama3", "mistral", "mixtral"}
+"""Families whose files are of the architecture llama."""
+
+
+def save(folder, name: str) -> str:
+    """Saves the model of this name. Returns its architecture in GGUF."""
+    model_type, settings, _, _ = ARCHITECTURES[name]
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **{**SIZES, **settings}))
     with torch.no_grad():
@@ -95,8 +111,14 @@ def test_same_model_as_the_folder(name, tmp_path):
                 weight.add_(torch.randn_like(weight) * 0.3)
             if "q_proj" in key or "k_proj" in key:
                 weight.mul_(3)
-    model.save_pretrained(tmp_path)
-    architecture = name.split("-")[0].removesuffix("3") if name == "llama3" else name.split("-")[0]
+    model.save_pretrained(folder)
+    return "llama" if name in OF_LLAMA else name.split("-")[0]
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_same_model_as_the_folder(name, tmp_path):
+    _, _, metadata, extra = ARCHITECTURES[name]
+    architecture = save(tmp_path, name)
     file = write_gguf(tmp_path, tmp_path / "model.gguf", architecture, metadata, extra=extra)
     theirs, ours = load(tmp_path, dtype="float32"), load(file)
     assert ours.eos_token_ids == (2, 7)
@@ -105,6 +127,36 @@ def test_same_model_as_the_folder(name, tmp_path):
         assert ours_rope.inv_freq == pytest.approx(theirs_rope.inv_freq, rel=1e-6)
     assert torch.allclose(logits(ours), logits(theirs), atol=1e-5, rtol=0)
     assert logits(theirs).std() > 0.5
+
+
+@pytest.mark.parametrize("name", ["mixtral", "qwen3moe"])
+@pytest.mark.parametrize("kind", [Kind.Q8_0, Kind.Q4_1, Kind.Q5_0], ids=lambda kind: kind.name)
+def test_quantized_experts(name, kind, tmp_path):
+    """Merged, single and written out in float32 they are the same, and nearly the same on the CPU kernels.
+
+    Q8_0 and Q4_1 keep the file's integers.
+    """
+
+    def quantized(tensor: str, weight: np.ndarray):
+        if "ffn_gate_inp" in tensor:  # as llama.cpp does: the router stays as it is
+            return weight, Kind.F32
+        return gguf.quants.quantize(weight, kind), kind
+
+    def written_out(tensor: str, weight: np.ndarray):
+        stored, form = quantized(tensor, weight)
+        return gguf.quants.dequantize(stored, form), Kind.F32
+
+    architecture = save(tmp_path, name)
+
+    def logits_of(store, **options: bool):
+        return logits(load(write_gguf(tmp_path, tmp_path / "m.gguf", architecture, metadata, store, **options)))
+
+    metadata = ARCHITECTURES[name][2]
+    merged = logits_of(quantized)
+    assert torch.equal(merged, logits_of(quantized, single_experts=True))
+    on_kernels = load_model(tmp_path / "m.gguf", ops=select_ops("cpu"), attention=select_attention("cpu"))
+    assert torch.allclose(merged, logits(on_kernels), atol=1e-3, rtol=0)
+    assert torch.equal(merged, logits_of(written_out))
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +229,9 @@ def test_overrides(wide, tmp_path):
     ("architecture", "metadata", "named"),
     [
         ("mamba", {}, r"'mamba'; supported are llama"),
-        ("llama", {"expert_count": 8}, r"llama\.expert_count = 8"),
+        ("qwen2", {"expert_count": 8}, r"qwen2\.expert_count = 8.*llama \(Mixtral\) and qwen3moe"),
+        ("llama", {"expert_shared_count": 1}, r"llama\.expert_shared_count = 1"),
+        ("llama", {"expert_gating_func": 2}, r"llama\.expert_gating_func = 2"),
         ("llama", {"logit_scale": 2.0}, r"llama\.logit_scale = 2"),
         ("llama", {"rope.scaling.type": "su"}, "'su'"),
         ("llama", {"rope.dimension_count": 32}, "partial_rotary_factor is 0.5"),
@@ -245,7 +299,7 @@ def test_not_gguf(tmp_path):
 
 
 def test_a_bit_flipped_in_the_header_never_escapes_the_types(tmp_path):
-    """What changes a number that nothing contradicts (RoPE's base) can not be seen; all else is a typed error."""
+    """Damage raises a typed error, except where it changes a number that nothing contradicts (RoPE's base)."""
     file = write_gguf(save_llama(tmp_path / "small"), tmp_path / "model.gguf", "llama", {})
     content, pick, refused = file.read_bytes(), random.Random(0), 0
     end = min(tensor.data_offset for tensor in gguf.GGUFReader(file).tensors)

@@ -13,10 +13,11 @@ import pytest
 
 from pagemill.config import EngineConfig
 from pagemill.doctor import examine
-from pagemill.engine.build import build
-from pagemill.engine.messages import EngineFault, FromEngine, Start
+from pagemill.engine.messages import EngineFault, Start
+from pagemill.engine.queries import FromEngine
 from pagemill.engine.wire import Channel
 from pagemill.errors import StaleKernelsError
+from pagemill.executor.load import open_executor
 from pagemill.ops.compiled import check_compiled
 
 
@@ -34,7 +35,7 @@ def test_these_kernels_are_of_these_files() -> None:
 def test_kernels_of_other_files_are_refused(monkeypatch: pytest.MonkeyPatch, attributes: dict[str, str]) -> None:
     monkeypatch.setitem(sys.modules, "pagemill._kernels", stale(**attributes))
     with pytest.raises(StaleKernelsError, match="make build") as caught:
-        build(EngineConfig(model="no-such-model"))
+        open_executor(EngineConfig(model="no-such-model"))
     assert "\n" not in caught.value.message
     assert examine()["pagemill"]["kernels"] == f"not usable: {caught.value.message}"
 

@@ -6,9 +6,9 @@ import pytest
 from random_models import CASES, VOCAB, WINDOW, reference_logits
 
 from pagemill.config import EngineConfig
-from pagemill.engine import build
 from pagemill.engine.core import EngineCore
 from pagemill.engine.messages import EngineRequest, SequenceOutput
+from pagemill.executor import load
 from pagemill.models.loading import load_model
 from pagemill.sampling.params import SamplingParams
 
@@ -19,7 +19,7 @@ GROUPS = {"mistral": (0, 1), "qwen2": (1, 1), "gemma3": (1, 2)}
 
 @pytest.fixture(params=GROUPS)
 def model(request, tmp_path, monkeypatch):
-    monkeypatch.setattr(build, "load_model", load_model)  # which shares one model among other tests
+    monkeypatch.setattr(load, "load_model", load_model)  # which shares one model among other tests
     (case,) = (case for case in CASES if case.name == request.param)
     case.save(tmp_path / "model")
     return request.param, str(tmp_path / "model")

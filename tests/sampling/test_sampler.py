@@ -9,21 +9,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference_sampling import kept_probabilities, modified_logits
 
-from pagemill.sampling.cpu_passes import CpuPasses
+from pagemill.sampling.cpu_kernels import CpuSamplingKernels
+from pagemill.sampling.kernels import Choices
 from pagemill.sampling.params import SamplingParams
-from pagemill.sampling.passes import Choices
 from pagemill.sampling.random import sequence_seed, uniform
 from pagemill.sampling.sampler import Sampler, prompt_logprobs
-from pagemill.sampling.torch_passes import TorchPasses
+from pagemill.sampling.torch_kernels import TorchSamplingKernels
 
 NONE = np.zeros(0, np.int32)
 
 
-@pytest.fixture(params=[CpuPasses, TorchPasses], scope="module", autouse=True)
+@pytest.fixture(params=[CpuSamplingKernels, TorchSamplingKernels], scope="module", autouse=True)
 def passes(request):
     """Every test here runs on the kernels and on torch's operators."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pagemill.sampling.sampler.passes_on", lambda device: request.param())
+        patch.setattr("pagemill.sampling.sampler.kernels_on", lambda device: request.param())
         yield request.param()
 
 
@@ -395,9 +395,9 @@ def test_rows_that_need_only_their_likeliest_token():
     ]
     sampler = sampler_with([(params, 7, (), ()) for params in [greedy, *needs_more, greedy]], 40, eos=[2])
     last = len(needs_more) + 1
-    assert sampler.only_likeliest(np.array([0, last]))
+    assert sampler.only_argmax(np.array([0, last]))
     for row in range(1, last):
-        assert not sampler.only_likeliest(np.array([0, row, last])), needs_more[row - 1]
+        assert not sampler.only_argmax(np.array([0, row, last])), needs_more[row - 1]
 
 
 def test_likeliest_tokens_are_taken_as_if_sampled(passes):
@@ -408,7 +408,7 @@ def test_likeliest_tokens_are_taken_as_if_sampled(passes):
     whole, short = sampler_with(rows, 40), sampler_with(rows, 40)
     places = np.array([4, 0, 3, 1, 2])
     sampled = whole.sample(logits.clone(), places)
-    taken = short.take_likeliest(passes.choose(logits, np.arange(5), Choices.likeliest(5)))
+    taken = short.take_argmax(passes.choose(logits, np.arange(5), Choices.argmax(5)))
     assert [taken.token_ids[i] for i in (0, 2, 4)] == [sampled.token_ids[i] for i in (0, 2, 4)]
     assert taken.not_finite == sampled.not_finite == [1, 3]
     assert taken.exhausted == sampled.exhausted == []

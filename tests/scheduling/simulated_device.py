@@ -87,14 +87,17 @@ class SimulatedDevice:
         for row, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.query_lens.tolist(), strict=True):
             for position in range(start, start + count):
                 self._read(row, position)
-        for at, to in zip(plan.sample_from.tolist(), plan.sample_to.tolist(), strict=True):
+        samples = zip(plan.sample_from.tolist(), plan.sample_to.tolist(), plan.max_accepted.tolist(), strict=True)
+        for at, to, limit in samples:
             end = int(plan.starts[at] + plan.query_lens[at])
             context = self.tokens[int(plan.rows[at])][:end]
-            token = next_token(self.seeds[to], context)
-            self.tokens[to] = [*context, token]
-            result.tokens.append(token)
-            count = self.logprobs[to]
-            result.logprobs.append(None if count is None else likeliest(context, count))
+            self.tokens[to] = list(context)
+            for _ in range(1 + len(context) % limit):
+                self.tokens[to].append(next_token(self.seeds[to], self.tokens[to]))
+            failed, count = at in result.failed, self.logprobs[to]
+            result.tokens.append([] if failed else self.tokens[to][end:])
+            result.logprobs.append(None if failed or count is None else [likeliest(context, count)])
+        result.check(plan)
         return result
 
     def _read(self, row: int, position: int) -> None:

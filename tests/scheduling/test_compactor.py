@@ -29,7 +29,7 @@ def test_a_long_answer_lies_together_and_says_the_same(payback_steps):
     bench, requests = churned(payback_steps)
     if payback_steps is not None:
         assert bench.scheduler.compaction.sequences > 0
-    table = bench.scheduler._requests["long"][0].table
+    table = bench.scheduler.state.requests["long"][0].table
     frames = bench.memory.frames(table, 0)
     apart = sum(there != here + 1 for here, there in pairwise(frames))
     assert (apart <= 6) == (payback_steps is not None), f"{apart} of {len(frames) - 1} steps lead elsewhere"
@@ -45,7 +45,7 @@ def test_whoever_may_end_is_expected_to_go_on_as_long_as_it_has():
     bench.scheduler.add(make_request("open", prompt, 40))
     for _ in range(8):
         bench.step()
-    certain, other = (bench.scheduler._requests[name][0] for name in ("certain", "open"))
+    certain, other = (bench.scheduler.state.requests[name][0] for name in ("certain", "open"))
     assert (certain.num_output_tokens, steps_left(certain)) == (8, 32)
     assert steps_left(other) == other.num_output_tokens == 8
 

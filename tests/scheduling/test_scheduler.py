@@ -24,6 +24,7 @@ from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.params import SamplingParams
 from pagemill.sampling.random import sequence_seed
+from pagemill.scheduling import preemption
 from pagemill.scheduling.beam import BeamSearch, Hypothesis, row_params
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.scheduling.sequence import Pinning, Request
@@ -144,11 +145,12 @@ class Bench:
         policy="lru",
         lower=0,
         payback_steps=None,
+        max_accepted=1,
     ):
         self.tier = None if tier is None else LowerTier(tier)
         order = POLICIES[policy](0.1)
         self.memory = MemoryManager(
-            frames, block_size, list(windows), caching, order, tier is not None, lower_frames=(LOWER, lower)
+            frames, block_size, list(windows), caching, order, tier is not None, streamed_frames=(LOWER, lower)
         )
         if self.tier is not None:
             self.tier.memory = self.memory
@@ -160,7 +162,8 @@ class Bench:
             ageing_s=10.0,
             enable_prefix_caching=caching,
             stored=None if self.tier is None else self.tier.stored,
-            compaction=None if payback_steps is None else Compaction(self.memory, payback_steps, piece=4),
+            compaction=None if payback_steps is None else Compaction(self.memory.core, payback_steps, segment=4),
+            max_accepted=max_accepted,
         )
         self.device = SimulatedDevice(block_size, list(windows))
         self.depth = depth
@@ -185,7 +188,7 @@ class Bench:
             self.steps += 1
             self.device.apply(plan)
             self.flights.append(self.device.run(plan, faulty))
-        elif not self.flights and not self.scheduler.admission.num_loading:
+        elif not self.flights and not self.scheduler.num_loading:
             assert not self.scheduler.has_work(), "nothing can run, and nothing will change that"
         if self.flights and (plan is None or len(self.flights) >= self.depth):
             self.commit()
@@ -216,8 +219,8 @@ class Bench:
     def take(self, updates) -> None:
         for update in updates:
             key = (update.sequence.request.request_id, update.sequence.index)
-            if update.token is not None:
-                self.outputs.setdefault(key, []).append(update.token)
+            if update.tokens:
+                self.outputs.setdefault(key, []).extend(update.tokens)
                 self.first_step.setdefault(key[0], self.steps)
             if update.hypothesis is not None:
                 self.found.setdefault(key[0], []).append(update.hypothesis)
@@ -231,7 +234,7 @@ class Bench:
             self.commit()
         if self.tier is not None:
             self.tier.step(self, wait=True)
-        least, held = self.scheduler.acceptance.least_frames, self.memory.num_frames - self.memory.num_available
+        least, held = self.scheduler.least_frames, self.memory.num_frames - self.memory.num_available
         running, before = self.scheduler.num_running, self.memory.num_frames
         try:
             plan = self.scheduler.resize(frames, self.now)
@@ -275,9 +278,9 @@ class Bench:
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         for load in self.scheduler.tenants:
             assert load.running == load.waiting == load.rows == load.account.active == 0
-        assert sorted(self.scheduler._batch._free) == list(range(self.scheduler.max_num_seqs))
-        assert not self.scheduler.admission.pending._owner
-        assert not self.scheduler.admission.pending._waiters
+        assert sorted(self.scheduler.state.batch.free_rows) == list(range(self.scheduler.max_num_seqs))
+        assert not self.scheduler.state.pending.owner
+        assert not self.scheduler.state.pending.waiters
 
 
 prefixes = st.sampled_from([[], [1] * 9, [1] * 9 + [2] * 8, [3, 4] * 10])
@@ -351,14 +354,29 @@ scripts = st.lists(
     policy=st.sampled_from([*POLICIES]),
     lower=st.sampled_from([0, 0, 8, 60]),
     payback_steps=st.sampled_from([None, 0.1, 2]),
+    max_accepted=st.sampled_from([1, 1, 3]),
 )
 def test_any_load_gives_the_tokens_of_a_lone_run(
-    loads, script, frames, windows, max_num_seqs, budget, caching, depth, tier, limits, policy, lower, payback_steps
+    loads,
+    script,
+    frames,
+    windows,
+    max_num_seqs,
+    budget,
+    caching,
+    depth,
+    tier,
+    limits,
+    policy,
+    lower,
+    payback_steps,
+    max_accepted,
 ):
     """Same request, same tokens: beside others, of other tenants too, with preemptions, prefix hits, forks, beams,
-    faults, aborts, steps ahead, pins, turns of sessions, limits that change, idle blocks that go, a pool that shrinks
-    and grows, blocks that are streamed or moved together, and blocks that go to a lower tier and come back or get lost,
-    lower frames that lose what they hold, a device that fails between steps. In the end every block is free."""
+    several tokens accepted in a step, faults, aborts, steps ahead, pins, turns of sessions, limits that change, idle
+    blocks that go, a pool that shrinks and grows, blocks that are streamed or moved together, and blocks that go to a
+    lower tier and come back or get lost, lower frames that lose what they hold, a device that fails between steps. In
+    the end every block is free."""
     bench = Bench(
         frames=frames * len(windows),
         windows=windows,
@@ -370,6 +388,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
         policy=policy,
         lower=lower,
         payback_steps=payback_steps,
+        max_accepted=max_accepted,
     )
     waiting = [
         make_request(f"r{i}", prompt, max_tokens, n=n, seed=seed, priority=priority, salt=salt, tenant=tenant)
@@ -379,7 +398,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
     ]
     names = ("one", "other")
     for name, each in zip(names, limits, strict=True):
-        bench.scheduler.acceptance.set_tenant(name, each)
+        bench.scheduler.set_tenant(name, each)
     all_requests = list(waiting)
     disturbed: set[str] = set()
     numbers = count()
@@ -398,7 +417,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
                 waiting.insert(0, request)
 
     def fork(name: str) -> None:
-        origin = bench.scheduler._requests[name][-1]
+        origin = bench.scheduler.state.requests[name][-1]
         if origin.group is None and 0 < origin.num_output_tokens < 8:
             tenant = origin.request.tenant
             salt = "ab"[origin.request.root != root_digest(b"model", "f32", "sim", str(Namespace(tenant, "a")))]
@@ -450,10 +469,10 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
         elif action == "botch":
             bench.botch()
         elif action == "lose":
-            bench.lose({frame for frame in bench.memory.lower.numbers if pick < 5 or frame % 5 == pick % 5})
+            bench.lose({frame for frame in bench.memory.streamed.numbers if pick < 5 or frame % 5 == pick % 5})
         elif action == "limits":
             with contextlib.suppress(ConfigError):
-                bench.scheduler.acceptance.set_tenant(names[pick % 2], limits[pick // 2 % 2])
+                bench.scheduler.set_tenant(names[pick % 2], limits[pick // 2 % 2])
             bench.memory.check()
         elif live:
             name = live[pick % len(live)]
@@ -469,13 +488,13 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
     bench.run_steps()
     bench.scheduler.pins.clear(bench.now)
     for name in names:
-        bench.scheduler.acceptance.set_tenant(name, TenantLimits())
-    bench.resize(max(frames * len(windows), bench.scheduler.acceptance.least_frames))
+        bench.scheduler.set_tenant(name, TenantLimits())
+    bench.resize(max(frames * len(windows), bench.scheduler.least_frames))
     while waiting:
         add()
     bench.run()
     for name in ("default", *names):
-        bench.scheduler.acceptance.set_tenant(name, TenantLimits(idle_timeout_s=1.0))
+        bench.scheduler.set_tenant(name, TenantLimits(idle_timeout_s=1.0))
     bench.scheduler.expire(bench.now + 1)
     bench.memory.check()
     assert bench.memory.stats().frames_free == bench.memory.num_frames
@@ -513,7 +532,7 @@ def test_a_device_that_fails_while_frames_go_ends_what_was_being_moved_and_nothi
     def lies_there(table) -> bool:
         return bench.memory.lies_in(table, gone)
 
-    lost = {one.request.request_id for one in bench.scheduler._running if lies_there(one.table)}
+    lost = {one.request.request_id for one in bench.scheduler.state.running if lies_there(one.table)}
     assert lost == {"r2"}
     assert [pin.name for pin in bench.scheduler.pins.list() if lies_there(pin.table)] == ["high"]
     assert any(frame in gone for frame, _ in bench.memory.cached_blocks())
@@ -533,9 +552,9 @@ def test_a_device_that_fails_to_take_edits_of_a_table_ends_its_sequence():
     origin = make_request("origin", [1] * 9, 20, ignore_eos=True)
     bench.scheduler.add(origin)
     bench.step()
-    child = make_request("child", bench.scheduler._requests["origin"][0].tokens, 19, ignore_eos=True)
+    child = make_request("child", bench.scheduler.state.requests["origin"][0].tokens, 19, ignore_eos=True)
     bench.scheduler.add(child, ("origin", 0))
-    while not bench.memory._work._edits:
+    while not bench.memory.core.pending.edits:
         bench.step()
     bench.resize(40, fails=True)
     assert bench.reasons == {("child", 0): "error"}
@@ -576,6 +595,41 @@ def test_who_runs_alone_needs_no_watermark():
     bench.scheduler.add(make_request("alone", [1] * 40, 8, ignore_eos=True))
     bench.run()
     assert len(bench.outputs["alone", 0]) == 8
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_a_device_that_accepts_several_tokens_takes_fewer_steps(depth):
+    one, several = (Bench(depth=depth, max_accepted=accepted) for accepted in (1, 4))
+    request = make_request("r", range(20, 29), 30, ignore_eos=True)
+    for bench in (one, several):
+        bench.scheduler.add(request)
+        bench.run()
+        assert bench.outputs["r", 0] == expected(request, 0)
+    assert several.steps < one.steps
+
+
+def test_what_is_accepted_behind_the_end_is_cut():
+    for max_tokens in range(1, 40):
+        bench, request = Bench(max_accepted=4), make_request("r", [1, 2, 3], max_tokens, seed=4)
+        bench.scheduler.add(request)
+        bench.run()
+        assert bench.outputs["r", 0] == expected(request, 0)
+        assert bench.reasons["r", 0] == ("stop" if bench.outputs["r", 0][-1] == EOS else "length")
+    assert bench.outputs["r", 0][-1] == EOS, "the seed is to end it"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "logprobs"), [([], None), ([4, 4], None), ([4], []), ([4], [TokenLogprobs([4], [0.0], 1)] * 2)]
+)
+def test_a_result_that_the_plan_does_not_allow_is_refused(tokens, logprobs):
+    bench = Bench()
+    bench.scheduler.add(make_request("r", [1, 2, 3], 9))
+    plan = bench.scheduler.schedule(0.0)
+    StepResult([[4]], [None]).check(plan)
+    with pytest.raises(ValueError, match="accept"):
+        StepResult([tokens], [logprobs]).check(plan)
+    with pytest.raises(ValueError, match="zip"):
+        StepResult().check(plan)
 
 
 def test_prefix_computed_by_another_request_is_waited_for():
@@ -630,7 +684,7 @@ def test_a_running_sequence_forks_into_another_request_without_a_block():
     for _ in range(4):
         bench.step()
     held = bench.memory.stats().frames_active
-    prompt = bench.scheduler._requests["origin"][0].tokens.copy()
+    prompt = bench.scheduler.state.requests["origin"][0].tokens.copy()
     assert len(prompt) == 14
     child = make_request("child", prompt, 9, n=2, seed=9)
     bench.scheduler.add(child, ("origin", 0))
@@ -651,11 +705,11 @@ def test_a_fork_of_what_is_not_running_is_a_prompt_like_others(why):
     bench.scheduler.add(origin)
     for _ in range(4):
         bench.step()
-    prompt = bench.scheduler._requests["origin"][0].tokens.copy()
+    prompt = bench.scheduler.state.requests["origin"][0].tokens.copy()
     if why == "ended":
         bench.scheduler.abort("origin", bench.now)
     elif why == "preempted":
-        bench.scheduler._preempt(bench.scheduler._requests["origin"][0], bench.now)
+        preemption.preempt(bench.scheduler.state, bench.scheduler.state.requests["origin"][0], bench.now)
     elif why == "other tokens":
         prompt[-2] += 1
     child = make_request("child", prompt, 5, salt="x" if why == "another namespace" else "", ignore_eos=True)
@@ -673,7 +727,7 @@ def test_beams_share_all_but_the_blocks_they_have_written_apart():
     saved = 0
     for _ in range(7):
         bench.step()
-        beams = bench.scheduler._requests["r"]
+        beams = bench.scheduler.state.requests["r"]
         assert len(beams) == 3
         tables = [beam.table.blocks[0].tolist() for beam in beams]
         for (one, first), (other, second) in combinations(zip(beams, tables, strict=True), 2):
@@ -696,7 +750,7 @@ def test_a_preempted_search_computes_what_its_beams_share_once():
     for _ in range(12):
         if bench.scheduler.preemptions == 0:
             bench.step()
-    (leader,) = bench.scheduler._requests["r"]
+    (leader,) = bench.scheduler.state.requests["r"]
     common, before = len(leader.tokens), bench.device.computed_tokens - len(bench.outputs["older", 0])
     assert 16 <= common < len(leader.group.parked[0])
     for _ in range(40):
@@ -713,13 +767,13 @@ def test_a_parked_group_names_only_the_blocks_that_its_beams_have_in_common():
     bench = Bench(frames=32, budget=64)
     bench.scheduler.add(make_search("r", [1] * 16, 12, 3, ignore_eos=True))
     bench.step()
-    (leader, *_) = bench.scheduler._requests["r"]
+    (leader, *_) = bench.scheduler.state.requests["r"]
     while len(leader.tokens) % 4:  # its last block is then full, and no other beam's
         bench.step()
         leader = leader.group.beams[0]
     assert len(leader.digests) == len(leader.tokens) // 4
-    bench.scheduler._preempt(leader, bench.now)
-    (leader,) = bench.scheduler._requests["r"]
+    preemption.preempt(bench.scheduler.state, leader, bench.now)
+    (leader,) = bench.scheduler.state.requests["r"]
     assert len(leader.digests) == len(leader.tokens) // 4 < len(leader.group.parked[0]) // 4
     bench.run()
 
@@ -871,7 +925,7 @@ def test_pins_and_requests_never_shut_each_other_out():
     with pytest.raises(PinLimitError, match="12 would be pinned"):
         bench.scheduler.add(make_request("second", [3] * 20, 1, pin="b"))
     bench.run_steps()
-    assert bench.scheduler.acceptance.least_frames == 7
+    assert bench.scheduler.least_frames == 7
     with pytest.raises(KVMemoryError, match="pins hold 7"):
         bench.scheduler.resize(6, bench.now)
     bench.scheduler.add(make_request("again", [1, 2] * 16, 1, pin="a"))  # in the place of the first: one block more
@@ -950,7 +1004,7 @@ def test_who_leaves_one_of_the_pins_that_it_begins_with_fits_whichever_of_them_e
 def test_who_finds_a_pin_and_goes_on_with_less_than_a_step_needs_no_more_than_is_new():
     bench = Bench(frames=23, windows=(None, 40), budget=64)
     prefix = [1, 2] * 22
-    bench.scheduler.pins._share = 0.95
+    bench.scheduler.pins.share = 0.95
     bench.scheduler.add(make_request("pin", prefix, 1, pin="p"))
     bench.run_steps()
     assert bench.scheduler.pins.num_frames == 11 + 10
@@ -1029,7 +1083,7 @@ def test_of_a_prompt_whose_windows_went_down_what_the_pool_still_has_is_not_load
     while bench.memory.peek(digests, first.root) == 6:
         bench.scheduler.add(make_request(f"other{next(others)}", [10 + next(others)] * 5, 1))
         bench.run()
-    lacking = bench.memory.lacking(digests)
+    lacking = bench.memory.missing(digests)
     assert bench.memory.peek(digests, first.root) == 0
     assert 0 < len(lacking) < 4, "most of it is in the pool"
     computed = bench.device.computed_tokens

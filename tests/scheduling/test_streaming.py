@@ -57,14 +57,14 @@ def test_residency_is_reported_and_the_oldest_blocks_go():
     bench.scheduler.add(make_request("long", [3, 4] * 40, 30, ignore_eos=True))
     while len(bench.outputs.get(("long", 0), [])) < 29:
         bench.step()
-    (sequence,) = bench.scheduler._running
+    (sequence,) = bench.scheduler.state.running
     frames = bench.memory.frames(sequence.table, 0)
     below = [frame >= 1000 for frame in frames]
     assert below == sorted(below, reverse=True)
-    assert bench.memory.places(sequence.table) == (below.count(False), below.count(True)) == (FRAMES, 15)
+    assert bench.memory.residency(sequence.table) == (below.count(False), below.count(True)) == (FRAMES, 15)
     assert bench.memory.stats().blocks_streamed == 15
     bench.run()
-    assert sequence.places == (FRAMES, 16)
+    assert sequence.residency == (FRAMES, 16)
 
 
 def test_a_long_context_makes_room_for_others_without_losing_anything():
@@ -94,7 +94,7 @@ def test_what_is_shared_or_pinned_stays_in_the_pool():
     bench.scheduler.add(make_request("long", prefix + [7] * 60, 5, ignore_eos=True))
     while bench.scheduler.has_work():
         bench.step()
-        for sequence in bench.scheduler._running:
+        for sequence in bench.scheduler.state.running:
             assert all(frame < 1000 for frame in bench.memory.frames(sequence.table, 0)[:4])
     bench.run()
 
@@ -106,9 +106,9 @@ def test_what_a_window_sees_stays_in_the_pool():
     streamed = 0
     while bench.scheduler.has_work():
         bench.step()
-        for sequence in bench.scheduler._running:
+        for sequence in bench.scheduler.state.running:
             assert all(frame < LOWER for frame in bench.memory.frames(sequence.table, 0)[1::2])
-            streamed = max(streamed, bench.memory.places(sequence.table).streamed)
+            streamed = max(streamed, bench.memory.residency(sequence.table).streamed)
     assert streamed > 30, "of 37 entries"
     assert bench.outputs["long", 0] == expected(request, 0)
     bench.assert_all_free()
@@ -172,7 +172,7 @@ def test_a_stored_context_of_layers_with_windows_is_loaded_and_what_they_see_is_
     bench.scheduler.add(again)
     while bench.scheduler.has_work():
         bench.step()
-        for sequence in bench.scheduler._running:
+        for sequence in bench.scheduler.state.running:
             of_entries = bench.memory.frames(sequence.table, 0)
             below = {at % len(windows) for at, frame in enumerate(of_entries) if frame >= LOWER}
             assert below == {group for group, window in enumerate(windows) if window is None}
@@ -211,7 +211,7 @@ def test_who_needs_what_lower_frames_have_lost_fails_and_nobody_else():
     bench.scheduler.add(short)
     while ("short", 0) not in bench.outputs:
         bench.step()
-    bench.lose(set(bench.memory.lower.numbers))
+    bench.lose(set(bench.memory.streamed.numbers))
     assert bench.reasons == {("long", 0): "error"}
     assert bench.memory.stats().blocks_streamed == 0
     bench.run()
@@ -228,8 +228,8 @@ def test_of_a_cached_context_what_lower_frames_have_lost_is_computed():
     bench = Bench(frames=FRAMES, budget=BUDGET, lower=100)
     bench.scheduler.add(make_request("first", [3, 4] * 40, 4, ignore_eos=True))
     bench.run()
-    first = bench.memory.lower.first
-    held = sorted(frame for frame in bench.memory._blocks.frame if frame >= first)
+    first = bench.memory.streamed.first
+    held = sorted(frame for frame in bench.memory.core.blocks.frame if frame >= first)
     bench.lose({held[5]})
     computed = bench.device.computed_tokens
     again = make_request("again", [3, 4] * 40, 4, ignore_eos=True)
@@ -241,14 +241,14 @@ def test_of_a_cached_context_what_lower_frames_have_lost_is_computed():
 
 def test_a_pin_ends_with_what_lower_frames_have_lost_of_it():
     bench = Bench(frames=FRAMES, budget=BUDGET, lower=100)
-    bench.scheduler.pins._share = 1.0
+    bench.scheduler.pins.share = 1.0
     bench.scheduler.add(make_request("pin", [5, 6] * 14, 1, pin="p"))
-    while not bench.scheduler._running:
+    while not bench.scheduler.state.running:
         bench.step()
     bench.scheduler.add(make_request("other", [8] * 20, 1))
     bench.run_steps()
     (pin,) = bench.scheduler.pins.list()
-    below = {frame for frame in bench.memory.frames(pin.table, 0) if frame >= bench.memory.lower.first}
+    below = {frame for frame in bench.memory.frames(pin.table, 0) if frame >= bench.memory.streamed.first}
     assert below, "the pin's sequence made room for the other one"
     bench.lose(below)
     assert not bench.scheduler.pins.list()
@@ -270,7 +270,7 @@ def test_a_load_that_goes_on_behind_what_was_lost_brings_nothing():
     bench.run()
     assert bench.scheduler.prefix_hit_tokens == hits
     assert bench.outputs["anew", 0] == expected(again, 0)
-    assert not bench.scheduler.admission._loading._lost, "of a load that has ended"
+    assert not bench.scheduler.state.loading.lost, "of a load that has ended"
 
 
 def test_where_pins_have_lower_frames_others_have_more_of_the_pool():

@@ -24,7 +24,7 @@ SIZE = 4
 def bench_of(tenants: dict[str, TenantLimits], **settings) -> Bench:
     bench = Bench(**settings)
     for name, limits in tenants.items():
-        bench.scheduler.acceptance.set_tenant(name, limits)
+        bench.scheduler.set_tenant(name, limits)
     return bench
 
 
@@ -298,7 +298,7 @@ def test_rows_that_an_accepted_request_needs_to_begin_stay():
     bench = bench_of({"a": TenantLimits(max_running=3)}, max_num_seqs=4, budget=16)
 
     def lower(most: int) -> None:
-        bench.scheduler.acceptance.set_tenant("a", TenantLimits(max_running=most))
+        bench.scheduler.set_tenant("a", TenantLimits(max_running=most))
 
     parallel = make_request("n", [1] * 20, 6, n=3, ignore_eos=True, tenant="a")
     bench.scheduler.add(parallel)
@@ -402,12 +402,12 @@ def test_limits_that_an_accepted_request_needs_stay():
     bench.scheduler.add(make_request("r", [1] * 10, 10, ignore_eos=True, tenant="a"))
     bench.step()
     with pytest.raises(ConfigError, match=r"'r' may grow to 20 tokens, which takes 5 .* 'a' could count on 4"):
-        bench.scheduler.acceptance.set_tenant("a", TenantLimits(max_blocks=4))
+        bench.scheduler.set_tenant("a", TenantLimits(max_blocks=4))
     with pytest.raises(ConfigError, match=r"tenant 'b': the request 'r' .* could count on 4"):
-        bench.scheduler.acceptance.set_tenant("b", TenantLimits(guaranteed_blocks=16))
-    bench.scheduler.acceptance.set_tenant("a", TenantLimits(max_blocks=5))
+        bench.scheduler.set_tenant("b", TenantLimits(guaranteed_blocks=16))
+    bench.scheduler.set_tenant("a", TenantLimits(max_blocks=5))
     bench.run()
-    bench.scheduler.acceptance.set_tenant("a", TenantLimits(max_blocks=4))
+    bench.scheduler.set_tenant("a", TenantLimits(max_blocks=4))
     assert load_of(bench, "a").account.charged <= 4
 
 
@@ -450,8 +450,8 @@ def test_limits_that_are_shares_follow_the_pool():
     assert (account.guaranteed_blocks, account.max_blocks) == (8, 12)
     bench.resize(12)
     assert (account.guaranteed_blocks, account.max_blocks) == (6, 9)
-    assert bench.scheduler.acceptance.least_frames == 11
-    with pytest.raises(KVMemoryError, match=r"can not have 10 blocks now: 11 blocks would be guaranteed"):
+    assert bench.scheduler.least_frames == 11
+    with pytest.raises(KVMemoryError, match=r"cannot have 10 blocks now: 11 blocks would be guaranteed"):
         bench.scheduler.resize(10, bench.now)
     bench.resize(40)
     assert (account.guaranteed_blocks, account.max_blocks) == (20, 30)
@@ -459,7 +459,7 @@ def test_limits_that_are_shares_follow_the_pool():
 
 def test_a_pool_in_which_a_share_is_no_block_is_refused_and_changes_nothing():
     bench = bench_of({"a": TenantLimits(max_blocks="10%"), "b": TenantLimits(guaranteed_blocks="25%")}, frames=40)
-    assert bench.scheduler.acceptance.least_frames == 10
+    assert bench.scheduler.least_frames == 10
     with pytest.raises(KVMemoryError, match=r"have 9 blocks now: max_blocks of tenant 'a' would be 0, and must be at"):
         bench.scheduler.resize(9, bench.now)
     assert (bench.memory.num_frames, load_of(bench, "b").account.guaranteed_blocks) == (40, 10)
@@ -485,7 +485,7 @@ def test_pins_leave_what_is_guaranteed():
     with pytest.raises(RequestTooLargeError, match=r"tenant 'default' can count on 2 .* of which pins hold 6"):
         bench.scheduler.add(make_request("big", [2] * 10, 3))
     with pytest.raises(ConfigError, match=r"21 blocks would be guaranteed, .* of which pins hold 6"):
-        bench.scheduler.acceptance.set_tenant("calm", TenantLimits(guaranteed_blocks=15))
+        bench.scheduler.set_tenant("calm", TenantLimits(guaranteed_blocks=15))
     bench.scheduler.add(make_request("calm", [2] * 40, 4, ignore_eos=True, tenant="calm"))
     bench.run_steps()
     assert bench.outputs["calm", 0] == expected(make_request("calm", [2] * 40, 4, ignore_eos=True, tenant="calm"), 0)
@@ -495,11 +495,11 @@ def test_pins_leave_what_is_guaranteed():
 
 def test_a_fork_does_not_run_beyond_its_tenants_limit():
     bench = Bench()
-    bench.scheduler.acceptance.set_tenant("one", TenantLimits(max_running=1))
+    bench.scheduler.set_tenant("one", TenantLimits(max_running=1))
     bench.scheduler.add(make_request("r", [1] * 9, 6, tenant="one", ignore_eos=True))
     while len(bench.outputs.get(("r", 0), [])) < 3:
         bench.step()
-    (origin,) = bench.scheduler._running
+    (origin,) = bench.scheduler.state.running
     child = make_request("child", list(origin.tokens), 3, tenant="one", ignore_eos=True)
     bench.scheduler.add(child, ("r", 0))
     assert bench.scheduler.num_running == 1

@@ -6,7 +6,7 @@ import httpx
 import openai
 import pytest
 
-from pagemill.engine import spawn
+from pagemill.frontend import spawn
 
 MODEL = "smollm2-135m"
 FAULT = """

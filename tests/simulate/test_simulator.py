@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from pagemill.memory.manager import MemoryManager
-from pagemill.memory.occupancy import occupancy
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.simulate.simulator import replay
 from pagemill.simulate.step_time import COSTS, KVShape, StepTimes
@@ -43,7 +42,7 @@ def test_every_request_gets_its_tokens_and_all_frames_come_back():
     assert not scheduler.has_work()
     scheduler.memory.check()
     assert scheduler.memory.stats().frames_active == 0
-    assert occupancy(scheduler.memory) == (0, 0)
+    assert scheduler.memory.occupancy() == (0, 0)
 
 
 def test_a_replay_is_the_same_every_time():
@@ -107,8 +106,8 @@ def test_a_shared_block_is_counted_once():
     held = []
 
     def look(plan, seconds):
-        found = occupancy(scheduler.memory)
-        tables = scheduler.memory._tables
+        found = scheduler.memory.occupancy()
+        tables = scheduler.memory.core.tables
         held.append((found.reserved, found.written, sum(16 * table.num_held for table in tables), len(tables)))
 
     trace = [TracedRequest(0, 0.0, 512, 60, (3,)), TracedRequest(1, 40.0, 512, 60, (3,))]
@@ -124,8 +123,8 @@ def test_windows_and_every_step_are_counted_from_the_tables():
     shape = replace(SHAPE, windows=(None, 8))
 
     def recount(plan, seconds):
-        found = occupancy(scheduler.memory)
-        tables = scheduler.memory._tables
+        found = scheduler.memory.occupancy()
+        tables = scheduler.memory.core.tables
         assert found.reserved == sum(4 * table.num_held for table in tables)
         held = sum(
             min(4, max(0, table.length - 4 * entry))

@@ -21,7 +21,18 @@ def plan(starts, query_lens, sample_from=()):
         return np.array(values, dtype=np.int32)
 
     rows = ints(range(len(starts)))
-    return StepPlan(1, MemoryWork.none(), rows, ints(starts), ints(query_lens), ints(sample_from), ints([]), ints([]))
+    return StepPlan(
+        step=1,
+        work=MemoryWork.none(),
+        rows=rows,
+        starts=ints(starts),
+        query_lens=ints(query_lens),
+        generates=np.zeros(len(rows), dtype=np.bool_),
+        sample_from=ints(sample_from),
+        sample_to=ints([]),
+        max_accepted=ints([]),
+        prompt_logprobs=ints([]),
+    )
 
 
 @pytest.mark.parametrize("windows", [(None,), (4,), (None, 4, 4), (1, None)])

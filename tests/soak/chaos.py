@@ -29,11 +29,12 @@ from types import SimpleNamespace
 import msgspec
 
 from pagemill import LLM, SamplingParams, TenantLimits
-from pagemill.config import KV_HOST_COMPRESSION
+from pagemill.arguments import arguments_of
+from pagemill.config import EngineConfig
 from pagemill.engine.messages import EngineRequest
-from pagemill.engine.pinning import pin_request
-from pagemill.engine.session_turns import Turn
 from pagemill.errors import ConfigError, InvalidRequestError, KVMemoryError, KVStoreError
+from pagemill.frontend.output_processor import RequestState
+from pagemill.frontend.worker import immediately
 from pagemill.kvcache import lower_file, read_ahead
 from pagemill.kvcache.disk_store import DiskStore
 from pagemill.namespace import Namespace
@@ -55,7 +56,7 @@ class Answer:
     """What has come of one request, by sequence: token ids, log probabilities, how it ended."""
 
     request: EngineRequest
-    turn: Turn | None = None
+    state: RequestState | None = None
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list] = field(default_factory=dict)
     ended: dict[int, str] = field(default_factory=dict)
@@ -84,8 +85,8 @@ class Faults:
         self.counts: Counter[str] = Counter()
         self.full = self.unreadable = self.breaking = self.harm = 0.0
         self._disk: DiskStore = core._tiers.lower.tiers[-1]
-        self._streamed = core._engine.pool._file
-        put, read, run, apply = self._disk._put, self._disk.read, core._runner.run, core._runner.apply
+        self._streamed = core.executor.pool._file
+        put, read, run, apply = self._disk._put, self._disk.read, core.executor.run, core.executor.apply
         write_below, read_below, read_layer = self._streamed.write, self._streamed.read, read_ahead._read
 
         def failing_put(*args):
@@ -125,7 +126,7 @@ class Faults:
             return not self._happens("unread", self.harm / 30) and read_layer(*args)
 
         self._disk._put, self._disk.read = failing_put, failing_read
-        core._runner.run, core._runner.apply = failing_run, failing_apply
+        core.executor.run, core.executor.apply = failing_run, failing_apply
         self._streamed.write, self._streamed.read = failing_write_below, failing_read_below
         self._patched = lower_file._libc, read_layer
         read_ahead._read = failing_read_layer
@@ -174,11 +175,11 @@ class Soak:
         self.llm = LLM(
             MODEL, dtype="float32", max_model_len=MAX_LEN, max_num_seqs=8, max_num_batched_tokens=96,
             check_invariants=True, kv_memory=FRAMES * FRAME_BYTES, kv_host_memory=8 * FRAME_BYTES,
-            kv_host_compression=self.random.choice(KV_HOST_COMPRESSION),
+            kv_host_compression=self.random.choice(arguments_of(EngineConfig)["kv_host_compression"].choices),
             kv_disk_memory=160 * FRAME_BYTES, kv_disk_path=str(folder), max_sessions=6,
             tenants={name: TenantLimits() for name in TENANTS[1:]},
         )  # fmt: skip
-        self.core = self.llm._engine()
+        self.core = self.llm.client.core
         self.faults = Faults(self.core, seed)
         self.answers: dict[str, Answer] = {}
         self.live: dict[str, Answer] = {}
@@ -210,16 +211,17 @@ class Soak:
         for output in self.core.step():
             answer = self.answers[output.request_id]
             answer.take(output)
+            answer.state.add(output, time.monotonic())
             self.counts["streamed"] += (output.kv_blocks or (0, 0))[1] > 0
             if output.finish_reason == "error":
                 assert self.faults.ended > faults, f"{output.request_id} failed: {output.error}"
                 self.counts["ended by faults"] += 1
             if answer.is_over:
                 self.live.pop(output.request_id, None)
-                if answer.turn is not None and answer.ended[0] == "error":
-                    self.llm._turns.release(answer.turn)
-                elif answer.turn is not None:
-                    self.llm._turns.commit(answer.turn, SimpleNamespace(token_ids=answer.tokens[0]), SamplingParams())
+                if answer.ended[0] == "error":
+                    self.llm.frontend.end_turn(answer.state)
+                else:
+                    immediately(self.llm.frontend.commit_turn(answer.state))
         if not self.core.has_work():
             self.core.rest()
 
@@ -231,23 +233,24 @@ class Soak:
             prompt_logprobs=1 if self.random.random() < 0.1 else None,
         )  # fmt: skip
 
-    def _add(self, item, turn: Turn | None = None, fork_of: tuple[str, int] | None = None) -> None:
-        request = item.request
+    def _add(self, state: RequestState, fork_of: tuple[str, int] | None = None) -> None:
+        request = state.asked
         request.fork_of = fork_of
-        answer = Answer(request, turn)
+        answer = Answer(request, state)
         try:
             self.core.add_request(request)
         except InvalidRequestError:
             self.counts["refused"] += 1
-            if turn is not None:
-                self.llm._turns.release(turn)
+            self.llm.frontend.end_turn(state)
             raise
         self.answers[request.request_id] = self.live[request.request_id] = answer
 
     def _process(self, prompt, params, tenant: str, salt: str):
         prompt = {"prompt_token_ids": prompt, "cache_salt": salt}
         name = f"r{next(self.numbers)}"
-        return self.llm._input.process(prompt, params, name, priority=self.random.randint(-1, 1), tenant=tenant)
+        return self.llm.frontend.inputs.process(
+            prompt, params, name, priority=self.random.randint(-1, 1), tenant=tenant
+        )
 
     def ask(self) -> None:
         tenant, salt = self.random.choice(TENANTS), self.random.choice(SALTS)
@@ -270,12 +273,11 @@ class Soak:
         space, name = Namespace(self.random.choice(TENANTS), self.random.choice(SALTS)), self.random.choice("xy")
         piece = self.random.choice(self.prompts)[: self.random.choice([5, 30])]
         params = SamplingParams(temperature=0.0, max_tokens=self.random.choice([3, 10]), logprobs=1)
-        turn = self.llm._turns.begin_prompt(name, space, piece, params, f"r{next(self.numbers)}")
-        self._add(turn.processed, turn)
+        self._add(self.llm.frontend.turns.begin_prompt(name, space, piece, params, f"r{next(self.numbers)}"))
 
     def change_sessions(self) -> None:
         """Forks a session if there is one, or deletes one that has grown."""
-        store = self.llm._turns.store
+        store = self.llm.frontend.turns.store
         records = store.list(None)
         if records:
             record = self.random.choice(records)
@@ -289,7 +291,7 @@ class Soak:
         prompt = {"prompt_token_ids": self.random.choice(self.prompts), "cache_salt": salt}
         expires_s = self.random.choice([None, 0.5])
         name = self.random.choice("pq")
-        self._add(pin_request(self.llm._input, prompt, f"r{next(self.numbers)}", name, expires_s, salt, tenant))
+        self._add(immediately(self.llm.frontend.prepare_pin(prompt, name, expires_s, salt, tenant)))
 
     def unpin(self) -> None:
         for pin in self.llm.pins()[:1]:
@@ -299,8 +301,7 @@ class Soak:
         for name in self.random.sample([*self.live], min(2, len(self.live))):
             self.core.abort([name])
             answer = self.live.pop(name)
-            if answer.turn is not None:
-                self.llm._turns.release(answer.turn)
+            self.llm.frontend.end_turn(answer.state)
 
     def resize(self) -> None:
         frames = self.random.choice([20, 30, FRAMES, 55])
@@ -349,7 +350,7 @@ class Soak:
         calm: dict[str, Answer] = {}
         with LLM(MODEL, dtype="float32", max_model_len=MAX_LEN, enable_prefix_caching=False, max_num_seqs=24,
                  max_num_batched_tokens=512, kv_memory="1GiB") as llm:  # fmt: skip
-            core = llm._engine()
+            core = llm.client.core
             alike: dict[bytes, str] = {}
             same_as = {}
             for name, answer in self.answers.items():

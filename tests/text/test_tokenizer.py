@@ -9,6 +9,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import gguf
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -173,6 +174,22 @@ def test_a_folder_and_a_gguf_file_of_the_same_model_agree(real, folder):
     assert tokenizer.eos_token_id == real.eos_token_id
 
 
+def test_a_gguf_file_whose_architecture_transformers_refuses_has_its_tokenizer(real, tmp_path, own_cache):
+    writer = gguf.GGUFWriter(tmp_path / "smollm3.gguf", "smollm3")
+    for key, field in gguf.GGUFReader(REGISTRY[MODEL].file).fields.items():
+        if key.startswith("tokenizer."):
+            array = field.types[0] == gguf.GGUFValueType.ARRAY
+            value = field.contents()
+            writer.add_array(key, value) if array else writer.add_key_value(key, value, field.types[0])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    tokenizer = Tokenizer.from_path(tmp_path / "smollm3.gguf")
+    assert tokenizer.fingerprint == real.fingerprint
+    assert tokenizer.chat_template == real.chat_template
+    assert tokenizer.eos_token_id == real.eos_token_id
+
+
 @pytest.mark.parametrize("backend", [byte_fallback, byte_level])
 def test_a_plain_folder_equals_transformers(tmp_path, own_cache, backend):
     """tokenizer.json with a post-processor of its own, and several named templates."""
@@ -233,7 +250,17 @@ def test_missing_tokenizers_are_named(tmp_path, own_cache):
 @pytest.mark.parametrize("content", ["", "{", '{"model": {}}', "\x00\x01"])
 def test_corrupt_tokenizer_json(folder, own_cache, content):
     (folder / "tokenizer.json").write_text(content)
-    with pytest.raises(TokenizerError, match="can not be read"):
+    with pytest.raises(TokenizerError, match="cannot be read"):
+        Tokenizer.from_path(folder)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json"])
+def test_an_id_that_would_take_gigabytes(folder, own_cache, name):
+    content = json.loads((folder / "tokenizer.json").read_text())
+    content["model"]["vocab"]["far"] = 10**9
+    (folder / "tokenizer.json").unlink()
+    (folder / name).write_text(json.dumps(content if name == "tokenizer.json" else content["model"]["vocab"]))
+    with pytest.raises(TokenizerError, match=r"gives token 'far' the id 1000000000, over 16777216; .*--tokenizer"):
         Tokenizer.from_path(folder)
 
 
@@ -241,7 +268,7 @@ def test_corrupt_gguf(tmp_path, own_cache):
     source = REGISTRY[MODEL].file
     with source.open("rb") as file:
         (tmp_path / "cut.gguf").write_bytes(file.read(100_000))
-    with pytest.raises(TokenizerError, match=r"can not be read.*--tokenizer"):
+    with pytest.raises(TokenizerError, match=r"cannot be read.*--tokenizer"):
         Tokenizer.from_path(tmp_path / "cut.gguf")
     assert not own_cache.exists()
 

@@ -1,13 +1,10 @@
-"""How keys and values become int8: symmetrically, each token's vector of each KV head with a scale of its own, so that
-what a slot holds depends on nothing but its token."""
+"""Rounds keys and values to int8: symmetrically, each token's vector of each KV head with a scale of its own, so that
+what a slot holds depends on nothing but its token. Other bits need another name in `kvcache/kv_format.py`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
-
-FORMAT = "int8-1"
-"""Part of the digests that name blocks; the number is raised when `quantize` gives other bits."""
 
 LEAST = 2.0**-100
 """Vectors without an element of this magnitude are stored as zeros: their reciprocal would leave fp32's range."""

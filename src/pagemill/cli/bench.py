@@ -21,9 +21,9 @@ from pagemill.sampling.params import SamplingParams
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from pagemill.engine.async_llm import AsyncLLM
-    from pagemill.engine.input_processor import Prompt
-    from pagemill.engine.messages import EngineStats
+    from pagemill.engine.stats import EngineStats
+    from pagemill.frontend.async_llm import AsyncLLM
+    from pagemill.frontend.input_processor import Prompt
     from pagemill.text.tokenizer import Tokenizer
 
 

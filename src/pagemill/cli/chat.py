@@ -15,7 +15,7 @@ from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import check_name, default_path
 
 if TYPE_CHECKING:
-    from pagemill.engine.async_session import AsyncSession
+    from pagemill.frontend.session import AsyncSession
 
 
 @sampling_options(temperature=0.7, top_p=0.9)

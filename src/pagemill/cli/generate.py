@@ -25,7 +25,8 @@ def generate(
         int | None, typer.Option(help="Search with this many beams, and print the best.", show_default=False)
     ] = None,
     length_penalty: Annotated[
-        float | None, typer.Option(help="Of a search: above 0 longer beams gain.  [default: 1.0]", show_default=False)
+        float | None,
+        typer.Option(help="In a search, above 0 prefers longer beams.  [default: 1.0]", show_default=False),
     ] = None,
     *,
     settings: dict[str, Any],

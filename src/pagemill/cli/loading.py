@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
-from pagemill.engine.async_llm import AsyncLLM
+from pagemill.frontend.async_llm import AsyncLLM
 
 messages = Console(stderr=True, highlight=False)
 """For what people read; stdout is for what a command produces."""

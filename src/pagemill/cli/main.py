@@ -11,7 +11,7 @@ def main(args: list[str] | None = None) -> None:
     """Runs the command line and exits: 0 done, 1 an error of pagemill's own (one line on stderr), 2 wrong usage."""
     given = sys.argv[1:] if args is None else args
     if given and given[0] in START_AN_ENGINE and given[1:] and not {"-h", "--help"} & set(given):
-        from pagemill.engine.spawn import spawn_ahead
+        from pagemill.frontend.spawn import spawn_ahead
 
         spawn_ahead()
 

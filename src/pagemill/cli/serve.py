@@ -33,6 +33,10 @@ def serve(
         Path | None,
         typer.Option("--pin-file", help='Prefixes to pin at the start: [{"name": …, "prompt" or "messages": …}, …].'),
     ] = None,
+    max_body_bytes: Annotated[
+        int | None,
+        typer.Option("--max-body-bytes", min=1, help="The longest body of a request. Default: 8388608 (8 MiB)."),
+    ] = None,
     *,
     settings: dict[str, Any],
 ) -> None:
@@ -43,14 +47,22 @@ def serve(
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     with socket.create_server((host, port), family=family) as sock:
         try:
-            asyncio.run(_serve(model, served_model_name or model, sock, settings, pin_file))
+            asyncio.run(_serve(model, served_model_name or model, sock, settings, pin_file, max_body_bytes))
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 
 
-async def _serve(model: str, name: str, sock: socket.socket, settings: dict[str, Any], pin_file: Path | None) -> None:
+async def _serve(
+    model: str,
+    name: str,
+    sock: socket.socket,
+    settings: dict[str, Any],
+    pin_file: Path | None,
+    max_body_bytes: int | None,
+) -> None:
     from pagemill.cli.loading import LoadingBar, messages
-    from pagemill.engine.async_llm import AsyncLLM
+    from pagemill.frontend.async_llm import AsyncLLM
+    from pagemill.server.gate import MAX_BODY_BYTES
     from pagemill.server.pins import read_pins
     from pagemill.server.run import run_server
     from pagemill.tenant_limits import read_tenants_file
@@ -76,6 +88,5 @@ async def _serve(model: str, name: str, sock: socket.socket, settings: dict[str,
 
         tenants = read_tenants_file(settings["tenants"]) if "tenants" in settings else None
         llm = AsyncLLM(model, on_progress=bar, **settings)
-        await run_server(
-            llm, name, sock, announce, partial(messages.print, markup=False, soft_wrap=True), pins, tenants
-        )
+        say = partial(messages.print, markup=False, soft_wrap=True)
+        await run_server(llm, name, sock, announce, say, pins, tenants, max_body_bytes or MAX_BODY_BYTES)

@@ -1,4 +1,4 @@
-"""EngineCore: one synchronous loop over schedule, run and commit. It owns the model, the KV pool and the scheduler."""
+"""EngineCore: one synchronous loop over schedule, run and commit, which drives an executor."""
 
 from __future__ import annotations
 
@@ -12,19 +12,18 @@ from msgspec.structs import replace
 from pagemill.config import EngineConfig
 from pagemill.engine.build import Engine, build
 from pagemill.engine.messages import (
-    BlocksRequest,
     EngineReady,
     EngineRequest,
-    EngineStats,
     KVBlocks,
     PinInfo,
     PinList,
     SequenceInfo,
     SequenceList,
     SequenceOutput,
-    TenantStats,
 )
 from pagemill.engine.prompt_length import check_prompt_length
+from pagemill.engine.queries import BlocksQuery
+from pagemill.engine.stats import EngineStats, TenantStats
 from pagemill.engine.whereabouts import by_tier, findable
 from pagemill.errors import (
     InvalidRequestError,
@@ -34,18 +33,18 @@ from pagemill.errors import (
     ResizeFailedError,
     StepFailedError,
 )
-from pagemill.kvcache.sizing import device_memory, num_frames
+from pagemill.executor.interface import Executor
+from pagemill.executor.load import open_executor
+from pagemill.kvcache.sizing import num_frames
 from pagemill.kvcache.transfers import TransferStats
 from pagemill.memory.digest import extend_chain, root_digest
-from pagemill.memory.occupancy import occupancy, scatter
-from pagemill.memory.streaming import Places
+from pagemill.memory.manager import Residency
 from pagemill.memory.tenants import NO_QUOTA
 from pagemill.namespace import Namespace
 from pagemill.scheduling.beam import row_params
-from pagemill.scheduling.sequence import Pinning, Request
+from pagemill.scheduling.sequence import Pinning, Request, SequenceUpdate
 from pagemill.scheduling.step_plan import StepPlan, StepResult
-from pagemill.scheduling.tenancy import TenantLoad
-from pagemill.scheduling.update import Update
+from pagemill.scheduling.tenancy import TenantState
 from pagemill.tenant_limits import TenantLimits
 
 LOAD_WAIT_S = 0.05
@@ -56,19 +55,27 @@ class EngineCore:
     """Requests in as token ids, outputs out as token ids, one step at a time. Not thread-safe.
 
     A fault in a step fails the requests that cause it and no other. Raises `ModelLoadError` or `ConfigError` children
-    if the engine can not be built.
+    if the engine cannot be built.
+
+    progress(done, total): bytes of weights, called while they load.
+    executor: what runs the model; None for what the settings ask for.
     """
 
-    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None] | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Callable[[int, int], None] | None = None,
+        executor: Executor | None = None,
+    ) -> None:
         self.config = config
-        self._engine: Engine = build(config, progress)
+        self.executor = open_executor(config, progress) if executor is None else executor
+        self._engine: Engine = build(config, self.executor)
         self._scheduler = self._engine.scheduler
         self._memory = self._engine.memory
-        self._runner = self._engine.runner
         self._tiers = self._engine.tiers
         self._ready = self._engine.ready
         self._random = random.Random(config.seed)
-        self._ended: list[Update] = []
+        self._ended: list[SequenceUpdate] = []
         """What ended between two steps, for the next one to tell."""
         self._stalled_s = 0.0
         self._was_stuck = False
@@ -124,7 +131,7 @@ class EngineCore:
 
         Raises `ConfigError`, and changes nothing, for what the pool or requests under way do not allow.
         """
-        self._scheduler.acceptance.set_tenant(name, limits)
+        self._scheduler.set_tenant(name, limits)
         return self._refresh()
 
     def has_work(self) -> bool:
@@ -148,7 +155,7 @@ class EngineCore:
         self._save_evicted()
         if plan is None:
             self._start_loads()
-            stuck = self._scheduler.has_work() and not self._scheduler.admission.num_loading
+            stuck = self._scheduler.has_work() and not self._scheduler.num_loading
             if stuck and self._was_stuck:
                 updates += self._scheduler.give_up(_stuck(), begun)
             self._was_stuck = stuck
@@ -159,9 +166,9 @@ class EngineCore:
         self._was_stuck = False
         begin = time.monotonic()
         try:
-            lost = self._runner.apply(plan)
+            lost = self.executor.apply(plan)
             self._start_loads()
-            result = self._run(plan) if len(plan.rows) else StepResult()
+            result = self._run(plan)
         except BaseException as error:
             updates += self._scheduler.lose_plan(plan, _failed(error), time.monotonic())
             if not isinstance(error, Exception):
@@ -185,26 +192,26 @@ class EngineCore:
         Raises ConfigError or KVMemoryError, and changes nothing, for what can not be. Raises ResizeFailedError if the
         device fails on the way: the pool keeps its size, and what needs blocks that were to be moved has ended.
         """
-        pool = self._engine.pool
         if kv_memory is None:
             frames = self._engine.ready.num_frames
         elif kv_memory == "used":
-            frames = self._scheduler.acceptance.least_frames
+            frames = self._scheduler.least_frames
         else:
-            free, total = device_memory(pool.device)
-            frames = num_frames(pool.layout.frame_bytes, 0, free=free + pool.nbytes, total=total, kv_memory=kv_memory)
+            frame_bytes, (free, total) = self.executor.facts.frame_bytes, self.executor.memory()
+            free += self._memory.num_frames * frame_bytes
+            frames = num_frames(frame_bytes, 0, free=free, total=total, kv_memory=kv_memory)
         while self._tiers is not None and self._tiers.transfers.loading:
             self._finish_loads(LOAD_WAIT_S)
-        self._scheduler.acceptance.check_size(frames)
+        self._scheduler.check_size(frames)
         before = self._memory.num_frames
         if frames > before:
-            self._runner.resize(frames)
+            self.executor.resize(frames)
         plan = self._scheduler.resize(frames, time.monotonic())
         try:
             self._save_evicted()
-            lost = self._runner.apply(plan)
+            lost = self.executor.apply(plan)
             if frames < before:
-                self._runner.resize(frames)
+                self.executor.resize(frames)
         except BaseException as error:
             refusal = self._undo_resize(plan, before, error)
             if not isinstance(error, Exception):
@@ -229,7 +236,8 @@ class EngineCore:
             )
             for pin in pins.list()
         ]
-        return PinList(infos, self._refresh())
+        self._refresh()
+        return PinList(infos)
 
     def unpin(self, name: str, space: Namespace) -> PinList:
         """Ends a pin, and returns those that are left. Raises PinNotFoundError."""
@@ -241,29 +249,29 @@ class EngineCore:
 
     def sequences(self) -> SequenceList:
         """What has not finished now, and where its blocks lie."""
-        memory, pool, infos = self._memory, self._engine.pool, []
+        memory, infos = self._memory, []
         for one in self._scheduler.sequences():
-            places = Places(0, 0) if one.table is None else memory.places(one.table)
+            places = Residency(0, 0) if one.table is None else memory.residency(one.table)
             infos.append(
                 SequenceInfo(
                     request_id=one.request.request_id,
                     index=one.index,
                     running=one.table is not None,
                     num_tokens=len(one.tokens),
-                    kv_blocks=by_tier(memory, pool, places),
+                    kv_blocks=by_tier(memory, self._engine.streams_from, places),
                 )
             )
         return SequenceList(infos)
 
-    def kv_blocks(self, request: BlocksRequest) -> KVBlocks:
+    def kv_blocks(self, request: BlocksQuery) -> KVBlocks:
         """Where those blocks lie that a prompt would find that goes on behind these tokens."""
         digests: list[bytes] = []
         extend_chain(digests, self._root(request), request.token_ids, self._memory.block_size)
         tiers = None if self._tiers is None else self._tiers.lower
-        return KVBlocks(findable(self._memory, self._engine.pool, tiers, digests))
+        return KVBlocks(findable(self._memory, self._engine.streams_from, tiers, digests))
 
     def stats(self) -> EngineStats:
-        memory, slots, steps = self._memory.stats(), occupancy(self._memory), scatter(self._memory)
+        memory, slots, steps = self._memory.stats(), self._memory.occupancy(), self._memory.scatter()
         compaction = self._scheduler.compaction
         transfers = TransferStats() if self._tiers is None else self._tiers.transfers.stats()
         return EngineStats(
@@ -273,8 +281,8 @@ class EngineCore:
             step_prompt_tokens=self._scheduler.controller.prompt_tokens,
             running_limit=self._scheduler.controller.max_running,
             watermark_blocks=self._scheduler.controller.watermark,
-            preempted_tokens_recomputed=self._scheduler.admission.recomputed_tokens,
-            preempted_tokens_swapped_in=self._scheduler.admission.swapped_in_tokens,
+            preempted_tokens_recomputed=self._scheduler.recomputed_tokens,
+            preempted_tokens_swapped_in=self._scheduler.swapped_in_tokens,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
@@ -290,13 +298,13 @@ class EngineCore:
             table_steps=steps.steps,
             table_steps_apart=steps.apart,
             evictions=memory.evictions,
-            evictions_regretted=memory.evictions_regretted,
+            evictions_regretted=memory.ghost_hits,
             copies=memory.copies,
             compaction_copies=0 if compaction is None else compaction.copies,
             compactions=0 if compaction is None else compaction.sequences,
             stalled_s=self._stalled_s,
             loading_s=transfers.loading_s,
-            block_bytes=self._engine.pool.layout.frame_bytes,
+            block_bytes=self.executor.facts.frame_bytes,
             tier_blocks={} if self._tiers is None else self._tiers.lower.num_blocks(),
             blocks_saved=transfers.saved,
             blocks_dropped=transfers.dropped,
@@ -309,7 +317,7 @@ class EngineCore:
         """Ends every request, and keeps what can be found again, if there is a tier that outlives the process."""
         self.abort(self._scheduler.request_ids())
         self._scheduler.pins.clear(time.monotonic())
-        self._runner.close()
+        self.executor.close()
         if self._tiers is not None:
             while self._tiers.transfers.loading:
                 self._finish_loads(LOAD_WAIT_S)
@@ -341,20 +349,22 @@ class EngineCore:
         self._ready = replace(
             self._ready,
             num_frames=self._memory.num_frames,
-            kv_bytes=self._engine.pool.nbytes,
-            longest_sequence=self._scheduler.acceptance.longest_sequence(self._ready.max_model_len),
+            kv_bytes=self._memory.num_frames * self.executor.facts.frame_bytes,
+            longest_sequence=self._scheduler.longest_sequence(self._ready.max_model_len),
             tenants=[load.account.name for load in self._scheduler.tenants],
         )
         return self._ready
 
-    def _root(self, request: EngineRequest | BlocksRequest) -> bytes:
-        engine, space = self._engine, Namespace(request.tenant, request.cache_salt)
-        return root_digest(engine.fingerprint, engine.kv_format, engine.numerics, str(space))
+    def _root(self, request: EngineRequest | BlocksQuery) -> bytes:
+        facts, space = self.executor.facts, Namespace(request.tenant, request.cache_salt)
+        return root_digest(facts.fingerprint, facts.kv_format, facts.numerics, str(space))
 
     def _run(self, plan: StepPlan) -> StepResult:
         """Runs a plan; if that fails, runs it in halves, until the rows that can not run have failed alone."""
         try:
-            return self._runner.run(plan)
+            result = self.executor.collect(self.executor.submit(plan))
+            result.check(plan)
+            return result
         except Exception as error:
             rows = len(plan.rows)
             if rows == 1:
@@ -362,10 +372,10 @@ class EngineCore:
             half = rows // 2
             return self._run(plan.select(0, half)).join(self._run(plan.select(half, rows)), half)
 
-    def _lose(self, frames: set[int], now: float) -> list[Update]:
+    def _lose(self, frames: set[int], now: float) -> list[SequenceUpdate]:
         """Ends what needs contents of these frames, or of any lower frame if the disk has lost some of those."""
-        if self._engine.pool.take_loss():
-            frames.update(self._memory.lower.numbers)
+        if self.executor.take_loss():
+            frames.update(self._memory.streamed.numbers)
         if not frames:
             return []
         failure = KVStoreError(
@@ -381,7 +391,7 @@ class EngineCore:
         pins = self._scheduler.pins.list()
         ended = self._scheduler.undo_resize(plan, before, failure, time.monotonic())
         self._ended += ended
-        self._runner.resize(before)
+        self.executor.resize(before)
         requests, kept = {update.sequence.request.request_id for update in ended}, self._scheduler.pins.list()
         gone = ", ".join(repr(pin.name) for pin in pins if pin not in kept) or "none"
         return ResizeFailedError(
@@ -393,37 +403,36 @@ class EngineCore:
     def _unreadable(self, plan: StepPlan, result: StepResult) -> set[int]:
         """Lower frames of rows for which the disk could not read some of them."""
         rows = [row for row, error in result.failed.items() if isinstance(error, KVStoreError)]
-        of_rows = [self._runner.streamed_frames(plan.select(row, row + 1)) for row in rows]
+        of_rows = [self.executor.streamed_frames(plan.select(row, row + 1)) for row in rows]
         return {int(frame) for groups in of_rows for frames in groups for frame in frames}
 
-    def _outputs(self, updates: list[Update]) -> list[SequenceOutput]:
-        streams = self._memory.lower.active > 0
+    def _outputs(self, updates: list[SequenceUpdate]) -> list[SequenceOutput]:
+        streams = self._memory.streamed.active > 0
         return [self._output(update, streams) for update in updates]
 
-    def _output(self, update: Update, streams: bool) -> SequenceOutput:
-        sequence, token, finish_reason, error = update.sequence, update.token, update.finish_reason, update.error
+    def _output(self, update: SequenceUpdate, streams: bool) -> SequenceOutput:
+        sequence, tokens, finish_reason, error = update.sequence, update.tokens, update.finish_reason, update.error
         output = SequenceOutput(
             request_id=sequence.request.request_id,
             index=sequence.index,
-            new_token_ids=[] if token is None else [token],
+            new_token_ids=tokens,
             finish_reason=finish_reason,
             num_cached_tokens=sequence.num_cached_tokens,
             scheduled_s=sequence.scheduled_s or 0.0,
         )
         if sequence.table is None:
-            output.kv_blocks = sequence.places
+            output.kv_blocks = sequence.residency
         elif streams:
-            output.kv_blocks = self._memory.places(sequence.table)
-        if token is not None:
-            self._generated_tokens += 1
-            if sequence.prompt_logprobs and sequence.num_output_tokens == 1:
+            output.kv_blocks = self._memory.residency(sequence.table)
+        if tokens:
+            self._generated_tokens += len(tokens)
+            if sequence.prompt_logprobs and sequence.num_output_tokens == len(tokens):
                 output.prompt_logprobs = sequence.prompt_logprobs
         if update.hypothesis is not None:
             hypothesis = update.hypothesis
             output.new_token_ids, output.cumulative_logprob = hypothesis.token_ids, hypothesis.cum_logprob
             self._generated_tokens += len(hypothesis.token_ids)
-        if update.logprobs is not None:
-            output.logprobs = [update.logprobs]
+        output.logprobs = update.logprobs
         if finish_reason is not None:
             output.stop_reason = update.stop_reason
         if error is not None:
@@ -431,7 +440,7 @@ class EngineCore:
         return output
 
 
-def _tenant_stats(load: TenantLoad) -> TenantStats:
+def _tenant_stats(load: TenantState) -> TenantStats:
     account = load.account
     return TenantStats(
         blocks_active=account.active,

@@ -12,7 +12,7 @@ from pagemill.config import EngineConfig
 from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.params import SamplingParams
-from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
+from pagemill.tenant_limits import DEFAULT_TENANT
 
 
 class Start(msgspec.Struct, tag=True):
@@ -44,22 +44,6 @@ class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
     pin_expires_s: float | None = None
 
 
-class PinsRequest(msgspec.Struct, tag=True):
-    """Ask for a `PinList`."""
-
-
-class SequencesRequest(msgspec.Struct, tag=True):
-    """Ask for a `SequenceList`; answered in order."""
-
-
-class Unpin(msgspec.Struct, tag=True):
-    """End a pin. Answered, in order, by a `PinList` of those that are left, or `Refused`."""
-
-    name: str
-    tenant: str
-    cache_salt: str
-
-
 class AbortRequests(msgspec.Struct, tag=True):
     """Stop these requests and give back all that they hold. Unknown ids are ignored: they may have just finished."""
 
@@ -70,31 +54,6 @@ class FinishSequences(msgspec.Struct, tag=True):
     """Sequences that the front end has ended (a stop string came): `(request_id, index)`."""
 
     sequences: list[tuple[str, int]]
-
-
-class BlocksRequest(msgspec.Struct, tag=True):
-    """Ask where the KV blocks lie that a prompt would find that goes on behind these tokens."""
-
-    token_ids: list[int]
-    tenant: str
-    cache_salt: str
-
-
-class StatsRequest(msgspec.Struct, tag=True):
-    """Ask for an `EngineStats`; answered in order."""
-
-
-class ResizePool(msgspec.Struct, tag=True):
-    """Give the KV pool another size, see `EngineCore.resize`. Answered, in order, by `EngineReady` or `Refused`."""
-
-    kv_memory: int | float | str | None
-
-
-class SetTenant(msgspec.Struct, tag=True):
-    """Make a tenant known, or change its limits; answered, in order, by `EngineReady` or `Refused`."""
-
-    name: str
-    limits: TenantLimits
 
 
 class Shutdown(msgspec.Struct, tag=True):
@@ -128,79 +87,6 @@ class SequenceOutput(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True,
     """With all tokens of a beam search's result."""
     scheduled_s: float = 0.0
     """When the request first entered a step."""
-
-
-class TenantStats(msgspec.Struct, kw_only=True):
-    """One tenant: its blocks now, active and cached (together they are what it is charged), and its limits on them; its
-    sequences that run and wait; sums since the start. limits: as they were given."""
-
-    blocks_active: int
-    blocks_cached: int
-    guaranteed_blocks: int
-    max_blocks: int | None
-    running: int
-    waiting: int
-    preemptions: int
-    evictions: int
-    prefix_queried_tokens: int
-    prefix_hit_tokens: int
-    limits: TenantLimits
-
-
-class EngineStats(msgspec.Struct, tag=True, kw_only=True):
-    """A snapshot, cheap enough to be taken after any step."""
-
-    running: int
-    waiting: int
-    preemptions: int
-    step_prompt_tokens: int
-    """What the controller allows: tokens of prompts in a step beside sequences that generate; sequences that run; and
-    the blocks that it leaves free when it admits one more."""
-    running_limit: int
-    watermark_blocks: int
-    preempted_tokens_recomputed: int
-    """Tokens of preempted sequences that were computed once more; that came back from lower tiers."""
-    preempted_tokens_swapped_in: int
-    steps: int
-    prompt_tokens: int
-    generated_tokens: int
-    prefix_queried_tokens: int
-    """Tokens of admitted sequences that were looked up in the prefix cache; those that were found."""
-    prefix_hit_tokens: int
-    frames: int
-    frames_free: int
-    frames_cached: int
-    frames_active: int
-    blocks_streamed: int = 0
-    """Active blocks beside these, which attention reads in host memory or on disk."""
-    slots_reserved: int
-    """Token slots of all blocks that sequences hold, shared ones once; those of them with a token."""
-    slots_written: int
-    table_steps: int
-    """From one of a sequence's blocks to the next; those that do not lead to the neighbouring frame."""
-    table_steps_apart: int
-    evictions: int
-    """Cached blocks that made room; those that were wanted again before long."""
-    evictions_regretted: int
-    copies: int
-    """Blocks copied because others held them, or could find them, when they were to be written."""
-    compaction_copies: int
-    """Blocks copied to make a sequence's frames neighbours, or out of their way; times that a sequence's were."""
-    compactions: int
-    stalled_s: float
-    """Time in which there was nothing to compute before blocks from lower tiers had come."""
-    loading_s: float
-    """Time in which such blocks were under way."""
-    block_bytes: int
-    tier_blocks: dict[str, int] = {}
-    """Blocks that lie in lower tiers now, by tier ("host", "disk"), streamed ones apart."""
-    blocks_saved: int = 0
-    """Blocks that went to lower tiers; that did not, because storing failed or could not keep up; that came back; that
-    were not there, or broken, when they should have come back."""
-    blocks_dropped: int = 0
-    blocks_loaded: int = 0
-    blocks_missed: int = 0
-    tenants: dict[str, TenantStats] = {}
 
 
 class Refused(msgspec.Struct, tag=True):
@@ -239,7 +125,7 @@ class SequenceInfo(msgspec.Struct, kw_only=True):
 
 
 class KVBlocks(msgspec.Struct, tag=True):
-    """The answer to `BlocksRequest`: how many blocks, over all layer groups, each in the highest tier that has it."""
+    """How many blocks, over all layer groups, each in the highest tier that has it."""
 
     by_tier: dict[str, int]
 
@@ -258,7 +144,7 @@ class LoadProgress(msgspec.Struct, tag=True):
 
 
 class EngineReady(msgspec.Struct, tag=True, kw_only=True):
-    """Sent when the engine has loaded, and as the answer to what changes it."""
+    """States the engine's facts. Sent when it has loaded, and before the answer to a query that changes them."""
 
     vocab_size: int
     max_model_len: int
@@ -271,15 +157,25 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     num_frames: int
     kv_bytes: int
     eos_token_ids: list[int]
-    description: str
-    """One line for people: device, dtype, kernels, pool; as loaded."""
+    model: str
+    """For people: family, device, dtype of the weights and kernels."""
+    kv_format: str
+    """For people: what a block is, and where others stream from."""
+
+    @property
+    def description(self) -> str:
+        """One line for people: device, dtype, kernels, and the pool as it is now."""
+        fit = f", {self.longest_sequence} of max_model_len={self.max_model_len} fit"
+        return (
+            f"{self.model}; KV pool {self.kv_bytes / 2**20:.0f} MiB: {self.num_frames} blocks of {self.block_size} "
+            f"tokens in {self.kv_format}{'' if self.longest_sequence == self.max_model_len else fit}"
+        )
 
 
 class PinList(msgspec.Struct, tag=True):
-    """All pins, and the `EngineReady` beside them."""
+    """All pins, in the order in which they came."""
 
     pins: list[PinInfo]
-    ready: EngineReady
 
 
 class SequenceList(msgspec.Struct, tag=True):
@@ -293,22 +189,3 @@ class EngineFault(msgspec.Struct, tag=True):
 
     error_type: str
     message: str
-
-
-ToEngine = (
-    Start
-    | EngineRequest
-    | AbortRequests
-    | FinishSequences
-    | StatsRequest
-    | ResizePool
-    | SetTenant
-    | PinsRequest
-    | SequencesRequest
-    | BlocksRequest
-    | Unpin
-    | Shutdown
-)
-FromEngine = (
-    StepOutputs | EngineStats | PinList | SequenceList | KVBlocks | Refused | LoadProgress | EngineReady | EngineFault
-)

@@ -8,7 +8,6 @@ gone; Ctrl-C is left to the front end.
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import os
 import signal
@@ -17,33 +16,23 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NoReturn
-
-import msgspec
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pagemill.engine.messages import (
     AbortRequests,
-    BlocksRequest,
     EngineFault,
     EngineRequest,
     FinishSequences,
     LoadProgress,
-    PinsRequest,
     Refused,
-    ResizePool,
     SequenceOutput,
-    SequencesRequest,
-    SetTenant,
     Shutdown,
     Start,
-    StatsRequest,
     StepOutputs,
-    ToEngine,
-    Unpin,
 )
+from pagemill.engine.queries import Answer, Question, ToEngine
 from pagemill.engine.wire import Channel
 from pagemill.errors import InvalidRequestError, PagemillError
-from pagemill.namespace import Namespace
 
 if TYPE_CHECKING:
     from pagemill.engine.core import EngineCore
@@ -105,23 +94,8 @@ def serve(core: EngineCore, channel: Channel[ToEngine]) -> None:
                     core.abort(message.request_ids)
                 case FinishSequences():
                     core.finish(message.sequences)
-                case StatsRequest():
-                    channel.send(core.stats())
-                case ResizePool():
-                    _answer(channel, functools.partial(core.resize, message.kv_memory))
-                case PinsRequest():
-                    channel.send(core.pins())
-                case SequencesRequest():
-                    channel.send(core.sequences())
-                case BlocksRequest():
-                    channel.send(core.kv_blocks(message))
-                case Unpin():
-                    _answer(
-                        channel,
-                        functools.partial(core.unpin, message.name, Namespace(message.tenant, message.cache_salt)),
-                    )
-                case SetTenant():
-                    _answer(channel, functools.partial(core.set_tenant, message.name, message.limits))
+                case Question():
+                    _answer(core, channel, message)
                 case Shutdown():
                     return
         if core.has_work():
@@ -149,11 +123,17 @@ def _add(core: EngineCore, channel: Channel[ToEngine], request: EngineRequest) -
         channel.send(StepOutputs(refusals))
 
 
-def _answer(channel: Channel[ToEngine], do: Callable[[], msgspec.Struct]) -> None:
+def _answer(core: EngineCore, channel: Channel[ToEngine], question: Question) -> None:
+    """Sends the answer, and before it what the engine is, if that has changed."""
+    before = core.ready
+    answer: Any
     try:
-        channel.send(do())
+        answer = question.query.answer(core)
     except PagemillError as error:
-        channel.send(Refused(type(error).__name__, error.message, error.param))
+        answer = Refused(type(error).__name__, error.message, error.param)
+    if core.ready != before:
+        channel.send(core.ready)
+    channel.send(Answer(question.id, answer))
 
 
 def _progress(channel: Channel[ToEngine]) -> Callable[[int, int], None]:

@@ -8,17 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError, KVStoreError
+from pagemill.executor.interface import Executor
 from pagemill.kvcache.compressed_store import ENTRY_BYTES, CompressedStore
-from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.disk_store import DiskStore, file_bytes
 from pagemill.kvcache.host_store import HostStore
 from pagemill.kvcache.lower_tiers import LowerTier, LowerTiers, Sources
-from pagemill.kvcache.pages_ahead import PagesAhead
-from pagemill.kvcache.sizing import device_memory, parse_memory
+from pagemill.kvcache.sizing import host_memory, parse_memory
 from pagemill.kvcache.store_format import StoreFormat, default_root
 from pagemill.kvcache.transfers import Transfers
 from pagemill.memory.manager import MemoryManager
@@ -56,7 +53,7 @@ def streamed_room(config: EngineConfig, least: int, most: int, frame_bytes: int)
 
 def _host_bytes(config: EngineConfig) -> int:
     assert config.kv_host_memory is not None
-    return parse_memory("kv_host_memory", config.kv_host_memory, device_memory(torch.device("cpu"))[0])
+    return parse_memory("kv_host_memory", config.kv_host_memory, host_memory()[0])
 
 
 def _disk_root(config: EngineConfig) -> Path:
@@ -78,21 +75,15 @@ def _disk_bytes(config: EngineConfig, held: int = 0) -> int:
     return parse_memory("kv_disk_memory", config.kv_disk_memory, shutil.disk_usage(_disk_root(config)).free + held)
 
 
-def make_tiers(
-    config: EngineConfig,
-    pool: DevicePool,
-    pages: PagesAhead,
-    memory: MemoryManager,
-    fingerprint: bytes,
-    kv_format: str,
-    numerics: str,
-    streamed: Streamed,
-) -> Tiers | None:
-    """The tiers that the settings ask for, less what streamed blocks take of them; None if nothing is left. Raises
-    ConfigError for sizes too small, KVStoreError for a bad folder."""
-    record_bytes = pool.record_bytes
+def make_tiers(config: EngineConfig, executor: Executor, memory: MemoryManager, streamed: Streamed) -> Tiers | None:
+    """Returns the tiers that the settings ask for, less what streamed blocks take of them; None if nothing is left.
+
+    Raises ConfigError for sizes too small, KVStoreError for a bad folder.
+    """
+    facts = executor.facts
+    record_bytes = facts.frame_bytes
     tiers: list[LowerTier] = []
-    taken = {tier: streamed.of(tier, pool.layout.frame_bytes) for tier in ("host", "disk")}
+    taken = {tier: streamed.of(tier, record_bytes) for tier in ("host", "disk")}
     if config.kv_host_memory is not None:
         limit, compressed = _host_bytes(config) - taken["host"], config.kv_host_compression == "zstd"
         capacity = limit // (record_bytes + compressed * 2 * ENTRY_BYTES)
@@ -102,25 +93,25 @@ def make_tiers(
                 param="kv_host_memory",
             )
         if capacity > 0 and compressed:
-            tiers.append(CompressedStore(limit, pool.dtype.itemsize))
+            tiers.append(CompressedStore(limit, facts.kv.itemsize))
         elif capacity > 0:
-            tiers.append(HostStore(capacity, record_bytes, pinned=pool.device.type == "cuda"))
+            tiers.append(HostStore(capacity, record_bytes, pinned=facts.locks_pages))
     if config.kv_disk_memory is not None:
-        format = StoreFormat(Path(config.model).stem, fingerprint.hex(), kv_format, numerics, record_bytes)
+        format = StoreFormat(
+            Path(config.model).stem, facts.fingerprint.hex(), facts.kv_format, facts.numerics, record_bytes
+        )
         limit = _disk_bytes(config, file_bytes(_disk_root(config), format)) - taken["disk"]
         if limit > 2 * record_bytes or not taken["disk"]:
             tiers.append(DiskStore(_disk_root(config), format, limit))
-    return Tiers(LowerTiers(tiers, record_bytes), pool, pages, memory, config.preemption_mode) if tiers else None
+    return Tiers(LowerTiers(tiers, record_bytes), executor, memory, config.preemption_mode) if tiers else None
 
 
 class Tiers:
     """Transfers to and from the lower tiers, and what is known of their speed and of prefill's."""
 
-    def __init__(
-        self, lower: LowerTiers, pool: DevicePool, pages: PagesAhead, memory: MemoryManager, preemption_mode: str
-    ) -> None:
+    def __init__(self, lower: LowerTiers, executor: Executor, memory: MemoryManager, preemption_mode: str) -> None:
         self.lower = lower
-        self.transfers = Transfers(pool, lower, pages)
+        self.transfers = Transfers(executor.frames, lower)
         self._memory = memory
         self._preemption_mode = preemption_mode
         self._prefill_s_per_token = 0.0
@@ -140,7 +131,7 @@ class Tiers:
             return found
         if swap or reach == found or not self._prefill_s_per_token:
             return reach
-        blocks = self._memory.lacking(digests[:reach])
+        blocks = self._memory.missing(digests[:reach])
         lowest = max(sources[digests[entry], group] or 0 for entry, group in blocks)
         compute_s = (reach - found) * self._memory.block_size * self._prefill_s_per_token
         return reach if self.transfers.load_times[lowest].pays(len(blocks), compute_s) else found

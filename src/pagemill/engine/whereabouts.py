@@ -6,20 +6,17 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from pagemill.errors import KVStoreError
-from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.lower_tiers import LowerTiers, Sources
-from pagemill.memory.manager import MemoryManager
-from pagemill.memory.streaming import Places
+from pagemill.memory.manager import MemoryManager, Residency
 
 
-def by_tier(memory: MemoryManager, pool: DevicePool, places: Places) -> dict[str, int]:
+def by_tier(memory: MemoryManager, streams_from: str, places: Residency) -> dict[str, int]:
     """Those in the pool, and, where contexts may be longer than that, those in the tier that they stream from."""
-    lower = "disk" if pool.streams_from_disk else "host"
-    return {"device": places.resident, **({lower: places.streamed} if memory.lower.count else {})}
+    return {"device": places.resident, **({streams_from: places.streamed} if memory.streamed.count else {})}
 
 
 def findable(
-    memory: MemoryManager, pool: DevicePool, tiers: LowerTiers | None, digests: Sequence[bytes]
+    memory: MemoryManager, streams_from: str, tiers: LowerTiers | None, digests: Sequence[bytes]
 ) -> dict[str, int]:
     """Those that a prompt would find that goes on behind a chain, each in the highest tier that has it. A tier that can
     not say counts as empty."""
@@ -31,10 +28,10 @@ def findable(
         return False
 
     digests = digests[: memory.reach(digests, is_stored)]
-    found = by_tier(memory, pool, memory.found_places(digests))
+    found = by_tier(memory, streams_from, memory.chain_residency(digests))
     if tiers is not None and sources is not None:
         found |= {tier.name: found.get(tier.name, 0) for tier in tiers.tiers}
-        for entry, group in memory.lacking(digests):
+        for entry, group in memory.missing(digests):
             if (at := sources[digests[entry], group]) is not None:
                 found[tiers.tiers[at].name] += 1
     return found

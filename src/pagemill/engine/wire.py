@@ -10,6 +10,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
+from pagemill.errors import InvalidRequestError
+
 T = TypeVar("T")
 
 HEADER = struct.Struct("<I")
@@ -19,8 +21,16 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: Any) -> bytes:
-    """The message with its length before it, ready to be sent."""
-    payload = _encoder.encode(message)
+    """Returns the message with its length before it, ready to be sent.
+
+    Raises `InvalidRequestError` for what the format cannot say: integers beyond 64 bits, text that is not Unicode.
+    """
+    try:
+        payload = _encoder.encode(message)
+    except (OverflowError, UnicodeEncodeError, TypeError) as error:
+        raise InvalidRequestError(
+            f"an argument cannot be sent to the engine: {error}; integers must fit 64 bits, text must be valid Unicode"
+        ) from error
     return HEADER.pack(len(payload)) + payload
 
 

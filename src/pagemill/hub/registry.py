@@ -1,4 +1,4 @@
-"""The models that have a name of their own, and where they lie once pulled."""
+"""Lists the models that have a name of their own, and where they lie once pulled."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RegistryModel:
         return cache_dir() / "models" / self.name / Path(self.member).name
 
     def is_pulled(self) -> bool:
-        """Whether a file of the right size is there. Only a pull compares the digest too."""
+        """Returns whether a file of the right size is there. Only a pull compares the digest too."""
         return self.file.is_file() and self.file.stat().st_size == self.size
 
 
@@ -48,7 +48,7 @@ REGISTRY = {
 
 
 def cache_dir() -> Path:
-    """`$PAGEMILL_HOME`, else `$XDG_CACHE_HOME/pagemill`, else `~/.cache/pagemill`. Need not exist yet."""
+    """Returns `$PAGEMILL_HOME`, else `$XDG_CACHE_HOME/pagemill`, else `~/.cache/pagemill`. Need not exist yet."""
     home = os.environ.get("PAGEMILL_HOME")
     if home:
         return Path(home).expanduser()
@@ -57,5 +57,5 @@ def cache_dir() -> Path:
 
 
 def pulled_models() -> dict[str, Path]:
-    """Registry models that are on this machine, by name."""
+    """Returns the registry models that are on this machine, by name."""
     return {name: model.file for name, model in REGISTRY.items() if model.is_pulled()}

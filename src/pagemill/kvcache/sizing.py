@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from pagemill.errors import ConfigError, KVMemoryError
 from pagemill.machine import usable_memory
 
@@ -59,7 +57,7 @@ def num_frames(
     """Frames of `frame_bytes` bytes that the pool gets; at most one of the three settings is given.
 
     most_frames: what `max_num_seqs` sequences of `max_model_len` fill; bounds the default, not what was asked for.
-    free, total: bytes of the device's memory, see `device_memory`; weights are loaded by now.
+    free, total: bytes of the device's memory, see `host_memory`; weights are loaded by now.
     gpu_memory_utilization (vLLM's meaning): share of `total` for everything, so the pool gets what is left of it.
     Raises ConfigError for a setting out of range, KVMemoryError if the pool would exceed `free` or hold no frame.
     """
@@ -100,11 +98,8 @@ def num_frames(
     return wanted // frame_bytes
 
 
-def device_memory(device: torch.device) -> tuple[int, int]:
-    """(free, total) bytes of the device. On CPU, within what the process's control groups allow."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return free, total
+def host_memory() -> tuple[int, int]:
+    """Returns (free, total) bytes of the machine's memory, within what the process's control groups allow."""
     memory = usable_memory()
     total = memory.total if memory.limit is None else memory.limit
     return total if memory.available is None else memory.available, total

@@ -14,17 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import compress
 from queue import Empty, SimpleQueue
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from pagemill.errors import KVStoreError
-from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.frame_access import FrameAccess
 from pagemill.kvcache.load_time import LoadTime
 from pagemill.kvcache.lower_tiers import LowerTiers
-from pagemill.kvcache.pages_ahead import PagesAhead
 from pagemill.memory.work import Load, Save
 
 logger = logging.getLogger(__name__)
@@ -71,14 +69,12 @@ class Transfers:
 
     def __init__(
         self,
-        pool: DevicePool,
+        frames: FrameAccess,
         tiers: LowerTiers,
-        pages: PagesAhead,
         backlog_bytes: int = 256 << 20,
         num_threads: int = 4,
     ) -> None:
-        self._pool = pool
-        self._pages = pages
+        self._frames = frames
         self._tiers = tiers
         self._batch = max(1, BATCH_BYTES // tiers.record_bytes)
         self._piece = max(1, PIECE_BYTES // tiers.record_bytes)
@@ -122,7 +118,7 @@ class Transfers:
             part = saves[first : first + self._batch]
             if keep and self._waiting + len(part) > self._most_waiting:
                 self.flush()
-            records, whole = self._pool.read_frames([save.frame for save in part])
+            records, whole = self._frames.read([save.frame for save in part])
             if lost := whole.count(False):
                 self._count(dropped=lost)
                 part, records = [save for save, read in zip(part, whole, strict=True) if read], records[whole]
@@ -170,8 +166,8 @@ class Transfers:
         """Begins to bring blocks up; `finished` tells when it is over."""
         if not self._loads:
             self._loading_since = time.monotonic()
-            self._pages.begin()
-        before = self._pool.mark()
+            self._frames.begin_writes()
+        before = self._frames.mark()
         starts = range(0, len(load.blocks), self._piece)
         self._loads[load.id] = UnderWay(load, [None] * len(starts))
         for piece, first in enumerate(starts):
@@ -184,13 +180,12 @@ class Transfers:
         piece: int,
         blocks: Sequence[tuple[bytes, int]],
         frames: Sequence[int],
-        before: torch.cuda.Event | None,
+        before: Any,
     ) -> None:
         begin = time.monotonic()
         sources: list[int | None] = [None] * len(blocks)
         try:
-            self._pages.make(frames)
-            with self._pool.records(frames, before) as records:
+            with self._frames.write(frames, before) as records:
                 found = self._tiers.read(blocks, records)
             sources = found
         except (KVStoreError, MemoryError) as error:
@@ -213,7 +208,7 @@ class Transfers:
                 self._writer.submit(self._tiers.use, load.blocks)
                 over[ident] = self._end([part for part in pieces if part is not None])
                 if not self._loads:
-                    self._pages.end()
+                    self._frames.end_writes()
         if over:
             arrived, wanted = (sum(map(count, over.values())) for count in (sum, len))
             spent = 0.0 if self._loads else self._loading_until - self._loading_since

@@ -16,29 +16,35 @@ class Blocks:
 
     references: block tables that name the block, and steps in flight that hold it. 0 for a block that is only findable,
                 and for an unused id.
-    frame:      its place, -1 for an unused id.
+    frame:      where its contents lie, -1 for an unused id.
+    streamed:   1 if that is a streamed frame, 0 if it is one of the pool, and for an unused id.
     group:      its layer group.
+    owner:      of a published block, the number of the tenant in whose namespace it is.
+    unused:     ids that are no block's; the next one to be given out comes last.
     """
 
     def __init__(self, capacity: int) -> None:
         self.references = array("i")
         self.frame = array("i")
+        self.streamed = bytearray()
         self.group = array("i")
-        self._unused = array("i")
+        self.owner = array("i")
+        self.unused = array("i")
         self.grow(capacity)
 
     def grow(self, capacity: int) -> None:
-        """Ids for so many blocks, if there are fewer."""
+        """Makes room for ids below `capacity`, if there is less."""
         known = len(self.references)
         more = max(0, capacity - known)
-        self.references.extend(array("i", bytes(4 * more)))
+        for column in (self.references, self.group, self.owner):
+            column.extend(array("i", bytes(4 * more)))
         self.frame.extend(array("i", [-1]) * more)
-        self.group.extend(array("i", bytes(4 * more)))
-        self._unused.extend(range(known + more - 1, known - 1, -1))
+        self.streamed.extend(bytes(more))
+        self.unused.extend(range(known + more - 1, known - 1, -1))
 
     def new(self, group: int, frames: Sequence[int]) -> list[int]:
-        """One new block in each frame, each with one reference."""
-        references, frame_of, group_of, unused = self.references, self.frame, self.group, self._unused
+        """Makes one new block in each frame, each with one reference; see `set_streamed`."""
+        references, frame_of, group_of, unused = self.references, self.frame, self.group, self.unused
         created = []
         for frame in frames:
             block = unused.pop()
@@ -77,9 +83,14 @@ class Blocks:
         for block in blocks:
             frames.append(frame_of[block])
             frame_of[block] = -1
-            self._unused.append(block)
+            self.unused.append(block)
         return frames
 
+    def set_streamed(self, blocks: Iterable[int], streamed: bool) -> None:
+        """Says of new or ended blocks whether their frames are streamed ones."""
+        for block in blocks:
+            self.streamed[block] = streamed
+
     def in_use(self) -> list[int]:
-        """Ids of all blocks, O(capacity)."""
+        """Returns the ids of all blocks. O(capacity)."""
         return [block for block, frame in enumerate(self.frame) if frame >= 0]

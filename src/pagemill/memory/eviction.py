@@ -14,14 +14,14 @@ from typing import Protocol
 
 
 class Chains(Protocol):
-    """Where published blocks stand."""
+    """Says where published blocks stand."""
 
     def depth(self, block: int) -> int:
-        """Blocks before it in its chain."""
+        """Returns how many blocks stand before it in its chain."""
         ...
 
     def parent(self, block: int) -> int:
-        """The block before it, -1 if there is none or it can not be found."""
+        """Returns the block before it, -1 if there is none or it cannot be found."""
         ...
 
 
@@ -29,11 +29,11 @@ class EvictionPolicy(Protocol):
     """Holds the cached blocks. `now` is the manager's time, in whatever unit its caller uses."""
 
     def add(self, block: int, now: float) -> None:
-        """The block became cached."""
+        """Notes that the block became cached."""
         ...
 
     def remove(self, block: int) -> None:
-        """The block is used again: it is no longer cached. Raises KeyError if it was not."""
+        """Takes out a block that is used again. Raises KeyError if it was not cached."""
         ...
 
     def victim(self) -> int:
@@ -41,7 +41,7 @@ class EvictionPolicy(Protocol):
         ...
 
     def forget(self, block: int) -> None:
-        """A block that is not cached can no longer be found: what was known of it holds no more."""
+        """Drops what is known of a block that is not cached, since it can no longer be found."""
         ...
 
     def take_idle(self, until: float) -> list[int]:
@@ -49,21 +49,23 @@ class EvictionPolicy(Protocol):
         ...
 
     def oldest(self) -> float | None:
-        """When the block became cached that has been so for longest."""
+        """Returns when the block became cached that has been so for longest; None if there is none."""
         ...
 
     def __len__(self) -> int: ...
 
     def latest(self) -> Iterator[tuple[int, float]]:
-        """All blocks, and when they became cached: the last ones first, so none before what it hangs on."""
+        """Yields all blocks and when they became cached: the last ones first, so none before what it hangs on."""
         ...
 
     def __contains__(self, block: object) -> bool: ...
 
 
 class Lru:
-    """The least recently used goes first, O(1). Not a plain dict: finding its first key steps over all those deleted
-    before it."""
+    """Evicts the least recently used block first, O(1).
+
+    Not a plain dict: finding its first key steps over all those deleted before it.
+    """
 
     def __init__(self) -> None:
         self._order: OrderedDict[int, float] = OrderedDict()  # since when
@@ -100,7 +102,7 @@ class Lru:
 
 
 class GreedyDual:
-    """The block of least value goes first: age + uses * cost of computing it again. O(log n).
+    """Evicts the block of least value first: age + uses * cost of computing it again. O(log n).
 
     The age is the value of the last victim, so what was used often long ago falls behind what is used now. A block is
     worth at least as much as every cached block behind it in a chain. With equal costs this is LFU with dynamic aging,
@@ -115,7 +117,7 @@ class GreedyDual:
         self._cost = cost
         self._age = 0.0
         self._serial = 0
-        self._heap: list[tuple[float, int, int]] = []  # value, serial, block; outdated ones stay until they come up
+        self.heap: list[tuple[float, int, int]] = []  # value, serial, block; outdated ones stay until they come up
         self._entries: dict[int, tuple[float, int]] = {}
         self._since: dict[int, float] = {}  # in the order in which they became cached
         self._uses: dict[int, int] = {}
@@ -130,17 +132,17 @@ class GreedyDual:
         self._serial += 1
         self._entries[block] = value, self._serial
         self._since[block] = now
-        heapq.heappush(self._heap, (value, self._serial, block))
-        if len(self._heap) > 2 * len(self._entries) + 64:
-            self._heap = [(*entry, cached) for cached, entry in self._entries.items()]
-            heapq.heapify(self._heap)
+        heapq.heappush(self.heap, (value, self._serial, block))
+        if len(self.heap) > 2 * len(self._entries) + 64:
+            self.heap = [(*entry, cached) for cached, entry in self._entries.items()]
+            heapq.heapify(self.heap)
 
     def remove(self, block: int) -> None:
         del self._entries[block], self._since[block]
 
     def victim(self) -> int:
-        while self._heap:
-            value, serial, block = heapq.heappop(self._heap)
+        while self.heap:
+            value, serial, block = heapq.heappop(self.heap)
             if self._entries.get(block) == (value, serial):
                 self.remove(block)
                 self.forget(block)
@@ -172,6 +174,36 @@ class GreedyDual:
         return block in self._entries
 
 
+class GhostList:
+    """Remembers the names of the blocks evicted last, at most `capacity`, and counts those that come back. O(1) each.
+
+    digests: those names, the oldest first.
+    hits: evicted blocks that were wanted again, which a larger pool or another policy would have kept.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.hits = 0
+        self._capacity = capacity
+        self.digests: OrderedDict[bytes, None] = OrderedDict()
+
+    def evicted(self, digest: bytes) -> None:
+        """Notes that a block can no longer be found."""
+        self.digests[digest] = None
+        if len(self.digests) > self._capacity:
+            self.digests.popitem(last=False)
+
+    def resize(self, capacity: int) -> None:
+        """Remembers at most so many from now on."""
+        self._capacity = capacity
+        while len(self.digests) > capacity:
+            self.digests.popitem(last=False)
+
+    def published(self, digest: bytes) -> None:
+        """Notes that a block was computed, or loaded from a store."""
+        if self.digests.pop(digest, self) is None:
+            self.hits += 1
+
+
 PolicyFactory = Callable[[Chains], EvictionPolicy]
 
 
@@ -184,8 +216,11 @@ def least_frequently_used(chains: Chains) -> GreedyDual:
 
 
 def cheapest_to_recompute(attention_share: float) -> PolicyFactory:
-    """The block goes first that costs least to compute again, times its uses. attention_share: the work of attending to
-    one block, as a share of the other work of computing one; block i of a chain costs 1 + i * attention_share."""
+    """Returns a policy that evicts the block first that costs least to compute again, times its uses.
+
+    attention_share: the work of attending to one block, as a share of the other work of computing one. Block i of a
+    chain costs 1 + i * attention_share.
+    """
     return lambda chains: GreedyDual(chains, lambda depth: 1.0 + depth * attention_share)
 
 
@@ -194,4 +229,4 @@ POLICIES: dict[str, Callable[[float], PolicyFactory]] = {
     "lfu": lambda attention_share: least_frequently_used,
     "cost": cheapest_to_recompute,
 }
-"""By name (`config.EVICTION_POLICIES`), given the share that attending to one block has in computing one."""
+"""Policies by name (the setting `eviction_policy`), each made from an attention share, see `cheapest_to_recompute`."""

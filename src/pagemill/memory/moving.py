@@ -1,33 +1,78 @@
-"""How a block moves: resizing, streaming and compaction choose which, and where to. And what if it is lost."""
+"""Moves blocks between frames: when the pool changes its size, and when a long context streams.
+
+A move changes a block's frame and nothing else: tables, digests and references do not notice.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from pagemill.memory.manager import MemoryManager
+import numpy as np
+
+from pagemill.memory.block_table import BlockTable
+from pagemill.memory.core import MemoryCore
 
 
-def move(manager: MemoryManager, block: int, frame: int) -> int:
-    """The content lies in another frame once the device has done the work of the next `drain`; which one it left.
+def resize(core: MemoryCore, num_frames: int) -> None:
+    """Evicts cached blocks that no longer fit, and moves the others out of the frames that go. O(pool + tables).
 
-    Which frames are free, and what tables on the device say, is the caller's to change.
+    There must be at least as many frames as blocks of the pool that are held, and no step in flight.
     """
-    source = manager._blocks.frame[block]
-    manager._work.copy(source, frame)
-    manager._blocks.frame[block] = frame
-    return source
+    frames, blocks = core.frames, core.blocks
+    blocks.grow(num_frames + core.streamed.count)
+    core.index.grow(num_frames + core.streamed.count)
+    while (excess := frames.num_frames - frames.num_free - num_frames) > 0:
+        core.evict(*core.tenants.loser(excess))
+    frames.resize(num_frames)
+    core.ghosts.resize(num_frames)
+    frame_of = blocks.frame
+    outside = [block for block in blocks.in_use() if frame_of[block] >= num_frames and not blocks.streamed[block]]
+    leaving = sorted(outside, key=frame_of.__getitem__)
+    targets = frames.take(len(leaving)) or []
+    for block, target in zip(leaving, targets, strict=True):
+        core.move(block, target, streamed=False)
+    moved = set(leaving)
+    for table in core.tables if moved else ():
+        for group, entries in enumerate(table.blocks):
+            for entry, block in enumerate(entries):
+                if block in moved:
+                    core.edit(table, group, entry, [frame_of[block]])
 
 
-def forget_lost(manager: MemoryManager, frames: Set[int]) -> None:
-    """These frames do not hold what they should: nobody finds that, or what hangs on it, any more, and what has been
-    evicted from them is not saved. O(blocks)."""
-    manager._residency.drop_saves(frames)
-    index, blocks, lost = manager._index, manager._blocks, set[tuple[int, bytes]]()
+def stream(core: MemoryCore, table: BlockTable, count: int) -> bool:
+    """Implements `MemoryManager.stream`."""
+    blocks = core.blocks
+    if core.in_flight or count > core.streamed.available:
+        return False
+    references = np.frombuffer(blocks.references, dtype=np.int32)
+    resident = np.frombuffer(blocks.streamed, dtype=np.uint8) == 0
+    chosen: list[tuple[int, int]] = []
+    for group, window in enumerate(core.windows):
+        if window is None:
+            ids = np.array(table.blocks[group][: table.length // core.block_size], dtype=np.int32)
+            movable = np.flatnonzero((references[ids] == 1) & resident[ids])
+            chosen += [(int(entry), group) for entry in movable[:count]]
+    if len(chosen) < count:
+        return False
+    chosen = sorted(chosen)[:count]
+    entry, group = chosen[0]
+    targets = core.take_streamed(count, table.blocks[group][entry - 1] if entry else -1)
+    freed = []
+    for (entry, group), target in zip(chosen, targets, strict=True):
+        freed.append(core.move(table.blocks[group][entry], target, streamed=True))
+        core.edit(table, group, entry, [target])
+    core.frames.give(freed)
+    table.tenant.charged -= count
+    return True
+
+
+def forget_lost(core: MemoryCore, frames: Set[int]) -> None:
+    """Implements `MemoryManager.forget_lost`."""
+    core.saves = [save for save in core.saves if save.frame not in frames]
+    index, blocks, lost = core.index, core.blocks, set[tuple[int, bytes]]()
     published = [block for block in blocks.in_use() if index.digest[block]]
     for block in sorted(published, key=index.depth.__getitem__):
         group, digest = blocks.group[block], index.digest[block]
         if blocks.frame[block] in frames or (group, index.parent[block]) in lost:
             lost.add((group, digest))
-            manager._residency.forget(block)
+            core.forget(block)

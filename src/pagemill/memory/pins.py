@@ -36,7 +36,7 @@ class Pins:
 
     def __init__(self, memory: MemoryManager, share: float) -> None:
         self._memory = memory
-        self._share = share
+        self.share = share
         self._pins: dict[tuple[Namespace, str], Pin] = {}
         self._coming: dict[Hashable, Pin] = {}
         self._blocks: defaultdict[str, Counter[tuple[bytes, int]]] = defaultdict(Counter)
@@ -88,18 +88,18 @@ class Pins:
         ]
         pinned, quota = self._blocks[space.tenant], memory.tenants[space.tenant].max_blocks
         more = len(set(blocks) - pinned.keys())
-        frames, limit = self.num_frames + more, int(self._share * memory.num_frames)
+        frames, limit = self.num_frames + more, int(self.share * memory.num_frames)
         if frames > limit:
             raise PinLimitError(
                 f"pin {name!r} takes {len(blocks)} KV blocks; with it {frames} would be pinned, over max_pinned_share "
-                f"({self._share:g}) of the pool, {limit} of {memory.num_frames}; unpin something, raise it, or raise "
+                f"({self.share:g}) of the pool, {limit} of {memory.num_frames}; unpin something, raise it, or raise "
                 f"kv_memory",
                 param="prompt",
             )
-        if len(pinned) + more > (own := int(self._share * min(quota, memory.num_frames))):
+        if len(pinned) + more > (own := int(self.share * min(quota, memory.num_frames))):
             raise PinLimitError(
                 f"pin {name!r} takes {len(blocks)} KV blocks; with it tenant {space.tenant!r} would have "
-                f"{len(pinned) + more} pinned, over max_pinned_share ({self._share:g}) of its max_blocks, {own} of "
+                f"{len(pinned) + more} pinned, over max_pinned_share ({self.share:g}) of its max_blocks, {own} of "
                 f"{quota}; unpin something, or raise the tenant's limit",
                 param="prompt",
             )

@@ -32,9 +32,9 @@ class PrefixIndex:
     integers: a published block costs about 0.4 KB, and makes no object that the garbage collector tracks); depth: how
     many blocks stand before it in its chain.
 
+    children: the latest published child, by its parent's digest and its own first token.
     Children are linked for one group only, the leading one: a full-attention group where there is one, since a match
-    needs all of its blocks. Siblings form a doubly linked list through two arrays; its head is found by parent's digest
-    and first token.
+    needs all of its blocks. Siblings form a doubly linked list through two arrays.
     """
 
     def __init__(self, capacity: int, block_size: int, windows: Sequence[int | None]) -> None:
@@ -43,7 +43,7 @@ class PrefixIndex:
         self.tokens: list[bytes] = []
         self.depth = array("i")
         self.by_digest: tuple[dict[bytes, int], ...] = tuple({} for _ in windows)
-        self._children: dict[bytes, int] = {}
+        self.children: dict[bytes, int] = {}
         self._next = array("i")
         self._previous = array("i")
         self._block_size = block_size
@@ -73,8 +73,8 @@ class PrefixIndex:
         self.depth[block] = depth
         if group == self.leading:
             key = parent + tokens[:TOKEN_BYTES]
-            sibling = self._children.get(key, -1)
-            self._children[key] = block
+            sibling = self.children.get(key, -1)
+            self.children[key] = block
             self._previous[block] = -1
             self._next[block] = sibling
             if sibling >= 0:
@@ -92,14 +92,14 @@ class PrefixIndex:
             if before >= 0:
                 self._next[before] = after
             elif after >= 0:
-                self._children[parent + tokens[:TOKEN_BYTES]] = after
+                self.children[parent + tokens[:TOKEN_BYTES]] = after
             else:
-                del self._children[parent + tokens[:TOKEN_BYTES]]
+                del self.children[parent + tokens[:TOKEN_BYTES]]
 
     def count_children(self) -> int:
         """Blocks that can be reached as somebody's child, counted along the links, O(published)."""
         count = 0
-        for block in self._children.values():
+        for block in self.children.values():
             while block >= 0:
                 count += 1
                 block = self._next[block]
@@ -152,7 +152,7 @@ class PrefixIndex:
         return best, best_digest
 
     def _siblings(self, key: bytes) -> Iterator[int]:
-        block = self._children.get(key, -1)
+        block = self.children.get(key, -1)
         for _ in range(MAX_CANDIDATES):
             if block < 0:
                 return
@@ -177,20 +177,6 @@ class PrefixIndex:
                     length = entry * size
                     break
         return length
-
-
-class Chains:
-    """What an eviction policy may know of published blocks. group: by block, its layer group."""
-
-    def __init__(self, index: PrefixIndex, group: Sequence[int]) -> None:
-        self._index = index
-        self._group = group
-
-    def depth(self, block: int) -> int:
-        return self._index.depth[block]
-
-    def parent(self, block: int) -> int:
-        return self._index.by_digest[self._group[block]].get(self._index.parent[block], -1)
 
 
 class _Either:

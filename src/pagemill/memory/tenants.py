@@ -20,6 +20,7 @@ NO_QUOTA = sys.maxsize
 class Tenant:
     """One account.
 
+    number:            its place among `Tenants.accounts`.
     policy:            its cached blocks, in the order in which they make room.
     charged:           its blocks, active and cached.
     guaranteed_blocks: as many are kept for it: what others hold of them they have borrowed, and give back first.
@@ -29,11 +30,13 @@ class Tenant:
     """
 
     __slots__ = (
-        "charged", "evictions", "guaranteed_blocks", "idle_timeout_s", "look_s", "max_blocks", "name", "policy"
+        "charged", "evictions", "guaranteed_blocks", "idle_timeout_s", "look_s", "max_blocks", "name", "number",
+        "policy",
     )  # fmt: skip
 
-    def __init__(self, name: str, policy: EvictionPolicy) -> None:
+    def __init__(self, name: str, number: int, policy: EvictionPolicy) -> None:
         self.name = name
+        self.number = number
         self.policy = policy
         self.guaranteed_blocks = 0
         self.max_blocks = NO_QUOTA
@@ -80,10 +83,11 @@ class Tenants:
 
     def __init__(self, policy: Callable[[], EvictionPolicy]) -> None:
         self._policy = policy
-        self._by_name = {DEFAULT_TENANT: Tenant(DEFAULT_TENANT, policy())}
+        self.accounts = [Tenant(DEFAULT_TENANT, 0, policy())]
+        self._by_name = {DEFAULT_TENANT: self.accounts[0]}
 
     def __iter__(self) -> Iterator[Tenant]:
-        return iter(self._by_name.values())
+        return iter(self.accounts)
 
     def __getitem__(self, name: str) -> Tenant:
         """Raises UnknownTenantError."""
@@ -111,7 +115,8 @@ class Tenants:
             )
         tenant = self._by_name.get(name)
         if tenant is None:
-            tenant = self._by_name[name] = Tenant(name, self._policy())
+            tenant = self._by_name[name] = Tenant(name, len(self.accounts), self._policy())
+            self.accounts.append(tenant)
         tenant.guaranteed_blocks, tenant.max_blocks = guaranteed_blocks, most
         return tenant
 
@@ -124,14 +129,14 @@ class Tenants:
         """Frames that a tenant can have now, its quota apart: free, its own cached blocks, and those that others may
         lend."""
         own = num_free + len(tenant.policy)
-        if len(self._by_name) == 1:
+        if len(self.accounts) == 1:
             return own
         return own + sum(other.lendable for other in self if other is not tenant)
 
     def lender(self, tenant: Tenant, wanted: int) -> tuple[Tenant, int]:
         """Whose cached blocks make room for `tenant`, and how many of the `wanted` before this is asked again: of those
         that have borrowed most. Somebody must have some."""
-        if len(self._by_name) == 1:
+        if len(self.accounts) == 1:
             return tenant, wanted
         return _most_borrowed({o: o.cached if o is tenant else o.lendable for o in self}, wanted)
 

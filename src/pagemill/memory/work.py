@@ -21,14 +21,14 @@ class BlockName(NamedTuple):
 
 
 class Save(NamedTuple):
-    """A block that is to go to a lower tier, read from its frame before anything else is done to that."""
+    """A block that is to go to an offload store, read from its frame before anything else is done to that."""
 
     frame: int
     name: BlockName
 
 
 class Load(NamedTuple):
-    """Blocks (digest, group) that are to come up from a lower tier, each into a frame that nothing else uses."""
+    """Blocks (digest, group) that are to come from an offload store, each into a frame that nothing else uses."""
 
     id: int
     blocks: list[tuple[bytes, int]]

@@ -1,4 +1,4 @@
-"""The decoder on CPU as one call: the C++ executor (csrc/decoder.h) behind `Decoder`'s interface, with its bits."""
+"""Runs a decoder's step on CPU as one C++ call (csrc/decoder.h), with the bits that `Decoder` gives."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from pagemill.attention.interface import AttentionBatch
 from pagemill.models.decoder import Decoder, LayerCaches, OnLayer
 from pagemill.models.spec import DecoderSpec
 from pagemill.models.weights import DecoderWeights, GatedMLP, LayerWeights
-from pagemill.ops.cpu_ops import ACTIVATIONS, DTYPES, CpuLinear, CpuOps, check_vector
+from pagemill.ops.cpu_ops import ACTIVATIONS, DTYPES, CpuLinear, CpuOps
 from pagemill.ops.interface import Linear
 
 
 class CpuDecoder(Decoder):
-    """For dense decoders whose weights `CpuOps` packed. `forward` checks shapes in O(layers); the kernels trust it."""
+    """Runs dense decoders whose weights `CpuOps` packed. A step is one call, which checks its arrays."""
 
     executor = "one call per step"
 
@@ -44,41 +44,31 @@ class CpuDecoder(Decoder):
     def forward(
         self, token_ids: Tensor, batch: AttentionBatch, pool: LayerCaches, on_layer: OnLayer | None = None
     ) -> Tensor:
-        """As `Decoder.forward`. Raises IndexError for a token id that is not in the vocabulary."""
-        tokens, rows = token_ids.shape[0], batch.context_lens.shape[0]
-        check_vector("token_ids", token_ids, torch.int64, tokens)
-        check_vector("positions", batch.positions, torch.int64, tokens)
-        check_vector("query_start", batch.query_start, torch.int32, rows + 1)
-        check_vector("context_lens", batch.context_lens, torch.int32, rows)
-        groups = []
-        for group in batch.groups:
-            tables = group.tables
-            if tables.dtype != torch.int32 or tables.shape[0] < rows or tables.stride(1) != 1:
-                raise ValueError(f"tables must be int32 [{rows}, entries], not {tables.dtype} {tuple(tables.shape)}")
-            check_vector("slots", group.slots, torch.int64, tokens)
-            groups.append((tables.data_ptr(), tables.stride(0), group.slots.data_ptr()))
-        angles = []
+        """Returns what `Decoder.forward` does. Raises IndexError for a token id that is not in the vocabulary, and
+        ValueError for arrays of other dtypes or shapes."""
+        groups = [(group.tables.numpy(), group.slots.numpy()) for group in batch.groups]
         for table in self._angles:
             table.reach(batch.max_context_len)
-            angles.append((table.cos.data_ptr(), table.sin.data_ptr(), table.cos.shape[1]))
-        output = torch.empty(tokens, self.spec.hidden_size, dtype=self.dtype)
+        angles = [(table.cos.numpy(), table.sin.numpy()) for table in self._angles]
+        output = torch.empty(token_ids.shape[0], self.spec.hidden_size, dtype=self.dtype)
         self._native.run(
-            token_ids.data_ptr(), batch.positions.data_ptr(), tokens, batch.max_context_len,
-            batch.query_start.data_ptr(), batch.context_lens.data_ptr(), rows, groups, angles, self._layers_of(pool),
-            output.data_ptr(), on_layer,
+            token_ids.numpy(), batch.positions.numpy(), batch.max_context_len, batch.query_start.numpy(),
+            batch.context_lens.numpy(), groups, angles, self._layers_of(pool), output.data_ptr(), on_layer,
         )  # fmt: skip
         return output
 
-    def likeliest(self, hidden: Tensor) -> npt.NDArray[np.int64] | None:
-        """As `Decoder.likeliest`, from the head's sums: the logits are not written. Rounding a soft cap may make others
-        equal, so with one they are."""
+    def argmax(self, hidden: Tensor) -> npt.NDArray[np.int64] | None:
+        """Returns each row's argmax from the head's sums, without writing the logits, or None.
+
+        A soft cap is rounded, which may make two logits equal: with one, the logits have to be written.
+        """
         head = self.weights.lm_head
         if self.spec.final_soft_cap is not None or not isinstance(head, CpuLinear):
             return None
-        return head.likeliest(hidden)
+        return head.argmax(hidden)
 
     def operator_seconds(self) -> dict[str, float]:
-        """Seconds spent in each operator of `forward` so far."""
+        """Returns the seconds that `forward` has spent in each operator so far."""
         return self._native.seconds
 
     def _layers_of(self, pool: LayerCaches) -> list[_kernels.Cache]:

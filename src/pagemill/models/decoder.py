@@ -12,20 +12,19 @@ from torch import Tensor
 
 from pagemill.attention.interface import AttentionBackend, AttentionBatch, LayerCache
 from pagemill.kvcache.layer_groups import group_layers
-from pagemill.models.angles import AngleTable
-from pagemill.models.moe import apply_experts, apply_mlp
-from pagemill.models.spec import DecoderSpec, LayerSpec
-from pagemill.models.weights import DecoderWeights, Experts, LayerWeights
+from pagemill.models.rope import AngleTable
+from pagemill.models.spec import Activation, DecoderSpec, LayerSpec, MoESpec
+from pagemill.models.weights import DecoderWeights, Experts, GatedMLP, LayerWeights
 from pagemill.ops.interface import Ops
 
 OnLayer = Callable[[int], None]
 
 
 class LayerCaches(Protocol):
-    """What a decoder needs of the device pool."""
+    """The part of the device pool that a decoder uses."""
 
     def layer(self, index: int) -> LayerCache:
-        """Of a layer; the same for as long as the pool lives."""
+        """Returns a layer's cache; the same object as long as the pool lives."""
         ...
 
 
@@ -57,9 +56,10 @@ class Decoder:
     def forward(
         self, token_ids: Tensor, batch: AttentionBatch, pool: LayerCaches, on_layer: OnLayer | None = None
     ) -> Tensor:
-        """token_ids int64 [tokens], in the batch's order -> hidden states [tokens, hidden], final norm applied.
+        """Returns the hidden states [tokens, hidden] of token_ids int64 [tokens], after the final norm.
 
-        on_layer: called with each layer's number as that begins.
+        token_ids: in the batch's order.
+        on_layer:  called with each layer's number when the layer begins.
         """
         embedding = self.weights.embedding
         x = self.weights.lm_head.rows(token_ids).to(self.dtype) if embedding is None else embedding[token_ids]
@@ -78,9 +78,9 @@ class Decoder:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        """hidden [rows, hidden] from `forward` -> float32 [rows, vocab], final soft cap applied.
+        """Returns the logits, float32 [rows, vocab], of hidden [rows, hidden] from `forward`, after the final soft cap.
 
-        What is widened to that lies in `out`, float32 [rows, vocab], if given: fresh memory costs page faults.
+        out: float32 [rows, vocab], into which narrower logits are widened; fresh memory would cost page faults.
         """
         logits = self.weights.lm_head(hidden)
         cap = self.spec.final_soft_cap
@@ -88,8 +88,8 @@ class Decoder:
             return cap * torch.tanh(logits.float() / cap)
         return logits.float() if out is None or logits.dtype == torch.float32 else out.copy_(logits)
 
-    def likeliest(self, hidden: Tensor) -> npt.NDArray[np.int64] | None:
-        """The likeliest token of each row, as `Passes.choose` finds it in `logits`; None: take them from those."""
+    def argmax(self, hidden: Tensor) -> npt.NDArray[np.int64] | None:
+        """Returns each row's argmax as the sampler finds it in `logits`; None: it has to look there itself."""
         return None
 
     def _attend(
@@ -129,10 +129,34 @@ class Decoder:
         h = ops.rms_norm(x, weights.pre_mlp_norm, spec.norm_eps)
         if isinstance(weights.mlp, Experts):
             assert spec.moe is not None
-            out = apply_experts(h, weights.mlp, spec.moe, spec.activation, ops)
+            out = _apply_experts(h, weights.mlp, spec.moe, spec.activation, ops)
         else:
-            out = apply_mlp(h, weights.mlp, spec.activation, ops)
+            out = _apply_mlp(h, weights.mlp, spec.activation, ops)
         if spec.post_norms:
             assert weights.post_mlp_norm is not None
             out = ops.rms_norm(out, weights.post_mlp_norm, spec.norm_eps)
         return out
+
+
+def _apply_experts(x: Tensor, weights: Experts, spec: MoESpec, activation: Activation, ops: Ops) -> Tensor:
+    """Returns the experts' output [tokens, hidden] for x [tokens, hidden], in the dtype of x.
+
+    Routing is in fp32. Tokens are grouped by expert. The experts add to their tokens in ascending order, in fp32, so
+    that a token's result does not depend on the other tokens.
+    """
+    probabilities = torch.softmax(weights.router(x.float()), dim=-1)
+    shares, chosen = torch.topk(probabilities, spec.experts_per_token, dim=-1)
+    if spec.normalize:
+        shares = shares / shares.sum(dim=-1, keepdim=True)
+    total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+    for expert, mlp in enumerate(weights.experts):
+        rows, rank = torch.nonzero(chosen == expert, as_tuple=True)
+        if rows.numel():
+            out = _apply_mlp(x[rows], mlp, activation, ops)
+            total[rows] += out.float() * shares[rows, rank].unsqueeze(-1)
+    return total.to(x.dtype)
+
+
+def _apply_mlp(x: Tensor, mlp: GatedMLP, activation: Activation, ops: Ops) -> Tensor:
+    """Returns down(activation(gate(x)) * up(x)) for x [tokens, hidden]."""
+    return mlp.down(ops.gated(mlp.gate_up(x), activation))

@@ -1,4 +1,4 @@
-"""Which dtype a model computes in, and whether this machine has instructions for it."""
+"""Chooses the dtype that a model computes in, by what this machine has instructions for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ARM = {torch.bfloat16: {"bf16", "svebf16"}, torch.float16: {"asimdhp"}}
 
 
 def is_native(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether matrix products in `dtype` have instructions of their own on `device`."""
+    """Returns whether `device` has instructions for matrix products in `dtype`."""
     if dtype == torch.float32:
         return True
     if device.type == "cuda":
@@ -29,7 +29,7 @@ def is_native(dtype: torch.dtype, device: torch.device) -> bool:
 def resolve_dtype(
     requested: str, stored: dict[torch.dtype, int], *, quantized: bool, device: torch.device
 ) -> torch.dtype:
-    """The dtype to compute in.
+    """Returns the dtype to compute in. Raises ConfigError for an unknown one.
 
     requested: "auto", "float32", "bfloat16" or "float16".
     stored:    bytes of the checkpoint by dtype; auto takes the most frequent if the device has instructions for it.

@@ -1,4 +1,4 @@
-"""Where a checkpoint keeps each weight of a decoder: names as plain data, one table per checkpoint format or family."""
+"""Names each weight of a decoder as checkpoints do: one table for each format, with changes for some families."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class WeightNames:
-    """Tensor names without their `.weight` or `.bias`. Those of a layer follow `layer`, where `{layer}` is the index.
+    """Holds tensor names without `.weight` or `.bias`. A layer's names follow `layer`, where `{layer}` is its index.
 
     qkv, gate_up, expert_gate_up: the parts, in order, that are joined row by row; a single name is already joined.
     expert_*:    `{expert}` is the expert's index.
@@ -73,5 +73,8 @@ GGUF = WeightNames(
     gate_up=("ffn_gate", "ffn_up"),
     down="ffn_down",
     post_mlp_norm="post_ffw_norm",
+    router="ffn_gate_inp",
+    expert_gate_up=("ffn_gate.{expert}", "ffn_up.{expert}"),
+    expert_down="ffn_down.{expert}",
     ignored=("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"),
 )

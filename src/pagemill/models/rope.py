@@ -1,4 +1,5 @@
-"""Rotary embeddings: a checkpoint's rope parameters become inverse frequencies and one attention factor.
+"""Resolves a checkpoint's parameters of rotary embedding (RoPE) into inverse frequencies and an attention factor,
+and keeps their cosines and sines by position.
 
 Arithmetic is float32 in the order of the reference implementations, so that angles at far positions have their bits.
 """
@@ -22,13 +23,14 @@ _COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 def resolve_rope(
     parameters: Parameters, head_dim: int, *, max_position: int, max_model_len: int, partial: bool = False
 ) -> RopeSpec:
-    """`parameters` is transformers' normalised `rope_parameters` of one kind of layer.
+    """Returns the rotary embedding of one kind of layer.
 
-    partial: whether the family honours `partial_rotary_factor`.
-    Raises UnsupportedModelError for an unknown type or parameter, ModelConfigError for one that is missing.
+    parameters: transformers' normalised `rope_parameters` of that kind.
+    partial:    whether the family honours `partial_rotary_factor`.
+    Raises UnsupportedModelError for an unknown type or parameter, ModelConfigError for one that is missing or wrong.
     """
     kind = parameters.get("rope_type", "default")
-    if kind not in _SCALINGS:
+    if not isinstance(kind, str) or kind not in _SCALINGS:
         raise UnsupportedModelError(
             f"RoPE type {kind!r} is not supported; supported are {', '.join(sorted(_SCALINGS))}", param="rope_type"
         )
@@ -50,7 +52,9 @@ def resolve_rope(
         exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32) / rotary_dim
         wavelengths = float(parameters["rope_theta"]) ** exponent
         inv_freq, factor = scale(wavelengths, {**parameters, "max_position": max_position}, max_model_len)
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        if not (math.isfinite(factor) and factor > 0 and bool((inv_freq.isfinite() & (inv_freq > 0)).all())):
+            raise ValueError("a frequency or the attention factor is not a positive number")
+    except (KeyError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
         raise ModelConfigError(
             f"the parameters of RoPE type {kind!r} are incomplete or wrong ({error!r}); given: "
             f"{dict(parameters)}; compare config.json with the model's original",
@@ -60,7 +64,7 @@ def resolve_rope(
 
 
 def scaled_max_position(parameters: Parameters, max_position: int) -> int:
-    """The longest context once the scaling is counted in: linear and yarn multiply what the model was trained with.
+    """Returns the longest context after scaling: linear and yarn multiply the length that the model was trained with.
 
     llama3 and longrope checkpoints declare the scaled length already.
     """
@@ -83,12 +87,12 @@ def _linear(wavelengths: Tensor, parameters: Parameters, _: int) -> tuple[Tensor
 
 
 def _frequency_factors(wavelengths: Tensor, parameters: Parameters, _: int) -> tuple[Tensor, float]:
-    """One divisor per frequency, as GGUF files carry it in `rope_freqs.weight`."""
+    """Divides each frequency by its own factor, which GGUF files hold in `rope_freqs.weight`."""
     return 1.0 / wavelengths / _per_frequency(parameters, "factors", wavelengths), 1.0
 
 
 def _llama3(wavelengths: Tensor, parameters: Parameters, _: int) -> tuple[Tensor, float]:
-    """Llama 3.1: long waves are slowed by `factor`, short ones kept, those between blended."""
+    """Scales as Llama 3.1 does: slows long waves by `factor`, keeps short ones, and blends those between."""
     factor, low, high = (parameters[key] for key in ("factor", "low_freq_factor", "high_freq_factor"))
     trained = parameters["original_max_position_embeddings"]
     inv_freq = 1.0 / wavelengths
@@ -100,7 +104,9 @@ def _llama3(wavelengths: Tensor, parameters: Parameters, _: int) -> tuple[Tensor
 
 
 def _yarn(wavelengths: Tensor, parameters: Parameters, _: int) -> tuple[Tensor, float]:
-    """YaRN (Peng et al. 2023, section 3.2): interpolate slow frequencies, keep fast ones, ramp in between."""
+    """Scales as YaRN does (Peng et al. 2023, section 3.2): interpolates slow frequencies, keeps fast ones, and ramps
+    between.
+    """
     trained = parameters["original_max_position_embeddings"]
     factor = parameters.get("factor") or parameters["max_position"] / trained
     theta, dim = float(parameters["rope_theta"]), 2 * wavelengths.numel()
@@ -129,10 +135,10 @@ def _yarn(wavelengths: Tensor, parameters: Parameters, _: int) -> tuple[Tensor, 
 
 
 def _longrope(wavelengths: Tensor, parameters: Parameters, max_model_len: int) -> tuple[Tensor, float]:
-    """LongRoPE: one factor per frequency, from the short list or the long one.
+    """Scales as LongRoPE does: divides each frequency by its factor from the short list or from the long one.
 
-    The choice is made once, by `max_model_len`: long iff it exceeds the trained length (as vLLM does). A choice by each
-    sequence's length would change the keys of a sequence that grows, and with them every cached block.
+    `max_model_len` decides once: over the trained length it is the long list, as in vLLM. If each sequence's length
+    decided, the keys of a growing sequence would change, and with them every cached block.
     """
     trained = parameters["original_max_position_embeddings"]
     factors = _per_frequency(parameters, "long_factor" if max_model_len > trained else "short_factor", wavelengths)
@@ -179,3 +185,32 @@ _SCALINGS: dict[str, tuple[Callable[[Tensor, Parameters, int], tuple[Tensor, flo
         frozenset({"short_factor", "long_factor", "original_max_position_embeddings", "attention_factor", "factor"}),
     ),
 }
+
+
+_PIECE = 512
+"""Positions computed at a time, always the same ones together: a vectorized cos may differ by where an element lies."""
+
+
+class AngleTable:
+    """Holds the cosines and sines of one rotary embedding, up to the longest context seen.
+
+    cos, sin: fp32 [positions, rotary_dim / 2], contiguous, multiplied by the attention factor.
+    """
+
+    def __init__(self, rope: RopeSpec, device: torch.device) -> None:
+        self._inv_freq = torch.tensor(rope.inv_freq, dtype=torch.float32, device=device)
+        self._factor = rope.factor
+        self.cos = self.sin = torch.empty(0, len(rope.inv_freq), device=device)
+
+    def reach(self, positions: int) -> None:
+        """Adds rows until positions 0 to positions - 1 have one."""
+        begin = self.cos.shape[0]
+        if begin >= positions:
+            return
+        cos, sin = [self.cos], [self.sin]
+        for first in range(begin, positions, _PIECE):
+            piece = torch.arange(first, first + _PIECE, device=self._inv_freq.device)
+            angles = piece.unsqueeze(-1).float() * self._inv_freq
+            cos.append(torch.cos(angles) * self._factor)
+            sin.append(torch.sin(angles) * self._factor)
+        self.cos, self.sin = torch.cat(cos), torch.cat(sin)

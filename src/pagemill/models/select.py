@@ -1,4 +1,4 @@
-"""Which executor a decoder gets."""
+"""Selects how a decoder's layers are run."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from pagemill.ops.interface import Ops
 def select_decoder(
     spec: DecoderSpec, weights: DecoderWeights, ops: Ops, attention: AttentionBackend, dtype: torch.dtype
 ) -> Decoder:
-    """Dense decoders on the CPU kernels run as one C++ call; others operator by operator from Python, with equal bits
-    on equal operators."""
+    """Returns a decoder that runs as one C++ call if it is dense and on the CPU kernels, else operator by operator.
+
+    With the same operators both give the same bits.
+    """
     if weights.final_norm.is_cpu and not any(layer.moe for layer in spec.layers):
         from pagemill.attention.cpu_backend import CpuAttention
         from pagemill.models.cpu_decoder import CpuDecoder

@@ -1,4 +1,4 @@
-"""What a decoder is, as plain data. Families differ only in how they fill this in."""
+"""Describes a decoder as plain data. Families differ only in how they fill this in."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Activation = Literal["silu", "gelu_tanh"]
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """Rotary embedding of some layers. Scaling is resolved at load into inverse frequencies and one attention factor.
+    """Describes the rotary embedding of some layers, with its scaling resolved.
 
     rotary_dim: leading dimensions of a head that rotate (the head size, unless partial).
     inv_freq:   rotary_dim / 2 inverse frequencies, radians per position.
@@ -24,7 +24,7 @@ class RopeSpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """What one layer keeps and how it attends.
+    """Describes what one layer keeps and how it attends.
 
     window: a query at position p sees keys p - window + 1 .. p; None sees all.
     rope:   index into `DecoderSpec.ropes`; None for a layer without positions (SmolLM3).
@@ -46,7 +46,7 @@ class MoESpec:
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """One decoder-only transformer. Sizes in elements; `scale` multiplies query·key."""
+    """Describes one decoder-only transformer. Sizes are in elements; `scale` multiplies query·key."""
 
     family: str
     vocab_size: int
@@ -75,7 +75,7 @@ class DecoderSpec:
     moe: MoESpec | None = None
 
     def attention_share(self, num_keys: int) -> float:
-        """Work of attending from one token to `num_keys` keys, as a share of all other work of its layers."""
+        """Returns the work of attending from one token to `num_keys` keys, as a share of its layers' other work."""
         hidden, queries = self.hidden_size, self.num_heads * self.head_dim
         products = 0
         for layer in self.layers:

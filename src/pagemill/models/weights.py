@@ -1,4 +1,4 @@
-"""A decoder's weights as they lie on the device: packed linears, fp32 norms. Loading fills them, executors read."""
+"""Holds a decoder's weights as they lie on the device: packed linear layers, norms in fp32."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pagemill.ops.interface import Linear
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """gate_up: hidden -> 2 * intermediate, gate rows first; down: intermediate -> hidden."""
+    """gate_up maps hidden to 2 * intermediate, gate rows first; down maps intermediate to hidden."""
 
     gate_up: Linear
     down: Linear
@@ -19,7 +19,7 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """router: hidden -> experts, packed in float32."""
+    """router maps hidden to experts and is packed in float32."""
 
     router: Linear
     experts: tuple[GatedMLP, ...]
@@ -27,9 +27,10 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """qkv: hidden -> (heads + 2 * kv_heads) * head_dim, rows of q, then k, then v. Norms fp32, offsets folded in.
+    """qkv maps hidden to (heads + 2 * kv_heads) * head_dim, rows of q, then k, then v.
 
-    q_norm, k_norm [head_dim] and the post norms [hidden] only where the spec says so.
+    Norms are fp32, with their offsets added. q_norm and k_norm [head_dim] and the post norms [hidden] are there only if
+    the spec says so.
     """
 
     input_norm: Tensor
@@ -45,9 +46,9 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """embedding [vocab, hidden] in the model's dtype; None where it is tied: the rows of lm_head.
+    """embedding [vocab, hidden] is in the model's dtype, or None if it is tied: then it is the rows of lm_head.
 
-    lm_head: hidden -> vocab.
+    lm_head maps hidden to vocab.
     """
 
     embedding: Tensor | None

@@ -1,4 +1,4 @@
-"""Whether the compiled kernels belong to the files here: a checkout moves on without its binary."""
+"""Checks that the compiled kernels belong to the files here: a checkout moves on without its binary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def check_compiled(csrc: Path = PACKAGE.parents[1] / "csrc") -> None:
 
 
 def _sources(csrc: Path) -> hashlib._Hash:
-    """As CMakeLists.txt has it."""
+    """Returns the digest of all sources, as CMakeLists.txt computes it."""
     files = [path for folder in (csrc, csrc / "isa") for path in folder.iterdir() if path.suffix in (".cpp", ".h")]
     digests = (hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(files, key=str))
     return hashlib.sha256("".join(digests).encode())

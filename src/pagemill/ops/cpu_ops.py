@@ -13,9 +13,7 @@ import torch
 from torch import Tensor
 
 from pagemill import _kernels
-from pagemill.ops.affine import BLOCK, AffineWeight
-from pagemill.ops.checks import check_contiguous
-from pagemill.ops.quantized import GROUP, QuantizedWeight
+from pagemill.ops.quantized import BLOCK, GROUP, AffineWeight, QuantizedWeight, check_contiguous
 
 KERNEL_VERSION = 6
 """Raised whenever a kernel's arithmetic changes: stored K/V of other bits must not be found."""
@@ -67,14 +65,14 @@ class CpuLinear:
         self.packed(x.data_ptr(), x.stride(0), y.data_ptr(), self.out_features, dtype_code(x), x.shape[0])
         return y
 
-    def likeliest(self, x: Tensor) -> npt.NDArray[np.int64]:
+    def argmax(self, x: Tensor) -> npt.NDArray[np.int64]:
         """x [tokens, in_features] -> [tokens]: the first of each row's largest outputs; no output is written.
 
-        Negative where a row has none: what `Passes.choose` gives for the outputs, widened to float32.
+        Negative where a row has none: what `SamplingKernels.choose` gives for the outputs, widened to float32.
         """
         self._check(x)
         ids = np.empty(x.shape[0], np.int64)
-        self.packed.likeliest(x.data_ptr(), x.stride(0), dtype_code(x), x.shape[0], ids.ctypes.data)
+        self.packed.argmax(x.data_ptr(), x.stride(0), dtype_code(x), ids)
         return ids
 
     def _check(self, x: Tensor) -> None:
@@ -86,7 +84,7 @@ class CpuLinear:
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.out_features:
             raise IndexError(f"ids {ids.tolist()} are not all in 0 .. {self.out_features - 1}")
         y = torch.empty(ids.numel(), self.in_features, dtype=self.dtype)
-        self.packed.rows(ids.data_ptr(), y.data_ptr(), ids.numel())
+        self.packed.rows(ids.numpy(), y.data_ptr())
         return y
 
 

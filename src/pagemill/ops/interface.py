@@ -1,7 +1,7 @@
-"""The model's operators. Each device implements `Ops`; models call nothing else for arithmetic.
+"""Defines a model's operators. Each device implements `Ops`; models call nothing else for arithmetic.
 
-Every operator's result for a row (token) is independent, bit for bit on CPU, of which and how many other rows are
-there, and of the number of threads.
+An operator's result for a row (token) depends, bit for bit on CPU, neither on the other rows nor on how many threads
+there are.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from pagemill.ops.affine import AffineWeight
-from pagemill.ops.quantized import QuantizedWeight
+from pagemill.ops.quantized import AffineWeight, QuantizedWeight
 
 
 class Linear(Protocol):
@@ -22,12 +21,14 @@ class Linear(Protocol):
     out_features: int
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [tokens, in_features] -> [tokens, out_features], dtype of x, accumulated in fp32."""
+        """Returns [tokens, out_features] for x [tokens, in_features], in the dtype of x, accumulated in fp32."""
         ...
 
     def rows(self, ids: Tensor) -> Tensor:
-        """Rows of the weight as it was before packing: ids int64 [n] -> [n, in_features], dtype of the weight, or the
-        dtype that a quantized one was packed for."""
+        """Returns rows [n, in_features] of the weight as it was before packing, for ids int64 [n].
+
+        They have the weight's dtype, or the one that a quantized weight was packed for.
+        """
         ...
 
 
@@ -35,32 +36,41 @@ class Ops(Protocol):
     name: str
     """Part of the numerics id."""
     copies_weights: bool
-    """Whether `pack_linear` needs the weight's memory no more once it returns: it may be written again."""
+    """True if the weight's memory may be written again once `pack_linear` returns."""
     widens_weights: bool
-    """Whether a linear layer in bfloat16 or float16 gives float32 x the bits that its weight in float32 would."""
+    """True if a layer packed in bfloat16 or float16 gives float32 x the same bits as its weight in float32 would."""
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> Linear:
-        """weight [out_features, in_features] in the model's dtype, or narrower with `widens_weights`; may be freed by
-        the caller afterwards. dtype: of most x, the weight's unless given; it takes any."""
+        """Returns a linear layer of weight [out_features, in_features]; the caller may free the weight afterwards.
+
+        weight: in the model's dtype, or in a narrower one with `widens_weights`.
+        dtype:  the dtype of most x (default: the weight's); the layer takes any.
+        """
         ...
 
     def pack_affine(self, weight: AffineWeight, bias: Tensor | None = None) -> Linear:
-        """As `pack_linear` of the float32 weight that the integers stand for, with the same bits. bias fp32."""
+        """Returns what `pack_linear` does for the weight that the integers stand for, bit for bit. bias: fp32."""
         ...
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
-        """A linear layer on integers: x is rounded to integers, per row. bias fp32; dtype: of `rows`."""
+        """Returns a layer that multiplies integers, to which it rounds each row of x. bias: fp32; dtype: of `rows`."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / sqrt(mean(x²) + eps) * weight over the last dimension, computed in fp32; weight is fp32; dtype of x."""
+        """Returns x / sqrt(mean(x²) + eps) * weight over the last dimension, in the dtype of x.
+
+        The weight is fp32, and so is the arithmetic.
+        """
         ...
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Rotary embedding in place, halves convention (NeoX): x [tokens, heads, head_dim], cos and sin fp32
-        [tokens, rotary_dim / 2]; dimensions from rotary_dim on stay as they are. x may be a strided view."""
+        """Rotates x [tokens, heads, head_dim] in place, with the two halves of rotary_dim as pairs (as NeoX does).
+
+        cos, sin: fp32 [tokens, rotary_dim / 2]. Dimensions from rotary_dim on stay as they are. x may be a strided
+        view.
+        """
         ...
 
     def gated(self, x: Tensor, activation: Literal["silu", "gelu_tanh"]) -> Tensor:
-        """x [tokens, 2 * n], gate then up -> activation(gate) * up [tokens, n]."""
+        """Returns activation(gate) * up [tokens, n] for x [tokens, 2 * n], which holds gate, then up."""
         ...

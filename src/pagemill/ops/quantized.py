@@ -1,6 +1,7 @@
-"""Weights as integers of 4 or 8 bits with scales, before they are packed; and the arithmetic on them, in torch.
+"""Holds weights as integers before they are packed, and computes with them in torch.
 
-Both sides of a product are rounded in groups of 192 k (`GROUP`), each with a scale of its own: weights to 8 bits at
+`AffineWeight` is exactly the float32 weight of a quantized file. `QuantizedWeight` is for products of integers, where
+both sides are rounded in groups of 192 k (`GROUP`), each with a scale of its own: weights to 8 bits at
 load, activations row by row when they arrive, to 127 steps up to 4 times the group's mean magnitude, or to its
 largest if that is less, so that only outliers take more than 8 bits. 4-bit weights keep the file's integers in
 memory; the file's scale and minimum of each 32 become slope and offset in 1/256 of the group's scale, and the product
@@ -15,18 +16,52 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from pagemill.ops.affine import BLOCK
-
+BLOCK = 32
 GROUP = 192
 MOST_X = 127 * 256
 MEANS = 4
 
 
+def check_contiguous(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Raises ValueError unless `tensor` is contiguous, of `dtype` and `shape`."""
+    if tensor.dtype != dtype or tensor.shape != shape or not tensor.is_contiguous():
+        raise ValueError(f"{name} must be contiguous {dtype} {shape}, not {tensor.dtype} {tuple(tensor.shape)}")
+
+
+@dataclass(frozen=True, slots=True)
+class AffineWeight:
+    """A float32 weight as scale * value + low, where scale * value is exact.
+
+    values: uint8 [rows, columns], below 2 ** bits, where bits is 4 or 8; scale, low: float32 [rows, columns / 32].
+    Raises ValueError unless all are contiguous and of these shapes and dtypes.
+    """
+
+    values: Tensor
+    scale: Tensor
+    low: Tensor
+    bits: int
+
+    def __post_init__(self) -> None:
+        rows, columns = self.values.shape
+        if self.bits not in (4, 8) or columns % BLOCK:
+            raise ValueError(f"{columns} columns of {self.bits} bits must be a multiple of {BLOCK}, of 4 or 8 bits")
+        check_contiguous("values", self.values, torch.uint8, (rows, columns))
+        check_contiguous("scale", self.scale, torch.float32, (rows, columns // BLOCK))
+        check_contiguous("low", self.low, torch.float32, (rows, columns // BLOCK))
+
+    def dense(self) -> Tensor:
+        """Returns the weight, float32 [rows, columns]."""
+        values = self.values.view(len(self.values), -1, BLOCK).float()
+        return (values * self.scale.unsqueeze(-1) + self.low.unsqueeze(-1)).view(self.values.shape)
+
+
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """scales: bfloat16 [rows, groups]. 8 bits: values int8 [rows, columns]. 4 bits: values uint8 [rows, columns],
-    0 .. 15, and the 8-bit value is (slope * value + offset) >> 8, modulo 2^16; slopes, offsets int16
-    [rows, columns / 32]."""
+    """A weight in integers with a scale for each group: scales bfloat16 [rows, groups].
+
+    8 bits: values int8 [rows, columns]. 4 bits: values uint8 [rows, columns], 0 to 15, with slopes and offsets int16
+    [rows, columns / 32]; the 8-bit value is (slope * value + offset) >> 8, modulo 2^16.
+    """
 
     values: Tensor
     scales: Tensor
@@ -34,21 +69,21 @@ class QuantizedWeight:
     offsets: Tensor | None = None
 
     def whole(self) -> Tensor:
-        """The 8-bit values, int8 [rows, columns]."""
+        """Returns the 8-bit values, int8 [rows, columns]."""
         if self.slopes is None or self.offsets is None:
             return self.values
         slopes, offsets = (part.repeat_interleave(BLOCK, dim=1) for part in (self.slopes, self.offsets))
         return (((slopes * self.values.to(torch.int16)) + offsets) >> 8).to(torch.int8)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """The weight that the integers stand for."""
+        """Returns the weight that the integers stand for, [rows, columns]."""
         columns = self.values.shape[1]
         scales = self.scales.float().repeat_interleave(GROUP, dim=1)[:, :columns]
         return (self.whole().float() * scales).to(dtype)
 
 
 def quantize_int8(weight: Tensor) -> QuantizedWeight:
-    """float32 [rows, columns], rounded to the nearest multiples of each group's largest over 127."""
+    """Returns float32 [rows, columns] rounded to multiples of each group's largest magnitude over 127."""
     rows, columns = weight.shape
     groups = pad(weight, (0, -columns % GROUP)).view(rows, -1, GROUP)
     scales = _scales(groups.abs().amax(-1))
@@ -57,7 +92,10 @@ def quantize_int8(weight: Tensor) -> QuantizedWeight:
 
 
 def keep_int4(values: Tensor, scale: Tensor, low: Tensor) -> QuantizedWeight:
-    """values uint8 [rows, columns], 0 .. 15; the weight is scale * value + low, float32 [rows, columns / 32] each."""
+    """Returns the weight scale * value + low in 4 bits.
+
+    values: uint8 [rows, columns], 0 to 15; scale, low: float32 [rows, columns / 32].
+    """
     blocks = values.view(*scale.shape, BLOCK)
     ends = [(scale * end(-1) + low).abs() for end in (blocks.amin, blocks.amax)]
     largest = torch.maximum(*ends)
@@ -70,7 +108,10 @@ def keep_int4(values: Tensor, scale: Tensor, low: Tensor) -> QuantizedWeight:
 
 
 def quantized_linear(x: Tensor, whole: Tensor, scales: Tensor) -> Tensor:
-    """x [tokens, columns] -> float32 [tokens, rows], as the kernels compute it but for the rounding of additions."""
+    """Returns the product, float32 [tokens, rows], of x [tokens, columns] and the weight.
+
+    It differs from the kernels' only in how additions are rounded.
+    """
     columns = x.shape[1]
     groups = pad(x.float(), (0, -columns % GROUP)).view(len(x), -1, GROUP)
     largest = groups.abs().amax(-1)
@@ -91,7 +132,7 @@ def quantized_linear(x: Tensor, whole: Tensor, scales: Tensor) -> Tensor:
 
 
 def _scales(largest: Tensor) -> Tensor:
-    """largest / 127 in bfloat16, rounded up, so that nothing exceeds 127 of them."""
+    """Returns largest / 127 in bfloat16, rounded up, so that no value exceeds 127 scales."""
     bits = (largest.float() * (1 / 127)).view(torch.int32)
     return ((bits + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
 

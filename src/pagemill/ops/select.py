@@ -1,4 +1,4 @@
-"""Which operators a device gets."""
+"""Selects the operators of a device."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from pagemill.ops.interface import Ops
 
 
 def select_ops(device: torch.device | str, num_threads: int | None = None) -> Ops:
-    """On CPU the C++ kernels, on `num_threads` threads (by default one per physical core); elsewhere torch.
+    """Returns the C++ kernels on CPU, with `num_threads` threads (default: one per physical core); elsewhere torch.
 
-    Raises ConfigError if the environment's PAGEMILL_ISA names kernels that this CPU can not run.
+    Raises ConfigError if the environment's PAGEMILL_ISA names kernels that this CPU cannot run.
     """
     if torch.device(device).type == "cpu":
         from pagemill import _kernels

@@ -1,4 +1,4 @@
-"""The operators in plain torch: any device. They run where no own kernels exist; the kernels are tested against them.
+"""Implements the operators in plain torch, for any device without kernels; the kernels are tested against them.
 
 On CPU the rows of `torch.nn.functional.linear` may depend, in the last bits, on how many rows there are; `CpuOps` keeps
 the promise of equal bits.
@@ -12,8 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pagemill.ops.affine import AffineWeight
-from pagemill.ops.quantized import QuantizedWeight, quantized_linear
+from pagemill.ops.quantized import AffineWeight, QuantizedWeight, quantized_linear
 
 
 class TorchLinear:
@@ -32,7 +31,7 @@ class TorchLinear:
 
 
 class TorchQuantizedLinear:
-    """Keeps the 8-bit values; products of integers are exact in fp32, so rows depend on no others."""
+    """Keeps the 8-bit values. Products of integers are exact in fp32, so a row does not depend on others."""
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         self.whole, self.scales = weight.whole(), weight.scales

@@ -1,4 +1,4 @@
-"""Settles which kernels torch computes exp, log and the like with, before several threads ask for them at once."""
+"""Has MKL choose its kernels for exp, log and the like before several threads call them at once."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _FUNCTIONS = (torch.exp, torch.log, torch.sqrt, torch.sin, torch.cos, torch.tanh
 
 
 def settle_vector_math() -> None:
-    """Calls each function once, on one element, in this thread. To be called before torch's threads have work.
+    """Calls each function once, on one element, in this thread. Call it before torch's threads have work.
 
     MKL 2024.2, which torch 2.13 brings, chooses a function's kernel at its first call. When several threads make that
     call together, one may compute its share with a kernel of low precision (about 1e-5 of the result), that once:

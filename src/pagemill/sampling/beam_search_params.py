@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from pagemill.arguments import suggest_arguments
+from msgspec import Meta
+
+from pagemill.arguments import Count, about, check_fields, suggest_arguments
 from pagemill.errors import SamplingParamsError
 
 
@@ -25,30 +26,26 @@ class BeamSearchParams:
     Raises `SamplingParamsError` for values out of range, `UnknownArgumentError` for unknown names.
     """
 
-    beam_width: int
-    max_tokens: int
-    ignore_eos: bool = False
-    temperature: float = 0.0
-    length_penalty: float = 1.0
-    include_stop_str_in_output: bool = False
-    early_stopping: bool | Literal["never"] = False
+    beam_width: Annotated[Count, about("Sequences that go on side by side.", "for example beam_width=4")]
+    max_tokens: Annotated[Count, about("Longest answer in tokens.", "for example max_tokens=16")]
+    ignore_eos: Annotated[bool, about("Go on behind the end-of-sequence token.", "give True or False")] = False
+    temperature: Annotated[
+        Annotated[float, Meta(ge=0, le=1)],
+        about("0 or 1: nothing is drawn.", "beam search draws nothing: use SamplingParams to"),
+    ] = 0.0
+    length_penalty: Annotated[
+        float, about("Above 0 prefers longer answers.", "0 compares sums of log probabilities")
+    ] = 1.0
+    include_stop_str_in_output: Annotated[
+        bool, about("Keep the end-of-sequence token in the answer.", "give True or False")
+    ] = False
+    early_stopping: Annotated[bool | Literal["never"], about("When a search ends.", "leave it out for False")] = False
 
     def __post_init__(self) -> None:
-        for name in ("beam_width", "max_tokens"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise _wrong(name, value, "an integer of at least 1", f"for example {name}=4")
-        if isinstance(self.temperature, bool) or self.temperature not in (0, 1):
-            raise _wrong("temperature", self.temperature, "0 or 1", "beam search draws nothing: use SamplingParams to")
-        penalty = self.length_penalty
-        if not isinstance(penalty, (int, float)) or isinstance(penalty, bool) or not math.isfinite(penalty):
-            raise _wrong("length_penalty", penalty, "a finite number", "0 compares sums of log probabilities")
-        for name in ("ignore_eos", "include_stop_str_in_output"):
-            if not isinstance(getattr(self, name), bool):
-                raise _wrong(name, getattr(self, name), "True or False", f"give {name}=True or {name}=False")
-        if not isinstance(self.early_stopping, bool) and self.early_stopping != "never":
-            raise _wrong("early_stopping", self.early_stopping, "True, False or 'never'", "leave it out for False")
-
-
-def _wrong(name: str, value: object, limit: str, way_out: str) -> SamplingParamsError:
-    return SamplingParamsError(f"{name} is {value!r:.200}; it must be {limit}; {way_out}", param=name)
+        check_fields(self, SamplingParamsError)
+        if self.temperature not in (0, 1):
+            raise SamplingParamsError(
+                f"temperature is {self.temperature}; it must be 0 or 1; beam search draws nothing: use SamplingParams "
+                f"to",
+                param="temperature",
+            )

@@ -1,24 +1,59 @@
 """SamplingParams: how one request's tokens are chosen and when it ends. Names and meanings are vLLM's.
 
-A plain dataclass that msgspec can send between processes; it knows no torch. Everything that is wrong with a request's
-parameters alone is refused here; what needs the model's vocabulary is refused by `check_vocabulary`.
+A plain dataclass that msgspec can send between processes; it knows no torch. It refuses what is wrong by itself;
+`check_vocabulary` refuses what the model's vocabulary does not have.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-from pagemill.arguments import suggest_arguments
-from pagemill.errors import SamplingParamsError, TokenOutOfVocabularyError
+from msgspec import Meta
+
+from pagemill.arguments import Count, about, as_list, check_fields, suggest_arguments
+from pagemill.errors import SamplingParamsError, TokenOutOfVocabularyError, shown
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
+MAX_WORDS = 1024
+"""Entries that `stop`, `stop_token_ids` and `bad_words` may have: each is looked for after every token."""
+MAX_TOKEN_IDS = 2**20
+"""Entries that `allowed_token_ids` and `logit_bias` may have: more than any vocabulary."""
 GREEDY_BELOW = 1e-5
 """A temperature below this is 0: dividing by it would leave the range of float32."""
-_INT64 = (-(2**63), 2**63 - 1)
-"""What a message between processes carries; seeds are any of these."""
+
+TokenId = Annotated[int, Meta(ge=0)]
+Words = Annotated[
+    list[Annotated[str, Meta(min_length=1)]],
+    Meta(max_length=MAX_WORDS, title=f"a list of at most {MAX_WORDS} texts, none of them empty"),
+]
+StopIds = Annotated[
+    list[TokenId],
+    Meta(max_length=MAX_WORDS, title=f"a list of at most {MAX_WORDS} token ids, integers of at least 0"),
+]
+TokenIds = Annotated[
+    list[TokenId],
+    Meta(
+        min_length=1,
+        max_length=MAX_TOKEN_IDS,
+        title=f"a list of 1 to {MAX_TOKEN_IDS} token ids, integers of at least 0",
+    ),
+]
+Biases = Annotated[
+    dict[TokenId, Annotated[float, Meta(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]],
+    Meta(
+        max_length=MAX_TOKEN_IDS,
+        title=f"a dict of at most {MAX_TOKEN_IDS} token ids to numbers from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",
+    ),
+]
+Penalty = Annotated[float, Meta(ge=-2, le=2)]
+Logprobs = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+
+_OFF_AT_0 = "0 switches it off"
+_OFF_AT_1 = "1 switches it off"
+_FLAG = "give True or False"
 
 
 @suggest_arguments
@@ -26,111 +61,117 @@ _INT64 = (-(2**63), 2**63 - 1)
 class SamplingParams:
     """Parameters of one request.
 
-    temperature 0 is greedy (and so is one below 1e-5); `n` must then be 1, for all sequences would be the same.
-    `best_of` sequences are sampled, and the `n` of the largest cumulative log probability returned, the best first;
-    None is `n`.
-    `top_k` 0 or -1 is off. `seed` None or -1 takes one from the engine's own seed.
-    `max_tokens` None means: up to `max_model_len`, or as far as the KV pool goes. `n` sequences share one prefill.
-    `logprobs` and `prompt_logprobs` k give the k most likely tokens beside the token itself, at most `MAX_LOGPROBS`;
-    0 gives the token's own. They are of the model's distribution, before any of these parameters changes it.
-    `logit_bias` lies between -100 and 100. `stop` may be given as one string, and None stands for an empty list.
-    Raises `SamplingParamsError` for values out of range and contradictions, `UnknownArgumentError` for unknown names.
+    `stop` may be given as one string, None stands for an empty list, and arrays and tensors for lists of token ids.
+    `n` sequences share one prefill. Log probabilities are of the model's distribution, before any of these parameters
+    changes it. Raises `SamplingParamsError` for values out of range and contradictions, `UnknownArgumentError` for
+    unknown names.
     """
 
-    n: int = 1
-    best_of: int | None = None
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    seed: int | None = None
-    stop: list[str] = field(default_factory=list)
-    stop_token_ids: list[int] = field(default_factory=list)
-    bad_words: list[str] = field(default_factory=list)
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    max_tokens: int | None = 16
-    min_tokens: int = 0
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    detokenize: bool = True
-    skip_special_tokens: bool = True
-    logit_bias: dict[int, float] | None = None
-    allowed_token_ids: list[int] | None = None
-    bad_words_token_ids: list[list[int]] | None = None
-    """Filled in by the front end from `bad_words`; not for callers."""
+    n: Annotated[Count, about("Sequences that are returned.", "ask for one at least")] = 1
+    best_of: Annotated[
+        Count | None,
+        about(
+            "Sequences that are sampled; the n of the largest cumulative log probability are returned, the best first. "
+            "Default: n.",
+            "it counts all sequences, the n returned among them",
+        ),
+    ] = None
+    presence_penalty: Annotated[
+        Penalty, about("Above 0 discourages tokens that the answer has already.", _OFF_AT_0)
+    ] = 0.0
+    frequency_penalty: Annotated[
+        Penalty, about("Above 0 discourages tokens the more often the answer has them.", _OFF_AT_0)
+    ] = 0.0
+    repetition_penalty: Annotated[
+        Annotated[float, Meta(gt=0, le=2)], about("Above 1 discourages what was said before.", _OFF_AT_1)
+    ] = 1.0
+    temperature: Annotated[
+        Annotated[float, Meta(ge=0)],
+        about("0 always takes the most likely token.", "0 always takes the most likely token"),
+    ] = 1.0
+    top_p: Annotated[
+        Annotated[float, Meta(gt=0, le=1)],
+        about("Sample among the most likely tokens that together have this probability.", _OFF_AT_1),
+    ] = 1.0
+    top_k: Annotated[
+        Annotated[int, Meta(ge=-1)],
+        about("Sample among this many most likely tokens; 0 is off.", "0 or -1 switches it off"),
+    ] = 0
+    min_p: Annotated[
+        Annotated[float, Meta(ge=0, le=1)],
+        about("Leave out tokens less likely than this share of the most likely one.", _OFF_AT_0),
+    ] = 0.0
+    seed: Annotated[
+        int | None,
+        about("Seed of the random choices. None or -1: from the engine's seed.", "None takes one from the engine's"),
+    ] = None
+    stop: Annotated[
+        Words, about("Text that ends the answer; may be given several times.", "for example stop=['END']")
+    ] = field(default_factory=list)
+    stop_token_ids: Annotated[
+        StopIds,
+        about("Tokens that end the answer.", "take them from the tokenizer: stop_token_ids=[2]"),
+    ] = field(default_factory=list)
+    bad_words: Annotated[Words, about("Texts that the answer must not have.", "for example bad_words=['no']")] = field(
+        default_factory=list
+    )
+    include_stop_str_in_output: Annotated[bool, about("Keep in the answer what ended it.", _FLAG)] = False
+    ignore_eos: Annotated[bool, about("Go on behind the end-of-sequence token.", _FLAG)] = False
+    max_tokens: Annotated[
+        Count | None,
+        about("Longest answer in tokens. Default: what is left of max_model_len.", "None goes on as far as fits"),
+    ] = 16
+    min_tokens: Annotated[
+        Annotated[int, Meta(ge=0)], about("Tokens before which the answer does not end.", _OFF_AT_0)
+    ] = 0
+    logprobs: Annotated[
+        Logprobs | None,
+        about("Give the log probability of each token, and of so many most likely ones.", "None gives none"),
+    ] = None
+    prompt_logprobs: Annotated[Logprobs | None, about("The same for the prompt's tokens.", "None gives none")] = None
+    detokenize: Annotated[bool, about("Turn the answer into text.", _FLAG)] = True
+    skip_special_tokens: Annotated[bool, about("Leave special tokens out of the text.", _FLAG)] = True
+    logit_bias: Annotated[
+        Biases | None,
+        about("What is added to tokens' logits.", "for example {42: -100}; bad_words forbids tokens altogether"),
+    ] = None
+    allowed_token_ids: Annotated[
+        TokenIds | None, about("The only tokens that the answer may have.", "None allows every token")
+    ] = None
+    bad_words_token_ids: Annotated[
+        list[list[TokenId]] | None, about("Made from bad_words; not for callers.", "use bad_words")
+    ] = None
 
     def __post_init__(self) -> None:
         self._take_convenient_forms()
-        self._check_ranges()
-        self._check_lists()
+        check_fields(self, SamplingParamsError)
         self._check_contradictions()
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """Says whether the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW
 
     def _take_convenient_forms(self) -> None:
-        """A string for `stop`, None for an empty list, tuples for lists, JSON's "123" for 123 in `logit_bias`."""
+        """Takes a string for `stop`, None for an empty list, arrays for lists, JSON's "123" for 123 in `logit_bias`."""
         if isinstance(self.stop, str):
             self.stop = [self.stop]
-        for name in ("stop", "stop_token_ids", "bad_words", "allowed_token_ids"):
+        for name in ("stop", "stop_token_ids", "bad_words"):
             value = getattr(self, name)
-            if value is None and name != "allowed_token_ids":
-                setattr(self, name, [])
-            elif isinstance(value, Iterable) and not isinstance(value, (str, bytes, dict)):
-                setattr(self, name, list(value))
-        if self.seed == -1:
+            setattr(self, name, [] if value is None else as_list(value))
+        self.allowed_token_ids = as_list(self.allowed_token_ids)
+        if isinstance(self.seed, int) and self.seed == -1:
             self.seed = None
-        if isinstance(self.logit_bias, dict):
+        if isinstance(self.logit_bias, dict) and len(self.logit_bias) <= MAX_TOKEN_IDS:
             self.logit_bias = {_token_id_of_key(key): bias for key, bias in self.logit_bias.items()} or None
 
-    def _check_ranges(self) -> None:
-        self._integer("n", low=1, way_out="ask for one sequence at least")
-        self._integer("best_of", low=self.n, none=True, way_out="it counts all sequences, the n returned among them")
-        self._number("presence_penalty", -2.0, 2.0, "0 switches it off")
-        self._number("frequency_penalty", -2.0, 2.0, "0 switches it off")
-        self._number("repetition_penalty", 0.0, 2.0, "1 switches it off", above=True)
-        self._number("temperature", 0.0, None, "0 always takes the most likely token")
-        self._number("top_p", 0.0, 1.0, "1 switches it off", above=True)
-        self._number("min_p", 0.0, 1.0, "0 switches it off")
-        self._integer("top_k", low=-1, high=_INT64[1], way_out="0 or -1 switches it off")
-        self._integer("seed", low=_INT64[0], high=_INT64[1], none=True, way_out="None takes one from the engine's seed")
-        self._integer("max_tokens", low=1, none=True, way_out="None goes on as far as fits")
-        self._integer("min_tokens", low=0, way_out="0 switches it off")
-        for name in ("logprobs", "prompt_logprobs"):
-            self._integer(name, low=0, high=MAX_LOGPROBS, none=True, way_out="None gives none")
-        for name in ("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"):
-            if not isinstance(getattr(self, name), bool):
-                raise _wrong(name, getattr(self, name), "True or False", f"give {name}=True or {name}=False")
-
-    def _check_lists(self) -> None:
-        self._strings("stop")
-        self._strings("bad_words")
-        self._token_ids("stop_token_ids", self.stop_token_ids)
-        if self.allowed_token_ids is not None:
-            self._token_ids("allowed_token_ids", self.allowed_token_ids)
-            if not self.allowed_token_ids:
-                raise _wrong("allowed_token_ids", [], "None or at least one token id", "None allows every token")
-        if self.bad_words_token_ids is not None:
-            for sequence in self.bad_words_token_ids:
-                self._token_ids("bad_words_token_ids", sequence)
-        if self.logit_bias is None:
-            return
-        if not isinstance(self.logit_bias, dict):
-            raise _wrong("logit_bias", self.logit_bias, "a dict of token id to number", "for example {42: -100}")
-        self._token_ids("logit_bias", list(self.logit_bias))
-        for token, bias in self.logit_bias.items():
-            if not _is_number(bias) or not -MAX_LOGIT_BIAS <= bias <= MAX_LOGIT_BIAS:
-                raise _wrong(f"logit_bias of token {token}", bias, f"a number from {-MAX_LOGIT_BIAS:g} to "
-                             f"{MAX_LOGIT_BIAS:g}", "use bad_words or allowed_token_ids to forbid tokens altogether",
-                             param="logit_bias")  # fmt: skip
-
     def _check_contradictions(self) -> None:
+        if self.best_of is not None and self.best_of < self.n:
+            raise SamplingParamsError(
+                f"best_of is {self.best_of}; it must be at least {self.n}, which is n: it counts all sequences, the n "
+                f"returned among them",
+                param="best_of",
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise SamplingParamsError(
                 f"min_tokens is {self.min_tokens}, above max_tokens ({self.max_tokens}); "
@@ -146,7 +187,7 @@ class SamplingParams:
             )
         if self.stop and not self.detokenize:
             raise SamplingParamsError(
-                f"stop is {self.stop!r} with detokenize=False: stop strings are looked for in text; "
+                f"stop is {shown(self.stop)} with detokenize=False: stop strings are looked for in text; "
                 f"set detokenize=True, or use stop_token_ids",
                 param="stop",
             )
@@ -154,45 +195,15 @@ class SamplingParams:
             left = set(self.allowed_token_ids) - set(self.stop_token_ids)
             if not left:
                 raise SamplingParamsError(
-                    f"allowed_token_ids {self.allowed_token_ids} are all in stop_token_ids, which are forbidden up to "
-                    f"min_tokens ({self.min_tokens}): no token would be left; set min_tokens=0 or allow another token",
+                    f"allowed_token_ids {shown(self.allowed_token_ids)} are all in stop_token_ids, which are "
+                    f"forbidden up to min_tokens ({self.min_tokens}): no token would be left; set min_tokens=0 or "
+                    f"allow another token",
                     param="allowed_token_ids",
                 )
 
-    def _number(self, name: str, low: float, high: float | None, way_out: str, *, above: bool = False) -> None:
-        """A finite number in [low, high], or (low, high] with `above`; kept as a float."""
-        value = getattr(self, name)
-        limit = f"{'above' if above else 'at least'} {low:g}" + (f" and at most {high:g}" if high is not None else "")
-        if not _is_number(value) or value < low or (above and value == low) or (high is not None and value > high):
-            raise _wrong(name, value, f"a number {limit}", way_out)
-        setattr(self, name, float(value))
-
-    def _integer(self, name: str, low: int, way_out: str, high: int | None = None, *, none: bool = False) -> None:
-        value = getattr(self, name)
-        if none and value is None:
-            return
-        if not _is_integer(value) or value < low or (high is not None and value > high):
-            limit = f"from {low} to {high}" if high is not None else f"of at least {low}"
-            raise _wrong(name, value, f"an integer {limit}", way_out)
-
-    def _strings(self, name: str) -> None:
-        value = getattr(self, name)
-        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-            raise _wrong(name, value, "a list of strings", f"for example {name}=['END']")
-        if "" in value:
-            raise _wrong(name, value, "strings of at least one character", "leave the empty string out")
-
-    @staticmethod
-    def _token_ids(name: str, value: object) -> None:
-        if not isinstance(value, list):
-            raise _wrong(name, value, "a list of token ids", f"for example {name}=[2]")
-        for token in value:
-            if not _is_integer(token) or token < 0:
-                raise _wrong(name, token, "made of token ids, integers of at least 0", "take them from the tokenizer")
-
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
-    """Raise `TokenOutOfVocabularyError` for a token id that is not below `vocab_size`, the model's number of logits."""
+    """Raises `TokenOutOfVocabularyError` for a token id of at least `vocab_size`, the model's number of logits."""
     named: list[tuple[str, Iterable[int]]] = [
         ("logit_bias", params.logit_bias or ()),
         ("allowed_token_ids", params.allowed_token_ids or ()),
@@ -207,24 +218,6 @@ def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:
             )
 
 
-def _is_integer(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-def _token_id_of_key(key: object) -> int:
-    if isinstance(key, str) and key.isascii() and key.isdecimal():
-        return int(key)
-    if not _is_integer(key):
-        raise _wrong("logit_bias", key, "keyed by token ids, integers of at least 0", "take them from the tokenizer")
-    return key  # type: ignore[return-value]
-
-
-def _wrong(name: str, value: object, limit: str, way_out: str, param: str | None = None) -> SamplingParamsError:
-    text = repr(value)
-    if len(text) > 200:
-        text = f"{text[:200]}…"
-    return SamplingParamsError(f"{name} is {text}; it must be {limit}; {way_out}", param=param or name)
+def _token_id_of_key(key: Any) -> Any:
+    """Returns the integer that a JSON object's key stands for, and any other key as it is."""
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdecimal() and len(key) < 20 else key

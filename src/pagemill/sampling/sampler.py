@@ -15,9 +15,9 @@ import numpy.typing as npt
 import torch
 
 from pagemill.sampling.constraints import RowConstraints, apply_constraints
+from pagemill.sampling.kernels import Choices, SamplingKernels, kernels_on
 from pagemill.sampling.logprobs import TokenLogprobs
 from pagemill.sampling.params import SamplingParams
-from pagemill.sampling.passes import Choices, Passes, passes_on
 from pagemill.sampling.random import uniform
 
 
@@ -44,7 +44,7 @@ class Sampler:
         self, max_rows: int, vocab_size: int, device: torch.device | str = "cpu", eos_token_ids: Iterable[int] = ()
     ) -> None:
         self.vocab_size = vocab_size
-        self._passes: Passes = passes_on(torch.device(device))
+        self._kernels: SamplingKernels = kernels_on(torch.device(device))
         self.eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._seeds = np.zeros(max_rows, np.uint64)
         self._positions = np.zeros(max_rows, np.int64)
@@ -54,7 +54,7 @@ class Sampler:
         self._min_p = np.zeros(max_rows, np.float32)
         self._logprobs = np.full(max_rows, -1, np.int64)
         self._constrained = np.zeros(max_rows, np.bool_)
-        self._only_likeliest = np.zeros(max_rows, np.bool_)
+        self._only_argmax = np.zeros(max_rows, np.bool_)
         self._constraints: dict[int, RowConstraints] = {}
         self._params: list[SamplingParams | None] = [None] * max_rows
 
@@ -78,7 +78,7 @@ class Sampler:
         self._top_k[row], self._top_p[row], self._min_p[row] = top_k, params.top_p, params.min_p
         self._logprobs[row] = -1 if params.logprobs is None else params.logprobs
         self._constrained[row] = RowConstraints.needed(params)
-        self._only_likeliest[row] = params.greedy and params.logprobs is None and not self._constrained[row]
+        self._only_argmax[row] = params.greedy and params.logprobs is None and not self._constrained[row]
         if self._constrained[row]:
             self._constraints[row] = RowConstraints(params, self.eos_token_ids, prompt_token_ids, output_token_ids)
 
@@ -95,13 +95,13 @@ class Sampler:
             raise KeyError(f"no sequence in row {row}")
         return params
 
-    def only_likeliest(self, rows: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> bool:
-        """Whether all that `rows` need of their logits is the likeliest token."""
-        return bool(self._only_likeliest[rows].all())
+    def only_argmax(self, rows: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> bool:
+        """Returns whether all that `rows` need of their logits is the argmax."""
+        return bool(self._only_argmax[rows].all())
 
-    def take_likeliest(self, tokens: npt.NDArray[np.int64]) -> Sampled:
-        """As `sample`, given what `Passes.choose` says of the logits ([m]), for rows that are `only_likeliest`: their
-        positions stand still, for they draw nothing."""
+    def take_argmax(self, tokens: npt.NDArray[np.int64]) -> Sampled:
+        """Returns what `sample` would for rows that are `only_argmax`, from the argmax of their logits, int64 [m], as
+        `SamplingKernels.choose` says it. Their positions stand still, for they draw nothing."""
         token_ids = tokens.tolist()
         not_finite = [] if min(token_ids) >= 0 else np.flatnonzero(tokens < 0).tolist()
         return Sampled(token_ids, [None] * len(token_ids), not_finite, [])
@@ -116,12 +116,12 @@ class Sampler:
         asked = np.flatnonzero(self._logprobs[rows] >= 0)
         model, places = logits, asked  # where log probabilities find what the model said
         if len(constrained):
-            finite = self._passes.choose(logits, constrained, Choices.likeliest(len(constrained))) >= 0
+            finite = self._kernels.choose(logits, constrained, Choices.argmax(len(constrained))) >= 0
             constrained = constrained[finite]
             if len(asked):
                 model, places = logits[torch.from_numpy(asked).to(logits.device)], np.arange(len(asked))
             apply_constraints(logits, [(i, self._constraints[int(rows[i])]) for i in constrained.tolist()])
-        tokens = self._passes.choose(logits, np.arange(len(rows)), self._choices(rows))
+        tokens = self._kernels.choose(logits, np.arange(len(rows)), self._choices(rows))
 
         chosen = tokens >= 0
         exhausted = np.zeros(len(rows), np.bool_)
@@ -130,7 +130,7 @@ class Sampler:
         if len(asked):
             some = chosen[asked]
             asked = asked[some]
-            made = self._passes.log_probabilities(model, places[some], tokens[asked], self._logprobs[rows[asked]])
+            made = self._kernels.log_probabilities(model, places[some], tokens[asked], self._logprobs[rows[asked]])
             for i, entry in zip(asked.tolist(), made, strict=True):
                 logprobs[i] = entry
         self._positions[rows[chosen]] += 1
@@ -143,7 +143,7 @@ class Sampler:
     def _choices(self, rows: npt.NDArray[np.int64]) -> Choices:
         temperature = self._temperature[rows]
         if not temperature.any():
-            return Choices.likeliest(len(rows))
+            return Choices.argmax(len(rows))
         uniforms = uniform(self._seeds[rows], self._positions[rows])
         return Choices(temperature, self._top_k[rows], self._top_p[rows], self._min_p[rows], uniforms)
 
@@ -152,4 +152,4 @@ def prompt_logprobs(logits: torch.Tensor, next_token_ids: Sequence[int], k: int)
     """Log probabilities of the tokens that follow in the prompt: `logits` float32 [t, vocab], `next_token_ids` [t]."""
     tokens = np.asarray(next_token_ids, np.int64)
     places, counts = np.arange(len(tokens)), np.full(len(tokens), k, np.int64)
-    return passes_on(logits.device).log_probabilities(logits, places, tokens, counts)
+    return kernels_on(logits.device).log_probabilities(logits, places, tokens, counts)

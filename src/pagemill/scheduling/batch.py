@@ -24,7 +24,8 @@ class Entry(msgspec.Struct, gc=False):
 
 
 class Flight(NamedTuple):
-    """A step that has been planned and not yet committed. A sample is (index of its entry, index of the sequence)."""
+    """Holds a step that has been planned and not yet committed. A sample is (index of its entry, index of the
+    sequence)."""
 
     step: int
     entries: list[Entry]
@@ -32,12 +33,16 @@ class Flight(NamedTuple):
 
 
 class Batch:
-    """Rows 0 .. num_rows - 1, each free or a sequence's; `flights` are the steps under way, the oldest first."""
+    """Keeps rows 0 .. num_rows - 1, each free or a sequence's; `flights` are the steps under way, the oldest first.
 
-    def __init__(self, memory: MemoryManager, num_rows: int) -> None:
+    max_accepted: how many tokens a row may accept in a step. A beam accepts one: the search chooses it.
+    """
+
+    def __init__(self, memory: MemoryManager, num_rows: int, max_accepted: int) -> None:
         self.flights: deque[Flight] = deque()
         self._memory = memory
-        self._free = list(range(num_rows - 1, -1, -1))
+        self._max_accepted = max_accepted
+        self.free_rows = list(range(num_rows - 1, -1, -1))
         self._freed: list[int] = []
         """Since the last plan."""
         self._chosen: dict[int, ChosenTokens] = {}
@@ -45,21 +50,22 @@ class Batch:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return len(self.free_rows)
 
     def seat(self, sequence: Sequence) -> None:
         """Gives a sequence its row, and those of the sequences that will fork off. There must be so many."""
-        sequence.row, *sequence.child_rows = (self._free.pop() for _ in range(sequence.num_rows))
+        sequence.row, *sequence.child_rows = (self.free_rows.pop() for _ in range(sequence.num_rows))
+        sequence.prefill_len = len(sequence.tokens) - 1
 
     def take_row(self) -> int:
         """One more row. There must be one."""
-        return self._free.pop()
+        return self.free_rows.pop()
 
     def unseat(self, sequence: Sequence) -> int:
         """Takes a sequence's rows away; how many they were."""
         rows = [sequence.row, *sequence.child_rows]
         self._chosen.pop(sequence.row, None)
-        self._free += rows
+        self.free_rows += rows
         self._freed += rows
         sequence.row, sequence.child_rows = -1, []
         return len(rows)
@@ -68,21 +74,25 @@ class Batch:
         """A running sequence goes on with these tokens, whatever was sampled in its row."""
         self._chosen[sequence.row] = ChosenTokens(sequence.row, len(sequence.tokens), tokens)
         sequence.tokens += tokens
+        sequence.prefill_len = len(sequence.tokens) - 1
 
     def plan(self, planned: abc.Mapping[Sequence, int]) -> StepPlan:
         """A step in which each of these sequences computes so many tokens; it is in flight from now on."""
         entries: list[Entry] = []
         rows: list[int] = []
         starts: list[int] = []
+        generates: list[bool] = []
         sample_from: list[int] = []
         sample_index: list[int] = []
         sample_to: list[int] = []
+        max_accepted: list[int] = []
         new_rows: list[NewRow] = []
         prompt_logprobs: list[int] = []
         forks = False
         for position, (sequence, count) in enumerate(planned.items()):
             assert sequence.table is not None
             row, start = sequence.row, sequence.scheduled
+            generates.append(sequence.generates)
             end = sequence.scheduled = start + count
             entries.append(Entry(sequence, start, end))
             rows.append(row)
@@ -105,7 +115,12 @@ class Batch:
                 sample_from.append(position)
                 sample_index.append(sequence.index)
                 sample_to.append(row)
-                sequence.in_flight += sequence.group is None  # a beam's next token is chosen when the step has run
+                limit = 1
+                if sequence.group is None:  # a beam's next token is chosen when the step has run
+                    limit = min(self._max_accepted, sequence.request.max_len - known)
+                    sequence.in_flight += 1
+                    sequence.open_ended = limit > 1
+                max_accepted += [limit] * (len(sample_from) - len(max_accepted))
         self._step += 1
         self.flights.append(Flight(self._step, entries, list(zip(sample_from, sample_index, strict=True))))
         freed, self._freed = self._freed, []
@@ -117,8 +132,10 @@ class Batch:
             rows=np.fromiter(rows, np.int32, len(rows)),
             starts=np.fromiter(starts, np.int32, len(rows)),
             query_lens=np.fromiter(planned.values(), np.int32, len(rows)),
+            generates=np.fromiter(generates, np.bool_, len(rows)),
             sample_from=np.fromiter(sample_from, np.int32, len(sample_from)),
             sample_to=np.fromiter(sample_to, np.int32, len(sample_to)),
+            max_accepted=np.fromiter(max_accepted, np.int32, len(sample_to)),
             prompt_logprobs=np.fromiter(prompt_logprobs, np.int32, len(prompt_logprobs)),
             new_rows=new_rows,
             freed_rows=freed,

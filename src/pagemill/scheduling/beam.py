@@ -7,7 +7,6 @@ memory; `BeamGroup` knows the sequences that search together, and what is to be 
 from __future__ import annotations
 
 import collections.abc as abc
-from collections.abc import Callable
 from itertools import count
 from typing import NamedTuple
 
@@ -155,47 +154,6 @@ class BeamGroup:
         return sum(-(-len(tokens) // block_size) - common for tokens in self.parked[1:])
 
 
-class Beams(NamedTuple):
-    """Carries out what groups decide, by what the scheduler can do with sequences."""
-
-    fork: Callable[[Sequence, list[int]], Sequence]
-    """Another sequence that shares all blocks of this one, and goes on with these tokens."""
-    choose: Callable[[Sequence, list[int]], None]
-    """This sequence goes on with these tokens."""
-    end: Callable[[Sequence, float], None]
-    """It ends and gives its blocks and its row back."""
-
-    def advance(
-        self, group: BeamGroup, sequence: Sequence, candidates: TokenLogprobs | None, now: float
-    ) -> list[tuple[Sequence, Hypothesis]]:
-        """One beam's candidates have come: with the last of them the best beams fork, and the others end. Returns what
-        the search ends with, if it does."""
-        if group.parked:
-            first, *others = group.unpark()
-            length = len(sequence.tokens)
-            group.beams += [self.fork(sequence, tokens[length:]) for tokens in others]
-            self.choose(sequence, first[length:])
-            return []
-        assert candidates is not None
-        chosen = group.advance(sequence, candidates)
-        if chosen is None:
-            return []
-        last_use = {beam: place for place, (beam, _) in enumerate(chosen)}
-        for beam in group.beams:
-            if beam not in last_use:
-                self.end(beam, now)
-        if not chosen:
-            return group.results()
-        group.beams = []
-        for place, (beam, token) in enumerate(chosen):
-            if last_use[beam] > place:
-                group.beams.append(self.fork(beam, [token]))
-            else:
-                self.choose(beam, [token])
-                group.beams.append(beam)
-        return []
-
-
 def row_params(params: BeamSearchParams, num_eos_tokens: int) -> SamplingParams:
     """What the rows of a search ask of the sampler: of each position the likeliest tokens, as many as can matter.
 
@@ -207,13 +165,16 @@ def row_params(params: BeamSearchParams, num_eos_tokens: int) -> SamplingParams:
 
 
 def blocks_needed(memory: MemoryManager, request: Request, chunk: int, pinned: int) -> int:
-    """The most frames that a request may hold before others need to wait: of a search, every beam its own blocks, but
-    for the whole ones of the prompt, which it never computes, and shares where no window leaves them behind. pinned:
-    the prompt's leading entries that pins hold. What beams share is not streamed, so lower frames do not help them."""
+    """Returns the most frames that a request may hold before others need to wait.
+
+    In a search, every beam has its own blocks, but for the whole ones of the prompt, which it never computes, and
+    shares where no window leaves them behind. What beams share is not streamed. pinned: the prompt's leading entries
+    that pins hold.
+    """
     if request.beam is None:
-        return memory.needs.frames(request.max_len - 1, chunk, pinned)
+        return memory.footprint.frames(request.max_len - 1, chunk, pinned)
     prompt_len = len(request.prompt_token_ids)
-    alone = memory.needs.held(request.max_len - 1, chunk)
-    beam = memory.needs.held(request.max_len - 1, min(chunk, request.max_len - prompt_len))
+    alone = memory.footprint.blocks(request.max_len - 1, chunk)
+    beam = memory.footprint.blocks(request.max_len - 1, min(chunk, request.max_len - prompt_len))
     shared = prompt_len // memory.block_size * memory.windows.count(None)
     return alone + (request.beam.beam_width - 1) * (beam - shared)

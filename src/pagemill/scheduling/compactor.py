@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pagemill.memory.compaction import Compaction
 from pagemill.scheduling.sequence import Sequence
+from pagemill.scheduling.state import SchedulerState
 
 REST = 3
 """Steps without a look after one in vain."""
@@ -12,29 +13,31 @@ MAX_COPIES = 64
 
 
 class Compactor:
-    """Goes around the running sequences, one in a step. running: the scheduler's."""
+    """Goes around the running sequences, one in a step."""
 
-    def __init__(self, compaction: Compaction, running: list[Sequence]) -> None:
+    def __init__(self, compaction: Compaction) -> None:
         self._compaction = compaction
-        self._running = running
         self._next = 0
         self._rest = 0
 
-    def step(self) -> None:
-        """The last thing before a plan is made, with no step in flight."""
-        if self._rest or not self._running:
+    def step(self, state: SchedulerState) -> None:
+        """Compacts one sequence; the last thing before a plan is made, with no step in flight."""
+        if self._rest or not state.running:
             self._rest = max(0, self._rest - 1)
             return
-        self._next = (self._next + 1) % len(self._running)
-        sequence, copies = self._running[self._next], 0
+        self._next = (self._next + 1) % len(state.running)
+        sequence, copies = state.running[self._next], 0
         if sequence.table is not None and (left := steps_left(sequence)):
             copies = self._compaction.compact(sequence.table, left, MAX_COPIES)
         self._rest = 0 if copies else REST
 
 
 def steps_left(sequence: Sequence) -> int:
-    """Further steps in which it is likely to generate: as many as it may have, and if it may end by itself no more than
-    it has had already, which is what to expect of a length about which nothing is known."""
+    """Returns in how many further steps it is likely to generate.
+
+    As many as it may have; and if it may end by itself, no more than it has had already, which is what to expect of a
+    length about which nothing is known.
+    """
     params, left = sequence.request.params, sequence.request.max_len - len(sequence.tokens)
     certain = params.ignore_eos and not params.stop_token_ids and not params.stop
     return left if certain and sequence.num_output_tokens else min(left, sequence.num_output_tokens)

@@ -1,111 +1,131 @@
-"""Forks: sequences that begin from the blocks of a running one, all shared until one of the two writes."""
+"""Forks: sequences that begin from the blocks of a running one, all shared until one of the two writes.
+
+Prompts fork with n sequences, beams fork as their search goes on, and a request may go on from a running sequence.
+"""
 
 from __future__ import annotations
 
 import collections.abc as abc
 from bisect import insort
 
-from pagemill.memory.manager import MemoryManager
-from pagemill.scheduling.admission import Admission
-from pagemill.scheduling.batch import Batch, Entry
+from pagemill.sampling.logprobs import TokenLogprobs
+from pagemill.scheduling.batch import Entry
+from pagemill.scheduling.beam import BeamGroup, Hypothesis
 from pagemill.scheduling.sequence import Sequence, Status, by_rank
-from pagemill.scheduling.tenancy import Tenancy
+from pagemill.scheduling.state import SchedulerState
 
 
-class Forks:
-    """What a scheduler forks: prompts with n sequences, beams, and requests that go on from a running one.
+def after_prompt(state: SchedulerState, parent: Entry, index: int) -> Sequence:
+    """Starts the n-th sequence of a request from the prompt's blocks, all shared. Its row is in the plan."""
+    origin = parent.sequence
+    child = _share(state, origin, parent.end, index, origin.child_rows[index - 1])
+    assert child.table is not None
+    state.memory.place(child.table, child.row)
+    if index == origin.request.params.n - 1:
+        origin.child_rows = []
+    return child
 
-    running: the scheduler's, by rank. requests: its sequences that have not finished, by request.
+
+def _share(state: SchedulerState, origin: Sequence, length: int, index: int, row: int) -> Sequence:
+    """Starts a sequence of the same request that shares the first `length` tokens, all of them computed."""
+    assert origin.table is not None
+    child = Sequence(
+        origin.request,
+        index,
+        origin.rank._replace(branch=index),
+        origin.tokens[:length],
+        status=Status.RUNNING,
+        digests=origin.digests[: length // state.memory.block_size],
+        table=state.memory.fork(origin.table, length),
+        row=row,
+        scheduled=length,
+        prefill_len=length,
+        num_cached_tokens=origin.num_cached_tokens,
+        prompt_logprobs=origin.prompt_logprobs,
+        scheduled_s=origin.scheduled_s,
+        group=origin.group,
+    )
+    insort(state.running, child, key=by_rank)
+    state.tenants[origin.request.tenant].running += 1
+    state.requests[origin.request.request_id].append(child)
+    return child
+
+
+def _fork_beam(state: SchedulerState, origin: Sequence, tokens: list[int]) -> Sequence:
+    """Starts another beam, which goes on with these tokens; in a row kept for it, or that of one that has ended."""
+    assert origin.group is not None
+    if origin.child_rows:
+        row = origin.child_rows.pop()
+    else:
+        row = state.batch.take_row()
+        state.tenants[origin.request.tenant].rows += 1
+    child = _share(state, origin, origin.scheduled, origin.group.next_branch(), row)
+    child.tokens += tokens
+    child.prefill_len = len(child.tokens) - 1
+    state.name_blocks(child)
+    return child
+
+
+def into(state: SchedulerState, child: Sequence, index: int, siblings: abc.Sequence[Sequence]) -> bool:
+    """Opens a request's first sequence from the blocks of the running one, of this index among `siblings`, with
+    whose tokens it begins, down to the last token, which is computed again for what follows it. False where that
+    can not be."""
+    origin = next((one for one in siblings if one.index == index), None)
+    tenant = state.tenants[child.request.tenant]
+    if origin is None or origin.table is None or state.batch.num_free < child.num_rows:
+        return False
+    if not tenant.may_run(child.num_rows):
+        return False
+    request, length = child.request, len(child.tokens) - 1
+    if not 0 < length <= origin.table.length or origin.tokens[: length + 1] != child.tokens:
+        return False
+    if origin.request.root != request.root or request.params.prompt_logprobs is not None:
+        return False
+    try:
+        child.table = state.memory.fork(origin.table, length)
+    except ValueError:  # it has gone on, and given back what its window has left
+        return False
+    state.batch.seat(child)
+    child.scheduled = child.num_cached_tokens = length
+    child.scheduled_s = request.arrival_s
+    state.name_blocks(child)
+    return True
+
+
+def _choose(state: SchedulerState, sequence: Sequence, tokens: list[int]) -> None:
+    """Lets a running sequence go on with these tokens, whatever was sampled in its row."""
+    state.batch.choose(sequence, tokens)
+    state.name_blocks(sequence)
+
+
+def advance_beams(
+    state: SchedulerState, group: BeamGroup, sequence: Sequence, candidates: TokenLogprobs | None, now: float
+) -> list[tuple[Sequence, Hypothesis]]:
+    """Takes in one beam's candidates: with the last of them the best beams fork, and the others end.
+
+    Returns what the search ends with, if it does.
     """
-
-    def __init__(
-        self,
-        memory: MemoryManager,
-        batch: Batch,
-        tenants: Tenancy,
-        admission: Admission,
-        running: list[Sequence],
-        requests: dict[str, list[Sequence]],
-    ) -> None:
-        self._memory = memory
-        self._batch = batch
-        self._tenants = tenants
-        self._admission = admission
-        self._running = running
-        self._requests = requests
-
-    def after_prompt(self, parent: Entry, index: int) -> Sequence:
-        """The n-th sequence of a request starts from the prompt's blocks, all shared. Its row is in the plan."""
-        origin = parent.sequence
-        child = self._share(origin, parent.end, index, origin.child_rows[index - 1])
-        assert child.table is not None
-        self._memory.place(child.table, child.row)
-        if index == origin.request.params.n - 1:
-            origin.child_rows = []
-        return child
-
-    def _share(self, origin: Sequence, length: int, index: int, row: int) -> Sequence:
-        """A running sequence of the same request that shares the first `length` tokens, all of them computed."""
-        assert origin.table is not None
-        child = Sequence(
-            origin.request,
-            index,
-            origin.rank._replace(branch=index),
-            origin.tokens[:length],
-            status=Status.RUNNING,
-            digests=origin.digests[: length // self._memory.block_size],
-            table=self._memory.fork(origin.table, length),
-            row=row,
-            scheduled=length,
-            num_cached_tokens=origin.num_cached_tokens,
-            prompt_logprobs=origin.prompt_logprobs,
-            scheduled_s=origin.scheduled_s,
-            group=origin.group,
-        )
-        insort(self._running, child, key=by_rank)
-        self._tenants[origin.request.tenant].running += 1
-        self._requests[origin.request.request_id].append(child)
-        return child
-
-    def beam(self, origin: Sequence, tokens: list[int]) -> Sequence:
-        """Another beam, which goes on with these tokens; in a row kept for it, or that of one that has ended."""
-        assert origin.group is not None
-        if origin.child_rows:
-            row = origin.child_rows.pop()
+    if group.parked:
+        first, *others = group.unpark()
+        length = len(sequence.tokens)
+        group.beams += [_fork_beam(state, sequence, tokens[length:]) for tokens in others]
+        _choose(state, sequence, first[length:])
+        return []
+    assert candidates is not None
+    chosen = group.advance(sequence, candidates)
+    if chosen is None:
+        return []
+    last_use = {beam: place for place, (beam, _) in enumerate(chosen)}
+    for beam in group.beams:
+        if beam not in last_use:
+            state.finish(beam, now)
+    if not chosen:
+        return group.results()
+    group.beams = []
+    for place, (beam, token) in enumerate(chosen):
+        if last_use[beam] > place:
+            group.beams.append(_fork_beam(state, beam, [token]))
         else:
-            row = self._batch.take_row()
-            self._tenants[origin.request.tenant].rows += 1
-        child = self._share(origin, origin.scheduled, origin.group.next_branch(), row)
-        child.tokens += tokens
-        self._admission.name_blocks(child)
-        return child
-
-    def into(self, child: Sequence, index: int, siblings: abc.Sequence[Sequence]) -> bool:
-        """Opens a request's first sequence from the blocks of the running one, of this index among `siblings`, with
-        whose tokens it begins, down to the last token, which is computed again for what follows it. False where that
-        can not be."""
-        origin = next((one for one in siblings if one.index == index), None)
-        load = self._tenants[child.request.tenant]
-        if origin is None or origin.table is None or self._batch.num_free < child.num_rows:
-            return False
-        if not load.may_run(child.num_rows):
-            return False
-        request, length = child.request, len(child.tokens) - 1
-        if not 0 < length <= origin.table.length or origin.tokens[: length + 1] != child.tokens:
-            return False
-        if origin.request.root != request.root or request.params.prompt_logprobs is not None:
-            return False
-        try:
-            child.table = self._memory.fork(origin.table, length)
-        except ValueError:  # it has gone on, and given back what its window has left
-            return False
-        self._batch.seat(child)
-        child.scheduled = child.num_cached_tokens = length
-        child.scheduled_s = request.arrival_s
-        self._admission.name_blocks(child)
-        return True
-
-    def choose(self, sequence: Sequence, tokens: list[int]) -> None:
-        """A running sequence goes on with these tokens, whatever was sampled in its row."""
-        self._batch.choose(sequence, tokens)
-        self._admission.name_blocks(sequence)
+            _choose(state, beam, [token])
+            group.beams.append(beam)
+    return []

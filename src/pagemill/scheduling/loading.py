@@ -1,9 +1,9 @@
-"""Blocks on their way up from lower tiers.
+"""Loads: blocks on their way from offload stores into frames.
 
 A load is a block table like a sequence's: it opens with what the pool has of all that a sequence would read that goes
-on behind it, reserves frames for the rest, which lower tiers have, publishes what has arrived, and closes. What arrived
+on behind it, reserves frames for the rest, which the stores have, publishes what has arrived, and closes. What arrived
 is then found by whoever waited for it, as if it had been computed. Of a context longer than the pool, the oldest blocks
-are loaded into lower frames, where attention reads them.
+are loaded into streamed frames, where attention reads them.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ from collections.abc import Callable, Sequence, Set
 from itertools import count
 from typing import NamedTuple
 
-from pagemill.memory.loads import OpenedLoad
-from pagemill.memory.manager import MemoryManager
+from pagemill.memory.manager import MemoryManager, OpenedLoad
 from pagemill.memory.work import Load
 from pagemill.scheduling.sequence import Sequence as Waiting
 
 Stored = Callable[[Sequence[bytes], int, bool], int]
-"""Of a chain of which the pool has the first blocks, so many: up to how many it is to be loaded from lower tiers, which
-is that number itself for nothing; asked for a sequence that was preempted, or not."""
+"""Returns up to which block a chain is to be loaded from offload stores.
+
+Takes the chain's digests, how many of its first blocks the pool has, and whether a preempted sequence asks. Returns
+that same number if nothing is to be loaded.
+"""
 
 
 class Begun(NamedTuple):
@@ -29,7 +31,7 @@ class Begun(NamedTuple):
     digests: list[bytes]
 
 
-class UnderWay(NamedTuple):
+class ActiveLoad(NamedTuple):
     """found: blocks that the pool had of the chain when it was begun. swaps_in: for a preempted sequence."""
 
     load: OpenedLoad
@@ -47,9 +49,9 @@ class Loading:
         self._memory = memory
         self._chunk = chunk
         self._stored = stored
-        self._loads: dict[int, UnderWay] = {}
+        self._loads: dict[int, ActiveLoad] = {}
         self._begun: list[Load] = []
-        self._lost: set[int] = set()
+        self.lost: set[int] = set()
         self._missed: set[bytes] = set()
         """Blocks that did not arrive: who asks for one next computes it."""
         self._ids = count()
@@ -62,9 +64,11 @@ class Loading:
     def begin(
         self, sequence: Waiting, found: int, headroom: int, least_resident: int | None, now: float
     ) -> Begun | None:
-        """Begins to load what lower tiers hold behind the first `found` blocks of a waiting sequence, if there is room
-        for the whole sequence and `headroom` blocks more. One that streams what the pool never has room for only needs
-        `least_resident` there; None: it does not stream."""
+        """Begins to load what offload stores hold behind a waiting sequence's first `found` blocks.
+
+        There must be room for the whole sequence and `headroom` blocks more. One that streams what the pool never has
+        room for only needs `least_resident` there; None: it does not stream. Returns None if nothing is begun.
+        """
         memory, size, request = self._memory, self._memory.block_size, sequence.request
         last = (len(sequence.tokens) - 1) // size
         if self._stored is None or found >= last:
@@ -73,8 +77,8 @@ class Loading:
 
         def wanted(found: int) -> int:
             """Behind so many blocks."""
-            needs, tokens = memory.needs, len(sequence.tokens)
-            return needs.held(tokens, self._chunk, found * size) - needs.pinned(
+            footprint, tokens = memory.footprint, len(sequence.tokens)
+            return footprint.blocks(tokens, self._chunk, found * size) - footprint.pinned(
                 tokens, self._chunk, found, found * size
             )
 
@@ -92,35 +96,35 @@ class Loading:
             return None
         digests = digests[:reach]
         opened = memory.open_load(digests, request.root, now, request.tenant)
-        streamed = 0 if least_resident is None else max(0, len(opened.lacking) + wanted(reach) - room())
+        streamed = 0 if least_resident is None else max(0, len(opened.missing) + wanted(reach) - room())
         frames = memory.reserve_load(opened, streamed)
         if frames is None:
             memory.close(opened.table, now)
             return None
-        load = Load(next(self._ids), [(digests[entry], group) for entry, group in opened.lacking], frames)
+        load = Load(next(self._ids), [(digests[entry], group) for entry, group in opened.missing], frames)
         self._begun.append(load)
         tokens = sequence.tokens[: reach * size]
-        self._loads[load.id] = UnderWay(opened, tokens, digests, found, sequence.was_preempted)
+        self._loads[load.id] = ActiveLoad(opened, tokens, digests, found, sequence.was_preempted)
         return Begun(load.id, digests)
 
     def take_begun(self) -> list[Load]:
-        """Loads that nobody has been told of yet."""
+        """Returns loads that nobody has been told of yet."""
         begun, self._begun = self._begun, []
         return begun
 
     def lose(self, frames: Set[int]) -> None:
-        """These frames do not hold what they should: of a load that needs it, nothing will have arrived."""
+        """Notes that these frames do not hold what they should: of a load that needs them, nothing will arrive."""
         loads = self._loads.items()
-        self._lost.update(ident for ident, under_way in loads if self._memory.lies_in(under_way.load.table, frames))
+        self.lost.update(ident for ident, under_way in loads if self._memory.lies_in(under_way.load.table, frames))
 
     def finish(self, load: int, arrived: Sequence[bool], now: float) -> int:
         """A load is over; `arrived` says which of its blocks are in their frames. Those before the first gap can be
         found from now on, the rest ends. Returns how many blocks of the chain are there."""
         memory = self._memory
-        (table, lacking), tokens, digests, found, swaps_in = self._loads.pop(load)
-        gap = 0 if load in self._lost else [*arrived, False].index(False)
-        self._lost.discard(load)
-        blocks = lacking[gap].entry if gap < len(lacking) else len(digests)
+        (table, missing), tokens, digests, found, swaps_in = self._loads.pop(load)
+        gap = 0 if load in self.lost else [*arrived, False].index(False)
+        self.lost.discard(load)
+        blocks = missing[gap].entry if gap < len(missing) else len(digests)
         if swaps_in:
             self.swapped_in_tokens += max(0, blocks - found) * memory.block_size
         self._missed.update(digests[blocks : blocks + 1])

@@ -15,20 +15,20 @@ class PendingPrefixes:
     """digest -> its owner: the sequence that computes it, or the id of a load. The first to claim a block keeps it."""
 
     def __init__(self) -> None:
-        self._owner: dict[bytes, Hashable] = {}
+        self.owner: dict[bytes, Hashable] = {}
         self._claims: dict[Hashable, list[tuple[int, bytes]]] = {}
         """Of each owner, (index in its chain, digest) of what is still to come; the next one last."""
 
-        self._waiters: dict[bytes, list[Sequence]] = {}
+        self.waiters: dict[bytes, list[Sequence]] = {}
 
     def owned(self, digest: bytes) -> bool:
-        return digest in self._owner
+        return digest in self.owner
 
     def wait(self, digest: bytes, sequence: Sequence) -> bool:
         """If someone is computing this block, holds the sequence back until that has ended, one way or the other."""
-        if digest not in self._owner:
+        if digest not in self.owner:
             return False
-        self._waiters.setdefault(digest, []).append(sequence)
+        self.waiters.setdefault(digest, []).append(sequence)
         return True
 
     def add(self, owner: Hashable, digests: abc.Sequence[bytes], first: int) -> None:
@@ -36,7 +36,7 @@ class PendingPrefixes:
         claims = [
             (index, digest)
             for index, digest in enumerate(digests[first:], start=first)
-            if self._owner.setdefault(digest, owner) is owner
+            if self.owner.setdefault(digest, owner) is owner
         ]
         if claims:
             claims.reverse()
@@ -62,5 +62,5 @@ class PendingPrefixes:
         return released
 
     def _resolve(self, digest: bytes) -> list[Sequence]:
-        del self._owner[digest]
-        return self._waiters.pop(digest, [])
+        del self.owner[digest]
+        return self.waiters.pop(digest, [])

@@ -7,26 +7,22 @@ can be planned while one is running. Neither looks at a clock: `now` is an argum
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections.abc import Set
 
 from pagemill.memory.compaction import Compaction
 from pagemill.memory.manager import MemoryManager
-from pagemill.memory.moving import forget_lost
 from pagemill.memory.pins import Pins
 from pagemill.memory.work import Load
-from pagemill.scheduling.acceptance import Acceptance
-from pagemill.scheduling.admission import Admission
+from pagemill.scheduling import admission, forks, limits, preemption
 from pagemill.scheduling.batch import Batch
-from pagemill.scheduling.beam import BeamGroup, Beams
+from pagemill.scheduling.beam import BeamGroup
 from pagemill.scheduling.compactor import Compactor
 from pagemill.scheduling.controller import Controller
-from pagemill.scheduling.forks import Forks
 from pagemill.scheduling.loading import Stored
-from pagemill.scheduling.sequence import Rank, Request, Sequence, Status, by_rank
+from pagemill.scheduling.sequence import Rank, Request, Sequence, SequenceUpdate, Status
+from pagemill.scheduling.state import SchedulerState, StepDraft
 from pagemill.scheduling.step_plan import StepPlan, StepResult
-from pagemill.scheduling.tenancy import Tenancy, borrower, victim
-from pagemill.scheduling.update import Update
+from pagemill.tenant_limits import TenantLimits
 
 Wanted = list[tuple[int, Sequence]]
 """Tokens that a sequence has left to compute, and the sequence."""
@@ -37,10 +33,10 @@ class Scheduler:
 
     Order of a step: sequences that generate, then prompts that were begun, each in order of rank, then new ones in the
     order of the waiting queue. When blocks run out, the running sequence of the worst rank loses its own and waits to
-    be recomputed; where there are tenants, the worst of those that have borrowed (see `tenancy.victim`).
+    be recomputed; where there are tenants, the worst of those that have borrowed (see `preemption.victim`). No sequence
+    is preempted while a step is in flight.
 
-    Invariants: a running sequence has a table and a row, and no other has; rows in use and free rows add up to
-    `max_num_seqs`; `_running` is sorted by rank; no sequence is preempted while a step is in flight.
+    state: what runs and what waits. Admission, preemption, forks and limits are functions over it.
     """
 
     def __init__(
@@ -56,291 +52,291 @@ class Scheduler:
         max_pinned_share: float = 0.5,
         target_tpot_s: float = math.inf,
         compaction: Compaction | None = None,
+        max_accepted: int = 1,
     ) -> None:
         self.memory = memory
         self.compaction = compaction
         self.pins = Pins(memory, max_pinned_share)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.tenants = Tenancy(memory, self.pins)
-        self._eos = eos_token_ids
-        self._ageing_s = ageing_s
-        self._running: list[Sequence] = []
-        self._requests: dict[str, list[Sequence]] = {}
-        self._batch = Batch(memory, max_num_seqs)
         self.controller = Controller(
             target_tpot_s, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
         )
-        self.admission = Admission(
+        self.state = SchedulerState(
             memory,
-            self._batch,
-            self.tenants,
             self.pins,
-            self._running,
+            Batch(memory, max_num_seqs, max_accepted),
             self.controller,
             chunk=max_num_batched_tokens,
-            enable_prefix_caching=enable_prefix_caching,
+            max_num_seqs=max_num_seqs,
+            caches_prefixes=enable_prefix_caching,
             stored=stored,
         )
-        self.acceptance = Acceptance(
-            memory,
-            self.tenants,
-            self.pins,
-            self.admission,
-            self._requests,
-            chunk=max_num_batched_tokens,
-            max_num_seqs=max_num_seqs,
-            enable_prefix_caching=enable_prefix_caching,
-        )
-        self._forks = Forks(memory, self._batch, self.tenants, self.admission, self._running, self._requests)
-        self._beams = Beams(self._forks.beam, self._forks.choose, self._finish)
-        self._compactor = None if compaction is None else Compactor(compaction, self._running)
+        self.tenants = self.state.tenants
+        self._eos = eos_token_ids
+        self._ageing_s = ageing_s
+        self._compactor = None if compaction is None else Compactor(compaction)
         self._arrivals = 0
+
+    # Figures
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self.state.running)
 
     @property
     def num_waiting(self) -> int:
-        return sum(load.waiting for load in self.tenants)
+        return sum(tenant.waiting for tenant in self.tenants)
+
+    @property
+    def num_loading(self) -> int:
+        """Returns how many loads from offload stores are under way."""
+        return len(self.state.loading)
 
     @property
     def preemptions(self) -> int:
-        return sum(load.preemptions for load in self.tenants)
+        return sum(tenant.preemptions for tenant in self.tenants)
 
     @property
     def prefix_queried_tokens(self) -> int:
-        return sum(load.prefix_queried_tokens for load in self.tenants)
+        return sum(tenant.prefix_queried_tokens for tenant in self.tenants)
 
     @property
     def prefix_hit_tokens(self) -> int:
-        return sum(load.prefix_hit_tokens for load in self.tenants)
+        return sum(tenant.prefix_hit_tokens for tenant in self.tenants)
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Returns how many tokens preempted sequences have computed once more."""
+        return self.state.recomputed_tokens
+
+    @property
+    def swapped_in_tokens(self) -> int:
+        """Returns how many tokens came back from offload stores for preempted sequences."""
+        return self.state.loading.swapped_in_tokens
 
     def has_work(self) -> bool:
-        return bool(self._running or self.num_waiting or self._batch.flights or self.admission.num_loading)
+        state = self.state
+        return bool(state.running or self.num_waiting or state.batch.flights or len(state.loading))
+
+    # Limits
+
+    def set_tenant(self, name: str, tenant_limits: TenantLimits) -> None:
+        """Makes a tenant known, or changes its limits.
+
+        Raises ConfigError, and changes nothing, for what cannot be kept, of the pool or of the requests that have been
+        accepted.
+        """
+        limits.set_tenant(self.state, name, tenant_limits)
+
+    def longest_sequence(self, max_model_len: int) -> int:
+        """Returns how many tokens a sequence that begins like no pin can have, at most `max_model_len`."""
+        return limits.longest_sequence(self.state, max_model_len)
+
+    @property
+    def least_frames(self) -> int:
+        """Returns the smallest pool that holds what is running now and keeps what was accepted and guaranteed."""
+        return limits.least_frames(self.state)
+
+    def check_size(self, num_frames: int) -> None:
+        """Raises KVMemoryError if with so many frames a request could not run to its end, or a guarantee be kept."""
+        limits.check_size(self.state, num_frames)
+
+    # Requests
 
     def request_ids(self) -> list[str]:
-        """All requests that have not finished."""
-        return list(self._requests)
+        """Returns all requests that have not finished."""
+        return list(self.state.requests)
 
     def sequences(self) -> list[Sequence]:
-        """All that have not finished, request by request."""
-        return [one for siblings in self._requests.values() for one in siblings]
+        """Returns all sequences that have not finished, request by request."""
+        return [one for siblings in self.state.requests.values() for one in siblings]
 
     def live(self, request_id: str) -> bool:
-        return request_id in self._requests
+        return request_id in self.state.requests
 
     def add(self, request: Request, fork_of: tuple[str, int] | None = None) -> None:
-        """Queues a request. Raises as `Acceptance.accept` does.
+        """Queues a request. Raises as `limits.accept` does.
 
         fork_of: a sequence `(request_id, index)` whose tokens the prompt is. If that is running, so is the new one at
         once, and shares all its blocks; else the prompt is like any other.
         """
+        state = self.state
         rank = Rank(request.arrival_s + request.priority * self._ageing_s, self._arrivals, 0)
         sequence = Sequence(request, 0, rank, list(request.prompt_token_ids))
-        self.acceptance.accept(sequence)
+        limits.accept(state, sequence)
         self._arrivals += 1
         if request.beam is not None:
             sequence.group = BeamGroup(sequence, self._eos)
-        self._requests[request.request_id] = [sequence]
-        if fork_of is not None and self._forks.into(sequence, fork_of[1], self._requests.get(fork_of[0], [])):
-            self._run(sequence)
+        state.requests[request.request_id] = [sequence]
+        if fork_of is not None and forks.into(state, sequence, fork_of[1], state.requests.get(fork_of[0], [])):
+            state.start(sequence)
         else:
-            self.admission.wait(sequence)
+            state.wait(sequence)
 
     def abort(self, request_id: str, now: float) -> None:
         """Ends all sequences of a request. Unknown ids are ignored."""
-        for sequence in list(self._requests.get(request_id, [])):
-            self._finish(sequence, now)
+        for sequence in list(self.state.requests.get(request_id, [])):
+            self.state.finish(sequence, now)
 
     def finish(self, request_id: str, index: int, now: float) -> None:
-        """Ends one sequence whose stop the front end has seen, or the search that it is a beam of. Unknown ones are
-        ignored."""
-        for sequence in self._requests.get(request_id, []):
+        """Ends one sequence whose stop the front end has seen, or the search that it is a beam of.
+
+        Unknown ones are ignored.
+        """
+        for sequence in self.state.requests.get(request_id, []):
             if sequence.group is not None:
                 return self.abort(request_id, now)
             if sequence.index == index:
-                self._finish(sequence, now)
+                self.state.finish(sequence, now)
                 return
 
-    def lose(self, frames: Set[int], error: Exception, now: float) -> list[Update]:
-        """These frames do not hold what they should. Ends the pins and running sequences that need it, and loads that
-        go on behind it in vain; nobody finds it any more. To be called before the step that has found it is committed.
+    # Faults
+
+    def lose(self, frames: Set[int], error: Exception, now: float) -> list[SequenceUpdate]:
+        """Ends the pins and running sequences that need these frames, since they do not hold what they should.
+
+        Loads that go on behind them bring nothing, and nobody finds what lay there any more. To be called before the
+        step that has found it is committed.
         """
-        forget_lost(self.memory, frames)
+        self.memory.forget_lost(frames)
         self.pins.lose(frames, now)
-        self.admission.lose(frames)
-        losers = [one for one in self._running if one.table is not None and self.memory.lies_in(one.table, frames)]
+        self.state.loading.lose(frames)
+        losers = [one for one in self.state.running if one.table and self.memory.lies_in(one.table, frames)]
         return [update for one in losers for update in self._fail(one, error, now)]
 
-    def lose_plan(self, plan: StepPlan, error: Exception, now: float) -> list[Update]:
-        """The device has not carried out this plan, the only one in flight, or nobody knows how much of it: commits it
-        as failed. Ends the sequences of its rows, those whose tokens or tables it changes, and what `lose` ends with
-        the frames that it copies to; what it does not name goes on."""
+    def lose_plan(self, plan: StepPlan, error: Exception, now: float) -> list[SequenceUpdate]:
+        """Commits as failed the only plan in flight, which the device has not carried out, or nobody knows how far.
+
+        Ends the sequences of its rows, those whose tokens or tables it changes, and what `lose` ends with the frames
+        that it copies to. What it does not name goes on.
+        """
         updates = self.lose(set(plan.work.copy_target.tolist()), error, now)
         updates += self.commit(StepResult.failure(plan, error), now)
         changed = {*plan.work.edit_row.tolist(), *(chosen.row for chosen in plan.chosen_tokens)}
-        losers = [one for one in self._running if one.row in changed]
+        losers = [one for one in self.state.running if one.row in changed]
         return updates + [update for one in losers for update in self._fail(one, error, now)]
 
-    def give_up(self, error: Exception, now: float) -> list[Update]:
-        """Nothing can run, and nothing is under way that would change that: ends the request whose turn it is, behind
-        which others may wait; all, if it is nobody's."""
-        first = self.admission.first()
+    def give_up(self, error: Exception, now: float) -> list[SequenceUpdate]:
+        """Ends the request whose turn it is, behind which others may wait; all, if it is nobody's.
+
+        To be called where nothing can run, and nothing is under way that would change that.
+        """
+        turn = self.state.waiting.first(())
         return [
-            update for one in (self.sequences() if first is None else [first]) for update in self._fail(one, error, now)
+            update
+            for one in (self.sequences() if turn is None else [turn[0]])
+            for update in self._fail(one, error, now)
         ]
 
+    # Sizes
+
     def resize(self, num_frames: int, now: float) -> StepPlan:
-        """Another number of frames in the pool: a plan without rows, whose work must be done before frames go.
+        """Gives the pool another number of frames. Returns a plan without rows, to be carried out before frames go.
 
         Sequences of the worst rank, of borrowers first, are preempted while what is held does not fit. No step may be
-        in flight, no load under way. Raises as `Acceptance.check_size` does, and changes nothing.
+        in flight, no load under way. Raises as `check_size` does, and changes nothing.
         """
         self._resize(num_frames, now)
-        return self._batch.plan({})
+        return self.state.batch.plan({})
 
-    def undo_resize(self, plan: StepPlan, num_frames: int, error: Exception, now: float) -> list[Update]:
-        """The device has not carried out the plan of `resize`: as `lose_plan`; and the pool has as many frames as it
-        had before, for which nothing need be moved."""
+    def undo_resize(self, plan: StepPlan, num_frames: int, error: Exception, now: float) -> list[SequenceUpdate]:
+        """Undoes a `resize` whose plan the device has not carried out, as `lose_plan` does.
+
+        The pool has as many frames as it had before, for which nothing need be moved.
+        """
         updates = self.lose_plan(plan, error, now)
         self._resize(num_frames, now)
         return updates
 
+    def _resize(self, num_frames: int, now: float) -> None:
+        running = self.state.running
+        self.check_size(num_frames)
+        while self.memory.resize(num_frames) is not None:
+            preemption.preempt(self.state, preemption.borrower(running) or running[-1], now)
+        self.tenants.resized()
+
+    # Steps
+
     def schedule(self, now: float) -> StepPlan | None:
-        """The next step, or None if nothing can run before a step in flight is committed.
+        """Returns the next step, or None if nothing can run before a step in flight is committed.
 
         A step without rows has frames to copy, before a load may use those that have come free.
         """
         self.expire(now)
-        planned, budget = self._continue_running(now)
-
-        def run(sequence: Sequence, budget: int) -> int:
-            self._batch.seat(sequence)
-            self._run(sequence)
-            planned[sequence] = min(sequence.remaining, budget)
-            return planned[sequence]
-
-        def preempt(sequence: Sequence) -> int:
-            return self._preempt_planned(sequence, planned, now)
-
-        self.admission.admit(budget, now, run, preempt)
-        if not planned and not (self.memory.has_copies and not self._batch.flights):
+        state, draft = self.state, StepDraft(self.max_num_batched_tokens)
+        generating: Wanted = []
+        prompts: Wanted = []
+        for sequence in state.running:
+            if remaining := sequence.remaining:
+                (generating if sequence.generates else prompts).append((remaining, sequence))
+        self._continue(generating, draft, now)
+        if draft.planned:
+            draft.budget = min(draft.budget, self.controller.prompt_tokens)
+        self._continue(prompts, draft, now)
+        admission.admit(state, draft, now)
+        if not draft.planned and not (self.memory.has_copies and not state.batch.flights):
             return None
-        if self._compactor is not None and not self._batch.flights:
-            self._compactor.step()
-        self.tenants.serve(planned)
-        return self._batch.plan(planned)
+        if self._compactor is not None and not state.batch.flights:
+            self._compactor.step(state)
+        self.tenants.serve(draft.planned)
+        return state.batch.plan(draft.planned)
 
     def expire(self, now: float) -> float:
-        """Ends pins and cached blocks whose time is over; when there are more (inf: never). `schedule` does so too."""
+        """Ends pins and cached blocks whose time is over, as `schedule` does too.
+
+        Returns when there are more (inf: never).
+        """
         return min(self.pins.expire(now), self.memory.end_idle(now))
 
     def take_loads(self) -> list[Load]:
-        """Loads that have been begun since the last call; each ends with `finish_load`."""
-        return self.admission.take_loads()
+        """Returns loads that have been begun since the last call; each ends with `finish_load`."""
+        return self.state.loading.take_begun()
 
     def finish_load(self, load: int, arrived: list[bool], now: float) -> None:
-        """A load is over: `arrived` says which of its blocks are in their frames. Who waited for it goes on."""
-        self.admission.finish_load(load, arrived, now)
+        """Ends a load: `arrived` says which of its blocks are in their frames. Who waited for it goes on."""
+        state = self.state
+        blocks = state.loading.finish(load, arrived, now)
+        state.resume(state.pending.computed(load, blocks) + state.pending.drop(load))
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """A step that has been committed took so long, planning and all."""
+        """Tells the controller how long a step took that has been committed, planning and all."""
         if not self.controller.has_target:
             return
         generating = plan.num_generating
-        self.controller.note_step(seconds, plan.num_tokens - generating, generating, len(self._running))
+        self.controller.note_step(seconds, plan.num_tokens - generating, generating, self.num_running)
         self.controller.note_memory(self.preemptions, self.memory.num_frames)
 
-    def _continue_running(self, now: float) -> tuple[dict[Sequence, int], int]:
-        """Gives running sequences their tokens, generating ones first, by rank; and what is left for others."""
-        planned: dict[Sequence, int] = {}
-        generating: Wanted = []
-        prompts: Wanted = []
-        for sequence in self._running:
-            if remaining := sequence.remaining:
-                (generating if remaining == 1 else prompts).append((remaining, sequence))
-        budget = self._continue(generating, planned, self.max_num_batched_tokens, now)
-        if planned:
-            budget = min(budget, self.controller.prompt_tokens)
-        return planned, self._continue(prompts, planned, budget, now)
-
-    def _continue(self, wanted: Wanted, planned: dict[Sequence, int], budget: int, now: float) -> int:
-        """Plans running sequences, each with the tokens it has left to compute, and returns what is left of the budget.
+    def _continue(self, wanted: Wanted, draft: StepDraft, now: float) -> None:
+        """Plans running sequences, each with the tokens it has left to compute, as far as the budget goes.
 
         Where blocks run out, a running sequence is preempted, which may be the one that asks. Not while a step is in
         flight, though: blocks given back under it come free only when it retires, so whoever lacks one sits this step
         out.
         """
-        reserve = self.memory.reserve
+        reserve, flights = self.memory.reserve, self.state.batch.flights
         for remaining, sequence in wanted:
-            count, table = remaining if remaining < budget else budget, sequence.table
+            count, table = remaining if remaining < draft.budget else draft.budget, sequence.table
             if count == 0 or table is None:
                 continue
             up_to = sequence.scheduled + count
             while up_to > table.writable and (shortage := reserve(table, up_to)) is not None:
-                if self._batch.flights:
+                if flights:
                     break
-                loser = victim(self._running, sequence, shortage)
-                if self._stream(sequence, loser, shortage.missing):
-                    continue
-                budget += self._preempt_planned(loser, planned, now)
+                preemption.make_room(self.state, sequence, shortage, draft, now)
                 if sequence.table is None:
                     break
             else:
-                planned[sequence] = count
-                budget -= count
-        return budget
+                draft.add(sequence, count)
 
-    def _stream(self, sequence: Sequence, loser: Sequence, count: int) -> bool:
-        """Makes room for a sequence without preempting the loser, which may be itself: by streaming blocks of the one
-        of them that has more than half of the pool, or its own before it loses all."""
-        for one in (sequence, loser) if self.memory.lower.count else ():
-            assert one.table is not None
-            large = 2 * self.memory.places(one.table).resident > self.memory.num_frames
-            if (large or one is loser is sequence) and self.memory.stream(one.table, count):
-                return True
-        return False
-
-    def _preempt_planned(self, sequence: Sequence, planned: dict[Sequence, int], now: float) -> int:
-        """Preempts a sequence that may be in the plan of this step; how many of its tokens no longer are."""
-        lost = [sequence] if sequence.group is None else sequence.group.beams
-        freed = sum(planned.pop(one, 0) for one in lost)
-        self._preempt(sequence, now)
-        return freed
-
-    def _preempt(self, sequence: Sequence, now: float) -> None:
-        self.tenants[sequence.request.tenant].preemptions += 1
-        if sequence.group is not None:
-            for other in sequence.group.park(self.memory.block_size):
-                self._finish(other, now)
-            (sequence,) = sequence.group.beams
-        self._release(sequence, now)
-        sequence.status = Status.WAITING
-        self.admission.wait(sequence)
-
-    def _resize(self, num_frames: int, now: float) -> None:
-        self.acceptance.check_size(num_frames)
-        while self.memory.resize(num_frames) is not None:
-            self._preempt(borrower(self._running) or self._running[-1], now)
-        self.tenants.resized()
-
-    def _run(self, sequence: Sequence) -> None:
-        """A sequence that has its table and its rows is running from now on."""
-        sequence.status = Status.RUNNING
-        load = self.tenants[sequence.request.tenant]
-        load.running += 1
-        load.rows += sequence.num_rows
-        insort(self._running, sequence, key=by_rank)
-
-    def commit(self, result: StepResult, now: float) -> list[Update]:
+    def commit(self, result: StepResult, now: float) -> list[SequenceUpdate]:
         """Takes in the oldest step in flight: publishes its blocks, appends its tokens, ends what has ended."""
-        flight = self._batch.flights.popleft()
+        state = self.state
+        flight = state.batch.flights.popleft()
         self.memory.retire(flight.step)
-        updates: list[Update] = []
+        updates: list[SequenceUpdate] = []
         entries, failed, finished = flight.entries, result.failed, Status.FINISHED
-        memory, admission, size = self.memory, self.admission, self.memory.block_size
+        memory, size = self.memory, self.memory.block_size
         for position, entry in enumerate(entries):
             sequence, end = entry.sequence, entry.end
             if failed and position in failed:
@@ -349,71 +345,49 @@ class Scheduler:
                 assert sequence.table is not None
                 fills = end // size > entry.start // size
                 if fills:
-                    admission.name_blocks(sequence)
+                    state.name_blocks(sequence)
                 memory.commit(sequence.table, end, sequence.tokens, sequence.digests)
                 if fills:
-                    admission.resume(admission.pending.computed(sequence, end // size))
+                    state.resume(state.pending.computed(sequence, end // size))
         for position, of_prompt in result.prompt_logprobs.items():
             sequence = entries[position].sequence
             if entries[position].start == 0:
                 sequence.prompt_logprobs = [None]
             sequence.prompt_logprobs += of_prompt
-        for (position, index), token, logprobs in zip(flight.samples, result.tokens, result.logprobs, strict=True):
+        for (position, index), tokens, logprobs in zip(flight.samples, result.tokens, result.logprobs, strict=True):
             sequence = entries[position].sequence
             if sequence.status is finished or (failed and position in failed):
                 continue
             if sequence.group is not None:
-                results = self._beams.advance(sequence.group, sequence, logprobs, now)
-                updates += [Update(s, None, None, h.finish_reason, hypothesis=h) for s, h in results]
+                candidates = None if logprobs is None else logprobs[0]
+                results = forks.advance_beams(state, sequence.group, sequence, candidates, now)
+                updates += [SequenceUpdate(s, [], None, h.finish_reason, hypothesis=h) for s, h in results]
                 continue
             if index == sequence.index:
                 sequence.in_flight -= 1
+                sequence.open_ended = False
             else:
-                sequence = self._forks.after_prompt(entries[position], index)
+                sequence = forks.after_prompt(state, entries[position], index)
             if sequence.request.pin is not None and sequence.table is not None:
                 self.pins.keep(sequence.request.request_id, sequence.table, now)
-            sequence.tokens.append(token)
-            reason, stop_reason = sequence.ending(self._eos)
+            accepted, reason, stop_reason = sequence.accept(tokens, self._eos)
             if reason is not None:
-                self._finish(sequence, now)
-            updates.append(Update(sequence, token, logprobs, reason, stop_reason))
+                state.finish(sequence, now)
+            logprobs = None if logprobs is None else logprobs[: len(accepted)]
+            updates.append(SequenceUpdate(sequence, accepted, logprobs, reason, stop_reason))
         return updates
 
-    def _fail(self, sequence: Sequence, error: Exception, now: float) -> list[Update]:
+    def _fail(self, sequence: Sequence, error: Exception, now: float) -> list[SequenceUpdate]:
         """One sequence failed alone; before its prompt forked, and in a search, that is the whole request."""
         if sequence.status is Status.FINISHED:
             return []
         if sequence.group is not None:
             for beam in sequence.group.beams:
-                self._finish(beam, now)
+                self.state.finish(beam, now)
             ended = sequence.group.ended()
         else:
             forks = sequence.child_rows or sequence.forks_after_prompt
             lost = range(1, sequence.request.params.n) if forks else ()
-            self._finish(sequence, now)
+            self.state.finish(sequence, now)
             ended = [sequence, *(sequence.ended(index) for index in lost)]
-        return [Update(s, None, None, "error", error=error) for s in ended]
-
-    def _finish(self, sequence: Sequence, now: float) -> None:
-        if sequence.status is Status.WAITING:
-            self.tenants[sequence.request.tenant].waiting -= 1
-        else:
-            self._release(sequence, now)
-        sequence.status = Status.FINISHED
-        siblings = self._requests[sequence.request.request_id]
-        siblings.remove(sequence)
-        if not siblings:
-            self.pins.drop(sequence.request.request_id)
-            del self._requests[sequence.request.request_id]
-
-    def _release(self, sequence: Sequence, now: float) -> None:
-        """Takes a running sequence's row, blocks and claims away."""
-        assert sequence.table is not None
-        sequence.places = self.memory.places(sequence.table)
-        self.memory.close(sequence.table, now)
-        self.admission.resume(self.admission.pending.drop(sequence))
-        self._running.remove(sequence)
-        load = self.tenants[sequence.request.tenant]
-        load.running -= 1
-        load.rows -= self._batch.unseat(sequence)
-        sequence.table = None
+        return [SequenceUpdate(s, [], None, "error", error=error) for s in ended]

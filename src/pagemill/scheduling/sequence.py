@@ -6,8 +6,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
+import msgspec
+
 from pagemill.memory.block_table import BlockTable
-from pagemill.memory.streaming import Places
+from pagemill.memory.manager import Residency
 from pagemill.namespace import Namespace
 from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.logprobs import TokenLogprobs
@@ -15,7 +17,7 @@ from pagemill.sampling.params import SamplingParams
 from pagemill.tenant_limits import DEFAULT_TENANT
 
 if TYPE_CHECKING:
-    from pagemill.scheduling.beam import BeamGroup
+    from pagemill.scheduling.beam import BeamGroup, Hypothesis
 
 
 class Rank(NamedTuple):
@@ -82,7 +84,10 @@ class Sequence:
     """One line of tokens. Waiting, it holds nothing; running, a row and a block table.
 
     `scheduled` counts the tokens whose K/V are in the cache once all steps in flight have finished, and `in_flight` the
-    samples that those steps will bring: what is left to compute is `len(tokens) + in_flight - scheduled`.
+    tokens that those steps will bring at least: what is left to compute is `len(tokens) + in_flight - scheduled`. While
+    a step in flight may bring more than that (`open_ended`), nothing can be planned behind it.
+    `prefill_len` counts the tokens that it computes before it generates: all but the last with which it began to run,
+    whose query brings the first new one.
     """
 
     request: Request
@@ -97,14 +102,16 @@ class Sequence:
     """Rows kept for the sequences that fork off when the prompt has been computed."""
     scheduled: int = 0
     in_flight: int = 0
+    open_ended: bool = False
+    prefill_len: int = 0
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     scheduled_s: float | None = None
     """When it first entered a step."""
     group: BeamGroup | None = None
     """The beams among which it is one."""
-    places: Places | None = None
-    """Of its blocks, when it last let go of them."""
+    residency: Residency | None = None
+    """Counts of its blocks by place, kept from when it last let go of them."""
     prompt_len: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -116,9 +123,14 @@ class Sequence:
 
     @property
     def remaining(self) -> int:
-        """Tokens that can be computed now; 0 once the last one it may have is under way."""
+        """Returns how many tokens can be computed now; 0 once the last one it may have is under way."""
         known = len(self.tokens) + self.in_flight
-        return known - self.scheduled if known < self.request.max_len else 0
+        return known - self.scheduled if known < self.request.max_len and not self.open_ended else 0
+
+    @property
+    def generates(self) -> bool:
+        """Returns whether its prompt, or what it had before a preemption, has been computed."""
+        return self.scheduled >= self.prefill_len
 
     @property
     def was_preempted(self) -> bool:
@@ -136,8 +148,17 @@ class Sequence:
     def forks_after_prompt(self) -> bool:
         return self.index == 0 and self.request.params.n > 1 and self.num_output_tokens + self.in_flight == 0
 
+    def accept(self, tokens: list[int], eos_token_ids: frozenset[int]) -> tuple[list[int], str | None, int | None]:
+        """Appends tokens up to the one that ends it. Returns those appended, and the end as `ending` does."""
+        for count, token in enumerate(tokens, start=1):
+            self.tokens.append(token)
+            reason, stop_reason = self.ending(eos_token_ids)
+            if reason is not None:
+                return tokens[:count], reason, stop_reason
+        return tokens, None, None
+
     def ending(self, eos_token_ids: frozenset[int]) -> tuple[str | None, int | None]:
-        """Why its last token ends it: "stop", "length" or None; and which of its own stop tokens that was."""
+        """Returns why its last token ends it ("stop", "length" or None), and which of its own stop tokens that was."""
         request, token = self.request, self.tokens[-1]
         may_end = token in eos_token_ids or token in request.stop_token_ids
         if may_end and self.num_output_tokens >= request.params.min_tokens:
@@ -158,6 +179,22 @@ class Sequence:
             num_cached_tokens=self.num_cached_tokens,
             scheduled_s=self.scheduled_s,
         )
+
+
+class SequenceUpdate(msgspec.Struct, gc=False):
+    """Holds what a step brought for one sequence.
+
+    The tokens that it accepted, with their log probabilities if it asked for them; its end; or what a beam search has
+    ended with.
+    """
+
+    sequence: Sequence
+    tokens: list[int]
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str | None
+    stop_reason: int | None = None
+    error: Exception | None = None
+    hypothesis: Hypothesis | None = None
 
 
 def by_rank(sequence: Sequence) -> Rank:

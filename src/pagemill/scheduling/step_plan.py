@@ -42,10 +42,12 @@ class StepPlan:
     """One step. Arrays are of the step's rows unless said otherwise.
 
     rows        int32 [n]  persistent rows that run, each once
+    generates   bool  [n]  whether the row computes what its last step brought; else it computes a prompt
     starts      int32 [n]  position of the first query token (tokens already in the KV cache)
     query_lens  int32 [n]  query tokens of each row, at least 1
     sample_from int32 [m]  index into `rows`: whose last query token's logits are sampled
-    sample_to   int32 [m]  persistent row that gets the sampled token (not rows[sample_from] for a forked child)
+    sample_to   int32 [m]  persistent row that gets the sampled tokens (not rows[sample_from] for a forked child)
+    max_accepted int32 [m] how many tokens the sample may accept, at least 1
     prompt_logprobs int32 [k]  indices into `rows` whose every query token needs log probabilities
     forks       whether several samples may be of one row; if not, `sample_from` rises
 
@@ -58,8 +60,10 @@ class StepPlan:
     rows: NDArray[np.int32]
     starts: NDArray[np.int32]
     query_lens: NDArray[np.int32]
+    generates: NDArray[np.bool_]
     sample_from: NDArray[np.int32]
     sample_to: NDArray[np.int32]
+    max_accepted: NDArray[np.int32]
     prompt_logprobs: NDArray[np.int32]
     new_rows: list[NewRow] = field(default_factory=list)
     freed_rows: list[int] = field(default_factory=list)
@@ -72,8 +76,8 @@ class StepPlan:
 
     @property
     def num_generating(self) -> int:
-        """Rows of one query token."""
-        return int((self.query_lens == 1).sum())
+        """Returns how many query tokens belong to rows that generate."""
+        return int(self.query_lens[self.generates].sum())
 
     def select(self, begin: int, end: int) -> StepPlan:
         """The part of this step that runs rows[begin:end]; without edits, which have been applied by then."""
@@ -84,8 +88,10 @@ class StepPlan:
             rows=self.rows[begin:end],
             starts=self.starts[begin:end],
             query_lens=self.query_lens[begin:end],
+            generates=self.generates[begin:end],
             sample_from=self.sample_from[samples] - begin,
             sample_to=self.sample_to[samples],
+            max_accepted=self.max_accepted[samples],
             prompt_logprobs=self.prompt_logprobs[logprobs] - begin,
             work=MemoryWork.none(),
             new_rows=[],
@@ -96,26 +102,40 @@ class StepPlan:
 
 @dataclass(slots=True)
 class StepResult:
-    """What a plan, or a part of one, brought. Indices are those of the plan that was run.
+    """Holds what a plan, or a part of one, brought. Indices are those of the plan that was run.
 
-    tokens, logprobs: by sample; meaningless where the row failed.
+    tokens: by sample, the accepted tokens in order; at least one, at most the plan's `max_accepted`; none where the row
+        failed.
+    logprobs: by sample, one entry for each accepted token; None where the row did not ask for any.
     failed: by row, what went wrong with that row alone.
     prompt_logprobs: by row, for each query token that another prompt token follows, log probabilities of that token.
     """
 
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    logprobs: list[list[TokenLogprobs] | None] = field(default_factory=list)
     failed: dict[int, Exception] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
 
     @classmethod
     def failure(cls, plan: StepPlan, error: Exception) -> StepResult:
-        """Every row of the plan failed with this error."""
+        """Returns a result in which every row of the plan failed with this error."""
         samples = len(plan.sample_from)
-        return cls([-1] * samples, [None] * samples, dict.fromkeys(range(len(plan.rows)), error))
+        return cls([[] for _ in range(samples)], [None] * samples, dict.fromkeys(range(len(plan.rows)), error))
+
+    def check(self, plan: StepPlan) -> None:
+        """Raises ValueError unless there is a result for each of the plan's samples, with as many tokens as it may
+        accept and as many log probabilities as tokens."""
+        samples = zip(plan.sample_from.tolist(), plan.max_accepted.tolist(), self.tokens, self.logprobs, strict=True)
+        for row, limit, tokens, logprobs in samples:
+            least, most = (0, 0) if row in self.failed else (1, limit)
+            if not least <= len(tokens) <= most or (logprobs is not None and len(logprobs) != len(tokens)):
+                raise ValueError(
+                    f"the device accepted {len(tokens)} tokens with {0 if logprobs is None else len(logprobs)} log "
+                    f"probabilities in row {plan.rows[row]}, which may accept {least} to {most}"
+                )
 
     def join(self, other: StepResult, rows: int) -> StepResult:
-        """The result of a plan whose first `rows` rows brought this and whose others brought `other`."""
+        """Returns the result of a plan whose first `rows` rows brought this and whose others brought `other`."""
         return StepResult(
             self.tokens + other.tokens,
             self.logprobs + other.logprobs,

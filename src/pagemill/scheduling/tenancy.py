@@ -1,4 +1,4 @@
-"""What the scheduler knows of tenants: their limits, what each of them has running and waiting, and who gives way.
+"""Tenancy: each tenant's limits, and what it has running and waiting.
 
 Blocks and their quotas are the memory manager's; see `memory/tenants.py`.
 """
@@ -8,10 +8,9 @@ from __future__ import annotations
 import collections.abc as abc
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
 
 from pagemill.errors import ConfigError, RequestTooLargeError, TooManyWaitingError, UnknownTenantError
-from pagemill.memory.manager import MemoryManager, Shortage
+from pagemill.memory.manager import MemoryManager
 from pagemill.memory.pins import Pins
 from pagemill.memory.tenants import NO_QUOTA, Tenant
 from pagemill.scheduling.sequence import Request, Sequence
@@ -19,8 +18,8 @@ from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 
 
 @dataclass(slots=True, eq=False)
-class TenantLoad:
-    """One tenant's part in the scheduler.
+class TenantState:
+    """Counts one tenant's sequences, and says what it may run.
 
     running, waiting: its sequences that do.
     fresh:   how many have begun to wait since the last step was planned.
@@ -40,29 +39,24 @@ class TenantLoad:
     prefix_hit_tokens: int = 0
 
     def must_wait(self, free_rows: int) -> int:
-        """How many of those that wait can not begin in the next step. Once a step has left one waiting, that is all;
-        else there may be blocks for as many as have a row."""
+        """Returns how many of those that wait cannot begin in the next step.
+
+        Once a step has left one waiting, that is all; else there may be blocks for as many as have a row.
+        """
         own = free_rows if self.limits.max_running is None else min(free_rows, self.limits.max_running - self.rows)
         return self.waiting if self.waiting > self.fresh else max(0, self.waiting - max(0, own))
 
     def may_run(self, rows: int) -> bool:
-        """Whether its own limit lets so many more sequences run."""
+        """Returns whether its own limit lets so many more sequences run."""
         return self.limits.max_running is None or self.rows + rows <= self.limits.max_running
 
     def has_right_to(self, blocks: int) -> bool:
-        """Whether so many more active blocks, and one for each of its running sequences to grow, are guaranteed."""
+        """Returns whether so many more active blocks, and one for each running sequence to grow, are guaranteed."""
         return self.account.active + blocks + self.running <= self.account.guaranteed_blocks
 
     def within_quota(self, blocks: int) -> bool:
-        """Whether a quota of its own has room for so many more blocks, and one for each running sequence to grow."""
+        """Returns whether its own quota has room for so many more blocks, and one for each running sequence to grow."""
         return self.limits.max_blocks is None or blocks + self.running <= self.account.room
-
-
-class Lack(Enum):
-    """Why a waiting sequence can not run: for want of what all share, or because its tenant may have no more."""
-
-    POOL = "pool"
-    QUOTA = "quota"
 
 
 Live = abc.Sequence[tuple[Request, int, int]]
@@ -76,12 +70,12 @@ class Tenancy:
     def __init__(self, memory: MemoryManager, pins: Pins) -> None:
         self._memory = memory
         self._pins = pins
-        self._loads = {DEFAULT_TENANT: TenantLoad(memory.tenants[DEFAULT_TENANT], TenantLimits())}
+        self._loads = {DEFAULT_TENANT: TenantState(memory.tenants[DEFAULT_TENANT], TenantLimits())}
 
-    def __iter__(self) -> Iterator[TenantLoad]:
+    def __iter__(self) -> Iterator[TenantState]:
         return iter(self._loads.values())
 
-    def __getitem__(self, name: str) -> TenantLoad:
+    def __getitem__(self, name: str) -> TenantState:
         """Raises UnknownTenantError."""
         try:
             return self._loads[name]
@@ -102,13 +96,15 @@ class Tenancy:
         self._memory.tenants[name].set_idle_timeout(limits.idle_timeout_s)
         load = self._loads.get(name)
         if load is None:
-            self._loads[name] = TenantLoad(self._memory.tenants[name], limits)
+            self._loads[name] = TenantState(self._memory.tenants[name], limits)
         else:
             load.limits = limits
 
     def refusal(self, num_frames: int, live: Live, changed: abc.Mapping[str, TenantLimits] | None = None) -> str | None:
-        """Why a pool of `num_frames` could not keep the limits, some of them changed, beside `live`, and
-        the way out; None if it can."""
+        """Returns why a pool of `num_frames` could not keep the limits beside `live`, and the way out; None if it can.
+
+        changed: limits that take the place of present ones.
+        """
         limits = {name: load.limits for name, load in self._loads.items()} | dict(changed or {})
         quotas = {name: _quota(each, num_frames) for name, each in limits.items()}
         promised = 0
@@ -149,16 +145,18 @@ class Tenancy:
         return None
 
     def resized(self) -> None:
-        """The pool has another size: limits that are shares of it change."""
+        """Sets the limits that are shares of the pool anew, since it has another size."""
         for load in self:
             self._memory.set_quota(load.account.name)
         for load in self:
             self._memory.set_quota(load.account.name, *_quota(load.limits, self._memory.num_frames))
 
     def fits(self, request: Request, need: int, pinned: int) -> bool:
-        """Whether one sequence of this request can count on `need` blocks, of which pins hold `pinned`: within its
-        tenant's quota, the limit per request and, of a session's, per session, and what is guaranteed to nobody else.
-        Raises UnknownTenantError."""
+        """Returns whether one sequence of this request can count on `need` blocks, of which pins hold `pinned`.
+
+        They must be within its tenant's quota, the limit per request and, of a session's, per session, and be
+        guaranteed to nobody else. Raises UnknownTenantError.
+        """
         load, frames = self[request.tenant], self._memory.num_frames
         own = ["max_blocks_per_request", "max_blocks_per_session"][: 1 + request.in_session]
         limits = [load.limits.blocks(which, frames) for which in own]
@@ -233,55 +231,19 @@ class Tenancy:
 
     @property
     def _pinned(self) -> str:
-        """For messages."""
+        """Returns how many blocks pins hold, for messages."""
         return f", of which pins hold {self._pins.num_frames}" if self._pins.num_frames else ""
 
-    def _promised_beside(self, load: TenantLoad) -> int:
-        """Blocks that a tenant can not have of others: what they are guaranteed, or have pinned."""
+    def _promised_beside(self, load: TenantState) -> int:
+        """Returns how many blocks are out of a tenant's reach: what others are guaranteed, or have pinned."""
         others = (tenant for tenant in self._memory.tenants if tenant is not load.account)
         return sum(max(tenant.guaranteed_blocks, self._pins.held(tenant.name)) for tenant in others)
 
-    def _countable(self, load: TenantLoad) -> int:
+    def _countable(self, load: TenantState) -> int:
         left = self._memory.num_frames - self._promised_beside(load)
         return min(load.account.max_blocks, left) - self._pins.held(load.account.name)
 
 
 def _quota(limits: TenantLimits, num_frames: int) -> tuple[int, int | None]:
-    """Guaranteed blocks, and the hard quota or None, in a pool of so many frames."""
+    """Returns the guaranteed blocks, and the hard quota or None, in a pool of so many frames."""
     return limits.blocks("guaranteed_blocks", num_frames) or 0, limits.blocks("max_blocks", num_frames)
-
-
-def victim(running: abc.Sequence[Sequence], sequence: Sequence, shortage: Shortage) -> Sequence:
-    """Which of the running sequences, by rank, gives its blocks back for this one, which may be itself.
-
-    The one of the worst rank among those that could help: of its own tenant where that is at its quota or would
-    borrow, and of tenants that have borrowed.
-    """
-    assert sequence.table is not None
-    tenant = sequence.table.tenant
-    at_quota = shortage.needed > tenant.room
-    borrows = tenant.active + shortage.needed > tenant.guaranteed_blocks
-    own: Sequence | None = None
-    for other in reversed(running):
-        account = _account(other)
-        if account is not tenant:
-            if account.uses_more and not at_quota:
-                return other
-        elif at_quota or borrows:
-            return other
-        elif own is None:
-            own = other
-    return own or sequence
-
-
-def borrower(running: abc.Sequence[Sequence], tenant: Tenant | None = None) -> Sequence | None:
-    """The running sequence of the worst rank of a tenant, another than this, that has borrowed."""
-    for other in reversed(running):
-        if (account := _account(other)) is not tenant and account.uses_more:
-            return other
-    return None
-
-
-def _account(sequence: Sequence) -> Tenant:
-    assert sequence.table is not None
-    return sequence.table.tenant

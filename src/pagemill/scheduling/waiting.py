@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Collection
 
 from pagemill.scheduling.sequence import Rank, Sequence, Status
-from pagemill.scheduling.tenancy import TenantLoad
+from pagemill.scheduling.tenancy import TenantState
 
 
 class WaitingQueue:
@@ -20,24 +20,24 @@ class WaitingQueue:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._heaps: dict[TenantLoad, list[tuple[Rank, Sequence]]] = {}
+        self._heaps: dict[TenantState, list[tuple[Rank, Sequence]]] = {}
         self._level = 0.0
 
-    def push(self, sequence: Sequence, load: TenantLoad) -> None:
+    def push(self, sequence: Sequence, load: TenantState) -> None:
         heap = self._heaps.setdefault(load, [])
         if not heap:
             self.level(load)
         heapq.heappush(heap, (sequence.rank, sequence))
 
-    def level(self, load: TenantLoad) -> None:
+    def level(self, load: TenantState) -> None:
         """A tenant begins to wait for what all share."""
         others = [other.service for other, waiting in self._heaps.items() if waiting and other is not load]
         least = min(others, default=self._level)
         load.service = min(max(load.service, least), least + self._most)
 
-    def first(self, passed: Collection[TenantLoad]) -> tuple[Sequence, TenantLoad] | None:
+    def first(self, passed: Collection[TenantState]) -> tuple[Sequence, TenantState] | None:
         """Whose turn it is among all tenants but those passed over, or None."""
-        best: tuple[Sequence, TenantLoad] | None = None
+        best: tuple[Sequence, TenantState] | None = None
         for load, heap in self._heaps.items():
             while heap and heap[0][1].status is not Status.WAITING:
                 heapq.heappop(heap)
@@ -45,7 +45,7 @@ class WaitingQueue:
                 best = heap[0][1], load
         return best
 
-    def pop(self, load: TenantLoad) -> None:
+    def pop(self, load: TenantState) -> None:
         """Takes out a tenant's first sequence."""
         heapq.heappop(self._heaps[load])
         self._level = load.service

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 
-from fastapi import Depends, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
 import pagemill
-from pagemill.engine.async_llm import AsyncLLM
 from pagemill.errors import ModelNotServedError
+from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.chat import ChatCall
 from pagemill.server.completions import CompletionCall
 from pagemill.server.disconnect import EventStream, until_disconnect
 from pagemill.server.errors import asked_by_client, install_error_handlers
+from pagemill.server.gate import MAX_BODY_BYTES, ApiKeys, Gate
 from pagemill.server.metrics import CONTENT_TYPE, Metrics
 from pagemill.server.pins import pin_routes
 from pagemill.server.protocol import (
@@ -28,18 +29,23 @@ from pagemill.server.protocol import (
 )
 from pagemill.server.requests import request_routes
 from pagemill.server.sessions import session_routes
-from pagemill.server.tenants import ApiKeys, tenant_routes
+from pagemill.server.tenants import tenant_routes
 from pagemill.tenant_limits import TenantsFile
 
 
-def create_app(llm: AsyncLLM, served_model_name: str, tenants: TenantsFile | None = None) -> FastAPI:
+def create_app(
+    llm: AsyncLLM,
+    served_model_name: str,
+    tenants: TenantsFile | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+) -> FastAPI:
     """Answers while the model still loads: generation waits for it, `/health` says 503. tenants: whose each key is."""
     app = FastAPI(
         title="pagemill",
         version=pagemill.__version__,
         responses={"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}},
-        dependencies=[Depends(ApiKeys(tenants))],
     )
+    app.add_middleware(Gate, keys=ApiKeys(tenants), max_body_bytes=max_body_bytes)
     install_error_handlers(app)
     created = int(time.time())
 

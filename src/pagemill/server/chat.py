@@ -6,9 +6,9 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 
-from pagemill.engine.async_llm import AsyncLLM
-from pagemill.engine.outputs import Logprob, LogprobsOfPosition
 from pagemill.errors import InvalidRequestError, PagemillError
+from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.frontend.outputs import Logprob, LogprobsOfPosition
 from pagemill.sampling.params import SamplingParams
 from pagemill.server.errors import error_response
 from pagemill.server.events import DONE, event

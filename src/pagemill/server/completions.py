@@ -6,10 +6,10 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, Sequence
 
-from pagemill.engine.async_llm import AsyncLLM
-from pagemill.engine.input_processor import Prompt
-from pagemill.engine.outputs import LogprobsOfPosition
 from pagemill.errors import InvalidRequestError, PagemillError
+from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.frontend.input_processor import Prompt
+from pagemill.frontend.outputs import LogprobsOfPosition
 from pagemill.sampling.params import SamplingParams
 from pagemill.server.errors import error_response
 from pagemill.server.events import DONE, event

@@ -64,12 +64,17 @@ def _json(status: int, response: ErrorResponse) -> JSONResponse:
     return JSONResponse(response.model_dump(), status_code=status)
 
 
-async def _pagemill_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, PagemillError)
+def error_answer(error: PagemillError) -> JSONResponse:
+    """Returns an error as the answer to an HTTP request."""
     response = _json(error.http_status, error_response(error))
     if isinstance(error, TooManyWaitingError):
         response.headers["Retry-After"] = RETRY_AFTER_S
     return response
+
+
+async def _pagemill_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, PagemillError)
+    return error_answer(error)
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pagemill.engine.async_llm import AsyncLLM
+from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.namespace import Namespace
 from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.params import SamplingParams

@@ -7,11 +7,10 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass, field
 
-from pagemill.engine.async_llm import AsyncLLM
-from pagemill.engine.async_session import SessionStream
-from pagemill.engine.input_processor import Prompt
-from pagemill.engine.outputs import CompletionOutput, LogprobsOfPosition, RequestOutput
-from pagemill.engine.request_stream import RequestStream
+from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.frontend.input_processor import Prompt
+from pagemill.frontend.outputs import CompletionOutput, LogprobsOfPosition, RequestOutput
+from pagemill.frontend.request_stream import RequestStream
 from pagemill.sampling.beam_search_params import BeamSearchParams
 from pagemill.sampling.params import SamplingParams
 from pagemill.server.protocol import PromptTokensDetails, Usage
@@ -56,7 +55,7 @@ class PromptResult:
 class Generation:
     """One or several prompts with the same parameters. Read `deltas()` once; always `close()`."""
 
-    streams: Sequence[RequestStream | SessionStream]
+    streams: Sequence[RequestStream]
     results: list[PromptResult]
     _first: list[tuple[int, RequestOutput]] = field(default_factory=list)
     _deltas: AsyncGenerator[tuple[int, RequestOutput], None] | None = None
@@ -89,7 +88,7 @@ class Generation:
         return cls.of(streams, num_answers)
 
     @classmethod
-    def of(cls, streams: Sequence[RequestStream | SessionStream], num_answers: int) -> Generation:
+    def of(cls, streams: Sequence[RequestStream], num_answers: int) -> Generation:
         """Of requests that are under way."""
         results = [PromptResult(stream.prompt_token_ids, [Answer() for _ in range(num_answers)]) for stream in streams]
         return cls(streams, results)

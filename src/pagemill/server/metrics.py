@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pagemill.engine.messages import EngineStats
-from pagemill.engine.output_processor import RequestState
+from pagemill.engine.stats import ENGINE_METRICS, TENANT_METRICS, EngineStats
+from pagemill.frontend.output_processor import RequestState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -19,57 +19,10 @@ FIRST_TOKEN_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 PER_TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
 REQUEST_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
-GAUGES = {
-    "num_requests_running": ("Sequences that run.", "running"),
-    "num_requests_waiting": ("Sequences that wait.", "waiting"),
-    "step_prompt_tokens": (
-        "Tokens of prompts that a step may take beside sequences that generate.",
-        "step_prompt_tokens",
-    ),
-    "running_limit": ("Sequences beyond which none is admitted.", "running_limit"),
-    "watermark_blocks": ("Blocks that admission leaves free for running sequences to grow.", "watermark_blocks"),
-    "kv_block_bytes": ("Bytes of one block.", "block_bytes"),
-    "kv_blocks_streamed": ("Blocks in use that attention reads in a lower tier.", "blocks_streamed"),
-    "kv_slots_reserved": ("Token slots of all blocks that sequences hold, shared ones once.", "slots_reserved"),
-    "kv_slots_written": ("Those of them that hold a token.", "slots_written"),
-    "kv_table_steps": ("Steps from one of a sequence's blocks to the next.", "table_steps"),
-    "kv_table_steps_apart": ("Those that do not lead to the neighbouring frame.", "table_steps_apart"),
+FAMILIES: dict[str, type[GaugeMetricFamily | CounterMetricFamily]] = {
+    "gauge": GaugeMetricFamily,
+    "counter": CounterMetricFamily,
 }
-COUNTERS = {
-    "engine_steps": ("Steps of the engine.", "steps"),
-    "prompt_tokens": ("Prompt tokens taken in.", "prompt_tokens"),
-    "generation_tokens": ("Tokens generated.", "generated_tokens"),
-    "prefix_cache_queries": ("Tokens looked up in the prefix cache.", "prefix_queried_tokens"),
-    "prefix_cache_hits": ("Tokens found there.", "prefix_hit_tokens"),
-    "num_preemptions": ("Sequences that lost their blocks to others.", "preemptions"),
-    "preempted_tokens_recomputed": ("Their tokens that were computed once more.", "preempted_tokens_recomputed"),
-    "preempted_tokens_swapped_in": ("Those that came back from lower tiers.", "preempted_tokens_swapped_in"),
-    "kv_evictions": ("Cached blocks that made room.", "evictions"),
-    "kv_evictions_regretted": ("Evicted blocks that were wanted again before long.", "evictions_regretted"),
-    "kv_copies": ("Blocks copied before a write, because others share them.", "copies"),
-    "kv_compaction_copies": ("Blocks copied to make a sequence's frames neighbours.", "compaction_copies"),
-    "kv_compactions": ("Times that a sequence's blocks were moved for it.", "compactions"),
-    "kv_blocks_saved": ("Blocks that went to lower tiers.", "blocks_saved"),
-    "kv_blocks_dropped": ("Blocks that did not, because storing failed or could not keep up.", "blocks_dropped"),
-    "kv_blocks_loaded": ("Blocks that came back from lower tiers.", "blocks_loaded"),
-    "kv_blocks_missed": ("Blocks that should have come back and were not there, or broken.", "blocks_missed"),
-    "kv_loading_seconds": ("Time in which blocks from lower tiers were under way.", "loading_s"),
-    "kv_stalled_seconds": ("Time in which nothing could be computed before they came.", "stalled_s"),
-}
-"""By name: what it is, and the field of `EngineStats`."""
-
-TENANT_GAUGES = {
-    "running": "A tenant's sequences that run.",
-    "waiting": "Those that wait.",
-    "guaranteed_blocks": "Blocks that are kept for a tenant.",
-}
-TENANT_COUNTERS = {
-    "preemptions": "A tenant's sequences that lost their blocks.",
-    "evictions": "A tenant's cached blocks that made room.",
-    "prefix_queried_tokens": "A tenant's tokens looked up in the prefix cache.",
-    "prefix_hit_tokens": "Those found there.",
-}
-"""By field of `TenantStats`: what it is."""
 
 
 class Metrics:
@@ -122,10 +75,9 @@ class _Engine(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self._stats
-        for name, (about, field) in GAUGES.items():
-            yield GaugeMetricFamily(f"pagemill:{name}", about, value=getattr(stats, field))
-        for name, (about, field) in COUNTERS.items():
-            yield CounterMetricFamily(f"pagemill:{name}", about, value=getattr(stats, field))
+        for metric in ENGINE_METRICS:
+            family = FAMILIES[metric.kind]
+            yield family(f"pagemill:{metric.name}", metric.help, value=getattr(stats, metric.field))
         held = "Share of the KV pool's blocks that sequences hold, 0 to 1."
         yield GaugeMetricFamily("pagemill:kv_cache_usage_perc", held, value=stats.frames_active / stats.frames)
         blocks = GaugeMetricFamily("pagemill:kv_blocks", "Blocks of the KV pool by state.", labels=["state"])
@@ -143,13 +95,8 @@ class _Engine(Collector):
             owned.add_metric([name, "cached"], tenant.blocks_cached)
             owned.add_metric([name, "active"], tenant.blocks_active)
         yield owned
-        for field, about in TENANT_GAUGES.items():
-            gauge = GaugeMetricFamily(f"pagemill:tenant_{field}", about, labels=["tenant"])
+        for metric in TENANT_METRICS:
+            by_tenant = FAMILIES[metric.kind](f"pagemill:tenant_{metric.name}", metric.help, labels=["tenant"])
             for name, tenant in stats.tenants.items():
-                gauge.add_metric([name], getattr(tenant, field))
-            yield gauge
-        for field, about in TENANT_COUNTERS.items():
-            counter = CounterMetricFamily(f"pagemill:tenant_{field}", about, labels=["tenant"])
-            for name, tenant in stats.tenants.items():
-                counter.add_metric([name], getattr(tenant, field))
-            yield counter
+                by_tenant.add_metric([name], getattr(tenant, metric.field))
+            yield by_tenant

@@ -9,9 +9,9 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from pagemill.engine.async_llm import AsyncLLM
 from pagemill.engine.messages import PinInfo
 from pagemill.errors import ConfigError, InvalidRequestError
+from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.protocol import ChatMessage
 from pagemill.tenant_limits import DEFAULT_TENANT
 from pagemill.text.tokenizer import Tokenizer

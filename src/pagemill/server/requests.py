@@ -7,7 +7,7 @@ from typing import Literal
 from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
-from pagemill.engine.async_llm import AsyncLLM
+from pagemill.frontend.async_llm import AsyncLLM
 
 
 class SequenceCard(BaseModel):

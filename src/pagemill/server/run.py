@@ -13,10 +13,11 @@ from types import FrameType
 
 import uvicorn
 
-from pagemill.engine.async_llm import AsyncLLM
 from pagemill.engine.messages import EngineReady
 from pagemill.errors import PagemillError
+from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.app import create_app
+from pagemill.server.gate import MAX_BODY_BYTES
 from pagemill.server.pins import FilePin, pin
 from pagemill.tenant_limits import TenantsFile
 
@@ -35,6 +36,7 @@ async def run_server(
     say: Callable[[str], None],
     pins: Sequence[FilePin] = (),
     tenants: TenantsFile | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
 ) -> None:
     """Serves on a socket that already listens, until SIGINT or SIGTERM, or until the engine is gone.
 
@@ -42,7 +44,8 @@ async def run_server(
     `on_ready` is called when the model is loaded and `pins` are computed, `say` with what came of these signals.
     Raises what kept it from being ready, or `EngineDeadError`; returns after a signal to stop.
     """
-    config = uvicorn.Config(create_app(llm, served_model_name, tenants), log_level="warning", lifespan="off")
+    app = create_app(llm, served_model_name, tenants, max_body_bytes)
+    config = uvicorn.Config(app, log_level="warning", lifespan="off")
     server = _Server(config, llm)
 
     async def watch() -> PagemillError:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from fastapi import APIRouter, Request
 from pydantic import BaseModel, ConfigDict
 
-from pagemill.engine.async_llm import AsyncLLM
+from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.sessions.store import SessionRecord
 
 

@@ -117,10 +117,10 @@ def replay(
         outcome.busy_s += seconds
         outcome.running_s += seconds * scheduler.num_running
         outcome.most_running = max(outcome.most_running, scheduler.num_running)
-        tokens = [OUTPUT_TOKENS + index_of_row[row] for row in plan.sample_to.tolist()]
+        tokens = [[OUTPUT_TOKENS + index_of_row[row]] for row in plan.sample_to.tolist()]
         for update in scheduler.commit(StepResult(tokens, [None] * len(tokens)), now):
             one = served[update.sequence.request.seed]
-            one.num_tokens += 1
+            one.num_tokens += len(update.tokens)
             if one.first_token_s is None:
                 one.first_token_s = now
                 one.num_cached_tokens = update.sequence.num_cached_tokens

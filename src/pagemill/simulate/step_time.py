@@ -44,7 +44,8 @@ class KVShape:
             frames=1,
             kv_heads=self.num_kv_heads,
             block_size=block_size,
-            head_dim=self.head_dim,
+            key_dim=self.head_dim,
+            value_dim=self.head_dim,
             itemsize=self.itemsize,
         ).frame_bytes
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pagemill.memory.manager import MemoryManager
-from pagemill.memory.occupancy import occupancy
 from pagemill.scheduling.step_plan import StepPlan
 from pagemill.simulate.step_time import KVShape
 
@@ -25,7 +24,7 @@ class WasteMeter:
         self.reserved = self.written = self.being_written = 0.0  # byte-seconds
 
     def __call__(self, plan: StepPlan, seconds: float) -> None:
-        found = occupancy(self._memory)
+        found = self._memory.occupancy()
         self.reserved += seconds * found.reserved * self._reserved_slot_bytes
         self.written += seconds * found.written * self._slot_bytes
         self.being_written += seconds * plan.num_tokens * self._num_groups * self._slot_bytes

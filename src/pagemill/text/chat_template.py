@@ -1,4 +1,4 @@
-"""Chat templates: a conversation becomes the text that a model was trained on.
+"""Renders chat templates: a conversation becomes the text that a model was trained on.
 
 Templates are Jinja programs that come with models, so they run in Jinja's immutable sandbox and see plain data only.
 They get what transformers' `apply_chat_template` gives them, and render the same text.
@@ -17,7 +17,10 @@ import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
 
-from pagemill.errors import InvalidRequestError
+from pagemill.errors import InvalidRequestError, shown
+
+MAX_MESSAGES = 16384
+"""Messages of one conversation."""
 
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
 """Names under which clients send a message's reasoning; templates read the first one, or the second."""
@@ -25,7 +28,7 @@ _CONTINUE_MARK = "\u2063continue\u2063here\u2063"
 
 
 class ChatTemplate:
-    """A compiled template. Raises `jinja2.TemplateSyntaxError` for source that does not parse."""
+    """Renders conversations with one template. Raises `jinja2.TemplateSyntaxError` for source that does not parse."""
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         self._template = _environment().from_string(source)
@@ -41,10 +44,11 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """The text of `messages`, each with a `role` and mostly a `content`. `variables` are the template's own
-        options.
+        """Returns the text of `messages`, each with a `role` and mostly a `content`.
 
-        continue_final_message: leave the last message open at its end, so that the model goes on with it.
+        variables: the template's own options.
+
+        continue_final_message: leaves the last message open at its end, so that the model goes on with it.
         Raises `InvalidRequestError` where the template refuses the messages, or there are none.
         """
         check_messages(messages)
@@ -68,7 +72,7 @@ class ChatTemplate:
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
-        except (jinja2.TemplateError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError) as error:
+        except Exception as error:  # a template is a program, which may raise anything
             raise InvalidRequestError(
                 f"the chat template refuses these messages: {error}; send roles and contents that the model knows, "
                 f"or another chat_template",
@@ -78,15 +82,19 @@ class ChatTemplate:
 
 
 def check_messages(messages: object) -> None:
-    """Raises `InvalidRequestError` unless it is a list with something in it."""
-    if not isinstance(messages, Sequence) or not messages:
+    """Raises InvalidRequestError unless `messages` is a list of 1 to `MAX_MESSAGES` messages."""
+    if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise InvalidRequestError(
-            f"messages is {messages!r:.100}, no list or empty; give a list of at least one message", param="messages"
+            f"messages is {shown(messages)}, no list or empty; give a list of at least one message", param="messages"
+        )
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequestError(
+            f"messages has {len(messages)} entries; give at most {MAX_MESSAGES} messages", param="messages"
         )
 
 
 def _message(message: object) -> dict[str, Any]:
-    """Plain data without the keys whose value is None (templates test for a missing key)."""
+    """Returns a message as plain data, without keys whose value is None: templates test for a missing key."""
     if not isinstance(message, Mapping):
         raise InvalidRequestError(
             f"a message is of type {type(message).__name__}; it must be a dict with a role and a content",
@@ -100,7 +108,7 @@ def _message(message: object) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """Rebuilt from JSON's own types, so that a template can not call methods of anything else."""
+    """Returns the value rebuilt from JSON's own types, so that a template cannot call methods of anything else."""
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -111,7 +119,7 @@ def _plain(value: Any) -> Any:
         if isinstance(value, kind):
             return kind(value)
     raise InvalidRequestError(
-        f"a value of type {type(value).__name__} can not go into a chat template; send text, numbers, lists and dicts",
+        f"a value of type {type(value).__name__} cannot go into a chat template; send text, numbers, lists and dicts",
         param="messages",
     )
 
@@ -151,7 +159,7 @@ def _environment() -> jinja2.Environment:
 
 
 class _GenerationTag(jinja2.ext.Extension):
-    """`{% generation %}…{% endgeneration %}` marks what a model writes, for training; here it is only a scope."""
+    """Parses `{% generation %}…{% endgeneration %}`, which marks what a model writes in training, as a plain scope."""
 
     tags = {"generation"}  # noqa: RUF012 (a class attribute of Jinja's)
 
@@ -167,7 +175,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Jinja's own filter would escape `<` and `&` for HTML."""
+    """Returns JSON without the escapes for HTML that Jinja's own filter makes of `<` and `&`."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -1,4 +1,4 @@
-"""The next turn of a conversation as text alone, so that what came before is neither rendered nor tokenized again."""
+"""Finds the text of a conversation's next turn, so that earlier turns are not tokenized again."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pagemill.text.tokenizer import Tokenizer
 def turn_text(
     tokenizer: Tokenizer, history: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], **template: Any
 ) -> str | None:
-    """What follows the last answer of `history` once `new` messages are added: its end, and all of the new turn.
+    """Returns the text after the last answer of `history` once `new` messages follow, or None.
 
-    The template is asked twice: for what led to that answer, and for everything; the second must begin with the first,
-    then hold the answer (white space around it aside). None if it does not, because the template writes earlier turns
-    otherwise than the last one (leaves out their reasoning, say): then only the whole is what the model knows.
-    Raises as `Tokenizer.apply_chat_template`.
+    The template is rendered twice: up to that answer, and as a whole. The second text must begin with the first, then
+    hold the answer (apart from white space around it). If it does not, the template writes earlier turns differently
+    from the last one (without their reasoning, for example), and the whole has to be tokenized: None.
+    Raises what `Tokenizer.apply_chat_template` does.
     """
     *asked, answer = history
     opening = {**template, "add_generation_prompt": True, "continue_final_message": False}

@@ -1,4 +1,4 @@
-"""Stop strings over a stream of text, whatever the pieces it comes in.
+"""Finds stop strings in a stream of text, whatever the pieces it comes in.
 
 Each stop string is followed character by character with the Knuth–Morris–Pratt automaton, so the work per character
 does not depend on its length, and what might still become a match is exactly what is held back.
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 class StopStrings:
     """Passes text on until a stop string is complete; never passes on text that is taken back later.
 
-    The match that counts is the one that is complete first, reading character by character; among those that are
-    complete at the same character, the longest. So the result does not depend on how tokens cut the text. `include`
+    The match that is complete first, reading character by character, counts; of several that are complete at the same
+    character, the longest. So the result does not depend on how tokens cut the text. `include`
     keeps the stop string in the text. `matched` is the stop string that came, or None.
     """
 
@@ -26,7 +26,7 @@ class StopStrings:
         self._held = ""
 
     def add(self, text: str, *, can_stop: bool = True) -> str:
-        """The text that may now be shown. With `can_stop` False a match that ends within `text` does not count."""
+        """Returns the text that may now be shown. Without `can_stop` a match that ends within `text` does not count."""
         if self.matched is not None:
             return ""
         if not self._stops:
@@ -45,12 +45,12 @@ class StopStrings:
         return shown
 
     def finish(self) -> str:
-        """What was held back, when the text has ended without a match."""
+        """Returns what was held back, when the text has ended without a match."""
         held, self._held = self._held, ""
         return held
 
     def _advance(self, character: str, can_stop: bool) -> str | None:
-        """Take one character; the longest stop string that it completes, or None."""
+        """Takes one character. Returns the longest stop string that it completes, or None."""
         complete = None
         for i, stop in enumerate(self._stops):
             matching, borders = self._matching[i], self._borders[i]
@@ -66,7 +66,7 @@ class StopStrings:
 
 
 def _borders(text: str) -> list[int]:
-    """For each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
+    """Returns, for each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
     borders = [0] * len(text)
     length = 0
     for i in range(1, len(text)):

@@ -1,4 +1,4 @@
-"""Tokenizer: text to tokens and back, and conversations to text, for one model.
+"""Turns text into tokens and back, and conversations into text, for one model.
 
 It gives what transformers' AutoTokenizer gives for the same files, but imports neither transformers nor torch (except
 the first time it sees a model, see `tokenizer_files`).
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import tokenizers
 
-from pagemill.errors import InvalidRequestError, TokenizerError
+from pagemill.errors import InvalidRequestError, TokenizerError, shown
 from pagemill.hub.resolve import resolve_model
 from pagemill.text.chat_template import ChatTemplate
 from pagemill.text.detokenizer import TokenTexts
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Tokenizer:
-    """Everything here may be called from several threads at once."""
+    """The tokenizer of one model. Several threads may call its methods at once."""
 
     def __init__(self, backend: tokenizers.Tokenizer, settings: TokenizerSettings, path: Path | None = None) -> None:
         self._backend = backend
@@ -37,14 +37,14 @@ class Tokenizer:
 
     @classmethod
     def load(cls, config: EngineConfig) -> Tokenizer:
-        """The tokenizer of an engine: `config.tokenizer`, else the model's own. Raises as `from_path`."""
+        """Returns an engine's tokenizer: `config.tokenizer`, else the model's own. Raises what `from_path` does."""
         return cls.from_path(config.tokenizer or config.model)
 
     @classmethod
     def from_path(cls, name_or_path: str | os.PathLike[str]) -> Tokenizer:
-        """The tokenizer of a Hugging Face folder, a GGUF file, or a name that `pagemill pull` knows.
+        """Returns the tokenizer of a Hugging Face folder, a GGUF file, or a name that `pagemill pull` knows.
 
-        Raises `TokenizerError` if it is missing or can not be read, `ModelNotFoundError` if there is nothing of this
+        Raises `TokenizerError` if it is missing or cannot be read, `ModelNotFoundError` if there is nothing of this
         name.
         """
         path = resolve_model(name_or_path)
@@ -66,33 +66,33 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included. A model may have more logits than that."""
+        """The number of tokens, added ones included. A model may have more logits than that."""
         return int(self._backend.get_vocab_size())
 
     @property
     def chat_template(self) -> str | dict[str, str] | None:
-        """Source of the model's template, or several by name, or None."""
+        """The source of the model's template, or several by name, or None."""
         return self._settings.chat_template
 
     @functools.cached_property
     def token_texts(self) -> TokenTexts:
-        """What single tokens contribute to a text; shared by the detokenizers of all sequences."""
+        """The texts of single tokens, which the detokenizers of all sequences share."""
         return TokenTexts(self._backend)
 
     @property
     def fingerprint(self) -> str:
-        """Of the whole tokenizer: with equal ones, equal token ids mean equal texts."""
+        """A digest of the whole tokenizer: if it is equal, equal token ids mean equal texts."""
         return self._settings.fingerprint
 
     @functools.cached_property
     def hf(self) -> Any:
         """transformers' tokenizer for the same files, imported on first use."""
         if self._path is None:
-            raise TokenizerError("this tokenizer was not loaded from files, so transformers can not load it")
+            raise TokenizerError("this tokenizer was not loaded from files, so transformers cannot load it")
         return load_with_transformers(self._path)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`. Raises `InvalidRequestError` for text that is not Unicode (lone surrogates)."""
+        """Returns the token ids of `text`. Raises InvalidRequestError for text that is not Unicode (surrogates)."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -107,43 +107,44 @@ class Tokenizer:
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
-        """Text of tokens taken as the beginning of a text. Ids that the tokenizer does not have give nothing."""
+        """Returns the text of tokens at the beginning of a text. Ids that the tokenizer does not have give nothing."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
     def token(self, token_id: int) -> str | None:
-        """The token as the vocabulary spells it; None if there is none of this id."""
+        """Returns the token as the vocabulary spells it, or None if it has no such id."""
         found: str | None = self._backend.id_to_token(token_id)
         return found
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **options: Any
     ) -> str:
-        """The text of a conversation, ready for `encode(text, add_special_tokens=False)`.
+        """Returns the text of a conversation, ready for `encode(text, add_special_tokens=False)`.
 
         chat_template: Jinja source, or the name of one of the model's own. Options: `add_generation_prompt` (default
         True), `continue_final_message`, `tools`, `documents`, and what the template itself knows (`enable_thinking`,
         …). Raises `TokenizerError` if the model has no template, or a broken one; `InvalidRequestError` if it, or what
         the caller gave, refuses these messages.
         """
+        if not isinstance(chat_template, (str, type(None))):
+            raise InvalidRequestError(
+                f"chat_template is {shown(chat_template)}; it must be Jinja source, or a name of one",
+                param="chat_template",
+            )
         return self._compiled(chat_template, options.get("tools") is not None).render(messages, **options)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
-        """A conversation's text and token ids. Takes and raises what `apply_chat_template` does."""
+        """Returns a conversation's text and token ids. Takes and raises what `apply_chat_template` does."""
         text = self.apply_chat_template(messages, **template)
         return text, self.encode(text, add_special_tokens=False)
 
     def bad_words_token_ids(self, words: Sequence[str]) -> list[list[int]]:
-        """The token sequences that would write one of `words`: as it stands, and after a space. As vLLM's `bad_words`.
+        """Returns the token sequences that would write one of `words`, as it stands or after a space (as vLLM does).
 
         Each word is banned in these spellings only; a model may still write it with other tokens.
         """
-        sequences: list[list[int]] = []
-        for word in words:
-            for spelling in (word.lstrip(), " " + word.lstrip()):
-                ids = self.encode(spelling, add_special_tokens=False)
-                if ids and ids not in sequences:
-                    sequences.append(ids)
-        return sequences
+        spellings = [spelling for word in words for spelling in (word.lstrip(), " " + word.lstrip())]
+        sequences = dict.fromkeys(tuple(self.encode(spelling, add_special_tokens=False)) for spelling in spellings)
+        return [list(ids) for ids in sequences if ids]
 
     def _compile(self, given: str | None, with_tools: bool) -> ChatTemplate:
         own = self._settings.chat_template
@@ -160,8 +161,9 @@ class Tokenizer:
             )
         try:
             return ChatTemplate(source, self._settings.special_tokens)
-        except jinja2.TemplateSyntaxError as error:
-            message = f"the chat template does not parse, line {error.lineno}: {error.message}"
+        except (jinja2.TemplateSyntaxError, ValueError, RecursionError) as error:
+            place = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+            message = f"the chat template does not parse{place}: {error}"
             if given is not None:
                 raise InvalidRequestError(f"{message}; correct it", param="chat_template") from error
             raise TokenizerError(f"{message}; pass --chat-template (chat_template=) with one that does") from error

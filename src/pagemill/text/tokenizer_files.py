@@ -1,4 +1,4 @@
-"""From a model's files to a `tokenizers` tokenizer and its settings.
+"""Reads a model's files into a `tokenizers` tokenizer and its settings.
 
 Models come with tokenizers in many forms (tokenizer.json, SentencePiece, vocab and merges, GGUF metadata), and
 transformers knows them all but takes seconds to import and convert. So it is asked once for each model; what it made is
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.metadata
+import operator
 import os
 import shutil
 import tempfile
@@ -23,6 +24,7 @@ from pagemill.hub.registry import cache_dir
 
 _FORM = 2
 """Raise it when what is kept, or how it is made, changes."""
+_LARGEST_ID = 2**24
 _SOURCES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model")
 _ALSO_READ = (
     *("tokenizer_config.json", "config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt"),
@@ -32,7 +34,7 @@ _WAY_OUT = "pass --tokenizer (tokenizer=) with a folder or GGUF file that has on
 
 
 class TokenizerSettings(msgspec.Struct, kw_only=True):
-    """What a tokenizer is, apart from its tokenizer.json."""
+    """Holds what a tokenizer is, apart from its tokenizer.json."""
 
     fingerprint: str
     """SHA-256 of the whole tokenizer, hexadecimal: with equal ones, equal token ids mean equal texts."""
@@ -48,9 +50,7 @@ class TokenizerSettings(msgspec.Struct, kw_only=True):
 
 
 def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, TokenizerSettings]:
-    """The tokenizer of a Hugging Face folder or a GGUF file. Raises `TokenizerError` if it has none that can be
-    read.
-    """
+    """Returns the tokenizer of a Hugging Face folder or a GGUF file. Raises TokenizerError if it cannot be read."""
     kept = cache_dir() / "tokenizers" / _identity(path)
     try:
         return _read_kept(kept)
@@ -62,16 +62,22 @@ def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, TokenizerSettings]
 
 
 def load_with_transformers(path: Path) -> Any:
-    """transformers' own tokenizer object for the same files. Imports transformers, and for a GGUF file torch."""
-    from transformers import AutoTokenizer
+    """Returns transformers' own tokenizer for the same files. Imports transformers, and for a GGUF file torch."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if path.is_dir():
         return AutoTokenizer.from_pretrained(path, local_files_only=True)
-    return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    try:
+        return AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
+    except ValueError:  # it refuses architectures whose weights it cannot read (smollm3), whatever their tokenizer
+        return PreTrainedTokenizerFast.from_pretrained(path.parent, gguf_file=path.name, local_files_only=True)
 
 
 def _identity(path: Path) -> str:
-    """Digest of what the kept form was made from: a folder's files by content, a GGUF file by place, size and time."""
+    """Returns a digest of what the kept form was made from.
+
+    A folder's files count by content, a GGUF file by place, size and time.
+    """
     versions = [f"{name} {importlib.metadata.version(name)}" for name in ("transformers", "tokenizers")]
     digest = hashlib.sha256(repr([_FORM, *versions]).encode())
     if path.is_file():
@@ -94,6 +100,7 @@ def _identity(path: Path) -> str:
 
 def _convert(path: Path) -> tuple[str, TokenizerSettings]:
     try:
+        _check_ids(path)
         made = load_with_transformers(path)
         backend = made.backend_tokenizer
         backend.no_truncation()
@@ -113,11 +120,24 @@ def _convert(path: Path) -> tuple[str, TokenizerSettings]:
             split_special_tokens=bool(made.split_special_tokens),
         )
         return text, settings
-    except Exception as error:  # transformers and its parsers raise anything at all for files that they can not read
+    except Exception as error:  # transformers and its parsers raise anything at all for files that they cannot read
         raise TokenizerError(
-            f"the tokenizer of {os.fspath(path)!r} can not be read: {type(error).__name__}: {error}; "
+            f"the tokenizer of {os.fspath(path)!r} cannot be read: {type(error).__name__}: {error}; "
             f"fetch the model again, or {_WAY_OUT}"
         ) from error
+
+
+def _check_ids(folder: Path) -> None:
+    """Raises ValueError for a token id so large that the table of ids, which tokenizers makes, takes gigabytes."""
+    if (file := folder / "tokenizer.json").is_file():
+        vocabulary = tokenizers.Tokenizer.from_file(os.fspath(file)).get_vocab(with_added_tokens=False)
+    elif (file := folder / "vocab.json").is_file():
+        vocabulary = msgspec.json.decode(file.read_bytes(), type=dict[str, int])
+    else:
+        return
+    token, largest = max(vocabulary.items(), key=operator.itemgetter(1), default=("", 0))
+    if largest > _LARGEST_ID:
+        raise ValueError(f"{file.name} gives token {token!r} the id {largest}, over {_LARGEST_ID}")
 
 
 def _read_kept(folder: Path) -> tuple[tokenizers.Tokenizer, TokenizerSettings]:
@@ -125,12 +145,12 @@ def _read_kept(folder: Path) -> tuple[tokenizers.Tokenizer, TokenizerSettings]:
     text = (folder / "tokenizer.json").read_text(encoding="utf-8")
     try:
         return tokenizers.Tokenizer.from_str(text), settings
-    except Exception as error:  # tokenizers raises a bare Exception for a file that it can not parse
+    except Exception as error:  # tokenizers raises a bare Exception for a file that it cannot parse
         raise ValueError(str(error)) from error
 
 
 def _keep(folder: Path, text: str, settings: TokenizerSettings) -> None:
-    """Write a folder in one step. A cache that can not be written only costs the next start its time."""
+    """Writes a folder in one step. A cache that cannot be written only costs the next start its time."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, ignore_cleanup_errors=True) as temporary:

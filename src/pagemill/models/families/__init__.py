@@ -1,15 +1,12 @@
-"""The tested model families, by transformers' `model_type`. Anything else is refused by name."""
+"""Lists the tested model families by transformers' `model_type`, and refuses all others by name."""
 
 from __future__ import annotations
 
 from pagemill.errors import UnsupportedModelError
 from pagemill.models.families.base import Family, ModelConfig
 from pagemill.models.families.gemma import GEMMA2, GEMMA3
-from pagemill.models.families.llama import LLAMA, MISTRAL
-from pagemill.models.families.mixtral import MIXTRAL
-from pagemill.models.families.phi3 import PHI3
+from pagemill.models.families.llama import LLAMA, MISTRAL, MIXTRAL, PHI3, SMOLLM3
 from pagemill.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
-from pagemill.models.families.smollm3 import SMOLLM3
 
 FAMILIES: dict[str, Family] = {
     "gemma2": GEMMA2,
@@ -28,7 +25,10 @@ __all__ = ["FAMILIES", "Family", "ModelConfig", "find_family"]
 
 
 def find_family(model_type: str, architectures: list[str] | None) -> Family:
-    """Raises UnsupportedModelError, listing what is supported, for another family or another head (a classifier)."""
+    """Returns the family of a model type.
+
+    Raises UnsupportedModelError, which lists the supported ones, for another family or another head (a classifier).
+    """
     family = FAMILIES.get(model_type)
     if family is None:
         raise UnsupportedModelError(
@@ -36,7 +36,7 @@ def find_family(model_type: str, architectures: list[str] | None) -> Family:
         )
     if architectures and family.architecture not in architectures:
         raise UnsupportedModelError(
-            f"architecture {', '.join(map(str, architectures))} is not supported; of model type {model_type!r}, "
+            f"architecture {', '.join(architectures)} is not supported; of model type {model_type!r}, "
             f"{family.architecture} is",
             param="architectures",
         )

@@ -1,4 +1,4 @@
-"""What the families share: typed access to a configuration, and the parts of a `DecoderSpec` filled in alike."""
+"""Holds what families share: typed access to a configuration, and the parts of `DecoderSpec` that all fill in alike."""
 
 from __future__ import annotations
 
@@ -18,11 +18,14 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu_new": "gelu_tanh",
 }
-MAX_POSITION = 2**31 - 1
+
+
+_LARGEST = 2**24
+"""The largest size or number of positions: ten times what models have, and tables of it still fit into memory."""
 
 
 class ModelConfig:
-    """A normalised configuration (all of transformers' defaults filled in) with typed look-ups.
+    """Looks up values, by type, in a normalised configuration: one with all of transformers' defaults filled in.
 
     Every look-up raises ModelConfigError, naming the key and what it holds, if the value is missing or of a wrong type.
     """
@@ -33,7 +36,7 @@ class ModelConfig:
     def get(self, key: str) -> Any:
         return self.values.get(key)
 
-    def integer(self, key: str, maximum: int = 2**24) -> int:
+    def integer(self, key: str, maximum: int = _LARGEST) -> int:
         value = self.values.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
             raise ModelConfigError(
@@ -84,9 +87,10 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class Family:
-    """architecture: the transformers class a checkpoint of this family names.
+    """Says how one family's configuration becomes a spec, and what its weights are called.
 
-    describe: (configuration, max_model_len or None for the longest) -> spec.
+    architecture: the transformers class that its checkpoints name.
+    describe:     takes the configuration and max_model_len, or None for the longest, and returns the spec.
     """
 
     architecture: str
@@ -95,7 +99,7 @@ class Family:
 
 
 def windows_by_type(config: ModelConfig) -> list[int | None]:
-    """Each layer's window, from `layer_types` (`full_attention` or `sliding_attention`) and `sliding_window`."""
+    """Returns each layer's window, or None, by `layer_types` (`full_attention`, `sliding_attention`)."""
     count = config.layer_count()
     windows: list[int | None] = []
     for kind in config.sequence("layer_types", count):
@@ -104,14 +108,14 @@ def windows_by_type(config: ModelConfig) -> list[int | None]:
                 f"layer type {kind!r} is not supported; supported are full_attention and sliding_attention",
                 param="layer_types",
             )
-        windows.append(config.integer("sliding_window", MAX_POSITION) if kind == "sliding_attention" else None)
+        windows.append(config.integer("sliding_window") if kind == "sliding_attention" else None)
     return windows
 
 
 def window_of_all(config: ModelConfig) -> list[int | None]:
-    """The same window, or none, for every layer."""
+    """Returns `sliding_window`, or None, for every layer."""
     config.refuse("layer_types")
-    window = None if config.get("sliding_window") is None else config.integer("sliding_window", MAX_POSITION)
+    window = None if config.get("sliding_window") is None else config.integer("sliding_window")
     return [window] * config.layer_count()
 
 
@@ -122,7 +126,7 @@ def head_dim_of(config: ModelConfig) -> int:
 
 
 def check_model_len(max_model_len: int | None, max_position: int) -> int:
-    """The context length to prepare for; raises ConfigError over what the model declares."""
+    """Returns the context length to prepare for. Raises ConfigError if it is longer than the model declares."""
     if max_model_len is not None and max_model_len > max_position:
         raise ConfigError(
             f"max_model_len is {max_model_len}, over the {max_position} positions that the model declares; lower it, "
@@ -133,14 +137,20 @@ def check_model_len(max_model_len: int | None, max_position: int) -> int:
 
 
 def one_rope(config: ModelConfig, max_model_len: int | None, *, partial: bool = False) -> tuple[RopeSpec, int]:
-    """The single rotary embedding of a model without kinds of layers, and the longest context."""
+    """Returns the rotary embedding of a model that has one for all layers, and the longest context."""
     parameters = config.get("rope_parameters")
     if not isinstance(parameters, dict):
         raise ModelConfigError(
             f"rope_parameters is {parameters!r}; it must be a table of parameters", param="rope_parameters"
         )
-    declared = config.integer("max_position_embeddings", MAX_POSITION)
+    declared = config.integer("max_position_embeddings")
     max_position = scaled_max_position(parameters, declared)
+    if max_position > _LARGEST:
+        raise ModelConfigError(
+            f"rope_parameters scale {declared} positions by {parameters['factor']}, to more than {_LARGEST}; give "
+            f"hf_overrides a smaller factor",
+            param="rope_parameters",
+        )
     length = check_model_len(max_model_len, max_position)
     rope = resolve_rope(parameters, head_dim_of(config), max_position=declared, max_model_len=length, partial=partial)
     return rope, max_position
@@ -156,7 +166,7 @@ def describe_decoder(
     scale: float | None = None,
     **features: Any,
 ) -> DecoderSpec:
-    """The spec with all common sizes; `features` are the fields in which the family differs."""
+    """Returns the spec with all common sizes; `features` are the fields in which the family differs."""
     activation = config.get(activation_key)
     if activation not in _ACTIVATIONS:
         raise UnsupportedModelError(

@@ -1,5 +1,7 @@
-"""Gemma 2 and 3 (text): alternating windows, norms on both sides of each block, scaled embeddings, soft caps (2), norms
-on q and k and a rotary embedding per kind of layer (3)."""
+"""Describes Gemma 2 and 3 (text): alternating windows, norms on both sides of each block, scaled embeddings.
+
+Gemma 2 has soft caps. Gemma 3 has norms on q and k, and a rotary embedding for each kind of layer.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,6 @@ from typing import Any
 
 from pagemill.errors import ModelConfigError
 from pagemill.models.families.base import (
-    MAX_POSITION,
     Family,
     ModelConfig,
     check_model_len,
@@ -52,7 +53,7 @@ def _gemma2(config: ModelConfig, max_model_len: int | None) -> DecoderSpec:
 
 
 def _gemma3(config: ModelConfig, max_model_len: int | None) -> DecoderSpec:
-    max_position = config.integer("max_position_embeddings", MAX_POSITION)  # counts the scaling already
+    max_position = config.integer("max_position_embeddings")  # counts the scaling already
     length = check_model_len(max_model_len, max_position)
     parameters = config.get("rope_parameters")
 

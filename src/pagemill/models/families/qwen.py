@@ -1,8 +1,8 @@
-"""Qwen2 (bias on q, k, v), Qwen3 (norms on q and k) and its mixture of experts."""
+"""Describes Qwen2 (bias on q, k, v), Qwen3 (norms on q and k) and its mixture of experts."""
 
 from __future__ import annotations
 
-from pagemill.models.families.base import MAX_POSITION, Family, ModelConfig, describe_decoder, one_rope, windows_by_type
+from pagemill.models.families.base import Family, ModelConfig, describe_decoder, one_rope, windows_by_type
 from pagemill.models.spec import DecoderSpec, LayerSpec, MoESpec
 
 
@@ -22,7 +22,7 @@ def _qwen3(config: ModelConfig, max_model_len: int | None) -> DecoderSpec:
 def _qwen3_moe(config: ModelConfig, max_model_len: int | None) -> DecoderSpec:
     rope, max_position = one_rope(config, max_model_len)
     config.refuse("layer_types")
-    window = config.integer("sliding_window", MAX_POSITION) if config.flag("use_sliding_window") else None
+    window = config.integer("sliding_window") if config.flag("use_sliding_window") else None
     dense, step = config.get("mlp_only_layers") or [], config.integer("decoder_sparse_step")
     layers = [
         LayerSpec(window, 0, moe=index not in dense and (index + 1) % step == 0)

@@ -1,4 +1,4 @@
-"""From a path to a decoder that is ready to run: `load_model`."""
+"""Loads a model from a path: `load_model` returns a decoder that is ready to run."""
 
 from pagemill.models.loading.load import LoadedModel, load_model
 

@@ -17,9 +17,8 @@ from pagemill.models.loading.checkpoint import PLAIN_DTYPES, Checkpoint
 from pagemill.models.names import WeightNames
 from pagemill.models.spec import DecoderSpec
 from pagemill.models.weights import DecoderWeights, Experts, GatedMLP, LayerWeights
-from pagemill.ops.affine import AffineWeight
 from pagemill.ops.interface import Linear, Ops
-from pagemill.ops.quantized import keep_int4, quantize_int8
+from pagemill.ops.quantized import AffineWeight, keep_int4, quantize_int8
 
 _OWN_MAPPING_BYTES = 1 << 20
 _STAGING_BYTES = 16 << 20
@@ -28,7 +27,7 @@ Progress = Callable[[int, int], None]
 
 
 class Assembler:
-    """One load. `progress(done_bytes, total_bytes)` is called after each tensor, in stored bytes."""
+    """Carries out one load. Calls `progress(done_bytes, total_bytes)` after each tensor, in stored bytes."""
 
     def __init__(
         self,
@@ -55,7 +54,11 @@ class Assembler:
         self._total = sum(info.nbytes for name, info in checkpoint.tensors.items() if not self._ignored(name))
 
     def assemble(self) -> DecoderWeights:
-        """Raises CorruptWeightsError (missing, wrong shape, not finite), UnsupportedModelError (dtype, unused)."""
+        """Returns the decoder's weights.
+
+        Raises CorruptWeightsError if a tensor is missing, not finite or of a wrong shape, UnsupportedModelError if one
+        has a dtype that is not supported or is not used.
+        """
         spec, names = self._spec, self._names
         embedding: Tensor | None = None
         if spec.tied_embeddings:
@@ -147,8 +150,11 @@ class Assembler:
         return self._ops.pack_quantized(quantized, offsets, self._dtype)
 
     def _held(self, parts: Sequence[str]) -> torch.dtype:
-        """What a joined matrix that is not quantized is held in: in a float32 model as it is stored, where all its
-        parts are stored alike and the operators widen it; else in the model's dtype."""
+        """Returns the dtype in which a joined matrix that is not quantized is held.
+
+        In a float32 model it is the stored one, if that is the same for all parts and the operators widen it; else it
+        is the model's.
+        """
         if self._dtype != torch.float32 or not self._ops.widens_weights:
             return self._dtype
         infos = (self._checkpoint.tensors.get(f"{part}.weight") for part in parts)
@@ -156,7 +162,7 @@ class Assembler:
         return (stored.pop() if len(stored) == 1 else None) or self._dtype
 
     def _bits(self, parts: Sequence[str]) -> int | None:
-        """What a joined matrix is held in: the most bits that one of its parts needs; None: the model's dtype."""
+        """Returns the bits in which a joined matrix is held, as many as one of its parts needs; None: in a dtype."""
         if self._quantization != "gguf":
             return 8 if self._quantization == "int8" else None
         stored = [self._checkpoint.stored_bits(f"{part}.weight") for part in parts if self._has(f"{part}.weight")]
@@ -164,7 +170,10 @@ class Assembler:
         return max(kept, default=None) if len(kept) == len(stored) else None
 
     def _kept_bits(self, parts: Sequence[str]) -> int | None:
-        """Of the integers in which a float32 model holds a joined matrix, where all its parts are stored alike."""
+        """Returns the bits of the file's integers, if a float32 model can hold a joined matrix in them without loss.
+
+        It can if all parts are stored in integers of the same number of bits.
+        """
         if self._dtype != torch.float32:
             return None
         stored = {self._checkpoint.affine_bits(f"{part}.weight") for part in parts if self._has(f"{part}.weight")}
@@ -176,7 +185,7 @@ class Assembler:
     def _integers(
         self, parts: Sequence[str], rows: tuple[int, ...], columns: int, unpair: tuple[int, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """As `_matrix`, but the integers that the file holds: values, scale and low."""
+        """Returns the joined parts as the integers of the file: values, scale and low, as `read_affine` does."""
         if len(parts) == 1:
             rows = (sum(rows),)
         joined: list[tuple[Tensor, ...]] = []
@@ -199,10 +208,10 @@ class Assembler:
         unpair: tuple[int, ...] = (),
         dtype: torch.dtype | None = None,
     ) -> Tensor:
-        """The parts joined by rows, [sum(rows), columns], to be packed before the next matrix is read; biases,
-        [sum(rows)], where columns is 0.
+        """Returns the parts joined by rows, [sum(rows), columns]; with columns = 0 their biases, [sum(rows)].
 
-        unpair: heads of the leading parts whose rotary pairs lie side by side.
+        It must be packed before the next matrix is read.
+        unpair: the numbers of heads of the leading parts, in whose rows rotary pairs lie side by side.
         """
         if len(parts) == 1:
             rows = (sum(rows),)
@@ -221,8 +230,11 @@ class Assembler:
         return joined
 
     def _stage(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Memory for a matrix until it is packed: the last one's again where it may be, for fresh pages cost more time
-        than what is written into them. Large matrices go back to the system."""
+        """Returns memory for a matrix until it is packed.
+
+        The last matrix's memory serves again where it may, because fresh pages cost more time than writing into them.
+        Large matrices get memory of their own, which goes back to the system.
+        """
         nbytes = math.prod(shape) * dtype.itemsize
         if nbytes > _STAGING_BYTES or not self._ops.copies_weights:
             return _empty(shape, dtype, self._device)
@@ -284,13 +296,16 @@ class Assembler:
 
 
 def _unpaired(rows: Tensor, heads: int) -> Tensor:
-    """Rows of `heads` heads, whose rotary pairs lie side by side, in halves."""
+    """Returns the rows of `heads` heads with rotary pairs in halves; in `rows` they lie side by side."""
     return rows.view(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
 
 
 def _empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for one matrix. Large ones on CPU get a mapping of their own, which goes back to the system as a whole:
-    the C library's heap would keep holes between the packed weights (measured: a fifth of them)."""
+    """Returns memory for one matrix.
+
+    A large one on CPU gets a mapping of its own, which goes back to the system as a whole. The C library's heap would
+    keep holes between the packed weights (measured: a fifth of their size).
+    """
     nbytes = math.prod(shape) * dtype.itemsize
     if device.type != "cpu" or nbytes < _OWN_MAPPING_BYTES:
         return torch.empty(shape, dtype=dtype, device=device)

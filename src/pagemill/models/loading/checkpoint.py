@@ -1,4 +1,4 @@
-"""What all checkpoint formats offer to the assembler: named tensors in memory-mapped files, read piece by piece.
+"""Defines what every checkpoint format offers: named tensors in memory-mapped files, read piece by piece.
 
 Pages are given back as soon as they have been read, so that a file never counts twice in the process's memory.
 """
@@ -26,7 +26,10 @@ PIECE_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """shape as a model means it (rows first); dtype as the file names it; nbytes as stored."""
+    """One tensor of a checkpoint.
+
+    shape: rows first. dtype: as the file names it. nbytes: as stored.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -50,20 +53,22 @@ class Checkpoint(Protocol):
     quantized: bool
 
     def float_dtypes(self) -> dict[torch.dtype, int]:
-        """Stored bytes by dtype; quantized weights count as float32."""
+        """Returns the stored bytes of each dtype; quantized weights count as float32."""
         ...
 
     def stored_bits(self, name: str) -> int | None:
-        """Bits per value of a tensor in a quantized format, rounded up to 4 or 8; None of a plain one."""
+        """Returns a quantized tensor's bits per value, rounded up to 4 or 8; None for a plain tensor."""
         ...
 
     def affine_bits(self, name: str) -> int | None:
-        """Bits of the integers that `read_affine` reads, 4 or 8; None of a tensor that it does not read."""
+        """Returns the bits, 4 or 8, of the integers that `read_affine` reads; None if it cannot read this tensor."""
         ...
 
     def read_affine(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        """values uint8 [rows, columns], and scale and low, float32 [rows, columns / 32]: the weight is
-        scale * value + low, where scale * value is exact."""
+        """Returns values uint8 [rows, columns], and scale and low, float32 [rows, columns / 32].
+
+        The weight is scale * value + low, where scale * value is exact.
+        """
         ...
 
     def read_into(self, name: str, out: Tensor) -> None:
@@ -72,7 +77,7 @@ class Checkpoint(Protocol):
 
 
 class MappedFile:
-    """A read-only memory map of a file that knows to forget its pages."""
+    """Maps a file into memory, read-only. Raises ModelNotFoundError or, for an empty file, CorruptWeightsError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -85,11 +90,11 @@ class MappedFile:
         except FileNotFoundError:
             raise ModelNotFoundError(f"there is no file {path}; check the path, or download the model again") from None
         except OSError as error:
-            raise ModelNotFoundError(f"{path} can not be read: {error}") from error
+            raise ModelNotFoundError(f"{path} cannot be read: {error}") from error
         self._bytes = np.frombuffer(self._map, dtype=np.uint8)
 
     def view(self, begin: int, end: int) -> NDArray[np.uint8]:
-        """Bytes begin .. end, without copying; they must lie in the file."""
+        """Returns bytes begin to end without copying. Raises CorruptWeightsError if the file is shorter."""
         if not 0 <= begin <= end <= self.size:
             raise CorruptWeightsError(
                 f"{self.path} has {self.size} bytes, but bytes {begin} to {end} are needed: it is truncated or "

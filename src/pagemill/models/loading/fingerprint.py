@@ -1,4 +1,4 @@
-"""A model's fingerprint: equal for equal models, and taken in milliseconds, whatever the model's size."""
+"""Takes a model's fingerprint, equal for equal models, in milliseconds whatever the model's size."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 def fingerprint(checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype) -> bytes:
-    """SHA-256 over, in this order: the version of this recipe; the spec as JSON with sorted keys (which counts in
-    overrides and resolved RoPE frequencies); the dtype computed in; for each tensor, by name: name, shape and stored
-    dtype; for each file, in order: its size, and 64 samples of 4096 bytes spread evenly from first byte to last.
+    """Returns the SHA-256 of all that decides a model's answers, with samples in the place of whole files.
 
-    Two fine-tunes of one model differ nearly everywhere, so samples tell them apart; a file that was altered in a few
-    places on purpose they may miss. It guards a cache against mix-ups, not against forgery.
+    In this order: the version of this recipe; the spec as JSON with sorted keys, overrides and resolved RoPE
+    frequencies included; the dtype computed in; each tensor's name, shape and stored dtype, by name; each file's size
+    and 64 samples of 4096 bytes, spread evenly from its first byte to its last.
+
+    Two fine-tunes of one model differ nearly everywhere, so samples tell them apart. They may miss a file that was
+    altered in a few places on purpose: a fingerprint guards a cache against mix-ups, not against forgery.
     """
     digest = hashlib.sha256(b"pagemill model 1\n")
     digest.update(json.dumps(dataclasses.asdict(spec), sort_keys=True).encode())

@@ -1,4 +1,4 @@
-"""The GGUF container: metadata and tensor table, read with every bound checked.
+"""Reads the GGUF container, metadata and tensor table, and checks every bound.
 
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package's own reader makes NumPy arrays of
 every string of a vocabulary, which takes seconds; importing the package alone takes a tenth of one.
@@ -51,7 +51,10 @@ FORMATS = {
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensor:
-    """shape: rows first (the file stores it the other way round); begin, nbytes: place in the file."""
+    """One tensor of a file.
+
+    shape: rows first; the file stores it the other way round. begin, nbytes: its place in the file.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -61,7 +64,7 @@ class GGUFTensor:
 
 
 class GGUFFile:
-    """metadata: every key of the file, strings and arrays as Python values; tensors by name.
+    """Holds a file's metadata, every key with a Python value, and its tensors by name.
 
     Raises ModelNotFoundError, UnsupportedModelError (version, byte order, tensor format) or CorruptWeightsError.
     """
@@ -77,7 +80,7 @@ class GGUFFile:
         except FileNotFoundError:
             raise ModelNotFoundError(f"there is no file {path}; check the path, or download the model again") from None
         except OSError as error:
-            raise ModelNotFoundError(f"{path} can not be read: {error}") from error
+            raise ModelNotFoundError(f"{path} cannot be read: {error}") from error
         self._at = 0
         try:
             self.metadata, self.tensors = self._read()

@@ -1,13 +1,14 @@
-"""Checkpoints in GGUF: its metadata become the configuration that the families read, its quantized weights float32.
+"""Reads checkpoints in GGUF: metadata become the configuration that families read, quantized weights float32.
 
-What llama.cpp hard-codes for an architecture instead of storing it (Gemma's window pattern and local RoPE base) is
-filled in here.
+What llama.cpp hard-codes for an architecture instead of storing it (Gemma's window pattern and local RoPE base, which
+layers of SmolLM3 rotate, that Qwen3-MoE's shares sum to 1) is filled in here.
 """
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from pagemill import _kernels
 from pagemill.errors import ModelConfigError, UnsupportedModelError
 from pagemill.models.families import ModelConfig
 from pagemill.models.loading.checkpoint import PIECE_BYTES, PLAIN_DTYPES, MappedFile, TensorInfo, copy_stored
-from pagemill.models.loading.gguf_file import GGUFFile
+from pagemill.models.loading.gguf_file import GGUFFile, GGUFTensor
 from pagemill.models.loading.overrides import apply_overrides, check_overrides
 from pagemill.models.names import GGUF, WeightNames
 
@@ -31,10 +32,15 @@ _MODEL_TYPES = {
     "llama": "llama",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe",
+    "smollm3": "smollm3",
     "gemma2": "gemma2",
     "gemma3": "gemma3_text",
     "phi3": "phi3",
 }
+_PAIRED_ROPE = {"llama", "smollm3"}
+"""Architectures whose q and k rows llama.cpp's conversion reorders."""
+_MERGED_EXPERTS = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))_exps\.weight")
 _KEYS = {
     "context_length": "max_position_embeddings",
     "embedding_length": "hidden_size",
@@ -44,6 +50,9 @@ _KEYS = {
     "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
     "attention.key_length": "head_dim",
+    "expert_count": "num_local_experts",
+    "expert_used_count": "num_experts_per_tok",
+    "expert_feed_forward_length": "moe_intermediate_size",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
@@ -59,7 +68,8 @@ _USED_OTHERWISE = {
     "rope.scaling.original_context_length",
 }
 _WITHOUT_EFFECT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
-_NEUTRAL = {"expert_count": 0, "expert_used_count": 0, "attention.causal": True, "pooling_type": 0}
+_NEUTRAL = {"attention.causal": True, "pooling_type": 0, "expert_gating_func": 1, "expert_weights_norm": True}
+"""Settings that may be there if they say what is done anyway: a softmax chooses experts, whose shares sum to 1."""
 
 
 class GGUFModel:
@@ -69,19 +79,18 @@ class GGUFModel:
         container = GGUFFile(path)
         self.path = path
         self.files = [MappedFile(path)]
-        self._stored = container.tensors
+        self._stored = {one.name: one for tensor in container.tensors.values() for one in _single_experts(tensor)}
         self.tensors = {
-            name: TensorInfo(tensor.shape, tensor.kind.name, tensor.nbytes)
-            for name, tensor in container.tensors.items()
+            name: TensorInfo(tensor.shape, tensor.kind.name, tensor.nbytes) for name, tensor in self._stored.items()
         }
-        self.quantized = any(tensor.kind.name in _QUANTIZED for tensor in container.tensors.values())
+        self.quantized = any(tensor.kind.name in _QUANTIZED for tensor in self._stored.values())
         metadata = container.metadata
         plain = self._configure(metadata)
         check_overrides(overrides, plain)
         self.config = apply_overrides(plain, overrides)
-        model_type = self.config["model_type"]
-        self.names: WeightNames | None = replace(GGUF, paired_rope=model_type == "llama")
-        if model_type == "phi3":
+        architecture = metadata["general.architecture"]
+        self.names: WeightNames | None = replace(GGUF, paired_rope=architecture in _PAIRED_ROPE)
+        if architecture == "phi3":
             self.names = replace(GGUF, qkv=("attn_qkv",), gate_up=("ffn_up",))
         ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
         self.eos_token_ids = tuple(dict.fromkeys(end for end in ends if isinstance(end, int)))
@@ -137,13 +146,13 @@ class GGUFModel:
             first = tensor.begin + start // tensor.kind.block * tensor.kind.nbytes
             last = first + here.numel() // tensor.kind.block * tensor.kind.nbytes
             blocks = file.view(first, last)
-            _kernels.dequantize(tensor.kind.number, blocks.ctypes.data, piece.data_ptr(), here.numel())
+            _kernels.dequantize(tensor.kind.number, blocks, piece.numpy())
             if not in_place:
                 here.copy_(piece)
             file.forget(first, last)
 
     def _configure(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
-        """transformers' normalised form of the configuration, from llama.cpp's metadata."""
+        """Returns the configuration in transformers' normalised form, from llama.cpp's metadata."""
         architecture = metadata.get("general.architecture")
         if architecture not in _MODEL_TYPES:
             raise UnsupportedModelError(
@@ -164,12 +173,18 @@ class GGUFModel:
                 )
         config: dict[str, Any] = dict.fromkeys(_KEYS.values())
         config |= {_KEYS[key]: value for key, value in found.items() if key in _KEYS}
-        embedding = self.tensors.get("token_embd.weight")
+        embedding, experts = self.tensors.get("token_embd.weight"), config["num_local_experts"]
+        if experts and architecture not in ("llama", "qwen3moe"):
+            raise UnsupportedModelError(
+                f"{self.path} has {prefix}expert_count = {experts!r}; of mixtures of experts, the architectures llama "
+                f"(Mixtral) and qwen3moe are supported",
+                param=prefix + "expert_count",
+            )
         config |= {
-            "model_type": _MODEL_TYPES[architecture],
+            "model_type": "mixtral" if architecture == "llama" and experts else _MODEL_TYPES[architecture],
             "vocab_size": embedding.shape[0] if embedding else None,
             "tie_word_embeddings": "output.weight" not in self.tensors,
-            "attention_bias": architecture == "llama" and "blk.0.attn_q.bias" in self.tensors,
+            "attention_bias": architecture in _PAIRED_ROPE and "blk.0.attn_q.bias" in self.tensors,
             "mlp_bias": "blk.0.ffn_up.bias" in self.tensors,
             "hidden_act": "silu",
             "sliding_window": found.get("attention.sliding_window") or None,
@@ -189,11 +204,15 @@ class GGUFModel:
         return self._complete(config, found)
 
     def _complete(self, config: dict[str, Any], found: Mapping[str, Any]) -> dict[str, Any]:
-        """Adds what differs by family."""
+        """Returns the configuration with what differs by family."""
         layers, model_type = ModelConfig(config).layer_count(), config["model_type"]
-        if model_type in ("qwen2", "qwen3"):
+        if model_type in ("qwen2", "qwen3", "smollm3"):
             config["sliding_window"] = None
             config["layer_types"] = ["full_attention"] * layers
+        if model_type == "smollm3":
+            config["no_rope_layers"] = [int((i + 1) % 4 != 0) for i in range(layers)]
+        if model_type == "qwen3_moe":
+            config |= {"decoder_sparse_step": 1, "norm_topk_prob": True}
         if model_type in ("gemma2", "gemma3_text"):
             period = 2 if model_type == "gemma2" else 6
             kinds = ["full_attention" if (i + 1) % period == 0 else "sliding_attention" for i in range(layers)]
@@ -242,3 +261,19 @@ class GGUFModel:
         self.read_into(name, values)
         result: list[float] = values.tolist()
         return result
+
+
+def _single_experts(tensor: GGUFTensor) -> Iterator[GGUFTensor]:
+    """Yields a tensor as it is, and one that merges a layer's experts [experts, rows, columns] expert by expert.
+
+    The experts get the names that they had in older files: `blk.0.ffn_up_exps` holds `blk.0.ffn_up.0` and so on.
+    """
+    merged = _MERGED_EXPERTS.fullmatch(tensor.name)
+    if merged is None or len(tensor.shape) != 3:
+        yield tensor
+        return
+    experts, *shape = tensor.shape
+    nbytes = tensor.nbytes // experts
+    for index in range(experts):
+        name, begin = f"{merged[1]}.{index}.weight", tensor.begin + index * nbytes
+        yield GGUFTensor(name, tuple(shape), tensor.kind, begin, nbytes)

@@ -1,4 +1,4 @@
-"""`hf_overrides`: settings that replace those of a model's configuration."""
+"""Applies `hf_overrides`: settings that replace those of a model's configuration."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LEGACY = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_positi
 
 
 def apply_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration with `overrides` on top.
+    """Returns the configuration with `overrides` on top.
 
     rope_theta and rope_scaling, the names of older configurations, reach into `rope_parameters` where that exists, so
     that they have their effect whichever form the checkpoint uses.

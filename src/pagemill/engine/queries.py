@@ -1,0 +1,119 @@
+"""Queries: what a front end asks an engine between two steps, and how the engine answers each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+import msgspec
+
+from pagemill.engine.messages import (
+    AbortRequests,
+    EngineFault,
+    EngineReady,
+    EngineRequest,
+    FinishSequences,
+    KVBlocks,
+    LoadProgress,
+    PinList,
+    Refused,
+    SequenceList,
+    Shutdown,
+    Start,
+    StepOutputs,
+)
+from pagemill.engine.stats import EngineStats
+from pagemill.namespace import Namespace
+from pagemill.tenant_limits import TenantLimits
+
+if TYPE_CHECKING:
+    from pagemill.engine.core import EngineCore
+
+A = TypeVar("A")
+
+
+class Query(msgspec.Struct, Generic[A]):
+    """A query that is answered by an `A`."""
+
+    def answer(self, core: EngineCore) -> A:
+        """Returns the answer. Raises `PagemillError` children where the engine refuses."""
+        raise NotImplementedError
+
+
+class StatsQuery(Query[EngineStats], tag=True):
+    """Asks for counters since the start, and the pool's state now."""
+
+    def answer(self, core: EngineCore) -> EngineStats:
+        return core.stats()
+
+
+class ResizePool(Query[EngineReady], tag=True):
+    """Gives the KV pool another size, see `EngineCore.resize`."""
+
+    kv_memory: int | float | str | None
+
+    def answer(self, core: EngineCore) -> EngineReady:
+        return core.resize(self.kv_memory)
+
+
+class SetTenant(Query[EngineReady], tag=True):
+    """Makes a tenant known, or changes its limits."""
+
+    name: str
+    limits: TenantLimits
+
+    def answer(self, core: EngineCore) -> EngineReady:
+        return core.set_tenant(self.name, self.limits)
+
+
+class PinsQuery(Query[PinList], tag=True):
+    """Asks for all pins."""
+
+    def answer(self, core: EngineCore) -> PinList:
+        return core.pins()
+
+
+class Unpin(Query[PinList], tag=True):
+    """Ends a pin, and asks for those that are left."""
+
+    name: str
+    tenant: str
+    cache_salt: str
+
+    def answer(self, core: EngineCore) -> PinList:
+        return core.unpin(self.name, Namespace(self.tenant, self.cache_salt))
+
+
+class SequencesQuery(Query[SequenceList], tag=True):
+    """Asks for all sequences that have not finished."""
+
+    def answer(self, core: EngineCore) -> SequenceList:
+        return core.sequences()
+
+
+class BlocksQuery(Query[KVBlocks], tag=True):
+    """Asks where the KV blocks lie that a prompt would find that goes on behind these tokens."""
+
+    token_ids: list[int]
+    tenant: str
+    cache_salt: str
+
+    def answer(self, core: EngineCore) -> KVBlocks:
+        return core.kv_blocks(self)
+
+
+class Question(msgspec.Struct, tag=True):
+    """A query under a number that is used once."""
+
+    id: int
+    query: StatsQuery | ResizePool | SetTenant | PinsQuery | Unpin | SequencesQuery | BlocksQuery
+
+
+class Answer(msgspec.Struct, tag=True):
+    """The answer to the `Question` of this number."""
+
+    id: int
+    answer: EngineStats | EngineReady | PinList | SequenceList | KVBlocks | Refused
+
+
+ToEngine = Start | EngineRequest | AbortRequests | FinishSequences | Question | Shutdown
+FromEngine = StepOutputs | Answer | LoadProgress | EngineReady | EngineFault

@@ -1,0 +1,121 @@
+"""Executor: all that the engine core knows of a device, or of several that work as one.
+
+An executor owns the model, the KV pool, the rows' state (tokens, positions, tables) and the sampling. The core sends it
+plans and gets results: it never sees a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pagemill.kvcache.frame_access import FrameAccess
+from pagemill.kvcache.kv_format import KVFormat
+from pagemill.scheduling.step_plan import StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorFacts:
+    """States what an executor runs, and what does not change while it lives.
+
+    windows: by layer group, the sliding window in tokens; None for full attention.
+    attention_share: the share of attention in a prompt's cost per block, see `DecoderSpec.attention_share`.
+    fingerprint, kv_format, numerics: the parts of the digests that name blocks: weights, bytes of K/V, kernels.
+    frame_bytes: K and V of one block of one layer group; also the size of its record in a lower tier.
+    kv: how elements of K and V are stored.
+    max_accepted: how many tokens a row can accept in a step.
+    streams: whether attention reads frames of lower tiers.
+    compacts: whether attention gains from frames that are neighbours.
+    locks_pages: whether host memory must be page-locked to be copied by the device itself.
+    description: family, device, weights, operators, attention and layers, for people.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+    windows: tuple[int | None, ...]
+    attention_share: float
+    fingerprint: bytes
+    kv_format: str
+    numerics: str
+    frame_bytes: int
+    kv: KVFormat
+    max_accepted: int
+    streams: bool
+    compacts: bool
+    locks_pages: bool
+    description: str
+
+
+class ExecutorMemory(NamedTuple):
+    """Counts the bytes of the device's memory."""
+
+    free: int
+    total: int
+
+
+class StepHandle(NamedTuple):
+    """Stands for a step that was submitted: its plan, and what the executor needs to know of it."""
+
+    plan: StepPlan
+    pending: object
+
+
+class Executor(Protocol):
+    """Carries out step plans. One thread calls it, except for `frames`.
+
+    Plans are applied and submitted in the order in which they were made, and collected in that order. The next plan may
+    be made, applied and submitted before the result of this one is collected.
+    """
+
+    @property
+    def facts(self) -> ExecutorFacts: ...
+
+    @property
+    def frames(self) -> FrameAccess:
+        """Access to frames for lower tiers; after `allocate`."""
+        ...
+
+    def memory(self) -> ExecutorMemory: ...
+
+    def allocate(self, num_frames: int, lower_frames: int = 0, lower_folder: Path | None = None) -> int:
+        """Makes the KV pool, once, with frames of a lower tier beside it, in host memory or in a file in that folder.
+        Returns the number of the first lower frame. Raises KVMemoryError or KVStoreError."""
+        ...
+
+    def apply(self, plan: StepPlan) -> list[int]:
+        """Carries out a plan's edits: rows that left, rows that came, tokens, frame copies, block tables. Returns the
+        frames that do not hold what was to be copied into them."""
+        ...
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        """Begins to run a plan, or a part of one, whose edits have been applied."""
+        ...
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        """Waits for a step, and returns its result. Raises what failed the step as a whole; the same rows may then be
+        submitted again, in parts."""
+        ...
+
+    def resize(self, num_frames: int) -> None:
+        """Gives the pool another number of frames, after the edits that it takes. Raises KVMemoryError, and changes
+        nothing, for more than it can have."""
+        ...
+
+    def take_loss(self) -> bool:
+        """Returns whether a disk has lost what was written to lower frames since the last call. If so, nothing that
+        they hold may be used."""
+        ...
+
+    def streamed_frames(self, plan: StepPlan) -> Sequence[NDArray[np.int32]]:
+        """Returns, by layer group, the lower frames that the plan's rows read."""
+        ...
+
+    def close(self) -> None:
+        """Ends what runs beside the steps. `frames` stays in use until the lower tiers are closed."""
+        ...

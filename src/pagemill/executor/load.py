@@ -1,0 +1,80 @@
+"""Opens the executor that the settings ask for: loads the model onto a device, and states the facts about it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from pagemill.config import EngineConfig
+from pagemill.executor.backend import Backend, select_backend
+from pagemill.executor.interface import ExecutorFacts
+from pagemill.executor.local import LocalExecutor
+from pagemill.hub import resolve_model
+from pagemill.kvcache.kv_format import kv_format
+from pagemill.models.loading import load_model
+from pagemill.ops.compiled import check_compiled
+from pagemill.ops.vector_math import settle_vector_math
+
+
+def open_executor(
+    config: EngineConfig, progress: Callable[[int, int], None] | None = None, backend: Backend | None = None
+) -> LocalExecutor:
+    """Loads the model. The KV pool is allocated later, in what memory is left.
+
+    progress(done, total): bytes of weights, called while they load. backend: None for what `config.device` asks for.
+    Raises `ModelLoadError` and `ConfigError` children, `StaleKernelsError`.
+    """
+    check_compiled()
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    backend = backend or select_backend(config.device, config.num_threads)
+    settle_vector_math()
+    model = load_model(
+        resolve_model(config.model),
+        dtype=config.dtype,
+        hf_overrides=config.hf_overrides,
+        max_model_len=config.max_model_len,
+        device=backend.device,
+        ops=backend.ops,
+        attention=backend.attention,
+        progress=progress,
+        quantization=config.quantization,
+    )
+    weights = str(model.dtype).removeprefix("torch.")
+    kv = kv_format(weights if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
+    groups, spec, on_cpu = model.decoder.groups, model.spec, backend.device.type == "cpu"
+    layout = backend.layout(
+        places=groups.layers_per_frame,
+        frames=1,
+        kv_heads=spec.num_kv_heads,
+        block_size=config.block_size,
+        key_dim=spec.head_dim,
+        value_dim=spec.head_dim,
+        itemsize=kv.itemsize,
+        scaled=kv.scaled,
+        pairs=kv.pairs,
+    )
+    if config.quantization is not None:
+        weights = f"{config.quantization} (others {weights})"
+    facts = ExecutorFacts(
+        vocab_size=spec.vocab_size,
+        max_model_len=model.max_model_len,
+        eos_token_ids=model.eos_token_ids,
+        windows=tuple(group.window for group in groups.groups),
+        attention_share=spec.attention_share(config.block_size),
+        fingerprint=model.fingerprint,
+        kv_format=kv.digest_name(config.block_size, layout.name),
+        numerics=f"{backend.ops.name},{backend.attention.name},{weights}",
+        frame_bytes=layout.frame_bytes,
+        kv=kv,
+        max_accepted=1,
+        streams=on_cpu,
+        compacts=on_cpu,
+        locks_pages=not on_cpu,
+        description=(
+            f"{spec.family} on {backend.device}, weights {weights}, operators {backend.ops.name}, attention "
+            f"{backend.attention.name}, layers {model.decoder.executor}"
+        ),
+    )
+    return LocalExecutor(model, backend, facts, block_size=config.block_size, max_num_seqs=config.max_num_seqs)

@@ -1,0 +1,265 @@
+"""LocalExecutor: the model, its KV pool and its rows on one device in this process.
+
+It turns a step plan into device state, runs the model over it, and samples. It keeps what persists between steps (block
+tables and tokens by row, the sampler's rows) and edits it as plans say.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagemill.attention.interface import AttentionBatch, GroupBatch
+from pagemill.errors import NonFiniteLogitsError, SamplingParamsError
+from pagemill.executor.backend import Backend
+from pagemill.executor.interface import ExecutorFacts, ExecutorMemory, StepHandle
+from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.frame_access import PooledFrames
+from pagemill.kvcache.pages_ahead import PagesAhead
+from pagemill.kvcache.read_ahead import ReadAhead
+from pagemill.kvcache.sizing import host_memory
+from pagemill.models.decoder import OnLayer
+from pagemill.models.loading import LoadedModel
+from pagemill.sampling.logprobs import TokenLogprobs
+from pagemill.sampling.sampler import Sampler, prompt_logprobs
+from pagemill.scheduling.step_plan import StepPlan, StepResult
+
+LOGITS_ROWS = 64
+"""Prompt log probabilities take this many rows of logits at a time: a bound on their memory."""
+
+
+class LocalExecutor:
+    """Implements `Executor` on the backend that the model was loaded with. A step runs when it is submitted: on CPU it
+    would take the cores from whoever planned the next one meanwhile.
+
+    _tables int32 [groups, rows, entries]: frame numbers, -1 where nothing is held
+    _tokens int32 [rows, max_model_len + 1]: prompt, then what has been sampled
+
+    Both lie on the host, where a step's few rows and tokens are picked out of them by NumPy: torch would wake its own
+    threads for that, beside the kernels'.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        backend: Backend,
+        facts: ExecutorFacts,
+        *,
+        block_size: int,
+        max_num_seqs: int,
+    ) -> None:
+        self.facts = facts
+        self.decoder = model.decoder
+        self.sampler = Sampler(max_num_seqs, facts.vocab_size, backend.device, facts.eos_token_ids)
+        self._spec = model.spec
+        self._backend = backend
+        self._device = backend.device
+        self._block_size = block_size
+        entries = -(-facts.max_model_len // block_size)
+        self._tables = np.full((len(facts.windows), max_num_seqs, entries), -1, dtype=np.int32)
+        self._tokens = np.zeros((max_num_seqs, facts.max_model_len + 1), dtype=np.int32)
+        self._prompt_lens = np.zeros(max_num_seqs, dtype=np.int32)
+        self._logits = torch.empty(0, facts.vocab_size)
+        self._read_ahead: ReadAhead | None = None
+
+    def allocate(self, num_frames: int, lower_frames: int = 0, lower_folder: Path | None = None) -> int:
+        self.pool = DevicePool(
+            num_frames,
+            self.decoder.groups,
+            self._spec.num_kv_heads,
+            self._spec.head_dim,
+            self._block_size,
+            self.facts.kv,
+            self._device,
+            layout=self._backend.layout,
+            room=self.memory().total,
+            lower_frames=lower_frames,
+            lower_folder=lower_folder,
+        )
+        self.pages = PagesAhead(self.pool)
+        self.frames = PooledFrames(self.pool, self.pages)
+        self._read_ahead = self.pool.read_ahead() if self.pool.streams_from_disk else None
+        return self.pool.first_lower
+
+    def memory(self) -> ExecutorMemory:
+        on_gpu = self._device.type == "cuda"
+        return ExecutorMemory(*(torch.cuda.mem_get_info(self._device) if on_gpu else host_memory()))
+
+    def apply(self, plan: StepPlan) -> list[int]:
+        for row in plan.freed_rows:
+            self.sampler.remove_row(row)
+        for new in plan.new_rows:
+            tokens = np.array(new.token_ids, dtype=np.int32)
+            self._tokens[new.row, : len(tokens)] = tokens
+            self._prompt_lens[new.row] = new.prompt_len
+            self.sampler.add_row(new.row, new.params, new.seed, tokens[: new.prompt_len], tokens[new.prompt_len :])
+        for row, position, token_ids in plan.chosen_tokens:
+            self._tokens[row, position : position + len(token_ids)] = token_ids
+        work = plan.work
+        written = np.concatenate((work.copy_target, work.edit_frame))
+        self.pages.reach(int(written[written < self.pool.first_lower].max(initial=-1)))
+        if len(work.edit_row):
+            self._tables[work.edit_group, work.edit_row, work.edit_index] = work.edit_frame
+        return self.pool.copy_frames(self._to_device(work.copy_source), self._to_device(work.copy_target))
+
+    def resize(self, num_frames: int) -> None:
+        self.pages.shrink(num_frames)
+        self.pool.resize(num_frames)
+
+    def take_loss(self) -> bool:
+        return self.pool.take_loss()
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        try:
+            return StepHandle(plan, self.run(plan))
+        except Exception as error:
+            return StepHandle(plan, error)
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        if isinstance(handle.pending, Exception):
+            raise handle.pending
+        assert isinstance(handle.pending, StepResult)
+        return handle.pending
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Runs the model over the plan's rows, and samples. Running the same rows again gives the same result."""
+        if not len(plan.rows):
+            return StepResult()
+        query_start = np.zeros(len(plan.rows) + 1, dtype=np.int32)
+        np.cumsum(plan.query_lens, out=query_start[1:])
+        rows = np.repeat(plan.rows, plan.query_lens)
+        positions = np.repeat(plan.starts - query_start[:-1], plan.query_lens) + np.arange(len(rows))
+        context_lens = plan.starts + plan.query_lens
+        ends = context_lens[plan.sample_from]
+        only_argmax = self.sampler.only_argmax(plan.sample_to)
+        hidden = self.decoder.forward(
+            self._to_device(self._tokens[rows, positions].astype(np.int64)),
+            self._batch(plan, query_start, context_lens, rows, positions),
+            self.pool,
+            self._on_layer(plan),
+        )
+        of_prompts: dict[int, list[TokenLogprobs]] = {}
+        for index in plan.prompt_logprobs.tolist():
+            first, last = int(query_start[index]), int(query_start[index + 1])
+            start, row = int(plan.starts[index]), int(plan.rows[index])
+            of_prompts[index] = self._prompt_logprobs(hidden[first:last], start, row)
+        # Sampling comes last: the sampler remembers what it chose, and a step that fails before may be run again.
+        output = self._sample(plan, hidden, query_start, ends, only_argmax)
+        output.prompt_logprobs = of_prompts
+        return output
+
+    def close(self) -> None:
+        if self._read_ahead is not None:
+            self._read_ahead.close()
+
+    def _on_layer(self, plan: StepPlan) -> OnLayer | None:
+        """Returns what reads ahead the blocks on disk that the step attends; None if there are none."""
+        if self._read_ahead is None:
+            return None
+        lower = [frames - self.pool.first_lower for frames in self.streamed_frames(plan)]
+        return self._read_ahead.step(lower) if any(map(len, lower)) else None
+
+    def streamed_frames(self, plan: StepPlan) -> list[NDArray[np.int32]]:
+        entries = -(-int((plan.starts + plan.query_lens).max()) // self._block_size)
+        return [tables[tables >= self.pool.first_lower] for tables in self._tables[:, plan.rows, :entries]]
+
+    def _batch(
+        self,
+        plan: StepPlan,
+        query_start: NDArray[np.int32],
+        context_lens: NDArray[np.int32],
+        rows: NDArray[np.int32],
+        positions: NDArray[np.int64],
+    ) -> AttentionBatch:
+        size = self._block_size
+        max_context = int(context_lens.max())
+        tables = self._tables[:, plan.rows, : -(-max_context // size)]
+        entries, offsets = np.divmod(positions, size)
+        frames = self._tables[:, rows, entries].astype(np.int64, order="C")  # which indexing does not keep
+        slots = np.where(frames < 0, -1, frames * size + offsets)
+        groups = (GroupBatch(self._to_device(t), self._to_device(s)) for t, s in zip(tables, slots, strict=True))
+        return AttentionBatch(
+            query_start=self._to_device(query_start),
+            context_lens=self._to_device(context_lens),
+            positions=self._to_device(positions),
+            groups=tuple(groups),
+            max_query_len=int(plan.query_lens.max()),
+            max_context_len=max_context,
+        )
+
+    def _sample(
+        self,
+        plan: StepPlan,
+        hidden: Tensor,
+        query_start: NDArray[np.int32],
+        ends: NDArray[np.int32],
+        only_argmax: bool,
+    ) -> StepResult:
+        """Samples; `ends` says by sample where its token goes."""
+        if len(plan.sample_from) == 0:
+            return StepResult()
+        last = hidden
+        if plan.forks or len(plan.sample_from) < hidden.shape[0]:
+            tokens = query_start[plan.sample_from + 1] - 1
+            if plan.forks:
+                tokens, which = np.unique(tokens, return_inverse=True)
+            last = _take_rows(hidden, tokens)
+        argmax = self.decoder.argmax(last) if only_argmax else None
+        if argmax is not None:
+            sampled = self.sampler.take_argmax(argmax[which] if plan.forks else argmax)
+        else:
+            with torch.inference_mode():
+                logits = self.decoder.logits(last, self._logits_of(last.shape[0]))
+                sampled = self.sampler.sample(_take_rows(logits, which) if plan.forks else logits, plan.sample_to)
+        self._tokens[plan.sample_to, ends] = sampled.token_ids
+        failed: dict[int, Exception] = {}
+        for i in sampled.not_finite:
+            failed[int(plan.sample_from[i])] = NonFiniteLogitsError(
+                "the model's logits for this request are not finite (NaN or infinite); its weights may be damaged, or "
+                "dtype too narrow for them: try dtype='float32'"
+            )
+        for i in sampled.exhausted:
+            failed[int(plan.sample_from[i])] = SamplingParamsError(
+                "allowed_token_ids, bad_words and min_tokens together forbid every token here; loosen one of them",
+                param="allowed_token_ids",
+            )
+        lost = {i for i, row in enumerate(plan.sample_from.tolist()) if row in failed} if failed else ()
+        return StepResult(
+            [[] if i in lost else [token] for i, token in enumerate(sampled.token_ids)],
+            [None if entry is None or i in lost else [entry] for i, entry in enumerate(sampled.logprobs)],
+            failed,
+        )
+
+    def _logits_of(self, rows: int) -> Tensor | None:
+        """Returns memory for logits, kept between steps. NumPy's comes in huge pages."""
+        if self._device.type != "cpu":
+            return None
+        if rows > len(self._logits):
+            self._logits = torch.from_numpy(np.empty((rows, self._logits.shape[1]), dtype=np.float32))
+        return self._logits[:rows]
+
+    @torch.inference_mode()
+    def _prompt_logprobs(self, hidden: Tensor, start: int, row: int) -> list[TokenLogprobs]:
+        """Returns, for query tokens at start.. of a prompt, log probabilities of the prompt token that follows each."""
+        targets = self._tokens[row, start + 1 : min(start + 1 + len(hidden), int(self._prompt_lens[row]))]
+        found: list[TokenLogprobs] = []
+        for begin in range(0, len(targets), LOGITS_ROWS):
+            part = targets[begin : begin + LOGITS_ROWS]
+            logits = self.decoder.logits(hidden[begin : begin + len(part)])
+            found += prompt_logprobs(logits, part.tolist(), self.sampler.params(row).prompt_logprobs or 0)
+        return found
+
+    def _to_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
+        tensor = torch.from_numpy(array)
+        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+
+
+def _take_rows(x: Tensor, index: NDArray[np.integer[Any]]) -> Tensor:
+    if not x.is_cpu:
+        return x[torch.from_numpy(index).to(x.device)]
+    return torch.from_numpy(x.view(torch.uint8).numpy()[index]).view(x.dtype)

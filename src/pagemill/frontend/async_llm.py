@@ -1,0 +1,296 @@
+"""AsyncLLM: generation as async iterators, with the engine in a process of its own.
+
+Everything here runs in one event loop, except tokenizing, which has a thread. The loop of this class takes what the
+engine sends, detokenizes it and checks stop strings at once; a slow consumer finds all that has gathered in one delta.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pagemill.config import config_for
+from pagemill.engine.messages import EngineReady, PinInfo
+from pagemill.engine.stats import EngineStats
+from pagemill.errors import EngineDeadError, PagemillError, RequestNotFoundError
+from pagemill.frontend.frontend import Frontend, Params
+from pagemill.frontend.input_processor import Prompt
+from pagemill.frontend.output_processor import RequestState
+from pagemill.frontend.outputs import RequestOutput, RunningRequest
+from pagemill.frontend.process_client import ProcessClient
+from pagemill.frontend.request_stream import RequestStream
+from pagemill.frontend.session import AsyncSession
+from pagemill.frontend.worker import WorkerThread
+from pagemill.hub import resolve_model
+from pagemill.namespace import Namespace
+from pagemill.sessions.store import SessionRecord, SessionStore
+from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
+from pagemill.text.tokenizer import Tokenizer
+
+
+class AsyncLLM:
+    """Serves one model from a child process, which starts loading at once.
+
+    Settings are `EngineConfig`'s. `on_progress(done, total)` is told how loading goes, in the event loop.
+    Raises `ModelNotFoundError`, `ConfigError` and `UnknownArgumentError` here, everything else about the model from
+    `ready()`. Every coroutine waits until the model is loaded, and raises `EngineDeadError` once the engine is gone.
+    Use it as `async with AsyncLLM(model) as llm`, or call `shutdown()`.
+    """
+
+    def __init__(self, model: str, *, on_progress: Callable[[int, int], None] | None = None, **settings: Any) -> None:
+        self.config = config_for("AsyncLLM", model, settings)
+        self.config.model = str(resolve_model(model))
+        self.load_progress: tuple[int, int] | None = None
+        self.on_request_end: Callable[[RequestState], None] | None = None
+        """Told of each request when it has ended, in the event loop."""
+        self._on_progress = on_progress
+        self._sessions = SessionStore.of(self.config)  # before a process is started: its file may be refused
+        self._client = ProcessClient(self.config)
+        self._worker = WorkerThread()
+        self._loading_tokenizer = self._worker.submit(Tokenizer.load, self.config)
+        self._frontend: Frontend | None = None
+        self._receiving: asyncio.Task[None] | None = None
+        self._loaded = asyncio.Event()
+        self._died = asyncio.Event()
+
+    # --- life ---
+
+    async def ready(self) -> EngineReady:
+        """Waits until the model is loaded, and returns what the engine is now. Raises what kept it from loading."""
+        return (await self._ready()).client.facts
+
+    @property
+    def is_ready(self) -> bool:
+        return self._frontend is not None and self.error is None
+
+    @property
+    def max_model_len(self) -> int | None:
+        """None until the model is loaded."""
+        return None if self._frontend is None else self._client.facts.max_model_len
+
+    @property
+    def engine_pid(self) -> int:
+        """Process id of the engine."""
+        return self._client.pid
+
+    @property
+    def error(self) -> PagemillError | None:
+        """Why this engine cannot serve any more; None while it can."""
+        return self._client.ended
+
+    async def wait_dead(self) -> PagemillError:
+        """Waits until this engine cannot serve any more, and returns why."""
+        await self._died.wait()
+        assert self.error is not None
+        return self.error
+
+    async def shutdown(self) -> None:
+        """Ends the engine process and waits for it. What still runs gets `EngineDeadError`. May be called twice."""
+        loaded = self.is_ready
+        self._die(EngineDeadError("the engine was shut down"))
+        try:
+            await self._client.close(now=not loaded)
+            if self._receiving is not None:
+                self._receiving.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await self._receiving
+        finally:
+            self._worker.close()
+            self._sessions.close()
+
+    async def __aenter__(self) -> AsyncLLM:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.shutdown()
+
+    # --- requests ---
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: Params | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = DEFAULT_TENANT,
+    ) -> AsyncIterator[RequestOutput]:
+        """Yields what is new, as it comes; the last output is `finished`. Leaving the iterator aborts the request.
+
+        A beam search yields its sequences once, the best first, and so does `best_of`. A smaller `priority` is more
+        urgent; `tenant` is whose the request is. Raises `InvalidRequestError`, `StepFailedError` or `EngineDeadError`.
+        """
+        stream = await self.submit(prompt, sampling_params, request_id, priority=priority, tenant=tenant)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            stream.close()
+
+    async def submit(
+        self,
+        prompt: Prompt,
+        sampling_params: Params | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = DEFAULT_TENANT,
+    ) -> RequestStream:
+        """Returns the answer as `generate` yields it, once the request is checked and under way."""
+        how = {"priority": priority, "tenant": tenant, "arrival_s": time.monotonic()}
+        frontend = await self._ready()
+        return RequestStream(frontend, await frontend.prepare(prompt, sampling_params, request_id, **how))
+
+    async def fork(
+        self,
+        request_id: str,
+        sampling_params: Params | None = None,
+        new_request_id: str | None = None,
+        *,
+        index: int = 0,
+        priority: int = 0,
+    ) -> RequestStream:
+        """Returns the answer to another request, which goes on from what a running one has brought so far.
+
+        Its prompt is the running one's and the tokens of its sequence `index` (the stream's `prompt_token_ids` says
+        which), its answer that of any request with this prompt. It shares all blocks, and takes none until the two
+        diverge. Raises `RequestNotFoundError`, and `InvalidRequestError` for no sequence of it, or a beam.
+        """
+        frontend, origin = await self._ready(), self.running(request_id)
+        fork = await frontend.prepare_fork(origin, index, sampling_params, new_request_id, priority=priority)
+        return RequestStream(frontend, fork)
+
+    def running(self, request_id: str, space: Namespace | None = None) -> RequestState:
+        """Returns a request that has not ended, of any namespace if that is None. Raises `RequestNotFoundError`."""
+        if self._frontend is None:
+            raise RequestNotFoundError(f"no request {request_id!r} is running: the model is being loaded")
+        return self._frontend.running(request_id, space)
+
+    async def requests(self, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> list[RunningRequest]:
+        """Returns a namespace's requests that have not ended, and where their KV blocks lie between two steps."""
+        return await (await self._ready()).requests(Namespace(tenant, cache_salt))
+
+    async def abort(self, request_id: str | Iterable[str]) -> None:
+        """Ends requests; their iterators finish with `finish_reason` "abort". Unknown ids are ignored."""
+        for name in [request_id] if isinstance(request_id, str) else list(request_id):
+            if self._frontend is not None:
+                with contextlib.suppress(RequestNotFoundError):
+                    self._frontend.abort(self._frontend.running(name))
+
+    async def render_chat(
+        self, messages: Sequence[Mapping[str, Any]], *, cache_salt: str = "", **template: Any
+    ) -> Prompt:
+        """Returns a conversation as a prompt for `generate`; see `InputProcessor.render_chat`."""
+        frontend = await self._ready()
+        return await frontend.worker.run(frontend.inputs.render_chat, messages, cache_salt=cache_salt, **template)
+
+    async def tokenizer(self) -> Tokenizer:
+        """Returns the one that this engine uses."""
+        return (await self._ready()).inputs.tokenizer
+
+    # --- sessions and pins ---
+
+    def session(self, name: str, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> AsyncSession:
+        """Returns a conversation that goes on where its last turn ended, under a name of its own in this namespace."""
+        return AsyncSession(self._ready, name, Namespace(tenant, cache_salt))
+
+    async def sessions(self, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> list[SessionRecord]:
+        """Returns the sessions of a namespace, the last used first."""
+        frontend = await self._ready()
+        return await frontend.worker.run(frontend.turns.store.list, Namespace(tenant, cache_salt))
+
+    async def pin(
+        self,
+        prompt: Prompt,
+        *,
+        name: str,
+        expires_s: float | None = None,
+        cache_salt: str = "",
+        tenant: str = DEFAULT_TENANT,
+    ) -> PinInfo:
+        """See `LLM.pin`."""
+        frontend = await self._ready()
+        stream = RequestStream(frontend, await frontend.prepare_pin(prompt, name, expires_s, cache_salt, tenant))
+        try:
+            async for _ in stream:
+                pass
+        finally:
+            stream.close()
+        return await frontend.pin_of(stream.request)
+
+    async def pins(self) -> list[PinInfo]:
+        """Returns all pins, in the order in which they came."""
+        return await (await self._ready()).pins()
+
+    async def unpin(self, name: str, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> None:
+        """See `LLM.unpin`."""
+        await (await self._ready()).unpin(name, Namespace(tenant, cache_salt))
+
+    # --- the engine ---
+
+    async def stats(self) -> EngineStats:
+        """Returns a snapshot taken between two steps."""
+        return await (await self._ready()).stats()
+
+    async def resize_kv_memory(self, kv_memory: int | float | str | None) -> EngineReady:
+        """See `LLM.resize_kv_memory`; happens between two steps, and requests go on."""
+        return await (await self._ready()).resize_kv_memory(kv_memory)
+
+    async def set_tenant(self, name: str, limits: TenantLimits) -> None:
+        """See `LLM.set_tenant`; happens between two steps.
+
+        Raises `ConfigError`, and changes nothing, for what the pool or requests under way do not allow.
+        """
+        await (await self._ready()).set_tenant(name, limits)
+
+    # --- inside ---
+
+    async def _ready(self) -> Frontend:
+        if self._receiving is None and self.error is None:
+            self._receiving = asyncio.create_task(self._receive())
+        await self._loaded.wait()
+        if self.error is not None:
+            raise self.error
+        assert self._frontend is not None
+        return self._frontend
+
+    async def _receive(self) -> None:
+        """Takes everything the engine sends, until it ends."""
+        try:
+            await self._client.load(self._progress)
+            tokenizer = await asyncio.wrap_future(self._loading_tokenizer)
+            frontend = Frontend(self._client, tokenizer, self._sessions, Path(self.config.model).stem, self._worker)
+            frontend.on_request_end = self._tell_end
+            self._frontend = frontend
+            self._loaded.set()
+            while True:
+                frontend.receive(await self._client.receive())
+        except PagemillError as error:
+            self._die(error)
+            await self._client.close(now=self._frontend is None)
+        except Exception as error:
+            self._die(EngineDeadError(f"the front end failed: {type(error).__name__}: {error}"))
+            await self._client.close()
+            raise
+
+    def _tell_end(self, request: RequestState) -> None:
+        if self.on_request_end is not None:
+            self.on_request_end(request)
+
+    def _progress(self, done: int, total: int) -> None:
+        self.load_progress = (done, total)
+        if self._on_progress is not None:
+            self._on_progress(done, total)
+
+    def _die(self, error: PagemillError) -> None:
+        if self.error is not None:
+            return
+        self._client.end(error)
+        self._died.set()
+        self._loaded.set()
+        if self._frontend is not None:
+            self._frontend.fail(error)

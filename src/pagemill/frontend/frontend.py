@@ -1,0 +1,268 @@
+"""Frontend: requests, turns of sessions, pins and queries, over any engine; `LLM` and `AsyncLLM` are its faces.
+
+A request is prepared (checked and tokenized), started, and released. Coroutines wait for the worker and for the
+engine's answers alone: where both are inline, they never wait.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from pagemill.engine.messages import EngineReady, PinInfo, SequenceInfo, SequenceOutput
+from pagemill.engine.queries import (
+    BlocksQuery,
+    PinsQuery,
+    ResizePool,
+    SequencesQuery,
+    SetTenant,
+    StatsQuery,
+    Unpin,
+)
+from pagemill.engine.stats import EngineStats
+from pagemill.errors import InvalidRequestError, PagemillError, PinNotFoundError, RequestNotFoundError, shown
+from pagemill.frontend.client import EngineClient
+from pagemill.frontend.input_processor import InputProcessor, Prompt
+from pagemill.frontend.output_processor import OutputProcessor, RequestState
+from pagemill.frontend.outputs import RunningRequest
+from pagemill.frontend.session_turns import SessionTurns
+from pagemill.frontend.worker import Worker
+from pagemill.namespace import Namespace
+from pagemill.sampling.beam_search_params import BeamSearchParams
+from pagemill.sampling.params import SamplingParams
+from pagemill.sessions.store import SessionStore
+from pagemill.tenant_limits import TenantLimits
+from pagemill.text.tokenizer import Tokenizer
+
+MAX_PIN_NAME = 128
+
+Params = SamplingParams | BeamSearchParams
+
+
+class Frontend:
+    """One loaded engine's front end. All methods belong to one thread; `worker` runs what takes long."""
+
+    def __init__(
+        self, client: EngineClient, tokenizer: Tokenizer, store: SessionStore, model: str, worker: Worker
+    ) -> None:
+        """model: its name, which sessions keep."""
+        self.client = client
+        self.worker = worker
+        self.inputs = InputProcessor(tokenizer, lambda: client.facts)
+        self.turns = SessionTurns(store, self.inputs, model)
+        self.on_request_end: Callable[[RequestState], None] | None = None
+        """Told of each request when it has ended."""
+        self._outputs = OutputProcessor()
+        self._running: dict[str, RequestState] = {}
+        self._numbers = itertools.count()
+
+    # --- requests ---
+
+    def new_request_id(self, wanted: str | None = None) -> str:
+        """Returns an id for a request. Raises `InvalidRequestError` for one that is in use."""
+        request_id = f"request-{next(self._numbers)}" if wanted is None else wanted
+        if request_id in self._running:
+            raise InvalidRequestError(
+                f"a request with the id {request_id!r} is still running; give each its own", param="request_id"
+            )
+        return request_id
+
+    async def prepare(
+        self, prompt: Prompt, params: Params | None, request_id: str | None = None, **how: Any
+    ) -> RequestState:
+        """Returns a request that can be started. Raises what `InputProcessor.process` raises, whose `how` this is."""
+        params, name = SamplingParams() if params is None else params, self.new_request_id(request_id)
+        return await self.worker.run(self.inputs.process, prompt, params, name, **how)
+
+    async def prepare_fork(
+        self, origin: RequestState, index: int, params: Params | None, request_id: str | None, *, priority: int
+    ) -> RequestState:
+        """Returns a request that goes on from what a running one's sequence `index` has brought so far."""
+        if not 0 <= index < len(origin.sequences):
+            raise InvalidRequestError(
+                f"the request {origin.request_id!r} has {len(origin.sequences)} sequences, and none with the index "
+                f"{index}; name one from 0 on"
+            )
+        if origin.searches:
+            raise InvalidRequestError(
+                f"the request {origin.request_id!r} is a beam search, whose sequences are not known before its end; "
+                f"wait for that"
+            )
+        tokens, space = origin.prompt_token_ids + origin.sequences[index].token_ids, origin.space
+        prompt = {"prompt_token_ids": tokens, "cache_salt": space.cache_salt}
+        fork = await self.prepare(prompt, params, request_id, priority=priority, tenant=space.tenant)
+        fork.asked.fork_of = origin.engine_id, index
+        return fork
+
+    async def prepare_turn(self, begin: Callable[..., RequestState], *args: Any, **how: Any) -> RequestState:
+        """Returns the request that `begin`, a method of `turns`, makes of these arguments. `end_turn` must follow."""
+        begun: list[RequestState] = []
+
+        def give_back() -> None:
+            for request in begun:
+                self.end_turn(request)
+
+        try:
+            await self.worker.run(lambda: begun.append(begin(*args, **how)))
+        except BaseException:
+            self.worker.run_behind(give_back)  # whoever leaves while it is being begun leaves behind it
+            raise
+        return begun[0]
+
+    def start(self, request: RequestState) -> None:
+        """Sends a prepared request to the engine. Raises `InvalidRequestError` or `EngineDeadError`."""
+        try:
+            name = self.new_request_id(request.request_id)
+            # Steps under way may still bring tokens of an earlier request of this name: the engine's is used once.
+            request.asked.request_id = f"{name}#{next(self._numbers)}"
+            self.client.submit(request.asked)
+        except BaseException:
+            self.end_turn(request)
+            raise
+        self._running[name] = request
+        self._outputs.add(request)
+
+    def receive(self, outputs: Iterable[SequenceOutput]) -> list[RequestState]:
+        """Takes what a step has brought, and returns the requests that have something new."""
+        update = self._outputs.process(outputs)
+        if update.stopped:
+            self.client.finish(update.stopped)
+        for request in update.changed:
+            request.tell()
+            if request.finished:
+                self.release(request)
+        return update.changed
+
+    def release(self, request: RequestState) -> None:
+        """Forgets a request; one that the engine still runs is aborted. Its name may be another's by now."""
+        if self._running.get(request.request_id) is not request:
+            return
+        del self._running[request.request_id]
+        self._outputs.remove(request)
+        if self.on_request_end is not None:
+            self.on_request_end(request)
+        if not request.finished:
+            self.client.abort([request.engine_id])
+
+    def abort(self, request: RequestState) -> None:
+        """Ends a request with `finish_reason` "abort"; what has come stays."""
+        self.release(request)
+        request.abort()
+
+    def fail(self, error: PagemillError) -> None:
+        """Ends every request with an error, for an engine that is gone."""
+        running, self._running = self._running, {}
+        self._outputs = OutputProcessor()  # what the last steps still bring belongs to nobody
+        for request in running.values():
+            request.fail(error)
+
+    def running(self, request_id: str, space: Namespace | None = None) -> RequestState:
+        """Returns a request that has not ended, of any namespace if that is None. Raises `RequestNotFoundError`."""
+        request = self._running.get(request_id)
+        if request is None or (space is not None and request.space != space):
+            raise RequestNotFoundError(
+                f"no request {request_id!r} is running; to go on from one that has ended, give all of it as a prompt"
+            )
+        return request
+
+    async def requests(self, space: Namespace) -> list[RunningRequest]:
+        """Returns a namespace's requests that have not ended, and where their KV blocks lie between two steps."""
+        found: dict[str, list[SequenceInfo]] = {}
+        for sequence in (await self.client.ask(SequencesQuery())).sequences:
+            found.setdefault(sequence.request_id, []).append(sequence)
+        return [
+            RunningRequest(request.request_id, request.prompt_token_ids, found[request.engine_id])
+            for request in self._running.values()
+            if request.space == space and request.engine_id in found
+        ]
+
+    # --- sessions ---
+
+    async def commit_turn(self, request: RequestState) -> None:
+        """Appends a finished request's answer to its session, if it is a turn of one that has not ended."""
+        if request.turn is not None:
+            await self.worker.run(self.turns.commit, request)
+
+    def end_turn(self, request: RequestState) -> None:
+        """Gives the session of a turn back; one that was not committed leaves no trace."""
+        if request.turn is not None:
+            self.turns.release(request.turn)
+
+    async def kv_blocks(self, token_ids: list[int], space: Namespace) -> dict[str, int]:
+        """Returns, by tier, how many blocks a prompt would find that goes on behind these tokens."""
+        return (await self.client.ask(BlocksQuery(token_ids, *space))).by_tier
+
+    # --- pins ---
+
+    async def prepare_pin(
+        self, prompt: Prompt, name: str, expires_s: float | None, cache_salt: str, tenant: str
+    ) -> RequestState:
+        """Returns a request for the prompt's whole blocks, which become a pin. Raises `InvalidRequestError`."""
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_PIN_NAME or "/" in name:
+            raise InvalidRequestError(
+                f"the pin's name is {shown(name)}; it must be 1 to {MAX_PIN_NAME} characters without a slash",
+                param="name",
+            )
+        is_number = isinstance(expires_s, (int, float)) and not isinstance(expires_s, bool)
+        if expires_s is not None and not (is_number and 0 < expires_s < math.inf):
+            raise InvalidRequestError(
+                f"expires_s is {shown(expires_s)}; it must be above 0 seconds, or None to keep the pin",
+                param="expires_s",
+            )
+        if Namespace(tenant, cache_salt).cache_salt:
+            prompt = _salted(prompt, cache_salt)
+        params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
+        request = await self.prepare(prompt, params, tenant=tenant)
+        asked, size = request.asked, self.client.facts.block_size
+        whole = len(asked.prompt_token_ids) // size * size
+        if not whole:
+            raise InvalidRequestError(
+                f"pin {name!r} has {len(asked.prompt_token_ids)} tokens; blocks are shared whole, so pin {size} at "
+                f"least",
+                param="prompt",
+            )
+        asked.prompt_token_ids = asked.prompt_token_ids[:whole]
+        asked.pin, asked.pin_expires_s = name, expires_s
+        return request
+
+    async def pin_of(self, request: RequestState) -> PinInfo:
+        """Returns the pin that a finished request became. Raises why it failed, or `PinNotFoundError`."""
+        if request.error is not None:
+            raise request.error
+        name = request.asked.pin
+        for pin in await self.pins():
+            if (pin.tenant, pin.cache_salt, pin.name) == (*request.space, name):
+                return pin
+        raise PinNotFoundError(f"pin {name!r} has expired, or was unpinned, as soon as it was computed", param="name")
+
+    async def pins(self) -> list[PinInfo]:
+        """Returns all pins, in the order in which they came."""
+        return (await self.client.ask(PinsQuery())).pins
+
+    async def unpin(self, name: str, space: Namespace) -> None:
+        """Ends a pin. Raises `PinNotFoundError`."""
+        await self.client.ask(Unpin(name, *space))
+
+    # --- the engine ---
+
+    async def stats(self) -> EngineStats:
+        """Returns a snapshot taken between two steps."""
+        return await self.client.ask(StatsQuery())
+
+    async def resize_kv_memory(self, kv_memory: int | float | str | None) -> EngineReady:
+        """See `LLM.resize_kv_memory`."""
+        return await self.client.ask(ResizePool(kv_memory))
+
+    async def set_tenant(self, name: str, limits: TenantLimits) -> None:
+        """See `LLM.set_tenant`."""
+        limits = TenantLimits.read(name, limits)
+        await self.client.ask(SetTenant(name, limits))
+        self.turns.store.set_limit(name, limits.max_sessions)
+
+
+def _salted(prompt: Prompt, cache_salt: str) -> Prompt:
+    if isinstance(prompt, Mapping):
+        return {**prompt, "cache_salt": cache_salt}
+    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": cache_salt}

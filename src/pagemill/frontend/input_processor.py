@@ -1,0 +1,239 @@
+"""From what a caller writes to an `EngineRequest`: prompt forms, tokenizing, and every check that needs no engine.
+
+Nothing is shortened or clamped in silence: what can not be served as it was asked for is an error.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import operator
+import time
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Integral
+from typing import Any, TypeAlias
+
+from pagemill.arguments import as_list
+from pagemill.engine.messages import EngineReady, EngineRequest
+from pagemill.engine.prompt_length import check_prompt_length
+from pagemill.errors import (
+    InvalidRequestError,
+    PromptTooLongError,
+    RequestTooLargeError,
+    SamplingParamsError,
+    TokenOutOfVocabularyError,
+    UnknownArgumentError,
+    UnknownTenantError,
+    shown,
+)
+from pagemill.frontend.output_processor import BestOf, RequestState
+from pagemill.namespace import Namespace
+from pagemill.sampling.beam_search_params import BeamSearchParams
+from pagemill.sampling.params import SamplingParams, check_vocabulary
+from pagemill.tenant_limits import DEFAULT_TENANT
+from pagemill.text.tokenizer import Tokenizer
+
+Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
+"""Text, token ids, or a dict: `{"prompt": text}` or `{"prompt_token_ids": ids}`, either with a `"cache_salt"`.
+
+Where a dict has both, the ids count and the text is only kept for the output.
+"""
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+MAX_PRIORITY = 2**31 - 1
+MAX_PROMPTS = 65536
+"""Prompts of one call: all are held until the last has its answer."""
+
+
+class InputProcessor:
+    """Holds what the checks need of the loaded model. `facts` returns what its engine is now."""
+
+    def __init__(self, tokenizer: Tokenizer, facts: Callable[[], EngineReady]) -> None:
+        self.tokenizer = tokenizer
+        self.facts = facts
+
+    def process(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | BeamSearchParams,
+        request_id: str,
+        *,
+        priority: int = 0,
+        arrival_s: float | None = None,
+        tenant: str = DEFAULT_TENANT,
+        in_session: bool = False,
+    ) -> RequestState:
+        """Raises `InvalidRequestError` or one of its children; `params` is never changed."""
+        if not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
+            raise InvalidRequestError(
+                f"priority is {shown(priority)}; it must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
+                param="priority",
+            )
+        text, token_ids, salt = self._read(prompt)
+        tenant, salt = Namespace(tenant, salt)
+        if tenant not in self.facts().tenants:
+            raise UnknownTenantError.of(tenant, self.facts().tenants)
+        self._check_prompt(token_ids)
+        beam = None
+        if isinstance(params, BeamSearchParams):
+            beam = dataclasses.replace(params)
+            params = self._params_of_search(beam)
+        params = self._fit_params(params, len(token_ids))
+        best_of = None
+        if params.best_of is not None and params.best_of > params.n:
+            best_of = BestOf(params.n, params.logprobs is not None)
+            params.n, params.logprobs = params.best_of, params.logprobs or 0
+        request = EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=token_ids,
+            params=params,
+            arrival_s=time.monotonic() if arrival_s is None else arrival_s,
+            priority=priority,
+            cache_salt=salt,
+            beam=beam,
+            tenant=tenant,
+            in_session=in_session,
+        )
+        return RequestState(request, self.tokenizer, text, best_of)
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], *, cache_salt: str = "", **template: Any) -> Prompt:
+        """A conversation as a prompt, through the model's chat template (or `chat_template` among `template`).
+
+        Raises `TokenizerError` if there is no template, `InvalidRequestError` if it refuses these messages.
+        """
+        text, token_ids = self.tokenizer.encode_chat(messages, **template)
+        return {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": cache_salt}
+
+    def _read(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
+        salt = ""
+        text: Any = None
+        token_ids: Any = None
+        if isinstance(prompt, str):
+            text = prompt
+        elif isinstance(prompt, Mapping):
+            for key in prompt:
+                if key not in PROMPT_KEYS:
+                    raise UnknownArgumentError.of("a prompt", str(key), PROMPT_KEYS)
+            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            salt = "" if prompt.get("cache_salt") is None else prompt["cache_salt"]
+            if text is None and token_ids is None:
+                raise InvalidRequestError('a prompt dict needs "prompt" (text) or "prompt_token_ids"', param="prompt")
+        else:
+            token_ids = prompt
+        if text is not None and not isinstance(text, str):
+            raise InvalidRequestError(f"the prompt is of type {type(text).__name__}; it must be text", param="prompt")
+        if token_ids is not None:
+            return text, token_ids_of(token_ids), salt
+        if text is None:
+            raise InvalidRequestError("the prompt is None; give a text or token ids", param="prompt")
+        return text, self.tokenizer.encode(text), salt
+
+    def _check_prompt(self, token_ids: list[int]) -> None:
+        check_prompt_length(len(token_ids), self.facts().max_model_len)
+        for token_id in (min(token_ids), max(token_ids)):
+            if not 0 <= token_id < self.facts().vocab_size:
+                raise TokenOutOfVocabularyError(
+                    f"the prompt has the token id {token_id}; this model's are 0 to {self.facts().vocab_size - 1}; "
+                    f"take them from this model's tokenizer",
+                    param="prompt",
+                )
+
+    def _params_of_search(self, beam: BeamSearchParams) -> SamplingParams:
+        """How many sequences come back, how long they may be, and how they become text."""
+        limit = min(self.facts().max_num_seqs, self.facts().vocab_size - len(self.facts().eos_token_ids))
+        if beam.beam_width > limit:
+            raise RequestTooLargeError(
+                f"beam_width is {beam.beam_width}, but max_num_seqs lets {limit} sequences run at once; make it "
+                f"smaller or raise that",
+                param="beam_width",
+            )
+        return SamplingParams(
+            n=beam.beam_width,
+            max_tokens=beam.max_tokens,
+            ignore_eos=beam.ignore_eos,
+            include_stop_str_in_output=beam.include_stop_str_in_output,
+        )
+
+    def _fit_params(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
+        """A copy that says in numbers what the engine must do: bad words as tokens.
+
+        It is checked once more: the caller may have changed the parameters since they were made.
+        """
+        if not isinstance(params, SamplingParams):
+            raise SamplingParamsError(
+                f"sampling_params is {shown(params)}; it must be SamplingParams(...)", param="sampling_params"
+            )
+        params = dataclasses.replace(params)
+        name, count = ("n", params.n) if params.best_of is None else ("best_of", params.best_of)
+        if count > self.facts().max_num_seqs:
+            raise RequestTooLargeError(
+                f"{name} is {count}, but max_num_seqs lets {self.facts().max_num_seqs} sequences run at once; ask for "
+                f"fewer or raise it",
+                param=name,
+            )
+        limit = self.facts().max_model_len
+        room = limit - prompt_len
+        if params.max_tokens is None:
+            if params.min_tokens > room:
+                raise PromptTooLongError(
+                    f"min_tokens is {params.min_tokens}, but after the prompt's {prompt_len} tokens only {room} fit "
+                    f"into max_model_len ({limit}); lower min_tokens or raise max_model_len",
+                    param="min_tokens",
+                )
+        elif params.max_tokens > room:
+            raise PromptTooLongError(
+                f"the prompt's {prompt_len} tokens and max_tokens {params.max_tokens} make "
+                f"{prompt_len + params.max_tokens}, over max_model_len ({limit}); ask for at most {room} tokens, or "
+                f"leave max_tokens out to use what is left",
+                param="max_tokens",
+            )
+        if params.bad_words:
+            params.bad_words_token_ids = self.tokenizer.bad_words_token_ids(params.bad_words)
+        check_vocabulary(params, self.facts().vocab_size)
+        return params
+
+
+def token_ids_of(values: Any) -> list[int]:
+    """Returns token ids as a list of integers: from a list, another sequence, an array or a tensor of one dimension.
+
+    Raises `InvalidRequestError` for anything else.
+    """
+    listed = as_list(values)
+    try:
+        if isinstance(listed, list):
+            return [operator.index(value) for value in listed]
+    except TypeError:
+        pass
+    raise InvalidRequestError(f"prompt_token_ids must be a list of integers, not {shown(values)}", param="prompt")
+
+
+def as_list_of_prompts(prompts: Any) -> list[Prompt]:
+    """Returns one prompt or many as a list; a list of integers is one prompt of token ids.
+
+    Raises `InvalidRequestError` for what is no prompt, and for more than `MAX_PROMPTS`.
+    """
+    if isinstance(prompts, (str, Mapping)):
+        return [prompts]
+    listed = as_list(prompts)
+    if not isinstance(listed, list):
+        raise InvalidRequestError(
+            f"prompts is {shown(prompts)}; it must be a text, token ids, a dict with one of them, or a list of these",
+            param="prompts",
+        )
+    if listed and all(isinstance(item, Integral) for item in listed):
+        return [listed]
+    if len(listed) > MAX_PROMPTS:
+        raise InvalidRequestError(
+            f"prompts has {len(listed)} entries; give at most {MAX_PROMPTS} prompts in one call", param="prompts"
+        )
+    return listed
+
+
+def one_per_prompt(values: Any, count: int, name: str) -> list[Any]:
+    """Returns a single value for all prompts, or a list of as many as there are prompts."""
+    if not isinstance(values, (list, tuple)):
+        return [values] * count
+    if len(values) != count:
+        raise SamplingParamsError(
+            f"{len(values)} {name} were given for {count} prompts; give one, or one each", param=name
+        )
+    return list(values)

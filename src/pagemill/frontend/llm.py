@@ -1,0 +1,273 @@
+"""LLM: generation in this process, for scripts and notebooks. Method and argument names are vLLM's."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+
+from pagemill.arguments import suggest_keywords
+from pagemill.config import config_for
+from pagemill.engine.messages import EngineReady, PinInfo
+from pagemill.engine.stats import EngineStats
+from pagemill.errors import SamplingParamsError
+from pagemill.frontend.frontend import Frontend
+from pagemill.frontend.input_processor import Prompt, as_list_of_prompts, one_per_prompt
+from pagemill.frontend.output_processor import RequestState
+from pagemill.frontend.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from pagemill.frontend.session import Session
+from pagemill.frontend.worker import Inline, immediately
+from pagemill.hub import resolve_model
+from pagemill.namespace import Namespace
+from pagemill.sampling.beam_search_params import BeamSearchParams
+from pagemill.sampling.params import SamplingParams
+from pagemill.sessions.store import SessionRecord, SessionStore
+from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
+from pagemill.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+class LLM:
+    """One loaded model. Settings are `EngineConfig`'s. Not thread-safe.
+
+    Raises `UnknownArgumentError`, `ConfigError` and `ModelLoadError` children. Close it, or use it as a context
+    manager, to give its memory back before the process ends.
+    """
+
+    def __init__(self, model: str, **settings: Any) -> None:
+        self.config = config_for("LLM", model, settings)
+        self.config.model = str(resolve_model(self.config.model))
+        tokenizer = Tokenizer.load(self.config)
+        store = SessionStore.of(self.config)
+        from pagemill.frontend.inline_client import InlineClient  # torch, which importing this module does not need
+
+        with tqdm(desc="Loading weights", unit="B", unit_scale=True, leave=False, disable=None) as bar:
+
+            def progress(done: int, total: int) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            self.client = InlineClient(self.config, progress)
+        self.frontend = Frontend(self.client, tokenizer, store, Path(self.config.model).stem, Inline())
+        sys.stderr.write(f"pagemill: {self.client.facts.description}\n")
+
+    @suggest_keywords
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | BeamSearchParams | Sequence[SamplingParams | BeamSearchParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = DEFAULT_TENANT,
+    ) -> list[RequestOutput]:
+        """Continues prompts: text, `{"prompt": …}`, `{"prompt_token_ids": …}`, token ids, or a list of any of these.
+
+        Parameters are one for all prompts or one each (default `SamplingParams()`); a smaller `priority` is more
+        urgent, and `tenant` is whose the request is (see `EngineConfig.tenants`). Outputs are in the order of the
+        prompts. If any prompt or parameter is wrong, `InvalidRequestError` (or a child) is raised before anything runs.
+        A request that fails while it runs has `finish_reason` "error" and its `error`; the others go on. Ctrl-C ends
+        all requests of this call after the step that is running.
+        """
+        listed = as_list_of_prompts(prompts)
+        params = one_per_prompt(SamplingParams() if sampling_params is None else sampling_params, len(listed), "params")
+        priorities = one_per_prompt(priority, len(listed), "priorities")
+        tenants = one_per_prompt(tenant, len(listed), "tenants")
+        requests = [
+            immediately(self.frontend.prepare(prompt, each, priority=rank, tenant=owner))
+            for prompt, each, rank, owner in zip(listed, params, priorities, tenants, strict=True)
+        ]
+        return self._run(requests, use_tqdm)
+
+    @suggest_keywords
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams,
+        *,
+        use_tqdm: bool = False,
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = DEFAULT_TENANT,
+    ) -> list[BeamSearchOutput]:
+        """Searches the continuations of each prompt for those of the best score. Prompts, `priority` and `tenant` are
+        what `generate` takes.
+
+        Outputs are in the order of the prompts. Raises `InvalidRequestError` (or a child) before anything runs. A
+        search that fails while it runs has an `error` and no sequences; the others go on.
+        """
+        if not isinstance(params, BeamSearchParams):
+            raise SamplingParamsError(f"params is {params!r}; it must be BeamSearchParams(...)", param="params")
+        outputs = self.generate(prompts, params, use_tqdm=use_tqdm, priority=priority, tenant=tenant)
+        return [self._searched(output, params) for output in outputs]
+
+    def _searched(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
+        error = output.outputs[0].error
+        if error is not None:
+            return BeamSearchOutput([], error)
+        sequences = []
+        for found in output.outputs:
+            assert found.cumulative_logprob is not None
+            tokens = output.prompt_token_ids + found.token_ids
+            shown = len(tokens) - (found.finish_reason == "stop" and not params.include_stop_str_in_output)
+            text = self.frontend.inputs.tokenizer.decode(tokens[:shown])
+            sequences.append(BeamSearchSequence(tokens, text, found.cumulative_logprob, found.finish_reason))
+        return BeamSearchOutput(sequences)
+
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
+        sampling_params: SamplingParams | BeamSearchParams | Sequence[SamplingParams | BeamSearchParams] | None = None,
+        *,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = DEFAULT_TENANT,
+        cache_salt: str = "",
+        **template: Any,
+    ) -> list[RequestOutput]:
+        """Answers one conversation (a list of `{"role", "content"}`) or a list of them, through the chat template.
+
+        `template` goes to the template: `add_generation_prompt`, `chat_template`, `tools`, and its own variables.
+        """
+        single = not isinstance(messages, Sequence) or (messages and isinstance(messages[0], Mapping))
+        conversations: Any = [messages] if single else messages
+        prompts = [
+            self.frontend.inputs.render_chat(conversation, cache_salt=cache_salt, **template)
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, tenant=tenant)
+
+    def pin(
+        self,
+        prompt: Prompt,
+        *,
+        name: str,
+        expires_s: float | None = None,
+        cache_salt: str = "",
+        tenant: str = DEFAULT_TENANT,
+    ) -> PinInfo:
+        """Computes a prefix and keeps its whole blocks in the pool until it is unpinned, or for so many seconds.
+
+        A pin of the same name in the same namespace (`tenant` and `cache_salt`) is replaced. Raises `PinLimitError`
+        where it would take more than `max_pinned_share` of the pool, or leave too little for an accepted request or for
+        what another tenant is guaranteed.
+        """
+        request = immediately(self.frontend.prepare_pin(prompt, name, expires_s, cache_salt, tenant))
+        self._run([request])
+        return immediately(self.frontend.pin_of(request))
+
+    def pins(self) -> list[PinInfo]:
+        """Returns all pins, in the order in which they came."""
+        return immediately(self.frontend.pins())
+
+    def unpin(self, name: str, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> None:
+        """Ends a pin: its blocks are cached from now on, like any others. Raises `PinNotFoundError`."""
+        immediately(self.frontend.unpin(name, Namespace(tenant, cache_salt)))
+
+    def session(self, name: str, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> Session:
+        """Returns a conversation that goes on where its last turn ended, under a name of its own in this namespace."""
+        return Session(self.frontend, self._run, name, Namespace(tenant, cache_salt))
+
+    def sessions(self, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> list[SessionRecord]:
+        """Returns the sessions of a namespace, the last used first."""
+        return self.frontend.turns.store.list(Namespace(tenant, cache_salt))
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The one that this engine uses."""
+        return self.frontend.inputs.tokenizer
+
+    def get_tokenizer(self) -> Any:
+        """transformers' tokenizer for the same files, as vLLM gives it."""
+        return self.frontend.inputs.tokenizer.hf
+
+    def stats(self) -> EngineStats:
+        """Returns counters since the start, and the pool's state now."""
+        return immediately(self.frontend.stats())
+
+    def resize_kv_memory(self, kv_memory: int | float | str | None) -> EngineReady:
+        """Gives the KV pool another size: bytes, "512MiB", a share of what is free; "used" keeps only what running
+        requests need, None goes back to the size at the start. Memory that goes is the system's at once.
+
+        What is cached beyond the new size is evicted, to lower tiers where there are any. Raises `ConfigError` or
+        `KVMemoryError`, and changes nothing, for what can not be; `ResizeFailedError`, which says what has ended, if
+        the device fails on the way.
+        """
+        return immediately(self.frontend.resize_kv_memory(kv_memory))
+
+    def set_tenant(self, name: str, limits: TenantLimits) -> None:
+        """Makes a tenant known, or changes its limits. Raises `ConfigError`, and changes nothing, for what the pool can
+        not keep; its message says what it could."""
+        immediately(self.frontend.set_tenant(name, limits))
+
+    def close(self) -> None:
+        """Gives the model and the KV pool back. May be called twice; `generate` then raises `EngineDeadError`."""
+        immediately(self.client.close())
+        self.frontend.turns.store.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _run(self, requests: list[RequestState], use_tqdm: bool = False) -> list[RequestOutput]:
+        """Runs requests that have been prepared to their end."""
+        client, generated = self.client, 0
+        try:
+            with (
+                _interrupts_after_steps() as interrupted,
+                tqdm(total=len(requests), desc="Processed prompts", unit="prompt", disable=not use_tqdm) as bar,
+            ):
+                for request in requests:
+                    self.frontend.start(request)
+                while client.has_work():
+                    outputs = client.step()
+                    changed = self.frontend.receive(outputs)
+                    generated += sum(len(output.new_token_ids) for output in outputs)
+                    finished = sum(request.finished for request in changed)
+                    if finished:
+                        elapsed = bar.format_dict["elapsed"] or 1e-9
+                        bar.set_postfix_str(f"{generated / elapsed:.1f} tokens/s", refresh=False)
+                        bar.update(finished)
+                    if interrupted.is_set():
+                        raise KeyboardInterrupt
+            for request in requests:
+                if request.error is not None:
+                    logger.warning("%s failed: %s", request.request_id, request.error)
+            return [request.whole() for request in requests]
+        finally:
+            for request in requests:
+                self.frontend.release(request)
+
+
+@contextlib.contextmanager
+def _interrupts_after_steps() -> Iterator[threading.Event]:
+    """Ctrl-C sets the event, so that it ends the loop between two steps, never in the middle of one.
+
+    Only where Ctrl-C would raise `KeyboardInterrupt`: in the main thread, with Python's own handler.
+    """
+    interrupted = threading.Event()
+
+    def remember(_: int, __: FrameType | None) -> None:
+        interrupted.set()
+
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )
+    if ours:
+        signal.signal(signal.SIGINT, remember)
+    try:
+        yield interrupted
+    finally:
+        if ours:
+            signal.signal(signal.SIGINT, signal.default_int_handler)

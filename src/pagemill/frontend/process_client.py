@@ -1,0 +1,195 @@
+"""ProcessClient: an engine in a child process, spoken with over a socket pair."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import signal
+import subprocess
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import msgspec
+
+from pagemill.config import EngineConfig
+from pagemill.engine.messages import (
+    AbortRequests,
+    EngineFault,
+    EngineReady,
+    EngineRequest,
+    FinishSequences,
+    LoadProgress,
+    Refused,
+    SequenceOutput,
+    Shutdown,
+    Start,
+    StepOutputs,
+)
+from pagemill.engine.queries import Answer, FromEngine, Query, Question
+from pagemill.engine.wire import HEADER, frame
+from pagemill.errors import EngineDeadError, PagemillError, error_of
+from pagemill.frontend.spawn import spawn
+
+A = TypeVar("A")
+
+SHUTDOWN_TIMEOUT_S = 10.0
+"""A process that has not ended after so long is killed."""
+KEEPING_TIMEOUT_S = 300.0
+"""The same of one with a disk tier, on which it may have gigabytes to keep."""
+
+
+class ProcessClient:
+    """An `EngineClient` of one process. Loading begins with construction; all coroutines belong to one event loop.
+
+    Queries are answered, and facts brought up to date, while somebody awaits `receive`.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.ended: PagemillError | None = None
+        """Why nothing can be asked of this engine any more; None while it can."""
+        self._child = spawn()
+        self._timeout_s = SHUTDOWN_TIMEOUT_S if config.kv_disk_memory is None else KEEPING_TIMEOUT_S
+        self._process, self._socket = self._child.process, self._child.socket
+        self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._facts: EngineReady | None = None
+        self._question_ids = itertools.count()
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._socket.sendall(frame(Start(config)))
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine."""
+        return self._process.pid
+
+    @property
+    def loaded(self) -> bool:
+        """Returns whether the engine has said that it is loaded."""
+        return self._facts is not None
+
+    @property
+    def facts(self) -> EngineReady:
+        assert self._facts is not None
+        return self._facts
+
+    async def load(self, on_progress: Callable[[int, int], None]) -> None:
+        """Attaches to the running event loop, and waits until the engine is loaded. Raises what kept it from that."""
+        self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
+        while self._facts is None:
+            message = await self._next()
+            if isinstance(message, LoadProgress):
+                on_progress(message.done, message.total)
+            elif isinstance(message, EngineReady):
+                self._facts = message
+
+    async def receive(self) -> list[SequenceOutput]:
+        """Waits for the next step's outputs. Raises why there will be none when the process has ended."""
+        while True:
+            match await self._next():
+                case StepOutputs() as message:
+                    return message.outputs
+                case Answer() as message:
+                    self._answered(message)
+                case EngineReady() as message:
+                    self._facts = message
+
+    def submit(self, request: EngineRequest) -> None:
+        if self.ended is not None:
+            raise self.ended
+        self._send(request)
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._send(AbortRequests(request_ids))
+
+    def finish(self, sequences: list[tuple[str, int]]) -> None:
+        self._send(FinishSequences(sequences))
+
+    async def ask(self, query: Query[A]) -> A:
+        if self.ended is not None:
+            raise self.ended
+        question = Question(next(self._question_ids), query)  # type: ignore[arg-type]
+        self._send(question)
+        answer = self._asked[question.id] = asyncio.get_running_loop().create_future()
+        try:
+            result: A = await answer
+            return result
+        finally:
+            self._asked.pop(question.id, None)
+
+    def end(self, error: PagemillError) -> None:
+        """Answers every question with this error, now and from now on. The process is left to itself."""
+        self.ended = error
+        asked, self._asked = self._asked, {}
+        for answer in asked.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+    async def close(self, *, now: bool = False) -> None:
+        """Ends the process: after its current step, or `now` (nothing it holds needs saving). May be called twice."""
+        if self.ended is None:
+            self.end(EngineDeadError("the engine was shut down"))
+        if now:
+            self._process.kill()
+        else:
+            self._send(Shutdown())
+        await self._wait()
+        if self._writer is not None:
+            self._writer.close()
+            with contextlib.suppress(OSError):
+                await self._writer.wait_closed()
+        self._child.end()
+
+    def _send(self, message: Any) -> None:
+        """Queues a message, in order. Nothing happens if the process is gone: `receive` says so."""
+        data = frame(message)
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(data)
+
+    async def _next(self) -> FromEngine:
+        assert self._reader is not None
+        fault: EngineFault | None = None
+        try:
+            while True:
+                (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
+                message = self._decoder.decode(await self._reader.readexactly(length))
+                if not isinstance(message, EngineFault):
+                    return message
+                fault = message
+        except (asyncio.IncompleteReadError, ConnectionError):
+            raise cause_of_death(fault, await self._wait(), loaded=self.loaded) from None
+
+    def _answered(self, message: Answer) -> None:
+        """Ignores answers that nobody waits for any more."""
+        asked = self._asked.pop(message.id, None)
+        if asked is None or asked.done():
+            return
+        if isinstance(message.answer, Refused):
+            refused = message.answer
+            asked.set_exception(error_of(refused.error_type, refused.message, refused.param))
+        else:
+            asked.set_result(message.answer)
+
+    async def _wait(self) -> int:
+        """Waits for the process to end, kills it when the time is over, and returns its exit status."""
+        try:
+            return await asyncio.to_thread(self._process.wait, self._timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            return await asyncio.to_thread(self._process.wait)
+
+
+def cause_of_death(fault: EngineFault | None, status: int, *, loaded: bool) -> PagemillError:
+    """Returns the engine's own error for one that has not loaded, and an `EngineDeadError` afterwards."""
+    if fault is not None and not loaded:
+        return error_of(fault.error_type, fault.message)
+    if fault is not None:
+        why = f"{fault.error_type}: {fault.message}"
+    elif status < 0:
+        why = f"killed by {signal.Signals(-status).name}"
+        if status == -signal.SIGKILL:
+            why += ", perhaps for want of memory: lower kv_memory or max_num_batched_tokens"
+    else:
+        why = f"exit status {status}, see its messages on stderr"
+    return EngineDeadError(f"the engine process is gone ({why}); start a new one")

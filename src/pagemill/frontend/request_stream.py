@@ -1,0 +1,69 @@
+"""RequestStream: one request of an `AsyncLLM`, whose answer comes as an async iterator."""
+
+from __future__ import annotations
+
+import asyncio
+
+from pagemill.frontend.frontend import Frontend
+from pagemill.frontend.output_processor import RequestState
+from pagemill.frontend.outputs import RequestOutput
+
+
+class RequestStream:
+    """The answer to one request as it comes: an async iterator of deltas, for one consumer.
+
+    Raises the request's own error, or `EngineDeadError`. Leaving it early must be said with `close()`. The last output
+    of a session's turn is given once the session has the turn: an answer that was aborted stays as far as it came, one
+    that failed, or whose reader left, leaves no trace.
+    """
+
+    def __init__(self, frontend: Frontend, request: RequestState) -> None:
+        """Sends a prepared request to the engine. Raises what `Frontend.start` raises."""
+        self.request = request
+        self._frontend = frontend
+        self._changed = asyncio.Event()
+        self._ended = False
+        request.on_news = self._changed.set
+        frontend.start(request)
+
+    @property
+    def request_id(self) -> str:
+        return self.request.request_id
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        return self.request.prompt_token_ids
+
+    def whole(self) -> RequestOutput:
+        """Returns all that has come so far."""
+        return self.request.whole()
+
+    def __aiter__(self) -> RequestStream:
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        if self._ended:
+            raise StopAsyncIteration
+        await self._changed.wait()
+        self._changed.clear()
+        if self.request.error is not None:
+            self.close()
+            raise self.request.error
+        output = self.request.take_delta()
+        self._ended = output.finished
+        if output.finished:
+            await self._frontend.commit_turn(self.request)
+        return output
+
+    def close(self) -> None:
+        """Aborts the request if it still runs; the engine gives back all that it held."""
+        self._ended = True
+        self._frontend.release(self.request)
+        self._frontend.end_turn(self.request)
+
+    async def aclose(self) -> None:
+        self.close()
+
+    def abort(self) -> None:
+        """Ends the iterator with `finish_reason` "abort"."""
+        self._frontend.abort(self.request)

@@ -1,0 +1,117 @@
+"""Figures about one memory: its frames, how full they are, and how scattered a sequence's blocks lie."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from pagemill.memory.block_table import BlockTable
+from pagemill.memory.core import MemoryCore
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryStats:
+    """Frames now, and sums since the start. frames = frames_free + frames_cached + frames_active.
+
+    blocks_streamed: active blocks beside these, in streamed frames.
+    ghost_hits: evicted blocks that were computed or loaded again before as many others as the pool has frames were
+    evicted; one layer group's.
+    """
+
+    frames: int
+    frames_free: int
+    frames_cached: int
+    frames_active: int
+    blocks_streamed: int
+    evictions: int
+    ghost_hits: int
+    copies: int
+
+
+class Residency(NamedTuple):
+    """Counts blocks by where they lie: in the pool, or in streamed frames."""
+
+    resident: int
+    streamed: int
+
+
+class Occupancy(NamedTuple):
+    """reserved: slots of all blocks that tables hold; written: those of them with a committed token.
+
+    A block counts once, however many tables share it. Cached blocks that nobody holds are neither.
+    """
+
+    reserved: int
+    written: int
+
+
+class Scatter(NamedTuple):
+    """steps: from one of a table's blocks to the next; apart: those that do not lead to the neighbouring frame."""
+
+    steps: int
+    apart: int
+
+
+def stats(core: MemoryCore) -> MemoryStats:
+    """Implements `MemoryManager.stats`. O(tenants)."""
+    frames, free, cached = core.frames.num_frames, core.frames.num_free, core.tenants.cached
+    return MemoryStats(
+        frames=frames,
+        frames_free=free,
+        frames_cached=cached,
+        frames_active=frames - free - cached,
+        blocks_streamed=core.streamed.active,
+        evictions=sum(tenant.evictions for tenant in core.tenants),
+        ghost_hits=core.ghosts.hits,
+        copies=core.num_copies,
+    )
+
+
+def residency_of(core: MemoryCore, blocks: Sequence[int]) -> Residency:
+    """Counts blocks by where they lie."""
+    streamed = sum(core.blocks.streamed[block] for block in blocks)
+    return Residency(len(blocks) - streamed, streamed)
+
+
+def table_residency(core: MemoryCore, table: BlockTable) -> Residency:
+    """Counts a table's blocks by where they lie. O(1) without streamed frames, else O(entries)."""
+    if not core.streamed.count:
+        return Residency(table.num_held, 0)
+    is_streamed = np.frombuffer(core.blocks.streamed, dtype=np.uint8)
+    held = (entries[start:] for entries, start in zip(table.blocks, table.first_held, strict=True))
+    streamed = sum(int(np.count_nonzero(is_streamed[np.array(ids, dtype=np.int32)])) for ids in held)
+    return Residency(table.num_held - streamed, streamed)
+
+
+def occupancy(core: MemoryCore) -> Occupancy:
+    """Counts slots, O(tables and blocks reserved ahead). What only a step in flight holds counts as written.
+
+    All entries before a table's last are full, so only the blocks from there on are looked at.
+    """
+    size, digest = core.block_size, core.index.digest
+    written_in: dict[int, int] = {}  # of blocks that are not published, and therefore may have room
+    for table in core.tables:
+        tail, length = table.length // size, table.length
+        for entries in table.blocks:
+            for entry in range(tail, len(entries)):
+                block = entries[entry]
+                if not digest[block]:
+                    written_in[block] = max(written_in.get(block, 0), length - entry * size)
+    reserved = (core.frames.num_frames - core.num_available) * size
+    empty = sum(size - max(written, 0) for written in written_in.values())
+    return Occupancy(reserved, reserved - empty)
+
+
+def scatter(core: MemoryCore) -> Scatter:
+    """Counts steps between neighbours of all tables, O(their entries)."""
+    frame = np.frombuffer(core.blocks.frame, dtype=np.int32)
+    steps = apart = 0
+    for table in core.tables:
+        for entries, first in zip(table.blocks, table.first_held, strict=True):
+            frames = frame[entries[first:]]
+            steps += max(0, len(frames) - 1)
+            apart += int(np.count_nonzero(np.diff(frames) != 1))
+    return Scatter(steps, apart)

@@ -1,0 +1,120 @@
+"""Limits: what can be accepted beside what has been: requests, pins, limits of tenants, sizes of the pool.
+
+Invariant: every request that has been accepted can run to its end alone, beside what is pinned.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+
+from pagemill.errors import InvalidRequestError, KVMemoryError, PinLimitError, RequestTooLargeError
+from pagemill.memory.digest import extend_chain
+from pagemill.scheduling.beam import blocks_needed
+from pagemill.scheduling.sequence import Pinning, Request, Sequence
+from pagemill.scheduling.state import SchedulerState
+from pagemill.scheduling.tenancy import Live
+from pagemill.tenant_limits import TenantLimits
+
+
+def accept(state: SchedulerState, sequence: Sequence) -> None:
+    """Takes a new request, of which this is the first sequence, or raises and changes nothing: RequestTooLargeError
+    if even alone it could never run, TooManyWaitingError, UnknownTenantError, PinLimitError, InvalidRequestError.
+
+    What its `max_tokens` leaves open is settled: `max_len` becomes as many tokens as fit. For a pin, room is kept.
+    """
+    request = sequence.request
+    name, count = request.width
+    if count > state.max_num_seqs:
+        raise RequestTooLargeError(
+            f"{name} is {count}, but max_num_seqs lets {state.max_num_seqs} sequences run at once; ask for fewer "
+            f"or raise it",
+            param=name,
+        )
+    if request.params.max_tokens is None:
+        request.max_len = _longest(state, sequence)
+    state.tenants.check(request, *_most_blocks(state, sequence), state.max_num_seqs)
+    if request.pin is not None:
+        _reserve_pin(state, request, request.pin)
+
+
+def set_tenant(state: SchedulerState, name: str, limits: TenantLimits) -> None:
+    """Makes a tenant known, or changes its limits. Raises ConfigError, and changes nothing, for what cannot be
+    kept, of the pool or of the requests that have been accepted."""
+    state.tenants.set(name, limits, _live(state))
+
+
+def longest_sequence(state: SchedulerState, max_model_len: int) -> int:
+    """Returns how many tokens a sequence that begins like no pin can have.
+
+    Those are the ones whose K/V fit beside the pins, and a last one, which needs no place.
+    """
+    room, footprint = state.memory.num_frames - state.pins.num_frames, state.memory.footprint
+    return bisect_right(range(max_model_len), room, key=lambda n: footprint.frames(n, state.chunk))
+
+
+def least_frames(state: SchedulerState) -> int:
+    """Returns the smallest pool that holds what is running now and keeps what is guaranteed.
+
+    In it each request can run to its end alone, beside what is pinned.
+    """
+    held, live = state.memory.num_frames - state.memory.num_available, _live(state)
+    least = max([held, len(state.memory.windows), *(need for _, need, _ in live)])
+    more = range(state.memory.num_frames - least)
+    return least + bisect_left(more, True, key=lambda frames: state.tenants.refusal(least + frames, live) is None)
+
+
+def check_size(state: SchedulerState, num_frames: int) -> None:
+    """Raises KVMemoryError if with so many frames in the pool a request could not run to its end any more, or a
+    tenant's guarantee not be kept."""
+    refusal = state.tenants.refusal(num_frames, _live(state))
+    if refusal is not None:
+        raise KVMemoryError(
+            f"the KV pool cannot have {num_frames} blocks now: {refusal}, or ask for another size",
+            param="kv_memory",
+        )
+
+
+def _live(state: SchedulerState) -> Live:
+    first = [siblings[0] for siblings in state.requests.values()]
+    needs = [(sequence, *_most_blocks(state, sequence)) for sequence in first]
+    return [(sequence.request, need - pinned, sequence.num_rows) for sequence, need, pinned in needs]
+
+
+def _most_blocks(state: SchedulerState, sequence: Sequence) -> tuple[int, int]:
+    """Returns the most blocks that a request's sequence may take, and how many of them pins hold."""
+    pinned = state.pinned_entries(sequence)
+    need = blocks_needed(state.memory, sequence.request, state.chunk, pinned)
+    return need, state.memory.footprint.pinned(sequence.request.max_len - 1, state.chunk, pinned)
+
+
+def _longest(state: SchedulerState, sequence: Sequence) -> int:
+    """Returns how many of the `max_len` tokens that a request may have fit for certain, beside what is pinned.
+
+    At least what it asks for, so that it is refused with its need. The last token needs no place.
+    """
+    request, memory = sequence.request, state.memory
+    pinned = state.pinned_entries(sequence)
+
+    def lacks_room(num_tokens: int) -> bool:
+        need = memory.footprint.frames(num_tokens - 1, state.chunk, pinned)
+        return not state.tenants.fits(request, need, memory.footprint.pinned(num_tokens - 1, state.chunk, pinned))
+
+    least = sequence.prompt_len + max(request.params.min_tokens, 1)
+    return least + bisect_left(range(least + 1, request.max_len + 1), True, key=lacks_room)
+
+
+def _reserve_pin(state: SchedulerState, request: Request, pin: Pinning) -> None:
+    if not state.caches_prefixes:
+        raise InvalidRequestError(
+            f"pin {pin.name!r} could not be found again: enable_prefix_caching is False; set it", param="name"
+        )
+    digests: list[bytes] = []
+    extend_chain(digests, request.root, request.prompt_token_ids, state.memory.block_size)
+    state.pins.reserve(request.request_id, pin.name, pin.space, digests, pin.expires_s)
+    refusal = state.tenants.refusal(state.memory.num_frames, _live(state))
+    if refusal is not None:
+        state.pins.drop(request.request_id)
+        raise PinLimitError(
+            f"pin {pin.name!r} leaves too little: {refusal}",
+            param="prompt",
+        )

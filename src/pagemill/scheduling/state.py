@@ -1,0 +1,140 @@
+"""SchedulerState: the one owner of what runs and what waits; policies are functions over it."""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from pagemill.memory.digest import extend_chain
+from pagemill.memory.manager import MemoryManager
+from pagemill.memory.pins import Pins
+from pagemill.scheduling.batch import Batch
+from pagemill.scheduling.controller import Controller
+from pagemill.scheduling.loading import Loading, Stored
+from pagemill.scheduling.pending import PendingPrefixes
+from pagemill.scheduling.sequence import Sequence, Status, by_rank
+from pagemill.scheduling.tenancy import Tenancy
+from pagemill.scheduling.waiting import WaitingQueue
+
+
+class SchedulerState:
+    """Invariants: a running sequence has a table and a row, and no other has; `running` is sorted by rank; rows in use
+    and free rows add up to `max_num_seqs`; a request is in `requests` until its last sequence has finished.
+
+    running:  sequences with a row, by rank.
+    requests: all sequences that have not finished, by request.
+    waiting:  sequences whose turn has not come. Others wait in `pending` for a block that somebody computes or loads.
+    loading:  loads from offload stores.
+    chunk:    the most tokens of a step.
+    """
+
+    def __init__(
+        self,
+        memory: MemoryManager,
+        pins: Pins,
+        batch: Batch,
+        controller: Controller,
+        *,
+        chunk: int,
+        max_num_seqs: int,
+        caches_prefixes: bool,
+        stored: Stored | None,
+    ) -> None:
+        self.memory = memory
+        self.pins = pins
+        self.batch = batch
+        self.controller = controller
+        self.tenants = Tenancy(memory, pins)
+        self.chunk = chunk
+        self.max_num_seqs = max_num_seqs
+        self.caches_prefixes = caches_prefixes
+        self.running: list[Sequence] = []
+        self.requests: dict[str, list[Sequence]] = {}
+        self.waiting = WaitingQueue(chunk)
+        self.pending = PendingPrefixes()
+        self.loading = Loading(memory, chunk, stored)
+        self.recomputed_tokens = 0
+
+    # Sequences come, run and end
+
+    def wait(self, sequence: Sequence) -> None:
+        """Lets a sequence wait for its turn."""
+        tenant = self.tenants[sequence.request.tenant]
+        tenant.waiting += 1
+        tenant.fresh += 1
+        self.waiting.push(sequence, tenant)
+
+    def resume(self, sequences: list[Sequence]) -> None:
+        """Lets sequences wait for their turn again, since what they waited for was computed, or will not be."""
+        for sequence in sequences:
+            self.waiting.push(sequence, self.tenants[sequence.request.tenant])
+
+    def start(self, sequence: Sequence) -> None:
+        """Makes a sequence that has its table and its rows a running one."""
+        sequence.status = Status.RUNNING
+        tenant = self.tenants[sequence.request.tenant]
+        tenant.running += 1
+        tenant.rows += sequence.num_rows
+        insort(self.running, sequence, key=by_rank)
+
+    def stop(self, sequence: Sequence, now: float) -> None:
+        """Takes a running sequence's row, blocks and claims away."""
+        assert sequence.table is not None
+        sequence.residency = self.memory.residency(sequence.table)
+        self.memory.close(sequence.table, now)
+        self.resume(self.pending.drop(sequence))
+        self.running.remove(sequence)
+        tenant = self.tenants[sequence.request.tenant]
+        tenant.running -= 1
+        tenant.rows -= self.batch.unseat(sequence)
+        sequence.table = None
+
+    def finish(self, sequence: Sequence, now: float) -> None:
+        """Ends a sequence, and with its last one the request."""
+        if sequence.status is Status.WAITING:
+            self.tenants[sequence.request.tenant].waiting -= 1
+        else:
+            self.stop(sequence, now)
+        sequence.status = Status.FINISHED
+        siblings = self.requests[sequence.request.request_id]
+        siblings.remove(sequence)
+        if not siblings:
+            self.pins.drop(sequence.request.request_id)
+            del self.requests[sequence.request.request_id]
+
+    # Names of blocks
+
+    def shares_prefixes(self, sequence: Sequence) -> bool:
+        """Returns whether its blocks are published, and looked up."""
+        return self.caches_prefixes and sequence.request.params.prompt_logprobs is None
+
+    def name_blocks(self, sequence: Sequence) -> None:
+        """Computes digests for its full blocks that have none yet, if it shares them."""
+        size = self.memory.block_size
+        if len(sequence.tokens) // size > len(sequence.digests) and self.shares_prefixes(sequence):
+            extend_chain(sequence.digests, sequence.request.root, sequence.tokens, size)
+
+    def pinned_entries(self, sequence: Sequence) -> int:
+        """Returns how many leading entries of its prompt are pinned, or will be, in every layer group.
+
+        It finds them whenever it begins, and never writes them.
+        """
+        self.name_blocks(sequence)
+        size = self.memory.block_size
+        return self.pins.leading(sequence.request.tenant, sequence.digests[: (sequence.prompt_len - 1) // size])
+
+
+class StepDraft:
+    """A step while it is planned: how many tokens of which sequence run, and how many more may."""
+
+    def __init__(self, budget: int) -> None:
+        self.planned: dict[Sequence, int] = {}
+        self.budget = budget
+
+    def add(self, sequence: Sequence, count: int) -> None:
+        """Plans tokens of a sequence."""
+        self.planned[sequence] = count
+        self.budget -= count
+
+    def drop(self, sequence: Sequence) -> None:
+        """Takes out a sequence that does not run after all, if it is in."""
+        self.budget += self.planned.pop(sequence, 0)

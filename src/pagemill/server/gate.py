@@ -1,0 +1,136 @@
+"""Decides about a request before its body is read: whose it is, by its API key, and how large its body may be."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+from collections.abc import Iterable
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pagemill.errors import (
+    AuthenticationError,
+    BodyTooLargeError,
+    PagemillError,
+    PermissionDeniedError,
+    SlowBodyError,
+)
+from pagemill.server.disconnect import ClientGone
+from pagemill.server.errors import error_answer
+from pagemill.tenant_limits import DEFAULT_TENANT, TenantsFile, key_digest
+
+MAX_BODY_BYTES = 8 << 20
+"""Default limit of a request's body: more than a million token ids."""
+BODY_TIMEOUT_S = 30.0
+"""How long a client may take to send its body."""
+
+
+class ApiKeys:
+    """Finds whose a request is, by the keys of a tenants file.
+
+    Without keys every request is the default tenant's, and nobody needs to be an admin.
+    """
+
+    def __init__(self, file: TenantsFile | None) -> None:
+        self._tenants = {} if file is None else file.keys
+        self._admins = dict.fromkeys([] if file is None else file.admin_keys, "")
+
+    def tenant(self, method: str, path: str, headers: Headers) -> str:
+        """Returns the request's tenant.
+
+        Raises AuthenticationError for a `/v1` path without a known key, PermissionDeniedError for a path that concerns
+        all tenants without an admin's key.
+        """
+        if not (self._tenants or self._admins) or not path.startswith("/v1/"):
+            return DEFAULT_TENANT
+        scheme, _, key = headers.get("authorization", "").partition(" ")
+        digest = key_digest(key.strip() if scheme.lower() == "bearer" else "")
+        tenant, admin = _find(digest, self._tenants.items()), _find(digest, self._admins.items())
+        concerns_all = path.startswith("/v1/tenants") or (path == "/v1/kv_memory" and method != "GET")
+        if tenant is None and admin is None and (self._tenants or concerns_all):
+            raise AuthenticationError("no known API key; send one as 'Authorization: Bearer KEY'")
+        if concerns_all and admin is None:
+            raise PermissionDeniedError(f"{method} {path} needs one of the admin keys")
+        return tenant or DEFAULT_TENANT
+
+
+class Gate:
+    """ASGI middleware. Sets `request.state.tenant`, or answers at once what it refuses; reads the body for the
+    application, up to a limit and within a time.
+
+    The path is the one that routes see (`scope["path"]`): `request.url` is made of what the client says its host is.
+    """
+
+    def __init__(self, app: ASGIApp, keys: ApiKeys, max_body_bytes: int) -> None:
+        self._app = app
+        self._keys = keys
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        try:
+            tenant = self._keys.tenant(scope["method"], scope["path"], headers)
+            scope.setdefault("state", {})["tenant"] = tenant
+            self._check_size(int(headers.get("content-length", 0)))
+            body = await asyncio.wait_for(self._read(receive), BODY_TIMEOUT_S)
+        except ClientGone:
+            return
+        except asyncio.TimeoutError:
+            error: PagemillError = SlowBodyError(
+                f"the body had not come after {BODY_TIMEOUT_S:.0f} s; send it without a pause"
+            )
+        except PagemillError as refused:
+            error = refused
+        else:
+            await self._app(scope, _Replay(body, receive), send)
+            return
+        answer = error_answer(error)
+        answer.headers["Connection"] = "close"  # the rest of the body may still be on its way
+        await answer(scope, receive, send)
+
+    async def _read(self, receive: Receive) -> bytes:
+        """Returns the whole body. Raises BodyTooLargeError as soon as it is too long, ClientGone if it breaks off."""
+        body = bytearray()
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] != "http.request":
+                raise ClientGone
+            body += message.get("body", b"")
+            self._check_size(len(body))
+            more = message.get("more_body", False)
+        return bytes(body)
+
+    def _check_size(self, size: int) -> None:
+        if size > self._max_body_bytes:
+            raise BodyTooLargeError(
+                f"the body has {size} bytes or more, and this server takes at most {self._max_body_bytes}; send a "
+                f"shorter prompt, or start the server with a higher --max-body-bytes"
+            )
+
+
+class _Replay:
+    """Gives the application the body that has been read, then what else comes of the client."""
+
+    def __init__(self, body: bytes, receive: Receive) -> None:
+        self._body: bytes | None = body
+        self._receive = receive
+
+    async def __call__(self) -> Message:
+        if self._body is None:
+            return await self._receive()
+        body, self._body = self._body, None
+        return {"type": "http.request", "body": body, "more_body": False}
+
+
+def _find(digest: bytes, known: Iterable[tuple[bytes, str]]) -> str | None:
+    """Returns what stands beside a digest. Takes equally long wherever it stands, and if it is not there."""
+    found = None
+    for each, name in known:
+        if hmac.compare_digest(digest, each):
+            found = name
+    return found

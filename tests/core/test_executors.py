@@ -1,0 +1,152 @@
+"""Executors side by side on the same plans, and steps that are planned while others run."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from pathlib import Path
+
+import pytest
+import torch
+from drive import drive, request
+
+from pagemill.config import EngineConfig
+from pagemill.engine.build import build
+from pagemill.engine.core import EngineCore
+from pagemill.executor.backend import torch_backend
+from pagemill.executor.interface import Executor, ExecutorMemory, StepHandle
+from pagemill.executor.load import open_executor
+from pagemill.memory.digest import root_digest
+from pagemill.sampling.params import SamplingParams
+from pagemill.scheduling.sequence import Request
+from pagemill.scheduling.step_plan import StepPlan, StepResult
+
+SETTINGS = {
+    "model": "smollm2-135m",
+    "dtype": "float32",
+    "max_model_len": 256,
+    "max_num_batched_tokens": 32,
+    "max_num_seqs": 16,
+    "kv_memory": "20MiB",
+}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+FOUND = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2)
+"""Without log probabilities of the prompt, for which it is computed anew."""
+DRAWN = SamplingParams(temperature=1.0, top_k=20, n=3, seed=3, max_tokens=8, ignore_eos=True, logprobs=2)
+
+
+class Pair:
+    """Two executors as one. The second gets the plans of the first; `results` keeps what both have brought."""
+
+    def __init__(self, first: Executor, second: Executor) -> None:
+        self.first = first
+        self.second = second
+        self.results: list[tuple[StepResult, StepResult]] = []
+
+    @property
+    def facts(self):
+        return self.first.facts
+
+    @property
+    def frames(self):
+        return self.first.frames
+
+    def memory(self) -> ExecutorMemory:
+        return self.first.memory()
+
+    def allocate(self, num_frames: int, lower_frames: int = 0, lower_folder: Path | None = None) -> int:
+        self.second.allocate(num_frames, lower_frames, lower_folder)
+        return self.first.allocate(num_frames, lower_frames, lower_folder)
+
+    def apply(self, plan: StepPlan) -> list[int]:
+        assert self.second.apply(plan) == []
+        return self.first.apply(plan)
+
+    def submit(self, plan: StepPlan) -> StepHandle:
+        return StepHandle(plan, (self.first.submit(plan), self.second.submit(plan)))
+
+    def collect(self, handle: StepHandle) -> StepResult:
+        first, second = handle.pending
+        self.results.append((self.first.collect(first), self.second.collect(second)))
+        return self.results[-1][0]
+
+    def resize(self, num_frames: int) -> None:
+        self.first.resize(num_frames)
+        self.second.resize(num_frames)
+
+    def take_loss(self) -> bool:
+        return self.first.take_loss() | self.second.take_loss()
+
+    def streamed_frames(self, plan: StepPlan):
+        return self.first.streamed_frames(plan)
+
+    def close(self) -> None:
+        self.first.close()
+        self.second.close()
+
+
+def run_pair(prompts, second, *params) -> list[tuple[StepResult, StepResult]]:
+    config = EngineConfig(**SETTINGS, check_invariants=True)
+    pair = Pair(open_executor(config), second(config))
+    core = EngineCore(config, executor=pair)
+    requests = [request(f"r{i}", prompts[i], params[i % len(params)]) for i in range(6)]
+    drive(core, requests)
+    core.resize("10MiB")
+    assert sum(drive(core, requests).cached.values()) > 0
+    core.close()
+    assert len(pair.results) > 10
+    return pair.results
+
+
+def test_two_executors_with_the_same_kernels_bring_the_same_bits(make_engine, prompts):
+    for first, second in run_pair(prompts, open_executor, GREEDY, DRAWN):
+        assert first == second
+
+
+def test_kernels_and_torch_bring_the_same_likeliest_tokens(make_engine, prompts):
+    def on_torch(config):
+        return open_executor(config, backend=torch_backend(torch.device("cpu")))
+
+    for first, second in run_pair(prompts, on_torch, GREEDY, FOUND):
+        assert first.tokens == second.tokens
+        assert first.prompt_logprobs.keys() == second.prompt_logprobs.keys()
+        for ours, theirs in zip(first.logprobs, second.logprobs, strict=True):
+            assert ours[0].logprobs == pytest.approx(theirs[0].logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("depth", [2, 3])
+def test_steps_planned_while_others_run_bring_the_same_tokens(make_engine, prompts, depth):
+    """Prompts in chunks, forks, and more sequences than the pool holds at once."""
+    settings = SETTINGS | {"kv_memory": "12MiB"}
+    requests = [request(f"r{i}", prompts[i], (GREEDY, DRAWN)[i % 2]) for i in range(6)]
+    expected = drive(EngineCore(EngineConfig(**settings)), requests).tokens
+    executor = open_executor(EngineConfig(**settings))
+    scheduler = build(EngineConfig(**settings), executor).scheduler
+    for one in requests:
+        scheduler.add(
+            Request(
+                request_id=one.request_id,
+                prompt_token_ids=one.prompt_token_ids,
+                params=one.params,
+                seed=one.params.seed or 0,
+                priority=0,
+                arrival_s=0.0,
+                root=root_digest(b"model", "format", "numerics", ""),
+                max_len=len(one.prompt_token_ids) + one.params.max_tokens,
+            )
+        )
+    tokens, flights, most = defaultdict(list), deque[StepHandle](), 0
+    while scheduler.has_work():
+        plan = scheduler.schedule(0.0)
+        if plan is not None:
+            executor.apply(plan)
+            flights.append(executor.submit(plan))
+        most = max(most, len(flights))
+        if plan is None or len(flights) == depth:
+            handle = flights.popleft()
+            result = executor.collect(handle)
+            result.check(handle.plan)
+            for update in scheduler.commit(result, 0.0):
+                tokens[update.sequence.request.request_id, update.sequence.index] += update.tokens
+    assert most == depth
+    assert tokens == expected
+    executor.close()

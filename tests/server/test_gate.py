@@ -1,0 +1,116 @@
+"""The gate: what is refused is refused before its body is read, and no body is read beyond its limits."""
+
+import asyncio
+import json
+import socket
+
+import httpx
+import pytest
+
+from pagemill.server import gate
+from pagemill.server.gate import ApiKeys, Gate
+from pagemill.tenant_limits import read_tenants_file
+
+
+@pytest.fixture(scope="module")
+def guarded(serving, tmp_path_factory):
+    """A server whose requests need a key."""
+    path = tmp_path_factory.mktemp("tenants") / "tenants.json"
+    path.write_text(json.dumps({"admin_keys": ["sk-admin"], "tenants": {"one": {"api_keys": ["sk-one"]}}}))
+    with serving(tenants=path, max_model_len=128, max_num_seqs=2, kv_memory="8MiB") as server:
+        yield server
+
+
+def answer_to(url: str, request: str) -> str:
+    """The head and body that a raw request brings, of which no more is sent."""
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        connection.sendall(request.replace("\n", "\r\n").encode())
+        received = b""
+        while part := connection.recv(65536):
+            received += part
+            if b"\r\n\r\n" in received and b"}}" in received:
+                break
+    return received.decode()
+
+
+POST = "POST /v1/completions HTTP/1.1\nHost: here\nContent-Type: application/json\n"
+
+
+def test_without_a_key_no_body_is_waited_for(guarded):
+    refused = answer_to(guarded.url, f"{POST}Content-Length: 50000000\n\n{{")
+    assert refused.startswith("HTTP/1.1 401 ")
+    assert '"invalid_api_key"' in refused
+
+
+def test_a_host_header_does_not_open_a_path(guarded):
+    for path in ("/v1/tenants", "/v1/kv_memory", "/v1/models"):
+        refused = answer_to(guarded.url, f"GET {path} HTTP/1.1\nHost: x/\n\n")
+        assert refused.startswith("HTTP/1.1 401 "), path
+
+
+def test_the_path_that_routes_see_decides(tmp_path):
+    path = tmp_path / "tenants.json"
+    path.write_text(json.dumps({"tenants": {"one": {"api_keys": ["sk-one"]}}}))
+    keys = ApiKeys(read_tenants_file(path))
+    status, _ = asyncio.run(through(Gate(served_path, keys, 100), headers=[(b"host", b"x/")]))
+    assert status == 401
+
+
+def test_a_long_body_is_refused_before_it_is_read(guarded):
+    key = "Authorization: Bearer sk-one\n"
+    refused = answer_to(guarded.url, f"{POST}{key}Content-Length: 8388609\n\n{{")
+    assert refused.startswith("HTTP/1.1 413 ")
+    assert "8388608" in refused
+    assert "--max-body-bytes" in refused
+
+
+def test_a_long_body_in_chunks_is_refused_when_the_limit_is_reached(guarded):
+    def chunks():
+        for _ in range(200):
+            yield b" " * 65536
+
+    with httpx.Client(headers={"Authorization": "Bearer sk-one"}) as http:
+        response = http.post(f"{guarded.url}/v1/completions", content=chunks())
+    assert response.status_code == 413
+
+
+def test_a_body_may_be_as_long_as_the_limit():
+    status, body = asyncio.run(through(Gate(served_path, ApiKeys(None), 6), body=[b"abc", b"def"]))
+    assert (status, body) == (200, b"abcdef")
+    status, body = asyncio.run(through(Gate(served_path, ApiKeys(None), 5), body=[b"abc", b"def"]))
+    assert status == 413
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch):
+    monkeypatch.setattr(gate, "BODY_TIMEOUT_S", 0.05)
+    status, body = asyncio.run(through(Gate(served_path, ApiKeys(None), 100), body=[b"abc"], whole=False))
+    assert status == 408
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+async def served_path(scope, receive, send):
+    """An application that answers with the body that it was given."""
+    message = await receive()
+    assert not message["more_body"]
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": message["body"]})
+
+
+async def through(app, headers=(), body=(b"",), whole=True):
+    """Status and body of the answer to a request whose body comes in these parts, `whole` or with more to come."""
+    sent = []
+    parts = list(body)
+
+    async def receive():
+        if not parts:
+            await asyncio.sleep(10)
+        part = parts.pop(0)
+        return {"type": "http.request", "body": part, "more_body": bool(parts) or not whole}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": list(headers)}
+    await app(scope, receive, send)
+    return sent[0]["status"], b"".join(message.get("body", b"") for message in sent)
