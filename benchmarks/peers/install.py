@@ -74,7 +74,7 @@ def make_checkpoint() -> None:
     AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(CHECKPOINT)
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     config = loaded.config
-    # The loaded model counts as quantized and can not be saved; one of the same weights that was not can be.
+    # The loaded model counts as quantized and cannot be saved; one of the same weights that was not can be.
     del config.quantization_config
     plain = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     plain.load_state_dict(loaded.state_dict())

@@ -48,7 +48,7 @@ class Shape:
 def fit(draws: Sequence[float], total: int, low: int, high: int) -> list[int]:
     """Draws (positive) scaled and rounded to lengths in low..high that sum to `total`; the largest becomes `high`."""
     if not low * len(draws) + high - low <= total <= high * len(draws):
-        raise ValueError(f"{len(draws)} lengths of {low} to {high} can not sum to {total}")
+        raise ValueError(f"{len(draws)} lengths of {low} to {high} cannot sum to {total}")
     longest = max(range(len(draws)), key=draws.__getitem__)
 
     def scaled(factor: float) -> list[int]:

@@ -135,7 +135,7 @@ struct PairPass {
     const int group, padded, rows;
     float *queries = nullptr, *scores, *part;
 
-    // None if keys and values can not be read where they lie.
+    // None if keys and values cannot be read where they lie.
     static int most_rows(const AttentionArgs& args) {
         return args.key.pairs && args.value.pairs && args.block_size % W == 0 && args.head_dim % W == 0 ? kPairRows : 0;
     }

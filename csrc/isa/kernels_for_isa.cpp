@@ -1,5 +1,5 @@
 // Compiled once per instruction set, with that set's flags and PAGEMILL_ISA naming it. All code lies in an anonymous
-// namespace and no standard template is instantiated here, so that the linker can not merge it with another set's.
+// namespace and no standard template is instantiated here, so that the linker cannot merge it with another set's.
 #include "../kernels.h"
 #include "argmax.h"
 #include "attention.h"

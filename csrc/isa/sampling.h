@@ -222,7 +222,7 @@ int64_t draw_truncated(const float* x, int64_t n, Weigh weigh, float temperature
         const uint64_t* sorted = candidates_above(x, n, s.maxima, cut, s.found, s.other, count);
         return draw_from_sorted(sorted, count, weigh, top_p, 0.0, uniform, s.values, reached);
     }
-    // Only top_p: tokens below (1 - top_p) / n can not matter, and mostly those below (1 - top_p) / 100 do not.
+    // Only top_p: tokens below (1 - top_p) / n cannot matter, and mostly those below (1 - top_p) / 100 do not.
     const double total = weigh_pieces(x, n, weigh, s.sums);
     int64_t token = 0;
     const double shares[] = {100.0, 3000.0, double(n)};

@@ -1,6 +1,6 @@
 // Runs every kernel of every instruction set that this CPU has on random shapes against plain loops in fp64, from
 // several threads at once: what `make sanitize` runs under the sanitizers. They do not see what tiles read, so every
-// operand ends where its last page does, and the next page can not be touched.
+// operand ends where its last page does, and the next page cannot be touched.
 #include "../kernels.h"
 #include "../threads.h"
 #include "checks.h"

@@ -149,9 +149,9 @@ def _torch_on_gpu() -> str:
     try:
         import torch
     except ImportError as error:
-        return f"can not be imported ({error})"
+        return f"cannot be imported ({error})"
     if not torch.cuda.is_available():
-        return f"{torch.__version__} can not use the GPU (a build for CPU only, or a driver too old for it)"
+        return f"{torch.__version__} cannot use the GPU (a build for CPU only, or a driver too old for it)"
     major, minor = torch.cuda.get_device_capability(0)
     return f"{torch.__version__}, CUDA {torch.version.cuda}, compute capability {major}.{minor}"
 

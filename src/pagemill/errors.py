@@ -29,7 +29,7 @@ class PagemillError(Exception):
 
 
 class InvalidRequestError(PagemillError, ValueError):
-    """A request that can not be served as it is, whatever the load."""
+    """A request that cannot be served as it is, whatever the load."""
 
     http_status: ClassVar[int] = 400
     kind: ClassVar[str] = "invalid_request_error"
@@ -157,7 +157,7 @@ class ConfigError(PagemillError, ValueError):
 
 
 class KVMemoryError(ConfigError):
-    """A KV pool that can not be made: too small for one sequence, or more than the machine has."""
+    """A KV pool that cannot be made: too small for one sequence, or more than the machine has."""
 
 
 class StaleKernelsError(PagemillError):
@@ -165,13 +165,13 @@ class StaleKernelsError(PagemillError):
 
 
 class KVStoreError(PagemillError):
-    """A KV store on disk that can not be used, or that takes no more blocks."""
+    """A KV store on disk that cannot be used, or that takes no more blocks."""
 
     kind: ClassVar[str] = "kv_store_error"
 
 
 class SessionStoreError(PagemillError):
-    """A file of sessions that can not be used."""
+    """A file of sessions that cannot be used."""
 
     kind: ClassVar[str] = "session_store_error"
 
@@ -181,7 +181,7 @@ class MemoryInvariantError(PagemillError, AssertionError):
 
 
 class ModelLoadError(PagemillError):
-    """A model that can not be loaded. Its children say why."""
+    """A model that cannot be loaded. Its children say why."""
 
     kind: ClassVar[str] = "model_load_error"
 
@@ -191,11 +191,11 @@ class ModelNotFoundError(ModelLoadError):
 
 
 class ModelConfigError(ModelLoadError):
-    """A model's configuration that can not be read, or that lacks or contradicts itself in something."""
+    """A model's configuration that cannot be read, or that lacks or contradicts itself in something."""
 
 
 class PullError(ModelLoadError):
-    """A model that exists but can not be fetched: no network, no space, or not the right bytes."""
+    """A model that exists but cannot be fetched: no network, no space, or not the right bytes."""
 
 
 class UnsupportedModelError(ModelLoadError):
@@ -207,7 +207,7 @@ class CorruptWeightsError(ModelLoadError):
 
 
 class TokenizerError(ModelLoadError):
-    """A tokenizer or chat template that is missing or can not be read."""
+    """A tokenizer or chat template that is missing or cannot be read."""
 
 
 class StepFailedError(PagemillError):
@@ -230,11 +230,11 @@ class EngineDeadError(PagemillError):
 
 
 class TraceError(PagemillError, ValueError):
-    """A trace of requests that is missing, can not be read, or has nothing in the part asked for."""
+    """A trace of requests that is missing, cannot be read, or has nothing in the part asked for."""
 
 
 class CalibrationError(PagemillError, ValueError):
-    """Step times that can not be read, or too few steps to fit them to."""
+    """Step times that cannot be read, or too few steps to fit them to."""
 
 
 def error_of(type_name: str, message: str, param: str | None = None) -> PagemillError:

@@ -121,7 +121,7 @@ def _fields(file: Path) -> dict[str, str]:
 
 
 def _text(file: Path) -> str:
-    """Empty if it can not be read."""
+    """Empty if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

@@ -78,7 +78,7 @@ def test_pull_of_a_path_has_nothing_to_do(tmp_path):
 
 @pytest.mark.parametrize("args", [["--help"], ["--version"], ["doctor"], ["pull", "nothing"], ["pull", "--help"]])
 def test_torch_is_not_loaded(args, monkeypatch, tmp_path):
-    """A torch that can not be imported stands in for one that takes two seconds."""
+    """A torch that cannot be imported stands in for one that takes two seconds."""
     (tmp_path / "torch.py").write_text("raise SystemExit('torch was imported')")
     done = run(*args, PYTHONPATH=os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])]))
     assert "torch was imported" not in done.stdout + done.stderr

@@ -137,7 +137,7 @@ def test_a_disk_that_can_not_read_fails_the_request_and_no_other(streaming, conv
     size = os.fstat(file).st_size
     os.ftruncate(file, size // 2)  # what lies behind the end of a file fails as a broken disk does
     finish(core, run)
-    assert_only_the_long_one_failed(core, run, expected, "the disk can not read blocks of this context, of layer 15")
+    assert_only_the_long_one_failed(core, run, expected, "the disk cannot read blocks of this context, of layer 15")
     os.ftruncate(file, size)
     assert_computed_anew(core, conversations, expected)
 

@@ -1,4 +1,4 @@
-"""A pool that shrinks and grows while requests run: no bit changes, nothing is lost, and what can not be is refused."""
+"""A pool that shrinks and grows while requests run: no bit changes, nothing is lost, and what cannot be is refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every form of prompt becomes the same request; everything that can not be served is refused with its own error."""
+"""Every form of prompt becomes the same request; everything that cannot be served is refused with its own error."""
 
 import copy
 

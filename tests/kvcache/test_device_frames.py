@@ -95,5 +95,5 @@ def test_memory_that_can_not_be_pinned_is_an_error_that_says_so(monkeypatch) -> 
             return 2
 
     monkeypatch.setattr(device_frames.torch.cuda, "cudart", Runtime)
-    with pytest.raises(KVMemoryError, match=r"40960 bytes of host memory can not be pinned: 2; lower kv_host_memory"):
+    with pytest.raises(KVMemoryError, match=r"40960 bytes of host memory cannot be pinned: 2; lower kv_host_memory"):
         HostStore(10, 4096, pinned=True)

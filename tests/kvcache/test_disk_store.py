@@ -331,7 +331,7 @@ def test_killed_at_any_moment_a_store_holds_whole_blocks_only(tmp_path):
             store = store_of(tmp_path, blocks=200)
             found = len(read(store, list(range(2030))))
             stats = store.stats()
-            assert stats.broken == 0, "a killed process can not tear what the system has taken"
+            assert stats.broken == 0, "a killed process cannot tear what the system has taken"
             assert most - 30 < found == stats.blocks <= 200, "only what it was making room for is lost"
             most = max(most, found)
             store.close()

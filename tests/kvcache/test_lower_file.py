@@ -76,9 +76,9 @@ def test_a_frame_that_can_not_be_read_or_written_is_said_and_no_other_suffers(po
     pool._file._file = open(os.devnull, "rb")  # noqa: SIM115
     assert pool.copy_frames(torch.tensor([0, 1]), torch.tensor([low + 4, 8])) == [low + 4]
     assert (raw(pool, 8) == wanted[1]).all()
-    with pytest.raises(KVStoreError, match="can not be written"):
+    with pytest.raises(KVStoreError, match="cannot be written"):
         write_frames(pool, [low], wanted[:1])
-    with pytest.raises(KVStoreError, match="can not be written"), pool.records([low]):
+    with pytest.raises(KVStoreError, match="cannot be written"), pool.records([low]):
         pass
 
 

@@ -184,10 +184,10 @@ def test_whole_columns_are_listed_for_who_is_no_terminal(tmp_path, run):
     ("damage", "words"),
     [
         (lambda folder: (folder / "blocks.dat").unlink(), "has lost its blocks.dat.*remove the folder"),
-        (lambda folder: (folder / "index.sqlite").unlink(), "can not be read.*an engine with the store's model"),
+        (lambda folder: (folder / "index.sqlite").unlink(), "cannot be read.*an engine with the store's model"),
         (
             lambda folder: (folder / "index.sqlite").write_bytes(b"garbage" * 1000),
-            "can not be read.*an engine with the store's model",
+            "cannot be read.*an engine with the store's model",
         ),
         (
             lambda folder: folder.rename(folder.with_name("moved")),

@@ -1,6 +1,6 @@
 """A device that carries out step plans on symbols: each slot holds a digest of the tokens up to its position.
 
-It checks what a real device can not: that every slot a query may read holds exactly what was computed for these tokens.
+It checks what a real device cannot: that every slot a query may read holds exactly what was computed for these tokens.
 The next token is a function of the sequence's seed and tokens alone, so any fault of memory or scheduling shows.
 """
 

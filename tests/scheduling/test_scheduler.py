@@ -198,7 +198,7 @@ class Bench:
         self.take(self.scheduler.commit(self.flights.popleft(), self.now))
 
     def botch(self) -> None:
-        """A step with a plan that the device can not carry out."""
+        """A step with a plan that the device cannot carry out."""
         while self.flights:
             self.commit()
         plan = self.scheduler.schedule(self.now)

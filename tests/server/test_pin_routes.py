@@ -49,7 +49,7 @@ def test_a_file_of_pins(served, v1, tmp_path):
     for body in read_pins(path):
         served.run(pin(served.llm, body, body.tenant))
     assert [card["name"] for card in v1.get("/pins").json()["data"]] == ["a", "b"]
-    for text, words in [("{", "pins.json can not be read as pins"), ('[{"prompt": "x"}]', "0.name: Field required")]:
+    for text, words in [("{", "pins.json cannot be read as pins"), ('[{"prompt": "x"}]', "0.name: Field required")]:
         path.write_text(text)
         with pytest.raises(ConfigError, match=words):
             read_pins(path)

@@ -23,7 +23,7 @@ DevicePool.copy_frames = copy_frames
 
 @pytest.fixture
 def server(serving, monkeypatch, tmp_path):
-    """A server, and the file while which exists its engine can not copy frames."""
+    """A server, and the file while which exists its engine cannot copy frames."""
     flag = tmp_path / "broken"
     begin, _, run = spawn._CHILD.partition("from pagemill")
     monkeypatch.setattr(spawn, "_CHILD", f"{begin}exec({FAULT.format(flag=str(flag))!r}); from pagemill{run}")

@@ -273,9 +273,9 @@ def test_a_turn_that_another_process_overtook_is_not_kept(tmp_path, meanwhile):
 
 def test_a_file_of_something_else_is_said_so(tmp_path):
     (tmp_path / "text").write_text("nothing of the kind" * 100)
-    with pytest.raises(errors.SessionStoreError, match="can not be used: file is not a database; mend that"):
+    with pytest.raises(errors.SessionStoreError, match="cannot be used: file is not a database; mend that"):
         store_of(tmp_path / "text")
-    with pytest.raises(errors.SessionStoreError, match="can not be used"):
+    with pytest.raises(errors.SessionStoreError, match="cannot be used"):
         store_of(tmp_path)
     path = tmp_path / "later"
     store = store_of(path)

@@ -1,4 +1,4 @@
-"""Traces are read as they are published, and what can not be read says so and where to find one."""
+"""Traces are read as they are published, and what cannot be read says so and where to find one."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_slice(tmp_path):
         ("a.csv", "TIME,ContextTokens\n1,2\n", "KeyError: 'TIMESTAMP'"),
         ("a.csv", AZURE.replace(",44", ",0"), "a length is 0"),
         ("a.csv", "", "no requests"),
-        ("m.jsonl", "{", "can not be read"),
+        ("m.jsonl", "{", "cannot be read"),
         ("m.jsonl", mooncake((0, 700, [0])), "700 prompt tokens and 1 hash ids"),
         ("a.parquet", "", "neither .csv"),
     ],

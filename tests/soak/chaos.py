@@ -2,7 +2,7 @@
 
 Requests of three tenants, some of them longer than the pool, parallel samples, beams, forks of running requests, turns
 of sessions, pins, aborts, other pool sizes and limits, idle time-outs; a disk that is full, reads that fail, blocks
-that rot on disk, streamed blocks that can not be written or read or are lost later, steps that break, plans that can
+that rot on disk, streamed blocks that cannot be written or read or are lost later, steps that break, plans that can
 not be carried out. Every answer must be, to the bit, what a calm engine gives, or its beginning where a fault ended it,
 and in the end every block is free.
 

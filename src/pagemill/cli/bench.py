@@ -225,7 +225,7 @@ def _corpus(path: Path | None) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"can not read --text {path}: {error}", param="text") from error
+        raise ConfigError(f"cannot read --text {path}: {error}", param="text") from error
 
 
 def _table(report: Report) -> Table:

@@ -136,7 +136,7 @@ def export_(
                 )
             partial.replace(archive)
         except OSError as error:
-            raise KVStoreError(f"{archive} can not be written: {error}") from error
+            raise KVStoreError(f"{archive} cannot be written: {error}") from error
         finally:
             partial.unlink(missing_ok=True)
     sys.stdout.write(f"{blocks:,} blocks ({archive.stat().st_size / 2**20:,.0f} MiB) written to {archive}\n")
@@ -180,7 +180,7 @@ def import_(
         with archive.open("rb") as file:
             blocks, new, left_out = import_archive(root or default_root(), file, limit_mib << 20)
     except OSError as error:
-        raise KVStoreError(f"{archive} can not be read: {error}") from error
+        raise KVStoreError(f"{archive} cannot be read: {error}") from error
     sys.stdout.write(f"{blocks:,} blocks read, {new:,} of them new\n")
     if left_out:
         sys.stderr.write(f"error: {left_out:,} blocks did not fit into {limit_mib:,} MiB; raise --limit-mib\n")

@@ -9,7 +9,7 @@ from pagemill.errors import ConfigError
 
 
 def require_free_port(host: str, port: int) -> None:
-    """Raises ConfigError if a server can not listen on `host`:`port`, naming a port near by that is free."""
+    """Raises ConfigError if a server cannot listen on `host`:`port`, naming a port near by that is free."""
     reason = _why_not(host, port)
     if reason is None:
         return
@@ -19,7 +19,7 @@ def require_free_port(host: str, port: int) -> None:
         raise ConfigError(f"port {port} on {host} is in use{way_out}", param="port")
     if reason.errno == errno.EACCES:
         raise ConfigError(f"port {port} on {host} needs more rights than you have; take one above 1023", param="port")
-    raise ConfigError(f"can not listen on {host}:{port} ({reason}); choose another --host or --port", param="host")
+    raise ConfigError(f"cannot listen on {host}:{port} ({reason}); choose another --host or --port", param="host")
 
 
 def _why_not(host: str, port: int) -> OSError | None:

@@ -189,7 +189,7 @@ class EngineCore:
         """Gives the KV pool another size: what the setting `kv_memory` may be; "used", what the present requests need;
         or None, the size at the start. What is cached beyond that is evicted, and sequences are preempted if they must.
 
-        Raises ConfigError or KVMemoryError, and changes nothing, for what can not be. Raises ResizeFailedError if the
+        Raises ConfigError or KVMemoryError, and changes nothing, for what cannot be. Raises ResizeFailedError if the
         device fails on the way: the pool keeps its size, and what needs blocks that were to be moved has ended.
         """
         if kv_memory is None:
@@ -360,7 +360,7 @@ class EngineCore:
         return root_digest(facts.fingerprint, facts.kv_format, facts.numerics, str(space))
 
     def _run(self, plan: StepPlan) -> StepResult:
-        """Runs a plan; if that fails, runs it in halves, until the rows that can not run have failed alone."""
+        """Runs a plan; if that fails, runs it in halves, until the rows that cannot run have failed alone."""
         try:
             result = self.executor.collect(self.executor.submit(plan))
             result.check(plan)
@@ -459,7 +459,7 @@ def _tenant_stats(load: TenantState) -> TenantStats:
 
 def _stuck() -> PagemillError:
     return StepFailedError(
-        "this request waits, and can not run although nothing else does: a bug; please report it, and ask again"
+        "this request waits, and cannot run although nothing else does: a bug; please report it, and ask again"
     )
 
 

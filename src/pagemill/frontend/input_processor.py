@@ -1,6 +1,6 @@
 """From what a caller writes to an `EngineRequest`: prompt forms, tokenizing, and every check that needs no engine.
 
-Nothing is shortened or clamped in silence: what can not be served as it was asked for is an error.
+Nothing is shortened or clamped in silence: what cannot be served as it was asked for is an error.
 """
 
 from __future__ import annotations

@@ -198,7 +198,7 @@ class LLM:
         requests need, None goes back to the size at the start. Memory that goes is the system's at once.
 
         What is cached beyond the new size is evicted, to lower tiers where there are any. Raises `ConfigError` or
-        `KVMemoryError`, and changes nothing, for what can not be; `ResizeFailedError`, which says what has ended, if
+        `KVMemoryError`, and changes nothing, for what cannot be; `ResizeFailedError`, which says what has ended, if
         the device fails on the way.
         """
         return immediately(self.frontend.resize_kv_memory(kv_memory))

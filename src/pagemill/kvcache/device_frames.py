@@ -64,7 +64,7 @@ def pin(memory: NDArray[np.uint8]) -> None:
     error = torch.cuda.cudart().cudaHostRegister(memory.ctypes.data, memory.nbytes, 0)  # type: ignore[no-untyped-call]
     if int(error) != 0:
         raise KVMemoryError(
-            f"{memory.nbytes} bytes of host memory can not be pinned: {error}; lower kv_host_memory",
+            f"{memory.nbytes} bytes of host memory cannot be pinned: {error}; lower kv_host_memory",
             param="kv_host_memory",
         )
 

@@ -43,12 +43,12 @@ class DevicePool:
     """`num_frames` frames; each holds K and V of `block_size` tokens for every place (layer) of one layer group.
 
     room: bytes that it can grow to, on CPU: addresses that are set aside, without memory. Where the system does not
-        give them, and elsewhere, it can not grow.
+        give them, and elsewhere, it cannot grow.
     lower_frames: frames beside these, numbered from `first_lower` on, for blocks that are streamed: in host memory, or
         in a file in `lower_folder`; on CPU only.
     value_dim: width of values; None: that of keys.
     layout: constructor of the layout, by default layer-major on CPU and block-major elsewhere.
-    Raises KVMemoryError if the memory can not be had. Contents are undefined at first.
+    Raises KVMemoryError if the memory cannot be had. Contents are undefined at first.
     """
 
     def __init__(
@@ -184,7 +184,7 @@ class DevicePool:
         """
         if num_frames > self.capacity:
             raise KVMemoryError(
-                f"the KV pool can not have {num_frames} blocks ({num_frames * self.layout.frame_bytes} bytes): it was "
+                f"the KV pool cannot have {num_frames} blocks ({num_frames * self.layout.frame_bytes} bytes): it was "
                 f"made to grow to {self.capacity}; ask for less, or start with more kv_memory",
                 param="kv_memory",
             )

@@ -55,7 +55,7 @@ class DirectReads:
         for buffer in memory.reshape(buffers, nbytes):
             self._buffers.put(buffer)
         self._direct = -1
-        with suppress(OSError, AttributeError):  # a system, or a file system, that can not
+        with suppress(OSError, AttributeError):  # a system, or a file system, that cannot
             self._direct = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
 
     @contextmanager

@@ -55,7 +55,7 @@ def file_bytes(root: Path, format: StoreFormat) -> int:
 
 
 class DiskStore:
-    """A LowerTier. Thread-safe. Raises KVStoreError for a folder that can not be used, and for what the disk refuses.
+    """A LowerTier. Thread-safe. Raises KVStoreError for a folder that cannot be used, and for what the disk refuses.
 
     limit_bytes: the most that `blocks.dat` may grow to; what was used longest ago makes room, a chain's end first. A
     file that is larger is cut down to it here, unless another process uses it.
@@ -84,7 +84,7 @@ class DiskStore:
                 self._open(opened)
                 self._opened = opened.pop_all()
         except (OSError, sqlite3.Error) as error:
-            raise KVStoreError(f"the KV store {self.folder} can not be opened: {error}") from error
+            raise KVStoreError(f"the KV store {self.folder} cannot be opened: {error}") from error
 
     def _open(self, opened: ExitStack) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)

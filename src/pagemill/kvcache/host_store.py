@@ -56,7 +56,7 @@ class HostStore(HostTier[int, NDArray[np.uint8]]):
     """A LowerTier of `capacity` blocks. Thread-safe. What was used longest ago makes room.
 
     pinned: in memory that GPUs copy to and from by themselves.
-    Raises KVMemoryError if the memory can not be had.
+    Raises KVMemoryError if the memory cannot be had.
     """
 
     def __init__(self, capacity: int, record_bytes: int, pinned: bool = False) -> None:

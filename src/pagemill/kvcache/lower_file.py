@@ -66,7 +66,7 @@ class LowerFile:
                     raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
         except OSError as error:
             raise KVStoreError(
-                f"{self._size} bytes for contexts longer than the pool can not be had in {folder}: {error}; free some, "
+                f"{self._size} bytes for contexts longer than the pool cannot be had in {folder}: {error}; free some, "
                 f"name another kv_disk_path, or lower max_model_len"
             ) from error
 
@@ -77,16 +77,16 @@ class LowerFile:
             for piece, part in enumerate(record):
                 _whole(os.pwritev, self._file.fileno(), part, self._offset(piece, frame))
         except OSError as error:
-            raise KVStoreError(f"streamed blocks can not be written to {self.folder}: {error}") from error
+            raise KVStoreError(f"streamed blocks cannot be written to {self.folder}: {error}") from error
 
     def read(self, frame: int) -> NDArray[np.uint8]:
-        """A frame's record. Raises KVStoreError if the disk can not read it, or has lost what was written."""
+        """A frame's record. Raises KVStoreError if the disk cannot read it, or has lost what was written."""
         record = np.empty(self._shape, dtype=np.uint8)
         try:
             for piece, part in enumerate(record):
                 _whole(os.preadv, self._file.fileno(), part, self._offset(piece, frame))
         except OSError as error:
-            raise KVStoreError(f"streamed blocks can not be read from {self.folder}: {error}") from error
+            raise KVStoreError(f"streamed blocks cannot be read from {self.folder}: {error}") from error
         if not self.intact():
             raise KVStoreError(f"{self.folder} has lost streamed blocks")
         return record

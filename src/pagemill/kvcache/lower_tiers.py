@@ -74,7 +74,7 @@ class LowerTiers:
         self._lock = threading.Lock()
 
     def num_blocks(self) -> dict[str, int]:
-        """How many blocks each tier holds; of one that can not say, nothing."""
+        """How many blocks each tier holds; of one that cannot say, nothing."""
         held = {}
         for tier in self.tiers:
             with suppress(KVStoreError):

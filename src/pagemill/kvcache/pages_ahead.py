@@ -33,7 +33,7 @@ SLOW_BYTES_PER_S = 1 << 30
 
 
 class PagesAhead:
-    """Of one pool, on CPU; elsewhere, and where the system can not do it, it does nothing."""
+    """Of one pool, on CPU; elsewhere, and where the system cannot do it, it does nothing."""
 
     def __init__(self, pool: DevicePool) -> None:
         self._pool = pool

@@ -1,7 +1,7 @@
 """Reading ahead what lies in lower frames on disk, which attention then reads in mapped memory.
 
 The system keeps what it has memory for; what the process maps is bounded: a layer's blocks are read ahead while the
-layers before it are computed, and let go of when it has been. What a disk can not read is found then, and fails the
+layers before it are computed, and let go of when it has been. What a disk cannot read is found then, and fails the
 step.
 """
 
@@ -43,7 +43,7 @@ class ReadAhead:
 
     def step(self, frames: Sequence[NDArray[np.int32]]) -> Callable[[int], None]:
         """What is called with each layer's number when that begins. frames: by layer group, those that the step reads,
-        counted from the first lower one. Raises KVStoreError if the disk can not read them."""
+        counted from the first lower one. Raises KVStoreError if the disk cannot read them."""
         runs = [_runs(each, self._frame_bytes) for each in frames]
         layers = len(self._regions)
 
@@ -57,7 +57,7 @@ class ReadAhead:
                 read(ahead % layers)
             if not self._under_way.pop(layer)[1].result():
                 raise KVStoreError(
-                    f"the disk can not read blocks of this context, of layer {layer}; see the system's log, and name "
+                    f"the disk cannot read blocks of this context, of layer {layer}; see the system's log, and name "
                     f"another kv_disk_path"
                 )
             before = self._regions[layer - 1]

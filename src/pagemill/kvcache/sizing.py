@@ -17,7 +17,7 @@ _DEFAULT_SHARE = 0.4
 def parse_memory(name: str, value: int | float | str, free: int) -> int:
     """Bytes that setting `name` asks for: an integer (bytes), "512MiB", "2GB", or a share of `free` ("50%", 0.5).
 
-    Raises ConfigError for what it can not read, and for shares outside 0 .. 1.
+    Raises ConfigError for what it cannot read, and for shares outside 0 .. 1.
     """
     text = str(value).strip().lower()
     number = text.rstrip("%abcdefghijklmnopqrstuvwxyz ")

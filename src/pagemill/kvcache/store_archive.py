@@ -45,7 +45,7 @@ class StoreInfo:
 
 
 def list_stores(root: Path) -> Iterator[StoreInfo | KVStoreError]:
-    """The stores under a folder, by name; for one that can not be read, the error."""
+    """The stores under a folder, by name; for one that cannot be read, the error."""
     return map(_describe, _folders(root))
 
 
@@ -63,7 +63,7 @@ def _describe(folder: Path) -> StoreInfo | KVStoreError:
         return KVStoreError(f"the KV store {folder} has lost its blocks.dat, and so all blocks; remove the folder")
     except (OSError, sqlite3.Error, ValueError, TypeError) as error:
         return KVStoreError(
-            f"the index of the KV store {folder} can not be read: {error}; an engine with the store's model and "
+            f"the index of the KV store {folder} cannot be read: {error}; an engine with the store's model and "
             "settings makes it again from the blocks when it starts; or remove the folder"
         )
     if folder.name != format.key:

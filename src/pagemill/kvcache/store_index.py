@@ -178,7 +178,7 @@ class StoreIndex:
                 self._lookup.execute("BEGIN")
                 yield self._lookup
         except sqlite3.Error as error:
-            raise KVStoreError(f"the index of the KV store {self._folder} can not be read: {error}") from error
+            raise KVStoreError(f"the index of the KV store {self._folder} cannot be read: {error}") from error
 
 
 def _write_ahead(db: sqlite3.Connection) -> None:

@@ -98,7 +98,7 @@ class Tenants:
 
     def set(self, name: str, guaranteed_blocks: int, max_blocks: int | None, num_frames: int) -> Tenant:
         """Opens an account or changes its limits. Raises ConfigError, and changes nothing, for what a pool of
-        `num_frames` can not keep."""
+        `num_frames` cannot keep."""
         most = NO_QUOTA if max_blocks is None else max_blocks
         if not 0 <= guaranteed_blocks <= most or most < 1:
             raise ConfigError(

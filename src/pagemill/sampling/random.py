@@ -1,6 +1,6 @@
 """Counter-based random numbers: a sequence's draw at an output position is a function of its seed and the position.
 
-Nothing is carried from step to step, so batching, preemption and recomputation can not change a draw.
+Nothing is carried from step to step, so batching, preemption and recomputation cannot change a draw.
 The mixing function is SplitMix64's (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
 """
 

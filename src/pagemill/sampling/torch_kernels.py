@@ -122,7 +122,7 @@ def draw_truncated(
     if len(some):
         tokens[some], _ = _draw_above(scaled, probabilities, some, cut, top_p, uniforms, closed=True)
     some = (~closed).nonzero()[:, 0]
-    # Only top_p: tokens below (1 - top_p) / vocab can not matter, and mostly those below (1 - top_p) / 100 do not.
+    # Only top_p: tokens below (1 - top_p) / vocab cannot matter, and mostly those below (1 - top_p) / 100 do not.
     for share in (*(share for share in _SHARES if share < vocab_size), vocab_size):
         if not len(some):
             break

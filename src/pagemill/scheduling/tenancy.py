@@ -85,7 +85,7 @@ class Tenancy:
     def set(self, name: str, limits: TenantLimits, live: Live) -> None:
         """Makes a tenant known, or changes its limits.
 
-        Raises ConfigError, and changes nothing, if the pool can not keep what is promised, or if one of the requests
+        Raises ConfigError, and changes nothing, if the pool cannot keep what is promised, or if one of the requests
         that were accepted could no longer run.
         """
         frames = self._memory.num_frames

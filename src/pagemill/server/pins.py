@@ -101,7 +101,7 @@ def read_pins(path: Path) -> list[FilePin]:
             first = error.errors()[0]
             detail = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
         raise ConfigError(
-            f'{path} can not be read as pins: {detail}; write [{{"name": …, "prompt" or "messages": …}}, …]',
+            f'{path} cannot be read as pins: {detail}; write [{{"name": …, "prompt" or "messages": …}}, …]',
             param="pin_file",
         ) from error
 

@@ -1,6 +1,6 @@
 """What goes over HTTP: OpenAI's requests and responses for models, completions and chat, with vLLM's extra fields.
 
-A field that can not be served is refused by name, never ignored; `WITHOUT_EFFECT` lists those that clients send
+A field that cannot be served is refused by name, never ignored; `WITHOUT_EFFECT` lists those that clients send
 out of habit and that change nothing in any answer.
 """
 
@@ -144,7 +144,7 @@ class GenerationRequest(BaseModel):
             what = "use_beam_search" if self.use_beam_search else "best_of"
             raise InvalidRequestError(
                 f"{what} is {getattr(self, what)} with n {self.n or 1}: which are the best is known at the end, so "
-                f"they can not be streamed; set stream to false, or leave {what} out",
+                f"they cannot be streamed; set stream to false, or leave {what} out",
                 param="stream",
             )
         return self

@@ -86,7 +86,7 @@ async def run_server(
 
 
 class _Server(uvicorn.Server):
-    """Ends open requests by ending the engine: each gets its error as an answer, which a cancelled task can not give.
+    """Ends open requests by ending the engine: each gets its error as an answer, which a cancelled task cannot give.
 
     uvicorn's own `timeout_graceful_shutdown` must stay unset, for it cancels. Signals are not raised again after the
     end, as uvicorn would: a server that was asked to stop, and did, has succeeded.

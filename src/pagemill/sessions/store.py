@@ -58,7 +58,7 @@ class SessionRecord:
 
     token_ids: prompts and answers of all turns, as the engine saw and produced them.
     messages:  the same as messages; None for a session of plain prompts.
-    space:     its namespace: sessions of another one have names of their own, and can not be seen.
+    space:     its namespace: sessions of another one have names of their own, and cannot be seen.
     tokenizer: fingerprint of the tokenizer that gives the ids their meaning; model: its name, for people.
     state:     changes with every turn; "" for a session that has none yet.
     """
@@ -76,7 +76,7 @@ class SessionRecord:
 
 
 class SessionStore:
-    """Thread-safe, and several processes may use one file. Raises SessionStoreError for a file that can not be used.
+    """Thread-safe, and several processes may use one file. Raises SessionStoreError for a file that cannot be used.
 
     path: None keeps sessions in memory. max_sessions: over all namespaces; one more is refused, and so is one more than
     a tenant's own limit (`set_limit`).
@@ -314,7 +314,7 @@ class SessionStore:
             yield
         except (sqlite3.Error, OSError) as error:
             raise SessionStoreError(
-                f"the sessions in {self.path or 'memory'} can not be used: {error}; mend that, or give another "
+                f"the sessions in {self.path or 'memory'} cannot be used: {error}; mend that, or give another "
                 f"session_path"
             ) from error
 

@@ -132,7 +132,7 @@ class StepTimes:
             return cls(found["seconds_of"], shape, found["about"])
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CalibrationError(
-                f"{path} can not be read as a calibration: {type(error).__name__}: {error}; make one with "
+                f"{path} cannot be read as a calibration: {type(error).__name__}: {error}; make one with "
                 "python -m benchmarks.replay calibrate"
             ) from error
 
@@ -143,7 +143,7 @@ def fit(works: Sequence[StepWork], seconds: Sequence[float]) -> dict[str, float]
     Raises CalibrationError if there are fewer steps than costs.
     """
     if len(works) < len(COSTS):
-        raise CalibrationError(f"{len(works)} steps can not fix {len(COSTS)} costs; measure more steps")
+        raise CalibrationError(f"{len(works)} steps cannot fix {len(COSTS)} costs; measure more steps")
     measured = np.array(seconds, dtype=np.float64)
     relative = _amounts(works) / measured[:, None]
     scale = np.maximum(np.abs(relative).max(axis=0), 1e-30)

@@ -63,7 +63,7 @@ def read_trace(path: Path) -> list[TracedRequest]:
     try:
         requests = readers[path.suffix](path)
     except (KeyError, ValueError, TypeError) as error:
-        raise TraceError(f"{path} can not be read as a trace: {type(error).__name__}: {error}; {SOURCES}") from error
+        raise TraceError(f"{path} cannot be read as a trace: {type(error).__name__}: {error}; {SOURCES}") from error
     if not requests:
         raise TraceError(f"{path} has no requests; {SOURCES}")
     requests.sort(key=lambda request: request.arrival_s)
