@@ -273,6 +273,21 @@ def test_a_load_that_goes_on_behind_what_was_lost_brings_nothing():
     assert not bench.scheduler.state.loading.lost, "of a load that has ended"
 
 
+def test_what_was_lost_before_the_beginning_of_a_load_is_not_found_when_that_ends():
+    bench, _ = one_after_another(repeat(0.0))
+    assert bench.tier is not None
+    bench.scheduler.add(make_request("short", [9, 8] * 20, 3, ignore_eos=True))
+    bench.run()
+    again = make_request("anew", [3, 4, 5, 6] * 20 + [7], 3, ignore_eos=True)
+    bench.scheduler.add(again)
+    while not (loads := [load for _, load in bench.tier.under_way]):
+        bench.step()
+    assert len(loads[0].blocks) < 20, "the first blocks were streamed, and still are"
+    bench.lose(set(bench.memory.streamed.numbers))
+    bench.run()
+    assert bench.outputs["anew", 0] == expected(again, 0)
+
+
 def test_where_pins_have_lower_frames_others_have_more_of_the_pool():
     bench = Bench(frames=8, budget=4, lower=40)
     bench.scheduler.add(make_request("before", [1, 2] * 40, 20, ignore_eos=True))

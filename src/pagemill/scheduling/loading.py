@@ -118,15 +118,20 @@ class Loading:
         self.lost.update(ident for ident, under_way in loads if self._memory.lies_in(under_way.load.table, frames))
 
     def finish(self, load: int, arrived: Sequence[bool], now: float) -> int:
-        """A load is over; `arrived` says which of its blocks are in their frames. Those before the first gap can be
-        found from now on, the rest ends. Returns how many blocks of the chain are there."""
-        memory = self._memory
+        """Ends a load and publishes its blocks before the first gap; the rest ends.
+
+        arrived: which of its blocks are in their frames. A load that `lose` named publishes nothing: what the pool had
+        of its chain may be lost too. Returns how many blocks of the chain are there, as far as the load knows.
+        """
+        memory, lost = self._memory, load in self.lost
         (table, missing), tokens, digests, found, swaps_in = self._loads.pop(load)
-        gap = 0 if load in self.lost else [*arrived, False].index(False)
+        gap = 0 if lost else [*arrived, False].index(False)
         self.lost.discard(load)
         blocks = missing[gap].entry if gap < len(missing) else len(digests)
+        self._missed.update(digests[blocks : blocks + 1])
+        if lost:
+            blocks = 0
         if swaps_in:
             self.swapped_in_tokens += max(0, blocks - found) * memory.block_size
-        self._missed.update(digests[blocks : blocks + 1])
         memory.end_load(table, blocks, tokens, digests, now)
         return blocks
