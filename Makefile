@@ -38,10 +38,10 @@ test: lint lint-kernels  ## Install what is missing, fetch the model, check styl
 	@$(MODEL_READY)
 	@exec $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
 
-coverage: $(BUILT)  ## Run the tests in one process and state which lines and branches they reach (settings: PYTEST_ARGS)
+coverage: $(BUILT)  ## Run the tests and state which lines and branches they reach, in all processes (settings: PYTEST_ARGS)
 	@$(MODEL_READY)
 	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest $(PYTEST_ARGS) || { echo "error: tests failed, so nothing is stated" >&2; exit 1; }
+	@$(BIN)/coverage run -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS) || { echo "error: tests failed, so nothing is stated" >&2; exit 1; }
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report
 
