@@ -22,8 +22,7 @@ from pagemill.doctor import cpu_model
 from pagemill.engine.core import EngineCore
 from pagemill.engine.messages import EngineRequest, SequenceOutput
 from pagemill.hub import resolve_model
-from pagemill.sampling.logprobs import TokenLogprobs
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import SamplingParams, TokenLogprobs
 from pagemill.text.tokenizer import Tokenizer
 
 TEXT = Path(__file__).parent / "peers/alice.txt"

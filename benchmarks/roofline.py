@@ -43,8 +43,7 @@ from pagemill.engine.core import EngineCore
 from pagemill.hub import resolve_model
 from pagemill.machine import usable_cores
 from pagemill.models.cpu_decoder import CpuDecoder
-from pagemill.models.decoder import Decoder
-from pagemill.models.weights import Experts
+from pagemill.models.decoder import Decoder, Experts
 from pagemill.ops.cpu_ops import CpuLinear, CpuOps
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 

@@ -31,8 +31,7 @@ from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.engine.messages import EngineRequest
 from pagemill.hub import resolve_model
-from pagemill.sampling.beam_search_params import BeamSearchParams
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.scheduling.sequence import Sequence
 
 RESULTS = Path(__file__).parent / "results"

@@ -66,7 +66,7 @@ class PagedSequences:
         hidden = self.decoder.forward(token_ids, batch, self.pool)
         for row, count in work:
             self.done[row] += count
-            self._release(row)
+            self.release(row)
         return list(torch.split(self.decoder.logits(hidden).cpu(), [count for _, count in work]))
 
     def run(self, chunk: int | None = None) -> list[Tensor]:
@@ -119,7 +119,7 @@ class PagedSequences:
     def _left(self) -> list[int]:
         return [len(tokens) - done for tokens, done in zip(self.tokens, self.done, strict=True)]
 
-    def _release(self, row: int) -> None:
+    def release(self, row: int) -> None:
         """Gives back, poisoned, the frames that no later token of the row can see."""
         for group, table in zip(self.decoder.groups.groups, self._tables, strict=True):
             if group.window is None:

@@ -21,10 +21,9 @@ from benchmarks.replay.setup import Setup, add_replay_arguments, begin, chosen_s
 
 from pagemill.memory.manager import Scatter
 from pagemill.scheduling.step_plan import StepPlan
-from pagemill.simulate.simulator import replay
+from pagemill.simulate.simulator import WasteMeter, replay
 from pagemill.simulate.step_time import StepTimes
 from pagemill.simulate.trace import TracedRequest
-from pagemill.simulate.waste import WasteMeter
 
 
 @dataclass(frozen=True)

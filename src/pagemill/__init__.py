@@ -19,8 +19,7 @@ if TYPE_CHECKING:
         RequestMetrics,
         RequestOutput,
     )
-    from pagemill.sampling.beam_search_params import BeamSearchParams
-    from pagemill.sampling.params import SamplingParams
+    from pagemill.sampling.params import BeamSearchParams, SamplingParams
     from pagemill.tenant_limits import TenantLimits
 
 __version__ = "0.1.0"
@@ -50,7 +49,7 @@ _HOMES = {
     "LLM": "pagemill.frontend.llm",
     "AsyncLLM": "pagemill.frontend.async_llm",
     "BeamSearchOutput": "pagemill.frontend.outputs",
-    "BeamSearchParams": "pagemill.sampling.beam_search_params",
+    "BeamSearchParams": "pagemill.sampling.params",
     "BeamSearchSequence": "pagemill.frontend.outputs",
     "CompletionOutput": "pagemill.frontend.outputs",
     "EngineConfig": "pagemill.config",

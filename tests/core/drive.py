@@ -8,8 +8,7 @@ import torch
 
 from pagemill.engine.core import EngineCore
 from pagemill.engine.messages import EngineRequest, SequenceOutput
-from pagemill.sampling.logprobs import TokenLogprobs
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import SamplingParams, TokenLogprobs
 
 
 def request(name: str, prompt: list[int], params: SamplingParams, **fields) -> EngineRequest:

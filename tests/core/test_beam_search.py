@@ -7,8 +7,7 @@ import torch
 from drive import Run, drive, record_logits, request
 
 from pagemill.engine.messages import EngineRequest
-from pagemill.sampling.beam_search_params import BeamSearchParams
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import BeamSearchParams, SamplingParams
 
 CHAT = "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
 TEXTS = [

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from pagemill.engine.messages import EngineRequest, SequenceOutput
 from pagemill.errors import NonFiniteLogitsError
 from pagemill.frontend.output_processor import OutputProcessor, RequestState
-from pagemill.sampling.logprobs import TokenLogprobs
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import SamplingParams, TokenLogprobs
 from pagemill.text.tokenizer import Tokenizer
 
 TEXT = "Paris, the capital — 日本語 and 🙂 é too. STOP here."

@@ -12,7 +12,7 @@ import torch
 from small_llama import edit_config, edit_weights, load, logits, save_llama
 
 from pagemill.errors import ConfigError, UnknownArgumentError
-from pagemill.models import dtype as dtypes
+from pagemill.models.loading import load as loading
 
 
 @pytest.fixture(scope="module")
@@ -132,19 +132,19 @@ CPU = torch.device("cpu")
     ],
 )
 def test_auto_dtype_follows_the_machine(monkeypatch, features, stored, expected):
-    monkeypatch.setattr(dtypes, "cpu_features", lambda: frozenset(features))
-    monkeypatch.setattr(dtypes.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(loading, "cpu_features", lambda: frozenset(features))
+    monkeypatch.setattr(loading.platform, "machine", lambda: "x86_64")
     sizes = {torch.float32: 10, stored: 1000}
-    assert dtypes.resolve_dtype("auto", sizes, quantized=False, device=CPU) == expected
-    assert dtypes.resolve_dtype("auto", sizes, quantized=True, device=CPU) == torch.float32
-    assert dtypes.resolve_dtype("float16", sizes, quantized=False, device=CPU) == torch.float16
+    assert loading.resolve_dtype("auto", sizes, quantized=False, device=CPU) == expected
+    assert loading.resolve_dtype("auto", sizes, quantized=True, device=CPU) == torch.float32
+    assert loading.resolve_dtype("float16", sizes, quantized=False, device=CPU) == torch.float16
 
 
 def test_auto_dtype_on_arm(monkeypatch):
-    monkeypatch.setattr(dtypes, "cpu_features", lambda: frozenset({"asimdhp"}))
-    monkeypatch.setattr(dtypes.platform, "machine", lambda: "aarch64")
+    monkeypatch.setattr(loading, "cpu_features", lambda: frozenset({"asimdhp"}))
+    monkeypatch.setattr(loading.platform, "machine", lambda: "aarch64")
     for stored, expected in ((torch.float16, torch.float16), (torch.bfloat16, torch.float32)):
-        assert dtypes.resolve_dtype("auto", {stored: 1}, quantized=False, device=CPU) == expected
+        assert loading.resolve_dtype("auto", {stored: 1}, quantized=False, device=CPU) == expected
 
 
 def test_unknown_dtype_is_refused(folder):

@@ -15,9 +15,8 @@ from kernel_settings import kernels_of
 from pagemill import _kernels
 from pagemill.attention.select import select_attention
 from pagemill.models.cpu_decoder import CpuDecoder
-from pagemill.models.decoder import Decoder
+from pagemill.models.decoder import Decoder, Experts
 from pagemill.models.loading import load_model
-from pagemill.models.weights import Experts
 from pagemill.ops.select import select_ops
 
 BY_NAME = {case.name: case for case in CASES}
@@ -45,7 +44,7 @@ def hidden_states(forward, decoder, steps, prompts, kv_dtype=None):
         found.append(forward(decoder, token_ids, batch, sequences.pool))
         for row, count in work:
             sequences.done[row] += count
-            sequences._release(row)
+            sequences.release(row)
     return found
 
 

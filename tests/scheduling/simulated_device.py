@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 
-from pagemill.sampling.logprobs import TokenLogprobs
+from pagemill.sampling.params import TokenLogprobs
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
 VOCAB = 50

@@ -20,9 +20,7 @@ from pagemill.memory.eviction import POLICIES
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.work import Load
 from pagemill.namespace import Namespace
-from pagemill.sampling.beam_search_params import BeamSearchParams
-from pagemill.sampling.logprobs import TokenLogprobs
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import BeamSearchParams, SamplingParams, TokenLogprobs
 from pagemill.sampling.random import sequence_seed
 from pagemill.scheduling import preemption
 from pagemill.scheduling.beam import BeamSearch, Hypothesis, row_params

@@ -8,10 +8,9 @@ import pytest
 
 from pagemill.memory.manager import MemoryManager
 from pagemill.scheduling.scheduler import Scheduler
-from pagemill.simulate.simulator import replay
+from pagemill.simulate.simulator import WasteMeter, replay
 from pagemill.simulate.step_time import COSTS, KVShape, StepTimes
 from pagemill.simulate.trace import TracedRequest
-from pagemill.simulate.waste import WasteMeter
 
 SHAPE = KVShape((None, None), 2, 64, 2)
 TRACE = [TracedRequest(i, 0.9 * i, 3 + 5 * i % 23, 1 + 7 * i % 11) for i in range(40)]

@@ -38,7 +38,7 @@ from pagemill.frontend.worker import immediately
 from pagemill.kvcache import lower_file, read_ahead
 from pagemill.kvcache.disk_store import DiskStore
 from pagemill.namespace import Namespace
-from pagemill.sampling.beam_search_params import BeamSearchParams
+from pagemill.sampling.params import BeamSearchParams
 
 MODEL = "smollm2-135m"
 FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4

@@ -11,8 +11,7 @@ import typer
 
 from pagemill.cli.options import ModelArgument, engine_options, sampling_options
 from pagemill.errors import SamplingParamsError
-from pagemill.sampling.beam_search_params import BeamSearchParams
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import BeamSearchParams, SamplingParams
 
 
 @sampling_options(temperature=0.0, max_tokens=128)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from pagemill.config import EngineConfig
-from pagemill.sampling.beam_search_params import BeamSearchParams
-from pagemill.sampling.logprobs import TokenLogprobs
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import BeamSearchParams, SamplingParams, TokenLogprobs
 from pagemill.tenant_limits import DEFAULT_TENANT
 
 

@@ -25,7 +25,7 @@ from pagemill.kvcache.read_ahead import ReadAhead
 from pagemill.kvcache.sizing import host_memory
 from pagemill.models.decoder import OnLayer
 from pagemill.models.loading import LoadedModel
-from pagemill.sampling.logprobs import TokenLogprobs
+from pagemill.sampling.params import TokenLogprobs
 from pagemill.sampling.sampler import Sampler, prompt_logprobs
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 

@@ -30,8 +30,7 @@ from pagemill.frontend.outputs import RunningRequest
 from pagemill.frontend.session_turns import SessionTurns
 from pagemill.frontend.worker import Worker
 from pagemill.namespace import Namespace
-from pagemill.sampling.beam_search_params import BeamSearchParams
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.sessions.store import SessionStore
 from pagemill.tenant_limits import TenantLimits
 from pagemill.text.tokenizer import Tokenizer

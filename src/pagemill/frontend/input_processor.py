@@ -27,8 +27,7 @@ from pagemill.errors import (
 )
 from pagemill.frontend.output_processor import BestOf, RequestState
 from pagemill.namespace import Namespace
-from pagemill.sampling.beam_search_params import BeamSearchParams
-from pagemill.sampling.params import SamplingParams, check_vocabulary
+from pagemill.sampling.params import BeamSearchParams, SamplingParams, check_vocabulary
 from pagemill.tenant_limits import DEFAULT_TENANT
 from pagemill.text.tokenizer import Tokenizer
 

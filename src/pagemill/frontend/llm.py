@@ -27,8 +27,7 @@ from pagemill.frontend.session import Session
 from pagemill.frontend.worker import Inline, immediately
 from pagemill.hub import resolve_model
 from pagemill.namespace import Namespace
-from pagemill.sampling.beam_search_params import BeamSearchParams
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.sessions.store import SessionRecord, SessionStore
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 from pagemill.text.tokenizer import Tokenizer

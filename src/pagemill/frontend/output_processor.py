@@ -15,8 +15,7 @@ from pagemill.engine.messages import EngineRequest, SequenceOutput
 from pagemill.errors import PagemillError, error_of
 from pagemill.frontend.outputs import CompletionOutput, Logprob, LogprobsOfPosition, RequestMetrics, RequestOutput
 from pagemill.namespace import Namespace
-from pagemill.sampling.logprobs import TokenLogprobs
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import SamplingParams, TokenLogprobs
 from pagemill.sessions.store import SessionRecord
 from pagemill.text.detokenizer import Detokenizer
 from pagemill.text.stop import StopStrings

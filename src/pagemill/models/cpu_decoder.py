@@ -10,9 +10,8 @@ from torch import Tensor
 from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.attention.interface import AttentionBatch
-from pagemill.models.decoder import Decoder, LayerCaches, OnLayer
+from pagemill.models.decoder import Decoder, DecoderWeights, GatedMLP, LayerCaches, LayerWeights, OnLayer
 from pagemill.models.spec import DecoderSpec
-from pagemill.models.weights import DecoderWeights, GatedMLP, LayerWeights
 from pagemill.ops.cpu_ops import ACTIVATIONS, DTYPES, CpuLinear, CpuOps
 from pagemill.ops.interface import Linear
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import torch
 
 from pagemill.attention.interface import AttentionBackend
-from pagemill.models.decoder import Decoder
+from pagemill.models.decoder import Decoder, DecoderWeights
 from pagemill.models.spec import DecoderSpec
-from pagemill.models.weights import DecoderWeights
 from pagemill.ops.interface import Ops
 
 

@@ -7,7 +7,7 @@ import torch
 
 from pagemill import _kernels
 from pagemill.sampling.kernels import Choices, Ids
-from pagemill.sampling.logprobs import TokenLogprobs
+from pagemill.sampling.params import TokenLogprobs
 
 
 class CpuSamplingKernels:

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pagemill.sampling.logprobs import TokenLogprobs
+from pagemill.sampling.params import TokenLogprobs
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]

@@ -1,16 +1,16 @@
-"""SamplingParams: how one request's tokens are chosen and when it ends. Names and meanings are vLLM's.
+"""Defines what a request asks of sampling and gets from it: SamplingParams, BeamSearchParams, TokenLogprobs.
 
-A plain dataclass that msgspec can send between processes; it knows no torch. It refuses what is wrong by itself;
-`check_vocabulary` refuses what the model's vocabulary does not have.
+Plain data that msgspec sends between processes; knows no torch. Names and meanings are vLLM's. Parameters refuse by
+themselves what is wrong; `check_vocabulary` refuses what the model's vocabulary does not have.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from msgspec import Meta
+from msgspec import Meta, Struct
 
 from pagemill.arguments import Count, about, as_list, check_fields, suggest_arguments
 from pagemill.errors import SamplingParamsError, TokenOutOfVocabularyError, shown
@@ -200,6 +200,57 @@ class SamplingParams:
                     f"allow another token",
                     param="allowed_token_ids",
                 )
+
+
+@suggest_arguments
+@dataclass
+class BeamSearchParams:
+    """Parameters of one beam search.
+
+    `beam_width` sequences go on side by side, and as many are returned, the best first. A sequence's score is the sum
+    of its log probabilities over its length to the power of `length_penalty`, the end-of-sequence token counted: above
+    0 longer ones gain. `ignore_eos` makes that token one like others.
+    `early_stopping` says when a search with `beam_width` finished sequences ends: True at once; False when the best of
+    those that go on has a lower score now than the worst finished one; "never" when it could not get a higher one at
+    any length.
+    Nothing is drawn, so `temperature` is 0, or 1, which is the model's own distribution as well.
+    Raises `SamplingParamsError` for values out of range, `UnknownArgumentError` for unknown names.
+    """
+
+    beam_width: Annotated[Count, about("Sequences that go on side by side.", "for example beam_width=4")]
+    max_tokens: Annotated[Count, about("Longest answer in tokens.", "for example max_tokens=16")]
+    ignore_eos: Annotated[bool, about("Go on behind the end-of-sequence token.", _FLAG)] = False
+    temperature: Annotated[
+        Annotated[float, Meta(ge=0, le=1)],
+        about("0 or 1: nothing is drawn.", "beam search draws nothing: use SamplingParams to"),
+    ] = 0.0
+    length_penalty: Annotated[
+        float, about("Above 0 prefers longer answers.", "0 compares sums of log probabilities")
+    ] = 1.0
+    include_stop_str_in_output: Annotated[bool, about("Keep the end-of-sequence token in the answer.", _FLAG)] = False
+    early_stopping: Annotated[bool | Literal["never"], about("When a search ends.", "leave it out for False")] = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, SamplingParamsError)
+        if self.temperature not in (0, 1):
+            raise SamplingParamsError(
+                f"temperature is {self.temperature}; it must be 0 or 1; beam search draws nothing: use SamplingParams "
+                f"to",
+                param="temperature",
+            )
+
+
+class TokenLogprobs(Struct, array_like=True):
+    """Log probabilities at one position.
+
+    The first entry is the token that stands there. The other entries, as many as were asked for, are the most likely
+    tokens, most likely first and the smaller id first among equals; the first entry's token may be among them again.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    rank: int
+    """Rank of the first entry in the vocabulary: 1 + the number of tokens that are more likely."""
 
 
 def check_vocabulary(params: SamplingParams, vocab_size: int) -> None:

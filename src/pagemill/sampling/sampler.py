@@ -16,8 +16,7 @@ import torch
 
 from pagemill.sampling.constraints import RowConstraints, apply_constraints
 from pagemill.sampling.kernels import Choices, SamplingKernels, kernels_on
-from pagemill.sampling.logprobs import TokenLogprobs
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import SamplingParams, TokenLogprobs
 from pagemill.sampling.random import uniform
 
 

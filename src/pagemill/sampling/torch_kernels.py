@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from pagemill.sampling.kernels import ALL_FORBIDDEN, NOT_FINITE, Choices, Ids
-from pagemill.sampling.logprobs import TokenLogprobs
+from pagemill.sampling.params import TokenLogprobs
 
 _CHUNK = 1 << 21
 """Rows are drawn in chunks of at most this many logits (or one row): bounds the memory."""

@@ -11,9 +11,7 @@ from itertools import count
 from typing import NamedTuple
 
 from pagemill.memory.manager import MemoryManager
-from pagemill.sampling.beam_search_params import BeamSearchParams
-from pagemill.sampling.logprobs import TokenLogprobs
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import BeamSearchParams, SamplingParams, TokenLogprobs
 from pagemill.scheduling.sequence import Request, Sequence
 
 

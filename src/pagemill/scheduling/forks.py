@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections.abc as abc
 from bisect import insort
 
-from pagemill.sampling.logprobs import TokenLogprobs
+from pagemill.sampling.params import TokenLogprobs
 from pagemill.scheduling.batch import Entry
 from pagemill.scheduling.beam import BeamGroup, Hypothesis
 from pagemill.scheduling.sequence import Sequence, Status, by_rank

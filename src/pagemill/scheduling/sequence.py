@@ -11,9 +11,7 @@ import msgspec
 from pagemill.memory.block_table import BlockTable
 from pagemill.memory.manager import Residency
 from pagemill.namespace import Namespace
-from pagemill.sampling.beam_search_params import BeamSearchParams
-from pagemill.sampling.logprobs import TokenLogprobs
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import BeamSearchParams, SamplingParams, TokenLogprobs
 from pagemill.tenant_limits import DEFAULT_TENANT
 
 if TYPE_CHECKING:

@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagemill.memory.work import MemoryWork
-from pagemill.sampling.logprobs import TokenLogprobs
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import SamplingParams, TokenLogprobs
 
 
 class ChosenTokens(NamedTuple):

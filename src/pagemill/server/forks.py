@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.namespace import Namespace
-from pagemill.sampling.beam_search_params import BeamSearchParams
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.generation import Generation
 from pagemill.server.protocol import GenerationRequest
 from pagemill.text.detokenizer import Detokenizer

@@ -11,8 +11,7 @@ from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.outputs import CompletionOutput, LogprobsOfPosition, RequestOutput
 from pagemill.frontend.request_stream import RequestStream
-from pagemill.sampling.beam_search_params import BeamSearchParams
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.protocol import PromptTokensDetails, Usage
 
 

@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 
 from pagemill.errors import RequestTooLargeError
 from pagemill.memory.digest import root_digest
+from pagemill.memory.manager import MemoryManager
 from pagemill.sampling.params import SamplingParams
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.scheduling.sequence import Request
 from pagemill.scheduling.step_plan import StepPlan, StepResult
-from pagemill.simulate.step_time import StepTimes, work_of
+from pagemill.simulate.step_time import KVShape, StepTimes, work_of
 from pagemill.simulate.trace import TracedRequest
 
 ROOT = root_digest(b"simulated", "simulated", "simulated", "")
@@ -153,3 +154,36 @@ def _submit(
         )
     except RequestTooLargeError:
         served[index].refused = True
+
+
+class WasteMeter:
+    """Integrates over time the bytes of KV memory that are reserved, and those that hold tokens. It is an observer.
+
+    reserved:      bytes of the frames that sequences hold during a step, each shared block once. The frames' padding
+                   counts, and so do frames that are reserved for the tokens of the step.
+    written:       bytes of the tokens that were committed before the step.
+    being_written: bytes of the tokens that the step computes: their slots are in use, and not yet committed.
+    """
+
+    def __init__(self, memory: MemoryManager, shape: KVShape) -> None:
+        self._memory = memory
+        self._slot_bytes = shape.slot_bytes
+        self._reserved_slot_bytes = shape.frame_bytes(memory.block_size) / memory.block_size
+        self._num_groups = len(memory.windows)
+        self.reserved = self.written = self.being_written = 0.0  # byte-seconds
+
+    def __call__(self, plan: StepPlan, seconds: float) -> None:
+        found = self._memory.occupancy()
+        self.reserved += seconds * found.reserved * self._reserved_slot_bytes
+        self.written += seconds * found.written * self._slot_bytes
+        self.being_written += seconds * plan.num_tokens * self._num_groups * self._slot_bytes
+
+    @property
+    def uncommitted(self) -> float:
+        """The share of the reserved bytes, over time, that hold no committed token."""
+        return 1 - self.written / self.reserved if self.reserved else 0.0
+
+    @property
+    def waste(self) -> float:
+        """The share of the reserved bytes, over time, in which no token is or is being written."""
+        return self.uncommitted - self.being_written / self.reserved if self.reserved else 0.0

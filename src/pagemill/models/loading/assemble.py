@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from pagemill.errors import CorruptWeightsError, UnsupportedModelError
+from pagemill.models.decoder import DecoderWeights, Experts, GatedMLP, LayerWeights
 from pagemill.models.loading.checkpoint import PLAIN_DTYPES, Checkpoint
 from pagemill.models.names import WeightNames
 from pagemill.models.spec import DecoderSpec
-from pagemill.models.weights import DecoderWeights, Experts, GatedMLP, LayerWeights
 from pagemill.ops.interface import Linear, Ops
 from pagemill.ops.quantized import AffineWeight, keep_int4, quantize_int8
 

@@ -1,11 +1,17 @@
 """Defines what every checkpoint format offers: named tensors in memory-mapped files, read piece by piece.
 
+What all formats share stands here too: overrides of their configuration, and the fingerprint of a model.
+
 Pages are given back as soon as they have been read, so that a file never counts twice in the process's memory.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
+import json
 import mmap
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,13 +21,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagemill.errors import CorruptWeightsError, ModelNotFoundError
+from pagemill.errors import CorruptWeightsError, ModelNotFoundError, UnknownArgumentError
 from pagemill.models.names import WeightNames
+from pagemill.models.spec import DecoderSpec
 
 PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Formats that are numbers and nothing else, as files name them."""
 PIECE_BYTES = 1 << 20
 """Tensors are converted in pieces of about this size, which stay in a core's cache."""
+_LEGACY = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
+_SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +130,60 @@ def copy_stored(file: MappedFile, begin: int, dtype: torch.dtype, out: Tensor) -
         raw[: last - first] = file.view(first, last)
         flat[start:stop].copy_(buffer[: stop - start])
         file.forget(first, last)
+
+
+def apply_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the configuration with `overrides` on top.
+
+    rope_theta and rope_scaling, the names of older configurations, reach into `rope_parameters` where that exists, so
+    that they have their effect whichever form the checkpoint uses.
+    """
+    merged = dict(config)
+    for key, value in overrides.items():
+        parameters = merged.get("rope_parameters")
+        if key not in ("rope_theta", "rope_scaling") or not isinstance(parameters, dict):
+            merged[key] = value
+            continue
+        kinds = [kind for kind in ("full_attention",) if isinstance(parameters.get(kind), dict)]
+        flat = parameters[kinds[0]] if kinds else parameters
+        if key == "rope_theta":
+            flat = {**flat, "rope_theta": value}
+        else:
+            scaling = dict(value or {})
+            scaling["rope_type"] = scaling.pop("type", None) or scaling.get("rope_type", "default")
+            flat = {"rope_theta": flat.get("rope_theta"), "partial_rotary_factor": flat.get("partial_rotary_factor")}
+            flat = {name: given for name, given in flat.items() if given is not None} | scaling
+        merged["rope_parameters"] = {**parameters, kinds[0]: flat} if kinds else flat
+    return merged
+
+
+def check_overrides(overrides: Mapping[str, Any], known: Mapping[str, Any]) -> None:
+    """Raises UnknownArgumentError for a key that the configuration does not have: it would be ignored."""
+    for key in overrides:
+        if key not in known and key not in _LEGACY:
+            raise UnknownArgumentError.of("hf_overrides", key, [*known, *_LEGACY])
+
+
+def fingerprint(checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype) -> bytes:
+    """Returns the SHA-256 of all that decides a model's answers, with samples in the place of whole files.
+
+    In this order: the version of this recipe; the spec as JSON with sorted keys, overrides and resolved RoPE
+    frequencies included; the dtype computed in; each tensor's name, shape and stored dtype, by name; each file's size
+    and 64 samples of 4096 bytes, spread evenly from its first byte to its last.
+
+    Two fine-tunes of one model differ nearly everywhere, so samples tell them apart. They may miss a file that was
+    altered in a few places on purpose: a fingerprint guards a cache against mix-ups, not against forgery.
+    """
+    digest = hashlib.sha256(b"pagemill model 1\n")
+    digest.update(json.dumps(dataclasses.asdict(spec), sort_keys=True).encode())
+    digest.update(str(dtype).encode())
+    for name, info in sorted(checkpoint.tensors.items()):
+        digest.update(json.dumps([name, info.shape, info.dtype]).encode())
+    for file in checkpoint.files:
+        digest.update(file.size.to_bytes(8, "little"))
+        last = max(0, file.size - _SAMPLE_BYTES)
+        for begin in sorted({last * sample // (_SAMPLES - 1) for sample in range(_SAMPLES)}):
+            end = min(begin + _SAMPLE_BYTES, file.size)
+            digest.update(file.view(begin, end).tobytes())
+            file.forget(0, file.size)  # the system maps much more around each sample
+    return digest.digest()

@@ -20,9 +20,16 @@ from torch import Tensor
 from pagemill import _kernels
 from pagemill.errors import ModelConfigError, UnsupportedModelError
 from pagemill.models.families import ModelConfig
-from pagemill.models.loading.checkpoint import PIECE_BYTES, PLAIN_DTYPES, MappedFile, TensorInfo, copy_stored
+from pagemill.models.loading.checkpoint import (
+    PIECE_BYTES,
+    PLAIN_DTYPES,
+    MappedFile,
+    TensorInfo,
+    apply_overrides,
+    check_overrides,
+    copy_stored,
+)
 from pagemill.models.loading.gguf_file import GGUFFile, GGUFTensor
-from pagemill.models.loading.overrides import apply_overrides, check_overrides
 from pagemill.models.names import GGUF, WeightNames
 
 _QUANTIZED = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}

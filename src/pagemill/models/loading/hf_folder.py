@@ -19,8 +19,14 @@ from torch import Tensor
 
 from pagemill.errors import CorruptWeightsError, ModelConfigError, ModelNotFoundError, UnsupportedModelError
 from pagemill.models.families import find_family
-from pagemill.models.loading.checkpoint import PLAIN_DTYPES, MappedFile, TensorInfo, copy_stored
-from pagemill.models.loading.overrides import apply_overrides, check_overrides
+from pagemill.models.loading.checkpoint import (
+    PLAIN_DTYPES,
+    MappedFile,
+    TensorInfo,
+    apply_overrides,
+    check_overrides,
+    copy_stored,
+)
 from pagemill.models.names import WeightNames
 
 _OTHER_DTYPES = {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F64", "C64"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,17 +13,20 @@ import torch
 
 from pagemill.attention.interface import AttentionBackend
 from pagemill.errors import ConfigError, ModelNotFoundError
+from pagemill.machine import cpu_features
 from pagemill.models.decoder import Decoder
-from pagemill.models.dtype import resolve_dtype
 from pagemill.models.families import ModelConfig, find_family
 from pagemill.models.loading.assemble import Assembler, Progress
-from pagemill.models.loading.checkpoint import Checkpoint
-from pagemill.models.loading.fingerprint import fingerprint
+from pagemill.models.loading.checkpoint import Checkpoint, fingerprint
 from pagemill.models.loading.gguf_model import GGUFModel
 from pagemill.models.loading.hf_folder import HuggingFaceFolder
 from pagemill.models.select import select_decoder
 from pagemill.models.spec import DecoderSpec
 from pagemill.ops.interface import Ops
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_X86 = {torch.bfloat16: {"avx512_bf16", "amx_bf16"}, torch.float16: {"avx512_fp16", "amx_fp16"}}
+_ARM = {torch.bfloat16: {"bf16", "svebf16"}, torch.float16: {"asimdhp"}}
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class LoadedModel:
     eos_token_ids: ids that end a generation, in the checkpoint's order, possibly none.
 
     max_model_len: what was asked for, else the longest context that the checkpoint declares.
-    fingerprint:   32 bytes; see `loading.fingerprint`.
+    fingerprint:   32 bytes; see `loading.checkpoint.fingerprint`.
     """
 
     decoder: Decoder
@@ -124,3 +128,37 @@ def open_checkpoint(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
             param="model",
         )
     return GGUFModel(path, overrides)
+
+
+def is_native(dtype: torch.dtype, device: torch.device) -> bool:
+    """Returns whether `device` has instructions for matrix products in `dtype`."""
+    if dtype == torch.float32:
+        return True
+    if device.type == "cuda":
+        return dtype == torch.float16 or torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type != "cpu":
+        return dtype == torch.float16
+    table = _ARM if platform.machine().lower() in ("aarch64", "arm64") else _X86
+    return not table[dtype].isdisjoint(cpu_features())
+
+
+def resolve_dtype(
+    requested: str, stored: dict[torch.dtype, int], *, quantized: bool, device: torch.device
+) -> torch.dtype:
+    """Returns the dtype to compute in. Raises ConfigError for an unknown one.
+
+    requested: "auto", "float32", "bfloat16" or "float16".
+    stored:    bytes of the checkpoint by dtype; auto takes the most frequent if the device has instructions for it.
+    quantized: dequantized weights fit no 16-bit format exactly: auto takes float32 on CPU, and elsewhere 16 bits, which
+               are faster there.
+    """
+    if requested != "auto":
+        if requested not in DTYPES:
+            raise ConfigError(f"dtype is {requested!r}; it must be one of auto, {', '.join(DTYPES)}", param="dtype")
+        return DTYPES[requested]
+    if quantized:
+        if device.type == "cpu":
+            return torch.float32
+        return torch.bfloat16 if is_native(torch.bfloat16, device) else torch.float16
+    dtype = max(stored, key=lambda kind: stored[kind], default=torch.float32)
+    return dtype if is_native(dtype, device) else torch.float32
