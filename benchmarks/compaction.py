@@ -47,13 +47,15 @@ def decoding(arguments: argparse.Namespace, scattered: bool, kv_compaction: str)
         prompt = [generator.randrange(1000, 40000) for _ in range(arguments.context)]
         core.add_request(EngineRequest(request_id=f"r{row}", prompt_token_ids=prompt, params=params, arrival_s=0.0))
     # Prompts are not computed: what a step takes does not depend on what K and V are, only that they are there.
-    core.executor.pool._frames[:, :frames].fill_(0.01)
-    core._scheduler.max_num_batched_tokens = rows * arguments.context
+    for layer in range(len(core.executor.decoder.spec.layers)):
+        cache = core.executor.pool.layer(layer)
+        cache.key[:frames], cache.value[:frames] = 0.01, 0.01
+    core.scheduler.max_num_batched_tokens = rows * arguments.context
     computed, core.executor.run = core.executor.run, _nothing
     core.step()
-    assert core._scheduler.num_running == rows
+    assert core.scheduler.num_running == rows
     if scattered:
-        memory = core._memory
+        memory = core.memory
         blocks = memory.core.blocks.in_use()
         places = [memory.core.blocks.frame[block] for block in blocks]
         for block, place in zip(blocks, generator.sample(places, len(places)), strict=True):
@@ -85,7 +87,7 @@ def move_s(core: EngineCore, blocks: int, rounds: int) -> float:
 
 def look_s(core: EngineCore, rounds: int) -> float:
     """Seconds to look at a sequence whose blocks lie together, on average."""
-    compaction, tables = core._scheduler.compaction, list(core._memory.core.tables)
+    compaction, tables = core.scheduler.compaction, list(core.memory.core.tables)
     assert compaction is not None
     begin = time.perf_counter()
     for turn in range(rounds):
@@ -116,7 +118,7 @@ def main() -> None:
             times[name].append(time.perf_counter() - begin)
     step = {name: median(values[2:]) for name, values in times.items()}
     for name, core in cores.items():
-        steps, apart = core._memory.scatter()
+        steps, apart = core.memory.scatter()
         late, stats = median(times[name][-arguments.steps // 4 :]), core.stats()
         print(
             f"{name:12} {1e3 * step[name]:7.2f} ms per step, late {1e3 * late:7.2f}, all {sum(times[name]):6.2f} s; "

@@ -96,8 +96,8 @@ def main() -> None:
     timed(decoder, "logits", "head", spent)
     timed(decoder, "argmax", "head", spent)
     timed(core.executor.sampler, "sample", "sampler", spent)
-    timed(core._scheduler, "schedule", "schedule", spent)
-    timed(core._scheduler, "commit", "commit", spent)
+    timed(core.scheduler, "schedule", "schedule", spent)
+    timed(core.scheduler, "commit", "commit", spent)
     timed(core.executor, "apply", "apply", spent)
     rows = {running: measure(core, spent, running) for running in args.running}
     if args.json:

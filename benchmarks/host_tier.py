@@ -53,7 +53,7 @@ def main() -> None:
                 llm.resize_kv_memory((tokens // 16 + 8) * block_bytes)
                 prompts = [text[at : at + tokens] for at in range(0, 8 * room // (5 * block_bytes) * 16, tokens)]
                 computed = [ask(llm, prompt)[0] for prompt in prompts]
-                llm.client.core._tiers.transfers.flush()
+                llm.client.core.tiers.transfers.flush()
                 held = llm.stats().tier_blocks["host"]
                 plain = plain or held
                 back = [ask(llm, [*prompt[:-1], 0]) for prompt in prompts[-4:-1]]

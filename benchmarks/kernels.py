@@ -73,8 +73,8 @@ def bf16_isas() -> list[str]:
 
 
 def packed_by_onednn(weight: Tensor, rows: int) -> Callable[[Tensor], Tensor]:
-    packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
-    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")
+    packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)  # noqa: SLF001
+    return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, None, "none", [], "")  # noqa: SLF001
 
 
 def bench_linear(budget: float, peaks: dict[torch.dtype, float], bandwidth: float, quick: bool) -> None:

@@ -73,7 +73,7 @@ def drop(core: EngineCore) -> None:
     pool = core.executor.pool
     os.sync()
     for place in range(pool.groups.layers_per_frame):
-        region = pool._lower_region(place)
+        region = pool.streamed_region(place)
         for advice in (POPULATE_READ, _PAGEOUT):
             advise(*region, advice)
 

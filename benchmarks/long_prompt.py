@@ -104,7 +104,7 @@ def record_steps(llm: LLM, steps: list[Step]) -> None:
         begin = time.perf_counter(), time.process_time()
         outputs = run()
         clock_s, cpu_s = time.perf_counter() - begin[0], time.process_time() - begin[1]
-        (row,) = core._scheduler.state.running or [None]
+        (row,) = core.scheduler.state.running or [None]
         context = steps[-1].context + 1 if row is None else row.table.length
         after = core.stats()
         read = max(before.blocks_streamed, after.blocks_streamed) * core.executor.pool.record_bytes

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 import torch
 from benchmarks.engine_overhead import timed
+from benchmarks.kernels import packed_by_onednn
 from benchmarks.peers.adapters.pagemill_engine import Engine
 from benchmarks.peers.child import measure
 from benchmarks.peers.engines import MODEL
@@ -157,11 +158,10 @@ def read_rate(num_bytes: int) -> float:
 
 def products(a: torch.Tensor, b: torch.Tensor) -> list[Callable[[], object]]:
     """The same product by torch, by oneDNN on packed weights, and by pagemill."""
-    packed = torch.ops.mkldnn._reorder_linear_weight(b, GEMM_SIZE)
-    own = CpuOps().pack_linear(b)
+    onednn, own = packed_by_onednn(b, GEMM_SIZE), CpuOps().pack_linear(b)
     return [
         lambda: torch.nn.functional.linear(a, b),
-        lambda: torch.ops.mkldnn._linear_pointwise(a, packed, None, "none", [], ""),
+        lambda: onednn(a),
         lambda: own(a),
     ]
 
@@ -169,7 +169,7 @@ def products(a: torch.Tensor, b: torch.Tensor) -> list[Callable[[], object]]:
 def int8_products(a: torch.Tensor, b: torch.Tensor) -> list[Callable[[], object]]:
     """Integers only, and torch's dynamically quantized linear layer by each of its libraries."""
     ints = [torch.randint(-127, 128, (GEMM_SIZE, GEMM_SIZE), dtype=torch.int8) for _ in range(2)]
-    calls: list[Callable[[], object]] = [lambda: torch._int_mm(ints[0], ints[1])]
+    calls: list[Callable[[], object]] = [lambda: torch._int_mm(*ints)]  # noqa: SLF001
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated, and the only way to these libraries' products
         weight = torch.quantize_per_tensor(b, 0.05, 0, torch.qint8)
@@ -206,7 +206,7 @@ class Recorder:
         timed(self._decoder, "logits", "head", self._parts)
         timed(self._decoder, "argmax", "head", self._parts)
         timed(core.executor.sampler, "sample", "sampler", self._parts)
-        self._runner = core.executor
+        self._tables, self._block_size = core.executor.tables, core.config.block_size
         self._groups = core.executor.decoder.groups
         self._num_frames = core.ready.num_frames
         self._run = core.executor.run
@@ -235,7 +235,7 @@ class Recorder:
         begin = time.perf_counter()
         attended = kv_tokens = 0
         for group, layers in enumerate(self._groups.groups):
-            tables = self._runner._tables[group][plan.rows]
+            tables = self._tables[group][plan.rows]
             attended += len(layers.layers) * count_pairs(plan, layers.window)
             kv_tokens += len(layers.layers) * self._distinct(tables, plan, layers.window)
         self.steps.append(Step(plan.num_tokens, len(np.unique(plan.sample_from)), attended, kv_tokens))
@@ -244,7 +244,7 @@ class Recorder:
 
     def _distinct(self, tables: NDArray[np.int32], plan: StepPlan, window: int | None) -> int:
         """Tokens whose K/V the step attends in one layer, each slot counted once however many rows see it."""
-        size = self._runner._block_size
+        size = self._block_size
         ends = plan.starts + plan.query_lens
         begins = np.zeros_like(ends) if window is None else np.maximum(0, plan.starts + 1 - window)
         entries = np.arange(-(-int(ends.max()) // size)) * size

@@ -57,10 +57,10 @@ def make_piece(layer: int, piece: int, shape: Shape) -> tuple[Tensor, Tensor]:
 
 def seed(core: EngineCore, request: EngineRequest, tokens: int) -> None:
     """Caches the request's first `tokens` tokens, whole pieces, as if they had been computed."""
-    memory, pool, scheduler = core._memory, core.executor.pool, core._scheduler
+    memory, pool, scheduler = core.memory, core.executor.pool, core.scheduler
     caches = [pool.layer(layer) for layer in range(len(core.executor.decoder.spec.layers))]
     attention = TorchAttention()
-    root, digests = core._root(request), list[bytes]()
+    root, digests = core.root(request), list[bytes]()
     extend_chain(digests, root, request.prompt_token_ids[:tokens], memory.block_size)
     table, _ = memory.open([], [], root, 0.0, 0)
     for piece in range(tokens // PIECE):
@@ -76,7 +76,7 @@ def seed(core: EngineCore, request: EngineRequest, tokens: int) -> None:
         memory.commit(table, end, request.prompt_token_ids, digests)
         if piece % PIECES_MAPPED == 0 and pool.streams_from_disk:
             for place in range(pool.groups.layers_per_frame):
-                advise(*pool._lower_region(place), mmap.MADV_DONTNEED)
+                advise(*pool.streamed_region(place), mmap.MADV_DONTNEED)
     memory.close(table, 0.0)
 
 

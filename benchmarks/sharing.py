@@ -102,7 +102,7 @@ def _request(name: str, prompt: list[int], params: SamplingParams, beam: BeamSea
 def run(core: EngineCore, requests: list[EngineRequest]) -> dict[str, float]:
     """Runs all requests; output tokens per second, the share of blocks saved over all steps, and what could be saved at
     most: if no two blocks of a request held the same tokens behind the same tokens."""
-    scheduler, memory = core._scheduler, core._memory
+    scheduler, memory = core.scheduler, core.memory
     tokens = entries = held = contents = 0
     watching = 0.0
     for request in requests:

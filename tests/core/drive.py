@@ -40,7 +40,7 @@ class Run:
 
 
 def record_logits(core: EngineCore, run: Run) -> None:
-    sampler, scheduler = core.executor.sampler, core._scheduler
+    sampler, scheduler = core.executor.sampler, core.scheduler
     sample = sampler.sample
 
     def recording(logits, rows):

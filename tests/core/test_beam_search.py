@@ -141,7 +141,7 @@ def test_a_beams_logits_are_those_of_its_tokens_alone(make_engine, prompts_of_se
     sample = core.executor.sampler.sample
 
     def recording(logits, rows):
-        flight = core._scheduler.state.batch.flights[-1]
+        flight = core.scheduler.state.batch.flights[-1]
         for i, (position, _) in enumerate(flight.samples):
             seen[tuple(flight.entries[position].sequence.tokens)] = logits[i].clone()
         return sample(logits, rows)

@@ -86,7 +86,7 @@ def test_layers_are_read_ahead_and_let_go_of(conversations, expected, make_engin
     monkeypatch.setattr(read_ahead, "advise", lambda *call: calls.append(call) or advise(*call))
     run = drive(core, conversations[:1])
     assert run.tokens["long", 0] == expected.tokens["long", 0]
-    regions = [pool._lower_region(place) for place in range(30)]
+    regions = [pool.streamed_region(place) for place in range(30)]
     read = [call for call in calls if call[2] == read_ahead.POPULATE_READ]
     steps = core.stats().steps
     for region in regions:

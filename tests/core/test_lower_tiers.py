@@ -66,7 +66,7 @@ def test_what_was_evicted_comes_back(conversations, expected, make_engine, tmp_p
         settings |= {"kv_disk_memory": "1GiB", "kv_disk_path": str(tmp_path)}
     core = make_engine(**settings)
     drive(core, conversations)
-    core._tiers.transfers.flush()
+    core.tiers.transfers.flush()
     again = drive(core, conversations, record=True)
     assert set(again.cached.values()) == {BLOCKS * 16}
     same(again, expected)
@@ -91,7 +91,7 @@ def test_an_engine_takes_another_kind_of_tier(conversations, expected, make_engi
         patch.setattr(engine_tiers, "LowerTiers", with_device)
         core = make_engine(**SMALL, **disk, kv_host_memory=20 * FRAME_BYTES)
         drive(core, conversations)
-        core._tiers.transfers.flush()
+        core.tiers.transfers.flush()
         held = core.stats().tier_blocks
         assert held.pop("disk") > 0
         assert held == {"device": 15, "host": 20}
@@ -110,7 +110,7 @@ def kept(conversations, make_engine, tmp_path):
     """Settings of an engine that was closed after the conversations, its file of blocks, and the size of a slot."""
     settings = {**SMALL, "kv_disk_memory": "1GiB", "kv_disk_path": str(tmp_path)}
     core = make_engine(**settings)
-    slot_bytes = core._tiers.lower.tiers[-1].slot_bytes
+    slot_bytes = core.tiers.lower.tiers[-1].slot_bytes
     drive(core, conversations)
     core.close()
     (blocks,) = tmp_path.glob("*/blocks.dat")
@@ -194,7 +194,7 @@ def test_a_share_of_the_disk_counts_what_the_store_has_of_it(conversations, make
     settings = {**SMALL, "kv_disk_memory": "90%", "kv_disk_path": str(tmp_path)}
     for _ in range(2):
         core = make_engine(**settings)
-        assert core._tiers.lower.tiers[-1].capacity == 90
+        assert core.tiers.lower.tiers[-1].capacity == 90
         drive(core, conversations)
         core.close()
 
@@ -228,7 +228,7 @@ def crowd(prompts, make_engine):
 
 def test_what_is_still_being_stored_comes_back_too(conversations, expected, make_engine, monkeypatch):
     core = make_engine(**SMALL, kv_host_memory=200 * FRAME_BYTES)
-    tiers, stores = core._tiers, threading.Event()
+    tiers, stores = core.tiers, threading.Event()
     write = tiers.lower.write
 
     def late(names, records):
@@ -238,7 +238,7 @@ def test_what_is_still_being_stored_comes_back_too(conversations, expected, make
     monkeypatch.setattr(tiers.lower, "write", late)
     drive(core, conversations[:4])
     digests = []
-    extend_chain(digests, core._root(conversations[0]), conversations[0].prompt_token_ids, 16)
+    extend_chain(digests, core.root(conversations[0]), conversations[0].prompt_token_ids, 16)
     assert len(digests) == BLOCKS
     for preempted in (False, True):
         assert tiers.stored(digests, 0, preempted) == BLOCKS
@@ -253,13 +253,13 @@ def test_what_is_still_being_stored_comes_back_too(conversations, expected, make
 def test_what_takes_less_time_by_the_speeds_measured_is_done(conversations, expected, make_engine):
     core = make_engine(**SMALL, kv_host_memory=200 * FRAME_BYTES)
     drive(core, conversations)
-    core._tiers.transfers.flush()
-    (load_time,) = core._tiers.transfers.load_times
+    core.tiers.transfers.flush()
+    (load_time,) = core.tiers.transfers.load_times
 
     def loads(at: int, prefill_s_per_token: float) -> bool:
         """Whether a conversation is loaded, or else computed."""
         loaded = core.stats().blocks_loaded
-        core._tiers._prefill_s_per_token = prefill_s_per_token
+        core.tiers.prefill_s_per_token = prefill_s_per_token
         run = drive(core, conversations[at : at + 1], record=True)
         (name,) = run.cached
         assert run.tokens[name, 0] == expected.tokens[name, 0]
@@ -299,10 +299,10 @@ def step_of(query_lens: list[int]) -> StepPlan:
 def test_steps_that_hardly_compute_prompts_say_nothing_about_that(make_engine):
     core = make_engine(**SMALL, kv_host_memory=200 * FRAME_BYTES)
     for query_lens in ([1] * 200, [63], [1] * 65 + [64]):
-        core._tiers.note_step(step_of(query_lens), 1.0)
-        assert core._tiers._prefill_s_per_token == 0.0
-    core._tiers.note_step(step_of([1] * 20 + [80]), 1.0)
-    assert core._tiers._prefill_s_per_token == 0.01
+        core.tiers.note_step(step_of(query_lens), 1.0)
+        assert core.tiers.prefill_s_per_token == 0.0
+    core.tiers.note_step(step_of([1] * 20 + [80]), 1.0)
+    assert core.tiers.prefill_s_per_token == 0.01
     core.close()
 
 
@@ -319,8 +319,8 @@ def found(core, conversations) -> list[int]:
     reached = []
     for one in conversations:
         digests = []
-        extend_chain(digests, core._root(one), one.prompt_token_ids, 16)
-        reached.append(core._memory.reach(digests, lambda block: core._tiers.lower.holds([block])[0]))
+        extend_chain(digests, core.root(one), one.prompt_token_ids, 16)
+        reached.append(core.memory.reach(digests, lambda block: core.tiers.lower.holds([block])[0]))
     return reached
 
 
@@ -332,7 +332,7 @@ def test_of_what_does_not_fit_on_disk_the_most_recent_is_kept(conversations, mak
 
     def kept_of(asked) -> list[int]:
         core = make_engine(**settings)
-        assert core._tiers.lower.tiers[-1].slot_bytes == SLOT_BYTES
+        assert core.tiers.lower.tiers[-1].slot_bytes == SLOT_BYTES
         for one in asked:
             drive(core, [one])
         core.close()

@@ -37,7 +37,7 @@ def test_requests_do_not_notice(requests, make_engine):
         preempted.append(stats.preemptions)
         assert ready.num_frames == stats.frames == {None: 100, "used": max(active, 10)}.get(frames, frames)
         assert ready.kv_bytes == ready.num_frames * FRAME_BYTES
-        core._memory.check()
+        core.memory.check()
     while core.has_work():
         run.take(core.step())
     assert preempted[1] == preempted[0], "what is used fits"
@@ -117,9 +117,9 @@ def drive_on(core, requests) -> Run:
 
 def in_frames(core, frames) -> tuple[set[str], set[str]]:
     """Running requests, and pins, that hold blocks in these frames."""
-    frames, lies_in = set(frames), core._memory.lies_in
-    running = {one.request.request_id for one in core._scheduler.state.running if lies_in(one.table, frames)}
-    return running, {pin.name for pin in core._scheduler.pins.list() if lies_in(pin.table, frames)}
+    frames, lies_in = set(frames), core.memory.lies_in
+    running = {one.request.request_id for one in core.scheduler.state.running if lies_in(one.table, frames)}
+    return running, {pin.name for pin in core.scheduler.pins.list() if lies_in(pin.table, frames)}
 
 
 def assert_all_else_went_on(core, run, requests, expected, lost) -> None:
@@ -128,7 +128,7 @@ def assert_all_else_went_on(core, run, requests, expected, lost) -> None:
     for (name, _), tokens in run.tokens.items():
         want = expected.tokens[name, 0]
         assert tokens == (want[: len(tokens)] if name in lost else want)
-    core._memory.check()
+    core.memory.check()
     for pin in core.pins().pins:
         core.unpin(pin.name, Namespace())
     assert core.stats().frames_active == 0
@@ -169,7 +169,7 @@ def test_a_shrink_that_goes_wrong_ends_what_was_being_moved_and_nothing_else(
             size = core.resize(48 * FRAME_BYTES).num_frames
     assert core.stats().frames == size == (48 if how == "loses what it moves" else 100)
     assert pool.nbytes == core.ready.kv_bytes == size * FRAME_BYTES
-    core._memory.check()
+    core.memory.check()
     while core.has_work():
         run.take(core.step())
     assert [pin.name for pin in core.pins().pins] == ["low"]

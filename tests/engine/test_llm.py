@@ -229,7 +229,7 @@ def test_what_can_never_run_ends_with_an_error(llm):
     """There should be no such request; a bug that lets one in is told of, and does not spin."""
     core = llm.client.core
     assert core.step() == []
-    tenant = core._scheduler.tenants["default"]
+    tenant = core.scheduler.tenants["default"]
     item = llm.frontend.inputs.process("Hello", SamplingParams(n=2, max_tokens=3), "stuck")
     core.add_request(item.asked)
     allowed, tenant.limits = tenant.limits, TenantLimits(max_running=1)

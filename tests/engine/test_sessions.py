@@ -48,7 +48,7 @@ def flood(llm):
     frames = llm.stats().frames
     prompts = [[900 + at] * 150 for at in range(frames // 10 + 1)]
     llm.generate(prompts, SamplingParams(max_tokens=1), use_tqdm=False)
-    llm.client.core._tiers.transfers.flush()
+    llm.client.core.tiers.transfers.flush()
 
 
 @pytest.mark.parametrize("tier", ["pool", "host", "disk", "restart", "restart from host"])

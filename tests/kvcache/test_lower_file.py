@@ -97,7 +97,9 @@ def test_what_the_system_could_not_write_later_is_noticed_until_it_is_taken_note
 
 
 def test_lower_frames_are_written_by_calls_only(pool):
-    regions = [(pool._lower_region(piece).begin, pool._lower_region(piece).bytes) for piece in range(pool.pieces[0])]
+    regions = [
+        (pool.streamed_region(piece).begin, pool.streamed_region(piece).bytes) for piece in range(pool.pieces[0])
+    ]
     with open("/proc/self/maps") as maps:
         access = {int(line.split("-")[0], 16): line.split()[1] for line in maps}
     assert [access[begin] for begin, _ in regions] == ["r--s"] * len(regions)

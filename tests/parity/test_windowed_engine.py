@@ -52,7 +52,7 @@ def ask(core: EngineCore, prompt: list[int]) -> list[SequenceOutput]:
 def test_prompts_in_chunks_go_on_as_in_transformers(model, prompts):
     name, path = model
     core = make(path, kv_memory="64MiB")
-    assert len(core._memory.windows) == sum(GROUPS[name])
+    assert len(core.memory.windows) == sum(GROUPS[name])
     for prompt in prompts:
         tokens = [token for output in ask(core, prompt) for token in output.new_token_ids]
         (logits,) = reference_logits(path, [prompt + tokens[:-1]])
@@ -69,7 +69,7 @@ def test_of_a_stored_prompt_what_its_next_token_sees_is_loaded_and_not_a_bit_dif
     core = make(path, kv_memory=(13 * full + 9 * windowed) * block_bytes, kv_host_memory="64MiB")
     for prompt in prompts:
         ask(core, prompt)
-    core._tiers.transfers.flush()
+    core.tiers.transfers.flush()
     assert core.stats().blocks_loaded == 0
     again = ask(core, prompts[0])
     assert [(each.new_token_ids, each.logprobs) for each in again] == [

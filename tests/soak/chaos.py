@@ -84,7 +84,7 @@ class Faults:
         self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.full = self.unreadable = self.breaking = self.harm = 0.0
-        self._disk: DiskStore = core._tiers.lower.tiers[-1]
+        self._disk: DiskStore = core.tiers.lower.tiers[-1]
         self._streamed = core.executor.pool._file
         put, read, run, apply = self._disk._put, self._disk.read, core.executor.run, core.executor.apply
         write_below, read_below, read_layer = self._streamed.write, self._streamed.read, read_ahead._read
@@ -337,7 +337,7 @@ class Soak:
         for name in TENANTS:
             self.llm.set_tenant(name, TenantLimits(idle_timeout_s=1e-6))
         self.core.rest()
-        self.core._memory.check()
+        self.core.memory.check()
         stats = self.llm.stats()
         assert stats.frames_free == stats.frames, stats
         assert all(tenant.blocks_active == tenant.blocks_cached == 0 for tenant in stats.tenants.values())

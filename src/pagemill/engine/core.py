@@ -59,6 +59,9 @@ class EngineCore:
 
     progress(done, total): bytes of weights, called while they load.
     executor: what runs the model; None for what the settings ask for.
+
+    scheduler, memory: what the loop drives beside the executor.
+    tiers: offload stores and the transfers to and from them; None without any.
     """
 
     def __init__(
@@ -70,9 +73,9 @@ class EngineCore:
         self.config = config
         self.executor = open_executor(config, progress) if executor is None else executor
         self._engine: Engine = build(config, self.executor)
-        self._scheduler = self._engine.scheduler
-        self._memory = self._engine.memory
-        self._tiers = self._engine.tiers
+        self.scheduler = self._engine.scheduler
+        self.memory = self._engine.memory
+        self.tiers = self._engine.tiers
         self._ready = self._engine.ready
         self._random = random.Random(config.seed)
         self._ended: list[SequenceUpdate] = []
@@ -87,7 +90,7 @@ class EngineCore:
 
     def add_request(self, request: EngineRequest) -> None:
         """Queues a request. Raises `InvalidRequestError` children, and then holds nothing of it."""
-        if self._scheduler.live(request.request_id):
+        if self.scheduler.live(request.request_id):
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in use; give each request its own", param="request_id"
             )
@@ -95,7 +98,7 @@ class EngineCore:
         limit = self.ready.max_model_len
         prompt_len = len(request.prompt_token_ids)
         check_prompt_length(prompt_len, limit)
-        self._scheduler.add(
+        self.scheduler.add(
             Request(
                 request_id=request.request_id,
                 prompt_token_ids=request.prompt_token_ids,
@@ -103,7 +106,7 @@ class EngineCore:
                 seed=self._random.getrandbits(63) if params.seed is None else params.seed,
                 priority=request.priority,
                 arrival_s=request.arrival_s,
-                root=self._root(request),
+                root=self.root(request),
                 max_len=limit if params.max_tokens is None else min(prompt_len + params.max_tokens, limit),
                 beam=beam,
                 pin=None
@@ -119,29 +122,29 @@ class EngineCore:
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests and takes back what they hold; unknown ids are ignored."""
         for request_id in request_ids:
-            self._scheduler.abort(request_id, time.monotonic())
+            self.scheduler.abort(request_id, time.monotonic())
 
     def finish(self, sequences: Iterable[tuple[str, int]]) -> None:
         """Ends sequences `(request_id, index)` whose stop string the front end has seen; unknown ones are ignored."""
         for request_id, index in sequences:
-            self._scheduler.finish(request_id, index, time.monotonic())
+            self.scheduler.finish(request_id, index, time.monotonic())
 
     def set_tenant(self, name: str, limits: TenantLimits) -> EngineReady:
         """Makes a tenant known, or changes its limits, between two steps. Returns what the engine is now.
 
         Raises `ConfigError`, and changes nothing, for what the pool or requests under way do not allow.
         """
-        self._scheduler.set_tenant(name, limits)
+        self.scheduler.set_tenant(name, limits)
         return self._refresh()
 
     def has_work(self) -> bool:
-        return bool(self._ended) or self._scheduler.has_work()
+        return bool(self._ended) or self.scheduler.has_work()
 
     def rest(self) -> float | None:
         """Does between steps what its time has come for: ends pins, and cached blocks that nobody uses. Seconds until
         there is more of that; None: no time will bring it."""
         now = time.monotonic()
-        due = self._scheduler.expire(now)
+        due = self.scheduler.expire(now)
         self._save_evicted()
         return None if due == math.inf else max(0.0, due - now)
 
@@ -151,13 +154,13 @@ class EngineCore:
         begun = time.monotonic()
         updates, self._ended = self._ended, []
         updates += self._lose(set(), begun)
-        plan = self._scheduler.schedule(begun)
+        plan = self.scheduler.schedule(begun)
         self._save_evicted()
         if plan is None:
             self._start_loads()
-            stuck = self._scheduler.has_work() and not self._scheduler.num_loading
+            stuck = self.scheduler.has_work() and not self.scheduler.num_loading
             if stuck and self._was_stuck:
-                updates += self._scheduler.give_up(_stuck(), begun)
+                updates += self.scheduler.give_up(_stuck(), begun)
             self._was_stuck = stuck
             waited = time.monotonic()
             self._finish_loads(LOAD_WAIT_S)
@@ -170,19 +173,19 @@ class EngineCore:
             self._start_loads()
             result = self._run(plan)
         except BaseException as error:
-            updates += self._scheduler.lose_plan(plan, _failed(error), time.monotonic())
+            updates += self.scheduler.lose_plan(plan, _failed(error), time.monotonic())
             if not isinstance(error, Exception):
                 raise
         else:
             now = time.monotonic()
-            updates += self._lose(set(lost), now) + self._scheduler.commit(result, now)
+            updates += self._lose(set(lost), now) + self.scheduler.commit(result, now)
             updates += self._lose(self._unreadable(plan, result), now)
         self._steps += 1
-        self._scheduler.note_step(plan, time.monotonic() - begun)
-        if self._tiers is not None:
-            self._tiers.note_step(plan, time.monotonic() - begin)
+        self.scheduler.note_step(plan, time.monotonic() - begun)
+        if self.tiers is not None:
+            self.tiers.note_step(plan, time.monotonic() - begin)
         if self.config.check_invariants:
-            self._memory.check()
+            self.memory.check()
         return self._outputs(updates)
 
     def resize(self, kv_memory: int | float | str | None) -> EngineReady:
@@ -195,18 +198,18 @@ class EngineCore:
         if kv_memory is None:
             frames = self._engine.ready.num_frames
         elif kv_memory == "used":
-            frames = self._scheduler.least_frames
+            frames = self.scheduler.least_frames
         else:
             frame_bytes, (free, total) = self.executor.facts.frame_bytes, self.executor.memory()
-            free += self._memory.num_frames * frame_bytes
+            free += self.memory.num_frames * frame_bytes
             frames = num_frames(frame_bytes, 0, free=free, total=total, kv_memory=kv_memory)
-        while self._tiers is not None and self._tiers.transfers.loading:
+        while self.tiers is not None and self.tiers.transfers.loading:
             self._finish_loads(LOAD_WAIT_S)
-        self._scheduler.check_size(frames)
-        before = self._memory.num_frames
+        self.scheduler.check_size(frames)
+        before = self.memory.num_frames
         if frames > before:
             self.executor.resize(frames)
-        plan = self._scheduler.resize(frames, time.monotonic())
+        plan = self.scheduler.resize(frames, time.monotonic())
         try:
             self._save_evicted()
             lost = self.executor.apply(plan)
@@ -218,12 +221,12 @@ class EngineCore:
                 raise
             raise refusal from error
         now = time.monotonic()
-        self._ended += self._lose(set(lost), now) + self._scheduler.commit(StepResult(), now)
+        self._ended += self._lose(set(lost), now) + self.scheduler.commit(StepResult(), now)
         return self._refresh()
 
     def pins(self) -> PinList:
         """What is pinned now."""
-        now, pins = time.monotonic(), self._scheduler.pins
+        now, pins = time.monotonic(), self.scheduler.pins
         pins.expire(now)
         infos = [
             PinInfo(
@@ -241,7 +244,7 @@ class EngineCore:
 
     def unpin(self, name: str, space: Namespace) -> PinList:
         """Ends a pin, and returns those that are left. Raises PinNotFoundError."""
-        now, pins = time.monotonic(), self._scheduler.pins
+        now, pins = time.monotonic(), self.scheduler.pins
         pins.expire(now)
         if not pins.unpin(name, space, now):
             raise PinNotFoundError(f"there is no pin {name!r}; it may have expired", param="name")
@@ -249,8 +252,8 @@ class EngineCore:
 
     def sequences(self) -> SequenceList:
         """What has not finished now, and where its blocks lie."""
-        memory, infos = self._memory, []
-        for one in self._scheduler.sequences():
+        memory, infos = self.memory, []
+        for one in self.scheduler.sequences():
             places = Residency(0, 0) if one.table is None else memory.residency(one.table)
             infos.append(
                 SequenceInfo(
@@ -266,28 +269,28 @@ class EngineCore:
     def kv_blocks(self, request: BlocksQuery) -> KVBlocks:
         """Where those blocks lie that a prompt would find that goes on behind these tokens."""
         digests: list[bytes] = []
-        extend_chain(digests, self._root(request), request.token_ids, self._memory.block_size)
-        tiers = None if self._tiers is None else self._tiers.lower
-        return KVBlocks(findable(self._memory, self._engine.streams_from, tiers, digests))
+        extend_chain(digests, self.root(request), request.token_ids, self.memory.block_size)
+        tiers = None if self.tiers is None else self.tiers.lower
+        return KVBlocks(findable(self.memory, self._engine.streams_from, tiers, digests))
 
     def stats(self) -> EngineStats:
-        memory, slots, steps = self._memory.stats(), self._memory.occupancy(), self._memory.scatter()
-        compaction = self._scheduler.compaction
-        transfers = TransferStats() if self._tiers is None else self._tiers.transfers.stats()
+        memory, slots, steps = self.memory.stats(), self.memory.occupancy(), self.memory.scatter()
+        compaction = self.scheduler.compaction
+        transfers = TransferStats() if self.tiers is None else self.tiers.transfers.stats()
         return EngineStats(
-            running=self._scheduler.num_running,
-            waiting=self._scheduler.num_waiting,
-            preemptions=self._scheduler.preemptions,
-            step_prompt_tokens=self._scheduler.controller.prompt_tokens,
-            running_limit=self._scheduler.controller.max_running,
-            watermark_blocks=self._scheduler.controller.watermark,
-            preempted_tokens_recomputed=self._scheduler.recomputed_tokens,
-            preempted_tokens_swapped_in=self._scheduler.swapped_in_tokens,
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+            preemptions=self.scheduler.preemptions,
+            step_prompt_tokens=self.scheduler.controller.prompt_tokens,
+            running_limit=self.scheduler.controller.max_running,
+            watermark_blocks=self.scheduler.controller.watermark,
+            preempted_tokens_recomputed=self.scheduler.recomputed_tokens,
+            preempted_tokens_swapped_in=self.scheduler.swapped_in_tokens,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
-            prefix_queried_tokens=self._scheduler.prefix_queried_tokens,
-            prefix_hit_tokens=self._scheduler.prefix_hit_tokens,
+            prefix_queried_tokens=self.scheduler.prefix_queried_tokens,
+            prefix_hit_tokens=self.scheduler.prefix_hit_tokens,
             frames=memory.frames,
             frames_free=memory.frames_free,
             frames_cached=memory.frames_cached,
@@ -305,57 +308,58 @@ class EngineCore:
             stalled_s=self._stalled_s,
             loading_s=transfers.loading_s,
             block_bytes=self.executor.facts.frame_bytes,
-            tier_blocks={} if self._tiers is None else self._tiers.lower.num_blocks(),
+            tier_blocks={} if self.tiers is None else self.tiers.lower.num_blocks(),
             blocks_saved=transfers.saved,
             blocks_dropped=transfers.dropped,
             blocks_loaded=transfers.loaded,
             blocks_missed=transfers.missed,
-            tenants={load.account.name: _tenant_stats(load) for load in self._scheduler.tenants},
+            tenants={load.account.name: _tenant_stats(load) for load in self.scheduler.tenants},
         )
 
     def close(self) -> None:
         """Ends every request, and keeps what can be found again, if there is a tier that outlives the process."""
-        self.abort(self._scheduler.request_ids())
-        self._scheduler.pins.clear(time.monotonic())
+        self.abort(self.scheduler.request_ids())
+        self.scheduler.pins.clear(time.monotonic())
         self.executor.close()
-        if self._tiers is not None:
-            while self._tiers.transfers.loading:
+        if self.tiers is not None:
+            while self.tiers.transfers.loading:
                 self._finish_loads(LOAD_WAIT_S)
             self._save_evicted()
-            if self._tiers.lower.lasting:
-                self._tiers.transfers.keep(self._memory.cached_blocks())
-            self._tiers.close()
-            self._tiers = None
+            if self.tiers.lower.lasting:
+                self.tiers.transfers.keep(self.memory.cached_blocks())
+            self.tiers.close()
+            self.tiers = None
 
     def _save_evicted(self) -> None:
         """Copies evicted blocks out of their frames, before the device does anything."""
-        saves = self._memory.take_saves()
-        if self._tiers is not None:
-            self._tiers.transfers.save(saves)
+        saves = self.memory.take_saves()
+        if self.tiers is not None:
+            self.tiers.transfers.save(saves)
 
     def _start_loads(self) -> None:
         """Lets loads into frames; once the device has copied what was there before."""
-        for load in self._scheduler.take_loads():
-            if self._tiers is not None:
-                self._tiers.transfers.load(load)
+        for load in self.scheduler.take_loads():
+            if self.tiers is not None:
+                self.tiers.transfers.load(load)
 
     def _finish_loads(self, wait_s: float) -> None:
-        if self._tiers is not None and self._tiers.transfers.loading:
-            for load, arrived in self._tiers.transfers.finished(wait_s).items():
-                self._scheduler.finish_load(load, arrived, time.monotonic())
+        if self.tiers is not None and self.tiers.transfers.loading:
+            for load, arrived in self.tiers.transfers.finished(wait_s).items():
+                self.scheduler.finish_load(load, arrived, time.monotonic())
 
     def _refresh(self) -> EngineReady:
         """What is said of the engine, with the pool, the pins and the limits as they are now."""
         self._ready = replace(
             self._ready,
-            num_frames=self._memory.num_frames,
-            kv_bytes=self._memory.num_frames * self.executor.facts.frame_bytes,
-            longest_sequence=self._scheduler.longest_sequence(self._ready.max_model_len),
-            tenants=[load.account.name for load in self._scheduler.tenants],
+            num_frames=self.memory.num_frames,
+            kv_bytes=self.memory.num_frames * self.executor.facts.frame_bytes,
+            longest_sequence=self.scheduler.longest_sequence(self._ready.max_model_len),
+            tenants=[load.account.name for load in self.scheduler.tenants],
         )
         return self._ready
 
-    def _root(self, request: EngineRequest | BlocksQuery) -> bytes:
+    def root(self, request: EngineRequest | BlocksQuery) -> bytes:
+        """Returns the digest in which the chain of a request's blocks begins."""
         facts, space = self.executor.facts, Namespace(request.tenant, request.cache_salt)
         return root_digest(facts.fingerprint, facts.kv_format, facts.numerics, str(space))
 
@@ -375,24 +379,24 @@ class EngineCore:
     def _lose(self, frames: set[int], now: float) -> list[SequenceUpdate]:
         """Ends what needs contents of these frames, or of any lower frame if the disk has lost some of those."""
         if self.executor.take_loss():
-            frames.update(self._memory.streamed.numbers)
+            frames.update(self.memory.streamed.numbers)
         if not frames:
             return []
         failure = KVStoreError(
             "the disk has lost blocks of this context, which is longer than the KV pool; see the log, and name another "
             "kv_disk_path"
         )
-        return self._scheduler.lose(frames, failure, now)
+        return self.scheduler.lose(frames, failure, now)
 
     def _undo_resize(self, plan: StepPlan, before: int, error: BaseException) -> ResizeFailedError:
         """The pool keeps its size, and what the plan was to move is lost. What to tell who asked for another one."""
         what = f"the KV pool of {before} blocks could not be resized: {type(error).__name__}: {error}"
         failure = ResizeFailedError(f"{what}; blocks of this request were to be moved and are lost: send it again")
-        pins = self._scheduler.pins.list()
-        ended = self._scheduler.undo_resize(plan, before, failure, time.monotonic())
+        pins = self.scheduler.pins.list()
+        ended = self.scheduler.undo_resize(plan, before, failure, time.monotonic())
         self._ended += ended
         self.executor.resize(before)
-        requests, kept = {update.sequence.request.request_id for update in ended}, self._scheduler.pins.list()
+        requests, kept = {update.sequence.request.request_id for update in ended}, self.scheduler.pins.list()
         gone = ", ".join(repr(pin.name) for pin in pins if pin not in kept) or "none"
         return ResizeFailedError(
             f"{what}; it keeps its size. Ended: {len(requests)} requests; pins: {gone}. Send and pin these again; "
@@ -407,7 +411,7 @@ class EngineCore:
         return {int(frame) for groups in of_rows for frames in groups for frame in frames}
 
     def _outputs(self, updates: list[SequenceUpdate]) -> list[SequenceOutput]:
-        streams = self._memory.streamed.active > 0
+        streams = self.memory.streamed.active > 0
         return [self._output(update, streams) for update in updates]
 
     def _output(self, update: SequenceUpdate, streams: bool) -> SequenceOutput:
@@ -423,7 +427,7 @@ class EngineCore:
         if sequence.table is None:
             output.kv_blocks = sequence.residency
         elif streams:
-            output.kv_blocks = self._memory.residency(sequence.table)
+            output.kv_blocks = self.memory.residency(sequence.table)
         if tokens:
             self._generated_tokens += len(tokens)
             if sequence.prompt_logprobs and sequence.num_output_tokens == len(tokens):

@@ -114,7 +114,7 @@ class Tiers:
         self.transfers = Transfers(executor.frames, lower)
         self._memory = memory
         self._preemption_mode = preemption_mode
-        self._prefill_s_per_token = 0.0
+        self.prefill_s_per_token = 0.0
 
     def stored(self, digests: Sequence[bytes], found: int, preempted: bool) -> int:
         """Of a chain of which the pool has the first `found` blocks, up to how many it is to be loaded: as far as what
@@ -129,11 +129,11 @@ class Tiers:
         except KVStoreError as error:
             logger.warning("%s", error)
             return found
-        if swap or reach == found or not self._prefill_s_per_token:
+        if swap or reach == found or not self.prefill_s_per_token:
             return reach
         blocks = self._memory.missing(digests[:reach])
         lowest = max(sources[digests[entry], group] or 0 for entry, group in blocks)
-        compute_s = (reach - found) * self._memory.block_size * self._prefill_s_per_token
+        compute_s = (reach - found) * self._memory.block_size * self.prefill_s_per_token
         return reach if self.transfers.load_times[lowest].pays(len(blocks), compute_s) else found
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
@@ -141,8 +141,8 @@ class Tiers:
         for load_time in self.transfers.load_times:
             load_time.note_step(seconds)
         if plan.num_tokens - plan.num_generating >= max(MIN_PREFILL_TOKENS, plan.num_generating):
-            each, known = seconds / plan.num_tokens, self._prefill_s_per_token
-            self._prefill_s_per_token = 0.8 * known + 0.2 * each if known else each
+            each, known = seconds / plan.num_tokens, self.prefill_s_per_token
+            self.prefill_s_per_token = 0.8 * known + 0.2 * each if known else each
 
     def close(self) -> None:
         """Waits for what is under way."""

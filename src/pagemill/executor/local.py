@@ -37,7 +37,7 @@ class LocalExecutor:
     """Implements `Executor` on the backend that the model was loaded with. A step runs when it is submitted: on CPU it
     would take the cores from whoever planned the next one meanwhile.
 
-    _tables int32 [groups, rows, entries]: frame numbers, -1 where nothing is held
+    tables  int32 [groups, rows, entries]: frame numbers, -1 where nothing is held
     _tokens int32 [rows, max_model_len + 1]: prompt, then what has been sampled
 
     Both lie on the host, where a step's few rows and tokens are picked out of them by NumPy: torch would wake its own
@@ -61,7 +61,7 @@ class LocalExecutor:
         self._device = backend.device
         self._block_size = block_size
         entries = -(-facts.max_model_len // block_size)
-        self._tables = np.full((len(facts.windows), max_num_seqs, entries), -1, dtype=np.int32)
+        self.tables = np.full((len(facts.windows), max_num_seqs, entries), -1, dtype=np.int32)
         self._tokens = np.zeros((max_num_seqs, facts.max_model_len + 1), dtype=np.int32)
         self._prompt_lens = np.zeros(max_num_seqs, dtype=np.int32)
         self._logits = torch.empty(0, facts.vocab_size)
@@ -104,7 +104,7 @@ class LocalExecutor:
         written = np.concatenate((work.copy_target, work.edit_frame))
         self.pages.reach(int(written[written < self.pool.first_lower].max(initial=-1)))
         if len(work.edit_row):
-            self._tables[work.edit_group, work.edit_row, work.edit_index] = work.edit_frame
+            self.tables[work.edit_group, work.edit_row, work.edit_index] = work.edit_frame
         return self.pool.copy_frames(self._to_device(work.copy_source), self._to_device(work.copy_target))
 
     def resize(self, num_frames: int) -> None:
@@ -166,7 +166,7 @@ class LocalExecutor:
 
     def streamed_frames(self, plan: StepPlan) -> list[NDArray[np.int32]]:
         entries = -(-int((plan.starts + plan.query_lens).max()) // self._block_size)
-        return [tables[tables >= self.pool.first_lower] for tables in self._tables[:, plan.rows, :entries]]
+        return [tables[tables >= self.pool.first_lower] for tables in self.tables[:, plan.rows, :entries]]
 
     def _batch(
         self,
@@ -178,9 +178,9 @@ class LocalExecutor:
     ) -> AttentionBatch:
         size = self._block_size
         max_context = int(context_lens.max())
-        tables = self._tables[:, plan.rows, : -(-max_context // size)]
+        tables = self.tables[:, plan.rows, : -(-max_context // size)]
         entries, offsets = np.divmod(positions, size)
-        frames = self._tables[:, rows, entries].astype(np.int64, order="C")  # which indexing does not keep
+        frames = self.tables[:, rows, entries].astype(np.int64, order="C")  # which indexing does not keep
         slots = np.where(frames < 0, -1, frames * size + offsets)
         groups = (GroupBatch(self._to_device(t), self._to_device(s)) for t, s in zip(tables, slots, strict=True))
         return AttentionBatch(

@@ -114,7 +114,7 @@ class DevicePool:
         self._where = {layer: groups.place(layer) for layer in members}
         self._file: LowerFile | None = None
         if lower_folder is not None and lower_frames:
-            regions = [self._lower_region(piece) for piece in range(pieces)]
+            regions = [self.streamed_region(piece) for piece in range(pieces)]
             self._file = LowerFile(lower_folder, regions, self.pieces[2], self._frames[0, 0].nbytes)
 
     def layer(self, layer: int) -> LayerCache:
@@ -200,10 +200,11 @@ class DevicePool:
     def read_ahead(self) -> ReadAhead:
         """For lower frames in a file."""
         where = [self._where[layer] for layer in sorted(self._where)]
-        regions = [self._lower_region(place if len(self._frames) > 1 else 0) for _, place in where]
+        regions = [self.streamed_region(place if len(self._frames) > 1 else 0) for _, place in where]
         return ReadAhead(regions, [group for group, _ in where], self._frames.stride(1) * self.dtype.itemsize)
 
-    def _lower_region(self, piece: int) -> Region:
+    def streamed_region(self, piece: int) -> Region:
+        """Returns the addresses at which a piece's streamed frames lie."""
         size, (per_piece, per_frame, _) = self.dtype.itemsize, self._frames.stride()
         begin = self.storage.data_ptr() + (piece * per_piece + self.first_lower * per_frame) * size
         return Region(begin, (self.total_frames - self.first_lower) * per_frame * size)
