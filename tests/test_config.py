@@ -1,9 +1,15 @@
 """Every setting of the wrong type or out of its range is an error that names it, before anything is loaded."""
 
 import dataclasses
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from pagemill import LLM, AsyncLLM
 from pagemill.config import FIXED, EngineConfig, config_for
 from pagemill.errors import ConfigError
 
@@ -104,3 +110,34 @@ def test_half_of_a_surrogate_pair_is_refused_by_name(name):
 def test_integers_fit_into_64_bits(value):
     with pytest.raises(ConfigError, match=r"^seed is "):
         EngineConfig(model="m", seed=value)
+
+
+@pytest.mark.parametrize(("entry", "own"), [(LLM, set()), (AsyncLLM, {"on_progress"})])
+def test_an_entry_point_has_the_signature_of_the_settings(entry, own):
+    parameters = inspect.signature(entry).parameters
+    assert parameters.keys() - own == inspect.signature(EngineConfig).parameters.keys()
+    assert parameters["max_num_seqs"].default == 256
+
+
+TYPED = """from pagemill import LLM, AsyncLLM
+LLM("m", max_num_seqs=3)
+AsyncLLM("m", seed=3, on_progress=print)
+LLM("m", max_num_sequences=3)
+LLM("m", max_num_seqs="3")
+AsyncLLM("m", sed=3)
+"""
+
+
+def test_a_type_checker_knows_the_settings(tmp_path):
+    """Slow only where mypy has no cache of the package yet."""
+    program = tmp_path / "program.py"
+    program.write_text(TYPED)
+    checked = subprocess.run(
+        [sys.executable, "-m", "mypy", str(program)], cwd=Path(__file__).parents[1], capture_output=True, text=True
+    )
+    errors = re.findall(r"program.py:(\d): error: .*?\"(\w+)\".*\[([a-z-]+)\]", checked.stdout)
+    assert errors == [
+        ("4", "max_num_sequences", "call-arg"),
+        ("5", "max_num_seqs", "arg-type"),
+        ("6", "sed", "call-arg"),
+    ], checked.stdout + checked.stderr

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from msgspec import Meta
 
 from pagemill.arguments import Count, Positive, about, check_fields, suggest_arguments
 from pagemill.errors import ConfigError, UnknownArgumentError, shown
 from pagemill.tenant_limits import TenantLimits, read_limits, read_tenants_file
+
+P = ParamSpec("P")
+S = TypeVar("S")
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -46,7 +51,9 @@ class EngineConfig:
     Raises `ConfigError` for a wrong value, and for two that contradict each other.
     """
 
-    model: Annotated[Model, about("A path, a name such as 'smollm2-135m', or a Hugging Face id.")]
+    model: Annotated[Model, about("A path, a name such as 'smollm2-135m', or a Hugging Face id.")] = field(
+        kw_only=False
+    )
     tokenizer: Annotated[str | None, about("Folder or file of another tokenizer than the model's own.")] = None
     dtype: Annotated[Dtype, about("Number format of weights and activations: auto, float32, bfloat16 or float16.")] = (
         "auto"
@@ -182,6 +189,21 @@ class EngineConfig:
         given = [name for name in ways if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} both size the KV pool; give one of them", param=given[1])
+
+
+def takes_settings(
+    config: Callable[P, EngineConfig],
+) -> Callable[[Callable[Concatenate[S, ...], None]], Callable[Concatenate[S, P], None]]:
+    """Gives an `__init__(self, model, **settings)` the signature of a config class: type checkers, editors and `help`
+    know every setting by its name and type. Arguments in `FIXED` are accepted, but not part of it."""
+
+    def decorate(init: Callable[Concatenate[S, ...], None]) -> Callable[Concatenate[S, P], None]:
+        itself, *_ = inspect.signature(init).parameters.values()
+        settings = inspect.signature(config).parameters.values()
+        init.__signature__ = inspect.Signature([itself, *settings])  # type: ignore[attr-defined]
+        return init
+
+    return decorate
 
 
 def config_for(owner: str, model: str, settings: dict[str, Any]) -> EngineConfig:

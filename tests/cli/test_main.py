@@ -41,7 +41,7 @@ def test_help_lists_every_command():
 @pytest.mark.parametrize("name", app.COMMANDS)
 def test_help_of_a_command_begins_as_in_the_list(name):
     """The list is written by hand so that it imports no command."""
-    command = app._load(name)
+    command = app.load_command(name)
     assert inspect.cleandoc(command.help).startswith(app.COMMANDS[name])
 
 

@@ -1,7 +1,9 @@
 """Conversations by name: what a turn keeps, who may use one, and what restarts, crashes and other processes leave."""
 
+import contextlib
 import os
 import random
+import secrets
 import signal
 import sqlite3
 import stat
@@ -159,14 +161,15 @@ def test_two_processes_fork_to_one_name_and_one_of_them_is_told(tmp_path, monkey
             refused.append(error)
 
     meanwhile = threading.Thread(target=forks_too)
-    require_room = mine._require_room
+    token_hex = secrets.token_hex
 
-    def while_the_other_asks(*of):
-        meanwhile.start()
-        meanwhile.join(0.3)
-        require_room(*of)
+    def while_the_other_asks(size):
+        if not meanwhile.ident:
+            meanwhile.start()
+            meanwhile.join(0.3)
+        return token_hex(size)
 
-    monkeypatch.setattr(mine, "_require_room", while_the_other_asks)
+    monkeypatch.setattr(secrets, "token_hex", while_the_other_asks)
     mine.fork("ada", HERE, "child")
     meanwhile.join()
     assert [type(error) for error in refused] == [errors.InvalidRequestError]
@@ -278,9 +281,9 @@ def test_a_file_of_something_else_is_said_so(tmp_path):
     with pytest.raises(errors.SessionStoreError, match="cannot be used"):
         store_of(tmp_path)
     path = tmp_path / "later"
-    store = store_of(path)
-    store._db.execute("PRAGMA user_version = 9")
-    store.close()
+    store_of(path).close()
+    with contextlib.closing(sqlite3.connect(path)) as file:
+        file.execute("PRAGMA user_version = 9")
     with pytest.raises(errors.SessionStoreError, match="version 9; this one reads version 2"):
         store_of(path)
 

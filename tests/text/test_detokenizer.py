@@ -8,7 +8,7 @@ import pytest
 import small_tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_tokenizers import wrap
+from small_tokenizers import byte_fallback, wrap
 
 from pagemill.text.detokenizer import Detokenizer
 from pagemill.text.tokenizer import Tokenizer
@@ -67,9 +67,8 @@ def test_after_a_prompt_the_text_goes_on(kind, data):
 
 
 def test_leading_space_depends_on_what_came_before():
-    tokenizer = tokenizer_of("byte_fallback")
-    hello = tokenizer._backend.token_to_id("▁Hello")
-    start = tokenizer._backend.token_to_id("<s>")
+    tokenizer, backend = tokenizer_of("byte_fallback"), byte_fallback()
+    hello, start = backend.token_to_id("▁Hello"), backend.token_to_id("<s>")
     assert "".join(stream(tokenizer, [hello], True)) == "Hello"
     assert "".join(stream(tokenizer, [hello], True, [start])) == "Hello"
     assert "".join(stream(tokenizer, [hello], True, [hello])) == " Hello"

@@ -135,6 +135,27 @@ def test_template_features_as_transformers(real, options):
     assert real.apply_chat_template(messages, chat_template=FEATURES, **options) == expected
 
 
+@pytest.mark.parametrize("name", ["tools", "documents"])
+def test_what_a_template_has_no_place_for_is_refused(real, name):
+    """The pulled model's template renders neither: the caller would believe that the model has seen them."""
+    with pytest.raises(InvalidRequestError, match=rf"{name} are given, .* template of '.*smollm2.*' has no") as caught:
+        real.apply_chat_template(MESSAGES[0], **{name: TOOLS})
+    assert caught.value.param == name
+    assert real.apply_chat_template(MESSAGES[0], **{name: []}) == real.apply_chat_template(MESSAGES[0])
+
+
+def test_text_parts_are_one_text_and_others_are_refused(real):
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    for options in ({}, {"add_generation_prompt": False, "continue_final_message": True}):
+        given = real.apply_chat_template([{"role": "user", "content": parts}], **options)
+        assert given == real.apply_chat_template(MESSAGES[0], **options)
+    image = {"type": "image_url", "image_url": {"url": "http://x"}}
+    for part in (image, "Hello", {"type": "text"}, {"type": "text", "text": 3}, {**parts[0], "image_url": 1}):
+        with pytest.raises(InvalidRequestError, match=r"a part of a message's content is .* reads text only") as caught:
+            real.apply_chat_template([{"role": "user", "content": [parts[0], part]}])
+        assert caught.value.param == "messages"
+
+
 def test_template_that_refuses_is_the_callers_error(real):
     with pytest.raises(InvalidRequestError, match="bad role robot") as caught:
         real.apply_chat_template([{"role": "robot", "content": ""}], chat_template=FEATURES)

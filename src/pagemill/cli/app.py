@@ -37,10 +37,11 @@ class LazyGroup(TyperGroup):
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         name, _, rest = super().resolve_command(ctx, args)
-        return name, _load(name), rest
+        return name, load_command(name), rest
 
 
-def _load(name: str | None) -> Any:
+def load_command(name: str | None) -> Any:
+    """Returns a sub-command, or group of them, as click has it. Imports its module."""
     function = getattr(importlib.import_module(f"pagemill.cli.{name}"), str(name))
     if isinstance(function, typer.Typer):
         return typer.main.get_command(function)

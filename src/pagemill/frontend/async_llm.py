@@ -10,10 +10,11 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pagemill.config import config_for
+from pagemill.config import EngineConfig, config_for, takes_settings
 from pagemill.engine.messages import EngineReady, PinInfo
 from pagemill.engine.stats import EngineStats
 from pagemill.errors import EngineDeadError, PagemillError, RequestNotFoundError
@@ -32,6 +33,13 @@ from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 from pagemill.text.tokenizer import Tokenizer
 
 
+@dataclass(kw_only=True)
+class _Arguments(EngineConfig):
+    """Declares the arguments of `AsyncLLM`; there is no instance."""
+
+    on_progress: Callable[[int, int], None] | None = None
+
+
 class AsyncLLM:
     """Serves one model from a child process, which starts loading at once.
 
@@ -41,6 +49,7 @@ class AsyncLLM:
     Use it as `async with AsyncLLM(model) as llm`, or call `shutdown()`.
     """
 
+    @takes_settings(_Arguments)
     def __init__(self, model: str, *, on_progress: Callable[[int, int], None] | None = None, **settings: Any) -> None:
         self.config = config_for("AsyncLLM", model, settings)
         self.config.model = str(resolve_model(model))

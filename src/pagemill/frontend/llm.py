@@ -15,7 +15,7 @@ from typing import Any
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from pagemill.arguments import suggest_keywords
-from pagemill.config import config_for
+from pagemill.config import EngineConfig, config_for, takes_settings
 from pagemill.engine.messages import EngineReady, PinInfo
 from pagemill.engine.stats import EngineStats
 from pagemill.errors import SamplingParamsError
@@ -42,6 +42,7 @@ class LLM:
     manager, to give its memory back before the process ends.
     """
 
+    @takes_settings(EngineConfig)
     def __init__(self, model: str, **settings: Any) -> None:
         self.config = config_for("LLM", model, settings)
         self.config.model = str(resolve_model(self.config.model))
@@ -134,7 +135,9 @@ class LLM:
     ) -> list[RequestOutput]:
         """Answers one conversation (a list of `{"role", "content"}`) or a list of them, through the chat template.
 
-        `template` goes to the template: `add_generation_prompt`, `chat_template`, `tools`, and its own variables.
+        A content is a text, or a list of `{"type": "text", "text": …}`. `template` goes to the template:
+        `add_generation_prompt`, `chat_template`, `tools`, `documents`, and its own variables. Raises
+        `InvalidRequestError` for parts of other types, and for tools or documents that the template does not read.
         """
         single = not isinstance(messages, Sequence) or (messages and isinstance(messages[0], Mapping))
         conversations: Any = [messages] if single else messages

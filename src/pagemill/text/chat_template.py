@@ -13,6 +13,7 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
+import jinja2.meta
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
@@ -30,8 +31,12 @@ _CONTINUE_MARK = "\u2063continue\u2063here\u2063"
 class ChatTemplate:
     """Renders conversations with one template. Raises `jinja2.TemplateSyntaxError` for source that does not parse."""
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
-        self._template = _environment().from_string(source)
+    def __init__(self, source: str, special_tokens: Mapping[str, str], owner: str) -> None:
+        """owner: the model whose tokenizer it belongs to, as messages name it."""
+        environment = _environment()
+        self._owner = owner
+        self._reads = jinja2.meta.find_undeclared_variables(environment.parse(source))
+        self._template = environment.from_string(source)
         self._special_tokens = dict(special_tokens)
 
     def render(
@@ -44,15 +49,24 @@ class ChatTemplate:
         continue_final_message: bool = False,
         **variables: Any,
     ) -> str:
-        """Returns the text of `messages`, each with a `role` and mostly a `content`.
+        """Returns the text of `messages`, each with a `role` and mostly a `content`: text, or a list of
+        `{"type": "text", "text": …}`, which are joined.
 
         variables: the template's own options.
-
         continue_final_message: leaves the last message open at its end, so that the model goes on with it.
-        Raises `InvalidRequestError` where the template refuses the messages, or there are none.
+        Raises `InvalidRequestError` where the template refuses the messages, or does not read the tools or documents
+        that are given.
         """
         check_messages(messages)
         conversation = [_message(message) for message in messages]
+        beside = {"tools": _plain(tools), "documents": _plain(documents)}
+        for name, value in beside.items():
+            if value and name not in self._reads:
+                raise InvalidRequestError(
+                    f"{name} are given, but the chat template of {self._owner} has no place for them; leave them out, "
+                    f"or pass chat_template= with one that has",
+                    param=name,
+                )
         if continue_final_message:
             if add_generation_prompt:
                 raise InvalidRequestError(
@@ -60,15 +74,19 @@ class ChatTemplate:
                     "goes on with the last; set one of them to False",
                     param="continue_final_message",
                 )
-            _append_to_content(conversation[-1], _CONTINUE_MARK)
+            if not isinstance(conversation[-1].get("content"), str):
+                raise InvalidRequestError(
+                    "continue_final_message is set, but the last message has no text to go on with; give it a content",
+                    param="continue_final_message",
+                )
+            conversation[-1]["content"] += _CONTINUE_MARK
         try:
             text = self._template.render(
                 {
                     **self._special_tokens,
                     **_plain(variables),
                     "messages": conversation,
-                    "tools": _plain(tools),
-                    "documents": _plain(documents),
+                    **beside,
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
@@ -101,10 +119,24 @@ def _message(message: object) -> dict[str, Any]:
             param="messages",
         )
     plain = {key: _plain(value) for key, value in message.items() if value is not None}
+    if isinstance(plain.get("content"), list):
+        plain["content"] = "".join(_text_of(part) for part in plain["content"])
     reasoning = next((plain[key] for key in _REASONING_KEYS if key in plain), None)
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
     return plain
+
+
+def _text_of(part: Any) -> str:
+    """Returns the text of one part of a message's content. Raises `InvalidRequestError` for a part of another kind."""
+    match part:
+        case {"type": "text", "text": str(text), **others} if not others:
+            return text
+    raise InvalidRequestError(
+        f"a part of a message's content is {shown(part)}; a model here reads text only: give "
+        f"{{'type': 'text', 'text': …}}, or one text as the content",
+        param="messages",
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -122,20 +154,6 @@ def _plain(value: Any) -> Any:
         f"a value of type {type(value).__name__} cannot go into a chat template; send text, numbers, lists and dicts",
         param="messages",
     )
-
-
-def _append_to_content(message: dict[str, Any], mark: str) -> None:
-    content = message.get("content")
-    if isinstance(content, str):
-        message["content"] = content + mark
-        return
-    texts = [part for part in content or [] if isinstance(part, dict) and isinstance(part.get("text"), str)]
-    if not texts:
-        raise InvalidRequestError(
-            "continue_final_message is set, but the last message has no text to go on with; give it a content",
-            param="continue_final_message",
-        )
-    texts[-1]["text"] += mark
 
 
 def _cut_at_mark(text: str) -> str:

@@ -123,7 +123,7 @@ class Tokenizer:
         chat_template: Jinja source, or the name of one of the model's own. Options: `add_generation_prompt` (default
         True), `continue_final_message`, `tools`, `documents`, and what the template itself knows (`enable_thinking`,
         …). Raises `TokenizerError` if the model has no template, or a broken one; `InvalidRequestError` if it, or what
-        the caller gave, refuses these messages.
+        the caller gave, refuses these messages, or does not read the tools or documents that are given.
         """
         if not isinstance(chat_template, (str, type(None))):
             raise InvalidRequestError(
@@ -147,6 +147,7 @@ class Tokenizer:
         return [list(ids) for ids in sequences if ids]
 
     def _compile(self, given: str | None, with_tools: bool) -> ChatTemplate:
+        owner = repr(os.fspath(self._path or "this tokenizer"))
         own = self._settings.chat_template
         named = own if isinstance(own, dict) else {}
         source = named.get(given, given) if given is not None else None
@@ -155,12 +156,11 @@ class Tokenizer:
         if not source:
             has = f"has only named chat templates ({', '.join(sorted(named))})" if named else "has no chat template"
             raise TokenizerError(
-                f"{os.fspath(self._path or 'this tokenizer')!r} {has}; pass --chat-template (chat_template=), "
-                f"or send a prompt instead of messages",
+                f"{owner} {has}; pass --chat-template (chat_template=), or send a prompt instead of messages",
                 param="chat_template",
             )
         try:
-            return ChatTemplate(source, self._settings.special_tokens)
+            return ChatTemplate(source, self._settings.special_tokens, owner)
         except (jinja2.TemplateSyntaxError, ValueError, RecursionError) as error:
             place = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             message = f"the chat template does not parse{place}: {error}"
