@@ -236,7 +236,7 @@ def test_best_of_chooses_and_can_not_be_streamed(client):
     assert [choice.text for choice in best] == [every[i].text for i in likeliest]
     assert [choice.index for choice in best] == [0, 1]
     assert best[0].logprobs is None
-    with pytest.raises(openai.BadRequestError, match=r"best_of is 4 with n 1: .* not be streamed") as caught:
+    with pytest.raises(openai.BadRequestError, match=r"best_of is 4 with n 1: .* cannot be streamed") as caught:
         client.completions.create(**common, best_of=4, stream=True)
     assert caught.value.param == "stream"
     assert list(client.completions.create(**common, n=2, best_of=2, stream=True))
@@ -387,7 +387,7 @@ def test_a_stream_that_nobody_reads_gives_everything_back_when_it_is_closed(serv
     generated = served.stats().generated_tokens
 
     async def unread():
-        events = await CompletionCall(served.llm, body, MODEL, "default").prepare_stream()
+        events = await CompletionCall(served.llm, body, MODEL, "default").events()
         await events.aclose()
 
     served.run(unread())

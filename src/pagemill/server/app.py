@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
@@ -10,26 +11,26 @@ from fastapi.responses import JSONResponse, Response
 import pagemill
 from pagemill.errors import ModelNotServedError
 from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.server.call import Call
 from pagemill.server.chat import ChatCall
 from pagemill.server.completions import CompletionCall
-from pagemill.server.disconnect import EventStream, until_disconnect
-from pagemill.server.errors import asked_by_client, install_error_handlers
+from pagemill.server.engine_routes import engine_routes
+from pagemill.server.errors import install_error_handlers
+from pagemill.server.events import EventStream, until_disconnect
 from pagemill.server.gate import MAX_BODY_BYTES, ApiKeys, Gate
 from pagemill.server.metrics import CONTENT_TYPE, Metrics
 from pagemill.server.pins import pin_routes
 from pagemill.server.protocol import (
+    Answer,
     ChatCompletion,
     ChatCompletionRequest,
     Completion,
     CompletionRequest,
     ErrorResponse,
-    KVMemory,
+    Listing,
     ModelCard,
-    ModelList,
 )
-from pagemill.server.requests import request_routes
 from pagemill.server.sessions import session_routes
-from pagemill.server.tenants import tenant_routes
 from pagemill.tenant_limits import TenantsFile
 
 
@@ -39,7 +40,10 @@ def create_app(
     tenants: TenantsFile | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
 ) -> FastAPI:
-    """Answers while the model still loads: generation waits for it, `/health` says 503. tenants: whose each key is."""
+    """Returns the application. It answers while the model still loads: generation waits, `/health` says 503.
+
+    tenants: whose each API key is. max_body_bytes: the longest body that a request may have.
+    """
     app = FastAPI(
         title="pagemill",
         version=pagemill.__version__,
@@ -58,56 +62,48 @@ def create_app(
     def card() -> ModelCard:
         return ModelCard(id=served_model_name, created=created, max_model_len=llm.max_model_len)
 
+    async def answer(call: Call[Any], request: Request) -> Answer[Any] | Response:
+        if call.request.stream:
+            return EventStream(await until_disconnect(request.receive, call.events()))
+        return await until_disconnect(request.receive, call.answer())
+
     @app.get("/v1/models")
-    async def models() -> ModelList:
-        return ModelList(data=[card()])
+    async def models() -> Listing[ModelCard]:
+        """Lists the model that is served."""
+        return Listing(data=[card()])
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> ModelCard:
+        """Describes the model that is served."""
         check_model(name)
         return card()
 
     @app.post("/v1/completions", response_model=Completion)
-    async def completions(body: CompletionRequest, request: Request) -> Completion | Response:
+    async def completions(body: CompletionRequest, request: Request) -> Answer[Any] | Response:
+        """Continues a prompt, or each of several: text or token ids."""
         check_model(body.model)
-        call = CompletionCall(llm, body, served_model_name, request.state.tenant)
-        if body.stream:
-            return EventStream(await until_disconnect(request.receive, call.prepare_stream()))
-        return await until_disconnect(request.receive, call.run())
+        return await answer(CompletionCall(llm, body, served_model_name, request.state.tenant), request)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion)
-    async def chat_completions(body: ChatCompletionRequest, request: Request) -> ChatCompletion | Response:
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Answer[Any] | Response:
+        """Answers a conversation through the model's chat template."""
         check_model(body.model)
-        call = ChatCall(llm, body, served_model_name, request.state.tenant)
-        if body.stream:
-            return EventStream(await until_disconnect(request.receive, call.prepare_stream()))
-        return await until_disconnect(request.receive, call.run())
+        return await answer(ChatCall(llm, body, served_model_name, request.state.tenant), request)
 
-    @app.get("/v1/kv_memory")
-    async def kv_memory() -> KVMemory:
-        return KVMemory(kv_memory=(await llm.ready()).kv_bytes)
-
-    @app.post("/v1/kv_memory")
-    async def resize_kv_memory(body: KVMemory) -> KVMemory:
-        with asked_by_client():
-            return KVMemory(kv_memory=(await llm.resize_kv_memory(body.kv_memory)).kv_bytes)
-
-    app.include_router(tenant_routes(llm))
+    for routes in (engine_routes, session_routes, pin_routes):
+        app.include_router(routes(llm))
     metrics = Metrics()
     llm.on_request_end = metrics.observe
 
     @app.get("/metrics")
     async def prometheus() -> Response:
+        """Gives counters and times in Prometheus' text format."""
         stats = await llm.stats() if llm.is_ready else None
         return Response(metrics.render(stats), media_type=CONTENT_TYPE)
 
-    app.include_router(request_routes(llm))
-    app.include_router(session_routes(llm))
-    app.include_router(pin_routes(llm))
-
     @app.get("/health")
     async def health() -> JSONResponse:
-        """200 when a request would be answered now; 503 while loading, and when the engine is gone."""
+        """Answers 200 when a request would be answered now; 503 while loading, and when the engine is gone."""
         if llm.error is not None:
             return JSONResponse({"status": "dead", "error": llm.error.message}, status_code=503)
         if llm.is_ready:
@@ -119,6 +115,7 @@ def create_app(
 
     @app.get("/version")
     async def version() -> dict[str, str]:
+        """Names the version that runs."""
         return {"version": pagemill.__version__}
 
     return app

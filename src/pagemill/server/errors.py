@@ -20,7 +20,7 @@ from pagemill.errors import (
     PromptTooLongError,
     TooManyWaitingError,
 )
-from pagemill.server.disconnect import ClientGone
+from pagemill.server.events import ClientGone
 from pagemill.server.protocol import ErrorBody, ErrorResponse
 
 CODES: dict[type[PagemillError], str] = {

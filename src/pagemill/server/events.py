@@ -1,11 +1,62 @@
-"""Server-sent events, as OpenAI's clients read them."""
+"""Server-sent events, and an end to work whose client has gone: a request is worth its KV memory only while somebody
+waits for the answer.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
 from pydantic import BaseModel
+from starlette.responses import StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+T = TypeVar("T")
 
 DONE = "data: [DONE]\n\n"
 
 
+class ClientGone(Exception):
+    """The client closed its connection before it had its answer."""
+
+
 def event(body: BaseModel) -> str:
+    """Returns a body as one event, framed as OpenAI's clients read it."""
     return f"data: {body.model_dump_json()}\n\n"
+
+
+async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of `work`; cancels it and raises `ClientGone` if the client closes the connection first."""
+    task = asyncio.ensure_future(work)
+    watcher = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for unfinished in (task, watcher):
+            unfinished.cancel()
+        await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events from a generator, which is closed when the client goes, even while it waits for an event."""
+
+    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await until_disconnect(receive, self.stream_response(send))
+        except ClientGone:
+            pass
+        finally:
+            await self._events.aclose()

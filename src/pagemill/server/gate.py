@@ -16,8 +16,8 @@ from pagemill.errors import (
     PermissionDeniedError,
     SlowBodyError,
 )
-from pagemill.server.disconnect import ClientGone
 from pagemill.server.errors import error_answer
+from pagemill.server.events import ClientGone
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantsFile, key_digest
 
 MAX_BODY_BYTES = 8 << 20

@@ -7,20 +7,18 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
 from pagemill.engine.messages import PinInfo
 from pagemill.errors import ConfigError, InvalidRequestError
 from pagemill.frontend.async_llm import AsyncLLM
-from pagemill.server.protocol import ChatMessage
+from pagemill.server.protocol import Body, ChatMessage, Listing
 from pagemill.tenant_limits import DEFAULT_TENANT
 from pagemill.text.tokenizer import Tokenizer
 
 
-class PinBody(BaseModel):
+class PinBody(Body):
     """What to pin: the beginning that prompts have in common, as text or token ids, or as the messages of a chat."""
-
-    model_config = ConfigDict(extra="forbid")
 
     name: str
     prompt: str | list[int] | None = None
@@ -29,7 +27,7 @@ class PinBody(BaseModel):
     cache_salt: str = ""
 
     def token_ids(self, tokenizer: Tokenizer) -> list[int]:
-        """The whole prefix. Raises `InvalidRequestError` children, `TokenizerError` without a chat template."""
+        """Returns the whole prefix. Raises `InvalidRequestError` children, `TokenizerError` without a chat template."""
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError(f"pin {self.name!r} needs either a prompt or messages", param="prompt")
         if self.messages is not None:
@@ -53,11 +51,6 @@ class PinCard(BaseModel):
     expires_in_s: float | None
 
 
-class PinCards(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[PinCard]
-
-
 class PinDeleted(BaseModel):
     name: str
     object: Literal["pin.deleted"] = "pin.deleted"
@@ -65,20 +58,24 @@ class PinDeleted(BaseModel):
 
 
 def pin_routes(llm: AsyncLLM) -> APIRouter:
-    """A pin has its name in the namespace of the tenant and `cache_salt`, whose requests find its blocks."""
+    """Returns the routes. Requests of the namespace of the tenant and `cache_salt` in which a pin has its name find
+    its blocks."""
     routes = APIRouter(prefix="/v1/pins")
 
     @routes.get("")
-    async def pins(request: Request, cache_salt: str = "") -> PinCards:
+    async def pins(request: Request, cache_salt: str = "") -> Listing[PinCard]:
+        """Lists the pins of the caller's namespace."""
         own = (request.state.tenant, cache_salt)
-        return PinCards(data=[_card(pin) for pin in await llm.pins() if (pin.tenant, pin.cache_salt) == own])
+        return Listing(data=[_card(pin) for pin in await llm.pins() if (pin.tenant, pin.cache_salt) == own])
 
     @routes.post("")
     async def create(body: PinBody, request: Request) -> PinCard:
+        """Pins a prefix: computes its blocks and keeps them from eviction."""
         return _card(await pin(llm, body, request.state.tenant))
 
     @routes.delete("/{name}")
     async def delete(name: str, request: Request, cache_salt: str = "") -> PinDeleted:
+        """Ends a pin; its blocks are evicted like any others that nobody asks for."""
         await llm.unpin(name, cache_salt=cache_salt, tenant=request.state.tenant)
         return PinDeleted(name=name)
 
@@ -86,13 +83,13 @@ def pin_routes(llm: AsyncLLM) -> APIRouter:
 
 
 async def pin(llm: AsyncLLM, body: PinBody, tenant: str) -> PinInfo:
-    """Raises `InvalidRequestError` children."""
+    """Pins a prefix for a tenant. Raises `InvalidRequestError` children."""
     token_ids = await asyncio.to_thread(body.token_ids, await llm.tokenizer())
     return await llm.pin(token_ids, name=body.name, expires_s=body.expires_s, cache_salt=body.cache_salt, tenant=tenant)
 
 
 def read_pins(path: Path) -> list[FilePin]:
-    """Raises ConfigError for a file that is not a JSON list of pins."""
+    """Reads a file of pins. Raises ConfigError for a file that is not a JSON list of pins."""
     try:
         return TypeAdapter(list[FilePin]).validate_json(path.read_bytes())
     except (OSError, ValidationError, InvalidRequestError) as error:

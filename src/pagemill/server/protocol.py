@@ -6,10 +6,12 @@ out of habit and that change nothing in any answer.
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from abc import abstractmethod
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, StrictFloat, StrictInt, StrictStr, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, create_model, model_validator
 
+from pagemill.arguments import Argument, arguments_of
 from pagemill.errors import InvalidRequestError, UnknownArgumentError
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 
@@ -38,54 +40,60 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
 """Fields that this server does not serve: only these values (and null), which ask for nothing, are accepted."""
 
 
-class KVMemory(BaseModel):
-    """The KV pool's size. In a request: what the setting `kv_memory` may be, "used", or null for the size at the start;
-    in an answer: bytes."""
+NOT_IN_REQUESTS = frozenset({"max_tokens", "logprobs", "prompt_logprobs", "detokenize", "bad_words_token_ids"})
+"""Parameters of `SamplingParams` for which requests have words of their own, or none."""
+
+
+class Body(BaseModel):
+    """What a request may carry: these fields and no other."""
 
     model_config = ConfigDict(extra="forbid")
+
+
+class KVMemory(Body):
+    """The KV pool's size. In a request: what the setting `kv_memory` may be, "used", or null for the size at the start;
+    in an answer: bytes."""
 
     kv_memory: StrictInt | StrictFloat | StrictStr | None
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class StreamOptions(Body):
     include_usage: bool = False
     include_obfuscation: Literal[False] | None = None
 
 
-class GenerationRequest(BaseModel):
+def _field(argument: Argument) -> Any:
+    return argument.kind | None, Field(None, description=f"{argument.description} It must be {argument.limit}.")
+
+
+DECLARED = arguments_of(BeamSearchParams) | arguments_of(SamplingParams)
+ONLY_SEARCHED = ("length_penalty", "early_stopping")
+
+if TYPE_CHECKING:
+    Parameters = Body
+else:
+    Parameters = create_model(
+        "Parameters",
+        __base__=Body,
+        **{
+            name: _field(argument)
+            for name, argument in DECLARED.items()
+            if name not in {*NOT_IN_REQUESTS, "beam_width"}
+        },
+    )
+    """The fields that are parameters of `SamplingParams` and `BeamSearchParams`. None means: not given."""
+
+
+class GenerationRequest(Parameters):
     """The fields that completions and chat have in common. None means: the default."""
 
-    model_config = ConfigDict(extra="forbid")
-
+    stop: str | list[str] | None = None
+    logit_bias: dict[str, float] | None = None
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    n: int | None = None
-    best_of: int | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    stop: str | list[str] | None = None
-    seed: int | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
     max_tokens: int | None = None
-
-    top_k: int | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    ignore_eos: bool | None = None
-    min_tokens: int | None = None
-    stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool | None = None
-    skip_special_tokens: bool | None = None
-    bad_words: list[str] | None = None
-    allowed_token_ids: list[int] | None = None
     use_beam_search: bool | None = None
-    length_penalty: float | None = None
-    early_stopping: bool | Literal["never"] | None = None
     cache_salt: str | None = None
     session_id: str | None = None
     fork_of: str | None = None
@@ -94,30 +102,6 @@ class GenerationRequest(BaseModel):
 
     _BEGINNING: ClassVar[str]
     """The field with what an answer follows."""
-
-    _PASSED_ON: ClassVar[tuple[str, ...]] = (
-        "n",
-        "best_of",
-        "temperature",
-        "top_p",
-        "stop",
-        "seed",
-        "presence_penalty",
-        "frequency_penalty",
-        "logit_bias",
-        "top_k",
-        "min_p",
-        "repetition_penalty",
-        "ignore_eos",
-        "min_tokens",
-        "stop_token_ids",
-        "include_stop_str_in_output",
-        "skip_special_tokens",
-        "bad_words",
-        "allowed_token_ids",
-    )
-    _ONLY_SEARCHED: ClassVar[tuple[str, ...]] = ("length_penalty", "early_stopping")
-    _ALSO_SEARCHED: ClassVar[tuple[str, ...]] = ("ignore_eos", "temperature", "include_stop_str_in_output")
 
     @model_validator(mode="before")
     @classmethod
@@ -139,11 +123,12 @@ class GenerationRequest(BaseModel):
     def _check_stream(self) -> GenerationRequest:
         if self.stream_options is not None and not self.stream:
             raise InvalidRequestError("stream_options needs stream to be true", param="stream_options")
-        if self.stream and (self.use_beam_search or (self.best_of is not None and self.best_of > (self.n or 1))):
-            what = "use_beam_search" if self.use_beam_search else "best_of"
+        best_of = self.given.get("best_of", 0)
+        if self.stream and (self.use_beam_search or best_of > self.num_choices):
+            what = "use_beam_search is True" if self.use_beam_search else f"best_of is {best_of}"
             raise InvalidRequestError(
-                f"{what} is {getattr(self, what)} with n {self.n or 1}: which are the best is known at the end, so "
-                f"they cannot be streamed; set stream to false, or leave {what} out",
+                f"{what} with n {self.num_choices}: which are the best is known at the end, so they cannot be "
+                f"streamed; set stream to false, or leave {what.split()[0]} out",
                 param="stream",
             )
         return self
@@ -164,34 +149,50 @@ class GenerationRequest(BaseModel):
         return self
 
     @property
+    def given(self) -> dict[str, Any]:
+        """The sampling parameters that the request has, by name."""
+        return {name: value for name in Parameters.model_fields if (value := getattr(self, name)) is not None}
+
+    @property
+    def num_choices(self) -> int:
+        """The answers that are wanted to each prompt."""
+        return int(self.given.get("n", 1))
+
+    @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def _params(self, **more: Any) -> SamplingParams | BeamSearchParams:
-        given = {name: value for name in self._PASSED_ON if (value := getattr(self, name)) is not None}
-        of_search = {name: value for name in self._ONLY_SEARCHED if (value := getattr(self, name)) is not None}
-        if self.use_beam_search:
-            return self._search_params({**given, **of_search}, **more)
-        for name in of_search:
-            raise InvalidRequestError(f"{name} needs use_beam_search to be true", param=name)
-        return SamplingParams(**given, **more)
+    @abstractmethod
+    def params(self) -> SamplingParams | BeamSearchParams:
+        """Returns how the answer is generated. Raises `SamplingParamsError` and `InvalidRequestError`."""
 
-    def _search_params(self, given: dict[str, Any], max_tokens: int | None, **more: Any) -> BeamSearchParams:
-        """`best_of` beams, of which the best `n` are returned; vLLM's name for both is `n`."""
-        n, width = given.pop("n", 1), given.pop("best_of", None)
-        width = n if width is None else width
+    def _params(self, **more: Any) -> SamplingParams | BeamSearchParams:
+        """more: what the request says in words of its own."""
+        given = {**self.given, **more}
+        if self.use_beam_search:
+            return self._search_params(given)
+        for name in ONLY_SEARCHED:
+            if name in given:
+                raise InvalidRequestError(f"{name} needs use_beam_search to be true", param=name)
+        return SamplingParams(**given)
+
+    def _search_params(self, given: dict[str, Any]) -> BeamSearchParams:
+        """Returns a search with `best_of` beams, of which the best `n` are returned; vLLM's name for both is `n`."""
+        n = given.pop("n", 1)
+        width = given.pop("best_of", n)
         if self.session_id is not None:
             raise InvalidRequestError(
                 "a session goes on from one answer, not from a search; leave session_id out", param="session_id"
             )
-        if max_tokens is None:
+        if given["max_tokens"] is None:
             raise InvalidRequestError("use_beam_search needs max_tokens; say how far to search", param="max_tokens")
         if not 1 <= n <= width:
             raise InvalidRequestError(f"n is {n}; it must be from 1 to best_of ({width}), the width", param="n")
-        for name, value in {**given, **more}.items():
-            if value is not None and name not in self._ONLY_SEARCHED + self._ALSO_SEARCHED:
+        given = {name: value for name, value in given.items() if value is not None}
+        for name in given:
+            if name not in arguments_of(BeamSearchParams):
                 raise InvalidRequestError(f"{name} has no meaning with use_beam_search; leave it out", param=name)
-        return BeamSearchParams(beam_width=width, max_tokens=max_tokens, **given)
+        return BeamSearchParams(beam_width=width, **given)
 
 
 class CompletionRequest(GenerationRequest):
@@ -204,34 +205,27 @@ class CompletionRequest(GenerationRequest):
     echo: bool | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        """One entry per prompt."""
+        """Returns one entry per prompt: its text or its token ids."""
         assert self.prompt is not None
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if isinstance(self.prompt[0], int):
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
             return [self.prompt]
         return list(self.prompt)
 
     def params(self) -> SamplingParams | BeamSearchParams:
-        """Raises `SamplingParamsError` and `InvalidRequestError`."""
         return self._params(
-            max_tokens=16 if self.max_tokens is None else self.max_tokens,
+            max_tokens=SamplingParams.max_tokens if self.max_tokens is None else self.max_tokens,
             logprobs=self.logprobs,
             prompt_logprobs=self.logprobs if self.echo else None,
         )
 
 
-class TextPart(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
+class TextPart(Body):
     type: Literal["text"]
     text: str
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(Body):
     """One turn. `developer` is OpenAI's newer name for `system` and is given to the template as `system`."""
-
-    model_config = ConfigDict(extra="forbid")
 
     role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
@@ -258,6 +252,7 @@ class ChatMessage(BaseModel):
         return kept
 
     def for_template(self) -> dict[str, str]:
+        """Returns the turn as chat templates take it."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         message = {"role": "system" if self.role == "developer" else self.role, "content": content}
         return message if self.name is None else {**message, "name": self.name}
@@ -273,8 +268,11 @@ class ChatCompletionRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
+    def for_template(self) -> list[dict[str, str]]:
+        """Returns the conversation as chat templates take it."""
+        return [message.for_template() for message in self.messages or ()]
+
     def params(self) -> SamplingParams | BeamSearchParams:
-        """Raises `SamplingParamsError` and `InvalidRequestError`."""
         if self.top_logprobs is not None and not self.logprobs:
             raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
@@ -300,6 +298,20 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
 
 
+C = TypeVar("C")
+
+
+class Answer(BaseModel, Generic[C]):
+    """A whole answer, or one chunk of a stream, with fewer things in it."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[C]
+    usage: Usage | None = None
+
+
 class CompletionLogprobs(BaseModel):
     """Parallel lists over tokens. An echoed prompt's first token has no log probability."""
 
@@ -317,15 +329,10 @@ class CompletionChoice(BaseModel):
     stop_reason: int | str | None = None
 
 
-class Completion(BaseModel):
-    """A whole answer, and, with fewer things in it, one chunk of a stream: OpenAI gives both the same shape."""
+class Completion(Answer[CompletionChoice]):
+    """OpenAI gives whole answers and chunks the same shape."""
 
-    id: str
     object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
 
 
 class TopLogprob(BaseModel):
@@ -358,13 +365,8 @@ class ChatChoice(BaseModel):
     stop_reason: int | str | None = None
 
 
-class ChatCompletion(BaseModel):
-    id: str
+class ChatCompletion(Answer[ChatChoice]):
     object: Literal["chat.completion"] = "chat.completion"
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage | None = None
 
 
 class Delta(BaseModel):
@@ -380,13 +382,8 @@ class ChunkChoice(BaseModel):
     stop_reason: int | str | None = None
 
 
-class ChatCompletionChunk(BaseModel):
-    id: str
+class ChatCompletionChunk(Answer[ChunkChoice]):
     object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-    created: int
-    model: str
-    choices: list[ChunkChoice]
-    usage: Usage | None = None
 
 
 class ModelCard(BaseModel):
@@ -398,9 +395,9 @@ class ModelCard(BaseModel):
     """None until the model is loaded."""
 
 
-class ModelList(BaseModel):
+class Listing(BaseModel, Generic[C]):
     object: Literal["list"] = "list"
-    data: list[ModelCard]
+    data: list[C]
 
 
 class ErrorBody(BaseModel):

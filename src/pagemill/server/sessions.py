@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.server.protocol import Body, Listing
 from pagemill.sessions.store import SessionRecord
 
 
@@ -28,12 +29,7 @@ class SessionCard(BaseModel):
 class SessionContent(SessionCard):
     messages: list[dict[str, Any]] | None
     kv_blocks: dict[str, int]
-    """Those that the next turn would find, by tier."""
-
-
-class SessionList(BaseModel):
-    object: Literal["list"] = "list"
-    data: list[SessionCard]
+    """The blocks that the next turn would find, by tier."""
 
 
 class SessionDeleted(BaseModel):
@@ -42,37 +38,39 @@ class SessionDeleted(BaseModel):
     deleted: Literal[True] = True
 
 
-class ForkRequest(BaseModel):
+class ForkRequest(Body):
     """`session_id` is the new session's."""
-
-    model_config = ConfigDict(extra="forbid")
 
     session_id: str
 
 
 def session_routes(llm: AsyncLLM) -> APIRouter:
-    """The namespace in which a session has its name is the tenant's and `cache_salt`."""
+    """Returns the routes. A session has its name in the namespace of the tenant and `cache_salt`."""
     routes = APIRouter(prefix="/v1/sessions")
 
     @routes.get("")
-    async def sessions(request: Request, cache_salt: str = "") -> SessionList:
-        return SessionList(
+    async def sessions(request: Request, cache_salt: str = "") -> Listing[SessionCard]:
+        """Lists the sessions of the caller's namespace, the last used first."""
+        return Listing(
             data=[_card(record) for record in await llm.sessions(cache_salt=cache_salt, tenant=request.state.tenant)]
         )
 
     @routes.get("/{session_id}")
     async def describe(session_id: str, request: Request, cache_salt: str = "") -> SessionContent:
+        """Shows a session with its messages, and its KV blocks by tier."""
         session = llm.session(session_id, cache_salt=cache_salt, tenant=request.state.tenant)
         record, kv_blocks = await session.record(), await session.kv_blocks()
         return SessionContent(**_card(record).model_dump(), messages=record.messages, kv_blocks=kv_blocks)
 
     @routes.delete("/{session_id}")
     async def delete(session_id: str, request: Request, cache_salt: str = "") -> SessionDeleted:
+        """Forgets a session."""
         await llm.session(session_id, cache_salt=cache_salt, tenant=request.state.tenant).delete()
         return SessionDeleted(id=session_id)
 
     @routes.post("/{session_id}/fork")
     async def fork(session_id: str, body: ForkRequest, request: Request, cache_salt: str = "") -> SessionCard:
+        """Begins another session as this one is now."""
         child = await llm.session(session_id, cache_salt=cache_salt, tenant=request.state.tenant).fork(body.session_id)
         return _card(await child.record())
 

@@ -1,0 +1,182 @@
+"""One HTTP call for text: its requests are started together, read together, and all given back when the call ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Sequence
+from contextlib import aclosing
+from typing import Any, ClassVar, Generic, TypeVar
+
+from pydantic import BaseModel
+
+from pagemill.errors import PagemillError
+from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.frontend.input_processor import Prompt
+from pagemill.frontend.outputs import CompletionOutput, RequestOutput
+from pagemill.frontend.request_stream import RequestStream
+from pagemill.frontend.session import AsyncSession
+from pagemill.namespace import Namespace
+from pagemill.sampling.params import BeamSearchParams, SamplingParams
+from pagemill.server.errors import error_response
+from pagemill.server.events import DONE, event
+from pagemill.server.protocol import Answer, GenerationRequest, PromptTokensDetails, Usage
+from pagemill.text.detokenizer import Detokenizer
+
+R = TypeVar("R", bound=GenerationRequest)
+
+
+class Call(ABC, Generic[R]):
+    """A completion or a chat, for one use: `answer` returns all of it, `events` gives it as it comes.
+
+    Both raise `PagemillError` children for what is refused, and give back all that the call has started when they end.
+    """
+
+    ID: ClassVar[str]
+    """What the ids of such answers begin with."""
+    WHOLE: ClassVar[type[Answer[Any]]]
+    CHUNK: ClassVar[type[Answer[Any]]]
+
+    def __init__(self, llm: AsyncLLM, request: R, model: str, tenant: str) -> None:
+        self._llm = llm
+        self.request = request
+        self._tenant = tenant
+        self._id = f"{self.ID}-{uuid.uuid4().hex}"
+        self._head: dict[str, Any] = {"id": self._id, "created": int(time.time()), "model": model}
+        self._streams: list[RequestStream] = []
+        """One for each prompt."""
+        self._forked = ""
+        """The text that a fork begins with."""
+
+    async def answer(self) -> Answer[Any]:
+        """Returns the whole answer."""
+        try:
+            await self._start()
+            async with aclosing(self._deltas()) as deltas:
+                async for _ in deltas:
+                    pass
+        finally:
+            self._close()
+        results = list(enumerate(self._results()))
+        choices = [self._choice(position, output) for position, result in results for output in result.outputs]
+        return self.WHOLE(**self._head, choices=choices, usage=self._usage())
+
+    async def events(self) -> AsyncGenerator[str, None]:
+        """Returns the answer's server-sent events once its first part is there; what is refused until then is raised.
+
+        They must be closed, read or not.
+        """
+        events = self._events()
+        await anext(events)
+        return events
+
+    async def _events(self) -> AsyncGenerator[str, None]:
+        begun = False
+        try:
+            await self._start()
+            async with aclosing(self._deltas()) as deltas:
+                async for position, output in deltas:
+                    if not begun:
+                        begun = True
+                        yield ""  # for `events`
+                    for new in output.outputs:
+                        for choice in self._chunks(position, new):
+                            yield event(self.CHUNK(**self._head, choices=[choice]))
+            if self.request.include_usage:
+                yield event(self.CHUNK(**self._head, choices=[], usage=self._usage()))
+        except PagemillError as error:
+            if not begun:
+                raise
+            yield event(error_response(error))
+        finally:
+            self._close()
+        yield DONE
+
+    async def _start(self) -> None:
+        """Checks and submits every prompt; if one is refused, `_close` ends the others."""
+        request, params = self.request, self.request.params()
+        if request.fork_of is not None:
+            await self._fork(request.fork_of, params)
+        elif request.session_id is not None:
+            assert isinstance(params, SamplingParams)
+            session = self._llm.session(request.session_id, cache_salt=request.cache_salt or "", tenant=self._tenant)
+            self._streams.append(await self._turn(session, params))
+        else:
+            prompts = await self._prompts()
+            for position, prompt in enumerate(prompts):
+                name = self._id if len(prompts) == 1 else f"{self._id}-{position}"
+                stream = await self._llm.submit(prompt, params, name, priority=request.priority, tenant=self._tenant)
+                self._streams.append(stream)
+
+    async def _fork(self, origin_id: str, params: SamplingParams | BeamSearchParams) -> None:
+        """Goes on from a running request of the same namespace, and shares its KV blocks."""
+        request, tokenizer = self.request, await self._llm.tokenizer()
+        origin = self._llm.running(origin_id, Namespace(self._tenant, request.cache_salt or ""))
+        index, priority = request.fork_index or 0, request.priority
+        stream = await self._llm.fork(origin_id, params, self._id, index=index, priority=priority)
+        self._streams.append(stream)
+        prompt, skip = origin.prompt_token_ids, getattr(params, "skip_special_tokens", True)
+        self._forked = Detokenizer(tokenizer, prompt, skip_special_tokens=skip).add(
+            stream.prompt_token_ids[len(prompt) :]
+        )
+
+    @abstractmethod
+    async def _turn(self, session: AsyncSession, params: SamplingParams) -> RequestStream:
+        """Submits the request as a session's next turn."""
+
+    @abstractmethod
+    async def _prompts(self) -> Sequence[Prompt]:
+        """Returns the prompts of a request that stands alone."""
+
+    @abstractmethod
+    def _choice(self, position: int, output: CompletionOutput) -> BaseModel:
+        """Returns a whole choice, of the prompt at `position`."""
+
+    @abstractmethod
+    def _chunks(self, position: int, new: CompletionOutput) -> Iterable[BaseModel]:
+        """Returns the choices of the chunks that say what is new."""
+
+    async def _deltas(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
+        """Yields what is new of each prompt, with the prompt's position, as it comes."""
+        if len(self._streams) == 1:  # without a task per output
+            async for output in self._streams[0]:
+                yield 0, output
+            return
+        waiting = {asyncio.ensure_future(anext(stream)): position for position, stream in enumerate(self._streams)}
+        try:
+            while waiting:
+                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                for task in done:
+                    position, output = waiting.pop(task), task.result()
+                    if not output.finished:
+                        waiting[asyncio.ensure_future(anext(self._streams[position]))] = position
+                    yield position, output
+        finally:
+            for task in waiting:
+                task.cancel()
+            await asyncio.gather(*waiting, return_exceptions=True)
+
+    def _results(self) -> list[RequestOutput]:
+        """Returns what each prompt has brought so far, in as many choices as were asked for."""
+        results = [stream.whole() for stream in self._streams]
+        for result in results:
+            del result.outputs[self.request.num_choices :]  # a search brings its whole width
+        return results
+
+    def _usage(self) -> Usage:
+        results = self._results()
+        prompt = sum(len(result.prompt_token_ids) for result in results)
+        completion = sum(len(output.token_ids) for result in results for output in result.outputs)
+        cached = PromptTokensDetails(cached_tokens=sum(result.num_cached_tokens for result in results))
+        return Usage(
+            prompt_tokens=prompt,
+            completion_tokens=completion,
+            total_tokens=prompt + completion,
+            prompt_tokens_details=cached,
+        )
+
+    def _close(self) -> None:
+        for stream in self._streams:
+            stream.close()

@@ -1,0 +1,87 @@
+"""`/v1/requests`, `/v1/tenants` and `/v1/kv_memory`: what the engine is doing, for whom, and in how much memory."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Body, Request
+from pydantic import BaseModel
+
+from pagemill.engine.stats import TenantStats
+from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.server.errors import asked_by_client
+from pagemill.server.protocol import KVMemory, Listing
+from pagemill.tenant_limits import TenantLimits
+
+
+class SequenceCard(BaseModel):
+    index: int
+    status: Literal["running", "waiting"]
+    num_tokens: int
+    kv_blocks: dict[str, int]
+    """By tier. One that waits holds none."""
+
+
+class RequestCard(BaseModel):
+    id: str
+    object: Literal["request"] = "request"
+    num_prompt_tokens: int
+    sequences: list[SequenceCard]
+
+
+def engine_routes(llm: AsyncLLM) -> APIRouter:
+    """Returns the routes. Where there are keys, those that concern all tenants need an admin's."""
+    routes = APIRouter(prefix="/v1")
+
+    @routes.get("/requests")
+    async def requests(request: Request, cache_salt: str = "") -> Listing[RequestCard]:
+        """Lists the requests that have not ended, of the caller's namespace, in the order in which they came."""
+        return Listing(
+            data=[
+                RequestCard(
+                    id=one.request_id,
+                    num_prompt_tokens=len(one.prompt_token_ids),
+                    sequences=[
+                        SequenceCard(
+                            index=sequence.index,
+                            status="running" if sequence.running else "waiting",
+                            num_tokens=sequence.num_tokens,
+                            kv_blocks=sequence.kv_blocks,
+                        )
+                        for sequence in one.sequences
+                    ],
+                )
+                for one in await llm.requests(cache_salt=cache_salt, tenant=request.state.tenant)
+            ]
+        )
+
+    @routes.get("/tenants")
+    async def tenants() -> dict[str, Any]:
+        """Shows every tenant's blocks, sequences, counters and limits."""
+        return {name: _shown(stats) for name, stats in (await llm.stats()).tenants.items()}
+
+    @routes.put("/tenants/{name}")
+    async def set_tenant(name: str, limits: dict[str, Any] = Body()) -> dict[str, Any]:  # noqa: B008
+        """Makes a tenant known, or gives it other limits; those that are left out are the defaults."""
+        with asked_by_client():
+            await llm.set_tenant(name, TenantLimits.read(name, limits))
+        return _shown((await llm.stats()).tenants[name])
+
+    @routes.get("/kv_memory")
+    async def kv_memory() -> KVMemory:
+        """Shows the size of the KV pool in bytes."""
+        return KVMemory(kv_memory=(await llm.ready()).kv_bytes)
+
+    @routes.post("/kv_memory")
+    async def resize_kv_memory(body: KVMemory) -> KVMemory:
+        """Gives the KV pool another size, while requests go on."""
+        with asked_by_client():
+            return KVMemory(kv_memory=(await llm.resize_kv_memory(body.kv_memory)).kv_bytes)
+
+    return routes
+
+
+def _shown(stats: TenantStats) -> dict[str, Any]:
+    shown: dict[str, Any] = msgspec.to_builtins(stats)
+    return shown
