@@ -13,7 +13,7 @@ from pagemill.models.loading.gguf_file import FORMATS
 
 def test_formats_are_the_packages_own():
     theirs = {kind.value: (kind.value, kind.name, *gguf.GGML_QUANT_SIZES[kind]) for kind in gguf.GGMLQuantizationType}
-    assert {number: tuple(form) for number, form in FORMATS.items()} == theirs
+    assert {form.number: tuple(form) for form in FORMATS.values()} == theirs
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])

@@ -87,7 +87,7 @@ def decoder_without(case: Case, folder, feature: Without) -> Decoder:
         assembling = dataclasses.replace(
             assembling, post_norms=bool(names.post_attention_norm and "gemma" in spec.family)
         )
-    assembler = Assembler(checkpoint, assembling, names, TorchOps(), torch.float32, torch.device("cpu"), None)
+    assembler = Assembler(checkpoint, assembling, names, TorchOps(), torch.float32, torch.device("cpu"))
     return Decoder(spec, assembler.assemble(), TorchOps(), TorchAttention(), torch.float32)
 
 

@@ -17,7 +17,7 @@ from pagemill.errors import ModelConfigError, UnsupportedModelError
 from pagemill.models.spec import RopeSpec
 
 Parameters = Mapping[str, Any]
-_COMMON = frozenset({"rope_type", "type", "rope_theta", "partial_rotary_factor"})
+_COMMON = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 
 
 def resolve_rope(
@@ -26,7 +26,7 @@ def resolve_rope(
     """Returns the rotary embedding of one kind of layer.
 
     parameters: transformers' normalised `rope_parameters` of that kind.
-    partial:    whether the family honours `partial_rotary_factor`.
+    partial:    True if the family honours `partial_rotary_factor`.
     Raises UnsupportedModelError for an unknown type or parameter, ModelConfigError for one that is missing or wrong.
     """
     kind = parameters.get("rope_type", "default")
@@ -157,34 +157,22 @@ def _per_frequency(parameters: Parameters, key: str, wavelengths: Tensor) -> Ten
     return factors
 
 
-_SCALINGS: dict[str, tuple[Callable[[Tensor, Parameters, int], tuple[Tensor, float]], frozenset[str]]] = {
-    "default": (_default, frozenset()),
-    "linear": (_linear, frozenset({"factor"})),
-    "frequency_factors": (_frequency_factors, frozenset({"factors"})),
-    "llama3": (
-        _llama3,
-        frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
-    ),
+_SCALINGS: dict[str, tuple[Callable[[Tensor, Parameters, int], tuple[Tensor, float]], set[str]]] = {
+    "default": (_default, set()),
+    "linear": (_linear, {"factor"}),
+    "frequency_factors": (_frequency_factors, {"factors"}),
+    "llama3": (_llama3, {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
     "yarn": (
         _yarn,
-        frozenset(
-            {
-                "factor",
-                "original_max_position_embeddings",
-                "attention_factor",
-                "beta_fast",
-                "beta_slow",
-                "mscale",
-                "mscale_all_dim",
-                "truncate",
-            }
-        ),
+        {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
+        | {"mscale", "mscale_all_dim", "truncate"},
     ),
     "longrope": (
         _longrope,
-        frozenset({"short_factor", "long_factor", "original_max_position_embeddings", "attention_factor", "factor"}),
+        {"short_factor", "long_factor", "original_max_position_embeddings", "attention_factor", "factor"},
     ),
 }
+"""By type, the function that scales, and the parameters that it knows."""
 
 
 _PIECE = 512

@@ -28,20 +28,23 @@ class LayerSpec:
 
     window: a query at position p sees keys p - window + 1 .. p; None sees all.
     rope:   index into `DecoderSpec.ropes`; None for a layer without positions (SmolLM3).
+    moe:    True if the layer has a mixture of experts in the place of one MLP.
     """
 
     window: int | None
-    rope: int | None
+    rope: int | None = 0
     moe: bool = False
 
 
 @dataclass(frozen=True)
 class MoESpec:
+    """Describes the mixture of experts of those layers that have one."""
+
     num_experts: int
     experts_per_token: int
     intermediate_size: int
     normalize: bool
-    """Whether the chosen experts' weights are made to sum to 1."""
+    """True if the chosen experts' weights are made to sum to 1."""
 
 
 @dataclass(frozen=True)

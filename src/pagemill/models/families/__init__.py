@@ -3,23 +3,10 @@
 from __future__ import annotations
 
 from pagemill.errors import UnsupportedModelError
+from pagemill.models.families import gemma, llama, qwen
 from pagemill.models.families.base import Family, ModelConfig
-from pagemill.models.families.gemma import GEMMA2, GEMMA3
-from pagemill.models.families.llama import LLAMA, MISTRAL, MIXTRAL, PHI3, SMOLLM3
-from pagemill.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 
-FAMILIES: dict[str, Family] = {
-    "gemma2": GEMMA2,
-    "gemma3_text": GEMMA3,
-    "llama": LLAMA,
-    "mistral": MISTRAL,
-    "mixtral": MIXTRAL,
-    "phi3": PHI3,
-    "qwen2": QWEN2,
-    "qwen3": QWEN3,
-    "qwen3_moe": QWEN3_MOE,
-    "smollm3": SMOLLM3,
-}
+FAMILIES: dict[str, Family] = dict(sorted({**gemma.FAMILIES, **llama.FAMILIES, **qwen.FAMILIES}.items()))
 
 __all__ = ["FAMILIES", "Family", "ModelConfig", "find_family"]
 

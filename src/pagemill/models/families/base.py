@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagemill.errors import ConfigError, ModelConfigError, UnsupportedModelError
 from pagemill.models.names import HUGGING_FACE, WeightNames
@@ -37,52 +37,46 @@ class ModelConfig:
         return self.values.get(key)
 
     def integer(self, key: str, maximum: int = _LARGEST) -> int:
-        value = self.values.get(key)
+        value = self.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= maximum:
-            raise ModelConfigError(
-                f"{key} is {value!r} in the model's configuration; it must be an integer from 1 to {maximum}", param=key
-            )
+            raise self._wrong(key, f"be an integer from 1 to {maximum}")
         return value
 
     def layer_count(self) -> int:
         return self.integer("num_hidden_layers", maximum=10_000)
 
     def number(self, key: str) -> float:
-        value = self.values.get(key)
+        value = self.get(key)
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
-            raise ModelConfigError(
-                f"{key} is {value!r} in the model's configuration; it must be a positive number", param=key
-            )
+            raise self._wrong(key, "be a positive number")
         return float(value)
 
     def optional_number(self, key: str) -> float | None:
-        return None if self.values.get(key) is None else self.number(key)
+        return None if self.get(key) is None else self.number(key)
 
     def flag(self, key: str) -> bool:
-        value = self.values.get(key)
+        value = self.get(key)
         if value is not None and not isinstance(value, bool):
-            raise ModelConfigError(
-                f"{key} is {value!r} in the model's configuration; it must be true or false", param=key
-            )
+            raise self._wrong(key, "be true or false")
         return bool(value)
 
     def sequence(self, key: str, length: int) -> list[Any]:
-        value = self.values.get(key)
+        value = self.get(key)
         if not isinstance(value, list | tuple) or len(value) < length:
-            raise ModelConfigError(
-                f"{key} is {value!r} in the model's configuration; it must list one value for each of {length} layers",
-                param=key,
-            )
+            raise self._wrong(key, f"list one value for each of {length} layers")
         return list(value[:length])
 
     def refuse(self, key: str, *supported: Any) -> None:
         """Refuses the model unless `key` is absent, None, or one of `supported`."""
-        value = self.values.get(key)
+        value = self.get(key)
         if value is not None and value not in supported:
             shown = " or ".join(map(repr, supported)) or "nothing"
             raise UnsupportedModelError(
                 f"{key} is {value!r}; this model family is supported with {shown} only", param=key
             )
+
+    def _wrong(self, key: str, demand: str) -> ModelConfigError:
+        return ModelConfigError(f"{key} is {self.get(key)!r} in the model's configuration; it must {demand}", param=key)
 
 
 @dataclass(frozen=True)
@@ -98,25 +92,29 @@ class Family:
     names: WeightNames = HUGGING_FACE
 
 
-def windows_by_type(config: ModelConfig) -> list[int | None]:
-    """Returns each layer's window, or None, by `layer_types` (`full_attention`, `sliding_attention`)."""
-    count = config.layer_count()
-    windows: list[int | None] = []
-    for kind in config.sequence("layer_types", count):
+def layers_by_type(config: ModelConfig) -> list[LayerSpec]:
+    """Returns layers whose windows follow `layer_types` (`full_attention`, `sliding_attention`)."""
+    layers = []
+    for kind in config.sequence("layer_types", config.layer_count()):
         if kind not in ("full_attention", "sliding_attention"):
             raise UnsupportedModelError(
                 f"layer type {kind!r} is not supported; supported are full_attention and sliding_attention",
                 param="layer_types",
             )
-        windows.append(config.integer("sliding_window") if kind == "sliding_attention" else None)
-    return windows
+        layers.append(LayerSpec(config.integer("sliding_window") if kind == "sliding_attention" else None))
+    return layers
 
 
-def window_of_all(config: ModelConfig) -> list[int | None]:
-    """Returns `sliding_window`, or None, for every layer."""
+def equal_layers(config: ModelConfig) -> list[LayerSpec]:
+    """Returns layers that all have `sliding_window` as their window, or none."""
     config.refuse("layer_types")
     window = None if config.get("sliding_window") is None else config.integer("sliding_window")
-    return [window] * config.layer_count()
+    return [LayerSpec(window)] * config.layer_count()
+
+
+def attention_bias(config: ModelConfig) -> dict[str, Any]:
+    """Returns the features of a family in which one flag gives all four projections of attention a bias."""
+    return dict.fromkeys(("qkv_bias", "o_bias"), config.flag("attention_bias"))
 
 
 def head_dim_of(config: ModelConfig) -> int:
@@ -136,8 +134,15 @@ def check_model_len(max_model_len: int | None, max_position: int) -> int:
     return max_model_len or max_position
 
 
-def one_rope(config: ModelConfig, max_model_len: int | None, *, partial: bool = False) -> tuple[RopeSpec, int]:
-    """Returns the rotary embedding of a model that has one for all layers, and the longest context."""
+class Positions(NamedTuple):
+    """The rotary embeddings that layers refer to by index, and the longest context that the checkpoint declares."""
+
+    ropes: tuple[RopeSpec, ...]
+    max_position: int
+
+
+def _one_rope(config: ModelConfig, max_model_len: int | None, partial: bool) -> Positions:
+    """Returns the positions of a model that has one rotary embedding for all layers."""
     parameters = config.get("rope_parameters")
     if not isinstance(parameters, dict):
         raise ModelConfigError(
@@ -153,20 +158,27 @@ def one_rope(config: ModelConfig, max_model_len: int | None, *, partial: bool = 
         )
     length = check_model_len(max_model_len, max_position)
     rope = resolve_rope(parameters, head_dim_of(config), max_position=declared, max_model_len=length, partial=partial)
-    return rope, max_position
+    return Positions((rope,), max_position)
 
 
 def describe_decoder(
     config: ModelConfig,
+    max_model_len: int | None,
     layers: list[LayerSpec],
-    ropes: tuple[RopeSpec, ...],
-    max_position: int,
     *,
+    positions: Positions | None = None,
+    partial_rope: bool = False,
     activation_key: str = "hidden_act",
     scale: float | None = None,
     **features: Any,
 ) -> DecoderSpec:
-    """Returns the spec with all common sizes; `features` are the fields in which the family differs."""
+    """Returns the spec with all common sizes.
+
+    positions:    one rotary embedding for all layers by default.
+    partial_rope: True if that one honours `partial_rotary_factor`.
+    features:     the fields in which the family differs.
+    """
+    positions = positions or _one_rope(config, max_model_len, partial_rope)
     activation = config.get(activation_key)
     if activation not in _ACTIVATIONS:
         raise UnsupportedModelError(
@@ -188,11 +200,11 @@ def describe_decoder(
         head_dim=head_dim,
         intermediate_size=config.integer("intermediate_size"),
         layers=tuple(layers),
-        ropes=ropes,
+        ropes=positions.ropes,
         norm_eps=config.number("rms_norm_eps"),
         activation=_ACTIVATIONS[activation],
         scale=head_dim**-0.5 if scale is None else scale,
-        max_position=max_position,
+        max_position=positions.max_position,
         tied_embeddings=config.flag("tie_word_embeddings"),
         **features,
     )

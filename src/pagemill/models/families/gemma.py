@@ -12,15 +12,16 @@ from pagemill.errors import ModelConfigError
 from pagemill.models.families.base import (
     Family,
     ModelConfig,
+    Positions,
+    attention_bias,
     check_model_len,
     describe_decoder,
     head_dim_of,
-    one_rope,
-    windows_by_type,
+    layers_by_type,
 )
 from pagemill.models.names import HUGGING_FACE
 from pagemill.models.rope import resolve_rope
-from pagemill.models.spec import DecoderSpec, LayerSpec, RopeSpec
+from pagemill.models.spec import DecoderSpec, RopeSpec
 
 _NAMES = replace(
     HUGGING_FACE,
@@ -33,23 +34,19 @@ _NAMES = replace(
 
 def _features(config: ModelConfig) -> dict[str, Any]:
     config.refuse("use_bidirectional_attention", False)
-    bias = config.flag("attention_bias")
     return {
         "activation_key": "hidden_activation",
         "scale": config.number("query_pre_attn_scalar") ** -0.5,
-        "qkv_bias": bias,
-        "o_bias": bias,
         "post_norms": True,
         "attention_soft_cap": config.optional_number("attn_logit_softcapping"),
         "final_soft_cap": config.optional_number("final_logit_softcapping"),
         "embedding_scale": config.integer("hidden_size") ** 0.5,
+        **attention_bias(config),
     }
 
 
 def _gemma2(config: ModelConfig, max_model_len: int | None) -> DecoderSpec:
-    rope, max_position = one_rope(config, max_model_len)
-    layers = [LayerSpec(window, 0) for window in windows_by_type(config)]
-    return describe_decoder(config, layers, (rope,), max_position, **_features(config))
+    return describe_decoder(config, max_model_len, layers_by_type(config), **_features(config))
 
 
 def _gemma3(config: ModelConfig, max_model_len: int | None) -> DecoderSpec:
@@ -64,10 +61,12 @@ def _gemma3(config: ModelConfig, max_model_len: int | None) -> DecoderSpec:
             )
         return resolve_rope(parameters[kind], head_dim_of(config), max_position=max_position, max_model_len=length)
 
-    ropes = (rope("full_attention"), rope("sliding_attention"))
-    layers = [LayerSpec(window, 0 if window is None else 1) for window in windows_by_type(config)]
-    return describe_decoder(config, layers, ropes, max_position, qk_norm=True, **_features(config))
+    positions = Positions((rope("full_attention"), rope("sliding_attention")), max_position)
+    layers = [replace(layer, rope=0 if layer.window is None else 1) for layer in layers_by_type(config)]
+    return describe_decoder(config, max_model_len, layers, positions=positions, qk_norm=True, **_features(config))
 
 
-GEMMA2 = Family("Gemma2ForCausalLM", _gemma2, _NAMES)
-GEMMA3 = Family("Gemma3ForCausalLM", _gemma3, _NAMES)
+FAMILIES = {
+    "gemma2": Family("Gemma2ForCausalLM", _gemma2, _NAMES),
+    "gemma3_text": Family("Gemma3ForCausalLM", _gemma3, _NAMES),
+}

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -26,32 +27,24 @@ _STAGING_BYTES = 16 << 20
 Progress = Callable[[int, int], None]
 
 
+@dataclass
 class Assembler:
     """Carries out one load. Calls `progress(done_bytes, total_bytes)` after each tensor, in stored bytes."""
 
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        spec: DecoderSpec,
-        names: WeightNames,
-        ops: Ops,
-        dtype: torch.dtype,
-        device: torch.device,
-        progress: Progress | None,
-        quantization: str | None = None,
-    ) -> None:
-        self._checkpoint = checkpoint
-        self._spec = spec
-        self._names = names
-        self._ops = ops
-        self._dtype = dtype
-        self._device = device
-        self._progress = progress
+    checkpoint: Checkpoint
+    spec: DecoderSpec
+    names: WeightNames
+    ops: Ops
+    dtype: torch.dtype
+    device: torch.device
+    progress: Progress | None = None
+    quantization: str | None = None
+
+    def __post_init__(self) -> None:
         self._staging: Tensor | None = None
-        self._quantization = quantization
         self._used: set[str] = set()
         self._done = 0
-        self._total = sum(info.nbytes for name, info in checkpoint.tensors.items() if not self._ignored(name))
+        self._total = sum(info.nbytes for name, info in self.checkpoint.tensors.items() if not self._ignored(name))
 
     def assemble(self) -> DecoderWeights:
         """Returns the decoder's weights.
@@ -59,7 +52,7 @@ class Assembler:
         Raises CorruptWeightsError if a tensor is missing, not finite or of a wrong shape, UnsupportedModelError if one
         has a dtype that is not supported or is not used.
         """
-        spec, names = self._spec, self._names
+        spec, names = self.spec, self.names
         embedding: Tensor | None = None
         if spec.tied_embeddings:
             lm_head = self._linear((names.embedding,), (spec.vocab_size,), spec.hidden_size)
@@ -74,7 +67,7 @@ class Assembler:
         return DecoderWeights(embedding, layers, final_norm, lm_head)
 
     def _layer(self, index: int) -> LayerWeights:
-        spec, names = self._spec, self._names
+        spec, names = self.spec, self.names
         prefix = names.layer.format(layer=index)
         queries, keys = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
 
@@ -108,16 +101,16 @@ class Assembler:
         )
 
     def _mlp(self, gate_up: Sequence[str], down: str, size: int) -> GatedMLP:
-        hidden, bias = self._spec.hidden_size, self._spec.mlp_bias
+        hidden, bias = self.spec.hidden_size, self.spec.mlp_bias
         return GatedMLP(
             self._linear(gate_up, (size, size), hidden, bias),
             self._linear((down,), (hidden,), size, bias),
         )
 
     def _experts(self, prefix: str) -> Experts:
-        spec, names = self._spec, self._names
+        spec, names = self.spec, self.names
         assert spec.moe is not None
-        router = self._ops.pack_linear(
+        router = self.ops.pack_linear(
             self._matrix((prefix + names.router,), (spec.moe.num_experts,), spec.hidden_size, dtype=torch.float32)
         )
         experts = []
@@ -138,16 +131,16 @@ class Assembler:
         offsets = self._matrix(parts, rows, 0, unpair=unpair, dtype=torch.float32) if bias else None
         bits = self._bits(parts)
         if bits is None and (kept := self._kept_bits(parts)) is not None:
-            values, scale, low = (part.to(self._device) for part in self._integers(parts, rows, columns, unpair))
-            return self._ops.pack_affine(AffineWeight(values, scale, low, kept), offsets)
+            values, scale, low = (part.to(self.device) for part in self._integers(parts, rows, columns, unpair))
+            return self.ops.pack_affine(AffineWeight(values, scale, low, kept), offsets)
         if bits is None:
             weight = self._matrix(parts, rows, columns, unpair=unpair, dtype=self._held(parts))
-            return self._ops.pack_linear(weight, offsets, self._dtype)
+            return self.ops.pack_linear(weight, offsets, self.dtype)
         if bits == 4:
             quantized = keep_int4(*self._integers(parts, rows, columns, unpair))
         else:
             quantized = quantize_int8(self._matrix(parts, rows, columns, unpair=unpair, dtype=torch.float32))
-        return self._ops.pack_quantized(quantized, offsets, self._dtype)
+        return self.ops.pack_quantized(quantized, offsets, self.dtype)
 
     def _held(self, parts: Sequence[str]) -> torch.dtype:
         """Returns the dtype in which a joined matrix that is not quantized is held.
@@ -155,17 +148,16 @@ class Assembler:
         In a float32 model it is the stored one, if that is the same for all parts and the operators widen it; else it
         is the model's.
         """
-        if self._dtype != torch.float32 or not self._ops.widens_weights:
-            return self._dtype
-        infos = (self._checkpoint.tensors.get(f"{part}.weight") for part in parts)
-        stored = {PLAIN_DTYPES.get(info.dtype) for info in infos if info is not None}
-        return (stored.pop() if len(stored) == 1 else None) or self._dtype
+        if self.dtype != torch.float32 or not self.ops.widens_weights:
+            return self.dtype
+        stored = {PLAIN_DTYPES.get(self.checkpoint.tensors[name].dtype) for name in self._weights(parts)}
+        return (stored.pop() if len(stored) == 1 else None) or self.dtype
 
     def _bits(self, parts: Sequence[str]) -> int | None:
-        """Returns the bits in which a joined matrix is held, as many as one of its parts needs; None: in a dtype."""
-        if self._quantization != "gguf":
-            return 8 if self._quantization == "int8" else None
-        stored = [self._checkpoint.stored_bits(f"{part}.weight") for part in parts if self._has(f"{part}.weight")]
+        """Returns the bits per value in which a joined matrix is held: the most that a part needs. None: in a dtype."""
+        if self.quantization != "gguf":
+            return 8 if self.quantization == "int8" else None
+        stored = [self.checkpoint.stored_bits(name) for name in self._weights(parts)]
         kept = [bits for bits in stored if bits is not None]
         return max(kept, default=None) if len(kept) == len(stored) else None
 
@@ -174,13 +166,14 @@ class Assembler:
 
         It can if all parts are stored in integers of the same number of bits.
         """
-        if self._dtype != torch.float32:
+        if self.dtype != torch.float32:
             return None
-        stored = {self._checkpoint.affine_bits(f"{part}.weight") for part in parts if self._has(f"{part}.weight")}
+        stored = {self.checkpoint.affine_bits(name) for name in self._weights(parts)}
         return stored.pop() if len(stored) == 1 else None
 
-    def _has(self, name: str) -> bool:
-        return name in self._checkpoint.tensors
+    def _weights(self, parts: Sequence[str]) -> list[str]:
+        """Returns the names of those parts' weights that are there; `_expect` refuses the others."""
+        return [name for part in parts if (name := f"{part}.weight") in self.checkpoint.tensors]
 
     def _integers(
         self, parts: Sequence[str], rows: tuple[int, ...], columns: int, unpair: tuple[int, ...]
@@ -192,7 +185,7 @@ class Assembler:
         for index, (part, count) in enumerate(zip(parts, rows, strict=True)):
             name = f"{part}.weight"
             self._expect(name, (count, columns))
-            read = self._checkpoint.read_affine(name)
+            read = self.checkpoint.read_affine(name)
             self._check_finite(name, torch.cat(read[1:]))
             self._count(name)
             joined.append(tuple(_unpaired(each, unpair[index]) if index < len(unpair) else each for each in read))
@@ -218,8 +211,8 @@ class Assembler:
         kind, tail = ("weight", (columns,)) if columns else ("bias", ())
         for part, count in zip(parts, rows, strict=True):
             self._expect(f"{part}.{kind}", (count, *tail))
-        shape, dtype = (sum(rows), *tail), dtype or self._dtype
-        joined = self._stage(shape, dtype) if columns else _empty(shape, dtype, self._device)
+        shape, dtype = (sum(rows), *tail), dtype or self.dtype
+        joined = self._stage(shape, dtype) if columns else _empty(shape, dtype, self.device)
         begin = 0
         for index, (part, count) in enumerate(zip(parts, rows, strict=True)):
             out = joined[begin : begin + count]
@@ -236,22 +229,22 @@ class Assembler:
         Large matrices get memory of their own, which goes back to the system.
         """
         nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes > _STAGING_BYTES or not self._ops.copies_weights:
-            return _empty(shape, dtype, self._device)
+        if nbytes > _STAGING_BYTES or not self.ops.copies_weights:
+            return _empty(shape, dtype, self.device)
         if self._staging is None:
-            self._staging = _empty((_STAGING_BYTES,), torch.uint8, self._device)
+            self._staging = _empty((_STAGING_BYTES,), torch.uint8, self.device)
         return self._staging[:nbytes].view(dtype).view(shape)
 
     def _norm(self, name: str, size: int) -> Tensor:
         self._expect(f"{name}.weight", (size,))
-        weight = torch.empty(size, dtype=torch.float32, device=self._device)
+        weight = torch.empty(size, dtype=torch.float32, device=self.device)
         self._read(f"{name}.weight", weight)
-        return weight + self._names.norm_offset if self._names.norm_offset else weight
+        return weight + self.names.norm_offset if self.names.norm_offset else weight
 
     def _expect(self, name: str, shape: tuple[int, ...]) -> None:
         """Checks a tensor before memory is taken for it."""
-        info = self._checkpoint.tensors.get(name)
-        path = self._checkpoint.path
+        info = self.checkpoint.tensors.get(name)
+        path = self.checkpoint.path
         if info is None:
             raise CorruptWeightsError(
                 f"{path} has no tensor {name!r}, which its configuration asks for; download it again"
@@ -263,7 +256,7 @@ class Assembler:
             )
 
     def _read(self, name: str, out: Tensor) -> None:
-        self._checkpoint.read_into(name, out)
+        self.checkpoint.read_into(name, out)
         self._check_finite(name, out)
         self._count(name)
 
@@ -272,25 +265,25 @@ class Assembler:
         if not (math.isfinite(low) and math.isfinite(high)):
             dtype = str(out.dtype).removeprefix("torch.")
             raise CorruptWeightsError(
-                f"tensor {name!r} in {self._checkpoint.path} is not finite in {dtype} (from {low:g} to {high:g}); "
+                f"tensor {name!r} in {self.checkpoint.path} is not finite in {dtype} (from {low:g} to {high:g}); "
                 f"download it again, or load it with dtype='float32' if it is sound"
             )
 
     def _count(self, name: str) -> None:
         self._used.add(name)
-        self._done += self._checkpoint.tensors[name].nbytes
-        if self._progress is not None:
-            self._progress(self._done, self._total)
+        self._done += self.checkpoint.tensors[name].nbytes
+        if self.progress is not None:
+            self.progress(self._done, self._total)
 
     def _ignored(self, name: str) -> bool:
-        tied_head = self._spec.tied_embeddings and name == f"{self._names.lm_head}.weight"
-        return tied_head or name.endswith(self._names.ignored)
+        tied_head = self.spec.tied_embeddings and name == f"{self.names.lm_head}.weight"
+        return tied_head or name.endswith(self.names.ignored)
 
     def _refuse_unused(self) -> None:
-        unused = sorted(name for name in self._checkpoint.tensors if name not in self._used and not self._ignored(name))
+        unused = sorted(name for name in self.checkpoint.tensors if name not in self._used and not self._ignored(name))
         if unused:
             raise UnsupportedModelError(
-                f"{self._checkpoint.path} has {len(unused)} tensors that a {self._spec.family} decoder does not use, "
+                f"{self.checkpoint.path} has {len(unused)} tensors that a {self.spec.family} decoder does not use, "
                 f"first {unused[0]!r}; ignoring them would change the model's answers"
             )
 

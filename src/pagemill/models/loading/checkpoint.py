@@ -11,17 +11,18 @@ import dataclasses
 import hashlib
 import json
 import mmap
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagemill.errors import CorruptWeightsError, ModelNotFoundError, UnknownArgumentError
+from pagemill.errors import CorruptWeightsError, ModelNotFoundError, UnknownArgumentError, UnsupportedModelError
 from pagemill.models.names import WeightNames
 from pagemill.models.spec import DecoderSpec
 
@@ -35,58 +36,88 @@ _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo:
-    """One tensor of a checkpoint.
+    """Describes one tensor of a checkpoint.
 
-    shape: rows first. dtype: as the file names it. nbytes: as stored.
+    shape: rows first. dtype: as the file names it. nbytes: as stored. begin: its first byte in the file.
     """
 
     shape: tuple[int, ...]
     dtype: str
     nbytes: int
+    file: MappedFile
+    begin: int
 
 
-class Checkpoint(Protocol):
-    """One model on disk.
+class Checkpoint:
+    """Describes one model on disk. Each format derives from it, and reads only headers and configuration at first.
 
     config:    normalised configuration, `hf_overrides` applied (families.ModelConfig takes it).
     names:     where the weights are; None: as the family says.
-    quantized: whether some weights are stored in a quantized format.
+    quantized: True if some weights are stored in a quantized format.
+    readable:  dtypes that `read_into` converts.
     """
 
     path: Path
     config: dict[str, Any]
-    names: WeightNames | None
     files: list[MappedFile]
     tensors: dict[str, TensorInfo]
     eos_token_ids: tuple[int, ...]
-    quantized: bool
+    names: WeightNames | None = None
+    quantized: bool = False
+    readable: Sequence[str] = tuple(PLAIN_DTYPES)
 
     def float_dtypes(self) -> dict[torch.dtype, int]:
-        """Returns the stored bytes of each dtype; quantized weights count as float32."""
-        ...
+        """Returns the stored bytes of each dtype of plain numbers."""
+        sizes: Counter[torch.dtype] = Counter()
+        for info in self.tensors.values():
+            if info.dtype in PLAIN_DTYPES:
+                sizes[PLAIN_DTYPES[info.dtype]] += info.nbytes
+        return sizes
 
     def stored_bits(self, name: str) -> int | None:
         """Returns a quantized tensor's bits per value, rounded up to 4 or 8; None for a plain tensor."""
-        ...
+        return None
 
     def affine_bits(self, name: str) -> int | None:
         """Returns the bits, 4 or 8, of the integers that `read_affine` reads; None if it cannot read this tensor."""
-        ...
+        return None
 
     def read_affine(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
         """Returns values uint8 [rows, columns], and scale and low, float32 [rows, columns / 32].
 
         The weight is scale * value + low, where scale * value is exact.
         """
-        ...
+        raise TypeError(f"tensor {name!r} is not quantized")
 
     def read_into(self, name: str, out: Tensor) -> None:
-        """Copies a tensor into `out` (same shape, any dtype and device), converting."""
-        ...
+        """Copies a tensor into contiguous `out` (same shape, any dtype and device), converting, piece by piece.
+
+        Raises UnsupportedModelError for a tensor whose dtype is not `readable`.
+        """
+        info = self.tensors[name]
+        if info.dtype not in PLAIN_DTYPES:
+            raise UnsupportedModelError(
+                f"tensor {name!r} in {info.file.path} is stored as {info.dtype}; supported are "
+                f"{', '.join(self.readable)}",
+                param="dtype",
+            )
+        flat, dtype = out.view(-1), PLAIN_DTYPES[info.dtype]
+        step = PIECE_BYTES // dtype.itemsize
+        buffer = torch.empty(min(step, flat.numel()), dtype=dtype)
+        raw = buffer.view(torch.uint8).numpy()
+        for start in range(0, flat.numel(), step):
+            stop = min(start + step, flat.numel())
+            first, last = info.begin + start * dtype.itemsize, info.begin + stop * dtype.itemsize
+            raw[: last - first] = info.file.view(first, last)
+            flat[start:stop].copy_(buffer[: stop - start])
+            info.file.forget(first, last)
 
 
 class MappedFile:
-    """Maps a file into memory, read-only. Raises ModelNotFoundError or, for an empty file, CorruptWeightsError."""
+    """Maps a file into memory, read-only, as `data`.
+
+    Raises ModelNotFoundError or, for an empty file, CorruptWeightsError.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,13 +125,13 @@ class MappedFile:
             with path.open("rb") as file:
                 self.size = file.seek(0, 2)
                 if self.size == 0:
-                    raise CorruptWeightsError(f"{path} is empty; download it again")
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                    raise CorruptWeightsError(f"{path} is truncated or corrupt: it is empty; download it again")
+                self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except FileNotFoundError:
             raise ModelNotFoundError(f"there is no file {path}; check the path, or download the model again") from None
         except OSError as error:
             raise ModelNotFoundError(f"{path} cannot be read: {error}") from error
-        self._bytes = np.frombuffer(self._map, dtype=np.uint8)
+        self._array = np.frombuffer(self.data, dtype=np.uint8)
 
     def view(self, begin: int, end: int) -> NDArray[np.uint8]:
         """Returns bytes begin to end without copying. Raises CorruptWeightsError if the file is shorter."""
@@ -109,27 +140,13 @@ class MappedFile:
                 f"{self.path} has {self.size} bytes, but bytes {begin} to {end} are needed: it is truncated or "
                 f"corrupt; download it again"
             )
-        return self._bytes[begin:end]
+        return self._array[begin:end]
 
     def forget(self, begin: int, end: int) -> None:
         """Drops the pages that lie wholly in begin .. end from the process's memory (where the system can)."""
         first, last = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
         if last > first and hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED, first, last - first)
-
-
-def copy_stored(file: MappedFile, begin: int, dtype: torch.dtype, out: Tensor) -> None:
-    """Copies out.numel() elements of `dtype`, stored at `begin`, into contiguous `out`, piece by piece."""
-    flat = out.view(-1)
-    step = PIECE_BYTES // dtype.itemsize
-    buffer = torch.empty(min(step, flat.numel()), dtype=dtype)
-    raw = buffer.view(torch.uint8).numpy()
-    for start in range(0, flat.numel(), step):
-        stop = min(start + step, flat.numel())
-        first, last = begin + start * dtype.itemsize, begin + stop * dtype.itemsize
-        raw[: last - first] = file.view(first, last)
-        flat[start:stop].copy_(buffer[: stop - start])
-        file.forget(first, last)
+            self.data.madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 def apply_overrides(config: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import mmap
 import struct
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from pagemill.errors import CorruptWeightsError, ModelNotFoundError, UnsupportedModelError
+from pagemill.errors import CorruptWeightsError, UnsupportedModelError
+from pagemill.models.loading.checkpoint import MappedFile, TensorInfo
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -23,7 +21,7 @@ _VERSIONS = (2, 3)
 
 
 class Format(NamedTuple):
-    """How a tensor is stored: `number` in the file, `block` weights in `nbytes` bytes."""
+    """Describes how a tensor is stored: `number` in the file, `block` weights in `nbytes` bytes."""
 
     number: int
     name: str
@@ -32,7 +30,7 @@ class Format(NamedTuple):
 
 
 FORMATS = {
-    form.number: form
+    form.name: form
     for form in (
         Format(0, "F32", 1, 4), Format(1, "F16", 1, 2), Format(30, "BF16", 1, 2), Format(28, "F64", 1, 8),
         Format(24, "I8", 1, 1), Format(25, "I16", 1, 2), Format(26, "I32", 1, 4), Format(27, "I64", 1, 8),
@@ -49,51 +47,33 @@ FORMATS = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
-class GGUFTensor:
-    """One tensor of a file.
-
-    shape: rows first; the file stores it the other way round. begin, nbytes: its place in the file.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    kind: Format
-    begin: int
-    nbytes: int
+_BY_NUMBER = {form.number: form for form in FORMATS.values()}
 
 
 class GGUFFile:
     """Holds a file's metadata, every key with a Python value, and its tensors by name.
 
-    Raises ModelNotFoundError, UnsupportedModelError (version, byte order, tensor format) or CorruptWeightsError.
+    Raises UnsupportedModelError (version, byte order, tensor format) or CorruptWeightsError.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            with path.open("rb") as file:
-                self._size = file.seek(0, 2)
-                if self._size < 24:
-                    raise self._corrupt(f"it has {self._size} bytes, fewer than a header")
-                self._data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except FileNotFoundError:
-            raise ModelNotFoundError(f"there is no file {path}; check the path, or download the model again") from None
-        except OSError as error:
-            raise ModelNotFoundError(f"{path} cannot be read: {error}") from error
+    def __init__(self, file: MappedFile) -> None:
+        self._file, self._path, self._size = file, file.path, file.size
+        if self._size < 24:
+            raise self._corrupt(f"it has {self._size} bytes, fewer than a header")
+        self._data = file.data
         self._at = 0
-        try:
-            self.metadata, self.tensors = self._read()
-        finally:
-            self._data.close()
+        self.metadata, self.tensors = self._read()
+        file.forget(0, self._at)
 
-    def _read(self) -> tuple[dict[str, Any], dict[str, GGUFTensor]]:
+    def _read(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         magic = bytes(self._data[:4])
         version, tensor_count, key_count = struct.unpack_from("<IQQ", self._data, 4)
         if magic != b"GGUF":
             raise self._corrupt(f"it begins with {magic!r} instead of b'GGUF'")
         if version not in _VERSIONS:
-            raise UnsupportedModelError(f"{self.path} is GGUF version {version} (or big-endian); supported are 2 and 3")
+            raise UnsupportedModelError(
+                f"{self._path} is GGUF version {version} (or big-endian); supported are 2 and 3"
+            )
         self._at = 24
         metadata: dict[str, Any] = {}
         for _ in range(key_count):
@@ -109,7 +89,7 @@ class GGUFFile:
         if not isinstance(alignment, int) or alignment < 1:
             raise self._corrupt(f"general.alignment is {alignment!r}")
         start = -(-self._at // alignment) * alignment
-        tensors: dict[str, GGUFTensor] = {}
+        tensors: dict[str, TensorInfo] = {}
         covered = start
         for name, shape, kind, offset in entries:
             if name in tensors:
@@ -120,19 +100,18 @@ class GGUFFile:
                     f"tensor {name!r} begins at byte {offset} of the data, not a multiple of {alignment}"
                 )
             covered = max(covered, tensor.begin + tensor.nbytes)
-        ordered = sorted(tensors.values(), key=lambda tensor: tensor.begin)
-        for before, after in itertools.pairwise(ordered):
-            if after.begin < before.begin + before.nbytes:
-                raise self._corrupt(f"tensors {before.name!r} and {after.name!r} overlap")
+        for before, after in itertools.pairwise(sorted(tensors, key=lambda name: tensors[name].begin)):
+            if tensors[after].begin < tensors[before].begin + tensors[before].nbytes:
+                raise self._corrupt(f"tensors {before!r} and {after!r} overlap")
         if covered > self._size:
             raise self._corrupt(f"it has {self._size} bytes, but its tensors need {covered}")
         return metadata, tensors
 
-    def _tensor(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> GGUFTensor:
-        form = FORMATS.get(kind)
+    def _tensor(self, name: str, shape: tuple[int, ...], kind: int, begin: int) -> TensorInfo:
+        form = _BY_NUMBER.get(kind)
         if form is None:
             raise UnsupportedModelError(
-                f"tensor {name!r} in {self.path} has the unknown format {kind}: the file is corrupt, or newer than "
+                f"tensor {name!r} in {self._path} has the unknown format {kind}: the file is corrupt, or newer than "
                 f"this program; download it again, or take another quantization"
             )
         if not shape or shape[-1] % form.block:
@@ -140,7 +119,8 @@ class GGUFFile:
                 f"tensor {name!r} has shape {list(shape)}, whose rows are not whole blocks of {form.block} "
                 f"({form.name})"
             )
-        return GGUFTensor(name, shape, form, begin, math.prod(shape) // form.block * form.nbytes)
+        nbytes = math.prod(shape) // form.block * form.nbytes
+        return TensorInfo(shape, form.name, nbytes, self._file, begin)
 
     def _value(self, kind: int) -> Any:
         if kind == _STRING:
@@ -181,4 +161,4 @@ class GGUFFile:
         return begin
 
     def _corrupt(self, what: str) -> CorruptWeightsError:
-        return CorruptWeightsError(f"{self.path} is truncated or corrupt: {what}; download it again")
+        return CorruptWeightsError(f"{self._path} is truncated or corrupt: {what}; download it again")

@@ -7,7 +7,6 @@ layers of SmolLM3 rotate, that Qwen3-MoE's shares sum to 1) is filled in here.
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -23,14 +22,14 @@ from pagemill.models.families import ModelConfig
 from pagemill.models.loading.checkpoint import (
     PIECE_BYTES,
     PLAIN_DTYPES,
+    Checkpoint,
     MappedFile,
     TensorInfo,
     apply_overrides,
     check_overrides,
-    copy_stored,
 )
-from pagemill.models.loading.gguf_file import GGUFFile, GGUFTensor
-from pagemill.models.names import GGUF, WeightNames
+from pagemill.models.loading.gguf_file import FORMATS, GGUFFile
+from pagemill.models.names import GGUF
 
 _QUANTIZED = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}
 _AFFINE = {"Q4_0": (2, 4), "Q4_1": (4, 4), "Q8_0": (2, 8)}
@@ -79,47 +78,39 @@ _NEUTRAL = {"attention.causal": True, "pooling_type": 0, "expert_gating_func": 1
 """Settings that may be there if they say what is done anyway: a softmax chooses experts, whose shares sum to 1."""
 
 
-class GGUFModel:
+class GGUFModel(Checkpoint):
     """Opens the container and builds the configuration; weights are read later."""
 
+    readable = sorted(_QUANTIZED | PLAIN_DTYPES.keys())
+
     def __init__(self, path: Path, overrides: Mapping[str, Any]) -> None:
-        container = GGUFFile(path)
         self.path = path
         self.files = [MappedFile(path)]
-        self._stored = {one.name: one for tensor in container.tensors.values() for one in _single_experts(tensor)}
-        self.tensors = {
-            name: TensorInfo(tensor.shape, tensor.kind.name, tensor.nbytes) for name, tensor in self._stored.items()
-        }
-        self.quantized = any(tensor.kind.name in _QUANTIZED for tensor in self._stored.values())
+        container = GGUFFile(self.files[0])
+        self.tensors = dict(one for each in container.tensors.items() for one in _single_experts(*each))
+        self.quantized = any(tensor.dtype in _QUANTIZED for tensor in self.tensors.values())
         metadata = container.metadata
         plain = self._configure(metadata)
         check_overrides(overrides, plain)
         self.config = apply_overrides(plain, overrides)
         architecture = metadata["general.architecture"]
-        self.names: WeightNames | None = replace(GGUF, paired_rope=architecture in _PAIRED_ROPE)
+        self.names = replace(GGUF, paired_rope=architecture in _PAIRED_ROPE)
         if architecture == "phi3":
             self.names = replace(GGUF, qkv=("attn_qkv",), gate_up=("ffn_up",))
         ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom"))
         self.eos_token_ids = tuple(dict.fromkeys(end for end in ends if isinstance(end, int)))
 
-    def float_dtypes(self) -> dict[torch.dtype, int]:
-        sizes: Counter[torch.dtype] = Counter()
-        for tensor in self._stored.values():
-            sizes[PLAIN_DTYPES.get(tensor.kind.name, torch.float32)] += tensor.nbytes
-        return dict(sizes)
-
     def stored_bits(self, name: str) -> int | None:
-        kind = self._stored[name].kind.name
-        return (self.affine_bits(name) or 8) if kind in _QUANTIZED else None
+        return (self.affine_bits(name) or 8) if self.tensors[name].dtype in _QUANTIZED else None
 
     def affine_bits(self, name: str) -> int | None:
-        _, bits = _AFFINE.get(self._stored[name].kind.name, (0, None))
+        _, bits = _AFFINE.get(self.tensors[name].dtype, (0, None))
         return bits
 
     def read_affine(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        tensor, file = self._stored[name], self.files[0]
+        tensor, file = self.tensors[name], self.files[0]
         rows, columns = tensor.shape
-        head, bits = _AFFINE[tensor.kind.name]
+        head, bits = _AFFINE[tensor.dtype]
         stored = file.view(tensor.begin, tensor.begin + tensor.nbytes).reshape(rows, columns // 32, head + 4 * bits)
         values = np.empty((rows, columns // 32, 32), dtype=np.uint8)
         if bits == 4:
@@ -130,30 +121,23 @@ class GGUFModel:
         heads = torch.from_numpy(stored[..., :head].copy()).view(torch.float16).float()
         file.forget(tensor.begin, tensor.begin + tensor.nbytes)
         scale = heads[..., 0].contiguous()
-        low = heads[..., 1].contiguous() if tensor.kind.name == "Q4_1" else -(1 << bits - 1) * scale
+        low = heads[..., 1].contiguous() if tensor.dtype == "Q4_1" else -(1 << bits - 1) * scale
         return torch.from_numpy(values.reshape(rows, columns)), scale, low
 
     def read_into(self, name: str, out: Tensor) -> None:
-        tensor, file = self._stored[name], self.files[0]
-        if tensor.kind.name in PLAIN_DTYPES:
-            copy_stored(file, tensor.begin, PLAIN_DTYPES[tensor.kind.name], out)
-            return
-        if tensor.kind.name not in _QUANTIZED:
-            supported = ", ".join(sorted(_QUANTIZED | PLAIN_DTYPES.keys()))
-            raise UnsupportedModelError(
-                f"tensor {name!r} in {file.path} is stored as {tensor.kind.name}; supported are {supported}",
-                param="dtype",
-            )
-        flat = out.view(-1)
+        tensor, file = self.tensors[name], self.files[0]
+        if tensor.dtype not in _QUANTIZED:
+            return super().read_into(name, out)
+        flat, form = out.view(-1), FORMATS[tensor.dtype]
         in_place = out.is_cpu and out.dtype == torch.float32
-        step = PIECE_BYTES // 4 // tensor.kind.block * tensor.kind.block
+        step = PIECE_BYTES // 4 // form.block * form.block
         for start in range(0, flat.numel(), step):
             here = flat[start : start + step]
             piece = here if in_place else torch.empty(here.numel())
-            first = tensor.begin + start // tensor.kind.block * tensor.kind.nbytes
-            last = first + here.numel() // tensor.kind.block * tensor.kind.nbytes
+            first = tensor.begin + start // form.block * form.nbytes
+            last = first + here.numel() // form.block * form.nbytes
             blocks = file.view(first, last)
-            _kernels.dequantize(tensor.kind.number, blocks, piece.numpy())
+            _kernels.dequantize(form.number, blocks, piece.numpy())
             if not in_place:
                 here.copy_(piece)
             file.forget(first, last)
@@ -270,17 +254,17 @@ class GGUFModel:
         return result
 
 
-def _single_experts(tensor: GGUFTensor) -> Iterator[GGUFTensor]:
+def _single_experts(name: str, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
     """Yields a tensor as it is, and one that merges a layer's experts [experts, rows, columns] expert by expert.
 
     The experts get the names that they had in older files: `blk.0.ffn_up_exps` holds `blk.0.ffn_up.0` and so on.
     """
-    merged = _MERGED_EXPERTS.fullmatch(tensor.name)
+    merged = _MERGED_EXPERTS.fullmatch(name)
     if merged is None or len(tensor.shape) != 3:
-        yield tensor
+        yield name, tensor
         return
     experts, *shape = tensor.shape
     nbytes = tensor.nbytes // experts
     for index in range(experts):
-        name, begin = f"{merged[1]}.{index}.weight", tensor.begin + index * nbytes
-        yield GGUFTensor(name, tuple(shape), tensor.kind, begin, nbytes)
+        begin = tensor.begin + index * nbytes
+        yield f"{merged[1]}.{index}.weight", replace(tensor, shape=tuple(shape), nbytes=nbytes, begin=begin)

@@ -9,36 +9,28 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
-
-import torch
-from torch import Tensor
+from typing import Any
 
 from pagemill.errors import CorruptWeightsError, ModelConfigError, ModelNotFoundError, UnsupportedModelError
 from pagemill.models.families import find_family
 from pagemill.models.loading.checkpoint import (
     PLAIN_DTYPES,
+    Checkpoint,
     MappedFile,
     TensorInfo,
     apply_overrides,
     check_overrides,
-    copy_stored,
 )
-from pagemill.models.names import WeightNames
 
 _OTHER_DTYPES = {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F64", "C64"}
 _OTHER_FLOATS = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4"}
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
-class HuggingFaceFolder:
+class HuggingFaceFolder(Checkpoint):
     """Opens headers and configuration; weights are read later. Raises a ModelLoadError that names the file at fault."""
-
-    names: WeightNames | None = None
-    quantized = False
 
     def __init__(self, path: Path, overrides: Mapping[str, Any]) -> None:
         self.path = path
@@ -47,39 +39,12 @@ class HuggingFaceFolder:
         check_overrides(overrides, {**raw, **_normalise({"model_type": self.config["model_type"]}, path)})
         self.eos_token_ids = _eos_token_ids(path, self.config)
         self.tensors: dict[str, TensorInfo] = {}
-        self._places: dict[str, tuple[MappedFile, int]] = {}
         self.files = [self._open(file) for file in self._weight_files()]
         if self._declared and (missing := sorted(set(self._declared) - set(self.tensors))):
             raise CorruptWeightsError(
                 f"{path / _INDEX} lists {len(missing)} tensors that no file holds, first {missing[0]!r} in "
                 f"{self._declared[missing[0]]}; download the model again"
             )
-
-    def float_dtypes(self) -> dict[torch.dtype, int]:
-        sizes: Counter[torch.dtype] = Counter()
-        for info in self.tensors.values():
-            if info.dtype in PLAIN_DTYPES:
-                sizes[PLAIN_DTYPES[info.dtype]] += info.nbytes
-        return dict(sizes)
-
-    def stored_bits(self, name: str) -> None:
-        return None
-
-    def affine_bits(self, name: str) -> None:
-        return None
-
-    def read_affine(self, name: str) -> NoReturn:
-        raise TypeError(f"tensor {name!r} is not quantized")
-
-    def read_into(self, name: str, out: Tensor) -> None:
-        file, begin = self._places[name]
-        dtype = self.tensors[name].dtype
-        if dtype not in PLAIN_DTYPES:
-            raise UnsupportedModelError(
-                f"tensor {name!r} in {file.path} is stored as {dtype}; supported are {', '.join(PLAIN_DTYPES)}",
-                param="dtype",
-            )
-        copy_stored(file, begin, PLAIN_DTYPES[dtype], out)
 
     def _weight_files(self) -> list[Path]:
         self._declared: dict[str, str] = {}
@@ -104,18 +69,18 @@ class HuggingFaceFolder:
 
     def _open(self, path: Path) -> MappedFile:
         file = MappedFile(path)
-        for name, (info, begin) in read_safetensors_header(file).items():
+        for name, info in read_safetensors_header(file).items():
             if name in self.tensors:
                 raise CorruptWeightsError(
-                    f"tensor {name!r} is in {path.name} and in {self._places[name][0].path.name}; keep one of the files"
+                    f"tensor {name!r} is in {path.name} and in {self.tensors[name].file.path.name}; keep one of the "
+                    f"files"
                 )
             self.tensors[name] = info
-            self._places[name] = (file, begin)
         return file
 
 
-def read_safetensors_header(file: MappedFile) -> dict[str, tuple[TensorInfo, int]]:
-    """Returns, for each tensor's name, what it is and its first byte in the file.
+def read_safetensors_header(file: MappedFile) -> dict[str, TensorInfo]:
+    """Returns the tensors of a safetensors file by name.
 
     Raises CorruptWeightsError unless shapes, dtypes and byte ranges agree and the tensors cover the file without gaps,
     as the format demands.
@@ -140,7 +105,7 @@ def read_safetensors_header(file: MappedFile) -> dict[str, tuple[TensorInfo, int
             ranges.append((begin, end, name, str(entry["dtype"]), tuple(map(_size, entry["shape"]))))
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise corrupt(f"its header cannot be read ({error})") from error
-    tensors: dict[str, tuple[TensorInfo, int]] = {}
+    tensors: dict[str, TensorInfo] = {}
     expected = 0
     for begin, end, name, dtype, shape in sorted(ranges):
         if begin != expected:
@@ -151,7 +116,7 @@ def read_safetensors_header(file: MappedFile) -> dict[str, tuple[TensorInfo, int
         elif dtype not in _OTHER_DTYPES | _OTHER_FLOATS:
             raise corrupt(f"tensor {name!r} has the unknown dtype {dtype!r}")
         expected = end
-        tensors[name] = (TensorInfo(shape, dtype, end - begin), 8 + length + begin)
+        tensors[name] = TensorInfo(shape, dtype, end - begin, file, 8 + length + begin)
     if 8 + length + expected != file.size:
         raise corrupt(f"it has {file.size} bytes, but its header describes {8 + length + expected}")
     return tensors
