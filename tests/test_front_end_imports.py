@@ -26,6 +26,11 @@ def test_imports_nothing_heavy(modules, heavy):
     assert result.stdout.strip() == "[]"
 
 
+def test_public_names_are_shown_before_they_are_used():
+    code = "import pagemill; print(set(pagemill.__all__) <= set(dir(pagemill)))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
+
+
 def test_every_public_name_is_there():
     import pagemill
 

@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import json
+import re
 import time
 
 import httpx
@@ -9,6 +10,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from harness import FRAME_BYTES
 from pagemill.server.app import create_app
 from pagemill.server.completions import CompletionCall
 from pagemill.server.protocol import CompletionRequest
@@ -37,6 +39,20 @@ def test_what_is_served(client, http):
     assert http.get("/health").json() == {"status": "ok"}
     assert http.get("/version").json()["version"]
     assert "/v1/chat/completions" in http.get("/openapi.json").json()["paths"]
+
+
+@pytest.mark.parametrize("path", ["/v1/models", f"/v1/models/{MODEL}", "/health", "/metrics", "/v1/sessions"])
+def test_head_is_served_where_get_is(http, path):
+    got, head = http.get(path), http.head(path)
+    assert (head.status_code, head.content) == (got.status_code, b"")
+    assert head.headers["content-type"] == got.headers["content-type"]
+    assert http.head("/v1/completions").status_code == 405
+
+
+def test_help_of_metrics_can_be_read_alone(http):
+    helps = [family.documentation for family in text_string_to_metric_families(http.get("/metrics").text)]
+    assert len(helps) > 30
+    assert [text for text in helps if re.search(r"^(Those|Their)\b|\bthere\b", text)] == []
 
 
 def metrics(http) -> dict[str, float]:
@@ -354,6 +370,55 @@ def test_a_body_that_is_no_json_object(http, content):
     response = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
     assert response.status_code == 400
     assert response.json()["error"]["type"] == "invalid_request_error"
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b'{"prompt": "\xff"}', "can't decode byte 0xff"),
+        (b"[" * 100_000, "recursion"),
+        (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", "5000 digits"),
+    ],
+    ids=["not Unicode", "deep", "many digits"],
+)
+def test_a_body_that_cannot_be_read_is_told_why(http, content, words):
+    response = http.post("/v1/completions", content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400
+    assert "the body is not JSON" in response.json()["error"]["message"]
+    assert words in response.json()["error"]["message"]
+
+
+def test_half_of_a_surrogate_pair_is_refused_where_it_stands(http):
+    for field, param in ((r"\ud800", r"\ud800"), ("cache_salt", "cache_salt")):
+        body = b'{"prompt": "x", "%s": "\\ud800"}' % field.encode()
+        response = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
+        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+
+
+def test_a_prompt_that_a_small_pool_cannot_hold_is_too_long_a_context(served, http):
+    (before,) = http.get("/v1/models").json()["data"]
+    assert http.post("/v1/kv_memory", json={"kv_memory": 8 * FRAME_BYTES}).status_code == 200
+    try:
+        (model,) = http.get("/v1/models").json()["data"]
+        assert model["max_model_len"] == 8 * 16 + 1 < before["max_model_len"]
+        messages = [{"role": "user", "content": "x " * 300}]
+        for path, body, param in (
+            ("completions", {"prompt": "x " * 300}, "prompt"),
+            ("completions", {"prompt": "x " * 300, "max_tokens": 2}, "max_tokens"),
+            ("chat/completions", {"messages": messages}, "messages"),
+            ("chat/completions", {"messages": messages, "stream": True}, "messages"),
+            ("chat/completions", {"messages": messages, "max_completion_tokens": 2}, "max_completion_tokens"),
+        ):
+            response = http.post(f"/v1/{path}", json=body)
+            error = response.json()["error"]
+            assert (response.status_code, error["code"]) == (400, "context_length_exceeded")
+            assert error["param"] == param
+            assert "but the pool has 8" in error["message"]
+        fits = {"prompt": "x", "max_tokens": model["max_model_len"] - 1, "ignore_eos": True}
+        assert http.post("/v1/completions", json=fits).json()["usage"]["total_tokens"] == model["max_model_len"]
+    finally:
+        http.post("/v1/kv_memory", json={"kv_memory": None})
+        served.wait_until_idle()
 
 
 def test_openais_client_raises_its_own_types(client):

@@ -38,13 +38,13 @@ class TenantStats(msgspec.Struct, kw_only=True):
     guaranteed_blocks: Annotated[int, _gauge("guaranteed_blocks", "Blocks that are kept for a tenant.")]
     max_blocks: int | None
     running: Annotated[int, _gauge("running", "A tenant's sequences that run.")]
-    waiting: Annotated[int, _gauge("waiting", "Those that wait.")]
+    waiting: Annotated[int, _gauge("waiting", "A tenant's sequences that wait.")]
     preemptions: Annotated[int, _counter("preemptions", "A tenant's sequences that lost their blocks.")]
     evictions: Annotated[int, _counter("evictions", "A tenant's cached blocks that made room.")]
     prefix_queried_tokens: Annotated[
         int, _counter("prefix_queried_tokens", "A tenant's tokens looked up in the prefix cache.")
     ]
-    prefix_hit_tokens: Annotated[int, _counter("prefix_hit_tokens", "Those found there.")]
+    prefix_hit_tokens: Annotated[int, _counter("prefix_hit_tokens", "A tenant's tokens found in the prefix cache.")]
     limits: TenantLimits
 
 
@@ -62,16 +62,16 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
         int, _gauge("watermark_blocks", "Blocks that admission leaves free for running sequences to grow.")
     ]
     preempted_tokens_recomputed: Annotated[
-        int, _counter("preempted_tokens_recomputed", "Their tokens that were computed once more.")
+        int, _counter("preempted_tokens_recomputed", "Tokens of preempted sequences that were computed again.")
     ]
     preempted_tokens_swapped_in: Annotated[
-        int, _counter("preempted_tokens_swapped_in", "Those that came back from lower tiers.")
+        int, _counter("preempted_tokens_swapped_in", "Tokens of preempted sequences that came back from lower tiers.")
     ]
     steps: Annotated[int, _counter("engine_steps", "Steps of the engine.")]
     prompt_tokens: Annotated[int, _counter("prompt_tokens", "Prompt tokens taken in.")]
     generated_tokens: Annotated[int, _counter("generation_tokens", "Tokens generated.")]
     prefix_queried_tokens: Annotated[int, _counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")]
-    prefix_hit_tokens: Annotated[int, _counter("prefix_cache_hits", "Tokens found there.")]
+    prefix_hit_tokens: Annotated[int, _counter("prefix_cache_hits", "Tokens found in the prefix cache.")]
     frames: int
     frames_free: int
     frames_cached: int
@@ -82,34 +82,51 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     slots_reserved: Annotated[
         int, _gauge("kv_slots_reserved", "Token slots of all blocks that sequences hold, shared ones once.")
     ]
-    slots_written: Annotated[int, _gauge("kv_slots_written", "Those of them that hold a token.")]
+    slots_written: Annotated[
+        int,
+        _gauge(
+            "kv_slots_written", "Token slots that have a token, of all blocks that sequences hold, shared ones once."
+        ),
+    ]
     table_steps: Annotated[int, _gauge("kv_table_steps", "Steps from one of a sequence's blocks to the next.")]
     table_steps_apart: Annotated[
-        int, _gauge("kv_table_steps_apart", "Those that do not lead to the neighbouring frame.")
+        int,
+        _gauge(
+            "kv_table_steps_apart", "Steps from one of a sequence's blocks to the next that lead to a frame elsewhere."
+        ),
     ]
     evictions: Annotated[int, _counter("kv_evictions", "Cached blocks that made room.")]
     evictions_regretted: Annotated[
         int, _counter("kv_evictions_regretted", "Evicted blocks that were wanted again before long.")
     ]
-    copies: Annotated[int, _counter("kv_copies", "Blocks copied before a write, because others share them.")]
+    copies: Annotated[int, _counter("kv_copies", "Blocks copied before a write, because several sequences share them.")]
     compaction_copies: Annotated[
         int, _counter("kv_compaction_copies", "Blocks copied to make a sequence's frames neighbours.")
     ]
-    compactions: Annotated[int, _counter("kv_compactions", "Times that a sequence's blocks were moved for it.")]
+    compactions: Annotated[int, _counter("kv_compactions", "Times that a sequence's blocks were moved together.")]
     stalled_s: Annotated[
-        float, _counter("kv_stalled_seconds", "Time in which nothing could be computed before they came.")
+        float,
+        _counter(
+            "kv_stalled_seconds", "Seconds in which nothing could be computed before blocks had come from lower tiers."
+        ),
     ]
-    loading_s: Annotated[float, _counter("kv_loading_seconds", "Time in which blocks from lower tiers were under way.")]
+    loading_s: Annotated[
+        float, _counter("kv_loading_seconds", "Seconds in which blocks from lower tiers were under way.")
+    ]
     block_bytes: Annotated[int, _gauge("kv_block_bytes", "Bytes of one block.")]
     tier_blocks: dict[str, int] = {}
     """Blocks that lie in lower tiers now, by tier ("host", "disk"), streamed ones apart."""
     blocks_saved: Annotated[int, _counter("kv_blocks_saved", "Blocks that went to lower tiers.")] = 0
     blocks_dropped: Annotated[
-        int, _counter("kv_blocks_dropped", "Blocks that did not, because storing failed or could not keep up.")
+        int,
+        _counter(
+            "kv_blocks_dropped", "Blocks that did not go to lower tiers, because storing failed or could not keep up."
+        ),
     ] = 0
     blocks_loaded: Annotated[int, _counter("kv_blocks_loaded", "Blocks that came back from lower tiers.")] = 0
     blocks_missed: Annotated[
-        int, _counter("kv_blocks_missed", "Blocks that should have come back and were not there, or broken.")
+        int,
+        _counter("kv_blocks_missed", "Blocks that should have come back from lower tiers, and were missing or broken."),
     ] = 0
     tenants: dict[str, TenantStats] = {}
 

@@ -57,6 +57,8 @@ class Call(ABC, Generic[R]):
             async with aclosing(self._deltas()) as deltas:
                 async for _ in deltas:
                     pass
+        except PagemillError as error:
+            raise self.request.in_own_words(error) from None
         finally:
             self._close()
         results = list(enumerate(self._results()))
@@ -87,9 +89,10 @@ class Call(ABC, Generic[R]):
             if self.request.include_usage:
                 yield event(self.CHUNK(**self._head, choices=[], usage=self._usage()))
         except PagemillError as error:
+            refused = self.request.in_own_words(error)
             if not begun:
-                raise
-            yield event(error_response(error))
+                raise refused from None
+            yield event(error_response(refused))
         finally:
             self._close()
         yield DONE

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pagemill.errors import InvalidRequestError
 from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.outputs import CompletionOutput, Logprob, LogprobsOfPosition
 from pagemill.frontend.request_stream import RequestStream
@@ -34,18 +33,6 @@ class ChatCall(Call[ChatCompletionRequest]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._begun: set[int] = set()
-
-    async def _start(self) -> None:
-        try:
-            await super()._start()
-        except InvalidRequestError as error:
-            names = {"prompt": "messages", "logprobs": "top_logprobs"}
-            if self.request.max_tokens is None and self.request.max_completion_tokens is not None:
-                names["max_tokens"] = "max_completion_tokens"
-            if (name := names.get(error.param or "")) is not None:  # the engine's name for what has another one here
-                error.message = error.message if name == "messages" else error.message.replace(str(error.param), name)
-                error.param = name
-            raise
 
     async def _turn(self, session: AsyncSession, params: SamplingParams) -> RequestStream:
         messages = self.request.for_template()

@@ -34,18 +34,24 @@ CODES: dict[type[PagemillError], str] = {
 CLIENT_CLOSED_REQUEST = 499
 
 RETRY_AFTER_S = "1"
-"""When to ask again where too many wait: answers are seconds long, and a place is free when one has begun."""
+"""Seconds to wait before asking again where too many wait: a place is free when one of them has begun."""
 
 
 def error_response(error: PagemillError) -> ErrorResponse:
-    return ErrorResponse(
-        error=ErrorBody(message=error.message, type=error.kind, param=error.param, code=CODES.get(type(error)))
-    )
+    """Returns an error as OpenAI writes it."""
+    param = None if error.param is None else _valid_unicode(error.param)
+    body = ErrorBody(message=_valid_unicode(error.message), type=error.kind, param=param, code=CODES.get(type(error)))
+    return ErrorResponse(error=body)
+
+
+def _valid_unicode(text: str) -> str:
+    """Returns a text with halves of surrogate pairs, which JSON may bring but no answer can have, as escapes."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 @contextmanager
 def asked_by_client() -> Iterator[None]:
-    """A setting that a request changes is the caller's to mend: its ConfigError becomes an InvalidRequestError."""
+    """Turns a ConfigError into an InvalidRequestError: a setting that a request changes is the caller's to mend."""
     try:
         yield
     except ConfigError as error:
@@ -53,6 +59,7 @@ def asked_by_client() -> Iterator[None]:
 
 
 def install_error_handlers(app: FastAPI) -> None:
+    """Makes every failure of the application an answer of this shape."""
     app.add_exception_handler(PagemillError, _pagemill_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -78,7 +85,7 @@ async def _pagemill_error(_: Request, error: Exception) -> Response:
 
 
 async def _validation_error(request: Request, error: Exception) -> Response:
-    """The first of pydantic's findings; those raised by our own checks are typed already."""
+    """Answers with the first of pydantic's findings; those raised by our own checks are typed already."""
     assert isinstance(error, RequestValidationError)
     finding = error.errors()[0]
     typed = finding.get("ctx", {}).get("error")
@@ -96,8 +103,10 @@ async def _validation_error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """404, 405 and their like, from the router."""
+    """Answers with 404, 405 and their like, from the router, and with why a body could not be read."""
     assert isinstance(error, HTTPException)
+    if error.status_code == HTTPStatus.BAD_REQUEST and error.__cause__ is not None:
+        return error_answer(InvalidRequestError(f"the body is not JSON: {error.__cause__}; send a JSON object"))
     phrase = HTTPStatus(error.status_code).phrase
     kind = "not_found_error" if error.status_code == HTTPStatus.NOT_FOUND else "invalid_request_error"
     body = ErrorBody(message=f"{request.method} {request.url.path}: {phrase}; see /docs for what is served", type=kind)
@@ -111,6 +120,6 @@ async def _client_gone(_: Request, __: Exception) -> Response:
 
 
 async def _unexpected_error(_: Request, __: Exception) -> Response:
-    """The client learns nothing of our insides; the HTTP server writes the traceback to its log."""
+    """Tells the client nothing of our insides; the HTTP server writes the traceback to its log."""
     body = ErrorBody(message="the server failed on this request; its log says why", type=PagemillError.kind)
     return _json(HTTPStatus.INTERNAL_SERVER_ERROR, ErrorResponse(error=body))

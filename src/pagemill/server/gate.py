@@ -57,7 +57,7 @@ class ApiKeys:
 
 class Gate:
     """ASGI middleware. Sets `request.state.tenant`, or answers at once what it refuses; reads the body for the
-    application, up to a limit and within a time.
+    application, up to a limit and within a time; makes HEAD work where GET does.
 
     The path is the one that routes see (`scope["path"]`): `request.url` is made of what the client says its host is.
     """
@@ -71,6 +71,8 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        if scope["method"] == "HEAD":
+            scope = {**scope, "method": "GET"}  # the HTTP server, which has its own scope, leaves the body out
         headers = Headers(scope=scope)
         try:
             tenant = self._keys.tenant(scope["method"], scope["path"], headers)

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, create_model, model_validator
 
 from pagemill.arguments import Argument, arguments_of
-from pagemill.errors import InvalidRequestError, UnknownArgumentError
+from pagemill.errors import (
+    InvalidRequestError,
+    PagemillError,
+    PromptTooLongError,
+    RequestTooLargeError,
+    UnknownArgumentError,
+)
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 
 WITHOUT_EFFECT = frozenset(
@@ -166,6 +172,13 @@ class GenerationRequest(Parameters):
     def params(self) -> SamplingParams | BeamSearchParams:
         """Returns how the answer is generated. Raises `SamplingParamsError` and `InvalidRequestError`."""
 
+    def in_own_words(self, error: PagemillError) -> PagemillError:
+        """Returns an error of the engine's as one of this request: with a field that it has."""
+        if isinstance(error, RequestTooLargeError) and error.param in ("max_tokens", "max_completion_tokens"):
+            given = getattr(self, error.param) is not None
+            error = PromptTooLongError(error.message, param=error.param if given else self._BEGINNING)
+        return error
+
     def _params(self, **more: Any) -> SamplingParams | BeamSearchParams:
         """more: what the request says in words of its own."""
         given = {**self.given, **more}
@@ -286,6 +299,15 @@ class ChatCompletionRequest(GenerationRequest):
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
 
+    def in_own_words(self, error: PagemillError) -> PagemillError:
+        names = {"prompt": "messages", "logprobs": "top_logprobs"}
+        if self.max_tokens is None and self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        if (name := names.get(error.param or "")) is not None:
+            error.message = error.message if name == "messages" else error.message.replace(str(error.param), name)
+            error.param = name
+        return super().in_own_words(error)
+
 
 class PromptTokensDetails(BaseModel):
     cached_tokens: int = 0
@@ -392,7 +414,7 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "pagemill"
     max_model_len: int | None = None
-    """None until the model is loaded."""
+    """Tokens of a prompt and its answer, or fewer where the KV pool holds no more; None until the model is loaded."""
 
 
 class Listing(BaseModel, Generic[C]):

@@ -63,7 +63,8 @@ async def run_server(
     async def resize(kv_memory: str | None) -> None:
         try:
             ready = await llm.resize_kv_memory(kv_memory)
-            say(f"the KV pool has {ready.num_frames} blocks now, {ready.kv_bytes / 2**20:.1f} MiB")
+            size = f"{ready.num_frames} {'block' if ready.num_frames == 1 else 'blocks'}"
+            say(f"the KV pool has {size} now, {ready.kv_bytes / 2**20:.1f} MiB")
         except PagemillError as error:
             say(f"the KV pool keeps its size: {error}")
 
@@ -105,7 +106,7 @@ class _Server(uvicorn.Server):
         await asyncio.gather(super().shutdown(sockets), self._end_requests())
 
     async def _end_requests(self) -> None:
-        """While uvicorn, which no longer accepts, waits for the last connection to close."""
+        """Ends them while uvicorn, which no longer accepts, waits for the last connection to close."""
         if self._llm.is_ready:  # else nothing runs that could finish
             await self._connections_closed(GRACE_S, until_signal=2)
         await self._llm.shutdown()
@@ -114,7 +115,7 @@ class _Server(uvicorn.Server):
             connection.transport.abort()
 
     async def _connections_closed(self, timeout_s: float, until_signal: float = math.inf) -> None:
-        """Or the time is over, or so many signals have come."""
+        """Waits until no connection is open, the time is over, or so many signals have come."""
         deadline = time.monotonic() + timeout_s
         while self.server_state.connections and time.monotonic() < deadline and self.num_signals < until_signal:
             await asyncio.sleep(0.05)
