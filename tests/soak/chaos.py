@@ -33,7 +33,7 @@ from pagemill.arguments import arguments_of
 from pagemill.config import EngineConfig
 from pagemill.engine.messages import EngineRequest
 from pagemill.errors import ConfigError, InvalidRequestError, KVMemoryError, KVStoreError
-from pagemill.frontend.output_processor import RequestState
+from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.worker import immediately
 from pagemill.kvcache import lower_file, read_ahead
 from pagemill.kvcache.disk_store import DiskStore
@@ -273,7 +273,7 @@ class Soak:
         space, name = Namespace(self.random.choice(TENANTS), self.random.choice(SALTS)), self.random.choice("xy")
         piece = self.random.choice(self.prompts)[: self.random.choice([5, 30])]
         params = SamplingParams(temperature=0.0, max_tokens=self.random.choice([3, 10]), logprobs=1)
-        self._add(self.llm.frontend.turns.begin_prompt(name, space, piece, params, f"r{next(self.numbers)}"))
+        self._add(self.llm.frontend.turns.begin(name, space, piece, params, f"r{next(self.numbers)}"))
 
     def change_sessions(self) -> None:
         """Forks a session if there is one, or deletes one that has grown."""

@@ -4,7 +4,6 @@ import pytest
 from small_tokenizers import byte_fallback
 
 from pagemill.errors import InvalidRequestError
-from pagemill.text.chat_turn import turn_text
 from pagemill.text.tokenizer import Tokenizer
 from pagemill.text.tokenizer_files import TokenizerSettings
 
@@ -25,7 +24,7 @@ def text_of(template, answer, new=(("user", "And?"),), **options):
     tokenizer = Tokenizer(byte_fallback(), TokenizerSettings(fingerprint="", special_tokens={}, chat_template=template))
     history = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": answer}]
     messages = [{"role": role, "content": content} for role, content in new]
-    return turn_text(tokenizer, history, messages, **options)
+    return tokenizer.render_turn(history, messages, **options)
 
 
 @pytest.mark.parametrize(

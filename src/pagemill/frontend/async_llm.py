@@ -20,9 +20,9 @@ from pagemill.engine.stats import EngineStats
 from pagemill.errors import EngineDeadError, PagemillError, RequestNotFoundError
 from pagemill.frontend.frontend import Frontend, Params
 from pagemill.frontend.input_processor import Prompt
-from pagemill.frontend.output_processor import RequestState
 from pagemill.frontend.outputs import RequestOutput, RunningRequest
 from pagemill.frontend.process_client import ProcessClient
+from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
 from pagemill.frontend.worker import WorkerThread
@@ -134,11 +134,9 @@ class AsyncLLM:
         urgent; `tenant` is whose the request is. Raises `InvalidRequestError`, `StepFailedError` or `EngineDeadError`.
         """
         stream = await self.submit(prompt, sampling_params, request_id, priority=priority, tenant=tenant)
-        try:
+        with contextlib.closing(stream):
             async for output in stream:
                 yield output
-        finally:
-            stream.close()
 
     async def submit(
         self,
@@ -223,13 +221,11 @@ class AsyncLLM:
     ) -> PinInfo:
         """See `LLM.pin`."""
         frontend = await self._ready()
-        stream = RequestStream(frontend, await frontend.prepare_pin(prompt, name, expires_s, cache_salt, tenant))
-        try:
+        request = await frontend.prepare_pin(prompt, name, expires_s, cache_salt, tenant)
+        with contextlib.closing(RequestStream(frontend, request)) as stream:
             async for _ in stream:
                 pass
-        finally:
-            stream.close()
-        return await frontend.pin_of(stream.request)
+        return await frontend.pin_of(request)
 
     async def pins(self) -> list[PinInfo]:
         """Returns all pins, in the order in which they came."""

@@ -1,11 +1,17 @@
-"""EngineClient: all that the front end knows of an engine, wherever that runs."""
+"""EngineClient: all that the front end knows of an engine, wherever that runs; and the client of one in this thread."""
 
 from __future__ import annotations
 
-from typing import Protocol, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
+from pagemill.config import EngineConfig
 from pagemill.engine.messages import EngineReady, EngineRequest
 from pagemill.engine.queries import Query
+from pagemill.errors import EngineDeadError
+
+if TYPE_CHECKING:
+    from pagemill.engine.core import EngineCore
 
 A = TypeVar("A")
 
@@ -31,3 +37,43 @@ class EngineClient(Protocol):
 
     async def close(self) -> None:
         """Ends the engine, which saves what outlives it. May be called twice."""
+
+
+class InlineClient:
+    """An `EngineClient` in this process and thread, whose steps its user runs. None of its coroutines ever waits.
+
+    Raises what keeps the model from loading.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Callable[[int, int], None]) -> None:
+        from pagemill.engine.core import EngineCore  # and torch, which an engine in a process needs only there
+
+        self._core: EngineCore | None = EngineCore(config, progress)
+
+    @property
+    def core(self) -> EngineCore:
+        """The engine itself. Raises `EngineDeadError` after `close`."""
+        if self._core is None:
+            raise EngineDeadError("this LLM is closed; make a new one")
+        return self._core
+
+    @property
+    def facts(self) -> EngineReady:
+        return self.core.ready
+
+    def submit(self, request: EngineRequest) -> None:
+        self.core.add_request(request)
+
+    def abort(self, request_ids: list[str]) -> None:
+        self.core.abort(request_ids)
+
+    def finish(self, sequences: list[tuple[str, int]]) -> None:
+        self.core.finish(sequences)
+
+    async def ask(self, query: Query[A]) -> A:
+        return query.answer(self.core)
+
+    async def close(self) -> None:
+        if self._core is not None:
+            self._core.close()
+            self._core = None

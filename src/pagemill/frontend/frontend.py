@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pagemill.engine.messages import EngineReady, PinInfo, SequenceInfo, SequenceOutput
@@ -24,9 +25,9 @@ from pagemill.engine.queries import (
 from pagemill.engine.stats import EngineStats
 from pagemill.errors import InvalidRequestError, PagemillError, PinNotFoundError, RequestNotFoundError, shown
 from pagemill.frontend.client import EngineClient
-from pagemill.frontend.input_processor import InputProcessor, Prompt
-from pagemill.frontend.output_processor import OutputProcessor, RequestState
+from pagemill.frontend.input_processor import InputProcessor, Prompt, as_mapping
 from pagemill.frontend.outputs import RunningRequest
+from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.session_turns import SessionTurns
 from pagemill.frontend.worker import Worker
 from pagemill.namespace import Namespace
@@ -53,8 +54,8 @@ class Frontend:
         self.turns = SessionTurns(store, self.inputs, model)
         self.on_request_end: Callable[[RequestState], None] | None = None
         """Told of each request when it has ended."""
-        self._outputs = OutputProcessor()
         self._running: dict[str, RequestState] = {}
+        self._by_engine_id: dict[str, RequestState] = {}
         self._numbers = itertools.count()
 
     # --- requests ---
@@ -71,9 +72,8 @@ class Frontend:
     async def prepare(
         self, prompt: Prompt, params: Params | None, request_id: str | None = None, **how: Any
     ) -> RequestState:
-        """Returns a request that can be started. Raises what `InputProcessor.process` raises, whose `how` this is."""
-        params, name = SamplingParams() if params is None else params, self.new_request_id(request_id)
-        return await self.worker.run(self.inputs.process, prompt, params, name, **how)
+        """Returns a request that can be started. Takes and raises what `InputProcessor.process` does."""
+        return await self.worker.run(self.inputs.process, prompt, params, self.new_request_id(request_id), **how)
 
     async def prepare_fork(
         self, origin: RequestState, index: int, params: Params | None, request_id: str | None, *, priority: int
@@ -89,22 +89,37 @@ class Frontend:
                 f"the request {origin.request_id!r} is a beam search, whose sequences are not known before its end; "
                 f"wait for that"
             )
-        tokens, space = origin.prompt_token_ids + origin.sequences[index].token_ids, origin.space
+        tokens, space = origin.prompt_token_ids + origin.sequences[index].output.token_ids, origin.space
         prompt = {"prompt_token_ids": tokens, "cache_salt": space.cache_salt}
         fork = await self.prepare(prompt, params, request_id, priority=priority, tenant=space.tenant)
         fork.asked.fork_of = origin.engine_id, index
         return fork
 
-    async def prepare_turn(self, begin: Callable[..., RequestState], *args: Any, **how: Any) -> RequestState:
-        """Returns the request that `begin`, a method of `turns`, makes of these arguments. `end_turn` must follow."""
+    async def prepare_turn(
+        self,
+        name: str,
+        space: Namespace,
+        content: str | Sequence[int] | Sequence[Mapping[str, Any]],
+        params: SamplingParams | None,
+        wanted_id: str | None = None,
+        **how: Any,
+    ) -> RequestState:
+        """Returns the request of a session's next turn, which `end_turn` must follow.
+
+        Takes and raises what `SessionTurns.begin` does.
+        """
         begun: list[RequestState] = []
+
+        def begin() -> None:
+            begun.append(self.turns.begin(name, space, content, params, request_id, **how))
 
         def give_back() -> None:
             for request in begun:
                 self.end_turn(request)
 
+        request_id = self.new_request_id(wanted_id)
         try:
-            await self.worker.run(lambda: begun.append(begin(*args, **how)))
+            await self.worker.run(begin)
         except BaseException:
             self.worker.run_behind(give_back)  # whoever leaves while it is being begun leaves behind it
             raise
@@ -120,26 +135,34 @@ class Frontend:
         except BaseException:
             self.end_turn(request)
             raise
-        self._running[name] = request
-        self._outputs.add(request)
+        self._running[name] = self._by_engine_id[request.engine_id] = request
 
     def receive(self, outputs: Iterable[SequenceOutput]) -> list[RequestState]:
-        """Takes what a step has brought, and returns the requests that have something new."""
-        update = self._outputs.process(outputs)
-        if update.stopped:
-            self.client.finish(update.stopped)
-        for request in update.changed:
+        """Takes what a step has brought, and returns the requests that have something new, each once.
+
+        Outputs of other requests are dropped: their end has just crossed with a step.
+        """
+        now, stopped = time.monotonic(), []
+        changed: dict[str, RequestState] = {}
+        for output in outputs:
+            request = self._by_engine_id.get(output.request_id)
+            if request is not None:
+                changed[output.request_id] = request
+                if request.add(output, now):
+                    stopped.append((output.request_id, output.index))
+        if stopped:
+            self.client.finish(stopped)
+        for request in changed.values():
             request.tell()
             if request.finished:
                 self.release(request)
-        return update.changed
+        return [*changed.values()]
 
     def release(self, request: RequestState) -> None:
         """Forgets a request; one that the engine still runs is aborted. Its name may be another's by now."""
         if self._running.get(request.request_id) is not request:
             return
-        del self._running[request.request_id]
-        self._outputs.remove(request)
+        del self._running[request.request_id], self._by_engine_id[request.engine_id]
         if self.on_request_end is not None:
             self.on_request_end(request)
         if not request.finished:
@@ -152,9 +175,10 @@ class Frontend:
 
     def fail(self, error: PagemillError) -> None:
         """Ends every request with an error, for an engine that is gone."""
-        running, self._running = self._running, {}
-        self._outputs = OutputProcessor()  # what the last steps still bring belongs to nobody
-        for request in running.values():
+        failed = [*self._running.values()]
+        self._running.clear()
+        self._by_engine_id.clear()
+        for request in failed:
             request.fail(error)
 
     def running(self, request_id: str, space: Namespace | None = None) -> RequestState:
@@ -187,7 +211,7 @@ class Frontend:
     def end_turn(self, request: RequestState) -> None:
         """Gives the session of a turn back; one that was not committed leaves no trace."""
         if request.turn is not None:
-            self.turns.release(request.turn)
+            self.turns.store.release(request.turn.begun)
 
     async def kv_blocks(self, token_ids: list[int], space: Namespace) -> dict[str, int]:
         """Returns, by tier, how many blocks a prompt would find that goes on behind these tokens."""
@@ -211,7 +235,7 @@ class Frontend:
                 param="expires_s",
             )
         if Namespace(tenant, cache_salt).cache_salt:
-            prompt = _salted(prompt, cache_salt)
+            prompt = {**as_mapping(prompt), "cache_salt": cache_salt}
         params = SamplingParams(temperature=0.0, max_tokens=1, detokenize=False)
         request = await self.prepare(prompt, params, tenant=tenant)
         asked, size = request.asked, self.client.facts.block_size
@@ -222,7 +246,7 @@ class Frontend:
                 f"least",
                 param="prompt",
             )
-        asked.prompt_token_ids = asked.prompt_token_ids[:whole]
+        del asked.prompt_token_ids[whole:]
         asked.pin, asked.pin_expires_s = name, expires_s
         return request
 
@@ -259,9 +283,3 @@ class Frontend:
         limits = TenantLimits.read(name, limits)
         await self.client.ask(SetTenant(name, limits))
         self.turns.store.set_limit(name, limits.max_sessions)
-
-
-def _salted(prompt: Prompt, cache_salt: str) -> Prompt:
-    if isinstance(prompt, Mapping):
-        return {**prompt, "cache_salt": cache_salt}
-    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": cache_salt}

@@ -1,4 +1,4 @@
-"""From what a caller writes to an `EngineRequest`: prompt forms, tokenizing, and every check that needs no engine.
+"""Makes requests of what callers write: reads every form of prompt, tokenizes, and checks all that needs no engine.
 
 Nothing is shortened or clamped in silence: what cannot be served as it was asked for is an error.
 """
@@ -25,7 +25,7 @@ from pagemill.errors import (
     UnknownTenantError,
     shown,
 )
-from pagemill.frontend.output_processor import BestOf, RequestState
+from pagemill.frontend.request_state import BestOf, RequestState
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams, check_vocabulary
 from pagemill.tenant_limits import DEFAULT_TENANT
@@ -44,7 +44,7 @@ MAX_PROMPTS = 65536
 
 
 class InputProcessor:
-    """Holds what the checks need of the loaded model. `facts` returns what its engine is now."""
+    """Makes requests for one engine. `facts` returns what the engine is now."""
 
     def __init__(self, tokenizer: Tokenizer, facts: Callable[[], EngineReady]) -> None:
         self.tokenizer = tokenizer
@@ -53,7 +53,7 @@ class InputProcessor:
     def process(
         self,
         prompt: Prompt,
-        params: SamplingParams | BeamSearchParams,
+        params: SamplingParams | BeamSearchParams | None,
         request_id: str,
         *,
         priority: int = 0,
@@ -61,7 +61,10 @@ class InputProcessor:
         tenant: str = DEFAULT_TENANT,
         in_session: bool = False,
     ) -> RequestState:
-        """Raises `InvalidRequestError` or one of its children; `params` is never changed."""
+        """Returns a checked request. `params` (default `SamplingParams()`) is never changed.
+
+        arrival_s: seconds of `time.monotonic()`, None for now. Raises `InvalidRequestError` or one of its children.
+        """
         if not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
             raise InvalidRequestError(
                 f"priority is {shown(priority)}; it must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
@@ -69,14 +72,15 @@ class InputProcessor:
             )
         text, token_ids, salt = self._read(prompt)
         tenant, salt = Namespace(tenant, salt)
-        if tenant not in self.facts().tenants:
-            raise UnknownTenantError.of(tenant, self.facts().tenants)
-        self._check_prompt(token_ids)
+        facts = self.facts()
+        if tenant not in facts.tenants:
+            raise UnknownTenantError.of(tenant, facts.tenants)
+        _check_token_ids(token_ids, facts)
         beam = None
         if isinstance(params, BeamSearchParams):
             beam = dataclasses.replace(params)
-            params = self._params_of_search(beam)
-        params = self._fit_params(params, len(token_ids))
+            params = _params_of_search(beam, facts)
+        params = self._fit_params(SamplingParams() if params is None else params, len(token_ids), facts)
         best_of = None
         if params.best_of is not None and params.best_of > params.n:
             best_of = BestOf(params.n, params.logprobs is not None)
@@ -95,65 +99,29 @@ class InputProcessor:
         return RequestState(request, self.tokenizer, text, best_of)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, cache_salt: str = "", **template: Any) -> Prompt:
-        """A conversation as a prompt, through the model's chat template (or `chat_template` among `template`).
-
-        Raises `TokenizerError` if there is no template, `InvalidRequestError` if it refuses these messages.
-        """
+        """Returns a conversation as a prompt. `template` and what is raised are those of `Tokenizer.encode_chat`."""
         text, token_ids = self.tokenizer.encode_chat(messages, **template)
         return {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": cache_salt}
 
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
-        salt = ""
-        text: Any = None
-        token_ids: Any = None
-        if isinstance(prompt, str):
-            text = prompt
-        elif isinstance(prompt, Mapping):
-            for key in prompt:
-                if key not in PROMPT_KEYS:
-                    raise UnknownArgumentError.of("a prompt", str(key), PROMPT_KEYS)
-            text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
-            salt = "" if prompt.get("cache_salt") is None else prompt["cache_salt"]
-            if text is None and token_ids is None:
-                raise InvalidRequestError('a prompt dict needs "prompt" (text) or "prompt_token_ids"', param="prompt")
-        else:
-            token_ids = prompt
-        if text is not None and not isinstance(text, str):
-            raise InvalidRequestError(f"the prompt is of type {type(text).__name__}; it must be text", param="prompt")
-        if token_ids is not None:
-            return text, token_ids_of(token_ids), salt
-        if text is None:
-            raise InvalidRequestError("the prompt is None; give a text or token ids", param="prompt")
-        return text, self.tokenizer.encode(text), salt
-
-    def _check_prompt(self, token_ids: list[int]) -> None:
-        check_prompt_length(len(token_ids), self.facts().max_model_len)
-        for token_id in (min(token_ids), max(token_ids)):
-            if not 0 <= token_id < self.facts().vocab_size:
-                raise TokenOutOfVocabularyError(
-                    f"the prompt has the token id {token_id}; this model's are 0 to {self.facts().vocab_size - 1}; "
-                    f"take them from this model's tokenizer",
-                    param="prompt",
-                )
-
-    def _params_of_search(self, beam: BeamSearchParams) -> SamplingParams:
-        """How many sequences come back, how long they may be, and how they become text."""
-        limit = min(self.facts().max_num_seqs, self.facts().vocab_size - len(self.facts().eos_token_ids))
-        if beam.beam_width > limit:
-            raise RequestTooLargeError(
-                f"beam_width is {beam.beam_width}, but max_num_seqs lets {limit} sequences run at once; make it "
-                f"smaller or raise that",
-                param="beam_width",
+        """Returns a prompt's text, if it has one, its token ids, and its salt."""
+        given = as_mapping(prompt)
+        for key in given:
+            if key not in PROMPT_KEYS:
+                raise UnknownArgumentError.of("a prompt", str(key), PROMPT_KEYS)
+        text, token_ids, salt = (given.get(key) for key in PROMPT_KEYS)
+        if text is None and token_ids is None:
+            raise InvalidRequestError(
+                'a prompt is a text, token ids, or a dict with "prompt" (text) or "prompt_token_ids"; give one of them',
+                param="prompt",
             )
-        return SamplingParams(
-            n=beam.beam_width,
-            max_tokens=beam.max_tokens,
-            ignore_eos=beam.ignore_eos,
-            include_stop_str_in_output=beam.include_stop_str_in_output,
-        )
+        if not isinstance(text, (str, type(None))):
+            raise InvalidRequestError(f"the prompt is of type {type(text).__name__}; it must be text", param="prompt")
+        tokens = self.tokenizer.encode(text or "") if token_ids is None else token_ids_of(token_ids)
+        return text, tokens, "" if salt is None else salt
 
-    def _fit_params(self, params: SamplingParams, prompt_len: int) -> SamplingParams:
-        """A copy that says in numbers what the engine must do: bad words as tokens.
+    def _fit_params(self, params: SamplingParams, prompt_len: int, facts: EngineReady) -> SamplingParams:
+        """Returns a copy that says in numbers what the engine must do: bad words as tokens.
 
         It is checked once more: the caller may have changed the parameters since they were made.
         """
@@ -163,13 +131,13 @@ class InputProcessor:
             )
         params = dataclasses.replace(params)
         name, count = ("n", params.n) if params.best_of is None else ("best_of", params.best_of)
-        if count > self.facts().max_num_seqs:
+        if count > facts.max_num_seqs:
             raise RequestTooLargeError(
-                f"{name} is {count}, but max_num_seqs lets {self.facts().max_num_seqs} sequences run at once; ask for "
+                f"{name} is {count}, but max_num_seqs lets {facts.max_num_seqs} sequences run at once; ask for "
                 f"fewer or raise it",
                 param=name,
             )
-        limit = self.facts().max_model_len
+        limit = facts.max_model_len
         room = limit - prompt_len
         if params.max_tokens is None:
             if params.min_tokens > room:
@@ -187,8 +155,43 @@ class InputProcessor:
             )
         if params.bad_words:
             params.bad_words_token_ids = self.tokenizer.bad_words_token_ids(params.bad_words)
-        check_vocabulary(params, self.facts().vocab_size)
+        check_vocabulary(params, facts.vocab_size)
         return params
+
+
+def _check_token_ids(token_ids: list[int], facts: EngineReady) -> None:
+    check_prompt_length(len(token_ids), facts.max_model_len)
+    for token_id in (min(token_ids), max(token_ids)):
+        if not 0 <= token_id < facts.vocab_size:
+            raise TokenOutOfVocabularyError(
+                f"the prompt has the token id {token_id}; this model's are 0 to {facts.vocab_size - 1}; "
+                f"take them from this model's tokenizer",
+                param="prompt",
+            )
+
+
+def _params_of_search(beam: BeamSearchParams, facts: EngineReady) -> SamplingParams:
+    """Returns how many sequences come back, how long they may be, and how they become text."""
+    limit = min(facts.max_num_seqs, facts.vocab_size - len(facts.eos_token_ids))
+    if beam.beam_width > limit:
+        raise RequestTooLargeError(
+            f"beam_width is {beam.beam_width}, but max_num_seqs lets {limit} sequences run at once; make it "
+            f"smaller or raise that",
+            param="beam_width",
+        )
+    return SamplingParams(
+        n=beam.beam_width,
+        max_tokens=beam.max_tokens,
+        ignore_eos=beam.ignore_eos,
+        include_stop_str_in_output=beam.include_stop_str_in_output,
+    )
+
+
+def as_mapping(prompt: Prompt) -> Mapping[str, Any]:
+    """Returns any form of prompt as a dict of `PROMPT_KEYS`. Checks nothing."""
+    if isinstance(prompt, Mapping):
+        return prompt
+    return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
 
 
 def token_ids_of(values: Any) -> list[int]:

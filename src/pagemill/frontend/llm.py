@@ -19,10 +19,11 @@ from pagemill.config import EngineConfig, config_for, takes_settings
 from pagemill.engine.messages import EngineReady, PinInfo
 from pagemill.engine.stats import EngineStats
 from pagemill.errors import SamplingParamsError
+from pagemill.frontend.client import InlineClient
 from pagemill.frontend.frontend import Frontend
 from pagemill.frontend.input_processor import Prompt, as_list_of_prompts, one_per_prompt
-from pagemill.frontend.output_processor import RequestState
 from pagemill.frontend.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.session import Session
 from pagemill.frontend.worker import Inline, immediately
 from pagemill.hub import resolve_model
@@ -48,8 +49,6 @@ class LLM:
         self.config.model = str(resolve_model(self.config.model))
         tokenizer = Tokenizer.load(self.config)
         store = SessionStore.of(self.config)
-        from pagemill.frontend.inline_client import InlineClient  # torch, which importing this module does not need
-
         with tqdm(desc="Loading weights", unit="B", unit_scale=True, leave=False, disable=None) as bar:
 
             def progress(done: int, total: int) -> None:
@@ -79,7 +78,7 @@ class LLM:
         all requests of this call after the step that is running.
         """
         listed = as_list_of_prompts(prompts)
-        params = one_per_prompt(SamplingParams() if sampling_params is None else sampling_params, len(listed), "params")
+        params = one_per_prompt(sampling_params, len(listed), "params")
         priorities = one_per_prompt(priority, len(listed), "priorities")
         tenants = one_per_prompt(tenant, len(listed), "tenants")
         requests = [
@@ -223,7 +222,7 @@ class LLM:
 
     def _run(self, requests: list[RequestState], use_tqdm: bool = False) -> list[RequestOutput]:
         """Runs requests that have been prepared to their end."""
-        client, generated = self.client, 0
+        core, generated = self.client.core, 0
         try:
             with (
                 _interrupts_after_steps() as interrupted,
@@ -231,8 +230,8 @@ class LLM:
             ):
                 for request in requests:
                     self.frontend.start(request)
-                while client.has_work():
-                    outputs = client.step()
+                while core.has_work():
+                    outputs = core.step()
                     changed = self.frontend.receive(outputs)
                     generated += sum(len(output.new_token_ids) for output in outputs)
                     finished = sum(request.finished for request in changed)

@@ -13,19 +13,8 @@ from typing import Any, TypeVar
 import msgspec
 
 from pagemill.config import EngineConfig
-from pagemill.engine.messages import (
-    AbortRequests,
-    EngineFault,
-    EngineReady,
-    EngineRequest,
-    FinishSequences,
-    LoadProgress,
-    Refused,
-    SequenceOutput,
-    Shutdown,
-    Start,
-    StepOutputs,
-)
+from pagemill.engine import messages
+from pagemill.engine.messages import EngineFault, EngineReady, EngineRequest, SequenceOutput
 from pagemill.engine.queries import Answer, FromEngine, Query, Question
 from pagemill.engine.wire import HEADER, frame
 from pagemill.errors import EngineDeadError, PagemillError, error_of
@@ -57,7 +46,7 @@ class ProcessClient:
         self._facts: EngineReady | None = None
         self._question_ids = itertools.count()
         self._asked: dict[int, asyncio.Future[Any]] = {}
-        self._socket.sendall(frame(Start(config)))
+        self._socket.sendall(frame(messages.Start(config)))
 
     @property
     def pid(self) -> int:
@@ -79,7 +68,7 @@ class ProcessClient:
         self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
         while self._facts is None:
             message = await self._next()
-            if isinstance(message, LoadProgress):
+            if isinstance(message, messages.LoadProgress):
                 on_progress(message.done, message.total)
             elif isinstance(message, EngineReady):
                 self._facts = message
@@ -88,7 +77,7 @@ class ProcessClient:
         """Waits for the next step's outputs. Raises why there will be none when the process has ended."""
         while True:
             match await self._next():
-                case StepOutputs() as message:
+                case messages.StepOutputs() as message:
                     return message.outputs
                 case Answer() as message:
                     self._answered(message)
@@ -101,10 +90,10 @@ class ProcessClient:
         self._send(request)
 
     def abort(self, request_ids: list[str]) -> None:
-        self._send(AbortRequests(request_ids))
+        self._send(messages.AbortRequests(request_ids))
 
     def finish(self, sequences: list[tuple[str, int]]) -> None:
-        self._send(FinishSequences(sequences))
+        self._send(messages.FinishSequences(sequences))
 
     async def ask(self, query: Query[A]) -> A:
         if self.ended is not None:
@@ -133,7 +122,7 @@ class ProcessClient:
         if now:
             self._process.kill()
         else:
-            self._send(Shutdown())
+            self._send(messages.Shutdown())
         await self._wait()
         if self._writer is not None:
             self._writer.close()
@@ -165,7 +154,7 @@ class ProcessClient:
         asked = self._asked.pop(message.id, None)
         if asked is None or asked.done():
             return
-        if isinstance(message.answer, Refused):
+        if isinstance(message.answer, messages.Refused):
             refused = message.answer
             asked.set_exception(error_of(refused.error_type, refused.message, refused.param))
         else:

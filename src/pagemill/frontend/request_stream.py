@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from pagemill.frontend.frontend import Frontend
-from pagemill.frontend.output_processor import RequestState
 from pagemill.frontend.outputs import RequestOutput
+from pagemill.frontend.request_state import RequestState
 
 
 class RequestStream:

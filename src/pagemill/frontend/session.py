@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from pagemill.frontend.frontend import Frontend
-from pagemill.frontend.output_processor import RequestState
 from pagemill.frontend.outputs import RequestOutput
+from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.worker import immediately
 from pagemill.namespace import Namespace
@@ -38,7 +39,7 @@ class Session:
         self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0
     ) -> RequestOutput:
         """Goes on with a text or token ids behind all that the session has. A failed request has its `error`."""
-        return self._turn(self._frontend.turns.begin_prompt, prompt, sampling_params, priority=priority)
+        return self._turn(prompt, sampling_params, priority=priority)
 
     def chat(
         self,
@@ -49,8 +50,7 @@ class Session:
         **template: Any,
     ) -> RequestOutput:
         """Answers the new turn's messages alone; those before are the session's. `template` goes to the template."""
-        begin = self._frontend.turns.begin_chat
-        return self._turn(begin, messages, sampling_params, template=template, priority=priority)
+        return self._turn(messages, sampling_params, template=template, priority=priority)
 
     @property
     def record(self) -> SessionRecord:
@@ -82,12 +82,9 @@ class Session:
         """Forgets the conversation; its blocks are evicted like any others that nobody asks for."""
         self._frontend.turns.store.delete(self.name, self.space)
 
-    def _turn(
-        self, begin: Callable[..., RequestState], content: Any, params: SamplingParams | None, **how: Any
-    ) -> RequestOutput:
-        frontend, params = self._frontend, SamplingParams() if params is None else params
-        name = frontend.new_request_id()
-        request = immediately(frontend.prepare_turn(begin, self.name, self.space, content, params, name, **how))
+    def _turn(self, content: Any, params: SamplingParams | None, **how: Any) -> RequestOutput:
+        frontend = self._frontend
+        request = immediately(frontend.prepare_turn(self.name, self.space, content, params, **how))
         try:
             (output,) = self._run([request])
             if request.error is None:
@@ -112,16 +109,18 @@ class AsyncSession:
     async def generate(
         self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, **how: Any
     ) -> AsyncIterator[RequestOutput]:
-        """`submit`, read to its end. Leaving the iterator aborts the request, and the turn leaves no trace."""
-        async for output in _read(await self.submit(prompt, sampling_params, **how)):
-            yield output
+        """Yields what `submit` returns. Leaving the iterator aborts the request, and the turn leaves no trace."""
+        with contextlib.closing(await self.submit(prompt, sampling_params, **how)) as stream:
+            async for output in stream:
+                yield output
 
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams | None = None, **how: Any
     ) -> AsyncIterator[RequestOutput]:
-        """`submit_chat`, read to its end. Leaving the iterator aborts the request, and the turn leaves no trace."""
-        async for output in _read(await self.submit_chat(messages, sampling_params, **how)):
-            yield output
+        """Yields what `submit_chat` returns. Leaving the iterator aborts the request, and the turn leaves no trace."""
+        with contextlib.closing(await self.submit_chat(messages, sampling_params, **how)) as stream:
+            async for output in stream:
+                yield output
 
     async def submit(
         self,
@@ -131,10 +130,9 @@ class AsyncSession:
         *,
         priority: int = 0,
     ) -> RequestStream:
-        """Goes on with a text or token ids behind all that the session has."""
-        frontend = await self._loaded()
-        begin = frontend.turns.begin_prompt
-        return await self._start(frontend, begin, prompt, sampling_params, request_id, priority=priority)
+        """Goes on with a text or token ids behind all that the session has. Returns the answer, once it is under
+        way."""
+        return await self._start(prompt, sampling_params, request_id, priority=priority)
 
     async def submit_chat(
         self,
@@ -146,9 +144,7 @@ class AsyncSession:
         **template: Any,
     ) -> RequestStream:
         """Answers the new turn's messages alone; those before are the session's. `template` goes to the template."""
-        frontend = await self._loaded()
-        how = {"template": template, "priority": priority}
-        return await self._start(frontend, frontend.turns.begin_chat, messages, sampling_params, request_id, **how)
+        return await self._start(messages, sampling_params, request_id, template=template, priority=priority)
 
     async def record(self) -> SessionRecord:
         """Returns the session as it is now."""
@@ -171,24 +167,6 @@ class AsyncSession:
         frontend = await self._loaded()
         await frontend.worker.run(frontend.turns.store.delete, self.name, self.space)
 
-    async def _start(
-        self,
-        frontend: Frontend,
-        begin: Callable[..., RequestState],
-        content: Any,
-        params: SamplingParams | None,
-        request_id: str | None,
-        **how: Any,
-    ) -> RequestStream:
-        params = SamplingParams() if params is None else params
-        name = frontend.new_request_id(request_id)
-        request = await frontend.prepare_turn(begin, self.name, self.space, content, params, name, **how)
-        return RequestStream(frontend, request)
-
-
-async def _read(stream: RequestStream) -> AsyncIterator[RequestOutput]:
-    try:
-        async for output in stream:
-            yield output
-    finally:
-        stream.close()
+    async def _start(self, *turn: Any, **how: Any) -> RequestStream:
+        frontend = await self._loaded()
+        return RequestStream(frontend, await frontend.prepare_turn(self.name, self.space, *turn, **how))

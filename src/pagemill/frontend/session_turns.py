@@ -1,4 +1,4 @@
-"""The turns of sessions, for `LLM` and `AsyncLLM` alike: what goes before a turn's tokens, and what is kept of it."""
+"""The turns of sessions: what goes before a turn's tokens, and what is kept of it."""
 
 from __future__ import annotations
 
@@ -7,84 +7,64 @@ from typing import Any
 
 from pagemill.errors import InvalidRequestError, PromptTooLongError, SamplingParamsError
 from pagemill.frontend.input_processor import InputProcessor, Prompt, token_ids_of
-from pagemill.frontend.output_processor import RequestState, Turn
+from pagemill.frontend.request_state import RequestState, Turn
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import SessionRecord, SessionStore
 from pagemill.text.chat_template import check_messages
-from pagemill.text.chat_turn import turn_text
 
 
 class SessionTurns:
-    """Raises what `InputProcessor`, the chat template and `SessionStore` raise; then the session is not in use."""
+    """Begins and commits the turns of all sessions of one engine."""
 
     def __init__(self, store: SessionStore, inputs: InputProcessor, model: str) -> None:
+        """model: its name, which sessions keep."""
         self.store = store
         self._inputs = inputs
         self._model = model
 
-    def begin_prompt(
+    def begin(
         self,
         name: str,
         space: Namespace,
-        prompt: str | Sequence[int],
-        params: SamplingParams,
+        content: Any,
+        params: SamplingParams | None,
         request_id: str,
-        **how: Any,
+        *,
+        template: Mapping[str, Any] | None = None,
+        priority: int = 0,
     ) -> RequestState:
-        """The session's tokens, then this text or these token ids."""
-        begun = self._begin(name, space, params)
-        try:
-            if begun.messages is not None:
-                raise InvalidRequestError(
-                    f"session {name!r} is a conversation, which goes on with messages, not with a prompt",
-                    param="prompt",
-                )
-            history = self._history(begun)
-            if isinstance(prompt, str):
-                token_ids = self._inputs.tokenizer.encode(prompt, add_special_tokens=not begun.num_turns)
-                return self._turn(begun, prompt, [*history, *token_ids], None, params, request_id, how)
-            if isinstance(prompt, Mapping):
-                raise InvalidRequestError(
-                    f"a session's prompt is text or token ids, not {type(prompt).__name__}", param="prompt"
-                )
-            return self._turn(begun, None, [*history, *token_ids_of(prompt)], None, params, request_id, how)
-        except BaseException:
-            self.store.release(begun)
-            raise
+        """Takes a session for one turn, and returns the turn's request: the session's tokens, then those of `content`.
 
-    def begin_chat(
-        self,
-        name: str,
-        space: Namespace,
-        messages: Sequence[Mapping[str, Any]],
-        params: SamplingParams,
-        request_id: str,
-        template: Mapping[str, Any],
-        **how: Any,
-    ) -> RequestState:
-        """The session's tokens, then those of the new messages; or, where the chat template writes earlier turns anew,
-        all of it rendered and tokenized again."""
-        check_messages(messages)
-        begun = self._begin(name, space, params)
+        content: text or token ids; messages if there is a `template`, which goes to the chat template. Raises what
+        `SessionStore.begin`, `InputProcessor.process` and the chat template raise; then the session is not in use.
+        """
+        params = _for_one_answer(params)
+        if template is not None:
+            check_messages(content)
+        begun = self.store.begin(name, space, model=self._model, tokenizer=self._inputs.tokenizer.fingerprint)
         try:
-            if begun.num_turns and begun.messages is None:
-                raise InvalidRequestError(
-                    f"session {name!r} was begun with a prompt, and goes on with prompts, not with messages",
-                    param="messages",
-                )
-            tokenizer, earlier = self._inputs.tokenizer, begun.messages or []
-            text = turn_text(tokenizer, earlier, messages, **template) if earlier else None
-            if text is None:
-                text, token_ids = tokenizer.encode_chat([*earlier, *messages], **template)
+            if template is None:
+                text, token_ids = self._prompt(begun, content)
+                messages = None
             else:
-                new = tokenizer.encode(text, add_special_tokens=False)
-                history = self._history(begun)
-                token_ids = [*(history[:-1] if history[-1:] == new[:1] else history), *new]
-            return self._turn(begun, text, token_ids, [*earlier, *messages], params, request_id, how)
+                text, token_ids = self._chat(begun, content, template)
+                messages = [*(begun.messages or []), *content]
+            prompt: Prompt = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": space.cache_salt}
+            request = self._inputs.process(
+                prompt, params, request_id, tenant=space.tenant, in_session=True, priority=priority
+            )
+        except PromptTooLongError as error:
+            self.store.release(begun)
+            raise PromptTooLongError(
+                f"{error.message}; {len(begun.token_ids)} of them are those of session {name!r}: begin another",
+                param=error.param,
+            ) from None
         except BaseException:
             self.store.release(begun)
             raise
+        request.turn = Turn(begun, messages)
+        return request
 
     def commit(self, request: RequestState) -> None:
         """Appends a turn's answer to its session."""
@@ -97,46 +77,55 @@ class SessionTurns:
             messages = [*messages, {"role": "assistant", "content": text}]
         self.store.commit(turn.begun, [*request.prompt_token_ids, *answer.token_ids], messages)
 
-    def release(self, turn: Turn) -> None:
-        """The turn leaves no trace."""
-        self.store.release(turn.begun)
-
-    def _begin(self, name: str, space: Namespace, params: SamplingParams) -> SessionRecord:
-        if not isinstance(params, SamplingParams):
-            raise SamplingParamsError(
-                f"a session goes on from one answer, by SamplingParams, not {type(params).__name__}", param="params"
-            )
-        if params.n != 1:
+    def _prompt(self, begun: SessionRecord, prompt: Any) -> tuple[str | None, list[int]]:
+        """Returns the text of a turn, None for one of token ids, and all tokens up to its end."""
+        if begun.messages is not None:
             raise InvalidRequestError(
-                f"n is {params.n}, but a session goes on from one answer; ask for one, or fork the session", param="n"
+                f"session {begun.name!r} is a conversation, which goes on with messages, not with a prompt",
+                param="prompt",
             )
-        fingerprint = self._inputs.tokenizer.fingerprint
-        return self.store.begin(name, space, model=self._model, tokenizer=fingerprint)
+        history = self._history(begun)
+        if isinstance(prompt, str):
+            token_ids = self._inputs.tokenizer.encode(prompt, add_special_tokens=not begun.num_turns)
+            return prompt, [*history, *token_ids]
+        if isinstance(prompt, Mapping):
+            raise InvalidRequestError(
+                f"a session's prompt is text or token ids, not {type(prompt).__name__}", param="prompt"
+            )
+        return None, [*history, *token_ids_of(prompt)]
+
+    def _chat(
+        self, begun: SessionRecord, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
+    ) -> tuple[str, list[int]]:
+        """Returns the text of a turn, and all tokens up to its end. Where the chat template writes earlier turns anew,
+        that is the whole conversation, rendered and tokenized again."""
+        if begun.num_turns and begun.messages is None:
+            raise InvalidRequestError(
+                f"session {begun.name!r} was begun with a prompt, and goes on with prompts, not with messages",
+                param="messages",
+            )
+        tokenizer, earlier = self._inputs.tokenizer, begun.messages or []
+        text = tokenizer.render_turn(earlier, messages, **template) if earlier else None
+        if text is None:
+            return tokenizer.encode_chat([*earlier, *messages], **template)
+        new, history = tokenizer.encode(text, add_special_tokens=False), self._history(begun)
+        return text, [*(history[:-1] if history[-1:] == new[:1] else history), *new]
 
     def _history(self, begun: SessionRecord) -> list[int]:
-        """An end-of-sequence token that ended the last answer gives way to what follows."""
+        """Returns a session's tokens. An end-of-sequence token that ended the last answer gives way to what follows."""
         ended = begun.token_ids[-1:] and begun.token_ids[-1] in self._inputs.facts().eos_token_ids
         return begun.token_ids[:-1] if ended else begun.token_ids
 
-    def _turn(
-        self,
-        begun: SessionRecord,
-        text: str | None,
-        token_ids: list[int],
-        messages: list[Mapping[str, Any]] | None,
-        params: SamplingParams,
-        request_id: str,
-        how: Mapping[str, Any],
-    ) -> RequestState:
-        prompt: Prompt = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": begun.space.cache_salt}
-        try:
-            request = self._inputs.process(
-                prompt, params, request_id, tenant=begun.space.tenant, in_session=True, **how
-            )
-        except PromptTooLongError as error:
-            raise PromptTooLongError(
-                f"{error.message}; {len(begun.token_ids)} of them are those of session {begun.name!r}: begin another",
-                param=error.param,
-            ) from None
-        request.turn = Turn(begun, messages)
-        return request
+
+def _for_one_answer(params: SamplingParams | None) -> SamplingParams:
+    """Returns the parameters of a turn. Raises `InvalidRequestError` where they ask for several answers."""
+    params = SamplingParams() if params is None else params
+    if not isinstance(params, SamplingParams):
+        raise SamplingParamsError(
+            f"a session goes on from one answer, by SamplingParams, not {type(params).__name__}", param="params"
+        )
+    if params.n != 1:
+        raise InvalidRequestError(
+            f"n is {params.n}, but a session goes on from one answer; ask for one, or fork the session", param="n"
+        )
+    return params

@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from pagemill.engine.stats import ENGINE_METRICS, TENANT_METRICS, EngineStats
-from pagemill.frontend.output_processor import RequestState
+from pagemill.frontend.request_state import RequestState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -43,12 +43,12 @@ class Metrics:
     def observe(self, request: RequestState) -> None:
         times = request.metrics
         for sequence in request.sequences:
-            self._ended.labels(sequence.finish_reason or "abort").inc()
+            self._ended.labels(sequence.output.finish_reason or "abort").inc()
         if times.time_in_queue is not None:
             self._queue.observe(times.time_in_queue)
         if times.first_token_time is not None and times.last_token_time is not None:
             self._first_token.observe(times.first_token_time - times.arrival_time)
-            later = max(len(sequence.token_ids) for sequence in request.sequences) - 1
+            later = max(len(sequence.output.token_ids) for sequence in request.sequences) - 1
             if later > 0:
                 self._per_token.observe((times.last_token_time - times.first_token_time) / later)
         if times.finished_time is not None:

@@ -1,5 +1,6 @@
 """Deltas add up to the whole; stop strings, finish reasons, log probabilities and errors arrive where they belong."""
 
+import copy
 import itertools
 
 import pytest
@@ -8,8 +9,11 @@ from hypothesis import strategies as st
 
 from pagemill.engine.messages import EngineRequest, SequenceOutput
 from pagemill.errors import NonFiniteLogitsError
-from pagemill.frontend.output_processor import OutputProcessor, RequestState
+from pagemill.frontend.frontend import Frontend
+from pagemill.frontend.request_state import RequestState
+from pagemill.frontend.worker import Inline
 from pagemill.sampling.params import SamplingParams, TokenLogprobs
+from pagemill.sessions.store import SessionStore
 from pagemill.text.tokenizer import Tokenizer
 
 TEXT = "Paris, the capital — 日本語 and 🙂 é too. STOP here."
@@ -21,29 +25,37 @@ def tokenizer():
 
 
 class Running:
-    """One request in a processor, with the engine's outputs given by hand."""
+    """One request in a front end, with the engine's outputs given by hand. It is the front end's engine client too."""
 
     def __init__(self, tokenizer, **params):
         request = EngineRequest(request_id="r", prompt_token_ids=[5, 6], params=SamplingParams(**params), arrival_s=1.0)
-        self.processor = OutputProcessor()
         self.state = RequestState(request, tokenizer, "prompt")
-        self.processor.add(self.state)
+        self.frontend = Frontend(self, tokenizer, SessionStore(None, 1, None), "model", Inline())
+        self.stopped = []
+        self.frontend.start(self.state)
+
+    def submit(self, request):
+        assert request is self.state.asked
+
+    def finish(self, sequences):
+        assert {request_id for request_id, _ in sequences} == {self.state.engine_id}
+        self.stopped += sequences
 
     def give(self, token_ids, index=0, **fields):
-        return self.processor.process(
-            [SequenceOutput(request_id="r", index=index, new_token_ids=list(token_ids), **fields)]
-        )
+        """Returns the requests that have something new."""
+        output = SequenceOutput(request_id=self.state.engine_id, index=index, new_token_ids=list(token_ids), **fields)
+        return self.frontend.receive([output])
 
 
 def give_all(running, ids, per_step=1, **last):
-    """All tokens; returns the deltas and the sequences that a stop string ended."""
-    deltas, stopped = [], []
+    """All tokens; returns the deltas and the indices of the sequences that a stop string ended."""
+    deltas = []
     for start in range(0, len(ids), per_step):
         step = ids[start : start + per_step]
         fields = last if start + per_step >= len(ids) else {}
-        stopped += running.give(step, **fields).stopped
+        running.give(step, **fields)
         deltas.append(running.state.take_delta())
-    return deltas, stopped
+    return deltas, [index for _, index in running.stopped]
 
 
 def text_of(deltas):
@@ -83,7 +95,7 @@ def test_a_stop_string_ends_the_sequence_and_the_engine_is_told(tokenizer, inclu
     assert output.text.endswith(expected)
     assert "here" not in output.text
     assert (output.finish_reason, output.stop_reason) == ("stop", "STOP")
-    assert stopped == [("r", 0)]
+    assert stopped == [0]
     assert text_of(deltas) == output.text
     assert running.state.finished
     assert len(output.token_ids) < len(ids)
@@ -91,8 +103,8 @@ def test_a_stop_string_ends_the_sequence_and_the_engine_is_told(tokenizer, inclu
 
 def test_a_stop_string_that_comes_with_the_engines_own_end_is_not_told_again(tokenizer):
     running = Running(tokenizer, stop=["Paris"])
-    update = running.give(tokenizer.encode("Paris"), finish_reason="length")
-    assert update.stopped == []
+    running.give(tokenizer.encode("Paris"), finish_reason="length")
+    assert running.stopped == []
     assert running.state.whole().outputs[0].finish_reason == "stop"
 
 
@@ -121,11 +133,18 @@ def test_the_token_that_stops_is_no_text(tokenizer):
 def test_what_comes_after_the_end_is_dropped(tokenizer):
     running = Running(tokenizer, stop=["Paris"])
     running.give(tokenizer.encode("Paris"))
-    before = running.state.whole()
+    before = copy.deepcopy(running.state.whole())
+    assert before.finished
+    assert running.give([5, 5], finish_reason="length") == []
+    assert running.state.whole() == before
+
+
+def test_what_comes_after_the_end_of_one_of_several_sequences_is_dropped(tokenizer):
+    running = Running(tokenizer, stop=["Paris"], n=2)
+    running.give(tokenizer.encode("Paris"))
+    before = copy.deepcopy(running.state.whole())
     running.give([5, 5], finish_reason="length")
     assert running.state.whole() == before
-    running.processor.remove(running.state)
-    assert running.give([5]).changed == []
 
 
 def test_sequences_are_kept_apart_and_in_order(tokenizer):
