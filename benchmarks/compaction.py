@@ -80,7 +80,7 @@ def move_s(core: EngineCore, blocks: int, rounds: int) -> float:
         source = torch.tensor(generator.sample(range(pool.num_frames // 2), blocks))
         target = torch.arange(blocks) + generator.randrange(pool.num_frames // 2, pool.num_frames - blocks)
         begin = time.perf_counter()
-        pool.copy_frames(source, target)
+        pool.frames.copy(source, target)
         times.append(time.perf_counter() - begin)
     return median(times)
 

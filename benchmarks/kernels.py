@@ -25,6 +25,7 @@ from pagemill.attention.interface import AttentionBatch, GroupBatch
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.kv_format import kv_format
 from pagemill.kvcache.layer_groups import group_layers
+from pagemill.kvcache.layout import FrameShape
 from pagemill.machine import usable_cores
 from pagemill.ops.cpu_ops import CpuOps
 from pagemill.ops.quantized import keep_int4, quantize_int8
@@ -156,7 +157,8 @@ def bench_quantized(budget: float, bandwidth: float, quick: bool) -> None:
 def paged(rows: list[tuple[int, int]], kv_heads: int, head_dim: int, dtype: torch.dtype, scatter: bool) -> tuple:
     """A pool filled with random keys and values, and a batch of rows (context length, query length)."""
     held = [-(-context // BLOCK_SIZE) for context, _ in rows]
-    pool = DevicePool(sum(held), group_layers([None]), kv_heads, head_dim, BLOCK_SIZE, kv_format(str(dtype)))
+    groups, format = group_layers([None]), kv_format(str(dtype))
+    pool = DevicePool(sum(held), FrameShape(groups, kv_heads, BLOCK_SIZE, head_dim, head_dim, format))
     values = torch.randn(pool.layout.frame_stride)
     if dtype == torch.int8:
         values = (values * 40).clamp(-127, 127)

@@ -33,7 +33,7 @@ from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.engine.messages import EngineRequest
 from pagemill.hub import resolve_model
-from pagemill.kvcache.advice import POPULATE_READ, advise
+from pagemill.kvcache.pages import POPULATE_READ, advise
 from pagemill.sampling.params import SamplingParams
 
 CHUNK, NEW = 256, 32
@@ -72,8 +72,7 @@ def drop(core: EngineCore) -> None:
     """Writes streamed blocks out and drops them from memory. The system takes back what is mapped, so all is first."""
     pool = core.executor.pool
     os.sync()
-    for place in range(pool.groups.layers_per_frame):
-        region = pool.streamed_region(place)
+    for region in pool.streamed_file.regions:
         for advice in (POPULATE_READ, _PAGEOUT):
             advise(*region, advice)
 
@@ -103,7 +102,7 @@ def run(core: EngineCore, tokens: int, cold: bool) -> Run:
         print(f"  {time.strftime('%X')} {seconds[-1]:.3f} s", file=sys.stderr, flush=True)
         streamed = max(streamed, core.stats().blocks_streamed)
     assert (found, len(logits)) == (tokens, NEW)
-    return Run(seed_s, seconds[0], seconds[1:], logits, streamed * core.executor.pool.record_bytes)
+    return Run(seed_s, seconds[0], seconds[1:], logits, streamed * core.executor.pool.layout.frame_bytes)
 
 
 def main() -> None:

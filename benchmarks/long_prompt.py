@@ -107,7 +107,7 @@ def record_steps(llm: LLM, steps: list[Step]) -> None:
         (row,) = core.scheduler.state.running or [None]
         context = steps[-1].context + 1 if row is None else row.table.length
         after = core.stats()
-        read = max(before.blocks_streamed, after.blocks_streamed) * core.executor.pool.record_bytes
+        read = max(before.blocks_streamed, after.blocks_streamed) * core.executor.pool.layout.frame_bytes
         steps.append(Step(context, clock_s, cpu_s, after.frames_active, after.blocks_streamed, read))
         if context // BAND > (steps[-2].context if len(steps) > 1 else 0) // BAND:
             print(f"  {context} tokens after {time.perf_counter() - begun[0]:.0f} s, "
@@ -191,7 +191,7 @@ def main() -> None:
     result = {
         "tokens": arguments.tokens, "dtype": arguments.dtype, "chunk": arguments.chunk, "digest": digest,
         "clock_s": clock_s, "cpu_s": cpu_s, "token_s": median(step.clock_s for step in steps[1 - NEW :]),
-        "kv_bytes": kv_bytes, "pool_bytes": pool.nbytes, "record_bytes": pool.record_bytes,
+        "kv_bytes": kv_bytes, "pool_bytes": pool.nbytes, "record_bytes": pool.layout.frame_bytes,
         "peak_bytes": max(map(sum, looks)), "peak_pool_bytes": peak.pool, "peak_streamed_bytes": peak.streamed,
         "most_blocks_in_pool": max(step.resident_blocks for step in steps),
         "most_blocks_streamed": max(step.streamed_blocks for step in steps),

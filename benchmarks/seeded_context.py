@@ -18,7 +18,7 @@ from pagemill.attention.interface import AttentionBackend, AttentionBatch, Layer
 from pagemill.attention.torch_backend import TorchAttention
 from pagemill.engine.core import EngineCore
 from pagemill.engine.messages import EngineRequest
-from pagemill.kvcache.advice import advise
+from pagemill.kvcache.pages import advise
 from pagemill.memory.digest import extend_chain
 from pagemill.models.decoder import Decoder
 from pagemill.scheduling.step_plan import StepResult
@@ -74,9 +74,9 @@ def seed(core: EngineCore, request: EngineRequest, tokens: int) -> None:
         for layer, cache in enumerate(caches):
             attention.write(*make_piece(layer, piece, shape_of(cache)), cache, slots)
         memory.commit(table, end, request.prompt_token_ids, digests)
-        if piece % PIECES_MAPPED == 0 and pool.streams_from_disk:
-            for place in range(pool.groups.layers_per_frame):
-                advise(*pool.streamed_region(place), mmap.MADV_DONTNEED)
+        if piece % PIECES_MAPPED == 0 and pool.streamed_file is not None:
+            for region in pool.streamed_file.regions:
+                advise(*region, mmap.MADV_DONTNEED)
     memory.close(table, 0.0)
 
 

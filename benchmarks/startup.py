@@ -33,10 +33,11 @@ reading = load.open_checkpoint
 def opened(*args):
     mark("resolve"); found = reading(*args); mark("header, configuration"); return found
 load.open_checkpoint = opened
-selecting = load.select_decoder
+from pagemill.executor import backend
+selecting = backend.cpu_decoder
 def selected(*args):
     mark("read, widen, pack weights"); return selecting(*args)
-load.select_decoder = selected
+backend.cpu_decoder = selected
 core = pagemill.engine.core.EngineCore(EngineConfig(model=str(resolve_model(sys.argv[1]))), None)
 mark("decoder, pool, runner")
 params = SamplingParams(max_tokens=1)

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from pagemill import AsyncLLM
-from pagemill.ops.vector_math import settle_vector_math
+from pagemill.ops.prepare import settle_vector_math
 from pagemill.server.run import run_server
 from pagemill.tenant_limits import read_tenants_file
 

@@ -10,7 +10,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 class DeviceTier:
-    """A LowerTier with room for `capacity` blocks. What came first makes room."""
+    """A OffloadStore with room for `capacity` blocks. What came first makes room."""
 
     name = "device"
     lasting = False

@@ -8,17 +8,35 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from pagemill.attention.interface import AttentionBatch, GroupBatch
+from pagemill.executor.backend import select_backend
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.kv_format import kv_format
+from pagemill.kvcache.layer_groups import group_layers
+from pagemill.kvcache.layout import FrameShape
 from pagemill.models.decoder import Decoder
+from pagemill.models.loading import LoadedModel, load_model
 
 FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
 """Of SmolLM2-135M in float32, blocks of 16: 30 layers, 3 KV heads of 64."""
+
+
+def load_on(device: str, path: str | Path, **settings) -> LoadedModel:
+    """Loads a model onto what the engine takes for a device."""
+    on = select_backend(device)
+    return load_model(path, device=on.device, ops=on.ops, attention=on.attention, decoder=on.decoder, **settings)
+
+
+def frame_shape(
+    windows: Sequence[int | None], kv_heads: int, head_dim: int, block_size: int, element: str
+) -> FrameShape:
+    """Returns the shape of frames for layers with these windows, whose keys and values have the same width."""
+    return FrameShape(group_layers(windows), kv_heads, block_size, head_dim, head_dim, kv_format(element))
 
 
 def poison(pool: DevicePool) -> None:
@@ -46,11 +64,14 @@ class PagedSequences:
         spec, frames = decoder.spec, sum(entries) * len(decoder.groups.groups) + 2
         self.pool = DevicePool(
             frames,
-            decoder.groups,
-            spec.num_kv_heads,
-            spec.head_dim,
-            block_size,
-            kv_format(str(kv_dtype or decoder.dtype)),
+            FrameShape(
+                decoder.groups,
+                spec.num_kv_heads,
+                block_size,
+                spec.head_dim,
+                spec.head_dim,
+                kv_format(str(kv_dtype or decoder.dtype)),
+            ),
             decoder.device,
         )
         poison(self.pool)

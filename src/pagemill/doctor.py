@@ -20,7 +20,7 @@ import pagemill
 from pagemill.errors import StaleKernelsError
 from pagemill.hub.registry import cache_dir, pulled_models
 from pagemill.machine import cpu_features, cpu_info, usable_cores, usable_memory
-from pagemill.ops.compiled import check_compiled
+from pagemill.ops.prepare import check_compiled
 
 # What kernels choose by, in the words of /proc/cpuinfo (x86 flags, ARM features).
 _CPU_FEATURES = (

@@ -5,16 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from reference import reference_attention
 
-from harness import poison
+from harness import frame_shape, poison
 from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.attention.interface import AttentionBackend, AttentionBatch, GroupBatch, LayerCache
-from pagemill.attention.quantize import quantize
-from pagemill.attention.reference import reference_attention
+from pagemill.attention.torch_backend import quantize
 from pagemill.kvcache.device_pool import DevicePool
-from pagemill.kvcache.kv_format import kv_format
-from pagemill.kvcache.layer_groups import group_layers
+from pagemill.kvcache.layout import LayoutMaker, layer_major
 
 
 @dataclass
@@ -33,17 +32,18 @@ class PagedCase:
     query_dtype: torch.dtype = torch.float32
     seed: int = 0
     device: str = "cpu"
-    layout: object = None
+    layout: LayoutMaker = layer_major
 
     def __post_init__(self) -> None:
         random = torch.Generator().manual_seed(self.seed)
         held = [-(-context // self.block_size) for context, _ in self.rows]
         total = sum(held) + 3
         self.pool = DevicePool(
-            total, group_layers([None, None]), self.kv_heads, self.head_dim, self.block_size,
-            kv_format(str(self.dtype)), self.device,
-            layout=self.layout,
-        )  # fmt: skip
+            total,
+            frame_shape([None, None], self.kv_heads, self.head_dim, self.block_size, str(self.dtype)),
+            self.device,
+            self.layout,
+        )
         poison(self.pool)
         frames = torch.randperm(total, generator=random).int()
         self.tables = torch.full((len(self.rows), max([*held, 0]) + 1), -1, dtype=torch.int32)

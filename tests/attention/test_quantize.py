@@ -7,13 +7,11 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from harness import poison
+from harness import frame_shape, poison
 from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.attention.interface import AttentionBackend, LayerCache
-from pagemill.attention.quantize import LEAST, quantize
+from pagemill.attention.torch_backend import LEAST, quantize
 from pagemill.kvcache.device_pool import DevicePool
-from pagemill.kvcache.kv_format import kv_format
-from pagemill.kvcache.layer_groups import group_layers
 from pagemill.kvcache.layout import block_major, layer_major
 
 
@@ -53,7 +51,7 @@ def test_elements_are_within_half_a_scale() -> None:
 def test_every_backend_writes_the_same_bits(
     backend: AttentionBackend, head_dim: int, block_size: int, layout: Callable[..., object], dtype: torch.dtype
 ) -> None:
-    pool = DevicePool(6, group_layers([None, None]), 2, head_dim, block_size, kv_format("int8"), layout=layout)
+    pool = DevicePool(6, frame_shape([None, None], 2, head_dim, block_size, "int8"), layout=layout)
     poison(pool)
     key, value = vectors(head_dim).to(dtype), vectors(head_dim).flip(0).to(dtype)
     slots = torch.randperm(6 * block_size, generator=torch.Generator().manual_seed(1))[:40]
@@ -73,7 +71,7 @@ def test_every_backend_writes_the_same_bits(
 
 
 def test_an_int8_cache_needs_scales() -> None:
-    cache = DevicePool(2, group_layers([None]), 2, 16, 8, kv_format("int8")).layer(0)
+    cache = DevicePool(2, frame_shape([None], 2, 16, 8, "int8")).layer(0)
     x = torch.zeros(1, 2, 16)
     with pytest.raises(ValueError, match="int8 cache needs float32 scales"):
         CpuAttention().write(x, x, LayerCache(cache.key, cache.value), torch.tensor([0]))

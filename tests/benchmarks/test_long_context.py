@@ -16,5 +16,5 @@ def test_attention_over_streamed_seeds_matches_fp64(tmp_path, dtype, kv_memory):
         done = run(core, 4096, cold=False)
     finally:
         core.close()
-    assert done.streamed > 4096 // 16 * core.executor.pool.record_bytes // 4
+    assert done.streamed > 4096 // 16 * core.executor.pool.layout.frame_bytes // 4
     assert max(recorder.errors(4096)) <= torch.finfo(getattr(torch, dtype)).eps + FP32_ERROR

@@ -7,10 +7,8 @@ from benchmarks.peers.workloads import make, tokenize
 from benchmarks.roofline import Ceilings, Model, Recorder, Step, run_workload
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from pagemill.attention.select import select_attention
+from harness import load_on
 from pagemill.hub import resolve_model
-from pagemill.models.loading import load_model
-from pagemill.ops.select import select_ops
 
 
 @pytest.fixture(scope="module")
@@ -41,9 +39,7 @@ def test_bytes_of_weights_that_are_held_in_16_bits(tmp_path):
     sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     config = LlamaConfig(**sizes, num_attention_heads=4, tie_word_embeddings=True)
     AutoModelForCausalLM.from_config(config).bfloat16().save_pretrained(tmp_path)
-    decoder = load_model(
-        tmp_path, ops=select_ops("cpu"), attention=select_attention("cpu"), dtype="float32", max_model_len=64
-    ).decoder
+    decoder = load_on("cpu", tmp_path, dtype="float32", max_model_len=64).decoder
     counted, held = (Model.of(decoder, torch.float32, held=held) for held in (False, True))
     layers, head = 2 * 64 * (4 * 64 + 3 * 96), 64 * 64
     assert (counted.layer_bytes, counted.head_bytes) == (4 * layers, 4 * head)

@@ -11,9 +11,8 @@ from harness import FRAME_BYTES
 from pagemill import LLM, SamplingParams
 from pagemill.cli.cache import cache
 from pagemill.errors import ConfigError, KVStoreError, PagemillError
-from pagemill.kvcache.slots import Slots, name_in
 from pagemill.kvcache.store_archive import open_store
-from pagemill.kvcache.store_format import StoreFormat
+from pagemill.kvcache.store_format import Slots, StoreFormat, name_in
 
 MODEL = "smollm2-135m"
 SETTINGS = {"dtype": "float32", "max_model_len": 512, "kv_memory": 60 * FRAME_BYTES, "max_num_seqs": 4}

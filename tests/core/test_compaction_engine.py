@@ -47,7 +47,7 @@ def test_no_bit_changes(requests, make_engine):
 def test_what_did_not_arrive_is_not_found(requests, make_engine, monkeypatch):
     expected = drive(make_engine(**SMALL, kv_compaction="off"), requests, every=6)
     core = make_engine(**SMALL)
-    copy, fail = core.executor.pool.copy_frames, [True]
+    copy, fail = core.executor.pool.frames.copy, [True]
 
     def failing(source, target):
         if core.stats().compactions and fail:
@@ -55,7 +55,7 @@ def test_what_did_not_arrive_is_not_found(requests, make_engine, monkeypatch):
             raise RuntimeError("the device is lost")
         return copy(source, target)
 
-    monkeypatch.setattr(core.executor.pool, "copy_frames", failing)
+    monkeypatch.setattr(core.executor.pool.frames, "copy", failing)
     run = drive(core, requests, every=6)
     assert not fail
     failed = {key for key, last in run.last.items() if last.finish_reason == "error"}

@@ -53,9 +53,9 @@ class Pair:
     def memory(self) -> ExecutorMemory:
         return self.first.memory()
 
-    def allocate(self, num_frames: int, lower_frames: int = 0, lower_folder: Path | None = None) -> int:
-        self.second.allocate(num_frames, lower_frames, lower_folder)
-        return self.first.allocate(num_frames, lower_frames, lower_folder)
+    def allocate(self, num_frames: int, streamed_frames: int = 0, streamed_folder: Path | None = None) -> int:
+        self.second.allocate(num_frames, streamed_frames, streamed_folder)
+        return self.first.allocate(num_frames, streamed_frames, streamed_folder)
 
     def apply(self, plan: StepPlan) -> list[int]:
         assert self.second.apply(plan) == []

@@ -12,7 +12,7 @@ from drive import Run, drive, request
 
 from harness import FRAME_BYTES
 from pagemill.errors import KVMemoryError, KVStoreError
-from pagemill.kvcache import lower_file, read_ahead
+from pagemill.kvcache import read_ahead, streamed_file
 from pagemill.sampling.params import SamplingParams
 
 SMALL = {"kv_memory": 12 * FRAME_BYTES, "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64}
@@ -86,7 +86,7 @@ def test_layers_are_read_ahead_and_let_go_of(conversations, expected, make_engin
     monkeypatch.setattr(read_ahead, "advise", lambda *call: calls.append(call) or advise(*call))
     run = drive(core, conversations[:1])
     assert run.tokens["long", 0] == expected.tokens["long", 0]
-    regions = [pool.streamed_region(place) for place in range(30)]
+    regions = pool.streamed_file.regions
     read = [call for call in calls if call[2] == read_ahead.POPULATE_READ]
     steps = core.stats().steps
     for region in regions:
@@ -107,7 +107,7 @@ def streaming(conversations, make_engine, tmp_path):
         core.add_request(each)
     while len(run.tokens.get(("long", 0), [])) < 2:
         run.take(core.step())
-    yield core, core.executor.pool._file._file.fileno(), run
+    yield core, core.executor.pool.streamed_file.fileno(), run
     core.close()
 
 
@@ -159,15 +159,15 @@ class Losing:
     """A disk that has not taken what the system wrote to it later: it reads as it was before, and that is said once."""
 
     def __init__(self, file: int, monkeypatch) -> None:
-        self._real, self._due = lower_file._libc, True
+        self._real, self._due = streamed_file.written_back, True
         os.pwrite(file, bytes(os.fstat(file).st_size), 0)
-        monkeypatch.setattr(lower_file, "_libc", self)
+        monkeypatch.setattr(streamed_file, "written_back", self.written_back)
 
-    def sync_file_range(self, *range: int) -> int:
-        failed = self._due and self._real.sync_file_range(*range) == 0
+    def written_back(self, file: int, size: int) -> bool:
+        failed = self._due and self._real(file, size)
         self._due = False
         ctypes.set_errno(errno.EIO)
-        return -failed
+        return not failed
 
 
 def test_what_a_disk_loses_later_fails_who_streams_it_and_is_never_read(
@@ -190,7 +190,7 @@ def test_what_a_disk_loses_while_it_is_cached_is_computed_anew(
 ):
     core = make_engine(**SMALL, **settings("disk", tmp_path))
     drive(core, conversations[:1])
-    Losing(core.executor.pool._file._file.fileno(), monkeypatch)
+    Losing(core.executor.pool.streamed_file.fileno(), monkeypatch)
     assert_computed_anew(core, conversations, expected)
     core.close()
 
@@ -230,6 +230,6 @@ def test_what_no_tier_holds_is_refused(make_engine, tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(lower_file.os, "posix_fallocate", full)
+    monkeypatch.setattr(streamed_file.os, "posix_fallocate", full)
     with pytest.raises(KVStoreError, match="No space left"):
         make_engine(**SMALL, **settings("disk", tmp_path))

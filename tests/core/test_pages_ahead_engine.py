@@ -12,7 +12,7 @@ def test_copies_come_after_the_pages_of_their_frames(prompts, make_engine, monke
     core = make_engine()
     pages, pool = core.executor.pages, core.executor.pool
     reached, copied = [-1], []
-    reach, copy = pages.reach, pool.copy_frames
+    reach, copy = pages.reach, pool.frames.copy
 
     def noting_reach(frame: int) -> None:
         reached.append(max(reached[-1], frame))
@@ -23,7 +23,7 @@ def test_copies_come_after_the_pages_of_their_frames(prompts, make_engine, monke
         return copy(source, target)
 
     monkeypatch.setattr(pages, "reach", noting_reach)
-    monkeypatch.setattr(pool, "copy_frames", noting_copy)
+    monkeypatch.setattr(pool.frames, "copy", noting_copy)
     params = SamplingParams(temperature=1.0, seed=3, n=4, max_tokens=20, ignore_eos=True)
     drive(core, [request("samples", prompts[0][:40], params)])
     assert copied

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from drive import Run, drive, record_logits, request
 
@@ -149,7 +148,7 @@ def test_a_shrink_that_goes_wrong_ends_what_was_being_moved_and_nothing_else(
     pool, size = core.executor.pool, 100
 
     def broken(_, target):
-        pool._frames[:, target.long()] = np.nan
+        pool.frames.bytes[:, target] = 0xFF  # NaN
         if how == "fails":
             raise RuntimeError("out of device memory")
         if how == "is interrupted":
@@ -157,7 +156,7 @@ def test_a_shrink_that_goes_wrong_ends_what_was_being_moved_and_nothing_else(
         return target.tolist()
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "copy_frames", broken)
+        patch.setattr(pool.frames, "copy", broken)
         if how == "fails":
             message = "out of device memory; it keeps its size. Ended: 1 requests; pins: 'high'"
             with pytest.raises(ResizeFailedError, match=message):

@@ -48,7 +48,7 @@ def read(store: DiskStore, indices, group: int = 0) -> list[int]:
 
 
 def write_frames(pool, frames, records: np.ndarray) -> None:
-    """The reverse of `pool.read_frames`."""
-    with pool.records(frames) as places:
+    """The reverse of `pool.frames.read`."""
+    with pool.frames.write(frames) as places:
         for place, record in zip(places, records, strict=True):
             place[:] = record.reshape(place.shape)

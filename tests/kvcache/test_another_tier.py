@@ -8,14 +8,12 @@ import pytest
 from disk_blocks import FORMAT, digest_of, name_of, write_frames
 
 from device_tier import DeviceTier
+from harness import frame_shape
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.disk_store import DiskStore
-from pagemill.kvcache.frame_access import PooledFrames
 from pagemill.kvcache.host_store import HostStore
-from pagemill.kvcache.kv_format import kv_format
-from pagemill.kvcache.layer_groups import group_layers
-from pagemill.kvcache.lower_tiers import LowerTiers
-from pagemill.kvcache.pages_ahead import PagesAhead
+from pagemill.kvcache.offload_tiers import OffloadTiers
+from pagemill.kvcache.pages_ahead import PagesAhead, PooledFrames
 from pagemill.kvcache.transfers import Transfers
 from pagemill.memory.work import Load, Save
 
@@ -25,7 +23,7 @@ DEVICE, HOST = range(15, 20), range(9, 15)
 
 
 def disk_of(pool: DevicePool, path) -> DiskStore:
-    return DiskStore(path, replace(FORMAT, record_bytes=pool.record_bytes), 1 << 20)
+    return DiskStore(path, replace(FORMAT, record_bytes=pool.layout.frame_bytes), 1 << 20)
 
 
 def found(tier) -> list[int]:
@@ -34,13 +32,13 @@ def found(tier) -> list[int]:
 
 @pytest.fixture
 def pool():
-    return DevicePool(BLOCKS, group_layers([None] * 3), 3, 20, 8, kv_format("float32"))
+    return DevicePool(BLOCKS, frame_shape([None] * 3, 3, 20, 8, "float32"))
 
 
 @pytest.fixture
 def contents(pool):
     """Of the pool's frames, and of the blocks of the same number."""
-    contents = np.random.default_rng(0).integers(0, 256, (BLOCKS, pool.record_bytes), dtype=np.uint8)
+    contents = np.random.default_rng(0).integers(0, 256, (BLOCKS, pool.layout.frame_bytes), dtype=np.uint8)
     write_frames(pool, range(BLOCKS), contents)
     return contents
 
@@ -48,16 +46,14 @@ def contents(pool):
 @pytest.fixture
 def full(pool, contents, tmp_path, monkeypatch):
     """All blocks have gone down, some at a time, and whenever one tier wrote, all that had been stored was found."""
-    tiers = LowerTiers(
-        [DeviceTier(len(DEVICE), pool.record_bytes), HostStore(len(HOST), pool.record_bytes), disk_of(pool, tmp_path)],
-        pool.record_bytes,
-    )
+    size = pool.layout.frame_bytes
+    tiers = OffloadTiers([DeviceTier(len(DEVICE), size), HostStore(len(HOST), size), disk_of(pool, tmp_path)], size)
     transfers = Transfers(PooledFrames(pool, PagesAhead(pool)), tiers)
     stored, seen = [], []
 
     def watched(write):
         def watch(*blocks):
-            out = np.zeros((len(stored), pool.record_bytes), dtype=np.uint8)
+            out = np.zeros((len(stored), pool.layout.frame_bytes), dtype=np.uint8)
             sources = tiers.read([(digest_of(i), 0) for i in stored], out)
             seen.append(None not in sources and (out == contents[stored]).all())
             return write(*blocks)
@@ -87,7 +83,7 @@ def test_blocks_go_down_tier_by_tier_and_come_back_from_each(pool, contents, ful
     order = np.random.default_rng(1).permutation(BLOCKS)
     transfers.load(Load(7, [(digest_of(i), 0) for i in order], list(range(BLOCKS))))
     assert transfers.finished(wait_s=30) == {7: [True] * BLOCKS}
-    assert (pool.read_frames(range(BLOCKS))[0] == contents[order]).all()
+    assert (pool.frames.read(range(BLOCKS))[0] == contents[order]).all()
 
 
 def test_a_load_is_timed_for_the_lowest_tier_that_it_needs(full):
@@ -112,6 +108,6 @@ def test_what_the_tiers_above_hold_is_on_disk_at_the_end(pool, contents, full, t
     for tier in tiers.tiers:
         tier.close()
     out = np.zeros_like(contents)
-    again = LowerTiers([disk_of(pool, tmp_path)], pool.record_bytes)
+    again = OffloadTiers([disk_of(pool, tmp_path)], pool.layout.frame_bytes)
     assert again.read([(digest_of(i), 0) for i in range(BLOCKS)], out) == [0] * BLOCKS
     assert (out == contents).all()

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill.kvcache.compressed_store import ENTRY_BYTES, CompressedStore
+from pagemill.kvcache.host_store import ENTRY_BYTES, CompressedStore
 from pagemill.memory.work import BlockName
 
 RECORD = 48 << 10

@@ -9,18 +9,16 @@ import pytest
 import torch
 from disk_blocks import FORMAT, digest_of, name_of, write_frames
 
+from harness import frame_shape
 from pagemill.errors import KVMemoryError
-from pagemill.kvcache import device_frames
-from pagemill.kvcache.device_frames import DeviceFrames
+from pagemill.kvcache import gpu_frames
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.disk_store import DiskStore
-from pagemill.kvcache.frame_access import PooledFrames
+from pagemill.kvcache.gpu_frames import GpuFrames
 from pagemill.kvcache.host_store import HostStore
-from pagemill.kvcache.kv_format import kv_format
-from pagemill.kvcache.layer_groups import group_layers
 from pagemill.kvcache.layout import block_major
-from pagemill.kvcache.lower_tiers import LowerTiers
-from pagemill.kvcache.pages_ahead import PagesAhead
+from pagemill.kvcache.offload_tiers import OffloadTiers
+from pagemill.kvcache.pages_ahead import PagesAhead, PooledFrames
 from pagemill.kvcache.transfers import Transfers
 from pagemill.memory.work import Load, Save
 
@@ -31,48 +29,51 @@ NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=NEEDS_GPU)])
 def pool(request):
     pool = DevicePool(
-        FRAMES, group_layers([None] * 3), 3, 20, 8, kv_format("float16"), device=request.param, layout=block_major
+        FRAMES,
+        frame_shape([None] * 3, 3, 20, 8, "float16"),
+        device=request.param,
+        layout=block_major,
     )
-    pool._on_device = DeviceFrames(pool._frames)
+    pool.frames = GpuFrames(*pool.frames.bytes.shape, pool.device)
     return pool
 
 
 @pytest.fixture
 def contents(pool):
-    contents = np.random.default_rng(0).integers(0, 256, (FRAMES, pool.record_bytes), dtype=np.uint8)
+    contents = np.random.default_rng(0).integers(0, 256, (FRAMES, pool.layout.frame_bytes), dtype=np.uint8)
     write_frames(pool, range(FRAMES), contents)
     return contents
 
 
 def test_records_lie_as_layers_see_them(pool, contents) -> None:
-    assert (pool._frames.view(torch.uint8).cpu().numpy().reshape(FRAMES, -1) == contents).all()
-    records, whole = pool.read_frames([7, 2])
+    assert (pool.frames.bytes.cpu().numpy().reshape(FRAMES, -1) == contents).all()
+    records, whole = pool.frames.read([7, 2])
     assert (records == contents[[7, 2]]).all()
     assert whole == [True, True]
 
 
 def test_copies_are_made_in_order(pool, contents) -> None:
-    assert pool.copy_frames(torch.tensor([1, 2, 5]), torch.tensor([2, 5, 9])) == []
-    assert (pool.read_frames([2, 5, 9, 1])[0] == contents[1]).all()
+    assert pool.frames.copy(torch.tensor([1, 2, 5]), torch.tensor([2, 5, 9])) == []
+    assert (pool.frames.read([2, 5, 9, 1])[0] == contents[1]).all()
 
 
 @pytest.mark.parametrize("tier", ["host", "disk"])
 def test_blocks_go_down_and_come_back_into_other_frames(pool, contents, tier, tmp_path) -> None:
-    size = pool.record_bytes
+    size = pool.layout.frame_bytes
     pinned = pool.device.type == "cuda"
     store = (
         HostStore(FRAMES, size, pinned)
         if tier == "host"
         else DiskStore(tmp_path, replace(FORMAT, record_bytes=size), 1 << 20)
     )
-    transfers = Transfers(PooledFrames(pool, PagesAhead(pool)), LowerTiers([store], size))
+    transfers = Transfers(PooledFrames(pool, PagesAhead(pool)), OffloadTiers([store], size))
     transfers.save([Save(frame, name_of(frame)) for frame in range(FRAMES)])
     write_frames(pool, range(FRAMES), np.zeros_like(contents))
     transfers.flush()
     order = np.random.default_rng(1).permutation(FRAMES)
     transfers.load(Load(3, [(digest_of(i), 0) for i in order], list(range(FRAMES))))
     assert transfers.finished(wait_s=30) == {3: [True] * FRAMES}
-    assert (pool.read_frames(range(FRAMES))[0] == contents[order]).all()
+    assert (pool.frames.read(range(FRAMES))[0] == contents[order]).all()
     transfers.close()
     store.close()
 
@@ -82,10 +83,10 @@ def test_a_load_comes_after_what_the_gpu_was_asked_to_do_before(pool, contents) 
     if pool.device.type != "cuda":
         pytest.skip("the CPU does at once what it is asked to do")
     torch.cuda._sleep(1_000_000_000)
-    pool.copy_frames(torch.tensor([1]), torch.tensor([2]))
-    with pool.records([1], pool.mark()) as places:
+    pool.frames.copy(torch.tensor([1]), torch.tensor([2]))
+    with pool.frames.write([1], pool.mark()) as places:
         places[0][:] = contents[5].reshape(places[0].shape)
-    assert (pool.read_frames([2, 1])[0] == contents[[1, 5]]).all()
+    assert (pool.frames.read([2, 1])[0] == contents[[1, 5]]).all()
 
 
 def test_memory_that_can_not_be_pinned_is_an_error_that_says_so(monkeypatch) -> None:
@@ -94,6 +95,6 @@ def test_memory_that_can_not_be_pinned_is_an_error_that_says_so(monkeypatch) -> 
         def cudaHostRegister(address, nbytes, flags):
             return 2
 
-    monkeypatch.setattr(device_frames.torch.cuda, "cudart", Runtime)
+    monkeypatch.setattr(gpu_frames.torch.cuda, "cudart", Runtime)
     with pytest.raises(KVMemoryError, match=r"40960 bytes of host memory cannot be pinned: 2; lower kv_host_memory"):
         HostStore(10, 4096, pinned=True)

@@ -7,18 +7,23 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from harness import frame_shape
 from pagemill.errors import KVMemoryError
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.kv_format import kv_format
 from pagemill.kvcache.layer_groups import group_layers
-from pagemill.kvcache.layout import LINE_BYTES, PAGE_BYTES, KVLayout, block_major, layer_major
+from pagemill.kvcache.layout import LINE_BYTES, PAGE_BYTES, FrameShape, KVLayout, block_major, layer_major
 
 LAYOUTS = [layer_major, block_major]
 WINDOWS = [None, 64, None, 64, None, 64]
 
 
+def group_of(layer: int) -> int:
+    return group_layers(WINDOWS).place(layer)[0]
+
+
 def make(layout: Callable[..., KVLayout], dtype: torch.dtype = torch.float32, block_size: int = 8) -> DevicePool:
-    return DevicePool(5, group_layers(WINDOWS), 3, 20, block_size, kv_format(str(dtype)), layout=layout)
+    return DevicePool(5, frame_shape(WINDOWS, 3, 20, block_size, str(dtype)), layout=layout)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -26,7 +31,7 @@ def make(layout: Callable[..., KVLayout], dtype: torch.dtype = torch.float32, bl
 def test_no_two_elements_share_a_place(layout: Callable[..., KVLayout], dtype: torch.dtype) -> None:
     pool = make(layout, dtype)
     pool.storage.fill_(0)
-    full = [layer for layer in range(6) if pool.group_of(layer) == pool.group_of(0)]
+    full = [layer for layer in range(6) if group_of(layer) == group_of(0)]
     for layer in full:
         key, value, *scales = pool.layer(layer)
         assert pool.layer(layer).block_shape == (3, 8, 20)
@@ -58,7 +63,7 @@ def test_bf16_lies_in_pairs_as_products_take_them() -> None:
 @pytest.mark.parametrize(("block_size", "head_dim"), [(8, 31), (7, 20)])
 def test_what_has_no_pairs_lies_as_other_dtypes_do(block_size: int, head_dim: int) -> None:
     pools = [
-        DevicePool(2, group_layers([None]), 2, head_dim, block_size, kv_format(str(dtype)))
+        DevicePool(2, frame_shape([None], 2, head_dim, block_size, str(dtype)))
         for dtype in (torch.bfloat16, torch.float16)
     ]
     assert pools[0].layout == pools[1].layout
@@ -71,7 +76,7 @@ def test_frames_begin_at_lines_and_sizes_are_as_told(layout: Callable[..., KVLay
         pool = make(layout, dtype)
         assert pool.storage.data_ptr() % PAGE_BYTES == 0
         assert pool.nbytes == pool.layout.frame_bytes * 5 == pool.storage.nbytes
-        assert pool.layout.chunk_bytes % LINE_BYTES == 0
+        assert pool.layout.piece_bytes % LINE_BYTES == 0
         assert pool.layout.frame_stride * dtype.itemsize % LINE_BYTES == 0
         assert pool.layer(0).key.data_ptr() == pool.storage.data_ptr()
 
@@ -84,13 +89,13 @@ def test_frames_begin_at_lines_and_sizes_are_as_told(layout: Callable[..., KVLay
 def test_frames_fill_pages_where_that_wastes_little(
     layout: Callable[..., KVLayout], kv_heads: int, head_dim: int, dtype: torch.dtype, expected: int
 ) -> None:
-    pool = DevicePool(2, group_layers([None]), kv_heads, head_dim, 16, kv_format(str(dtype)), layout=layout)
+    pool = DevicePool(2, frame_shape([None], kv_heads, head_dim, 16, str(dtype)), layout=layout)
     assert pool.layout.frame_bytes == expected
 
 
 def test_groups_share_frames() -> None:
     pool = make(layer_major)
-    assert pool.group_of(0) != pool.group_of(1)
+    assert group_of(0) != group_of(1)
     assert pool.layer(0).key.data_ptr() == pool.layer(1).key.data_ptr()
     assert pool.layer(0).key.data_ptr() != pool.layer(2).key.data_ptr()
     with pytest.raises(KeyError):
@@ -104,11 +109,11 @@ def test_copy_frames(layout: Callable[..., KVLayout], dtype: torch.dtype) -> Non
     pool.storage.copy_(torch.randint(0, 100, pool.storage.shape))
     layers = [0, 2, 4]
     before = [[tensor.clone() for tensor in pool.layer(layer) if tensor is not None] for layer in layers]
-    pool.copy_frames(torch.tensor([0, 3], dtype=torch.int32), torch.tensor([4, 1], dtype=torch.int32))
+    pool.frames.copy(torch.tensor([0, 3], dtype=torch.int32), torch.tensor([4, 1], dtype=torch.int32))
     for layer, old in zip(layers, before, strict=True):
         for tensor, was in zip(filter(torch.is_tensor, pool.layer(layer)), old, strict=True):
             assert torch.equal(tensor, was[[0, 3, 2, 3, 0]])
-    pool.copy_frames(torch.tensor([], dtype=torch.int32), torch.tensor([], dtype=torch.int32))
+    pool.frames.copy(torch.tensor([], dtype=torch.int32), torch.tensor([], dtype=torch.int32))
 
 
 @pytest.mark.parametrize("layout", [layer_major, block_major])
@@ -116,7 +121,7 @@ def test_copies_are_made_one_after_the_other(layout: Callable[..., KVLayout]) ->
     pool = make(layout)
     pool.storage.copy_(torch.randn(len(pool.storage)))
     before = [pool.layer(0).key[frame].clone() for frame in range(5)]
-    pool.copy_frames(torch.tensor([0, 1, 4]), torch.tensor([4, 4, 2]))
+    pool.frames.copy(torch.tensor([0, 1, 4]), torch.tensor([4, 4, 2]))
     assert torch.equal(pool.layer(0).key[4], before[1])
     assert torch.equal(pool.layer(0).key[2], before[1])
 
@@ -125,18 +130,18 @@ def test_copies_are_made_in_order() -> None:
     pool = make(layer_major)
     pool.storage.copy_(torch.randn(len(pool.storage)))
     old = pool.layer(0).key.clone()
-    pool.copy_frames(torch.tensor([0, 1, 2, 3]), torch.tensor([1, 2, 3, 4]))
+    pool.frames.copy(torch.tensor([0, 1, 2, 3]), torch.tensor([1, 2, 3, 4]))
     assert torch.equal(pool.layer(0).key, old[[0, 0, 0, 0, 0]])
 
 
 def test_copying_refuses_frames_that_do_not_exist() -> None:
     with pytest.raises(IndexError):
-        make(layer_major).copy_frames(torch.tensor([0]), torch.tensor([5]))
+        make(layer_major).frames.copy(torch.tensor([0]), torch.tensor([5]))
 
 
 def test_memory_that_can_not_be_had_is_a_typed_error() -> None:
     with pytest.raises(KVMemoryError, match="kv_memory"):
-        DevicePool(1 << 40, group_layers([None]), 8, 128, 16, kv_format("float32"))
+        DevicePool(1 << 40, frame_shape([None], 8, 128, 16, "float32"))
 
 
 def resident() -> int:
@@ -146,7 +151,7 @@ def resident() -> int:
 
 def test_untouched_frames_cost_nothing() -> None:
     before = resident()
-    pool = DevicePool(4000, group_layers([None] * 4), 8, 64, 16, kv_format("float32"))
+    pool = DevicePool(4000, frame_shape([None] * 4, 8, 64, 16, "float32"))
     assert pool.nbytes > 900e6
     pool.layer(0).key[:3].fill_(1)
     assert resident() - before < 50e6
@@ -155,7 +160,7 @@ def test_untouched_frames_cost_nothing() -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_frames_that_go_give_their_memory_back_and_the_others_stay(layout: Callable[..., KVLayout]) -> None:
     groups = group_layers([None] * 4)
-    pool = DevicePool(400, groups, 8, 64, 16, kv_format("float32"), layout=layout, room=200 << 20)
+    pool = DevicePool(400, FrameShape(groups, 8, 16, 64, 64, kv_format("float32")), layout=layout, room=200 << 20)
     assert pool.capacity == (200 << 20) // pool.layout.frame_bytes > 400
     before = resident()
     pool.storage[: 400 * pool.layout.frame_stride] = 0  # in the order of memory; the rest with each layer
@@ -186,7 +191,7 @@ def test_without_room_a_pool_does_not_grow() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_keys_and_values_may_differ_in_width(layout: Callable[..., KVLayout], dtype: torch.dtype) -> None:
     format = kv_format(str(dtype))
-    pool = DevicePool(3, group_layers([None, None]), 2, 24, 8, format, layout=layout, value_dim=16)
+    pool = DevicePool(3, FrameShape(group_layers([None, None]), 2, 8, 24, 16, format), layout=layout)
     pool.storage.zero_()
     places = [part for layer in range(2) for part in pool.layer(layer) if part is not None]
     for number, part in enumerate(places, start=1):

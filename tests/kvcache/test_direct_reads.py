@@ -12,7 +12,7 @@ import pytest
 
 from pagemill.kvcache import direct_reads
 from pagemill.kvcache.direct_reads import READS_AT_ONCE, DirectReads
-from pagemill.kvcache.layout import HUGE_PAGE
+from pagemill.kvcache.pages import HUGE_PAGE
 
 SIZE = 1 << 20
 

@@ -6,14 +6,14 @@ from disk_blocks import RECORD, content, digest_of, name_of, store_of
 
 from pagemill.errors import KVStoreError
 from pagemill.kvcache.host_store import HostStore
-from pagemill.kvcache.lower_tiers import LOOK_AHEAD, LowerTiers, Sources
+from pagemill.kvcache.offload_tiers import LOOK_AHEAD, OffloadTiers, Sources
 
 
-def write(tiers: LowerTiers, indices) -> None:
+def write(tiers: OffloadTiers, indices) -> None:
     tiers.write([name_of(i) for i in indices], [content(i) for i in indices])
 
 
-def found(tiers: LowerTiers, indices) -> list[bool]:
+def found(tiers: OffloadTiers, indices) -> list[bool]:
     """What is found can be read, and is right."""
     out = np.zeros((len(indices), RECORD), dtype=np.uint8)
     blocks = [(digest_of(i), 0) for i in indices]
@@ -28,7 +28,7 @@ def found(tiers: LowerTiers, indices) -> list[bool]:
 def test_blocks_on_their_way_from_host_memory_to_disk_are_found(tmp_path, monkeypatch, fails):
     disk = store_of(tmp_path)
     host = HostStore(3, RECORD)
-    tiers = LowerTiers([host, disk], RECORD)
+    tiers = OffloadTiers([host, disk], RECORD)
     write(tiers, range(3))
     put, seen = disk.write, []
 
@@ -51,17 +51,17 @@ def test_blocks_on_their_way_from_host_memory_to_disk_are_found(tmp_path, monkey
 
 def test_what_host_memory_holds_goes_to_disk_at_the_end(tmp_path):
     disk = store_of(tmp_path)
-    tiers = LowerTiers([HostStore(3, RECORD), disk], RECORD)
+    tiers = OffloadTiers([HostStore(3, RECORD), disk], RECORD)
     write(tiers, range(5))
     assert tiers.holds([(digest_of(i), 0) for i in range(5)], lasting=True) == [True, True, False, False, False]
     tiers.sink(tiers.keepable([]), 2)
     disk.close()
-    again = LowerTiers([store_of(tmp_path)], RECORD)
+    again = OffloadTiers([store_of(tmp_path)], RECORD)
     assert found(again, range(5)) == [True] * 5
 
 
 def test_without_a_disk_what_made_room_is_gone():
-    tiers = LowerTiers([HostStore(3, RECORD)], RECORD)
+    tiers = OffloadTiers([HostStore(3, RECORD)], RECORD)
     write(tiers, range(5))
     assert found(tiers, range(5)) == [False, False, True, True, True]
 
@@ -69,7 +69,7 @@ def test_without_a_disk_what_made_room_is_gone():
 @pytest.mark.parametrize("order", [1, -1])
 def test_a_chain_is_looked_up_in_few_pieces_and_no_block_of_it_twice(tmp_path, monkeypatch, order):
     disk, count = store_of(tmp_path), 3 * LOOK_AHEAD
-    tiers = LowerTiers([HostStore(3, RECORD), disk], RECORD)
+    tiers = OffloadTiers([HostStore(3, RECORD), disk], RECORD)
     write(tiers, range(9))
     blocks = [(digest_of(i), 0) for i in range(count)]
     wanted, asked, holds = tiers.where(blocks), [], disk.holds

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from harness import frame_shape
 from pagemill.kvcache import pages_ahead
 from pagemill.kvcache.device_pool import DevicePool
-from pagemill.kvcache.kv_format import kv_format
-from pagemill.kvcache.layer_groups import group_layers
-from pagemill.kvcache.layout import HUGE_PAGE, block_major, layer_major
+from pagemill.kvcache.layout import block_major, layer_major
+from pagemill.kvcache.pages import HUGE_PAGE
 from pagemill.kvcache.pages_ahead import SHARE, PagesAhead
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are made ahead on Linux only")
@@ -26,7 +26,7 @@ def resident() -> int:
 
 @pytest.mark.parametrize("layout", [layer_major, block_major])
 def test_pages_come_ahead_and_keep_what_lies_in_them(layout) -> None:
-    pool = DevicePool(FRAMES, group_layers([None, None]), 4, 64, 16, kv_format("float32"), layout=layout)
+    pool = DevicePool(FRAMES, frame_shape([None, None], 4, 64, 16, "float32"), layout=layout)
     assert pool.nbytes == TOTAL
     pool.layer(1).key[:8] = 5
     before = resident()
@@ -45,7 +45,7 @@ def test_pages_come_ahead_and_keep_what_lies_in_them(layout) -> None:
 
 
 def test_what_a_smaller_pool_gives_back_stays_given() -> None:
-    pool = DevicePool(FRAMES, group_layers([None, None]), 4, 64, 16, kv_format("float32"))
+    pool = DevicePool(FRAMES, frame_shape([None, None], 4, 64, 16, "float32"))
     pages = PagesAhead(pool)
     pages._thread.join()
     before = resident()
@@ -63,7 +63,7 @@ def test_what_a_smaller_pool_gives_back_stays_given() -> None:
 def test_frames_that_are_loaded_have_their_pages_before(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of small pages no more than those; and a step that goes on behind them does not make them again."""
     monkeypatch.setattr(pages_ahead, "SLOW_BYTES_PER_S", float("inf") if slow else 0)
-    pool = DevicePool(FRAMES, group_layers([None, None]), 4, 64, 16, kv_format("float32"))
+    pool = DevicePool(FRAMES, frame_shape([None, None], 4, 64, 16, "float32"))
     pages = PagesAhead(pool)
     pages._thread.join()
     last = pages._ready + 299
@@ -82,7 +82,7 @@ def test_frames_that_are_loaded_have_their_pages_before(slow: bool, monkeypatch:
 def test_what_pages_shall_be_is_said_once_for_all_pieces_of_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
     """To say it, the system stops all who make some."""
     monkeypatch.setattr(pages_ahead, "SLOW_BYTES_PER_S", float("inf"))
-    pool = DevicePool(FRAMES, group_layers([None, None]), 4, 64, 16, kv_format("float32"))
+    pool = DevicePool(FRAMES, frame_shape([None, None], 4, 64, 16, "float32"))
     pages = PagesAhead(pool)
     pages._thread.join()
     said: list[int] = []
@@ -123,7 +123,7 @@ def huge_flags(address: int) -> list[bool]:
 @pytest.mark.parametrize("slow", [False, True])
 def test_later_pages_are_small_where_huge_ones_are_slow(slow: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages_ahead, "SLOW_BYTES_PER_S", float("inf") if slow else 0)
-    pool = DevicePool(FRAMES, group_layers([None, None]), 4, 64, 16, kv_format("float32"))
+    pool = DevicePool(FRAMES, frame_shape([None, None], 4, 64, 16, "float32"))
     at = pool.storage.data_ptr()
     if huge_flags(at) != [True]:
         pytest.skip("this system has no huge pages")

@@ -8,17 +8,15 @@ import numpy as np
 import pytest
 from disk_blocks import FORMAT, digest_of, name_of, write_frames
 
+from harness import frame_shape
 from pagemill.errors import KVStoreError
 from pagemill.kvcache import transfers as transfers_module
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.disk_store import DiskStore
-from pagemill.kvcache.frame_access import PooledFrames
 from pagemill.kvcache.host_store import HostStore
-from pagemill.kvcache.kv_format import kv_format
-from pagemill.kvcache.layer_groups import group_layers
-from pagemill.kvcache.lower_tiers import LowerTiers
-from pagemill.kvcache.pages_ahead import PagesAhead
-from pagemill.kvcache.slots import Slots
+from pagemill.kvcache.offload_tiers import OffloadTiers
+from pagemill.kvcache.pages_ahead import PagesAhead, PooledFrames
+from pagemill.kvcache.store_format import Slots
 from pagemill.kvcache.transfers import Transfers
 from pagemill.memory.work import Load, Save
 
@@ -31,14 +29,14 @@ class Bench:
     """A pool over tiers, each with room for so many blocks, which hold zeros. tier: the lowest."""
 
     def __init__(self, tiers: str, path) -> None:
-        self.pool = DevicePool(ROOM, group_layers([None] * 3), 3, 20, 8, kv_format("float32"))
-        record_bytes = self.pool.record_bytes
+        self.pool = DevicePool(ROOM, frame_shape([None] * 3, 3, 20, 8, "float32"))
+        record_bytes = self.pool.layout.frame_bytes
         stores = [HostStore(ROOM, record_bytes)] if "host" in tiers else []
         if "disk" in tiers:
             format = replace(FORMAT, record_bytes=record_bytes)
             stores.append(DiskStore(path, format, ROOM * Slots(record_bytes).nbytes))
         self.tier = stores[-1]
-        self.tiers = LowerTiers(stores, record_bytes)
+        self.tiers = OffloadTiers(stores, record_bytes)
         self.transfers = Transfers(PooledFrames(self.pool, PagesAhead(self.pool)), self.tiers)
 
     def evict(self, blocks) -> None:
@@ -98,7 +96,7 @@ def test_what_is_still_to_be_stored_is_found(bench, monkeypatch, fails):
         return write(*blocks)
 
     monkeypatch.setattr(bench.tier, "write", late)
-    contents = np.random.default_rng(0).integers(0, 256, (len(CHAIN), bench.pool.record_bytes), dtype=np.uint8)
+    contents = np.random.default_rng(0).integers(0, 256, (len(CHAIN), bench.pool.layout.frame_bytes), dtype=np.uint8)
     write_frames(bench.pool, CHAIN, contents)
     bench.transfers.save([Save(frame, name_of(frame)) for frame in CHAIN])
     write_frames(bench.pool, CHAIN, np.zeros_like(contents))
@@ -107,7 +105,7 @@ def test_what_is_still_to_be_stored_is_found(bench, monkeypatch, fails):
     assert bench.tiers.holds(blocks, lasting=True) == [False] * len(CHAIN)
     bench.transfers.load(Load(0, blocks, CHAIN[::-1]))
     assert bench.transfers.finished(wait_s=30) == {0: [True] * len(CHAIN)}
-    assert (bench.pool.read_frames(CHAIN[::-1])[0] == contents).all()
+    assert (bench.pool.frames.read(CHAIN[::-1])[0] == contents).all()
     may_store.set()
     bench.transfers.flush()
     assert bench.tiers.holds(blocks) == [not fails] * len(CHAIN)

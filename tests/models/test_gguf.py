@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from small_llama import load, logits, save_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from pagemill.attention.select import select_attention
+from harness import load_on
 from pagemill.errors import (
     CorruptWeightsError,
     ModelConfigError,
@@ -25,8 +25,6 @@ from pagemill.errors import (
     UnknownArgumentError,
     UnsupportedModelError,
 )
-from pagemill.models.loading import load_model
-from pagemill.ops.select import select_ops
 
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4,
          "num_key_value_heads": 2, "max_position_embeddings": 128, "num_hidden_layers": 2,
@@ -154,7 +152,7 @@ def test_quantized_experts(name, kind, tmp_path):
     metadata = ARCHITECTURES[name][2]
     merged = logits_of(quantized)
     assert torch.equal(merged, logits_of(quantized, single_experts=True))
-    on_kernels = load_model(tmp_path / "m.gguf", ops=select_ops("cpu"), attention=select_attention("cpu"))
+    on_kernels = load_on("cpu", tmp_path / "m.gguf")
     assert torch.allclose(merged, logits(on_kernels), atol=1e-3, rtol=0)
     assert torch.equal(merged, logits_of(written_out))
 

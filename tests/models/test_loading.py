@@ -169,14 +169,14 @@ MEASURE = """
 import re, sys, torch
 from pathlib import Path
 from pagemill.models.loading import load_model
-from pagemill.ops.select import select_ops
-from pagemill.attention.select import select_attention
+from pagemill.executor.backend import cpu_backend
 import transformers.models.auto.configuration_auto, transformers.models.llama.configuration_llama
 peak = lambda: int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-ops, attention = select_ops("cpu"), select_attention("cpu")
-load_model(sys.argv[3], ops=ops, attention=attention, dtype=sys.argv[2])  # the libraries' own pages
+on = cpu_backend()
+# The libraries' own pages come first.
+load_model(sys.argv[3], ops=on.ops, attention=on.attention, decoder=on.decoder, dtype=sys.argv[2])
 before = peak()
-model = load_model(sys.argv[1], ops=ops, attention=attention, dtype=sys.argv[2])
+model = load_model(sys.argv[1], ops=on.ops, attention=on.attention, decoder=on.decoder, dtype=sys.argv[2])
 print(peak() - before)
 """
 

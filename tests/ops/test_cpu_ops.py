@@ -242,7 +242,7 @@ def test_threads_and_instruction_sets_are_checked() -> None:
 
 @pytest.mark.parametrize("isa", _kernels.available_isas())
 def test_the_environment_forces_an_instruction_set(isa: str) -> None:
-    code = "from pagemill.ops.select import select_ops; print(select_ops('cpu').name)"
+    code = "from pagemill.executor.backend import cpu_backend; print(cpu_backend().ops.name)"
     run = subprocess.run(
         [sys.executable, "-c", code], env={**os.environ, "PAGEMILL_ISA": isa}, capture_output=True, text=True
     )

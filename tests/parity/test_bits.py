@@ -8,10 +8,7 @@ import torch
 from random_models import CASES, reference_logits
 from transformers import AutoModelForCausalLM
 
-from harness import PagedSequences
-from pagemill.attention.select import select_attention
-from pagemill.models.loading import load_model
-from pagemill.ops.select import select_ops
+from harness import PagedSequences, load_on
 
 BY_NAME = {case.name: case for case in CASES}
 
@@ -22,7 +19,7 @@ def test_same_bits(name, dtype, kv_dtype, tmp_path):
     case = BY_NAME[name]
     case.save(tmp_path)
     prompts = case.prompts()
-    model = load_model(tmp_path, ops=select_ops("cpu"), attention=select_attention("cpu"), dtype=dtype)
+    model = load_on("cpu", tmp_path, dtype=dtype)
     whole = PagedSequences(model.decoder, prompts, kv_dtype=kv_dtype).run()
     for other in (
         PagedSequences(model.decoder, prompts, kv_dtype=kv_dtype, seed=5).run_mixed(seed=5),
@@ -41,6 +38,6 @@ def test_bfloat16_is_as_close_as_transformers(name, tmp_path):
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager", dtype=torch.bfloat16).eval()
     with torch.no_grad():
         their = torch.cat([theirs(torch.tensor([prompt]), use_cache=False).logits[0].float() for prompt in prompts])
-    model = load_model(tmp_path, ops=select_ops("cpu"), attention=select_attention("cpu"), dtype="bfloat16")
+    model = load_on("cpu", tmp_path, dtype="bfloat16")
     ours = torch.cat(PagedSequences(model.decoder, prompts).run())
     assert (ours - exact).pow(2).mean().sqrt() <= 1.1 * (their - exact).pow(2).mean().sqrt()

@@ -9,23 +9,22 @@ import torch
 from random_models import CASES, TRAINED, WINDOW, Case, Without, reference_logits
 
 from harness import PagedSequences
-from pagemill.attention.select import select_attention
 from pagemill.attention.torch_backend import TorchAttention
+from pagemill.executor.backend import cpu_backend, select_backend, torch_backend
 from pagemill.models.decoder import Decoder
 from pagemill.models.families import ModelConfig, find_family
 from pagemill.models.loading import load_model
 from pagemill.models.loading.assemble import Assembler
 from pagemill.models.loading.load import open_checkpoint
-from pagemill.ops.select import select_ops
 from pagemill.ops.torch_ops import TorchOps
 
 TOLERANCE = 1e-4
 BACKENDS = {
-    f"{device}: {ops.name}, {attention.name}": (device, ops, attention)
-    for device, ops, attention in (
-        ("cpu", select_ops("cpu"), select_attention("cpu")),
-        ("cpu", TorchOps(), TorchAttention()),
-        *([("cuda", select_ops("cuda"), select_attention("cuda"))] if torch.cuda.is_available() else []),
+    f"{on.device}: {on.ops.name}, {on.attention.name}": on
+    for on in (
+        cpu_backend(),
+        torch_backend(torch.device("cpu")),
+        *([select_backend("cuda")] if torch.cuda.is_available() else []),
     )
 }
 
@@ -43,9 +42,15 @@ def model(request, tmp_path_factory):
 @pytest.fixture(params=BACKENDS)
 def loaded(request, model):
     case, folder, _, _ = model
-    device, ops, attention = BACKENDS[request.param]
+    on = BACKENDS[request.param]
     return load_model(
-        folder, ops=ops, attention=attention, device=device, dtype="float32", max_model_len=case.max_model_len
+        folder,
+        ops=on.ops,
+        attention=on.attention,
+        decoder=on.decoder,
+        device=on.device,
+        dtype="float32",
+        max_model_len=case.max_model_len,
     )
 
 

@@ -10,23 +10,18 @@ import torch
 from random_models import CASES, SIZES
 from safetensors.torch import load_file, save_file
 
-from harness import PagedSequences
+from harness import PagedSequences, load_on
 from kernel_settings import kernels_of
 from pagemill import _kernels
-from pagemill.attention.select import select_attention
 from pagemill.models.cpu_decoder import CpuDecoder
 from pagemill.models.decoder import Decoder, Experts
-from pagemill.models.loading import load_model
-from pagemill.ops.select import select_ops
 
 BY_NAME = {case.name: case for case in CASES}
 DENSE = [case.name for case in CASES if case.name not in ("mixtral", "qwen3-moe")]
 
 
 def load(case, folder, dtype="float32"):
-    return load_model(
-        folder, ops=select_ops("cpu"), attention=select_attention("cpu"), dtype=dtype, max_model_len=case.max_model_len
-    ).decoder
+    return load_on("cpu", folder, dtype=dtype, max_model_len=case.max_model_len).decoder
 
 
 @pytest.fixture(params=DENSE)

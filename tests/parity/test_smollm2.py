@@ -8,11 +8,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from harness import PagedSequences
-from pagemill.attention.select import select_attention
+from harness import PagedSequences, load_on
 from pagemill.hub.registry import REGISTRY
-from pagemill.models.loading import load_model
-from pagemill.ops.select import select_ops
 
 MODEL = REGISTRY["smollm2-135m"].file
 TOLERANCE = 5e-4
@@ -41,7 +38,7 @@ def reference():
 
 @pytest.fixture(scope="module")
 def model():
-    return load_model(MODEL, ops=select_ops("cpu"), attention=select_attention("cpu"))
+    return load_on("cpu", MODEL)
 
 
 def test_logits(reference, model):

@@ -10,21 +10,23 @@ from hypothesis import strategies as st
 from reference_sampling import kept_probabilities, modified_logits
 
 from pagemill.sampling.cpu_kernels import CpuSamplingKernels
-from pagemill.sampling.kernels import Choices
+from pagemill.sampling.kernels import Choices, SamplingKernels
 from pagemill.sampling.params import SamplingParams
 from pagemill.sampling.random import sequence_seed, uniform
-from pagemill.sampling.sampler import Sampler, prompt_logprobs
+from pagemill.sampling.sampler import Sampler
 from pagemill.sampling.torch_kernels import TorchSamplingKernels
 
+KERNELS: list[SamplingKernels] = []
+"""The last are those that the tests run on."""
 NONE = np.zeros(0, np.int32)
 
 
 @pytest.fixture(params=[CpuSamplingKernels, TorchSamplingKernels], scope="module", autouse=True)
 def passes(request):
     """Every test here runs on the kernels and on torch's operators."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pagemill.sampling.sampler.kernels_on", lambda device: request.param())
-        yield request.param()
+    KERNELS.append(request.param())
+    yield KERNELS[-1]
+    KERNELS.pop()
 
 
 def params_of(**kwargs) -> SamplingParams:
@@ -33,7 +35,7 @@ def params_of(**kwargs) -> SamplingParams:
 
 def sampler_with(rows, vocab, eos=()) -> Sampler:
     """`rows`: (params, seed, prompt, output) each."""
-    sampler = Sampler(len(rows), vocab, "cpu", eos)
+    sampler = Sampler(len(rows), vocab, KERNELS[-1], eos)
     for row, (params, seed, prompt, output) in enumerate(rows):
         sampler.add_row(row, params, seed, np.array(prompt, np.int32), np.array(output, np.int32))
     return sampler
@@ -235,12 +237,13 @@ def test_logprobs_are_the_models_own(k):
 def test_prompt_logprobs():
     logits = torch.randn(7, 30)
     tokens = [3, 1, 4, 1, 5, 9, 2]
-    entries = prompt_logprobs(logits.clone(), tokens, 3)
+    sampler = sampler_with([(params_of(prompt_logprobs=k), 7, (), ()) for k in (3, 0)], 30)
+    entries = sampler.prompt_logprobs(0, logits.clone(), tokens)
     expected = torch.log_softmax(logits.double(), -1)
     for row, entry in enumerate(entries):
         assert entry.token_ids == [tokens[row], *expected[row].topk(3).indices.tolist()]
         np.testing.assert_allclose(entry.logprobs, expected[row, entry.token_ids].numpy(), atol=1e-5)
-    assert prompt_logprobs(logits, tokens, 0)[0].token_ids == [3]
+    assert sampler.prompt_logprobs(1, logits, tokens)[0].token_ids == [3]
 
 
 # --- one row's bits do not depend on the others ---

@@ -90,7 +90,7 @@ def expected_of_search(request: Request) -> list[Hypothesis]:
     return search.hypotheses
 
 
-class LowerTier:
+class OffloadStore:
     """Takes what is evicted, and brings it back some steps later, except for what it loses on the way."""
 
     def __init__(self, seed: int) -> None:
@@ -145,7 +145,7 @@ class Bench:
         payback_steps=None,
         max_accepted=1,
     ):
-        self.tier = None if tier is None else LowerTier(tier)
+        self.tier = None if tier is None else OffloadStore(tier)
         order = POLICIES[policy](0.1)
         self.memory = MemoryManager(
             frames, block_size, list(windows), caching, order, tier is not None, streamed_frames=(LOWER, lower)

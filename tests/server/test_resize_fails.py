@@ -11,13 +11,13 @@ from pagemill.frontend import spawn
 MODEL = "smollm2-135m"
 FAULT = """
 import pathlib
-from pagemill.kvcache.device_pool import DevicePool
-copy = DevicePool.copy_frames
-def copy_frames(pool, source, target):
+from pagemill.kvcache.frames import HostFrames
+copy = HostFrames.copy
+def failing(frames, source, target):
     if len(source) and pathlib.Path({flag!r}).exists():
         raise RuntimeError("out of device memory")
-    return copy(pool, source, target)
-DevicePool.copy_frames = copy_frames
+    return copy(frames, source, target)
+HostFrames.copy = failing
 """
 
 

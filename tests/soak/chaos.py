@@ -24,7 +24,6 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 
@@ -35,7 +34,7 @@ from pagemill.engine.messages import EngineRequest
 from pagemill.errors import ConfigError, InvalidRequestError, KVMemoryError, KVStoreError
 from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.worker import immediately
-from pagemill.kvcache import lower_file, read_ahead
+from pagemill.kvcache import read_ahead, streamed_file
 from pagemill.kvcache.disk_store import DiskStore
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams
@@ -85,7 +84,7 @@ class Faults:
         self.counts: Counter[str] = Counter()
         self.full = self.unreadable = self.breaking = self.harm = 0.0
         self._disk: DiskStore = core.tiers.lower.tiers[-1]
-        self._streamed = core.executor.pool._file
+        self._streamed = core.executor.pool.streamed_file
         put, read, run, apply = self._disk._put, self._disk.read, core.executor.run, core.executor.apply
         write_below, read_below, read_layer = self._streamed.write, self._streamed.read, read_ahead._read
 
@@ -128,14 +127,14 @@ class Faults:
         self._disk._put, self._disk.read = failing_put, failing_read
         core.executor.run, core.executor.apply = failing_run, failing_apply
         self._streamed.write, self._streamed.read = failing_write_below, failing_read_below
-        self._patched = lower_file._libc, read_layer
+        self._patched = streamed_file.written_back, read_layer
         read_ahead._read = failing_read_layer
 
     def _lose(self) -> None:
         """The system drops what it could not write of streamed blocks, and says so once."""
-        libc, due, file = self._patched[0], [-1], self._streamed._file.fileno()
+        taken, due, file = self._patched[0], [False], self._streamed.fileno()
         os.pwrite(file, self.random.randbytes(4096) * (os.fstat(file).st_size // 4096), 0)
-        lower_file._libc = SimpleNamespace(sync_file_range=lambda *at: due.pop() if due else libc.sync_file_range(*at))
+        streamed_file.written_back = lambda *at: due.pop() if due else taken(*at)
 
     @property
     def ended(self) -> int:
@@ -163,7 +162,7 @@ class Faults:
 
     def stop(self) -> None:
         self.full = self.unreadable = self.breaking = self.harm = 0.0
-        lower_file._libc, read_ahead._read = self._patched
+        streamed_file.written_back, read_ahead._read = self._patched
 
 
 class Soak:

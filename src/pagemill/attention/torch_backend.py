@@ -13,10 +13,12 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pagemill.attention.interface import AttentionBatch, LayerCache
-from pagemill.attention.quantize import quantize
 
 _ELEMENTS = 1 << 26
 """At most so many gathered key elements, and so many scores, at a time: bounds the scratch memory (256 MiB each)."""
+
+LEAST = 2.0**-100
+"""Vectors without an element of this magnitude are stored as zeros: their reciprocal would leave fp32's range."""
 
 
 class _Part(NamedTuple):
@@ -139,6 +141,22 @@ class TorchAttention:
                     parts.append(_Part(torch.tensor(taken).to(device), ids.to(device), end - begin, context))
         self._planned = (batch, parts)
         return parts
+
+
+def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Rounds keys or values to int8, symmetrically. Each token's vector of each KV head has a scale of its own, so that
+    what a slot holds depends on nothing but its token. Other bits need another name in `kvcache/kv_format.py`.
+
+    x: [..., head_dim]. Returns int8 of the same shape, and fp32 scales [...]: x is about int8 * scale, within
+    scale / 2. A vector that is not finite becomes zeros with the scale NaN. The kernels' bits (`write_scaled` in csrc).
+    """
+    x = x.float()
+    largest = x.abs().amax(-1)
+    usable = (largest >= LEAST) & (largest < torch.inf)
+    most = torch.full_like(largest, 127.0)
+    factor = torch.where(usable, most / largest, 0.0)
+    scale = torch.where(usable, largest / most, torch.where(largest < LEAST, 0.0, torch.nan))
+    return torch.round(torch.where(usable.unsqueeze(-1), x, 0.0) * factor.unsqueeze(-1)).to(torch.int8), scale
 
 
 def _flatten(gathered: Tensor, scale: Tensor | None, frames: Tensor) -> Tensor:

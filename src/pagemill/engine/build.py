@@ -38,7 +38,7 @@ def build(config: EngineConfig, executor: Executor) -> Engine:
     sizes = _sizes(config, facts, executor.memory())
     if not config.enable_prefix_caching:
         _check_use_of_tiers(config, sizes.streamed)
-    first_lower = executor.allocate(sizes.frames, sizes.streamed.frames, sizes.streamed.folder)
+    first_streamed = executor.allocate(sizes.frames, sizes.streamed.frames, sizes.streamed.folder)
     memory = MemoryManager(
         sizes.frames,
         config.block_size,
@@ -46,7 +46,7 @@ def build(config: EngineConfig, executor: Executor) -> Engine:
         config.enable_prefix_caching,
         POLICIES[config.eviction_policy](facts.attention_share),
         wants_tiers(config),
-        (first_lower, sizes.streamed.frames),
+        (first_streamed, sizes.streamed.frames),
     )
     tiers = make_tiers(config, executor, memory, sizes.streamed) if wants_tiers(config) else None
     scheduler = Scheduler(

@@ -11,10 +11,9 @@ from typing import NamedTuple
 from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError, KVStoreError
 from pagemill.executor.interface import Executor
-from pagemill.kvcache.compressed_store import ENTRY_BYTES, CompressedStore
 from pagemill.kvcache.disk_store import DiskStore, file_bytes
-from pagemill.kvcache.host_store import HostStore
-from pagemill.kvcache.lower_tiers import LowerTier, LowerTiers, Sources
+from pagemill.kvcache.host_store import ENTRY_BYTES, CompressedStore, HostStore
+from pagemill.kvcache.offload_tiers import OffloadStore, OffloadTiers, Sources
 from pagemill.kvcache.sizing import host_memory, parse_memory
 from pagemill.kvcache.store_format import StoreFormat, default_root
 from pagemill.kvcache.transfers import Transfers
@@ -82,7 +81,7 @@ def make_tiers(config: EngineConfig, executor: Executor, memory: MemoryManager, 
     """
     facts = executor.facts
     record_bytes = facts.frame_bytes
-    tiers: list[LowerTier] = []
+    tiers: list[OffloadStore] = []
     taken = {tier: streamed.of(tier, record_bytes) for tier in ("host", "disk")}
     if config.kv_host_memory is not None:
         limit, compressed = _host_bytes(config) - taken["host"], config.kv_host_compression == "zstd"
@@ -103,13 +102,13 @@ def make_tiers(config: EngineConfig, executor: Executor, memory: MemoryManager, 
         limit = _disk_bytes(config, file_bytes(_disk_root(config), format)) - taken["disk"]
         if limit > 2 * record_bytes or not taken["disk"]:
             tiers.append(DiskStore(_disk_root(config), format, limit))
-    return Tiers(LowerTiers(tiers, record_bytes), executor, memory, config.preemption_mode) if tiers else None
+    return Tiers(OffloadTiers(tiers, record_bytes), executor, memory, config.preemption_mode) if tiers else None
 
 
 class Tiers:
     """Transfers to and from the lower tiers, and what is known of their speed and of prefill's."""
 
-    def __init__(self, lower: LowerTiers, executor: Executor, memory: MemoryManager, preemption_mode: str) -> None:
+    def __init__(self, lower: OffloadTiers, executor: Executor, memory: MemoryManager, preemption_mode: str) -> None:
         self.lower = lower
         self.transfers = Transfers(executor.frames, lower)
         self._memory = memory

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from pagemill.errors import KVStoreError
-from pagemill.kvcache.lower_tiers import LowerTiers, Sources
+from pagemill.kvcache.offload_tiers import OffloadTiers, Sources
 from pagemill.memory.manager import MemoryManager, Residency
 
 
@@ -16,7 +16,7 @@ def by_tier(memory: MemoryManager, streams_from: str, places: Residency) -> dict
 
 
 def findable(
-    memory: MemoryManager, streams_from: str, tiers: LowerTiers | None, digests: Sequence[bytes]
+    memory: MemoryManager, streams_from: str, tiers: OffloadTiers | None, digests: Sequence[bytes]
 ) -> dict[str, int]:
     """Those that a prompt would find that goes on behind a chain, each in the highest tier that has it. A tier that can
     not say counts as empty."""

@@ -1,45 +1,66 @@
-"""Backend: the operators, the attention and the layout of K/V that a device runs, chosen together."""
+"""Backend: the operators, attention, layers, sampling and layout of K/V that a device runs, chosen together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
 from typing import NamedTuple
 
 import torch
 
+from pagemill import _kernels
+from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.attention.interface import AttentionBackend
-from pagemill.attention.select import select_attention
 from pagemill.attention.torch_backend import TorchAttention
 from pagemill.errors import ConfigError
-from pagemill.kvcache.layout import KVLayout, block_major, layer_major
+from pagemill.kvcache.layout import LayoutMaker, block_major, layer_major
+from pagemill.machine import usable_cores
+from pagemill.models.cpu_decoder import cpu_decoder
+from pagemill.models.decoder import Decoder, DecoderMaker
+from pagemill.ops.cpu_ops import CpuOps
 from pagemill.ops.interface import Ops
-from pagemill.ops.select import select_ops
 from pagemill.ops.torch_ops import TorchOps
+from pagemill.sampling.cpu_kernels import CpuSamplingKernels
+from pagemill.sampling.kernels import SamplingKernels
+from pagemill.sampling.torch_kernels import TorchSamplingKernels
 
 
 class Backend(NamedTuple):
-    """layout: constructor of the layout that the attention reads fastest."""
+    """Holds what belongs together on a device. layout: the one that the attention reads fastest."""
 
     device: torch.device
     ops: Ops
     attention: AttentionBackend
-    layout: Callable[..., KVLayout]
+    decoder: DecoderMaker
+    sampling: SamplingKernels
+    layout: LayoutMaker
 
 
 def torch_backend(device: torch.device) -> Backend:
     """Returns the readable reference, for any device."""
-    return Backend(device, TorchOps(), TorchAttention(), block_major)
+    return Backend(device, TorchOps(), TorchAttention(), Decoder, TorchSamplingKernels(), block_major)
+
+
+def cpu_backend(num_threads: int | None = None) -> Backend:
+    """Returns the C++ kernels, with `num_threads` threads (default: one per physical core).
+
+    Raises ConfigError if the environment's PAGEMILL_ISA names kernels that this CPU cannot run.
+    """
+    asked = os.environ.get("PAGEMILL_ISA")
+    if asked and asked not in _kernels.available_isas():
+        raise ConfigError(
+            f"PAGEMILL_ISA is {asked!r}; this CPU runs {', '.join(_kernels.available_isas())}", param="PAGEMILL_ISA"
+        )
+    _kernels.set_num_threads(num_threads or usable_cores())
+    return Backend(torch.device("cpu"), CpuOps(), CpuAttention(), cpu_decoder, CpuSamplingKernels(), layer_major)
 
 
 def select_backend(name: str, num_threads: int | None = None) -> Backend:
     """Returns the C++ kernels for "cpu", torch for "cuda", the better of what the machine has for "auto".
 
-    Raises ConfigError for a device that is not there.
+    Raises ConfigError for a device that is not there, and as `cpu_backend` does.
     """
     device = _device(name)
-    if device.type != "cpu":
-        return torch_backend(device)
-    return Backend(device, select_ops(device, num_threads), select_attention(device), layer_major)
+    return cpu_backend(num_threads) if device.type == "cpu" else torch_backend(device)
 
 
 def _device(name: str) -> torch.device:

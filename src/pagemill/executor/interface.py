@@ -83,7 +83,7 @@ class Executor(Protocol):
 
     def memory(self) -> ExecutorMemory: ...
 
-    def allocate(self, num_frames: int, lower_frames: int = 0, lower_folder: Path | None = None) -> int:
+    def allocate(self, num_frames: int, streamed_frames: int = 0, streamed_folder: Path | None = None) -> int:
         """Makes the KV pool, once, with frames of a lower tier beside it, in host memory or in a file in that folder.
         Returns the number of the first lower frame. Raises KVMemoryError or KVStoreError."""
         ...

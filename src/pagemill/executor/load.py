@@ -12,9 +12,9 @@ from pagemill.executor.interface import ExecutorFacts
 from pagemill.executor.local import LocalExecutor
 from pagemill.hub import resolve_model
 from pagemill.kvcache.kv_format import kv_format
+from pagemill.kvcache.layout import FrameShape
 from pagemill.models.loading import load_model
-from pagemill.ops.compiled import check_compiled
-from pagemill.ops.vector_math import settle_vector_math
+from pagemill.ops.prepare import check_compiled, settle_vector_math
 
 
 def open_executor(
@@ -38,23 +38,15 @@ def open_executor(
         device=backend.device,
         ops=backend.ops,
         attention=backend.attention,
+        decoder=backend.decoder,
         progress=progress,
         quantization=config.quantization,
     )
     weights = str(model.dtype).removeprefix("torch.")
     kv = kv_format(weights if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
     groups, spec, on_cpu = model.decoder.groups, model.spec, backend.device.type == "cpu"
-    layout = backend.layout(
-        places=groups.layers_per_frame,
-        frames=1,
-        kv_heads=spec.num_kv_heads,
-        block_size=config.block_size,
-        key_dim=spec.head_dim,
-        value_dim=spec.head_dim,
-        itemsize=kv.itemsize,
-        scaled=kv.scaled,
-        pairs=kv.pairs,
-    )
+    shape = FrameShape(groups, spec.num_kv_heads, config.block_size, spec.head_dim, spec.head_dim, kv)
+    layout = backend.layout(shape, 1)
     if config.quantization is not None:
         weights = f"{config.quantization} (others {weights})"
     facts = ExecutorFacts(
@@ -77,4 +69,4 @@ def open_executor(
             f"{backend.attention.name}, layers {model.decoder.executor}"
         ),
     )
-    return LocalExecutor(model, backend, facts, block_size=config.block_size, max_num_seqs=config.max_num_seqs)
+    return LocalExecutor(model.decoder, backend, facts, shape, config.max_num_seqs)

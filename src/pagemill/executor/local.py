@@ -19,14 +19,13 @@ from pagemill.errors import NonFiniteLogitsError, SamplingParamsError
 from pagemill.executor.backend import Backend
 from pagemill.executor.interface import ExecutorFacts, ExecutorMemory, StepHandle
 from pagemill.kvcache.device_pool import DevicePool
-from pagemill.kvcache.frame_access import PooledFrames
-from pagemill.kvcache.pages_ahead import PagesAhead
+from pagemill.kvcache.layout import FrameShape
+from pagemill.kvcache.pages_ahead import PagesAhead, PooledFrames
 from pagemill.kvcache.read_ahead import ReadAhead
 from pagemill.kvcache.sizing import host_memory
-from pagemill.models.decoder import OnLayer
-from pagemill.models.loading import LoadedModel
+from pagemill.models.decoder import Decoder, OnLayer
 from pagemill.sampling.params import TokenLogprobs
-from pagemill.sampling.sampler import Sampler, prompt_logprobs
+from pagemill.sampling.sampler import Sampler
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
 LOGITS_ROWS = 64
@@ -46,45 +45,41 @@ class LocalExecutor:
 
     def __init__(
         self,
-        model: LoadedModel,
+        decoder: Decoder,
         backend: Backend,
         facts: ExecutorFacts,
-        *,
-        block_size: int,
+        shape: FrameShape,
         max_num_seqs: int,
     ) -> None:
         self.facts = facts
-        self.decoder = model.decoder
-        self.sampler = Sampler(max_num_seqs, facts.vocab_size, backend.device, facts.eos_token_ids)
-        self._spec = model.spec
-        self._backend = backend
+        self.decoder = decoder
+        self.sampler = Sampler(max_num_seqs, facts.vocab_size, backend.sampling, facts.eos_token_ids)
+        self._shape = shape
+        self._layout = backend.layout
         self._device = backend.device
-        self._block_size = block_size
-        entries = -(-facts.max_model_len // block_size)
+        self._block_size = shape.block_size
+        entries = -(-facts.max_model_len // shape.block_size)
         self.tables = np.full((len(facts.windows), max_num_seqs, entries), -1, dtype=np.int32)
         self._tokens = np.zeros((max_num_seqs, facts.max_model_len + 1), dtype=np.int32)
         self._prompt_lens = np.zeros(max_num_seqs, dtype=np.int32)
         self._logits = torch.empty(0, facts.vocab_size)
         self._read_ahead: ReadAhead | None = None
 
-    def allocate(self, num_frames: int, lower_frames: int = 0, lower_folder: Path | None = None) -> int:
+    def allocate(self, num_frames: int, streamed_frames: int = 0, streamed_folder: Path | None = None) -> int:
         self.pool = DevicePool(
             num_frames,
-            self.decoder.groups,
-            self._spec.num_kv_heads,
-            self._spec.head_dim,
-            self._block_size,
-            self.facts.kv,
+            self._shape,
             self._device,
-            layout=self._backend.layout,
+            self._layout,
             room=self.memory().total,
-            lower_frames=lower_frames,
-            lower_folder=lower_folder,
+            streamed_frames=streamed_frames,
+            streamed_folder=streamed_folder,
         )
         self.pages = PagesAhead(self.pool)
         self.frames = PooledFrames(self.pool, self.pages)
-        self._read_ahead = self.pool.read_ahead() if self.pool.streams_from_disk else None
-        return self.pool.first_lower
+        if (file := self.pool.streamed_file) is not None:
+            self._read_ahead = ReadAhead(file, self._shape.groups)
+        return self.pool.first_streamed
 
     def memory(self) -> ExecutorMemory:
         on_gpu = self._device.type == "cuda"
@@ -102,17 +97,18 @@ class LocalExecutor:
             self._tokens[row, position : position + len(token_ids)] = token_ids
         work = plan.work
         written = np.concatenate((work.copy_target, work.edit_frame))
-        self.pages.reach(int(written[written < self.pool.first_lower].max(initial=-1)))
+        self.pages.reach(int(written[written < self.pool.first_streamed].max(initial=-1)))
         if len(work.edit_row):
             self.tables[work.edit_group, work.edit_row, work.edit_index] = work.edit_frame
-        return self.pool.copy_frames(self._to_device(work.copy_source), self._to_device(work.copy_target))
+        return self.pool.frames.copy(work.copy_source, work.copy_target)
 
     def resize(self, num_frames: int) -> None:
         self.pages.shrink(num_frames)
         self.pool.resize(num_frames)
 
     def take_loss(self) -> bool:
-        return self.pool.take_loss()
+        file = self.pool.streamed_file
+        return file is not None and file.take_loss()
 
     def submit(self, plan: StepPlan) -> StepHandle:
         try:
@@ -161,12 +157,12 @@ class LocalExecutor:
         """Returns what reads ahead the blocks on disk that the step attends; None if there are none."""
         if self._read_ahead is None:
             return None
-        lower = [frames - self.pool.first_lower for frames in self.streamed_frames(plan)]
-        return self._read_ahead.step(lower) if any(map(len, lower)) else None
+        streamed = [frames - self.pool.first_streamed for frames in self.streamed_frames(plan)]
+        return self._read_ahead.step(streamed) if any(map(len, streamed)) else None
 
     def streamed_frames(self, plan: StepPlan) -> list[NDArray[np.int32]]:
         entries = -(-int((plan.starts + plan.query_lens).max()) // self._block_size)
-        return [tables[tables >= self.pool.first_lower] for tables in self.tables[:, plan.rows, :entries]]
+        return [tables[tables >= self.pool.first_streamed] for tables in self.tables[:, plan.rows, :entries]]
 
     def _batch(
         self,
@@ -251,7 +247,7 @@ class LocalExecutor:
         for begin in range(0, len(targets), LOGITS_ROWS):
             part = targets[begin : begin + LOGITS_ROWS]
             logits = self.decoder.logits(hidden[begin : begin + len(part)])
-            found += prompt_logprobs(logits, part.tolist(), self.sampler.params(row).prompt_logprobs or 0)
+            found += self.sampler.prompt_logprobs(row, logits, part)
         return found
 
     def _to_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:

@@ -20,8 +20,7 @@ from queue import LifoQueue
 import numpy as np
 from numpy.typing import NDArray
 
-from pagemill.kvcache.advice import HUGE, POPULATE_WRITE, advise, private_memory
-from pagemill.kvcache.layout import HUGE_PAGE
+from pagemill.kvcache.pages import HUGE, HUGE_PAGE, POPULATE_WRITE, advise, private_memory
 
 _CACHESTAT = 451
 """Linux 6.5's number of cachestat(2), for which the C library has no function."""

@@ -25,10 +25,9 @@ from numpy.typing import NDArray
 
 from pagemill.errors import KVStoreError
 from pagemill.kvcache.direct_reads import DirectReads
-from pagemill.kvcache.lower_tiers import Spill
-from pagemill.kvcache.records import Places, Records
-from pagemill.kvcache.slots import Slots, is_whole
-from pagemill.kvcache.store_format import StoreFormat
+from pagemill.kvcache.frame_access import Places, Records
+from pagemill.kvcache.offload_tiers import Spill
+from pagemill.kvcache.store_format import Slots, StoreFormat, is_whole
 from pagemill.kvcache.store_index import StoreIndex
 from pagemill.memory.work import BlockName
 
@@ -55,7 +54,7 @@ def file_bytes(root: Path, format: StoreFormat) -> int:
 
 
 class DiskStore:
-    """A LowerTier. Thread-safe. Raises KVStoreError for a folder that cannot be used, and for what the disk refuses.
+    """A OffloadStore. Thread-safe. Raises KVStoreError for a folder that cannot be used, and for what the disk refuses.
 
     limit_bytes: the most that `blocks.dat` may grow to; what was used longest ago makes room, a chain's end first. A
     file that is larger is cut down to it here, unless another process uses it.

@@ -1,4 +1,8 @@
-"""FrameAccess: how lower tiers read and write frames of the pool, whatever device that lies on."""
+"""FrameAccess: how offload stores read and write frames of the pool, whatever device that lies on.
+
+A block's content travels as a record, the same bytes in every store: an array [record_bytes], or, in a pool whose
+frames lie in pieces, [pieces, record_bytes / pieces], of which each row is contiguous.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +13,18 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from pagemill.kvcache.device_pool import DevicePool
-from pagemill.kvcache.pages_ahead import PagesAhead
-from pagemill.kvcache.records import Places
+
+class Place(Protocol):
+    """Takes a record, `place[:] = record`: an array of its shape, or a frame of a device."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __setitem__(self, whole: slice, record: NDArray[np.uint8], /) -> None: ...
+
+
+Records = Sequence[NDArray[np.uint8]] | NDArray[np.uint8]
+Places = Sequence[Place] | NDArray[np.uint8]
 
 
 class FrameAccess(Protocol):
@@ -33,29 +46,6 @@ class FrameAccess(Protocol):
 
     def write(self, frames: Sequence[int], after: Any) -> AbstractContextManager[Places]:
         """Gives a place for each frame's record, to be filled by any thread; the frames hold them when the context
-        ends. What `after` marks comes first. Raises KVStoreError, on leaving, if a disk does not take them."""
+        ends, and what was not filled is undefined. What `after` marks comes first. Raises KVStoreError, on leaving, if
+        a disk does not take them."""
         ...
-
-
-class PooledFrames:
-    """Gives access to the frames of a pool in this process; `pages` makes the memory that is written."""
-
-    def __init__(self, pool: DevicePool, pages: PagesAhead) -> None:
-        self._pool = pool
-        self._pages = pages
-
-    def read(self, frames: Sequence[int]) -> tuple[NDArray[np.uint8], list[bool]]:
-        return self._pool.read_frames(frames)
-
-    def mark(self) -> object | None:
-        return self._pool.mark()
-
-    def begin_writes(self) -> None:
-        self._pages.begin()
-
-    def end_writes(self) -> None:
-        self._pages.end()
-
-    def write(self, frames: Sequence[int], after: Any) -> AbstractContextManager[Places]:
-        self._pages.make(frames)
-        return self._pool.records(frames, after)

@@ -1,18 +1,20 @@
-"""KVFormat: how an element of K or V is stored, as data. Everything but layouts and kernels treats it as opaque."""
+"""KVFormat: how keys and values are stored, as data. Everything but layouts and kernels treats it as opaque."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+SCALE_BYTES = 4
+
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """Describes the elements of a KV pool.
+    """Describes the elements of a KV pool, and how many bytes they take.
 
     element: torch's name of their type; itemsize: its bytes.
     name: part of the digests that name blocks; it changes when the same K and V would be stored as other bits.
-    scaled: whether each token of each KV head has an fp32 scale for its key and one for its value.
-    pairs: whether a layout for matrix products stores neighbouring elements side by side, where their number is even.
+    scaled: True if each token of each KV head has an fp32 scale for its key and one for its value.
+    pairs: True if a layout for matrix products stores neighbouring elements side by side, where their number is even.
     """
 
     element: str
@@ -20,6 +22,15 @@ class KVFormat:
     name: str
     scaled: bool = False
     pairs: bool = False
+
+    @property
+    def scale_bytes(self) -> int:
+        """Bytes of the scale of one head's key or value."""
+        return SCALE_BYTES if self.scaled else 0
+
+    def slot_bytes(self, kv_heads: int, key_dim: int, value_dim: int) -> int:
+        """Returns the bytes of one token's K and V in one layer, scales included."""
+        return kv_heads * ((key_dim + value_dim) * self.itemsize + 2 * self.scale_bytes)
 
     def digest_name(self, block_size: int, layout: str) -> str:
         """Returns what the digests of blocks of this format begin with: equal names mean equal bytes for equal K/V."""

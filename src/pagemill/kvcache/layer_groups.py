@@ -24,8 +24,12 @@ class LayerGroups:
     groups: tuple[LayerGroup, ...]
     layers_per_frame: int
 
+    @property
+    def num_layers(self) -> int:
+        return sum(len(group.layers) for group in self.groups)
+
     def place(self, layer: int) -> tuple[int, int]:
-        """(group, place within the frame) of a model layer."""
+        """Returns (group, place within the frame) of a model layer. Raises KeyError for a layer that is in no group."""
         for index, group in enumerate(self.groups):
             if layer in group.layers:
                 return index, group.layers.index(layer)

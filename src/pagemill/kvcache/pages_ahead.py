@@ -1,9 +1,9 @@
-"""PagesAhead: the pool's next pages are found and cleared by the system before the engine writes them.
+"""PagesAhead and PooledFrames: the pool's next pages are found and cleared by the system before the engine writes them.
 
 The first write to a page costs far more than the write itself: a huge page is 2 MiB to find and clear, in a virtual
 machine twice over. While an engine waits for its first request, a thread does that for the first frames. Later, all
 cores do it together for the frames that a step is about to use: a thread beside a step would take a core from the
-kernels, and those on the other cores would wait for that one. For frames that blocks from lower tiers go to, the
+kernels, and those on the other cores would wait for that one. For frames that blocks from offload stores go to, the
 threads that read those do it, one while another waits for the disk.
 
 Once huge pages have been slow to come, the later ones are small, so that a step waits less: a virtual machine whose
@@ -15,15 +15,20 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from itertools import groupby
+from typing import Any
 
-from pagemill.kvcache.advice import HUGE, NOT_HUGE, POPULATE_WRITE, advise
+import numpy as np
+from numpy.typing import NDArray
+
 from pagemill.kvcache.device_pool import DevicePool
-from pagemill.kvcache.layout import HUGE_PAGE, PAGE_BYTES
+from pagemill.kvcache.frame_access import Places
+from pagemill.kvcache.pages import HUGE, HUGE_PAGE, NOT_HUGE, PAGE_BYTES, POPULATE_WRITE, advise
 from pagemill.machine import usable_cores
 
 AHEAD_BYTES = 256 << 20
-"""Of the frames that get their pages before the first request."""
+"""Bytes of the frames that get their pages before the first request."""
 SHARE = 4
 """Nor more than a pool's quarter."""
 FRAMES_AT_ONCE = 16
@@ -33,13 +38,14 @@ SLOW_BYTES_PER_S = 1 << 30
 
 
 class PagesAhead:
-    """Of one pool, on CPU; elsewhere, and where the system cannot do it, it does nothing."""
+    """Makes pages of one pool, on CPU; elsewhere, and where the system cannot do it, it does nothing."""
 
     def __init__(self, pool: DevicePool) -> None:
         self._pool = pool
         self._cores = usable_cores()
-        self._together = max(1, HUGE_PAGE // pool.pieces[2])
-        """Frames of which each piece fills about a huge page."""
+        self._starts = [piece.data_ptr() for piece in pool.frames.bytes]
+        self._together = max(1, HUGE_PAGE // pool.layout.piece_bytes)
+        """How many neighbouring frames fill about a huge page in each piece."""
         self._ready = 0 if pool.device.type == "cpu" else pool.num_frames  # frames below have their pages
         self._made: set[int] = set()  # of the others, those that have
         self._lock = threading.Lock()
@@ -53,20 +59,20 @@ class PagesAhead:
         self._thread.start()
 
     def begin(self) -> None:
-        """To be called before pages are made. What pages shall be is said once, of the whole pool: to say it, the
-        system stops all who make some."""
+        """Prepares for `make`. What pages shall be is said once, of the whole pool: to say it, the system stops all who
+        make some."""
         with self._lock:
             self._users += 1
             self._say()
 
     def end(self) -> None:
-        """To be called after `begin`, when they are there."""
+        """Ends what `begin` began, when the pages are there."""
         with self._lock:
             self._users -= 1
             self._say()
 
     def reach(self, frame: int) -> None:
-        """To be called before a step first writes to frames up to this one; by one thread."""
+        """Makes the pages of frames up to this one, before a step first writes to them; called by one thread."""
         if frame < self._ready:
             return
         self._stop_first()
@@ -81,7 +87,8 @@ class PagesAhead:
         self._ready = max(self._ready, end)
 
     def make(self, frames: Sequence[int]) -> None:
-        """To be called before the first write to these frames beside steps, after `begin`; by any thread."""
+        """Makes the pages of these frames before the first write to them beside steps, after `begin`; called by any
+        thread."""
         self._stop.set()
         wanted = sorted(frame for frame in frames if self._ready <= frame < self._pool.num_frames)
         for _, neighbours in groupby(enumerate(wanted), lambda at: at[1] - at[0]):
@@ -90,8 +97,8 @@ class PagesAhead:
         self._made.update(wanted)
 
     def shrink(self, num_frames: int) -> None:
-        """To be called before the pool gives back the pages of the frames from `num_frames` on, to which nobody writes
-        then."""
+        """Forgets the pages of the frames from `num_frames` on, before the pool gives them back. Nobody writes to those
+        frames meanwhile."""
         self._stop_first()
         self._ready = min(self._ready, num_frames)
         self._made = {frame for frame in self._made.copy() if frame < num_frames}
@@ -136,22 +143,44 @@ class PagesAhead:
         if small == self._small:
             return
         self._small = small
-        pieces, piece_bytes, frame_bytes = self._pool.pieces
-        for piece in range(pieces):
-            at = (self._pool.storage.data_ptr() + piece * piece_bytes) // PAGE_BYTES * PAGE_BYTES
-            advise(at, self._pool.first_lower * frame_bytes, NOT_HUGE if small else HUGE)
+        for start in self._starts:
+            at = start // PAGE_BYTES * PAGE_BYTES
+            advise(at, self._pool.first_streamed * self._pool.layout.piece_bytes, NOT_HUGE if small else HUGE)
 
     def _regions(self, begin: int, end: int) -> list[tuple[int, int]]:
-        """Addresses and bytes of the pages that frames begin .. end - 1 touch, the lowest frames first."""
-        pieces, piece_bytes, frame_bytes = self._pool.pieces
+        """Returns address and bytes of the pages that frames begin .. end - 1 touch, the lowest frames first."""
+        frame_bytes = self._pool.layout.piece_bytes
         page = PAGE_BYTES if self._slow else HUGE_PAGE
         found = []
         for first in range(begin, end, self._together):
-            for piece in range(pieces):
-                start = self._pool.storage.data_ptr() + piece * piece_bytes
+            for start in self._starts:
                 at = (start + first * frame_bytes) // page * page
                 to = start + min(first + self._together, end) * frame_bytes
                 at = max(at, start // PAGE_BYTES * PAGE_BYTES)
                 to = min(-(-to // page) * page, start + self._pool.num_frames * frame_bytes)
                 found.append((at, to - at))
         return found
+
+
+class PooledFrames:
+    """Gives `FrameAccess` to a pool in this process; `pages` makes the memory that is written."""
+
+    def __init__(self, pool: DevicePool, pages: PagesAhead) -> None:
+        self._pool = pool
+        self._pages = pages
+
+    def read(self, frames: Sequence[int]) -> tuple[NDArray[np.uint8], list[bool]]:
+        return self._pool.frames.read(frames)
+
+    def mark(self) -> object | None:
+        return self._pool.frames.mark()
+
+    def begin_writes(self) -> None:
+        self._pages.begin()
+
+    def end_writes(self) -> None:
+        self._pages.end()
+
+    def write(self, frames: Sequence[int], after: Any) -> AbstractContextManager[Places]:
+        self._pages.make(frames)
+        return self._pool.frames.write(frames, after)

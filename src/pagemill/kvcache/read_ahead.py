@@ -1,4 +1,4 @@
-"""Reading ahead what lies in lower frames on disk, which attention then reads in mapped memory.
+"""ReadAhead: brings into memory what lies in streamed frames on disk, before attention reads it there.
 
 The system keeps what it has memory for; what the process maps is bounded: a layer's blocks are read ahead while the
 layers before it are computed, and let go of when it has been. What a disk cannot read is found then, and fails the
@@ -17,34 +17,36 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagemill.errors import KVStoreError
-from pagemill.kvcache.advice import POPULATE_READ, advise
-from pagemill.kvcache.lower_file import Region
+from pagemill.kvcache.layer_groups import LayerGroups
+from pagemill.kvcache.pages import POPULATE_READ, advise
+from pagemill.kvcache.streamed_file import Region, StreamedFile
 
 LAYERS_AHEAD = 2
 READ_BYTES = 4 << 20
-"""Read with one call."""
+"""How much is read with one call."""
 
 Runs = list[tuple[int, int]]
 """(first byte, bytes) within a region, whole pages."""
 
 
 class ReadAhead:
-    """Reads the lower frames of a step's rows, layer by layer, before attention does. Its methods belong to one thread.
+    """Reads the streamed frames of a step's rows, layer by layer. Its methods belong to one thread."""
 
-    regions: by layer, in the order in which layers are computed. frame_bytes: of a frame in a region.
-    """
-
-    def __init__(self, regions: Sequence[Region], groups: Sequence[int], frame_bytes: int) -> None:
-        self._regions = regions
-        self._groups = groups
-        self._frame_bytes = frame_bytes
+    def __init__(self, file: StreamedFile, groups: LayerGroups) -> None:
+        at = [groups.place(layer) for layer in range(groups.num_layers)]
+        self._groups = [group for group, _ in at]
+        self._regions = [file.regions[min(place, len(file.regions) - 1)] for _, place in at]
+        self._piece_bytes = file.piece_bytes
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="kv-stream")
         self._under_way: dict[int, tuple[Runs, Future[bool]]] = {}
 
     def step(self, frames: Sequence[NDArray[np.int32]]) -> Callable[[int], None]:
-        """What is called with each layer's number when that begins. frames: by layer group, those that the step reads,
-        counted from the first lower one. Raises KVStoreError if the disk cannot read them."""
-        runs = [_runs(each, self._frame_bytes) for each in frames]
+        """Returns a function that is called with each layer's number when that begins.
+
+        frames: by layer group, those that the step reads, counted from the first streamed one. The function raises
+        KVStoreError if the disk cannot read them.
+        """
+        runs = [_runs(each, self._piece_bytes) for each in frames]
         layers = len(self._regions)
 
         def read(layer: int) -> None:
@@ -71,7 +73,7 @@ class ReadAhead:
 
 
 def _runs(frames: NDArray[np.int32], frame_bytes: int) -> Runs:
-    """Of neighbouring frames."""
+    """Returns the bytes of these frames in a piece, one run for neighbours."""
     frames = np.unique(frames)
     found = []
     for run in np.split(frames, np.flatnonzero(np.diff(frames) != 1) + 1) if len(frames) else ():
@@ -81,7 +83,7 @@ def _runs(frames: NDArray[np.int32], frame_bytes: int) -> Runs:
 
 
 def _read(region: Region, runs: Runs) -> bool:
-    """Asks for all first, so that the medium is never idle, then waits and maps; whether all could be read."""
+    """Asks for all first, so that the medium is never idle, then waits and maps. Returns whether all could be read."""
     for begin, size in runs:
         advise(region.begin + begin, size, mmap.MADV_WILLNEED)
     for begin, size in runs:

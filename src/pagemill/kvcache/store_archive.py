@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from pagemill.errors import KVStoreError
 from pagemill.kvcache.disk_store import DiskStore
-from pagemill.kvcache.slots import Slots
-from pagemill.kvcache.store_format import StoreFormat
+from pagemill.kvcache.store_format import Slots, StoreFormat
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.work import BlockName
 from pagemill.namespace import Namespace

@@ -12,8 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pagemill.errors import KVStoreError
-from pagemill.kvcache.slots import HEADER_BYTES, name_in
-from pagemill.kvcache.store_format import StoreFormat
+from pagemill.kvcache.store_format import HEADER_BYTES, StoreFormat, name_in
 from pagemill.memory.work import BlockName
 
 BUSY_TIMEOUT_S = 30.0

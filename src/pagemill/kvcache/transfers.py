@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pagemill.errors import KVStoreError
 from pagemill.kvcache.frame_access import FrameAccess
 from pagemill.kvcache.load_time import LoadTime
-from pagemill.kvcache.lower_tiers import LowerTiers
+from pagemill.kvcache.offload_tiers import OffloadTiers
 from pagemill.memory.work import Load, Save
 
 logger = logging.getLogger(__name__)
@@ -70,7 +70,7 @@ class Transfers:
     def __init__(
         self,
         frames: FrameAccess,
-        tiers: LowerTiers,
+        tiers: OffloadTiers,
         backlog_bytes: int = 256 << 20,
         num_threads: int = 4,
     ) -> None:

@@ -16,6 +16,14 @@ from pagemill.ops.cpu_ops import ACTIVATIONS, DTYPES, CpuLinear, CpuOps
 from pagemill.ops.interface import Linear
 
 
+def cpu_decoder(
+    spec: DecoderSpec, weights: DecoderWeights, ops: CpuOps, attention: CpuAttention, dtype: torch.dtype
+) -> Decoder:
+    """Returns a decoder that runs as one C++ call if it is dense, else operator by operator, with the same bits."""
+    kind = Decoder if any(layer.moe for layer in spec.layers) else CpuDecoder
+    return kind(spec, weights, ops, attention, dtype)
+
+
 class CpuDecoder(Decoder):
     """Runs dense decoders whose weights `CpuOps` packed. A step is one call, which checks its arrays."""
 

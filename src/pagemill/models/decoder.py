@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -208,3 +208,7 @@ def _apply_experts(x: Tensor, weights: Experts, spec: MoESpec, activation: Activ
 def _apply_mlp(x: Tensor, mlp: GatedMLP, activation: Activation, ops: Ops) -> Tensor:
     """Returns down(activation(gate(x)) * up(x)) for x [tokens, hidden]."""
     return mlp.down(ops.gated(mlp.gate_up(x), activation))
+
+
+DecoderMaker = Callable[[DecoderSpec, DecoderWeights, Any, Any, torch.dtype], Decoder]
+"""Makes a decoder of a model's description, its weights, operators and attention that belong together, and dtype."""

@@ -53,14 +53,3 @@ class SamplingKernels(Protocol):
     def log_probabilities(self, logits: torch.Tensor, places: Ids, tokens: Ids, counts: Ids) -> list[TokenLogprobs]:
         """Of `tokens` at each place, whose logits are finite, and how many others to give."""
         ...
-
-
-def kernels_on(device: torch.device) -> SamplingKernels:
-    """On CPU the C++ kernels, elsewhere torch."""
-    if device.type == "cpu":
-        from pagemill.sampling.cpu_kernels import CpuSamplingKernels
-
-        return CpuSamplingKernels()
-    from pagemill.sampling.torch_kernels import TorchSamplingKernels
-
-    return TorchSamplingKernels()

@@ -7,7 +7,7 @@ The token and log probabilities of a row are, bitwise, a function of its own log
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from pagemill.sampling.constraints import RowConstraints, apply_constraints
-from pagemill.sampling.kernels import Choices, SamplingKernels, kernels_on
+from pagemill.sampling.kernels import Choices, SamplingKernels
 from pagemill.sampling.params import SamplingParams, TokenLogprobs
 from pagemill.sampling.random import uniform
 
@@ -37,13 +37,14 @@ class Sampled:
 
 
 class Sampler:
-    """State of up to `max_rows` sequences over a vocabulary of `vocab_size` logits on `device`."""
+    """Holds the state of up to `max_rows` sequences over a vocabulary of `vocab_size` logits, and samples by `kernels`,
+    those of the logits' device."""
 
     def __init__(
-        self, max_rows: int, vocab_size: int, device: torch.device | str = "cpu", eos_token_ids: Iterable[int] = ()
+        self, max_rows: int, vocab_size: int, kernels: SamplingKernels, eos_token_ids: Iterable[int] = ()
     ) -> None:
         self.vocab_size = vocab_size
-        self._kernels: SamplingKernels = kernels_on(torch.device(device))
+        self._kernels = kernels
         self.eos_token_ids = tuple(token for token in eos_token_ids if 0 <= token < vocab_size)
         self._seeds = np.zeros(max_rows, np.uint64)
         self._positions = np.zeros(max_rows, np.int64)
@@ -146,9 +147,11 @@ class Sampler:
         uniforms = uniform(self._seeds[rows], self._positions[rows])
         return Choices(temperature, self._top_k[rows], self._top_p[rows], self._min_p[rows], uniforms)
 
+    def prompt_logprobs(self, row: int, logits: torch.Tensor, next_token_ids: npt.ArrayLike) -> list[TokenLogprobs]:
+        """Returns log probabilities of the tokens that follow in the row's prompt, with as many others as it asks for.
 
-def prompt_logprobs(logits: torch.Tensor, next_token_ids: Sequence[int], k: int) -> list[TokenLogprobs]:
-    """Log probabilities of the tokens that follow in the prompt: `logits` float32 [t, vocab], `next_token_ids` [t]."""
-    tokens = np.asarray(next_token_ids, np.int64)
-    places, counts = np.arange(len(tokens)), np.full(len(tokens), k, np.int64)
-    return kernels_on(logits.device).log_probabilities(logits, places, tokens, counts)
+        logits: float32 [t, vocab]; next_token_ids: [t].
+        """
+        tokens = np.asarray(next_token_ids, np.int64)
+        counts = np.full(len(tokens), self.params(row).prompt_logprobs or 0, np.int64)
+        return self._kernels.log_probabilities(logits, np.arange(len(tokens)), tokens, counts)

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagemill.errors import CalibrationError
+from pagemill.kvcache.kv_format import KVFormat
 from pagemill.kvcache.layer_groups import LayerGroups, group_layers
-from pagemill.kvcache.layout import layer_major
+from pagemill.kvcache.layout import FrameShape, layer_major
 from pagemill.scheduling.step_plan import StepPlan
 
 
@@ -32,22 +33,20 @@ class KVShape:
         return group_layers(self.windows)
 
     @property
+    def _format(self) -> KVFormat:
+        return KVFormat("", self.itemsize, "")
+
+    @property
     def slot_bytes(self) -> float:
         """K and V of one token in one layer group, without padding; the mean where groups differ."""
         layers = len(self.windows) / len(self.groups.groups)
-        return 2 * layers * self.num_kv_heads * self.head_dim * self.itemsize
+        return layers * self._format.slot_bytes(self.num_kv_heads, self.head_dim, self.head_dim)
 
     def frame_bytes(self, block_size: int) -> int:
         """Of a frame as it lies in the pool on CPU, padding included."""
-        return layer_major(
-            places=self.groups.layers_per_frame,
-            frames=1,
-            kv_heads=self.num_kv_heads,
-            block_size=block_size,
-            key_dim=self.head_dim,
-            value_dim=self.head_dim,
-            itemsize=self.itemsize,
-        ).frame_bytes
+        groups, dim = self.groups, self.head_dim
+        shape = FrameShape(groups, self.num_kv_heads, block_size, dim, dim, self._format)
+        return layer_major(shape, 1).frame_bytes
 
 
 class StepWork(NamedTuple):

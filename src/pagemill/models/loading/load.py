@@ -14,13 +14,12 @@ import torch
 from pagemill.attention.interface import AttentionBackend
 from pagemill.errors import ConfigError, ModelNotFoundError
 from pagemill.machine import cpu_features
-from pagemill.models.decoder import Decoder
+from pagemill.models.decoder import Decoder, DecoderMaker
 from pagemill.models.families import ModelConfig, find_family
 from pagemill.models.loading.assemble import Assembler, Progress
 from pagemill.models.loading.checkpoint import Checkpoint, fingerprint
 from pagemill.models.loading.gguf_model import GGUFModel
 from pagemill.models.loading.hf_folder import HuggingFaceFolder
-from pagemill.models.select import select_decoder
 from pagemill.models.spec import DecoderSpec
 from pagemill.ops.interface import Ops
 
@@ -52,6 +51,7 @@ def load_model(
     *,
     ops: Ops,
     attention: AttentionBackend,
+    decoder: DecoderMaker = Decoder,
     dtype: str = "auto",
     hf_overrides: Mapping[str, Any] | None = None,
     max_model_len: int | None = None,
@@ -61,6 +61,7 @@ def load_model(
 ) -> LoadedModel:
     """Loads a folder in Hugging Face's form or a GGUF file.
 
+    decoder:       makes the decoder that runs the layers, on `ops` and `attention`.
     hf_overrides:  replaces settings of the model's configuration, by transformers' names.
     max_model_len: longest context to prepare for; None: all that the model declares.
     progress:      called with (done, total) bytes as tensors are read.
@@ -86,7 +87,7 @@ def load_model(
     with _one_thread():
         weights = assembler.assemble()
     return LoadedModel(
-        decoder=select_decoder(spec, weights, ops, attention, chosen),
+        decoder=decoder(spec, weights, ops, attention, chosen),
         spec=spec,
         dtype=chosen,
         eos_token_ids=checkpoint.eos_token_ids,

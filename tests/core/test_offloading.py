@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,7 @@ from pagemill.errors import ConfigError
 from pagemill.executor import backend
 from pagemill.kvcache.layout import layer_major
 from pagemill.kvcache.load_time import LoadTime
-from pagemill.kvcache.lower_tiers import LowerTiers
+from pagemill.kvcache.offload_tiers import OffloadTiers
 from pagemill.memory.digest import extend_chain
 from pagemill.memory.work import MemoryWork
 from pagemill.sampling.params import SamplingParams
@@ -84,11 +85,11 @@ def test_what_was_evicted_comes_back(conversations, expected, make_engine, tmp_p
 
 def test_an_engine_takes_another_kind_of_tier(conversations, expected, make_engine, tmp_path, monkeypatch):
     def with_device(tiers, record_bytes):
-        return LowerTiers([DeviceTier(15, record_bytes), *tiers], record_bytes)
+        return OffloadTiers([DeviceTier(15, record_bytes), *tiers], record_bytes)
 
     disk = {"kv_disk_memory": "1GiB", "kv_disk_path": str(tmp_path)}
     with monkeypatch.context() as patch:
-        patch.setattr(engine_tiers, "LowerTiers", with_device)
+        patch.setattr(engine_tiers, "OffloadTiers", with_device)
         core = make_engine(**SMALL, **disk, kv_host_memory=20 * FRAME_BYTES)
         drive(core, conversations)
         core.tiers.transfers.flush()
@@ -138,10 +139,13 @@ def test_blocks_of_another_layout_are_not_found(conversations, make_engine, tmp_
         core.close()
         return set(run.cached.values())
 
+    def without_pairs(shape, frames):
+        return layer_major(replace(shape, format=replace(shape.format, pairs=False)), frames)
+
     assert cached() == {0}
     assert cached() == {BLOCKS * 16}
     with monkeypatch.context() as patch:
-        patch.setattr(backend, "layer_major", lambda pairs=False, **shape: layer_major(**shape))
+        patch.setattr(backend, "layer_major", without_pairs)
         assert cached() == {0}
     assert cached() == {BLOCKS * 16}
 

@@ -1,4 +1,5 @@
-"""Checks that the compiled kernels belong to the files here: a checkout moves on without its binary."""
+"""Prepares the arithmetic before anything is computed: checks that the compiled kernels belong to the files here, and
+has MKL choose its own."""
 
 from __future__ import annotations
 
@@ -6,9 +7,13 @@ import hashlib
 import importlib
 from pathlib import Path
 
+import torch
+
 from pagemill.errors import StaleKernelsError
 
 PACKAGE = Path(__file__).parents[1]
+_MKL_FUNCTIONS = (torch.exp, torch.log, torch.sqrt, torch.sin, torch.cos, torch.tanh)
+"""The elementwise functions that torch leaves to MKL, as far as pagemill uses them."""
 
 
 def check_compiled(csrc: Path = PACKAGE.parents[1] / "csrc") -> None:
@@ -18,6 +23,20 @@ def check_compiled(csrc: Path = PACKAGE.parents[1] / "csrc") -> None:
     _compare(kernels, "interface", "Python files", hashlib.sha256((PACKAGE / "_kernels.pyi").read_bytes()))
     if csrc.is_dir():
         _compare(kernels, "sources", "files in csrc", _sources(csrc))
+
+
+def settle_vector_math() -> None:
+    """Calls each function once, on one element, in this thread. Call it before torch's threads have work.
+
+    MKL 2024.2, which torch 2.13 brings, chooses a function's kernel at its first call. When several threads make that
+    call together, one may compute its share with a kernel of low precision (about 1e-5 of the result), that once:
+    https://github.com/pytorch/pytorch/issues/188792. Rotary angles are computed at first use and kept, so the bits of a
+    whole run would hang on it.
+    """
+    for dtype in (torch.float32, torch.float64):
+        one = torch.ones(1, dtype=dtype)
+        for function in _MKL_FUNCTIONS:
+            function(one)
 
 
 def _sources(csrc: Path) -> hashlib._Hash:

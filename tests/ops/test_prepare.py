@@ -18,7 +18,7 @@ from pagemill.engine.queries import FromEngine
 from pagemill.engine.wire import Channel
 from pagemill.errors import StaleKernelsError
 from pagemill.executor.load import open_executor
-from pagemill.ops.compiled import check_compiled
+from pagemill.ops.prepare import check_compiled
 
 
 def stale(**attributes: str) -> ModuleType:

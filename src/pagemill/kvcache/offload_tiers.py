@@ -1,4 +1,4 @@
-"""LowerTiers: a chain of tiers below the device pool, such as host memory and disk, seen as one store of blocks."""
+"""OffloadTiers: a chain of tiers below the device pool, such as host memory and disk, seen as one store of blocks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagemill.errors import KVStoreError
-from pagemill.kvcache.records import Places, Records
+from pagemill.kvcache.frame_access import Places, Records
 from pagemill.memory.work import BlockName
 
 Spill = Callable[[Sequence[BlockName], Records], None]
@@ -24,7 +24,7 @@ LOOK_AHEAD = 64
 """Blocks of a chain that are looked up together: each look-up on disk costs more than another block in it."""
 
 
-class LowerTier(Protocol):
+class OffloadStore(Protocol):
     """A store of blocks by digest and layer group. Thread-safe, though only one thread writes. It takes and gives
     records in host memory, and raises KVStoreError where its medium fails.
 
@@ -62,10 +62,10 @@ class LowerTier(Protocol):
     def close(self) -> None: ...
 
 
-class LowerTiers:
+class OffloadTiers:
     """At least one tier, the highest first. What one gives up goes to the next. Thread-safe."""
 
-    def __init__(self, tiers: Sequence[LowerTier], record_bytes: int) -> None:
+    def __init__(self, tiers: Sequence[OffloadStore], record_bytes: int) -> None:
         self.tiers = tiers
         self.record_bytes = record_bytes
         self.lasting = any(tier.lasting for tier in tiers)
@@ -158,7 +158,7 @@ class LowerTiers:
     def _search(
         self,
         found: list[int | None],
-        ask: Callable[[LowerTier, Sequence[int]], list[bool]],
+        ask: Callable[[OffloadStore, Sequence[int]], list[bool]],
         highest: int = 0,
     ) -> list[int | None]:
         """The highest tier that has each row that is not found yet. `ask`: which of these rows a tier has."""
@@ -177,7 +177,7 @@ class LowerTiers:
 class Sources:
     """From which tier each block of a chain is to be read, and None for those that are nowhere. Raises KVStoreError."""
 
-    def __init__(self, tiers: LowerTiers, digests: Sequence[bytes]) -> None:
+    def __init__(self, tiers: OffloadTiers, digests: Sequence[bytes]) -> None:
         self._tiers = tiers
         self._digests = digests
         self._entries = {digest: entry for entry, digest in enumerate(digests)}
