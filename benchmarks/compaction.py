@@ -87,8 +87,7 @@ def move_s(core: EngineCore, blocks: int, rounds: int) -> float:
 
 def look_s(core: EngineCore, rounds: int) -> float:
     """Seconds to look at a sequence whose blocks lie together, on average."""
-    compaction, tables = core.scheduler.compaction, list(core.memory.core.tables)
-    assert compaction is not None
+    compaction, tables = core.memory.compaction, list(core.memory.core.tables)
     begin = time.perf_counter()
     for turn in range(rounds):
         assert compaction.compact(tables[turn % len(tables)], 1000, 64) == 0

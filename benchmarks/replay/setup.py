@@ -14,7 +14,6 @@ import numpy as np
 
 from pagemill.arguments import arguments_of
 from pagemill.config import EngineConfig
-from pagemill.memory.compaction import Compaction
 from pagemill.memory.manager import MemoryManager
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.simulate.simulator import Served
@@ -43,7 +42,6 @@ class Setup:
         return MemoryManager(frames, self.block_size, [group.window for group in shape.groups.groups], **settings)
 
     def scheduler(self, memory: Any, *, caching: bool = True) -> Scheduler:
-        paged = isinstance(memory, MemoryManager)
         return Scheduler(
             memory,
             max_num_seqs=self.max_num_seqs,
@@ -52,7 +50,7 @@ class Setup:
             ageing_s=10.0,
             enable_prefix_caching=caching,
             target_tpot_s=self.target_tpot_s,
-            compaction=Compaction(memory.core) if self.kv_compaction == "auto" and paged else None,
+            compacts=self.kv_compaction == "auto" and isinstance(memory, MemoryManager),
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from drive import drive, request
 
-from pagemill.memory import compaction
+from pagemill.memory.compaction import Compaction
 from pagemill.sampling.params import SamplingParams
 
 FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
@@ -28,7 +28,7 @@ def requests(prompts):
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
     """Sequences this short are seldom worth a move."""
-    monkeypatch.setattr(compaction.Compaction.__init__, "__defaults__", (2, compaction.SEGMENT))
+    monkeypatch.setattr(Compaction, "payback_steps", 2)
 
 
 def test_no_bit_changes(requests, make_engine):

@@ -225,6 +225,23 @@ def test_a_request_that_fails_says_so_and_the_others_go_on(llm, monkeypatch):
     assert (fine.outputs[0].finish_reason, fine.outputs[0].error) == ("length", None)
 
 
+def test_a_step_without_rows_that_fails_is_not_run_again(llm, monkeypatch):
+    """It cannot be halved; nobody's tokens are lost with it."""
+    core, plans = llm.client.core, []
+
+    def faulty(plan):
+        plans.append(plan)
+        raise RuntimeError("no luck")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(core.executor, "run", faulty)
+        patched.setattr(core.scheduler, "schedule", lambda now: core.scheduler.state.batch.plan({}))
+        assert core.step() == []
+    assert [len(plan.rows) for plan in plans] == [0]
+    (fine,) = llm.generate([[911, 912, 913]], GREEDY, use_tqdm=False)
+    assert fine.outputs[0].finish_reason == "length"
+
+
 def test_what_can_never_run_ends_with_an_error(llm):
     """There should be no such request; a bug that lets one in is told of, and does not spin."""
     core = llm.client.core

@@ -6,7 +6,6 @@ from itertools import pairwise
 
 import pytest
 
-from pagemill.memory.compaction import Compaction
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.manager import MemoryManager
 
@@ -42,12 +41,17 @@ def steps_apart(frames):
     return sum(there != here + 1 for here, there in pairwise(frames))
 
 
+def compaction_of(memory, payback_steps):
+    memory.compaction.payback_steps = payback_steps
+    return memory.compaction
+
+
 def test_a_scattered_table_becomes_neighbours_and_the_device_learns_it():
     memory = MemoryManager(64, SIZE, [None])
     one, other = interleaved(memory)
     before, beside = frames_of(memory, one), frames_of(memory, other)
     assert steps_apart(before) == 2
-    compaction = Compaction(memory.core, payback_steps=1)
+    compaction = compaction_of(memory, 1)
     copies = compaction.compact(one, steps_left=40, max_copies=64)
     after = frames_of(memory, one)
     assert steps_apart(after) == 0
@@ -75,7 +79,7 @@ def test_what_is_cached_changes_places_and_is_still_found():
     content = dict(enumerate(frames_of(memory, other)))
     memory.close(other, 1.0)
     assert memory.stats().frames_free == 0
-    copies = Compaction(memory.core, payback_steps=1).compact(one, steps_left=99, max_copies=64)
+    copies = compaction_of(memory, 1).compact(one, steps_left=99, max_copies=64)
     assert copies > 20
     assert steps_apart(frames_of(memory, one)) == 0
     work = memory.drain(2)
@@ -93,7 +97,7 @@ def test_what_is_cached_changes_places_and_is_still_found():
 def test_it_runs_only_when_it_pays():
     memory = MemoryManager(64, SIZE, [None])
     one, _ = interleaved(memory)
-    compaction = Compaction(memory.core, payback_steps=10)
+    compaction = compaction_of(memory, 10)
     mended = steps_apart(frames_of(memory, one))
     least = next(steps for steps in range(1000) if compaction.compact(one, steps, 64))
     assert steps_apart(frames_of(memory, one)) == 0
@@ -103,7 +107,7 @@ def test_it_runs_only_when_it_pays():
 def test_it_takes_no_more_copies_than_it_may():
     memory = MemoryManager(64, SIZE, [None])
     one, _ = interleaved(memory)
-    compaction = Compaction(memory.core, payback_steps=1)
+    compaction = compaction_of(memory, 1)
     assert compaction.compact(one, 99, max_copies=2) == 0
     assert not memory.has_copies
 
@@ -127,7 +131,7 @@ def test_what_has_to_make_way_twice_counts_twice(payback_steps, max_copies, made
     memory.core.frames.claim([0, 1, 2, 4])
     memory.close(other, 1.0)
     memory.check()
-    assert Compaction(memory.core, payback_steps).compact(one, 80, max_copies) == made
+    assert compaction_of(memory, payback_steps).compact(one, 80, max_copies) == made
     assert frames_of(memory, one) == ([1, 2, 3] if made else [0, 2, 4])
     assert len(memory.drain(2).copy_source) == made
     memory.retire(2)
@@ -138,7 +142,7 @@ def test_what_others_hold_and_what_a_step_in_flight_reads_stays():
     memory = MemoryManager(64, SIZE, [None])
     one, other = interleaved(memory)
     memory.drain(2)
-    compaction = Compaction(memory.core, payback_steps=1)
+    compaction = compaction_of(memory, 1)
     assert compaction.compact(one, 99, 64) == 0
     memory.retire(2)
     child = memory.fork(one, one.length)
@@ -154,6 +158,6 @@ def test_what_is_shared_leaves_the_rest_to_move():
     one, _ = interleaved(memory)
     child = memory.fork(one, 4 * SIZE)
     shared = frames_of(memory, child)
-    assert Compaction(memory.core, payback_steps=1).compact(one, 99, 64) > 0
+    assert compaction_of(memory, 1).compact(one, 99, 64) > 0
     assert frames_of(memory, child) == shared == frames_of(memory, one)[:4]
     assert steps_apart(frames_of(memory, one)[4:]) == 0

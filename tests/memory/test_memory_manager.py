@@ -13,6 +13,7 @@ from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.eviction import POLICIES, Lru
 from pagemill.memory.frames import REGION
 from pagemill.memory.manager import MemoryManager, Shortage
+from pagemill.memory.tenants import Quota
 
 ROOT = root_digest(b"model", "float32 16", "reference", "")
 OTHER = root_digest(b"model", "float32 16", "reference", "another namespace")
@@ -512,7 +513,7 @@ def test_check_names_what_is_broken(damage, message):
 def test_a_policy_of_ones_own_decides():
     class MostRecent(Lru):
         def victim(self) -> int:
-            return self._order.popitem()[0]
+            return self._since.popitem()[0]
 
     engine = Engine(6, policy=lambda chains: MostRecent())
     for first in (0, 100):
@@ -563,7 +564,7 @@ def test_what_is_evicted_before_it_was_moved_is_not_saved_from_where_it_is_not_y
     for table in tables:
         memory.close(table, 0.0)
     assert memory.resize(2) is None
-    memory.set_quota("default", 0, 1)
+    memory.set_quotas({"default": Quota(0, 1)})
     assert memory.stats().evictions == 1, "the block that is to be moved from frame 2 to 0"
     assert memory.take_saves() == []
     memory.drain(0)
@@ -587,27 +588,27 @@ def test_what_is_wanted_again_soon_after_its_eviction_is_a_ghost_hit():
     for first in (0, 100, 0, 200, 0):
         engine.close(engine.prefill(tokens_of(16, first))[0])
     stats = engine.memory.stats()
-    assert (stats.evictions, stats.ghost_hits) == (10, 4)
+    assert (stats.evictions, stats.evictions_regretted) == (10, 4)
     for first in range(300, 1000, 100):  # more blocks than the pool has frames: what went before them is forgotten
         engine.close(engine.prefill(tokens_of(16, first))[0])
     engine.close(engine.prefill(tokens_of(16))[0])
-    assert engine.memory.stats().ghost_hits == 4
+    assert engine.memory.stats().evictions_regretted == 4
 
 
 def test_after_a_resize_ghosts_remember_as_many_blocks_as_the_pool_has():
     engine = Engine(6)
 
-    def ghost_hits(after: int) -> int:
+    def evictions_regretted(after: int) -> int:
         """Of a prompt's four blocks, once so many other prompts have come."""
-        before = engine.memory.stats().ghost_hits
+        before = engine.memory.stats().evictions_regretted
         for at in (0, *range(1, after + 1), 0):
             engine.close(engine.prefill(tokens_of(16, at and (engine.steps + at) * 1000))[0])
-        return engine.memory.stats().ghost_hits - before
+        return engine.memory.stats().evictions_regretted - before
 
     assert engine.memory.resize(30) is None
-    assert ghost_hits(after=12) == 4
+    assert evictions_regretted(after=12) == 4
     assert engine.memory.resize(6) is None
-    assert ghost_hits(after=12) == 0
+    assert evictions_regretted(after=12) == 0
 
 
 def test_scatter_counts_the_steps_that_do_not_lead_to_a_neighbour():

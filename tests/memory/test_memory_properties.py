@@ -20,11 +20,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from pagemill.errors import ConfigError, PinLimitError
 from pagemill.memory.block_table import BlockTable, first_entry_in_window
-from pagemill.memory.compaction import Compaction
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.eviction import cheapest_to_recompute, least_frequently_used, least_recently_used
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.pins import Pins
+from pagemill.memory.tenants import Quota
 from pagemill.namespace import Namespace
 
 TENANT_OF = {root_digest(b"model", "float32", "reference", str(Namespace(name))): name for name in ("default", "other")}
@@ -98,9 +98,10 @@ class MemoryMachine(RuleBasedStateMachine):
         self.size, self.windows, self.caching, self.depth = block_size, windows, caching, depth
         self.memory = MemoryManager(frames, block_size, windows, caching, policy, saves, (LOWER, lower))
         self.device = Device(LOWER + lower, block_size, len(windows))
-        self.compaction = Compaction(self.memory.core, payback_steps, piece)
+        self.compaction = self.memory.compaction
+        self.compaction.payback_steps, self.compaction.segment = payback_steps, piece
         self.quotas = quotas
-        self.memory.set_quota("other", 0, frames)
+        self.memory.set_quotas({"other": Quota(0, frames)})
         self.lowered = set()  # tenants whose quota may be below what they hold
         self.sequences: list[Sequence] = []
         self.past: list[tuple[bytes, list[int]]] = []
@@ -410,13 +411,15 @@ class MemoryMachine(RuleBasedStateMachine):
         guaranteed = data.draw(st.integers(0, frames))
         most = data.draw(st.integers(max(1, guaranteed), frames))
         promised = sum(tenant.guaranteed_blocks for tenant in others)
-        if guaranteed and guaranteed + promised > frames:
+        if guaranteed + promised > frames:
             before = self.memory.stats()
-            with pytest.raises(ConfigError, match=f"{promised} are guaranteed to others"):
-                self.memory.set_quota(name, guaranteed, most)
+            with pytest.raises(
+                ConfigError, match=f"{guaranteed + promised} blocks would be guaranteed, and the pool has {frames}"
+            ):
+                self.memory.set_quotas({name: Quota(guaranteed, most)})
             assert self.memory.stats() == before
             return
-        self.memory.set_quota(name, guaranteed, most)
+        self.memory.set_quotas({name: Quota(guaranteed, most)})
         self.lowered.add(name)
 
     @rule(root=st.sampled_from(ROOTS))
@@ -681,8 +684,7 @@ class MemoryMachine(RuleBasedStateMachine):
         stats = self.memory.stats()
         assert stats.frames_active == 0, "something is still held"
         # All that is cached can be evicted: a sequence that fills the whole pool gets every frame.
-        for tenant in self.memory.tenants:
-            self.memory.set_quota(tenant.name, 0, stats.frames)
+        self.memory.set_quotas({tenant.name: Quota(0, stats.frames) for tenant in self.memory.tenants})
         table, _ = self.memory.open([], [], ROOTS[0], self.time, 0)
         groups = len(self.windows)
         assert self.memory.reserve(table, stats.frames // groups * self.size) is None

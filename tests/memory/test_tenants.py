@@ -8,6 +8,7 @@ from pagemill.errors import ConfigError, MemoryInvariantError, UnknownTenantErro
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.eviction import POLICIES
 from pagemill.memory.manager import MemoryManager, Shortage
+from pagemill.memory.tenants import NO_QUOTA, Quota
 from pagemill.namespace import Namespace
 
 SIZE = 4
@@ -21,7 +22,7 @@ class Pool:
         self.memory = MemoryManager(frames, SIZE, [None], policy=POLICIES[policy](0.1), saves_evicted=True)
         self.steps = 0
         for name in ROOTS:
-            self.memory.set_quota(name, *quotas.get(name, (0, frames)))
+            self.memory.set_quotas({name: Quota(*quotas.get(name, (0, frames)))})
 
     def run(self, tenant: str, blocks: int, first: int = 0):
         """A table with so many full blocks, of tokens that begin at `first`."""
@@ -147,7 +148,7 @@ def test_a_lower_quota_evicts_what_is_cached_and_leaves_what_is_active():
     pool = Pool(12)
     table = pool.run("a", 3)
     pool.cache("a", 4, first=100)
-    pool.memory.set_quota("a", 0, 2)
+    pool.memory.set_quotas({"a": Quota(0, 2)})
     assert pool.charges() == {"a": (3, 0)}
     assert pool.shortage("a", 1) == Shortage(1, 0)
     pool.memory.close(table, 9.0)
@@ -158,17 +159,17 @@ def test_a_lower_quota_evicts_what_is_cached_and_leaves_what_is_active():
 @pytest.mark.parametrize(
     ("guaranteed", "most", "message"),
     [
-        (-1, 5, r"guaranteed_blocks is -1 .* at least 0 and 1"),
-        (5, 4, r"guaranteed_blocks is 5 and max_blocks 4"),
-        (0, 0, r"max_blocks 0"),
-        (9, None, r"of the pool's 10 4 are guaranteed to others"),
-        (7, 10, r"4 are guaranteed to others"),
+        (-1, 5, r"guaranteed_blocks of tenant 'a' would be -1, and must be at least 0"),
+        (5, 4, r"max_blocks of tenant 'a' would be 4, and must be at least 5"),
+        (0, 0, r"max_blocks of tenant 'a' would be 0, and must be at least 1"),
+        (9, NO_QUOTA, r"13 blocks would be guaranteed, and the pool has 10"),
+        (7, 10, r"11 blocks would be guaranteed"),
     ],
 )
 def test_what_the_pool_can_not_keep_is_refused(guaranteed, most, message):
     pool = Pool(10, a=(2, 10), b=(4, 10))
     with pytest.raises(ConfigError, match=message):
-        pool.memory.set_quota("a", guaranteed, most)
+        pool.memory.set_quotas({"a": Quota(guaranteed, most)})
     account = pool.memory.tenants["a"]
     assert (account.guaranteed_blocks, account.max_blocks) == (2, 10)
 

@@ -28,7 +28,7 @@ def churned(payback_steps):
 def test_a_long_answer_lies_together_and_says_the_same(payback_steps):
     bench, requests = churned(payback_steps)
     if payback_steps is not None:
-        assert bench.scheduler.compaction.sequences > 0
+        assert bench.memory.compaction.sequences > 0
     table = bench.scheduler.state.requests["long"][0].table
     frames = bench.memory.frames(table, 0)
     apart = sum(there != here + 1 for here, there in pairwise(frames))
@@ -53,7 +53,7 @@ def test_whoever_may_end_is_expected_to_go_on_as_long_as_it_has():
 def test_after_a_look_in_vain_it_rests():
     bench = Bench(payback_steps=1)
     looked = []
-    bench.scheduler.compaction.compact = lambda table, *_: looked.append(table) or 0
+    bench.memory.compaction.compact = lambda table, *_: looked.append(table) or 0
     for number in range(3):
         bench.scheduler.add(make_request(f"r{number}", [number] * 5, 60, ignore_eos=True))
     for _ in range(9 * (REST + 1)):

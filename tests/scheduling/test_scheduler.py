@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from simulated_device import VOCAB, SimulatedDevice, likeliest, next_token
 
 from pagemill.errors import ConfigError, InvalidRequestError, KVMemoryError, PinLimitError, RequestTooLargeError
-from pagemill.memory.compaction import Compaction
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.eviction import POLICIES
 from pagemill.memory.manager import MemoryManager
@@ -150,6 +149,8 @@ class Bench:
         self.memory = MemoryManager(
             frames, block_size, list(windows), caching, order, tier is not None, streamed_frames=(LOWER, lower)
         )
+        if payback_steps is not None:
+            self.memory.compaction.payback_steps, self.memory.compaction.segment = payback_steps, 4
         if self.tier is not None:
             self.tier.memory = self.memory
         self.scheduler = Scheduler(
@@ -160,7 +161,7 @@ class Bench:
             ageing_s=10.0,
             enable_prefix_caching=caching,
             stored=None if self.tier is None else self.tier.stored,
-            compaction=None if payback_steps is None else Compaction(self.memory.core, payback_steps, segment=4),
+            compacts=payback_steps is not None,
             max_accepted=max_accepted,
         )
         self.device = SimulatedDevice(block_size, list(windows))

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from pagemill.config import EngineConfig
-from pagemill.engine.messages import EngineReady
 from pagemill.engine.tiers import Streamed, Tiers, make_tiers, streamed_room, wants_tiers
 from pagemill.errors import ConfigError, KVMemoryError
 from pagemill.executor.interface import Executor, ExecutorFacts, ExecutorMemory
 from pagemill.kvcache.sizing import num_frames
-from pagemill.memory.compaction import Compaction
 from pagemill.memory.eviction import POLICIES
 from pagemill.memory.footprint import Footprint
 from pagemill.memory.manager import MemoryManager
 from pagemill.scheduling.scheduler import Scheduler
 
 
-@dataclass(frozen=True)
-class Engine:
-    """Holds what an `EngineCore` drives."""
+class Parts(NamedTuple):
+    """The parts that an `EngineCore` drives beside its executor. streamed: the room for streamed blocks."""
 
-    executor: Executor
     memory: MemoryManager
-    scheduler: Scheduler
-    ready: EngineReady
     tiers: Tiers | None
-    streams_from: str
-    """The tier in which streamed blocks lie: "host" or "disk"."""
+    scheduler: Scheduler
+    streamed: Streamed
 
 
-def build(config: EngineConfig, executor: Executor) -> Engine:
+def build(config: EngineConfig, executor: Executor) -> Parts:
     """Allocates the executor's pool and builds the rest around it. Raises `ConfigError` children and KVStoreError."""
     facts = executor.facts
     sizes = _sizes(config, facts, executor.memory())
@@ -48,7 +41,7 @@ def build(config: EngineConfig, executor: Executor) -> Engine:
         wants_tiers(config),
         (first_streamed, sizes.streamed.frames),
     )
-    tiers = make_tiers(config, executor, memory, sizes.streamed) if wants_tiers(config) else None
+    tiers = make_tiers(config, executor, memory, sizes.streamed)
     scheduler = Scheduler(
         memory,
         max_num_seqs=config.max_num_seqs,
@@ -59,33 +52,12 @@ def build(config: EngineConfig, executor: Executor) -> Engine:
         stored=None if tiers is None else tiers.stored,
         max_pinned_share=config.max_pinned_share,
         target_tpot_s=math.inf if config.target_tpot_ms is None else config.target_tpot_ms / 1e3,
-        compaction=Compaction(memory.core) if config.kv_compaction == "auto" and facts.compacts else None,
+        compacts=config.kv_compaction == "auto" and facts.compacts,
         max_accepted=facts.max_accepted,
     )
     for name, limits in config.tenants.items():
         scheduler.set_tenant(name, limits)
-    where = "host memory" if sizes.streamed.folder is None else sizes.streamed.folder
-    return Engine(
-        executor=executor,
-        memory=memory,
-        scheduler=scheduler,
-        ready=EngineReady(
-            vocab_size=facts.vocab_size,
-            max_model_len=facts.max_model_len,
-            max_num_seqs=config.max_num_seqs,
-            longest_sequence=scheduler.longest_sequence(facts.max_model_len),
-            tenants=[load.account.name for load in scheduler.tenants],
-            block_size=config.block_size,
-            num_frames=memory.num_frames,
-            kv_bytes=memory.num_frames * facts.frame_bytes,
-            eos_token_ids=sorted(facts.eos_token_ids),
-            model=facts.description,
-            kv_format=facts.kv.element
-            + (f", and {sizes.streamed.frames} that stream from {where}" if sizes.streamed.frames else ""),
-        ),
-        tiers=tiers,
-        streams_from="host" if sizes.streamed.folder is None else "disk",
-    )
+    return Parts(memory, tiers, scheduler, sizes.streamed)
 
 
 def _check_use_of_tiers(config: EngineConfig, streamed: Streamed) -> None:

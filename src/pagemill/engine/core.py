@@ -6,11 +6,11 @@ import math
 import random
 import time
 from collections.abc import Callable, Iterable
-
-from msgspec.structs import replace
+from dataclasses import asdict
 
 from pagemill.config import EngineConfig
-from pagemill.engine.build import Engine, build
+from pagemill.engine import faults
+from pagemill.engine.build import build
 from pagemill.engine.messages import (
     EngineReady,
     EngineRequest,
@@ -21,17 +21,12 @@ from pagemill.engine.messages import (
     SequenceList,
     SequenceOutput,
 )
-from pagemill.engine.prompt_length import check_prompt_length
 from pagemill.engine.queries import BlocksQuery
 from pagemill.engine.stats import EngineStats, TenantStats
-from pagemill.engine.whereabouts import by_tier, findable
+from pagemill.engine.tiers import blocks_by_tier, find_by_tier
 from pagemill.errors import (
     InvalidRequestError,
-    KVStoreError,
-    PagemillError,
     PinNotFoundError,
-    ResizeFailedError,
-    StepFailedError,
 )
 from pagemill.executor.interface import Executor
 from pagemill.executor.load import open_executor
@@ -43,7 +38,7 @@ from pagemill.memory.tenants import NO_QUOTA
 from pagemill.namespace import Namespace
 from pagemill.scheduling.beam import row_params
 from pagemill.scheduling.sequence import Pinning, Request, SequenceUpdate
-from pagemill.scheduling.step_plan import StepPlan, StepResult
+from pagemill.scheduling.step_plan import StepResult
 from pagemill.scheduling.tenancy import TenantState
 from pagemill.tenant_limits import TenantLimits
 
@@ -72,14 +67,12 @@ class EngineCore:
     ) -> None:
         self.config = config
         self.executor = open_executor(config, progress) if executor is None else executor
-        self._engine: Engine = build(config, self.executor)
-        self.scheduler = self._engine.scheduler
-        self.memory = self._engine.memory
-        self.tiers = self._engine.tiers
-        self._ready = self._engine.ready
+        self.memory, self.tiers, self.scheduler, self._streamed = build(config, self.executor)
+        self._frames_at_start = self.memory.num_frames
+        self._ready = self._describe()
         self._random = random.Random(config.seed)
         self._ended: list[SequenceUpdate] = []
-        """What ended between two steps, for the next one to tell."""
+        """Ends between two steps, which the next step tells."""
         self._stalled_s = 0.0
         self._was_stuck = False
         self._steps = self._prompt_tokens = self._generated_tokens = 0
@@ -97,7 +90,7 @@ class EngineCore:
         params, beam = request.params, request.beam
         limit = self.ready.max_model_len
         prompt_len = len(request.prompt_token_ids)
-        check_prompt_length(prompt_len, limit)
+        self.ready.check_prompt_length(prompt_len)
         self.scheduler.add(
             Request(
                 request_id=request.request_id,
@@ -141,8 +134,10 @@ class EngineCore:
         return bool(self._ended) or self.scheduler.has_work()
 
     def rest(self) -> float | None:
-        """Does between steps what its time has come for: ends pins, and cached blocks that nobody uses. Seconds until
-        there is more of that; None: no time will bring it."""
+        """Ends pins that have expired, and cached blocks that nobody has used for too long.
+
+        Returns in how many seconds to call it again; None if time alone ends nothing more.
+        """
         now = time.monotonic()
         due = self.scheduler.expire(now)
         self._save_evicted()
@@ -153,33 +148,25 @@ class EngineCore:
         self._finish_loads(0.0)
         begun = time.monotonic()
         updates, self._ended = self._ended, []
-        updates += self._lose(set(), begun)
+        updates += self._end_lost(set(), begun)
         plan = self.scheduler.schedule(begun)
         self._save_evicted()
         if plan is None:
-            self._start_loads()
-            stuck = self.scheduler.has_work() and not self.scheduler.num_loading
-            if stuck and self._was_stuck:
-                updates += self.scheduler.give_up(_stuck(), begun)
-            self._was_stuck = stuck
-            waited = time.monotonic()
-            self._finish_loads(LOAD_WAIT_S)
-            self._stalled_s += time.monotonic() - waited
-            return self._outputs(updates)
+            return self._outputs(updates + self._wait_for_loads(begun))
         self._was_stuck = False
         begin = time.monotonic()
         try:
             lost = self.executor.apply(plan)
             self._start_loads()
-            result = self._run(plan)
+            result = faults.run(self.executor, plan)
         except BaseException as error:
-            updates += self.scheduler.lose_plan(plan, _failed(error), time.monotonic())
+            updates += self.scheduler.lose_plan(plan, faults.step_failure(error), time.monotonic())
             if not isinstance(error, Exception):
                 raise
         else:
             now = time.monotonic()
-            updates += self._lose(set(lost), now) + self.scheduler.commit(result, now)
-            updates += self._lose(self._unreadable(plan, result), now)
+            updates += self._end_lost(set(lost), now) + self.scheduler.commit(result, now)
+            updates += self._end_lost(faults.unread_frames(self.executor, plan, result), now)
         self._steps += 1
         self.scheduler.note_step(plan, time.monotonic() - begun)
         if self.tiers is not None:
@@ -188,15 +175,31 @@ class EngineCore:
             self.memory.check()
         return self._outputs(updates)
 
-    def resize(self, kv_memory: int | float | str | None) -> EngineReady:
-        """Gives the KV pool another size: what the setting `kv_memory` may be; "used", what the present requests need;
-        or None, the size at the start. What is cached beyond that is evicted, and sequences are preempted if they must.
+    def _wait_for_loads(self, now: float) -> list[SequenceUpdate]:
+        """Waits a little for blocks from lower tiers, since nothing can be computed without them.
 
-        Raises ConfigError or KVMemoryError, and changes nothing, for what cannot be. Raises ResizeFailedError if the
-        device fails on the way: the pool keeps its size, and what needs blocks that were to be moved has ended.
+        Ends the request whose turn it is if nothing could run twice in a row, and no load is under way.
+        """
+        self._start_loads()
+        stuck = self.scheduler.has_work() and not self.scheduler.num_loading
+        ended = self.scheduler.give_up(faults.stuck(), now) if stuck and self._was_stuck else []
+        self._was_stuck = stuck
+        begin = time.monotonic()
+        self._finish_loads(LOAD_WAIT_S)
+        self._stalled_s += time.monotonic() - begin
+        return ended
+
+    def resize(self, kv_memory: int | float | str | None) -> EngineReady:
+        """Gives the KV pool another size, and returns the engine's facts.
+
+        kv_memory: as in the settings; "used" for what the present requests need; None for the size at the start.
+
+        Cached blocks that no longer fit are evicted, and sequences are preempted if they must be. Raises ConfigError or
+        KVMemoryError, and changes nothing, for a size that cannot be. Raises ResizeFailedError if the device fails on
+        the way: the pool keeps its size, and what needs blocks that were to be moved has ended.
         """
         if kv_memory is None:
-            frames = self._engine.ready.num_frames
+            frames = self._frames_at_start
         elif kv_memory == "used":
             frames = self.scheduler.least_frames
         else:
@@ -216,16 +219,18 @@ class EngineCore:
             if frames < before:
                 self.executor.resize(frames)
         except BaseException as error:
-            refusal = self._undo_resize(plan, before, error)
+            ended, refusal = faults.undo_resize(self.scheduler, plan, before, error)
+            self._ended += ended
+            self.executor.resize(before)
             if not isinstance(error, Exception):
                 raise
             raise refusal from error
         now = time.monotonic()
-        self._ended += self._lose(set(lost), now) + self.scheduler.commit(StepResult(), now)
+        self._ended += self._end_lost(set(lost), now) + self.scheduler.commit(StepResult(), now)
         return self._refresh()
 
     def pins(self) -> PinList:
-        """What is pinned now."""
+        """Returns what is pinned now."""
         now, pins = time.monotonic(), self.scheduler.pins
         pins.expire(now)
         infos = [
@@ -251,7 +256,7 @@ class EngineCore:
         return self.pins()
 
     def sequences(self) -> SequenceList:
-        """What has not finished now, and where its blocks lie."""
+        """Returns the sequences that have not finished, and where their blocks lie."""
         memory, infos = self.memory, []
         for one in self.scheduler.sequences():
             places = Residency(0, 0) if one.table is None else memory.residency(one.table)
@@ -261,21 +266,21 @@ class EngineCore:
                     index=one.index,
                     running=one.table is not None,
                     num_tokens=len(one.tokens),
-                    kv_blocks=by_tier(memory, self._engine.streams_from, places),
+                    kv_blocks=blocks_by_tier(self._streamed, places),
                 )
             )
         return SequenceList(infos)
 
     def kv_blocks(self, request: BlocksQuery) -> KVBlocks:
-        """Where those blocks lie that a prompt would find that goes on behind these tokens."""
+        """Returns where the blocks lie that a prompt beginning with these tokens would find."""
         digests: list[bytes] = []
         extend_chain(digests, self.root(request), request.token_ids, self.memory.block_size)
         tiers = None if self.tiers is None else self.tiers.lower
-        return KVBlocks(findable(self.memory, self._engine.streams_from, tiers, digests))
+        return KVBlocks(find_by_tier(self.memory, self._streamed, tiers, digests))
 
     def stats(self) -> EngineStats:
-        memory, slots, steps = self.memory.stats(), self.memory.occupancy(), self.memory.scatter()
-        compaction = self.scheduler.compaction
+        """Returns counters since the start, and the state now."""
+        slots, steps, compaction = self.memory.occupancy(), self.memory.scatter(), self.memory.compaction
         transfers = TransferStats() if self.tiers is None else self.tiers.transfers.stats()
         return EngineStats(
             running=self.scheduler.num_running,
@@ -291,20 +296,13 @@ class EngineCore:
             generated_tokens=self._generated_tokens,
             prefix_queried_tokens=self.scheduler.prefix_queried_tokens,
             prefix_hit_tokens=self.scheduler.prefix_hit_tokens,
-            frames=memory.frames,
-            frames_free=memory.frames_free,
-            frames_cached=memory.frames_cached,
-            frames_active=memory.frames_active,
-            blocks_streamed=memory.blocks_streamed,
+            **asdict(self.memory.stats()),
             slots_reserved=slots.reserved,
             slots_written=slots.written,
             table_steps=steps.steps,
             table_steps_apart=steps.apart,
-            evictions=memory.evictions,
-            evictions_regretted=memory.ghost_hits,
-            copies=memory.copies,
-            compaction_copies=0 if compaction is None else compaction.copies,
-            compactions=0 if compaction is None else compaction.sequences,
+            compaction_copies=compaction.copies,
+            compactions=compaction.sequences,
             stalled_s=self._stalled_s,
             loading_s=transfers.loading_s,
             block_bytes=self.executor.facts.frame_bytes,
@@ -313,7 +311,7 @@ class EngineCore:
             blocks_dropped=transfers.dropped,
             blocks_loaded=transfers.loaded,
             blocks_missed=transfers.missed,
-            tenants={load.account.name: _tenant_stats(load) for load in self.scheduler.tenants},
+            tenants={one.account.name: _tenant_stats(one) for one in self.scheduler.tenants},
         )
 
     def close(self) -> None:
@@ -337,90 +335,60 @@ class EngineCore:
             self.tiers.transfers.save(saves)
 
     def _start_loads(self) -> None:
-        """Lets loads into frames; once the device has copied what was there before."""
+        """Begins loads into frames, after the device has copied out of these what was there before."""
         for load in self.scheduler.take_loads():
             if self.tiers is not None:
                 self.tiers.transfers.load(load)
 
     def _finish_loads(self, wait_s: float) -> None:
+        """Takes in the loads that are over; waits up to `wait_s` seconds for one."""
         if self.tiers is not None and self.tiers.transfers.loading:
             for load, arrived in self.tiers.transfers.finished(wait_s).items():
                 self.scheduler.finish_load(load, arrived, time.monotonic())
 
     def _refresh(self) -> EngineReady:
-        """What is said of the engine, with the pool, the pins and the limits as they are now."""
-        self._ready = replace(
-            self._ready,
-            num_frames=self.memory.num_frames,
-            kv_bytes=self.memory.num_frames * self.executor.facts.frame_bytes,
-            longest_sequence=self.scheduler.longest_sequence(self._ready.max_model_len),
-            tenants=[load.account.name for load in self.scheduler.tenants],
-        )
+        """Brings `ready` up to date, and returns it."""
+        self._ready = self._describe()
         return self._ready
+
+    def _describe(self) -> EngineReady:
+        """Returns the engine's facts, with the pool, the pins and the limits as they are now."""
+        facts, num_frames = self.executor.facts, self.memory.num_frames
+        return EngineReady(
+            vocab_size=facts.vocab_size,
+            max_model_len=facts.max_model_len,
+            max_num_seqs=self.config.max_num_seqs,
+            longest_sequence=self.scheduler.longest_sequence(facts.max_model_len),
+            tenants=[one.account.name for one in self.scheduler.tenants],
+            block_size=self.memory.block_size,
+            num_frames=num_frames,
+            kv_bytes=num_frames * facts.frame_bytes,
+            eos_token_ids=sorted(facts.eos_token_ids),
+            model=facts.description,
+            kv_format=f"{facts.kv.element}{self._streamed.description}",
+        )
 
     def root(self, request: EngineRequest | BlocksQuery) -> bytes:
         """Returns the digest in which the chain of a request's blocks begins."""
         facts, space = self.executor.facts, Namespace(request.tenant, request.cache_salt)
         return root_digest(facts.fingerprint, facts.kv_format, facts.numerics, str(space))
 
-    def _run(self, plan: StepPlan) -> StepResult:
-        """Runs a plan; if that fails, runs it in halves, until the rows that cannot run have failed alone."""
-        try:
-            result = self.executor.collect(self.executor.submit(plan))
-            result.check(plan)
-            return result
-        except Exception as error:
-            rows = len(plan.rows)
-            if rows == 1:
-                return StepResult.failure(plan, _failed(error))
-            half = rows // 2
-            return self._run(plan.select(0, half)).join(self._run(plan.select(half, rows)), half)
-
-    def _lose(self, frames: set[int], now: float) -> list[SequenceUpdate]:
-        """Ends what needs contents of these frames, or of any lower frame if the disk has lost some of those."""
-        if self.executor.take_loss():
-            frames.update(self.memory.streamed.numbers)
-        if not frames:
-            return []
-        failure = KVStoreError(
-            "the disk has lost blocks of this context, which is longer than the KV pool; see the log, and name another "
-            "kv_disk_path"
-        )
-        return self.scheduler.lose(frames, failure, now)
-
-    def _undo_resize(self, plan: StepPlan, before: int, error: BaseException) -> ResizeFailedError:
-        """The pool keeps its size, and what the plan was to move is lost. What to tell who asked for another one."""
-        what = f"the KV pool of {before} blocks could not be resized: {type(error).__name__}: {error}"
-        failure = ResizeFailedError(f"{what}; blocks of this request were to be moved and are lost: send it again")
-        pins = self.scheduler.pins.list()
-        ended = self.scheduler.undo_resize(plan, before, failure, time.monotonic())
-        self._ended += ended
-        self.executor.resize(before)
-        requests, kept = {update.sequence.request.request_id for update in ended}, self.scheduler.pins.list()
-        gone = ", ".join(repr(pin.name) for pin in pins if pin not in kept) or "none"
-        return ResizeFailedError(
-            f"{what}; it keeps its size. Ended: {len(requests)} requests; pins: {gone}. Send and pin these again; "
-            f"another resize may succeed",
-            param="kv_memory",
-        )
-
-    def _unreadable(self, plan: StepPlan, result: StepResult) -> set[int]:
-        """Lower frames of rows for which the disk could not read some of them."""
-        rows = [row for row, error in result.failed.items() if isinstance(error, KVStoreError)]
-        of_rows = [self.executor.streamed_frames(plan.select(row, row + 1)) for row in rows]
-        return {int(frame) for groups in of_rows for frames in groups for frame in frames}
+    def _end_lost(self, frames: set[int], now: float) -> list[SequenceUpdate]:
+        return faults.end_lost(self.executor, self.scheduler, frames, now)
 
     def _outputs(self, updates: list[SequenceUpdate]) -> list[SequenceOutput]:
         streams = self.memory.streamed.active > 0
         return [self._output(update, streams) for update in updates]
 
     def _output(self, update: SequenceUpdate, streams: bool) -> SequenceOutput:
-        sequence, tokens, finish_reason, error = update.sequence, update.tokens, update.finish_reason, update.error
+        sequence, tokens, error = update.sequence, update.tokens, update.error
         output = SequenceOutput(
             request_id=sequence.request.request_id,
             index=sequence.index,
             new_token_ids=tokens,
-            finish_reason=finish_reason,
+            logprobs=update.logprobs,
+            finish_reason=update.finish_reason,
+            stop_reason=update.stop_reason,
             num_cached_tokens=sequence.num_cached_tokens,
             scheduled_s=sequence.scheduled_s or 0.0,
         )
@@ -432,42 +400,27 @@ class EngineCore:
             self._generated_tokens += len(tokens)
             if sequence.prompt_logprobs and sequence.num_output_tokens == len(tokens):
                 output.prompt_logprobs = sequence.prompt_logprobs
-        if update.hypothesis is not None:
-            hypothesis = update.hypothesis
+        if (hypothesis := update.hypothesis) is not None:
             output.new_token_ids, output.cumulative_logprob = hypothesis.token_ids, hypothesis.cum_logprob
             self._generated_tokens += len(hypothesis.token_ids)
-        output.logprobs = update.logprobs
-        if finish_reason is not None:
-            output.stop_reason = update.stop_reason
         if error is not None:
             output.error, output.error_type = str(error), type(error).__name__
         return output
 
 
-def _tenant_stats(load: TenantState) -> TenantStats:
-    account = load.account
+def _tenant_stats(tenant: TenantState) -> TenantStats:
+    """Returns the statistics of one tenant."""
+    account = tenant.account
     return TenantStats(
         blocks_active=account.active,
         blocks_cached=account.cached,
         guaranteed_blocks=account.guaranteed_blocks,
         max_blocks=None if account.max_blocks == NO_QUOTA else account.max_blocks,
-        running=load.running,
-        waiting=load.waiting,
-        preemptions=load.preemptions,
+        running=tenant.running,
+        waiting=tenant.waiting,
+        preemptions=tenant.preemptions,
         evictions=account.evictions,
-        prefix_queried_tokens=load.prefix_queried_tokens,
-        prefix_hit_tokens=load.prefix_hit_tokens,
-        limits=load.limits,
+        prefix_queried_tokens=tenant.prefix_queried_tokens,
+        prefix_hit_tokens=tenant.prefix_hit_tokens,
+        limits=tenant.limits,
     )
-
-
-def _stuck() -> PagemillError:
-    return StepFailedError(
-        "this request waits, and cannot run although nothing else does: a bug; please report it, and ask again"
-    )
-
-
-def _failed(error: BaseException) -> PagemillError:
-    if isinstance(error, KVStoreError):
-        return error
-    return StepFailedError(f"the model could not compute this request: {type(error).__name__}: {error}")

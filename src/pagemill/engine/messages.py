@@ -9,6 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from pagemill.config import EngineConfig
+from pagemill.errors import EmptyPromptError, PromptTooLongError
 from pagemill.sampling.params import BeamSearchParams, SamplingParams, TokenLogprobs
 from pagemill.tenant_limits import DEFAULT_TENANT
 
@@ -168,6 +169,17 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
             f"{self.model}; KV pool {self.kv_bytes / 2**20:.0f} MiB: {self.num_frames} blocks of {self.block_size} "
             f"tokens in {self.kv_format}{'' if self.longest_sequence == self.max_model_len else fit}"
         )
+
+    def check_prompt_length(self, num_tokens: int) -> None:
+        """Raises `EmptyPromptError` for no token, `PromptTooLongError` where none is left for the answer."""
+        if num_tokens == 0:
+            raise EmptyPromptError("the prompt has no tokens; give it at least one", param="prompt")
+        if num_tokens >= self.max_model_len:
+            raise PromptTooLongError(
+                f"the prompt has {num_tokens} tokens; max_model_len is {self.max_model_len}, and one must be for the "
+                f"answer; shorten the prompt to {self.max_model_len - 1} tokens or raise max_model_len",
+                param="prompt",
+            )
 
 
 class PinList(msgspec.Struct, tag=True):

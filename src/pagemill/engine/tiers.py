@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from pagemill.kvcache.offload_tiers import OffloadStore, OffloadTiers, Sources
 from pagemill.kvcache.sizing import host_memory, parse_memory
 from pagemill.kvcache.store_format import StoreFormat, default_root
 from pagemill.kvcache.transfers import Transfers
-from pagemill.memory.manager import MemoryManager
+from pagemill.memory.manager import MemoryManager, Residency
 from pagemill.scheduling.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -36,13 +37,24 @@ class Streamed(NamedTuple):
     frames: int = 0
     folder: Path | None = None
 
+    @property
+    def tier(self) -> str:
+        """Returns the tier whose memory it takes: "host" or "disk"."""
+        return "host" if self.folder is None else "disk"
+
+    @property
+    def description(self) -> str:
+        """Returns what is said of it behind the pool's KV format; nothing if there are no frames."""
+        where = "host memory" if self.folder is None else self.folder
+        return f", and {self.frames} that stream from {where}" if self.frames else ""
+
     def of(self, tier: str, frame_bytes: int) -> int:
-        """Bytes that it takes of the "host" or the "disk" tier."""
-        return self.frames * frame_bytes if (tier == "disk") == (self.folder is not None) else 0
+        """Returns how many bytes it takes of the "host" or the "disk" tier."""
+        return self.frames * frame_bytes if tier == self.tier else 0
 
 
 def streamed_room(config: EngineConfig, least: int, most: int, frame_bytes: int) -> Streamed:
-    """Room for `least` to `most` streamed blocks in the first lower tier that has so much; none if no tier has."""
+    """Returns room for `least` to `most` streamed blocks in the first lower tier that has so much; else no room."""
     if config.kv_host_memory is not None and (frames := _host_bytes(config) // frame_bytes) >= least:
         return Streamed(min(frames, most))
     if config.kv_disk_memory is not None and (frames := _disk_bytes(config) // frame_bytes) >= least:
@@ -148,3 +160,32 @@ class Tiers:
         self.transfers.close()
         for tier in self.lower.tiers:
             tier.close()
+
+
+def blocks_by_tier(streamed: Streamed, blocks: Residency) -> dict[str, int]:
+    """Returns how many blocks lie in the pool ("device"), and, where contexts may be longer, in the streamed frames."""
+    return {"device": blocks.resident, **({streamed.tier: blocks.streamed} if streamed.frames else {})}
+
+
+def find_by_tier(
+    memory: MemoryManager, streamed: Streamed, tiers: OffloadTiers | None, digests: Sequence[bytes]
+) -> dict[str, int]:
+    """Returns how many blocks a prompt that goes on behind a chain would find, each in the highest tier that has it.
+
+    A tier that cannot be read counts as empty.
+    """
+    sources = None if tiers is None else Sources(tiers, digests)
+
+    def is_stored(block: tuple[bytes, int]) -> bool:
+        with suppress(KVStoreError):
+            return sources is not None and sources[block] is not None
+        return False
+
+    digests = digests[: memory.reach(digests, is_stored)]
+    found = blocks_by_tier(streamed, memory.chain_residency(digests))
+    if tiers is not None and sources is not None:
+        found |= {tier.name: found.get(tier.name, 0) for tier in tiers.tiers}
+        for entry, group in memory.missing(digests):
+            if (at := sources[digests[entry], group]) is not None:
+                found[tiers.tiers[at].name] += 1
+    return found

@@ -14,7 +14,6 @@ from typing import Any, TypeAlias
 
 from pagemill.arguments import as_list
 from pagemill.engine.messages import EngineReady, EngineRequest
-from pagemill.engine.prompt_length import check_prompt_length
 from pagemill.errors import (
     InvalidRequestError,
     PromptTooLongError,
@@ -160,7 +159,7 @@ class InputProcessor:
 
 
 def _check_token_ids(token_ids: list[int], facts: EngineReady) -> None:
-    check_prompt_length(len(token_ids), facts.max_model_len)
+    facts.check_prompt_length(len(token_ids))
     for token_id in (min(token_ids), max(token_ids)):
         if not 0 <= token_id < facts.vocab_size:
             raise TokenOutOfVocabularyError(

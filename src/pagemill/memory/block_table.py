@@ -7,10 +7,12 @@ changes them; others may read.
 from __future__ import annotations
 
 from array import array
+from dataclasses import dataclass
 
 from pagemill.memory.tenants import Tenant
 
 
+@dataclass(slots=True, eq=False)
 class BlockTable:
     """Entry i holds positions i * block_size .. (i + 1) * block_size - 1. All groups have equally many entries.
 
@@ -24,19 +26,14 @@ class BlockTable:
     writable:  positions from `length` up to this one are known to be reserved, and nobody else's.
     """
 
-    __slots__ = ("blocks", "first_held", "length", "published", "root", "row", "tenant", "writable")
-
-    def __init__(
-        self, root: bytes, tenant: Tenant, blocks: list[array[int]], first_held: list[int], length: int
-    ) -> None:
-        self.root = root
-        self.tenant = tenant
-        self.blocks = blocks
-        self.first_held = first_held
-        self.length = length
-        self.row = -1
-        self.published = 0
-        self.writable = 0
+    root: bytes
+    tenant: Tenant
+    blocks: list[array[int]]
+    first_held: list[int]
+    length: int
+    row: int = -1
+    published: int = 0
+    writable: int = 0
 
     @property
     def num_entries(self) -> int:

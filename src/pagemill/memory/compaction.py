@@ -46,10 +46,11 @@ class Compaction:
     copies, sequences: made since the start, and the times that a sequence was moved.
     """
 
-    def __init__(self, core: MemoryCore, payback_steps: float = PAYBACK_STEPS, segment: int = SEGMENT) -> None:
+    payback_steps: float = PAYBACK_STEPS
+    segment = SEGMENT
+
+    def __init__(self, core: MemoryCore) -> None:
         self._core = core
-        self.payback_steps = payback_steps
-        self._segment = segment
         self.copies = 0
         self.sequences = 0
 
@@ -75,7 +76,7 @@ class Compaction:
         return made
 
     def _scattered(self, table: BlockTable) -> Iterator[Segment]:
-        core, size = self._core, self._segment
+        core, size = self._core, self.segment
         frame = np.frombuffer(core.blocks.frame, dtype=np.int32)
         references = np.frombuffer(core.blocks.references, dtype=np.int32)
         is_streamed = np.frombuffer(core.blocks.streamed, dtype=np.uint8)

@@ -7,6 +7,7 @@ hangs on must not go before it: without its parent no look-up reaches it.
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import takewhile
@@ -25,83 +26,65 @@ class Chains(Protocol):
         ...
 
 
-class EvictionPolicy(Protocol):
-    """Holds the cached blocks. `now` is the manager's time, in whatever unit its caller uses."""
+class EvictionPolicy(ABC):
+    """Holds the cached blocks, and since when each is cached. `now` is in whatever unit its caller uses.
 
-    def add(self, block: int, now: float) -> None:
-        """Notes that the block became cached."""
-        ...
-
-    def remove(self, block: int) -> None:
-        """Takes out a block that is used again. Raises KeyError if it was not cached."""
-        ...
-
-    def victim(self) -> int:
-        """Takes out the block that goes first, which ends. Raises KeyError if there is none."""
-        ...
-
-    def forget(self, block: int) -> None:
-        """Drops what is known of a block that is not cached, since it can no longer be found."""
-        ...
-
-    def take_idle(self, until: float) -> list[int]:
-        """Takes out all blocks that became cached at `until` or before, none before those that hang on it."""
-        ...
-
-    def oldest(self) -> float | None:
-        """Returns when the block became cached that has been so for longest; None if there is none."""
-        ...
-
-    def __len__(self) -> int: ...
-
-    def latest(self) -> Iterator[tuple[int, float]]:
-        """Yields all blocks and when they became cached: the last ones first, so none before what it hangs on."""
-        ...
-
-    def __contains__(self, block: object) -> bool: ...
-
-
-class Lru:
-    """Evicts the least recently used block first, O(1).
-
-    Not a plain dict: finding its first key steps over all those deleted before it.
+    The order is an OrderedDict: finding the first key of a plain dict steps over all those deleted before it.
     """
 
     def __init__(self) -> None:
-        self._order: OrderedDict[int, float] = OrderedDict()  # since when
+        self._since: OrderedDict[int, float] = OrderedDict()
 
     def add(self, block: int, now: float) -> None:
-        self._order[block] = now
+        """Notes that the block became cached."""
+        self._since[block] = now
 
     def remove(self, block: int) -> None:
-        del self._order[block]
+        """Takes out a block that is used again. Raises KeyError if it was not cached."""
+        del self._since[block]
+
+    @abstractmethod
+    def victim(self) -> int:
+        """Takes out the block that goes first, which ends. Raises KeyError if there is none."""
+
+    @abstractmethod
+    def forget(self, block: int) -> None:
+        """Drops what is known of a block that is not cached, since it can no longer be found."""
+
+    def take_idle(self, until: float) -> list[int]:
+        """Takes out all blocks that became cached at `until` or before, none before those that hang on it."""
+        idle = list(takewhile(lambda block: self._since[block] <= until, self._since))
+        for block in idle:
+            self.remove(block)
+            self.forget(block)
+        return idle
+
+    def oldest(self) -> float | None:
+        """Returns when the block became cached that has been so for longest; None if there is none."""
+        return next(iter(self._since.values()), None)
+
+    def latest(self) -> Iterator[tuple[int, float]]:
+        """Yields all blocks and when they became cached: the last ones first, so none before what it hangs on."""
+        return reversed(self._since.items())
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._since
+
+
+class Lru(EvictionPolicy):
+    """Evicts the least recently used block first, O(1)."""
 
     def victim(self) -> int:
-        return self._order.popitem(last=False)[0]
+        return self._since.popitem(last=False)[0]
 
     def forget(self, block: int) -> None:
         pass
 
-    def take_idle(self, until: float) -> list[int]:
-        idle = list(takewhile(lambda block: self._order[block] <= until, self._order))
-        for block in idle:
-            del self._order[block]
-        return idle
 
-    def oldest(self) -> float | None:
-        return next(iter(self._order.values()), None)
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def latest(self) -> Iterator[tuple[int, float]]:
-        return reversed(self._order.items())
-
-    def __contains__(self, block: object) -> bool:
-        return block in self._order
-
-
-class GreedyDual:
+class GreedyDual(EvictionPolicy):
     """Evicts the block of least value first: age + uses * cost of computing it again. O(log n).
 
     The age is the value of the last victim, so what was used often long ago falls behind what is used now. A block is
@@ -113,13 +96,13 @@ class GreedyDual:
     """
 
     def __init__(self, chains: Chains, cost: Callable[[int], float]) -> None:
+        super().__init__()
         self._chains = chains
         self._cost = cost
         self._age = 0.0
         self._serial = 0
         self.heap: list[tuple[float, int, int]] = []  # value, serial, block; outdated ones stay until they come up
         self._entries: dict[int, tuple[float, int]] = {}
-        self._since: dict[int, float] = {}  # in the order in which they became cached
         self._uses: dict[int, int] = {}
         self._least: dict[int, float] = {}  # the most that a block behind it was worth
 
@@ -138,7 +121,7 @@ class GreedyDual:
             heapq.heapify(self.heap)
 
     def remove(self, block: int) -> None:
-        del self._entries[block], self._since[block]
+        del self._since[block], self._entries[block]
 
     def victim(self) -> int:
         while self.heap:
@@ -153,25 +136,6 @@ class GreedyDual:
     def forget(self, block: int) -> None:
         self._uses.pop(block, None)
         self._least.pop(block, None)
-
-    def take_idle(self, until: float) -> list[int]:
-        idle = list(takewhile(lambda block: self._since[block] <= until, self._since))
-        for block in idle:
-            self.remove(block)
-            self.forget(block)
-        return idle
-
-    def oldest(self) -> float | None:
-        return next(iter(self._since.values()), None)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def latest(self) -> Iterator[tuple[int, float]]:
-        return reversed(self._since.items())
-
-    def __contains__(self, block: object) -> bool:
-        return block in self._entries
 
 
 class GhostList:

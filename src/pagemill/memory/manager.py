@@ -6,10 +6,11 @@ found again until its frame is needed, and tells the device what to do. Every me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from pagemill.memory import moving, offload, prefix_cache, reservation, statistics
 from pagemill.memory.block_table import BlockTable
+from pagemill.memory.compaction import Compaction
 from pagemill.memory.core import MemoryCore
 from pagemill.memory.eviction import PolicyFactory, least_recently_used
 from pagemill.memory.footprint import Footprint
@@ -18,7 +19,7 @@ from pagemill.memory.offload import MissingBlock, OpenedLoad
 from pagemill.memory.prefix_cache import Opened
 from pagemill.memory.reservation import Shortage
 from pagemill.memory.statistics import MemoryStats, Occupancy, Residency, Scatter
-from pagemill.memory.tenants import Tenant
+from pagemill.memory.tenants import Quota, Tenant
 from pagemill.memory.work import MemoryWork, Save
 from pagemill.tenant_limits import DEFAULT_TENANT
 
@@ -38,7 +39,10 @@ class MemoryManager:
     saves_evicted:   whether `take_saves` offers what is evicted to offload stores.
     streamed_frames: the number of the first frame beside the pool from which attention streams, and how many there are.
 
-    footprint: how many blocks and frames a sequence takes. tenants: the accounts. streamed: the streamed frames.
+    footprint:  how many blocks and frames a sequence takes.
+    tenants:    the accounts.
+    streamed:   the streamed frames.
+    compaction: makes the frames of a table neighbours again.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class MemoryManager:
         self.windows = self.core.windows
         self.footprint = Footprint(block_size, self.windows, self.streamed.count)
         self.tenants = self.core.tenants
+        self.compaction = Compaction(self.core)
 
     # Find: the prefix cache
 
@@ -158,7 +163,7 @@ class MemoryManager:
         """Ends this step and all before it: they hold nothing any more."""
         self.core.retire(step)
 
-    # Move: another size of the pool, streaming, offload stores, loss. See also `Compaction`.
+    # Move: another size of the pool, streaming, offload stores, loss. See also `compaction`.
 
     def resize(self, num_frames: int) -> Shortage | None:
         """Gives the pool `num_frames` frames, or, if blocks that are held do not fit, changes nothing and says so.
@@ -230,13 +235,15 @@ class MemoryManager:
 
     # Account: tenants, and the pool's frames. See also `Pins`.
 
-    def set_quota(self, tenant: str, guaranteed_blocks: int = 0, max_blocks: int | None = None) -> None:
-        """Makes this tenant known, or changes its limits: as many blocks are kept for it, and it never gets more.
+    def set_quotas(self, quotas: Mapping[str, Quota]) -> None:
+        """Makes these tenants known, or changes their quotas, all at once.
 
-        What it has cached beyond a lower quota is evicted; what is active beyond it stays until it is given back.
+        What one has cached beyond a lower quota is evicted; what is active beyond it stays until it is given back.
         Raises ConfigError, and changes nothing, for what the pool cannot keep.
         """
-        self.core.make_room(self.tenants.set(tenant, guaranteed_blocks, max_blocks, self.num_frames), 0)
+        self.tenants.set(quotas, self.num_frames)
+        for name in quotas:
+            self.core.make_room(self.tenants[name], 0)
 
     def end_idle(self, now: float) -> float:
         """Evicts cached blocks that nobody has used for their tenant's `idle_timeout_s`; returns when to call again."""

@@ -17,8 +17,8 @@ class MemoryStats:
     """Frames now, and sums since the start. frames = frames_free + frames_cached + frames_active.
 
     blocks_streamed: active blocks beside these, in streamed frames.
-    ghost_hits: evicted blocks that were computed or loaded again before as many others as the pool has frames were
-    evicted; one layer group's.
+    evictions_regretted: ghost hits: evicted blocks of one layer group that were computed or loaded again before as many
+    others as the pool has frames were evicted.
     """
 
     frames: int
@@ -27,7 +27,7 @@ class MemoryStats:
     frames_active: int
     blocks_streamed: int
     evictions: int
-    ghost_hits: int
+    evictions_regretted: int
     copies: int
 
 
@@ -65,7 +65,7 @@ def stats(core: MemoryCore) -> MemoryStats:
         frames_active=frames - free - cached,
         blocks_streamed=core.streamed.active,
         evictions=sum(tenant.evictions for tenant in core.tenants),
-        ghost_hits=core.ghosts.hits,
+        evictions_regretted=core.ghosts.hits,
         copies=core.num_copies,
     )
 

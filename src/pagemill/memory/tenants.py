@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from pagemill.errors import ConfigError, UnknownTenantError
 from pagemill.memory.eviction import EvictionPolicy
@@ -17,6 +19,14 @@ from pagemill.tenant_limits import DEFAULT_TENANT
 NO_QUOTA = sys.maxsize
 
 
+class Quota(NamedTuple):
+    """How many blocks are kept for a tenant, and the most that it may have; NO_QUOTA: as many as the pool has."""
+
+    guaranteed: int = 0
+    most: int = NO_QUOTA
+
+
+@dataclass(slots=True, eq=False)
 class Tenant:
     """One account.
 
@@ -29,20 +39,15 @@ class Tenant:
     look_s:            when to look for such blocks next.
     """
 
-    __slots__ = (
-        "charged", "evictions", "guaranteed_blocks", "idle_timeout_s", "look_s", "max_blocks", "name", "number",
-        "policy",
-    )  # fmt: skip
-
-    def __init__(self, name: str, number: int, policy: EvictionPolicy) -> None:
-        self.name = name
-        self.number = number
-        self.policy = policy
-        self.guaranteed_blocks = 0
-        self.max_blocks = NO_QUOTA
-        self.charged = 0
-        self.evictions = 0
-        self.set_idle_timeout(None)
+    name: str
+    number: int
+    policy: EvictionPolicy
+    guaranteed_blocks: int = 0
+    max_blocks: int = NO_QUOTA
+    charged: int = 0
+    evictions: int = 0
+    idle_timeout_s: float | None = None
+    look_s: float = math.inf
 
     def set_idle_timeout(self, idle_timeout_s: float | None) -> None:
         self.idle_timeout_s = idle_timeout_s
@@ -96,29 +101,17 @@ class Tenants:
         except KeyError:
             raise UnknownTenantError.of(name, self._by_name) from None
 
-    def set(self, name: str, guaranteed_blocks: int, max_blocks: int | None, num_frames: int) -> Tenant:
-        """Opens an account or changes its limits. Raises ConfigError, and changes nothing, for what a pool of
-        `num_frames` cannot keep."""
-        most = NO_QUOTA if max_blocks is None else max_blocks
-        if not 0 <= guaranteed_blocks <= most or most < 1:
-            raise ConfigError(
-                f"tenant {name!r}: guaranteed_blocks is {guaranteed_blocks} and max_blocks {max_blocks}; they must be "
-                f"at least 0 and 1, and in this order",
-                param="tenants",
-            )
-        promised = sum(tenant.guaranteed_blocks for tenant in self if tenant.name != name)
-        if guaranteed_blocks and promised + guaranteed_blocks > num_frames:
-            raise ConfigError(
-                f"tenant {name!r}: guaranteed_blocks is {guaranteed_blocks}, but of the pool's {num_frames} "
-                f"{promised} are guaranteed to others; lower one of them or give the pool more (kv_memory)",
-                param="tenants",
-            )
-        tenant = self._by_name.get(name)
-        if tenant is None:
-            tenant = self._by_name[name] = Tenant(name, len(self.accounts), self._policy())
-            self.accounts.append(tenant)
-        tenant.guaranteed_blocks, tenant.max_blocks = guaranteed_blocks, most
-        return tenant
+    def set(self, quotas: Mapping[str, Quota], num_frames: int) -> None:
+        """Opens accounts or changes their quotas. Raises ConfigError, and changes nothing, see `refusal`."""
+        present = {tenant.name: Quota(tenant.guaranteed_blocks, tenant.max_blocks) for tenant in self}
+        reason = refusal(present | dict(quotas), num_frames, {})
+        if reason is not None:
+            raise ConfigError(reason, param="tenants")
+        for name, quota in quotas.items():
+            if name not in self._by_name:
+                self._by_name[name] = Tenant(name, len(self.accounts), self._policy())
+                self.accounts.append(self._by_name[name])
+            self._by_name[name].guaranteed_blocks, self._by_name[name].max_blocks = quota
 
     @property
     def cached(self) -> int:
@@ -143,6 +136,37 @@ class Tenants:
     def loser(self, wanted: int) -> tuple[Tenant, int]:
         """The same for frames that go for good, which takes of what is guaranteed too."""
         return _most_borrowed({tenant: tenant.cached for tenant in self}, wanted)
+
+
+def refusal(quotas: Mapping[str, Quota], num_frames: int, pinned: Mapping[str, int]) -> str | None:
+    """Returns why a pool of `num_frames` cannot keep these tenants' quotas, and the way out; None if it can.
+
+    pinned: blocks that pins hold, by tenant.
+    """
+    for name, (guaranteed, most) in quotas.items():
+        if guaranteed < 0:
+            return f"guaranteed_blocks of tenant {name!r} would be {guaranteed}, and must be at least 0; raise it"
+        if most < max(1, guaranteed):
+            way = "raise it" if guaranteed <= 1 else "raise it, or lower its guaranteed_blocks"
+            return f"max_blocks of tenant {name!r} would be {most}, and must be at least {max(1, guaranteed)}; {way}"
+        if pinned.get(name, 0) > most:
+            return (
+                f"pins hold {pinned[name]} blocks of tenant {name!r}, over its max_blocks, {most}; raise it, or unpin "
+                f"something"
+            )
+    total, held = promised(quotas, pinned), sum(pinned.values())
+    if total > num_frames:
+        of_pins, unpin = (f", of which pins hold {held}", ", unpin something") if held else ("", "")
+        return (
+            f"{total} blocks would be guaranteed, and the pool has {num_frames}{of_pins}; guarantee less{unpin}, or "
+            f"raise kv_memory"
+        )
+    return None
+
+
+def promised(quotas: Mapping[str, Quota], pinned: Mapping[str, int]) -> int:
+    """Returns how many blocks are kept for all tenants: of each those guaranteed, or pinned if these are more."""
+    return sum(max(quota.guaranteed, pinned.get(name, 0)) for name, quota in quotas.items())
 
 
 def _most_borrowed(evictable: dict[Tenant, int], wanted: int) -> tuple[Tenant, int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pagemill.memory.compaction import Compaction
 from pagemill.scheduling.sequence import Sequence
 from pagemill.scheduling.state import SchedulerState
 
@@ -15,8 +14,7 @@ MAX_COPIES = 64
 class Compactor:
     """Goes around the running sequences, one in a step."""
 
-    def __init__(self, compaction: Compaction) -> None:
-        self._compaction = compaction
+    def __init__(self) -> None:
         self._next = 0
         self._rest = 0
 
@@ -28,7 +26,7 @@ class Compactor:
         self._next = (self._next + 1) % len(state.running)
         sequence, copies = state.running[self._next], 0
         if sequence.table is not None and (left := steps_left(sequence)):
-            copies = self._compaction.compact(sequence.table, left, MAX_COPIES)
+            copies = state.memory.compaction.compact(sequence.table, left, MAX_COPIES)
         self._rest = 0 if copies else REST
 
 

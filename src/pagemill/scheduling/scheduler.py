@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Set
 
-from pagemill.memory.compaction import Compaction
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.pins import Pins
 from pagemill.memory.work import Load
@@ -51,11 +50,10 @@ class Scheduler:
         stored: Stored | None = None,
         max_pinned_share: float = 0.5,
         target_tpot_s: float = math.inf,
-        compaction: Compaction | None = None,
+        compacts: bool = False,
         max_accepted: int = 1,
     ) -> None:
         self.memory = memory
-        self.compaction = compaction
         self.pins = Pins(memory, max_pinned_share)
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -75,7 +73,7 @@ class Scheduler:
         self.tenants = self.state.tenants
         self._eos = eos_token_ids
         self._ageing_s = ageing_s
-        self._compactor = None if compaction is None else Compactor(compaction)
+        self._compactor = Compactor() if compacts else None
         self._arrivals = 0
 
     # Figures

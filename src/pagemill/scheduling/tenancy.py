@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pagemill.errors import ConfigError, RequestTooLargeError, TooManyWaitingError, UnknownTenantError
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.pins import Pins
-from pagemill.memory.tenants import NO_QUOTA, Tenant
+from pagemill.memory.tenants import NO_QUOTA, Quota, Tenant, promised, refusal
 from pagemill.scheduling.sequence import Request, Sequence
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 
@@ -89,10 +89,10 @@ class Tenancy:
         that were accepted could no longer run.
         """
         frames = self._memory.num_frames
-        refusal = self.refusal(frames, live, {name: limits})
-        if refusal is not None:
-            raise ConfigError(f"tenant {name!r}: {refusal}", param="tenants")
-        self._memory.set_quota(name, *_quota(limits, frames))
+        reason = self.refusal(frames, live, {name: limits})
+        if reason is not None:
+            raise ConfigError(f"tenant {name!r}: {reason}", param="tenants")
+        self._memory.set_quotas({name: _quota(limits, frames)})
         self._memory.tenants[name].set_idle_timeout(limits.idle_timeout_s)
         load = self._loads.get(name)
         if load is None:
@@ -107,25 +107,10 @@ class Tenancy:
         """
         limits = {name: load.limits for name, load in self._loads.items()} | dict(changed or {})
         quotas = {name: _quota(each, num_frames) for name, each in limits.items()}
-        promised = 0
-        for name, (guaranteed, most) in quotas.items():
-            pinned = self._pins.held(name)
-            if most is not None and most < max(1, guaranteed):
-                way = "raise it" if guaranteed <= 1 else "raise it, or lower its guaranteed_blocks"
-                return (
-                    f"max_blocks of tenant {name!r} would be {most}, and must be at least {max(1, guaranteed)}; {way}"
-                )
-            if most is not None and pinned > most:
-                return (
-                    f"pins hold {pinned} blocks of tenant {name!r}, over its max_blocks, {most}; raise it, or unpin "
-                    f"something"
-                )
-            promised += max(guaranteed, pinned)
-        if promised > num_frames:
-            return (
-                f"{promised} blocks would be guaranteed, and the pool has {num_frames}{self._pinned}; guarantee less"
-                f"{', unpin something' if self._pinned else ''}, or raise kv_memory"
-            )
+        pinned = {name: self._pins.held(name) for name in quotas}
+        reason = refusal(quotas, num_frames, pinned)
+        if reason is not None:
+            return reason
         for request, need, rows in live:
             most_rows = limits[request.tenant].max_running
             if most_rows is not None and rows > most_rows:
@@ -133,9 +118,9 @@ class Tenancy:
                     f"the request {request.request_id!r} needs {rows} sequences to run at once, and max_running of its "
                     f"tenant {request.tenant!r} would be {most_rows}; wait for its end, or allow so many"
                 )
-            guaranteed, most = quotas[request.tenant]
-            left = num_frames - promised + max(guaranteed, self._pins.held(request.tenant))
-            limit = min(NO_QUOTA if most is None else most, left) - self._pins.held(request.tenant)
+            own = {request.tenant: quotas[request.tenant]}
+            left = num_frames - promised(quotas, pinned) + promised(own, pinned)
+            limit = min(quotas[request.tenant].most, left) - pinned[request.tenant]
             if need > limit:
                 return (
                     f"the request {request.request_id!r} may grow to {request.max_len} tokens, which takes {need} "
@@ -146,10 +131,8 @@ class Tenancy:
 
     def resized(self) -> None:
         """Sets the limits that are shares of the pool anew, since it has another size."""
-        for load in self:
-            self._memory.set_quota(load.account.name)
-        for load in self:
-            self._memory.set_quota(load.account.name, *_quota(load.limits, self._memory.num_frames))
+        frames = self._memory.num_frames
+        self._memory.set_quotas({name: _quota(load.limits, frames) for name, load in self._loads.items()})
 
     def fits(self, request: Request, need: int, pinned: int) -> bool:
         """Returns whether one sequence of this request can count on `need` blocks, of which pins hold `pinned`.
@@ -244,6 +227,7 @@ class Tenancy:
         return min(load.account.max_blocks, left) - self._pins.held(load.account.name)
 
 
-def _quota(limits: TenantLimits, num_frames: int) -> tuple[int, int | None]:
-    """Returns the guaranteed blocks, and the hard quota or None, in a pool of so many frames."""
-    return limits.blocks("guaranteed_blocks", num_frames) or 0, limits.blocks("max_blocks", num_frames)
+def _quota(limits: TenantLimits, num_frames: int) -> Quota:
+    """Returns a tenant's quota in a pool of so many frames."""
+    most = limits.blocks("max_blocks", num_frames)
+    return Quota(limits.blocks("guaranteed_blocks", num_frames) or 0, NO_QUOTA if most is None else most)
