@@ -28,7 +28,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--clock", default="wall", choices=list(CLOCKS), help="cpu: one thread, by its CPU time, for a busy machine"
     )
-    parser.add_argument("--seconds", type=float, default=60.0, help="how long to measure")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long to measure, at least")
     parser.add_argument("--out", type=Path, default=CALIBRATION)
     parser.add_argument("--steps", type=Path, help="also write the measured steps here (.npz)")
 

@@ -20,12 +20,15 @@ from pagemill.simulate.step_time import KVShape, StepWork, work_of
 from pagemill.simulate.trace import TracedRequest
 
 RUNNING = (1, 2, 4, 8, 16, 32, 64, 128)
+"""Numbers of requests that `sample_steps` runs at once, one after the other."""
+LEAST_STEPS = 4
+"""Steps with each of them, however slow the machine is."""
 CONTEXT = 16384
 VOCABULARY = 49152
 
 
 class WallClock:
-    """Seconds since it was made."""
+    """Counts the seconds since it was made."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
@@ -38,8 +41,10 @@ class WallClock:
 
 
 class CpuClock:
-    """Seconds that this process has computed, and those that it has waited, which pass at once. What a single thread
-    takes on a machine that has others to serve, without the time it stands in their queue."""
+    """Counts the seconds that this process has computed, and those that it has waited, which pass at once.
+
+    That is what a single thread takes on a machine that serves others too, without the time in their queue.
+    """
 
     def __init__(self) -> None:
         self._start = time.process_time()
@@ -55,7 +60,10 @@ CLOCKS: dict[str, type[WallClock] | type[CpuClock]] = {"wall": WallClock, "cpu":
 
 
 class RealEngine:
-    """steps: (work, seconds of the whole step by the clock) of all steps that it ran. clock "cpu" takes one thread."""
+    """Runs an engine, and notes in `steps` the work of each step, and its seconds by the clock.
+
+    clock: "wall"; or "cpu", which takes one thread.
+    """
 
     def __init__(self, model: str, dtype: str, clock: str, **settings: Any) -> None:
         self._clock = CLOCKS[clock]
@@ -96,7 +104,7 @@ class RealEngine:
         return str(self._requests)
 
     def step(self) -> list[tuple[str, str | None]]:
-        """(request id, reason of its end) for each new token."""
+        """Runs one step. Returns (request id, reason of its end or None) for each new token."""
         clock = self._clock()
         outputs = self.core.step()
         if self._work is not None:
@@ -108,7 +116,7 @@ class RealEngine:
         return [(output.request_id, output.finish_reason) for output in outputs]
 
     def serve(self, trace: Sequence[TracedRequest]) -> Replay:
-        """The trace by the clock, each request with random token ids."""
+        """Serves the trace by the clock, each request with random token ids."""
         outcome = Replay()
         live: dict[str, Served] = {}
         draw = random.Random(0)
@@ -143,12 +151,15 @@ class RealEngine:
         return outcome
 
     def sample_steps(self, seconds: float) -> None:
-        """Runs steps of all kinds: phases of 1 to 128 requests at once, lengths log-uniform, until time is up."""
+        """Runs steps of all kinds: phases of 1 to 128 requests at once, with lengths that are log-uniform.
+
+        Each phase takes its share of `seconds`, and LEAST_STEPS steps at least.
+        """
         draw = random.Random(1)
         for target in RUNNING:
-            clock = self._clock()
+            clock, enough = self._clock(), len(self.steps) + LEAST_STEPS
             live: set[str] = set()
-            while clock.now() < seconds / len(RUNNING):
+            while clock.now() < seconds / len(RUNNING) or len(self.steps) < enough:
                 while len(live) < target:
                     prompt_len = int(2 ** draw.uniform(4, 13 if target == 1 else 11))
                     output_len = int(2 ** draw.uniform(3, 7))
