@@ -84,8 +84,8 @@ class Pair:
         self.second.close()
 
 
-def run_pair(prompts, second, *params) -> list[tuple[StepResult, StepResult]]:
-    config = EngineConfig(**SETTINGS, check_invariants=True)
+def run_pair(prompts, second, *params, **settings) -> list[tuple[StepResult, StepResult]]:
+    config = EngineConfig(**SETTINGS, **settings, check_invariants=True)
     pair = Pair(open_executor(config), second(config))
     core = EngineCore(config, executor=pair)
     requests = [request(f"r{i}", prompts[i], params[i % len(params)]) for i in range(6)]
@@ -102,15 +102,17 @@ def test_two_executors_with_the_same_kernels_bring_the_same_bits(make_engine, pr
         assert first == second
 
 
-def test_kernels_and_torch_bring_the_same_likeliest_tokens(make_engine, prompts):
+# An int8 element may be rounded the other way where the operators' sums differ in the last bit.
+@pytest.mark.parametrize(("kv_cache_dtype", "error"), [("auto", 1e-3), ("int8", 0.05)])
+def test_kernels_and_torch_bring_the_same_most_likely_tokens(make_engine, prompts, kv_cache_dtype, error):
     def on_torch(config):
         return open_executor(config, backend=torch_backend(torch.device("cpu")))
 
-    for first, second in run_pair(prompts, on_torch, GREEDY, FOUND):
+    for first, second in run_pair(prompts, on_torch, GREEDY, FOUND, kv_cache_dtype=kv_cache_dtype):
         assert first.tokens == second.tokens
         assert first.prompt_logprobs.keys() == second.prompt_logprobs.keys()
         for ours, theirs in zip(first.logprobs, second.logprobs, strict=True):
-            assert ours[0].logprobs == pytest.approx(theirs[0].logprobs, abs=1e-3)
+            assert ours[0].logprobs == pytest.approx(theirs[0].logprobs, abs=error)
 
 
 @pytest.mark.parametrize("depth", [2, 3])
