@@ -1,4 +1,4 @@
-"""The one decoder definition, driven by `DecoderSpec`: the torch executor, on the ops and attention it is given."""
+"""Defines the one decoder, driven by `DecoderSpec`, and its weights. It runs on any operators and attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ OnLayer = Callable[[int], None]
 
 @dataclass(frozen=True, slots=True)
 class GatedMLP:
-    """gate_up maps hidden to 2 * intermediate, gate rows first; down maps intermediate to hidden."""
+    """Holds an MLP. gate_up maps hidden to 2 * intermediate, gate rows first; down maps intermediate to hidden."""
 
     gate_up: Linear
     down: Linear
@@ -30,7 +30,7 @@ class GatedMLP:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """router maps hidden to experts and is packed in float32."""
+    """Holds a mixture of experts. router maps hidden to experts and is packed in float32."""
 
     router: Linear
     experts: tuple[GatedMLP, ...]
@@ -38,10 +38,11 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """qkv maps hidden to (heads + 2 * kv_heads) * head_dim, rows of q, then k, then v.
+    """Holds a layer's weights as they lie on the device: packed linear layers, norms in fp32.
 
-    Norms are fp32, with their offsets added. q_norm and k_norm [head_dim] and the post norms [hidden] are there only if
-    the spec says so.
+    qkv maps hidden to (heads + 2 * kv_heads) * head_dim, rows of q, then k, then v.
+    Norms have their offsets added. q_norm and k_norm [head_dim] and the post norms [hidden] are there only if the spec
+    says so.
     """
 
     input_norm: Tensor
@@ -57,9 +58,10 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """embedding [vocab, hidden] is in the model's dtype, or None if it is tied: then it is the rows of lm_head.
+    """Holds all weights of a decoder.
 
-    lm_head maps hidden to vocab.
+    embedding [vocab, hidden] is in the model's dtype, or None if it is tied: then it is the rows of lm_head, which maps
+    hidden to vocab.
     """
 
     embedding: Tensor | None
@@ -69,7 +71,7 @@ class DecoderWeights:
 
 
 class LayerCaches(Protocol):
-    """The part of the device pool that a decoder uses."""
+    """Gives a decoder what it uses of the device pool."""
 
     def layer(self, index: int) -> LayerCache:
         """Returns a layer's cache; the same object as long as the pool lives."""

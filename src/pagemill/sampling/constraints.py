@@ -1,8 +1,8 @@
-"""What a request's parameters do to its logits before a token is drawn: bans, biases and penalties.
+"""Applies to logits what a request's parameters demand before a token is drawn: bans, biases and penalties.
 
-One `RowConstraints` per row that uses any of it, told of each token of the sequence. `apply_constraints` edits a batch
-of logits through index lists, so its work grows with the tokens concerned, not with the vocabulary. Order as in vLLM:
-allowed tokens, bad words, min_tokens, logit_bias, penalties.
+Each row that uses any of them has a `RowConstraints`, which is told each token of the sequence. `apply_constraints`
+edits a batch of logits through index lists, so its work grows with the tokens concerned, not with the vocabulary. The
+order is vLLM's: allowed tokens, bad words, min_tokens, logit_bias, penalties.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Ids = npt.NDArray[np.int64]
 
 
 class RowConstraints:
-    """State of one sequence. Token arrays are int64, counts and biases float32."""
+    """Holds the state of one sequence. Token arrays are int64, counts and biases float32."""
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class RowConstraints:
 
     @staticmethod
     def needed(params: SamplingParams) -> bool:
+        """Returns True if these parameters constrain logits at all."""
         return bool(
             params.allowed_token_ids is not None
             or params.bad_words_token_ids
@@ -68,7 +69,7 @@ class RowConstraints:
         )
 
     def append(self, token: int) -> None:
-        """A token joined the output."""
+        """Takes note of a token that joined the output."""
         self._length += 1
         if self._tail_length:
             self._tail = [*self._tail, token][-self._tail_length :]
@@ -88,12 +89,12 @@ class RowConstraints:
         return place
 
     def seen(self) -> tuple[Ids, npt.NDArray[np.float32]]:
-        """Distinct tokens that a penalty may concern, and their counts in the output (0: only in the prompt)."""
+        """Returns the tokens that a penalty may concern, each once, and their counts in the output (0: prompt only)."""
         count = len(self._place)
         return self._seen_ids[:count], self._seen_counts[:count]
 
     def banned(self) -> list[int]:
-        """Tokens that must not come next. May repeat some."""
+        """Returns the tokens that must not come next, some perhaps twice."""
         banned = list(self._bad_tokens)
         banned += [words[-1] for words in self._bad_sequences if self._tail[1 - len(words) :] == words[:-1]]
         if self._length < self._min_tokens:
@@ -102,7 +103,10 @@ class RowConstraints:
 
 
 def apply_constraints(logits: torch.Tensor, rows: Sequence[tuple[int, RowConstraints]]) -> None:
-    """Edit `logits` (float32 [m, vocab], contiguous) in place; each pair is a row of `logits` and its constraints."""
+    """Edits `logits`, float32 [m, vocab], contiguous, in place.
+
+    rows: pairs of a row of `logits` and its constraints.
+    """
     vocab_size = logits.shape[1]
     flat = logits.view(-1)
 

@@ -1,4 +1,4 @@
-"""Sampling on CPU: the C++ kernels (csrc/isa/sampling.h) behind `SamplingKernels`."""
+"""Samples on CPU with the C++ kernels (csrc/isa/sampling.h)."""
 
 from __future__ import annotations
 

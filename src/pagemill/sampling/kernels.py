@@ -1,9 +1,9 @@
-"""SamplingKernels: what sampling computes over logits, a token for a row and a row's log probabilities.
+"""Defines what sampling computes over logits: a token for a row, and a row's log probabilities.
 
-A token is drawn by inverse CDF from the probabilities that are kept: one is, if it is not less than the k-th largest
-(top_k), has at least min_p of the largest, and if those larger than it are together less than top_p of what the first
-two rules left. Equal ones are kept or dropped together. Every result of a row is, bitwise, a function of that row's own
-numbers.
+A token is drawn by inverse CDF from the probabilities that are kept. A probability is kept if it is not below the k-th
+largest (top_k), if it is at least min_p times the largest, and if the larger ones among those that pass both rules add
+up to less than top_p of their sum. Equal ones are kept or dropped together. Every result of a row is, bitwise, a
+function of that row's own numbers.
 """
 
 from __future__ import annotations
@@ -20,36 +20,41 @@ Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
 NOT_FINITE = -1
-"""Instead of a token: one of the row's logits is NaN or infinite (-inf is neither)."""
+"""Stands in the place of a token if one of the row's logits is NaN or +inf."""
 ALL_FORBIDDEN = -2
-"""Instead of a token: all of the row's logits are -inf."""
+"""Stands in the place of a token if all of the row's logits are -inf."""
 
 
 class Choices(NamedTuple):
-    """How each of some rows chooses: arrays [rows]."""
+    """Holds how each row chooses its token: arrays [rows]."""
 
     temperature: Floats
-    """0: the likeliest token, the first of equals."""
+    """0 takes the argmax, the first of equals."""
     top_k: Ids
     """0 is off."""
     top_p: Floats
     min_p: Floats
     uniforms: npt.NDArray[np.float64]
-    """In [0, 1): where the inverse CDF is read."""
+    """Numbers in [0, 1) at which the inverse CDF is read."""
 
     @classmethod
     def argmax(cls, rows: int) -> Choices:
+        """Returns the choices of `rows` rows that all take the argmax."""
         zeros = np.zeros(rows, np.float32)
         return cls(zeros, np.zeros(rows, np.int64), np.ones(rows, np.float32), zeros, np.zeros(rows))
 
 
 class SamplingKernels(Protocol):
-    """Logits are float32 [m, vocab], contiguous; `places` are rows of them."""
+    """Samples from logits, float32 [m, vocab], contiguous. `places` are rows of them."""
 
     def choose(self, logits: torch.Tensor, places: Ids, choices: Choices) -> Ids:
-        """A token for each place; NOT_FINITE or ALL_FORBIDDEN where there is none."""
+        """Returns a token for each place; NOT_FINITE or ALL_FORBIDDEN where there is none."""
         ...
 
     def log_probabilities(self, logits: torch.Tensor, places: Ids, tokens: Ids, counts: Ids) -> list[TokenLogprobs]:
-        """Of `tokens` at each place, whose logits are finite, and how many others to give."""
+        """Returns the log probabilities of one token at each place, and of the most likely ones there.
+
+        tokens: one for each place, with finite logits.
+        counts: how many of the most likely tokens to give, for each place.
+        """
         ...

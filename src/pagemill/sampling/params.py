@@ -59,7 +59,7 @@ _FLAG = "give True or False"
 @suggest_arguments
 @dataclass(kw_only=True)
 class SamplingParams:
-    """Parameters of one request.
+    """Parameters by which one request is sampled.
 
     `stop` may be given as one string, None stands for an empty list, and arrays and tensors for lists of token ids.
     `n` sequences share one prefill. Log probabilities are of the model's distribution, before any of these parameters
@@ -149,7 +149,7 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Says whether the most likely token is always taken."""
+        """True if the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW
 
     def _take_convenient_forms(self) -> None:
@@ -241,7 +241,7 @@ class BeamSearchParams:
 
 
 class TokenLogprobs(Struct, array_like=True):
-    """Log probabilities at one position.
+    """Log probabilities of some tokens at one position.
 
     The first entry is the token that stands there. The other entries, as many as were asked for, are the most likely
     tokens, most likely first and the smaller id first among equals; the first entry's token may be among them again.

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: a sequence's draw at an output position is a function of its seed and the position.
+"""Draws random numbers from counters: a sequence's draw is a function of its seed and the output position.
 
 Nothing is carried from step to step, so batching, preemption and recomputation cannot change a draw.
 The mixing function is SplitMix64's (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014).
@@ -15,7 +15,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's finalizer, a bijection of 64-bit words. uint64 array in, uint64 array of its shape out."""
+    """Returns SplitMix64's finalizer, a bijection of 64-bit words, of each element: uint64, as `values`."""
     values = (values ^ (values >> np.uint64(30))) * _MIX_1
     values = (values ^ (values >> np.uint64(27))) * _MIX_2
     mixed: npt.NDArray[np.uint64] = values ^ (values >> np.uint64(31))
@@ -23,7 +23,7 @@ def mix64(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 
 
 def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1), 53 bits fine, for each pair of seed and output position (both [m]).
+    """Returns a number in [0, 1), 53 bits fine, for each pair of seed and output position (both [m]).
 
     The seed is mixed before the position enters, so that neighbouring seeds do not share shifted streams.
     """
@@ -34,7 +34,7 @@ def uniform(seeds: npt.NDArray[np.uint64], positions: npt.NDArray[np.int64]) -> 
 
 
 def sequence_seed(seed: int, index: int) -> int:
-    """Seed of sequence `index` of a request with `seed`; sequence 0 keeps the request's own. In [0, 2**64)."""
+    """Returns the seed, in [0, 2**64), of sequence `index` of a request with `seed`. Sequence 0 keeps the request's."""
     word = seed % 2**64
     if index == 0:
         return word

@@ -1,7 +1,7 @@
-"""Sampler: logits of a step become tokens and log probabilities.
+"""Turns the logits of a step into tokens and log probabilities.
 
 Rows are those of the persistent batch: `add_row` when a sequence takes one, `remove_row` when it leaves. `sample`
-remembers the tokens it chose, which is all that penalties, bad words, min_tokens and the random numbers need.
+remembers the tokens that it chose: penalties, bad words, min_tokens and the random numbers need no more.
 The token and log probabilities of a row are, bitwise, a function of its own logits, parameters, seed and position.
 """
 
@@ -22,7 +22,7 @@ from pagemill.sampling.random import uniform
 
 @dataclass
 class Sampled:
-    """Result of one `sample` call for m rows.
+    """Holds the result of one `sample` call for m rows.
 
     token_ids: meaningless where there is none; such rows remember nothing.
     logprobs: for rows that asked for them.
@@ -37,8 +37,10 @@ class Sampled:
 
 
 class Sampler:
-    """Holds the state of up to `max_rows` sequences over a vocabulary of `vocab_size` logits, and samples by `kernels`,
-    those of the logits' device."""
+    """Samples for up to `max_rows` sequences, over a vocabulary of `vocab_size` logits.
+
+    kernels: those of the device on which the logits lie.
+    """
 
     def __init__(
         self, max_rows: int, vocab_size: int, kernels: SamplingKernels, eos_token_ids: Iterable[int] = ()
@@ -66,9 +68,10 @@ class Sampler:
         prompt_token_ids: npt.NDArray[np.int32],
         output_token_ids: npt.NDArray[np.int32],
     ) -> None:
-        """A sequence takes `row`. `output_token_ids` is what it generated before: its random numbers go on from there.
+        """Gives `row` to a sequence, whose parameters `check_vocabulary` has accepted.
 
-        `seed` is any integer; its low 64 bits count. The caller has checked the parameters with `check_vocabulary`.
+        seed:             any integer; its low 64 bits count.
+        output_token_ids: what the sequence generated before. Its random numbers go on from there.
         """
         self._params[row] = params
         self._seeds[row] = seed % 2**64
@@ -83,31 +86,33 @@ class Sampler:
             self._constraints[row] = RowConstraints(params, self.eos_token_ids, prompt_token_ids, output_token_ids)
 
     def remove_row(self, row: int) -> None:
-        """The sequence in `row` leaves; the row may be taken again."""
+        """Takes `row` from the sequence that leaves; it may be given again."""
         self._params[row] = None
         self._constraints.pop(row, None)
         self._constrained[row] = False
 
     def params(self, row: int) -> SamplingParams:
-        """Parameters of the sequence in `row`; KeyError if there is none."""
+        """Returns the parameters of the sequence in `row`. Raises KeyError if there is none."""
         params = self._params[row]
         if params is None:
             raise KeyError(f"no sequence in row {row}")
         return params
 
     def only_argmax(self, rows: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> bool:
-        """Returns whether all that `rows` need of their logits is the argmax."""
+        """Returns True if the argmax is all that `rows` need of their logits."""
         return bool(self._only_argmax[rows].all())
 
     def take_argmax(self, tokens: npt.NDArray[np.int64]) -> Sampled:
-        """Returns what `sample` would for rows that are `only_argmax`, from the argmax of their logits, int64 [m], as
-        `SamplingKernels.choose` says it. Their positions stand still, for they draw nothing."""
+        """Returns what `sample` would for rows that are `only_argmax`. Their positions stand still: they draw nothing.
+
+        tokens: int64 [m], the argmax of their logits, as `SamplingKernels.choose` returns it.
+        """
         token_ids = tokens.tolist()
         not_finite = [] if min(token_ids) >= 0 else np.flatnonzero(tokens < 0).tolist()
         return Sampled(token_ids, [None] * len(token_ids), not_finite, [])
 
     def sample(self, logits: torch.Tensor, rows: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> Sampled:
-        """Choose the next token of each of `rows` ([m], distinct) from `logits` (float32 [m, vocab], on this device).
+        """Chooses the next token of each of `rows` ([m], distinct) from `logits` (float32 [m, vocab], on this device).
 
         `logits` is overwritten.
         """

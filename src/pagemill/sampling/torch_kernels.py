@@ -1,8 +1,8 @@
-"""Sampling with torch operators, for any device; see `kernels.py` for what a token is drawn from.
+"""Samples with torch operators, on any device; `kernels.py` says what a token is drawn from.
 
-Every result of a row is a function of that row's own numbers: only elementwise operations that IEEE 754 rounds in one
-way, exact ones (maximum, comparison, counting, sorting) and reductions within fixed pieces of a row are used, and no
-path is chosen by what other rows hold. Cumulative sums are float64.
+Every result of a row is a function of that row's own numbers. The operations are elementwise ones that IEEE 754 rounds
+in one way, exact ones (maximum, comparison, counting, sorting), and reductions within fixed pieces of a row. No path is
+chosen by what other rows hold. Cumulative sums are float64.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class TorchSamplingKernels:
 
 
 def _log_probabilities(raw: torch.Tensor, tokens: Ids, counts: Ids) -> list[TokenLogprobs]:
-    """From log probabilities `raw` float32 [m, vocab]."""
+    """Returns what `log_probabilities` does, from log probabilities `raw` float32 [m, vocab]."""
     own = raw.gather(1, torch.from_numpy(tokens).to(raw.device)[:, None])
     ranks = ((raw > own).sum(-1) + 1).tolist()
     made = [
@@ -79,7 +79,10 @@ def _log_probabilities(raw: torch.Tensor, tokens: Ids, counts: Ids) -> list[Toke
 
 
 def draw(probabilities: torch.Tensor, uniforms: torch.Tensor) -> torch.Tensor:
-    """One token from each row, in vocabulary order. float32 [m, vocab], float64 [m] in [0, 1) -> int64 [m]."""
+    """Returns a token from each row, int64 [m], by inverse CDF in vocabulary order.
+
+    probabilities: float32 [m, vocab]. uniforms: float64 [m], in [0, 1).
+    """
     pad = -probabilities.shape[1] % _PIECE
     pieces = (F.pad(probabilities, (0, pad)) if pad else probabilities).view(len(probabilities), -1, _PIECE)
     sums = torch.cumsum(pieces.sum(-1).double(), -1)
@@ -100,15 +103,15 @@ def draw_truncated(
     min_p: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> torch.Tensor:
-    """One token from the most likely ones of each row, most likely first.
+    """Returns a token from each row, int64 [m], by inverse CDF over the tokens that are kept, most likely first.
 
     scaled: logits over temperature, float32 [m, vocab]; probabilities: their softmax.
-    top_k int64 [m], 0 is off; top_p and min_p float32 [m], 1 and 0 are off; uniforms float64 [m]. Returns int64 [m].
+    top_k int64 [m], 0 is off; top_p and min_p float32 [m], 1 and 0 are off; uniforms float64 [m].
     """
     vocab_size = scaled.shape[1]
-    likeliest, largest_p = scaled.amax(-1), probabilities.amax(-1)
-    floor = torch.full_like(likeliest, torch.finfo(torch.float32).min)
-    cut = torch.maximum(floor, likeliest + min_p.log())
+    largest_logit, largest_p = scaled.amax(-1), probabilities.amax(-1)
+    floor = torch.full_like(largest_logit, torch.finfo(torch.float32).min)
+    cut = torch.maximum(floor, largest_logit + min_p.log())
     if bool((top_k > 0).any()):
         largest = int(top_k.max())
         kth = scaled.topk(min(largest, vocab_size), dim=-1).values.gather(
@@ -126,17 +129,17 @@ def draw_truncated(
     for share in (*(share for share in _SHARES if share < vocab_size), vocab_size):
         if not len(some):
             break
-        cut = torch.maximum(floor, likeliest + ((1 - top_p) / share / largest_p).log().clamp_(max=0))
+        cut = torch.maximum(floor, largest_logit + ((1 - top_p) / share / largest_p).log().clamp_(max=0))
         tokens[some], enough = _draw_above(scaled, probabilities, some, cut, top_p, uniforms, closed=False)
         some = some[~enough]
     return tokens
 
 
 def candidates_above(values: torch.Tensor, rows: torch.Tensor, cut: torch.Tensor) -> list[tuple[torch.Tensor, ...]]:
-    """Entries of some rows of `values` [m, n] that are not below the row's `cut` [m], largest first, equals by index.
+    """Returns the entries of some rows of `values` [m, n] that are not below the row's `cut` [m].
 
-    Returns groups of rows of similar counts: positions in `rows` [r], values [r, c] padded with -inf, indices [r, c],
-    counts [r].
+    They come in groups of rows of similar counts: positions in `rows` [r], values [r, c], indices [r, c] and counts
+    [r]. The values of a row are sorted, largest first and equal ones by index, and padded with -inf.
     """
     chosen = values if len(rows) == len(values) else values[rows]
     where_row, where_column = _not_below(chosen, cut[rows])
@@ -171,9 +174,10 @@ def _draw_above(
     *,
     closed: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw for `rows` among the entries not below `cut`; top_p refers to their sum if `closed`, else to the whole row.
+    """Draws for `rows` among the entries that are not below `cut`.
 
-    Returns tokens int64 [r], and whether the entries hold as much probability as top_p asks for, bool [r].
+    Returns tokens int64 [r], and bool [r]: True if the entries hold as much probability as top_p asks for.
+    closed: True if top_p refers to the sum of these entries, False if to the whole row.
     """
     tokens = torch.empty_like(rows)
     enough = torch.ones_like(rows, dtype=torch.bool)
@@ -195,11 +199,11 @@ def _draw_above(
 
 
 def _not_below(values: torch.Tensor, cut: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows and columns of the entries of `values` [m, n] that are at least the row's `cut` [m], in order."""
+    """Returns rows and columns of the entries of `values` [m, n] that are at least the row's `cut` [m], in order."""
     row_of, column_of = torch.where(values >= cut[:, None])
     return row_of, column_of
 
 
 def _below(target: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-    """`target`, but in any case below `total`, so that a search for the first sum above it finds one."""
+    """Returns `target`, but less than `total` in any case: a search for the first sum above it then finds one."""
     return torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))

@@ -1,6 +1,7 @@
-"""The engine's loop over simulated time: the real scheduler and the real memory manager, and a step-time model.
+"""Runs the engine's loop over simulated time, with the real scheduler, the real memory manager and a step-time model.
 
-schedule, run, commit, as `engine.core` does it; only that running takes no time and moves `now` by what the model says.
+As in `engine.core`, each step is scheduled, run and committed. But running computes nothing: it only moves `now` by the
+seconds that the model gives the step.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from pagemill.simulate.trace import TracedRequest
 
 ROOT = root_digest(b"simulated", "simulated", "simulated", "")
 OUTPUT_TOKENS = 1 << 31
-"""Generated tokens are numbered from here: no prompt has them, and no two requests the same."""
+"""The first generated token. No prompt has such tokens, and no two requests share one."""
 
 Observer = Callable[[StepPlan, float], None]
-"""Called in every step, between plan and commit, with the plan and the seconds that the step takes."""
+"""A function that is called in every step, before its commit, with the plan and the seconds that the step takes."""
 
 
 @dataclass(slots=True)
 class Served:
-    """What became of one request. Times are simulated seconds; None: not yet, or never."""
+    """Records what became of one request. Times are simulated seconds; None: not yet, or never."""
 
     request: TracedRequest
     first_token_s: float | None = None
@@ -36,9 +37,9 @@ class Served:
     num_tokens: int = 0
     num_cached_tokens: int = 0
     starts: int = 0
-    """Times that it entered the batch; each one after the first follows a preemption."""
+    """How often it entered the batch; each time after the first follows a preemption."""
     refused: bool = False
-    """It could never run in this pool."""
+    """True if it could never run in this pool."""
 
     @property
     def ttft_s(self) -> float:
@@ -55,7 +56,7 @@ class Served:
 
 @dataclass(slots=True)
 class Replay:
-    """A trace, replayed. busy_s: simulated seconds in steps; running_s: their sum over running sequences."""
+    """Records a replayed trace. busy_s: simulated seconds in steps; running_s: their sum over running sequences."""
 
     served: list[Served] = field(default_factory=list)
     steps: int = 0
@@ -89,8 +90,8 @@ def replay(
 ) -> Replay:
     """Serves the trace (in order of arrival), each request for exactly its output length, until all have ended.
 
-    root: where a request's prefix chain begins, one for all by default: all may share.
-    until_s: stops there, simulated, with whatever is still running.
+    root:    gives the digest at which a request's prefix chain begins; by default one for all, so that all may share.
+    until_s: simulated second at which the replay stops, with whatever is still running.
     """
     outcome = Replay()
     served = outcome.served
@@ -136,7 +137,7 @@ def replay(
 def _submit(
     scheduler: Scheduler, served: list[Served], request: TracedRequest, root: Callable[[TracedRequest], bytes]
 ) -> None:
-    """The index in `served` is the request's id and seed, by which steps' results find back to it."""
+    """Adds a request. Its index in `served` is its id and seed, by which the results of steps find back to it."""
     index = len(served)
     served.append(Served(request))
     try:

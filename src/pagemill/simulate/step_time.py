@@ -1,4 +1,4 @@
-"""How long a step takes: a sum of costs of the work in it, fitted to steps that a real engine ran."""
+"""Models how long a step takes: a sum of costs of the work in it, fitted to steps that a real engine ran."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pagemill.scheduling.step_plan import StepPlan
 
 @dataclass(frozen=True)
 class KVShape:
-    """What the bytes of K/V and the work of attending depend on. windows: by layer, None for full attention."""
+    """Holds what the bytes of K/V and the work of attending depend on. windows: by layer, None for full attention."""
 
     windows: tuple[int | None, ...]
     num_kv_heads: int
@@ -38,20 +38,24 @@ class KVShape:
 
     @property
     def slot_bytes(self) -> float:
-        """K and V of one token in one layer group, without padding; the mean where groups differ."""
+        """The bytes of one token's K and V in one layer group, without padding; the mean where groups differ."""
         layers = len(self.windows) / len(self.groups.groups)
         return layers * self._format.slot_bytes(self.num_kv_heads, self.head_dim, self.head_dim)
 
     def frame_bytes(self, block_size: int) -> int:
-        """Of a frame as it lies in the pool on CPU, padding included."""
+        """Returns the bytes of a frame as it lies in the pool on CPU, padding included."""
         groups, dim = self.groups, self.head_dim
         shape = FrameShape(groups, self.num_kv_heads, block_size, dim, dim, self._format)
         return layer_major(shape, 1).frame_bytes
 
 
 class StepWork(NamedTuple):
-    """What a step computes. logits: rows whose logits are needed; pairs: (query token, key) pairs; keys: keys that rows
-    attend, each once per row; both summed over layers."""
+    """Counts what a step computes.
+
+    logits: rows whose logits are needed.
+    pairs:  (query token, key) pairs, summed over layers.
+    keys:   keys that rows attend, each once per row, summed over layers.
+    """
 
     rows: int
     tokens: int
@@ -61,6 +65,7 @@ class StepWork(NamedTuple):
 
 
 def work_of(plan: StepPlan, groups: LayerGroups) -> StepWork:
+    """Returns the work in a plan, for a model of these layer groups."""
     starts, lens = plan.starts.astype(np.int64), plan.query_lens.astype(np.int64)
     ends = starts + lens
     pairs = keys = 0
@@ -79,12 +84,12 @@ def work_of(plan: StepPlan, groups: LayerGroups) -> StepWork:
 
 
 KNEES = (8, 32, 128)
-"""Where the cost of one more token changes: reading the weights bounds steps of few tokens, products those of many."""
+"""Numbers of tokens at which the cost of one more changes: weights' bytes bound small steps, products large ones."""
 COSTS = ("step", "row", *(f"token to {knee}" for knee in KNEES), "token beyond", "logits", "pair", "key")
 
 
 def _amounts(works: Sequence[StepWork]) -> NDArray[np.float64]:
-    """[steps, COSTS]: how much of each there is in a step."""
+    """Returns how much of each cost there is in each step, [steps, COSTS]."""
     rows, tokens, logits, pairs, keys = np.array(works, dtype=np.float64).reshape(-1, 5).T
     knees = (0, *KNEES, np.inf)
     pieces = [np.clip(tokens, low, high) - low for low, high in pairwise(knees)]
@@ -93,7 +98,7 @@ def _amounts(works: Sequence[StepWork]) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Seconds of a step, and what they were fitted to.
+    """Gives the seconds of a step, and says what they were fitted to.
 
     seconds_of: by name in COSTS, the seconds that one of it takes.
     about:      the machine, the model and its precision, how well the fit holds; for people.
@@ -108,6 +113,7 @@ class StepTimes:
             raise CalibrationError(f"the calibration has costs {sorted(self.seconds_of)}; it must have {sorted(COSTS)}")
 
     def seconds(self, work: StepWork) -> float:
+        """Returns the seconds that a step with this work takes."""
         cost = self.seconds_of
         total = cost["step"] + cost["row"] * work.rows + cost["logits"] * work.logits
         total += cost["pair"] * work.pairs + cost["key"] * work.keys
@@ -124,7 +130,7 @@ class StepTimes:
 
     @classmethod
     def load(cls, path: Path) -> StepTimes:
-        """Raises CalibrationError for a file that is missing or is no calibration."""
+        """Reads a calibration. Raises CalibrationError for a file that is missing or is none."""
         try:
             found = json.loads(path.read_text())
             shape = KVShape(**{**found["shape"], "windows": tuple(found["shape"]["windows"])})
@@ -137,7 +143,7 @@ class StepTimes:
 
 
 def fit(works: Sequence[StepWork], seconds: Sequence[float]) -> dict[str, float]:
-    """The costs, none below 0, with the least sum of squared relative errors over these steps.
+    """Returns the costs, none below 0, with the least sum of squared relative errors over these steps.
 
     Raises CalibrationError if there are fewer steps than costs.
     """
@@ -151,7 +157,7 @@ def fit(works: Sequence[StepWork], seconds: Sequence[float]) -> dict[str, float]
 
 
 def _nonnegative(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    """x >= 0 with the least |a x - b| (Lawson and Hanson, "Solving Least Squares Problems", 1974, chapter 23)."""
+    """Returns x >= 0 with the least |a x - b| (Lawson and Hanson, "Solving Least Squares Problems", 1974, ch. 23)."""
     x = np.zeros(a.shape[1])
     free = np.zeros(a.shape[1], dtype=bool)
     tolerance = 1e-10 * len(b)

@@ -1,4 +1,4 @@
-"""Traces of real services: when requests came, how long they were, which prefixes they shared. No text.
+"""Reads traces of real services: when requests came, how long they were, which prefixes they shared. They have no text.
 
 Two formats are read. Azure's CSV (`TIMESTAMP,ContextTokens,GeneratedTokens`, Azure Public Dataset) has lengths only.
 Mooncake's JSON lines (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`) name the prefix blocks too.
@@ -17,7 +17,7 @@ from typing import Any
 from pagemill.errors import TraceError
 
 MOONCAKE_BLOCK = 512
-"""Tokens that one of Mooncake's hash ids stands for; the last of a prompt may stand for fewer."""
+"""Number of tokens that one of Mooncake's hash ids stands for; the last of a prompt may stand for fewer."""
 SOURCES = (
     "public traces: github.com/Azure/AzurePublicDataset (AzureLLMInferenceTrace_conv.csv) and "
     "github.com/kvcache-ai/Mooncake (FAST25-release/traces/conversation_trace.jsonl)"
@@ -26,8 +26,12 @@ SOURCES = (
 
 @dataclass(frozen=True)
 class TracedRequest:
-    """One request. `hash_ids` name the prompt's blocks of 512 tokens: equal ids mean equal prompts up to that block's
-    end; empty for a prompt that shares nothing. `number` is its place in the whole trace."""
+    """Describes one request.
+
+    number:   its place in the whole trace.
+    hash_ids: names of the prompt's blocks of 512 tokens. Equal ids mean equal prompts up to that block's end. Empty for
+              a prompt that shares nothing.
+    """
 
     number: int
     arrival_s: float
@@ -40,9 +44,9 @@ class TracedRequest:
         return self.prompt_len + self.output_len
 
     def prompt(self) -> list[int]:
-        """Synthetic token ids, equal where the trace says that prompts are equal, and nowhere else.
+        """Returns synthetic token ids, equal where the trace says that prompts are equal, and nowhere else.
 
-        Each block repeats one token: a number of its own, since what it hangs on tells equal blocks apart.
+        Each block repeats one token, its own number. The blocks before it tell it from others with that number.
         """
         if not self.hash_ids:
             return [2 * self.number] * self.prompt_len
@@ -53,8 +57,10 @@ class TracedRequest:
 
 
 def read_trace(path: Path) -> list[TracedRequest]:
-    """The requests in order of arrival, the first at 0 s. Raises TraceError for a file that is missing or is neither
-    format."""
+    """Returns the requests in order of arrival, the first at 0 s.
+
+    Raises TraceError for a file that is missing or is in neither format.
+    """
     readers: dict[str, Callable[[Path], list[TracedRequest]]] = {".csv": _read_azure, ".jsonl": _read_mooncake}
     if path.suffix not in readers:
         raise TraceError(f"{path} is neither .csv (Azure) nor .jsonl (Mooncake); {SOURCES}")
@@ -71,13 +77,16 @@ def read_trace(path: Path) -> list[TracedRequest]:
 
 
 def shift(requests: list[TracedRequest]) -> list[TracedRequest]:
-    """The same, with the first arriving at 0 s."""
+    """Returns the same requests, with the first arriving at 0 s."""
     start = requests[0].arrival_s
     return [replace(request, arrival_s=request.arrival_s - start) for request in requests]
 
 
 def slice_of(requests: list[TracedRequest], start_s: float, seconds: float, rate: float = 1.0) -> list[TracedRequest]:
-    """Those that arrive in `seconds` from `start_s` on, arriving `rate` times as fast. Raises TraceError if none do."""
+    """Returns the requests that arrive in the `seconds` from `start_s` on, arriving `rate` times as fast.
+
+    Raises TraceError if there are none.
+    """
     if rate <= 0:
         raise TraceError(f"rate is {rate:g}; it must be above 0: 1 keeps the trace's own arrivals, 0.1 slows them down")
     chosen = [request for request in requests if start_s <= request.arrival_s < start_s + seconds]

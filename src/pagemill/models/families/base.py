@@ -135,7 +135,7 @@ def check_model_len(max_model_len: int | None, max_position: int) -> int:
 
 
 class Positions(NamedTuple):
-    """The rotary embeddings that layers refer to by index, and the longest context that the checkpoint declares."""
+    """Holds the rotary embeddings that layers refer to by index, and the longest context that is declared."""
 
     ropes: tuple[RopeSpec, ...]
     max_position: int

@@ -30,10 +30,9 @@ _ARM = {torch.bfloat16: {"bf16", "svebf16"}, torch.float16: {"asimdhp"}}
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A decoder that is ready to run, with what the engine must know of it.
+    """Holds a decoder that is ready to run, with what the engine must know of it.
 
     eos_token_ids: ids that end a generation, in the checkpoint's order, possibly none.
-
     max_model_len: what was asked for, else the longest context that the checkpoint declares.
     fingerprint:   32 bytes; see `loading.checkpoint.fingerprint`.
     """
@@ -132,7 +131,7 @@ def open_checkpoint(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
 
 
 def is_native(dtype: torch.dtype, device: torch.device) -> bool:
-    """Returns whether `device` has instructions for matrix products in `dtype`."""
+    """Returns True if `device` has instructions for matrix products in `dtype`."""
     if dtype == torch.float32:
         return True
     if device.type == "cuda":
