@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections.abc import Callable
 
@@ -249,9 +250,10 @@ def test_bf16_scores_that_rise_by_hundreds(backend: AttentionBackend, queries: i
 def test_a_pool_that_nobody_uses_goes():
     backend, case = CpuAttention(), PagedCase([(20, 20)])
     case.write_all(backend)
-    assert len(backend._caches) == 1
+    native = backend.native(case.cache)
+    assert native is backend.native(case.cache)
     storage = weakref.ref(case.pool.storage)
     del case
     gc.collect()
-    assert not backend._caches
+    assert sys.getrefcount(native) == 2, "held here only"
     assert storage() is None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from drive import drive, request
@@ -16,6 +18,7 @@ from pagemill.executor.backend import torch_backend
 from pagemill.executor.interface import Executor, ExecutorMemory, StepHandle
 from pagemill.executor.load import open_executor
 from pagemill.memory.digest import root_digest
+from pagemill.memory.work import MemoryWork
 from pagemill.sampling.params import SamplingParams
 from pagemill.scheduling.sequence import Request
 from pagemill.scheduling.step_plan import StepPlan, StepResult
@@ -97,6 +100,31 @@ def run_pair(prompts, second, *params, **settings) -> list[tuple[StepResult, Ste
     return pair.results
 
 
+def on_torch(config):
+    return open_executor(config, backend=torch_backend(torch.device("cpu")))
+
+
+@pytest.mark.parametrize("second", [open_executor, on_torch])
+def test_a_plan_without_rows_copies_frames_and_brings_nothing(make_engine, second):
+    config = EngineConfig(**SETTINGS)
+    pair = Pair(open_executor(config), second(config))
+    pair.allocate(8)
+    record = np.random.default_rng(0).integers(0, 256, pair.facts.frame_bytes, dtype=np.uint8)
+    for one in (pair.first, pair.second):
+        with one.frames.write([2], one.frames.mark()) as places:
+            places[0][:] = record.reshape(places[0].shape)
+    none, numbers = np.zeros(0, np.int32), np.array([2, 5], np.int32)
+    work = replace(MemoryWork.none(), copy_source=numbers[:1], copy_target=numbers[1:])
+    plan = StepPlan(1, work, none, none, none, none.astype(np.bool_), none, none, none, none)
+    assert pair.apply(plan) == []
+    assert pair.collect(pair.submit(plan)) == StepResult()
+    assert pair.results == [(StepResult(), StepResult())]
+    for one in (pair.first, pair.second):
+        assert (one.frames.read([5])[0] == record).all()
+        assert all(len(frames) == 0 for frames in one.streamed_frames(plan))
+    pair.close()
+
+
 def test_two_executors_with_the_same_kernels_bring_the_same_bits(make_engine, prompts):
     for first, second in run_pair(prompts, open_executor, GREEDY, DRAWN):
         assert first == second
@@ -105,9 +133,6 @@ def test_two_executors_with_the_same_kernels_bring_the_same_bits(make_engine, pr
 # An int8 element may be rounded the other way where the operators' sums differ in the last bit.
 @pytest.mark.parametrize(("kv_cache_dtype", "error"), [("auto", 1e-3), ("int8", 0.05)])
 def test_kernels_and_torch_bring_the_same_most_likely_tokens(make_engine, prompts, kv_cache_dtype, error):
-    def on_torch(config):
-        return open_executor(config, backend=torch_backend(torch.device("cpu")))
-
     for first, second in run_pair(prompts, on_torch, GREEDY, FOUND, kv_cache_dtype=kv_cache_dtype):
         assert first.tokens == second.tokens
         assert first.prompt_logprobs.keys() == second.prompt_logprobs.keys()

@@ -22,8 +22,11 @@ def refuse(names, records) -> None:
     raise AssertionError("there is room for all")
 
 
-def stored(store: CompressedStore) -> int:
-    return sum(len(content) + ENTRY_BYTES for content, _ in store._held.values())
+def size_of(record) -> int:
+    """How many bytes a store holds for it."""
+    store = CompressedStore(1 << 20, 2)
+    store.write([name_of(0)], [record], refuse)
+    return store.nbytes
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
@@ -65,7 +68,7 @@ def test_it_keeps_what_was_used_last_and_passes_on_the_rest(steps) -> None:
     for i in range(16):
         records[i, : i * 180] = 0  # of many sizes
     store = CompressedStore(9000, 2)
-    sizes = [len(store._pack(record)) + ENTRY_BYTES for record in records]
+    sizes = [size_of(record) for record in records]
     order: list[int] = []
     for what, numbers in steps:
         if what == "use":
@@ -92,8 +95,8 @@ def test_it_keeps_what_was_used_last_and_passes_on_the_rest(steps) -> None:
                 order.append(i)
         assert gone == list(dict.fromkeys(expected_gone))
         assert [name.digest[0] for name in store.names()] == order[::-1]
-        assert stored(store) == store._bytes <= 9000
-        assert not store._leaving
+        assert store.nbytes == sum(sizes[i] for i in order) <= 9000
+        assert store.holds([name_of(i)[:2] for i in range(16)]) == [i in order for i in range(16)]
         out = np.full((16, 3000), 0xAA, dtype=np.uint8)
         assert store.read([name_of(i)[:2] for i in range(16)], out) == [i in order for i in range(16)]
         assert all((out[i] == (records[i] if i in order else 0xAA)).all() for i in range(16))

@@ -82,7 +82,9 @@ def test_blocks_go_down_and_come_back_into_other_frames(pool, contents, tier, tm
 def test_a_load_comes_after_what_the_gpu_was_asked_to_do_before(pool, contents) -> None:
     if pool.device.type != "cuda":
         pytest.skip("the CPU does at once what it is asked to do")
-    torch.cuda._sleep(1_000_000_000)
+    busy = torch.ones(8192, 8192, device="cuda")
+    for _ in range(50):
+        busy = busy @ busy
     pool.frames.copy(torch.tensor([1]), torch.tensor([2]))
     with pool.frames.write([1], pool.mark()) as places:
         places[0][:] = contents[5].reshape(places[0].shape)

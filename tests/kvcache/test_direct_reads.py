@@ -28,32 +28,37 @@ def content() -> np.ndarray:
 
 
 @pytest.fixture
-def file(tmp_path, content):
+def descriptor(tmp_path, content):
     path = tmp_path / "blocks"
     path.write_bytes(content.tobytes())
     file = os.open(path, os.O_RDWR)
     os.fsync(file)
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-    reads = DirectReads(path, file, SIZE)
-    yield reads
-    reads.close()
+    yield file
     os.close(file)
 
 
+@pytest.fixture
+def file(tmp_path, descriptor):
+    reads = DirectReads(tmp_path / "blocks", descriptor, SIZE)
+    yield reads
+    reads.close()
+
+
 def test_what_the_system_does_not_have_does_not_go_through_its_memory(file, content) -> None:
-    if file._direct < 0 or file._has_pages(0, SIZE):
+    if not file.direct or file.has_pages(0, SIZE):
         pytest.skip("this system does not read directly, or does not say what it has in memory")
     assert (read(file, 24576, 65536) == content[65536 : 65536 + 24576]).all()
-    assert not file._has_pages(0, SIZE)
+    assert not file.has_pages(0, SIZE)
     assert (read(file, 8192, 100) == content[100:8292]).all()
-    assert file._has_pages(0, SIZE)
+    assert file.has_pages(0, SIZE)
 
 
 @pytest.mark.parametrize("direct", [True, False])
 @pytest.mark.parametrize(("nbytes", "offset"), [(16384, 4096), (5000, 0), (8192, 77), (SIZE, 0)])
-def test_every_read_is_right(file, content, nbytes, offset, direct) -> None:
+def test_every_read_is_right(file, descriptor, content, nbytes, offset, direct) -> None:
     if not direct:
-        os.pread(file._file, SIZE, 0)
+        os.pread(descriptor, SIZE, 0)
     assert (read(file, nbytes, offset) == content[offset : offset + nbytes]).all()
 
 
@@ -69,15 +74,15 @@ def test_what_is_in_use_is_not_read_over(file, content) -> None:
         assert first.ctypes.data % HUGE_PAGE == 0
 
 
-def test_a_read_that_fails_gives_its_memory_back(file, content) -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), file._file)
+def test_a_read_that_fails_gives_its_memory_back(file, descriptor) -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
     for _ in range(9):
         with pytest.raises(OSError, match="Bad file descriptor"):
             read(file, 8192, 77)
 
 
 def test_threads_that_read_directly_leave_others_the_cores(file, content, monkeypatch) -> None:
-    if file._direct < 0:
+    if not file.direct:
         pytest.skip("this system does not read directly")
     lock, reading, seen = threading.Lock(), [0], []
     preadv = os.preadv
@@ -92,7 +97,7 @@ def test_threads_that_read_directly_leave_others_the_cores(file, content, monkey
         return preadv(*how)
 
     monkeypatch.setattr(direct_reads.os, "preadv", slow)
-    monkeypatch.setattr(file, "_has_pages", lambda *where: False)
+    monkeypatch.setattr(file, "has_pages", lambda *where: False)
     with ThreadPoolExecutor(4) as threads:
         parts = list(threads.map(lambda at: read(file, 8192, at), range(0, 16 * 8192, 8192)))
     assert (np.concatenate(parts) == content[: 16 * 8192]).all()

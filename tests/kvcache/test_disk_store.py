@@ -4,10 +4,11 @@ import os
 import random
 import resource
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from disk_blocks import FORMAT, RECORD, content, digest_of, name_of, read, store
 from pagemill.errors import KVStoreError
 from pagemill.kvcache.disk_store import DiskStore
 from pagemill.kvcache.store_format import StoreFormat
+from pagemill.kvcache.store_index import StoreIndex
 
 
 def test_what_was_written_is_read_by_another_process_later(tmp_path):
@@ -203,7 +205,8 @@ def test_a_damaged_index_is_made_again_from_the_blocks(tmp_path, damage):
 def test_a_damaged_index_that_others_use_is_left_to_them(tmp_path):
     store = store_of(tmp_path)
     write(store, range(40))
-    store._index._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with closing(sqlite3.connect(store.folder / "index.sqlite")) as index:
+        index.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     (store.folder / "index.sqlite").write_bytes(os.urandom(50000))
     with pytest.raises(KVStoreError, match="another process uses it"):
         store_of(tmp_path)
@@ -394,15 +397,16 @@ sys.exit(failed)
 
 def test_a_block_that_another_process_stores_meanwhile_takes_one_slot(tmp_path, monkeypatch):
     one, other = (store_of(tmp_path, blocks=10) for _ in range(2))
-    make_room = one._make_room
+    slots = StoreIndex.slots
 
-    def overtaken(count):
+    def overtaken(index, blocks):
+        found = slots(index, blocks)
+        monkeypatch.undo()
         write(other, range(4))
-        make_room(count)
+        return found
 
-    monkeypatch.setattr(one, "_make_room", overtaken)
+    monkeypatch.setattr(StoreIndex, "slots", overtaken)
     assert write(one, range(6)) == 2
-    monkeypatch.undo()
     assert write(one, range(100, 104)) == 4
     assert one.stats().evicted == 0
     assert read(other, [*range(6), *range(100, 104)]) == [*range(6), *range(100, 104)]

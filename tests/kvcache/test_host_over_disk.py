@@ -46,7 +46,7 @@ def test_blocks_on_their_way_from_host_memory_to_disk_are_found(tmp_path, monkey
         write(tiers, [3, 4])
     assert seen == [[True] * 5]
     assert found(tiers, range(5)) == [not fails, not fails, True, True, True]
-    assert not host._leaving
+    assert host.holds([(digest_of(i), 0) for i in range(5)]) == [False, False, True, True, True]
 
 
 def test_what_host_memory_holds_goes_to_disk_at_the_end(tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -12,12 +13,19 @@ from harness import frame_shape
 from pagemill.kvcache import pages_ahead
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layout import block_major, layer_major
-from pagemill.kvcache.pages import HUGE_PAGE
-from pagemill.kvcache.pages_ahead import SHARE, PagesAhead
+from pagemill.kvcache.pages import HUGE_PAGE, PAGE_BYTES, POPULATE_WRITE
+from pagemill.kvcache.pages_ahead import AHEAD_BYTES, SHARE, PagesAhead
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="pages are made ahead on Linux only")
 FRAMES = 2048
 TOTAL = 128 << 20
+
+
+def wait_for_the_first() -> None:
+    """Waits until the first frames have their pages."""
+    for thread in threading.enumerate():
+        if thread.name == "pages ahead":
+            thread.join()
 
 
 def resident() -> int:
@@ -31,7 +39,7 @@ def test_pages_come_ahead_and_keep_what_lies_in_them(layout) -> None:
     pool.layer(1).key[:8] = 5
     before = resident()
     pages = PagesAhead(pool)
-    pages._thread.join()
+    wait_for_the_first()
     first = pool.nbytes // SHARE
     assert 0.8 * first < resident() - before < 1.6 * first
     pages.reach(8)
@@ -47,7 +55,7 @@ def test_pages_come_ahead_and_keep_what_lies_in_them(layout) -> None:
 def test_what_a_smaller_pool_gives_back_stays_given() -> None:
     pool = DevicePool(FRAMES, frame_shape([None, None], 4, 64, 16, "float32"))
     pages = PagesAhead(pool)
-    pages._thread.join()
+    wait_for_the_first()
     before = resident()
     pages.reach(FRAMES - 1)
     pages.shrink(FRAMES // 4)
@@ -65,18 +73,21 @@ def test_frames_that_are_loaded_have_their_pages_before(slow: bool, monkeypatch:
     monkeypatch.setattr(pages_ahead, "SLOW_BYTES_PER_S", float("inf") if slow else 0)
     pool = DevicePool(FRAMES, frame_shape([None, None], 4, 64, 16, "float32"))
     pages = PagesAhead(pool)
-    pages._thread.join()
-    last = pages._ready + 299
+    wait_for_the_first()
+    ready = min(AHEAD_BYTES, pool.nbytes // SHARE) // pool.layout.frame_bytes
+    last = ready + 299
     before, wanted = resident(), 300 * pool.layout.frame_bytes
     pages.begin()
-    pages.make([*range(last, pages._ready - 1, -1), FRAMES + 5])
+    pages.make([*range(last, ready - 1, -1), FRAMES + 5])
     pages.end()
     assert 0.9 * wanted < resident() - before < wanted + ((1 << 20) if slow else 2 * HUGE_PAGE)
-    asked: list[int] = []
-    regions = pages._regions
-    monkeypatch.setattr(pages, "_regions", lambda begin, end: asked.append(begin) or regions(begin, end))
+    asked: list[tuple[int, int, int]] = []
+    advise = pages_ahead.advise
+    monkeypatch.setattr(pages_ahead, "advise", lambda *how: asked.append(how) or advise(*how))
     pages.reach(last + 1)
-    assert asked == [last + 1]
+    page = PAGE_BYTES if slow else HUGE_PAGE
+    made = [address for address, _, advice in asked if advice == POPULATE_WRITE]
+    assert sorted(made) == [piece[last + 1].data_ptr() // page * page for piece in pool.frames.bytes]
 
 
 def test_what_pages_shall_be_is_said_once_for_all_pieces_of_a_load(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -84,7 +95,7 @@ def test_what_pages_shall_be_is_said_once_for_all_pieces_of_a_load(monkeypatch: 
     monkeypatch.setattr(pages_ahead, "SLOW_BYTES_PER_S", float("inf"))
     pool = DevicePool(FRAMES, frame_shape([None, None], 4, 64, 16, "float32"))
     pages = PagesAhead(pool)
-    pages._thread.join()
+    wait_for_the_first()
     said: list[int] = []
     advise = pages_ahead.advise
 
@@ -128,7 +139,7 @@ def test_later_pages_are_small_where_huge_ones_are_slow(slow: bool, monkeypatch:
     if huge_flags(at) != [True]:
         pytest.skip("this system has no huge pages")
     pages = PagesAhead(pool)
-    pages._thread.join()
+    wait_for_the_first()
     pool.layer(0).value[: FRAMES // 16] = 7
     before, huge = resident(), huge_bytes()
     pages.reach(FRAMES - 1)

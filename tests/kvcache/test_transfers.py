@@ -37,7 +37,8 @@ class Bench:
             stores.append(DiskStore(path, format, ROOM * Slots(record_bytes).nbytes))
         self.tier = stores[-1]
         self.tiers = OffloadTiers(stores, record_bytes)
-        self.transfers = Transfers(PooledFrames(self.pool, PagesAhead(self.pool)), self.tiers)
+        self.frames = PooledFrames(self.pool, PagesAhead(self.pool))
+        self.transfers = Transfers(self.frames, self.tiers)
 
     def evict(self, blocks) -> None:
         """From the pool, which gives up a chain's end first."""
@@ -73,16 +74,17 @@ def test_what_was_loaded_or_evicted_again_stays_longest_its_end_shortest(bench, 
 
 
 def test_of_what_storing_can_not_keep_up_with_a_chain_loses_its_end(bench, monkeypatch):
-    monkeypatch.setattr(bench.transfers, "_batch", 1)
-    monkeypatch.setattr(bench.transfers, "_most_waiting", 4)
-    stored = threading.Event()
-    bench.transfers._writer.submit(stored.wait)
-    bench.transfers.save([Save(0, name_of(i)) for i in reversed(CHAIN)])
-    bench.transfers.save([Save(0, name_of(i)) for i in OTHERS])
-    stored.set()
-    bench.transfers.flush()
+    may_store, write = threading.Event(), bench.tier.write
+    monkeypatch.setattr(transfers_module, "BATCH_BYTES", 1)
+    monkeypatch.setattr(bench.tier, "write", lambda *blocks: may_store.wait(30) and write(*blocks))
+    transfers = Transfers(bench.frames, bench.tiers, backlog_bytes=4 * bench.tiers.record_bytes)
+    transfers.save([Save(0, name_of(i)) for i in reversed(CHAIN)])
+    transfers.save([Save(0, name_of(i)) for i in OTHERS])
+    may_store.set()
+    transfers.flush()
     assert bench.held() == CHAIN[:4]
-    assert bench.transfers.stats().dropped == 2 + len(OTHERS)
+    assert transfers.stats().dropped == 2 + len(OTHERS)
+    transfers.close()
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -94,7 +94,8 @@ class Executor(Protocol):
         ...
 
     def submit(self, plan: StepPlan) -> StepHandle:
-        """Begins to run a plan, or a part of one, whose edits have been applied."""
+        """Begins to run a plan, or a part of one, whose edits have been applied. A plan without rows brings an empty
+        result."""
         ...
 
     def collect(self, handle: StepHandle) -> StepResult:

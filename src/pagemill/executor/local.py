@@ -161,7 +161,7 @@ class LocalExecutor:
         return self._read_ahead.step(streamed) if any(map(len, streamed)) else None
 
     def streamed_frames(self, plan: StepPlan) -> list[NDArray[np.int32]]:
-        entries = -(-int((plan.starts + plan.query_lens).max()) // self._block_size)
+        entries = -(-int((plan.starts + plan.query_lens).max(initial=0)) // self._block_size)
         return [tables[tables >= self.pool.first_streamed] for tables in self.tables[:, plan.rows, :entries]]
 
     def _batch(

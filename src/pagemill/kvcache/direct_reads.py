@@ -69,18 +69,23 @@ class DirectReads:
             self._buffers.put(buffer)
 
     def _fill(self, memory: NDArray[np.uint8], offset: int) -> None:
-        if self._direct >= 0 and not self._has_pages(offset, memory.nbytes):
+        if self.direct and not self.has_pages(offset, memory.nbytes):
             with suppress(OSError), self._reading:  # not at pages' ends
                 if os.preadv(self._direct, [memory.data], offset) == memory.nbytes:
                     return
         os.preadv(self._file, [memory.data], offset)
 
     def close(self) -> None:
-        if self._direct >= 0:
+        if self.direct:
             os.close(self._direct)
 
-    def _has_pages(self, offset: int, nbytes: int) -> bool:
-        """Whether the system has any of it in its memory, or does not say."""
+    @property
+    def direct(self) -> bool:
+        """True if the system lets this file be read past its memory."""
+        return self._direct >= 0
+
+    def has_pages(self, offset: int, nbytes: int) -> bool:
+        """Returns whether the system has any of this in its memory, or does not say."""
         pages = _Pages()
         where = ctypes.byref(_Range(offset, nbytes))
         known: bool = _libc.syscall(_CACHESTAT, self._file, where, ctypes.byref(pages), 0) == 0

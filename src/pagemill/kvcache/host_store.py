@@ -130,7 +130,7 @@ class CompressedStore(HostTier[bytes, tuple[bytes, BlockName]]):
         self.capacity = limit_bytes // ENTRY_BYTES
         self._limit = limit_bytes
         self._itemsize = itemsize
-        self._bytes = 0
+        self.nbytes = 0
         self._compressor = zstandard.ZstdCompressor(LEVEL)
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[bool]:
@@ -159,11 +159,11 @@ class CompressedStore(HostTier[bytes, tuple[bytes, BlockName]]):
         """Nothing is left to do."""
 
     def _put(self, name: BlockName, content: bytes) -> None:
-        self._bytes += len(content) + ENTRY_BYTES
-        while self._held and self._bytes > self._limit:
+        self.nbytes += len(content) + ENTRY_BYTES
+        while self._held and self.nbytes > self._limit:
             block, old = self._held.popitem(last=False)
             self._leaving[block] = old
-            self._bytes -= len(old[0]) + ENTRY_BYTES
+            self.nbytes -= len(old[0]) + ENTRY_BYTES
         self._held[name[:2]] = content, name
 
     def _pack(self, record: NDArray[np.uint8]) -> bytes:
