@@ -12,7 +12,7 @@ import pytest
 
 import pagemill
 from pagemill.cli import app
-from pagemill.cli.ports import require_free_port
+from pagemill.cli.serve import require_free_port
 from pagemill.errors import ConfigError
 from pagemill.hub.registry import REGISTRY
 

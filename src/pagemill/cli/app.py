@@ -28,6 +28,14 @@ COMMANDS = {
 }
 
 
+HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
+
+
+def command_group(description: str) -> typer.Typer:
+    """Returns a group of commands, still empty."""
+    return typer.Typer(add_completion=False, no_args_is_help=True, context_settings=HELP_FLAGS, help=description)
+
+
 class LazyGroup(TyperGroup):
     """Lists commands by name and one line of help; imports the module of the one that runs."""
 
@@ -45,7 +53,7 @@ def load_command(name: str | None) -> Any:
     function = getattr(importlib.import_module(f"pagemill.cli.{name}"), str(name))
     if isinstance(function, typer.Typer):
         return typer.main.get_command(function)
-    single = typer.Typer(add_completion=False, context_settings={"help_option_names": ["-h", "--help"]})
+    single = typer.Typer(add_completion=False, context_settings=HELP_FLAGS)
     single.command(name)(function)
     return typer.main.get_command(single)
 
@@ -56,12 +64,7 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-app = typer.Typer(
-    cls=LazyGroup,
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
+app = typer.Typer(cls=LazyGroup, no_args_is_help=True, pretty_exceptions_enable=False, context_settings=HELP_FLAGS)
 
 
 @app.callback()

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagemill.cli.options import ModelArgument, engine_options
+from pagemill.cli.options import ModelArgument, engine_options, run
 from pagemill.errors import ConfigError
 from pagemill.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from pagemill.engine.stats import EngineStats
     from pagemill.frontend.async_llm import AsyncLLM
     from pagemill.frontend.input_processor import Prompt
     from pagemill.text.tokenizer import Tokenizer
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked of the engine. Lengths in tokens; request_rate in requests per second, 0 sends all at once."""
+    """Describes the requests: lengths in tokens, request_rate in requests per second (0 sends all at once)."""
 
     num_prompts: int
     input_len: int
@@ -42,7 +41,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Sample:
-    """One request as its client saw it, in seconds; ttft: time to the first token, tpot: per later one."""
+    """One request as its client saw it. Times in seconds; ttft: to the first token, tpot: per later one."""
 
     latency: float
     ttft: float
@@ -53,6 +52,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Report:
+    """What was measured: times in seconds, each as mean, median and 99th percentile over the requests."""
+
     workload: Workload
     duration_s: float
     output_tokens_per_s: float
@@ -92,10 +93,7 @@ def bench(
     workload = Workload(
         num_prompts, input_len, output_len, prefix_len, request_rate, max_concurrency, settings.get("seed", 0)
     )
-    try:
-        report = asyncio.run(_bench(model, workload, text, settings))
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    report = run(_bench(model, workload, text, settings))
     if as_json:
         sys.stdout.write(json.dumps(asdict(report), indent=2) + "\n")
     else:
@@ -117,14 +115,27 @@ async def _bench(model: str, workload: Workload, text: Path | None, settings: di
         started = time.perf_counter()
         samples = await _run(llm, prompts, workload)
         duration = time.perf_counter() - started
-        description = (await llm.ready()).description
-        return _report(
-            workload, samples, duration, before, await llm.stats(), _peak_memory(llm.engine_pid), description
+        after = await llm.stats()
+        output_tokens = sum(sample.output_tokens for sample in samples)
+        return Report(
+            workload=workload,
+            duration_s=duration,
+            output_tokens_per_s=output_tokens / duration,
+            total_tokens_per_s=(sum(map(len, prompts)) + output_tokens) / duration,
+            requests_per_s=len(samples) / duration,
+            ttft_s=_spread([sample.ttft for sample in samples]),
+            tpot_s=_spread([sample.tpot for sample in samples]),
+            latency_s=_spread([sample.latency for sample in samples]),
+            cached_prompt_tokens=sum(sample.cached_tokens for sample in samples),
+            preemptions=after.preemptions - before.preemptions,
+            kv_blocks=after.frames,
+            engine_peak_memory_bytes=_peak_memory(llm.engine_pid),
+            engine=(await llm.ready()).description,
         )
 
 
 def make_prompts(corpus: str, tokenizer: Tokenizer, workload: Workload) -> list[list[int]]:
-    """Token ids of equally long pieces of the text, the same ones for the same seed."""
+    """Returns the token ids of equally long pieces of the text, the same ones for the same seed."""
     tokens = tokenizer.encode(corpus, add_special_tokens=False)
     longest = max(workload.prefix_len, workload.input_len)
     if len(tokens) < longest:
@@ -170,34 +181,6 @@ async def _ask(llm: AsyncLLM, prompt: Prompt, params: SamplingParams, request_id
     return Sample(ended - started, first - started, (ended - first) / max(tokens - 1, 1), tokens, cached)
 
 
-def _report(
-    workload: Workload,
-    samples: list[Sample],
-    duration: float,
-    before: EngineStats,
-    after: EngineStats,
-    peak_memory: int | None,
-    description: str,
-) -> Report:
-    output_tokens = sum(sample.output_tokens for sample in samples)
-    prompt_tokens = workload.num_prompts * (workload.prefix_len + workload.input_len)
-    return Report(
-        workload=workload,
-        duration_s=duration,
-        output_tokens_per_s=output_tokens / duration,
-        total_tokens_per_s=(prompt_tokens + output_tokens) / duration,
-        requests_per_s=len(samples) / duration,
-        ttft_s=_spread([sample.ttft for sample in samples]),
-        tpot_s=_spread([sample.tpot for sample in samples]),
-        latency_s=_spread([sample.latency for sample in samples]),
-        cached_prompt_tokens=sum(sample.cached_tokens for sample in samples),
-        preemptions=after.preemptions - before.preemptions,
-        kv_blocks=after.frames,
-        engine_peak_memory_bytes=peak_memory,
-        engine=description,
-    )
-
-
 def _spread(values: list[float]) -> dict[str, float]:
     ordered = sorted(values)
     return {
@@ -208,7 +191,7 @@ def _spread(values: list[float]) -> dict[str, float]:
 
 
 def _peak_memory(pid: int) -> int | None:
-    """The most resident memory a process has had, in bytes; None where /proc does not tell."""
+    """Returns the most resident memory that a process has had, in bytes; None where /proc does not tell."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -235,7 +218,7 @@ def _table(report: Report) -> Table:
     table = Table(title=f"{workload.num_prompts} prompts, {workload.prefix_len} + {workload.input_len} tokens in, "
                         f"{workload.output_len} out", caption=report.engine)  # fmt: skip
     table.add_column("")
-    for name in ("mean", "median", "p99"):
+    for name in report.ttft_s:
         table.add_column(name, justify="right")
     table.add_row("output tokens/s", f"{report.output_tokens_per_s:.1f}")
     table.add_row("total tokens/s", f"{report.total_tokens_per_s:.1f}")
@@ -246,7 +229,7 @@ def _table(report: Report) -> Table:
         "latency, ms": report.latency_s,
     }
     for label, spread in spreads.items():
-        table.add_row(label, *(f"{1000 * spread[name]:.1f}" for name in ("mean", "median", "p99")))
+        table.add_row(label, *(f"{1000 * value:.1f}" for value in spread.values()))
     table.add_row("prompt tokens from the prefix cache", str(report.cached_prompt_tokens))
     table.add_row("preemptions", str(report.preemptions))
     if report.engine_peak_memory_bytes is not None:

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
+from pagemill.cli.app import command_group
 from pagemill.errors import KVStoreError
 from pagemill.kvcache.disk_store import DiskStore
 from pagemill.kvcache.store_archive import (
@@ -29,12 +30,7 @@ from pagemill.kvcache.store_format import default_root
 from pagemill.memory.work import BlockName
 from pagemill.namespace import Namespace
 
-cache = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="List, check, shrink and carry KV blocks that are kept on disk.",
-)
+cache = command_group("List, check, shrink and carry KV blocks that are kept on disk.")
 Root = Annotated[
     Path | None, typer.Option("--root", help="Folder of the stores. Default: kv in pagemill's cache folder.")
 ]
@@ -69,9 +65,8 @@ def ls(root: Root = None) -> None:
 @cache.command()
 def verify(store: Key, root: Root = None) -> None:
     """Read every block and check it; drop those that are broken."""
-    opened = open_store(root or default_root(), store)
-    checked = list(track(opened.verify(), "Checking", total=opened.stats().blocks, console=Console(stderr=True)))
-    opened.close()
+    with closing(open_store(root or default_root(), store)) as opened:
+        checked = list(track(opened.verify(), "Checking", total=opened.stats().blocks, console=Console(stderr=True)))
     broken = sum(not whole for _, whole in checked)
     sys.stdout.write(f"{len(checked):,} blocks checked, {broken:,} broken and dropped\n")
     if broken:
@@ -90,13 +85,12 @@ def prune(
     """Drop the blocks that were unused longest, and give the space back to the disk."""
     if keep_mib is None and unused_hours is None:
         raise typer.BadParameter("say what to drop: --keep-mib or --unused-hours")
-    opened = open_store(root or default_root(), store)
-    dropped = opened.prune(
-        keep_bytes=None if keep_mib is None else keep_mib << 20,
-        unused_for_s=None if unused_hours is None else unused_hours * 3600,
-    )
-    left = opened.stats()
-    opened.close()
+    with closing(open_store(root or default_root(), store)) as opened:
+        dropped = opened.prune(
+            keep_bytes=None if keep_mib is None else keep_mib << 20,
+            unused_for_s=None if unused_hours is None else unused_hours * 3600,
+        )
+        left = opened.stats()
     sys.stdout.write(f"{dropped:,} blocks dropped, {left.blocks:,} kept ({left.bytes / 2**20:,.0f} MiB)\n")
 
 
@@ -143,8 +137,10 @@ def export_(
 
 
 def _blocks_of(pin_file: Path, store: DiskStore, tokenizer: str) -> list[BlockName]:
-    """The stored blocks of a file's prefixes, each once; says how many of each there are. Raises KVStoreError where
-    there is none, and what `read_pins` and reading with the tokenizer raise."""
+    """Returns the stored blocks of a file's prefixes, each once, and prints how many of each there are.
+
+    Raises `KVStoreError` where there is none, and what `read_pins` and reading with the tokenizer raise.
+    """
     from pagemill.server.pins import read_pins
     from pagemill.text.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagemill.cli.options import ModelArgument, engine_options, sampling_options
+from pagemill.cli.options import ModelArgument, engine_options, run, sampling_options
 from pagemill.errors import InvalidRequestError, PromptTooLongError, SessionNotFoundError, StepFailedError
 from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import check_name, default_path
@@ -39,10 +39,7 @@ def chat(
     if session is not None:
         check_name(session)
         settings = {"session_path": str(default_path()), "kv_disk_memory": "4GiB"} | settings
-    try:
-        asyncio.run(_load_and_talk(model, session, system, settings, params))
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    run(_load_and_talk(model, session, system, settings, params))
 
 
 async def _load_and_talk(
@@ -78,7 +75,10 @@ class Conversation:
         self._begun = False
 
     async def resume(self) -> str:
-        """What there is to go on from. Raises InvalidRequestError if there is something and a system message too."""
+        """Returns what there is to go on from, in words.
+
+        Raises `InvalidRequestError` if there is something, and a system message too.
+        """
         try:
             record = await self._session.record()
         except SessionNotFoundError:
@@ -99,22 +99,16 @@ class Conversation:
 
     async def say(self, text: str) -> None:
         """Writes the answer to stdout as it comes."""
-        question = {"role": "user", "content": text}
-        stream = await self._session.submit_chat(
-            [question] if self._begun else [*self._opening, question], self._params
-        )
-
-        async def write() -> None:
+        messages = [*([] if self._begun else self._opening), {"role": "user", "content": text}]
+        stream = await self._session.submit_chat(messages, self._params)
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGINT, stream.abort)
+        try:
             async for output in stream:
                 for new in output.outputs:
                     sys.stdout.write(new.text)
                     sys.stdout.flush()
             self._begun = True
-
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, stream.abort)
-        try:
-            await write()
         finally:
             loop.remove_signal_handler(signal.SIGINT)
             stream.close()
@@ -122,7 +116,8 @@ class Conversation:
 
 
 def _read_line() -> str | None:
-    """What the user types, stripped; None to leave. Nothing else happens meanwhile: it may hold the event loop up."""
+    """Returns what the user types, stripped; None to leave. Nothing else happens meanwhile: it may hold up the event
+    loop."""
     if sys.stdin.isatty():
         import readline  # noqa: F401  (gives input() its line editing)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)

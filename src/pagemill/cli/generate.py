@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from typing import Annotated, Any
 
 import typer
 
-from pagemill.cli.options import ModelArgument, engine_options, sampling_options
+from pagemill.cli.options import ModelArgument, engine_options, run, sampling_options
 from pagemill.errors import SamplingParamsError
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 
@@ -35,10 +34,7 @@ def generate(
     asked = params if beam_width is None else _search_params(params, beam_width, length_penalty)
     if beam_width is None and length_penalty is not None:
         raise SamplingParamsError("length_penalty needs beam_width; give --beam-width too", param="length_penalty")
-    try:
-        asyncio.run(_generate(model, prompts, as_json, settings, asked))
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    run(_generate(model, prompts, as_json, settings, asked))
 
 
 def _search_params(params: SamplingParams, beam_width: int, length_penalty: float | None) -> BeamSearchParams:

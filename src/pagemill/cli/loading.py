@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pagemill.frontend.async_llm import AsyncLLM
 
@@ -15,38 +15,21 @@ messages = Console(stderr=True, highlight=False)
 """For what people read; stdout is for what a command produces."""
 
 
-class LoadingBar:
+class LoadingBar(Progress):
     """A bar on stderr, in bytes of weights; nothing where stderr is no terminal."""
 
     def __init__(self, model: str) -> None:
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TimeElapsedColumn(),
-            console=messages,
-            transient=True,
-            disable=not messages.is_terminal,
-        )
-        self._task: TaskID = self._progress.add_task(f"loading {model}", total=None)
+        columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn()
+        super().__init__(*columns, console=messages, transient=True, disable=not messages.is_terminal)
+        self._loading = self.add_task(f"loading {model}", total=None)
 
     def __call__(self, done: int, total: int) -> None:
-        self._progress.update(self._task, completed=done, total=total)
-
-    def __enter__(self) -> LoadingBar:
-        self._progress.start()
-        return self
-
-    def stop(self) -> None:
-        self._progress.stop()
-
-    def __exit__(self, *_: object) -> None:
-        self.stop()
+        self.update(self._loading, completed=done, total=total)
 
 
 @asynccontextmanager
 async def loaded_engine(model: str, settings: dict[str, Any]) -> AsyncIterator[AsyncLLM]:
-    """An engine that is ready. Raises what keeps it from loading."""
+    """Yields an engine that is ready. Raises what keeps it from loading."""
     with LoadingBar(model) as bar:
         llm = AsyncLLM(model, on_progress=bar, **settings)
         try:

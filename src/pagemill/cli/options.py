@@ -1,18 +1,19 @@
-"""Makes the flags that several commands share from the declarations of `EngineConfig` and `SamplingParams`.
+"""What commands share: flags, made from the declarations of `EngineConfig` and `SamplingParams`, and how they run.
 
 So each setting is a flag of every command that starts an engine.
 """
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import inspect
 import json
 import types
 import typing
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Coroutine, Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 import typer
 
@@ -29,6 +30,15 @@ ModelArgument = Annotated[
 SAMPLING_FLAGS = ("max_tokens", "temperature", "top_p", "top_k", "min_p", "repetition_penalty", "stop")
 
 Command = Callable[..., Any]
+T = TypeVar("T")
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    """Returns what a command's coroutine returns. Ctrl-C ends the command with the exit status 130."""
+    try:
+        return asyncio.run(work)
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
 
 
 def engine_options(command: Command) -> Command:
@@ -48,19 +58,13 @@ def engine_options(command: Command) -> Command:
 
 def sampling_options(**defaults: Any) -> Callable[[Command], Command]:
     """Gives a command the sampling flags; they arrive as `params`, with the command's own defaults filled in."""
+    declared, own = arguments_of(SamplingParams), {"max_tokens": None, **defaults}
+    flags = {name: declared[name]._replace(default=own.get(name, declared[name].default)) for name in SAMPLING_FLAGS}
 
     def collect(given: dict[str, Any]) -> SamplingParams:
-        return SamplingParams(**{"max_tokens": None, **defaults, **given})
+        return SamplingParams(**{**own, **given})
 
-    def decorate(command: Command) -> Command:
-        declared = arguments_of(SamplingParams)
-        flags = {
-            name: declared[name]._replace(default={"max_tokens": None, **defaults}.get(name, declared[name].default))
-            for name in SAMPLING_FLAGS
-        }
-        return _with_options(command, "params", flags, "Sampling", collect)
-
-    return decorate
+    return lambda command: _with_options(command, "params", flags, "Sampling", collect)
 
 
 def _with_options(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import errno
 import json
 import socket
 from functools import partial
@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagemill.cli.options import ModelArgument, engine_options
-from pagemill.cli.ports import require_free_port
+from pagemill.cli.options import ModelArgument, engine_options, run
 from pagemill.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -46,10 +45,7 @@ def serve(
     require_free_port(host, port)
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     with socket.create_server((host, port), family=family) as sock:
-        try:
-            asyncio.run(_serve(model, served_model_name or model, sock, settings, pin_file, max_body_bytes))
-        except KeyboardInterrupt:
-            raise typer.Exit(130) from None
+        run(_serve(model, served_model_name or model, sock, settings, pin_file, max_body_bytes))
 
 
 async def _serve(
@@ -90,3 +86,31 @@ async def _serve(
         llm = AsyncLLM(model, on_progress=bar, **settings)
         say = partial(messages.print, markup=False, soft_wrap=True)
         await run_server(llm, name, sock, announce, say, pins, tenants, max_body_bytes or MAX_BODY_BYTES)
+
+
+def require_free_port(host: str, port: int) -> None:
+    """Raises `ConfigError`, before a model is loaded for nothing, if a server cannot listen on `host`:`port`. It names
+    a free port nearby."""
+    reason = _why_not(host, port)
+    if reason is None:
+        return
+    if reason.errno == errno.EADDRINUSE:
+        free = next((p for p in range(port + 1, min(port + 100, 65536)) if _why_not(host, p) is None), None)
+        way_out = f"; stop what listens there, or take another: --port {free}" if free else "; stop what listens there"
+        raise ConfigError(f"port {port} on {host} is in use{way_out}", param="port")
+    if reason.errno == errno.EACCES:
+        raise ConfigError(f"port {port} on {host} needs more rights than you have; take one above 1023", param="port")
+    raise ConfigError(f"cannot listen on {host}:{port} ({reason}); choose another --host or --port", param="host")
+
+
+def _why_not(host: str, port: int) -> OSError | None:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            # As servers do: a port whose last connections are still closing is free.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        return error
+    return None

@@ -11,17 +11,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from pagemill.cli.app import command_group
 from pagemill.errors import SessionNotFoundError
 from pagemill.namespace import Namespace
 from pagemill.sessions.store import SessionStore, default_path
 from pagemill.tenant_limits import DEFAULT_TENANT
 
-sessions = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
-    help="List and delete the conversations that are kept in a file.",
-)
+sessions = command_group("List and delete the conversations that are kept in a file.")
 SessionPath = Annotated[
     Path | None, typer.Option("--session-path", help="File of the sessions. Default: that of pagemill chat.")
 ]

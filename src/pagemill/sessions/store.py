@@ -48,7 +48,7 @@ _KEY = "tenant = ? AND cache_salt = ? AND name = ?"
 
 
 def default_path() -> Path:
-    """The file of this user's sessions, for commands that keep them."""
+    """Returns the file of this user's sessions, for commands that keep them."""
     return cache_dir() / "sessions.sqlite"
 
 
@@ -86,7 +86,7 @@ class SessionStore:
     def __init__(self, path: str | os.PathLike[str] | None, max_sessions: int, timeout_s: float | None) -> None:
         self.path = None if path is None else Path(path).expanduser()
         self._max_sessions = max_sessions
-        self._limits: dict[str, int] = {}
+        self._limits: dict[str, int | None] = {}
         self._timeout_s = timeout_s
         self._lock = threading.RLock()
         self._in_use: dict[tuple[Namespace, str], SessionRecord] = {}  # as its turn has begun
@@ -116,7 +116,7 @@ class SessionStore:
 
     @classmethod
     def of(cls, config: EngineConfig) -> SessionStore:
-        """What an engine's settings ask for, with its tenants' own limits."""
+        """Returns the store that an engine's settings ask for, with its tenants' own limits."""
         store = cls(config.session_path, config.max_sessions, config.session_timeout_s)
         for tenant, limits in config.tenants.items():
             store.set_limit(tenant, limits.max_sessions)
@@ -125,7 +125,7 @@ class SessionStore:
     # A turn: begin, then commit or release
 
     def begin(self, name: str, space: Namespace, *, model: str, tokenizer: str) -> SessionRecord:
-        """Takes a session for one turn; one of this name is begun if there is none.
+        """Takes a session for one turn, and returns it; one of this name is begun if there is none.
 
         Raises SessionBusyError while another turn of it runs here, SessionLimitError, and InvalidRequestError for a bad
         name or a session of another tokenizer.
@@ -158,32 +158,26 @@ class SessionStore:
     ) -> None:
         """Ends a turn: the session has these tokens and messages now. Raises SessionBusyError, and keeps nothing of the
         turn, if another process has changed or deleted the session since it was begun."""
-        now = time.time()
-        written = None if messages is None else json.dumps(messages, default=dict)
-        key = (*begun.space, begun.name)
-        content = (secrets.token_hex(8), struct.pack(f"<{len(token_ids)}I", *token_ids), written, now)
+        kept = None if messages is None else [dict(message) for message in messages]
+        record = replace(
+            begun,
+            token_ids=[*token_ids],
+            messages=kept,
+            num_turns=begun.num_turns + 1,
+            used_s=time.time(),
+            state=secrets.token_hex(8),
+        )
         with self._lock:
             try:
                 with self._transaction():
-                    if begun.state:
-                        query = (
-                            "UPDATE sessions SET state = ?, token_ids = ?, messages = ?, used_s = ?, "
-                            f"num_turns = num_turns + 1 WHERE {_KEY} AND state = ?"
+                    earlier = (*begun.space, begun.name, begun.state)
+                    gone = self._db.execute(f"DELETE FROM sessions WHERE {_KEY} AND state = ?", earlier).rowcount
+                    if gone != bool(begun.state) or not self._insert(record):
+                        raise SessionBusyError(
+                            f"session {begun.name!r} was changed or deleted by another process during this turn, "
+                            f"which is not kept; ask again",
+                            param="session_id",
                         )
-                        changed = self._db.execute(query, (*content, *key, begun.state)).rowcount
-                    else:
-                        query = (
-                            "INSERT OR IGNORE INTO sessions (state, token_ids, messages, used_s, tenant, cache_salt, "
-                            "name, model, tokenizer, created_s, num_turns) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, 1)"
-                        )
-                        values = (*content, *key, begun.model, begun.tokenizer, begun.created_s)
-                        changed = self._db.execute(query, values).rowcount
-                if not changed:
-                    raise SessionBusyError(
-                        f"session {begun.name!r} was changed or deleted by another process during this turn, which is "
-                        f"not kept; ask again",
-                        param="session_id",
-                    )
             finally:
                 self.release(begun)
 
@@ -196,21 +190,18 @@ class SessionStore:
     # Upkeep
 
     def set_limit(self, tenant: str, max_sessions: int | None) -> None:
-        """Of this tenant's sessions; None is none of its own. Those that are there stay, however many."""
+        """Limits a tenant's sessions; None is no limit of its own. Those that are there stay, however many."""
         with self._lock:
-            if max_sessions is None:
-                self._limits.pop(tenant, None)
-            else:
-                self._limits[tenant] = max_sessions
+            self._limits[tenant] = max_sessions
 
     def get(self, name: str, space: Namespace) -> SessionRecord:
-        """Raises SessionNotFoundError."""
+        """Returns a session. Raises SessionNotFoundError."""
         with self._lock:
             self._expire(time.time())
             return self._found(name, space)
 
     def list(self, space: Namespace | None) -> list[SessionRecord]:
-        """Those of one namespace, or of all (None), the last used first."""
+        """Returns the sessions of one namespace, or of all (None), the last used first."""
         with self._lock:
             self._expire(time.time())
             where = "" if space is None else "WHERE tenant = ? AND cache_salt = ? "
@@ -218,7 +209,7 @@ class SessionStore:
             return [_record(row) for row in self._rows(query, space or ())]
 
     def fork(self, name: str, space: Namespace, new_name: str) -> SessionRecord:
-        """Another session that begins as this one is now, and shares all its blocks.
+        """Makes and returns another session, which begins as this one is now and shares all its blocks.
 
         Raises SessionNotFoundError, SessionLimitError, and InvalidRequestError if the new name is bad or in use.
         """
@@ -235,11 +226,7 @@ class SessionStore:
                     )
                 self._require_room(space, new_name)
                 child = replace(record, name=new_name, created_s=now, used_s=now, state=secrets.token_hex(8))
-                self._db.execute(
-                    "INSERT INTO sessions SELECT tenant, cache_salt, ?, ?, model, tokenizer, token_ids, messages, "
-                    f"num_turns, ?, ? FROM sessions WHERE {_KEY}",
-                    (new_name, child.state, now, now, *space, name),
-                )
+                self._insert(child)
         return child
 
     def delete(self, name: str, space: Namespace) -> None:
@@ -265,12 +252,23 @@ class SessionStore:
         rows = self._rows(f"SELECT * FROM sessions WHERE {_KEY}", (*space, name))
         return _record(rows[0]) if rows else None
 
+    def _insert(self, record: SessionRecord) -> bool:
+        """Returns False, and writes nothing, where there is a session of this name."""
+        values = (
+            *(*record.space, record.name, record.state, record.model, record.tokenizer),
+            struct.pack(f"<{len(record.token_ids)}I", *record.token_ids),
+            None if record.messages is None else json.dumps(record.messages, default=dict),
+            *(record.num_turns, record.created_s, record.used_s),
+        )
+        query = f"INSERT OR IGNORE INTO sessions VALUES ({', '.join('?' * len(values))})"
+        return self._db.execute(query, values).rowcount > 0
+
     def _rows(self, query: str, values: tuple[Any, ...]) -> Any:
         with self._errors():
             return self._db.execute(query, values).fetchall()
 
     def _require_room(self, space: Namespace, name: str) -> None:
-        """Room for one more, counting those whose first turn runs."""
+        """Raises SessionLimitError unless there is room for one more, counting those whose first turn runs."""
         begun = [of.tenant for of, other in self._in_use if self._find(other, of) is None]
         query = "SELECT COUNT(*), COUNT(*) FILTER (WHERE tenant = ?) FROM sessions"
         ((kept, own),) = self._rows(query, (space.tenant,))
@@ -330,16 +328,7 @@ def check_name(name: str) -> None:
 
 
 def _record(row: tuple[Any, ...]) -> SessionRecord:
-    tenant, cache_salt, name, state, model, tokenizer, packed, messages, num_turns, created_s, used_s = row
-    return SessionRecord(
-        name=name,
-        space=Namespace(tenant, cache_salt),
-        model=model,
-        tokenizer=tokenizer,
-        token_ids=list(struct.unpack(f"<{len(packed) // 4}I", packed)),
-        messages=None if messages is None else json.loads(messages),
-        num_turns=num_turns,
-        created_s=created_s,
-        used_s=used_s,
-        state=state,
-    )
+    tenant, cache_salt, name, state, model, tokenizer, packed, written, num_turns, created_s, used_s = row
+    space, token_ids = Namespace(tenant, cache_salt), list(struct.unpack(f"<{len(packed) // 4}I", packed))
+    messages = None if written is None else json.loads(written)
+    return SessionRecord(name, space, model, tokenizer, token_ids, messages, num_turns, created_s, used_s, state)
