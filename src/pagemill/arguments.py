@@ -107,29 +107,23 @@ def as_list(value: Any) -> Any:
 
 def suggest_arguments(cls: type[T]) -> type[T]:
     """Makes a dataclass raise `UnknownArgumentError`, with the nearest known name, for an unknown keyword."""
-    original = cls.__init__
-    known = frozenset(f.name for f in dataclasses.fields(cls) if f.init)  # type: ignore[arg-type]
-
-    @functools.wraps(original)
-    def init(self: T, *args: Any, **kwargs: Any) -> None:
-        for name in kwargs:
-            if name not in known:
-                raise UnknownArgumentError.of(cls.__name__, name, known)
-        original(self, *args, **kwargs)
-
-    cls.__init__ = init  # type: ignore[assignment, method-assign]
+    cls.__init__ = _suggesting(cls.__init__, cls.__name__)  # type: ignore[method-assign]
     return cls
 
 
 def suggest_keywords(function: F) -> F:
     """Does the same for a function or method without `**kwargs`."""
+    return _suggesting(function, function.__qualname__)
+
+
+def _suggesting(function: F, owner: str) -> F:
     known = [name for name in inspect.signature(function).parameters if name != "self"]
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         for name in kwargs:
             if name not in known:
-                raise UnknownArgumentError.of(function.__qualname__, name, known)
+                raise UnknownArgumentError.of(owner, name, known)
         return function(*args, **kwargs)
 
     return call  # type: ignore[return-value]
@@ -171,20 +165,22 @@ def _bounded(hint: Any) -> Any:
         own = {name for name in ("gt", "ge", "lt", "le") if name in limits}
         low, high = bool(own & {"gt", "ge"}), bool(own & {"lt", "le"})
         limits |= {name: value for name, value in _BOUNDS[base].items() if not (low if name == "ge" else high)}
-    elif (origin := typing.get_origin(base)) in _UNIONS:
-        base = typing.Union[tuple(_bounded(part) for part in typing.get_args(base))]  # noqa: UP007
-    elif origin in (list, dict):
-        base = origin[tuple(_bounded(part) for part in typing.get_args(base))]
+    base = _with_parts(base, _bounded)
     return Annotated[base, Meta(**limits)] if limits else base
 
 
 def _bare(hint: Any) -> Any:
-    base, _ = _split(hint)
-    if typing.get_origin(base) in _UNIONS:
-        return typing.Union[tuple(_bare(part) for part in typing.get_args(base))]  # noqa: UP007
-    if typing.get_origin(base) in (list, dict):
-        return typing.get_origin(base)[tuple(_bare(part) for part in typing.get_args(base))]
-    return base
+    """Returns the type without any limits."""
+    return _with_parts(_split(hint)[0], _bare)
+
+
+def _with_parts(kind: Any, change: Callable[[Any], Any]) -> Any:
+    """Returns a union, a list or a dict with each of its parts changed, and any other type as it is."""
+    origin = typing.get_origin(kind)
+    if origin not in (*_UNIONS, list, dict):
+        return kind
+    parts = tuple(change(part) for part in typing.get_args(kind))
+    return typing.Union[parts] if origin in _UNIONS else origin[parts]  # noqa: UP007
 
 
 def _limit(hint: Any, *, many: bool = False) -> str:

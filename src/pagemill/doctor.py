@@ -64,7 +64,7 @@ _SMI_TIMEOUT_S = 10
 
 
 def examine() -> dict[str, Any]:
-    """Everything found: sections of names and values (texts, bytes as int, lists of texts, None for not found)."""
+    """Returns all that was found, by section and name: texts, bytes as int, lists of texts, None for not found."""
     return {
         "pagemill": {
             "version": pagemill.__version__,
@@ -93,7 +93,7 @@ def examine() -> dict[str, Any]:
 
 
 def as_markdown(report: dict[str, Any]) -> str:
-    """The report as Markdown lists, byte counts in GiB."""
+    """Returns the report as Markdown lists, byte counts in GiB."""
     lines = []
     for section, entries in report.items():
         lines += [f"### {section}", ""]
@@ -123,6 +123,7 @@ def _kernels() -> str:
 
 
 def cpu_model() -> str | None:
+    """Returns the processor's name."""
     fields = cpu_info()
     if "model name" in fields:
         return fields["model name"]
@@ -132,7 +133,7 @@ def cpu_model() -> str | None:
 
 
 def _memory() -> dict[str, int | None]:
-    """Bytes."""
+    """Returns sizes in bytes."""
     memory = usable_memory()
     sizes = {"memory": memory.total, "memory available": memory.available}
     return sizes if memory.limit is None else {**sizes, "memory limit of the control group": memory.limit}
@@ -164,7 +165,7 @@ def _version(package: str) -> str | None:
 
 
 def _is_setting(name: str) -> bool:
-    """Variables that change what pagemill does. Tokens and keys stay out: the report is for pasting."""
+    """Returns whether a variable changes what pagemill does. Tokens and keys do not: the report is for pasting."""
     return bool(
         re.match(r"(PAGEMILL|OMP|KMP|MKL|CUDA)_|HF_(HOME|ENDPOINT|HUB_OFFLINE|HUB_CACHE)$", name)
     ) and not re.search(r"KEY|TOKEN|SECRET|PASSWORD", name)

@@ -1,4 +1,4 @@
-"""Every error a user can meet, as a type.
+"""Gives every error that a user can meet a type.
 
 A message names the value, the limit it broke, and the way out. `InvalidRequestError` and its children
 are the caller's to mend (HTTP 400 unless said otherwise); `ModelLoadError` and `ConfigError` stop the engine before it
@@ -107,25 +107,23 @@ class SlowBodyError(InvalidRequestError):
     http_status: ClassVar[int] = 408
 
 
-class ModelNotServedError(InvalidRequestError):
+class NotFoundError(InvalidRequestError):
+    """Something that a request names and that is not there."""
+
+    http_status: ClassVar[int] = 404
+    kind: ClassVar[str] = "not_found_error"
+
+
+class ModelNotServedError(NotFoundError):
     """An HTTP request for a model that this server does not serve."""
 
-    http_status: ClassVar[int] = 404
-    kind: ClassVar[str] = "not_found_error"
 
-
-class RequestNotFoundError(InvalidRequestError):
+class RequestNotFoundError(NotFoundError):
     """No request of this id is running, in this namespace."""
 
-    http_status: ClassVar[int] = 404
-    kind: ClassVar[str] = "not_found_error"
 
-
-class SessionNotFoundError(InvalidRequestError):
+class SessionNotFoundError(NotFoundError):
     """No session of this name in this namespace."""
-
-    http_status: ClassVar[int] = 404
-    kind: ClassVar[str] = "not_found_error"
 
 
 class SessionBusyError(InvalidRequestError):
@@ -143,11 +141,8 @@ class PinLimitError(InvalidRequestError):
     """A pin that would leave too little of the pool."""
 
 
-class PinNotFoundError(InvalidRequestError):
+class PinNotFoundError(NotFoundError):
     """No pin of this name in this namespace."""
-
-    http_status: ClassVar[int] = 404
-    kind: ClassVar[str] = "not_found_error"
 
 
 class ConfigError(PagemillError, ValueError):
@@ -238,7 +233,7 @@ class CalibrationError(PagemillError, ValueError):
 
 
 def error_of(type_name: str, message: str, param: str | None = None) -> PagemillError:
-    """The error again, from what a message carries of it. An unknown type becomes a `PagemillError`."""
+    """Returns an error from what a message carries of it. An unknown type becomes a `PagemillError`."""
     cls = globals().get(type_name)
     if not isinstance(cls, type) or not issubclass(cls, PagemillError):
         cls = PagemillError

@@ -1,4 +1,4 @@
-"""What the machine gives this process: CPU features, cores, memory, each within the limits of its control groups.
+"""Reads what the machine gives this process: CPU features, cores, memory, within the limits of its control groups.
 
 Read from /proc and /sys under `root`, so that tests can lay out a machine; elsewhere what the system calls tell.
 """
@@ -18,9 +18,10 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes. available: what can be had without swapping, within the limit; None where the system does not say.
+    """Memory in bytes.
 
-    limit: the smallest of the control groups', where it is below `total`.
+    total: the machine's. available: what this process can have without swapping, within the limit; None where the
+    system does not say. limit: the smallest of the control groups', where it is below `total`.
     """
 
     total: int
@@ -30,12 +31,12 @@ class Memory:
 
 @cache
 def cpu_info(root: Path = _ROOT) -> dict[str, str]:
-    """The first processor's lines of /proc/cpuinfo by name; empty on systems without it."""
+    """Returns the first processor's lines of /proc/cpuinfo by name; empty on systems without it."""
     return _fields(root / "proc/cpuinfo")
 
 
 def cpu_features(root: Path = _ROOT) -> frozenset[str]:
-    """The CPU's features as Linux names them (`flags` or `Features`); elsewhere what can be told without asking it."""
+    """Returns the CPU's features as Linux names them; elsewhere those that are known without asking the CPU."""
     fields = cpu_info(root)
     if not fields and platform.system() == "Darwin" and platform.machine() == "arm64":
         # Every Apple CPU has half-precision arithmetic; bfloat16 came later and is not assumed.
@@ -44,7 +45,7 @@ def cpu_features(root: Path = _ROOT) -> frozenset[str]:
 
 
 def usable_cores(root: Path = _ROOT) -> int:
-    """Physical cores that this process may run on, within the smallest CPU quota of its control groups."""
+    """Returns how many physical cores this process may run on, within the smallest CPU quota of its control groups."""
     cpus = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
     cores = set()
     for cpu in cpus:
@@ -55,7 +56,7 @@ def usable_cores(root: Path = _ROOT) -> int:
 
 
 def usable_memory(root: Path = _ROOT) -> Memory:
-    """The machine's memory, and what this process may still take of it."""
+    """Returns the machine's memory, and what this process may still take of it."""
     fields = _fields(root / "proc/meminfo")
     if "MemTotal" in fields:
         total, available = (int(fields[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
@@ -71,7 +72,7 @@ def usable_memory(root: Path = _ROOT) -> Memory:
 
 
 def _cpu_quotas(root: Path) -> Iterator[int]:
-    """Whole cores that each control group's quota is enough for, rounded up."""
+    """Yields each control group's CPU quota in whole cores, rounded up."""
     for group in _groups(root, "cpu"):
         quota, _, period = _text(group / "cpu.max").partition(" ")
         if not quota:
@@ -81,7 +82,7 @@ def _cpu_quotas(root: Path) -> Iterator[int]:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, bytes in use but for file pages that can be dropped at once) of each control group with a limit."""
+    """Yields each control group's limit, if it has one, and its bytes in use without file pages that can be dropped."""
     files = (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -95,9 +96,9 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """Folders of this process's control group and of all groups around it, for versions 2 and 1.
+    """Yields the folders of this process's control group and of all groups around it, for versions 2 and 1.
 
-    In a container the path in /proc may be the host's, of which only the folder at the mount is to be seen.
+    In a container the path in /proc may be the host's. Then only the folder at the mount is there.
     """
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -111,7 +112,7 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _fields(file: Path) -> dict[str, str]:
-    """`name: value` lines; the first of equal names counts."""
+    """Returns a file's `name: value` lines; the first of equal names counts."""
     fields: dict[str, str] = {}
     for line in _text(file).splitlines():
         key, separator, value = line.partition(":")
@@ -121,7 +122,7 @@ def _fields(file: Path) -> dict[str, str]:
 
 
 def _text(file: Path) -> str:
-    """Empty if it cannot be read."""
+    """Returns a file's text, empty if it cannot be read."""
     try:
         return file.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:

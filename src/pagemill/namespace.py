@@ -1,4 +1,4 @@
-"""Who can find a block, a session or a pin: requests of one tenant with equal `cache_salt`."""
+"""Namespaces: requests of one tenant with equal `cache_salt` find the same blocks, sessions and pins."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Namespace(_Names):
         return super().__new__(cls, tenant, cache_salt)
 
     def __str__(self) -> str:
-        """Different for every pair, so that no tenant can write a salt that finds another's blocks."""
+        """Returns a text of its own for every pair, so that no tenant can write a salt that finds another's blocks."""
         return f"{len(self.tenant)}:{self.tenant}{self.cache_salt}"
 
 

@@ -1,4 +1,4 @@
-"""What a tenant may have: limits as they are written in settings, in a tenants file, or given at run time.
+"""Declares what a tenant may have: limits in settings, in a tenants file, or given at run time.
 
 A tenants file is JSON:
 
@@ -35,7 +35,7 @@ Most = Annotated[int, Meta(ge=0)]
 
 @dataclass(kw_only=True, frozen=True)
 class TenantLimits:
-    """Limits of one tenant; None is no limit of its own. Raises ConfigError for what is no limit."""
+    """Limits of one tenant; None means that it has none of this kind. Raises ConfigError for a wrong value."""
 
     guaranteed_blocks: Annotated[
         Most | PoolShare,
@@ -103,7 +103,11 @@ def read_limits(tenants: Any) -> dict[str, TenantLimits]:
 
 
 class TenantsFile(NamedTuple):
-    """limits: by tenant. keys: by a key's SHA-256, whose it is. admin_keys: SHA-256 of keys that may change limits."""
+    """A tenants file that was read.
+
+    limits: by tenant. keys: the tenant by the SHA-256 of each of its keys. admin_keys: SHA-256 of keys that may change
+    limits.
+    """
 
     limits: dict[str, TenantLimits]
     keys: dict[bytes, str]
@@ -111,7 +115,7 @@ class TenantsFile(NamedTuple):
 
 
 def read_tenants_file(path: str | os.PathLike[str]) -> TenantsFile:
-    """Raises ConfigError, which names the file."""
+    """Reads a tenants file. Raises ConfigError, which names the file."""
     try:
         return _read_tenants(json.loads(Path(path).expanduser().read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
@@ -135,6 +139,7 @@ def _read_tenants(content: Any) -> TenantsFile:
 
 
 def _keys(owner: str, keys: Any) -> list[bytes]:
+    """Returns the digests of keys as a file has them. Raises ConfigError, which names the owner."""
     if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):
         raise ConfigError(f"{owner}: its keys must be a list of texts")
     digests = []
@@ -150,5 +155,5 @@ def _keys(owner: str, keys: Any) -> list[bytes]:
 
 
 def key_digest(key: str) -> bytes:
-    """SHA-256 of a key (32 bytes): keys are kept and compared as that."""
+    """Returns the SHA-256 of a key (32 bytes), which is what is kept and compared."""
     return hashlib.sha256(key.encode()).digest()

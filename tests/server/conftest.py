@@ -1,4 +1,4 @@
-"""What several files of these tests talk to a server with."""
+"""Fixtures of the server's tests."""
 
 import httpx
 import pytest

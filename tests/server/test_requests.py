@@ -35,7 +35,7 @@ def content(chunk):
 
 
 def blocks(num_tokens):
-    """That a sequence of so many tokens has, the last of them computed already or not."""
+    """Returns the blocks that a sequence of so many tokens may have, the last one computed already or not."""
     return {-(-computed // 16) for computed in (num_tokens - 1, num_tokens)}
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from pagemill.errors import ModelNotFoundError, PullError
 
-_ID = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?::(?P<file>[\w./-]+\.gguf))?")
+_ID = re.compile(r"[\w.-]+/[\w.-]+(:[\w./-]+\.gguf)?")
 _TIMEOUT_S = 10.0
 _SIDE_FILES = re.compile(r"[\w.-]+\.(json|jinja|model)|merges\.txt|vocab\.txt")
 _WEIGHTS = re.compile(r"model[\w.-]*\.safetensors")
@@ -19,6 +19,7 @@ _INDEX = "model.safetensors.index.json"
 
 
 def is_hub_id(name: str) -> bool:
+    """Returns whether a name has the form of an id. The module's other functions take only such names."""
     return (
         _ID.fullmatch(name) is not None
         and not name.startswith((".", "~"))
@@ -31,15 +32,15 @@ def cached(name: str) -> Path | None:
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
-    repo, file = _split(name)
-    # The cache's documented layout: snapshot_download(local_files_only=True) takes a snapshot for incomplete if files
-    # were left out on purpose, in some versions, and for complete after an interrupted download, in others.
+    repo, _, file = name.partition(":")
+    # The cache's documented layout: snapshot_download(local_files_only=True) of 2.4.0 takes a snapshot for incomplete if
+    # files were left out on purpose, and, as that of 1.0.0, for complete if a shard is missing.
     root = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
     ref = root / "refs" / "main"
     if not ref.is_file():
         return None
     folder = root / "snapshots" / ref.read_text().strip()
-    if file is not None:
+    if file:
         return folder / file if (folder / file).is_file() else None
     if _is_complete(folder):
         return folder
@@ -56,7 +57,7 @@ def pull(name: str) -> Path:
     from huggingface_hub import HfApi, constants, snapshot_download
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
-    repo, file = _split(name)
+    repo, _, file = name.partition(":")
     try:
         siblings = HfApi().model_info(repo, timeout=_TIMEOUT_S).siblings or []
         wanted = _choose(repo, file, [sibling.rfilename for sibling in siblings])
@@ -82,18 +83,14 @@ def pull(name: str) -> Path:
     return ggufs[0] if ggufs else folder
 
 
-def _split(name: str) -> tuple[str, str | None]:
-    match = _ID.fullmatch(name)
-    if match is None:
-        raise ValueError(f"{name!r} is not a Hugging Face id (org/name or org/name:file.gguf)")
-    return match["repo"], match["file"]
+def _choose(repo: str, file: str, files: list[str]) -> list[str]:
+    """Returns which files of a repository to fetch: the weights in one form, and all that describes them.
 
-
-def _choose(repo: str, file: str | None, files: list[str]) -> list[str]:
-    """Returns the files of a repository to fetch: the weights in one form, and all that describes them."""
+    file: the one that the id names, or "".
+    """
     side = [path for path in files if _SIDE_FILES.fullmatch(path)]
     ggufs = sorted(path for path in files if path.endswith(".gguf"))
-    if file is not None:
+    if file:
         if file not in ggufs:
             raise ModelNotFoundError(
                 f"{repo} has no file {file!r}; it has: {', '.join(ggufs) or 'no GGUF file'}", param="model"

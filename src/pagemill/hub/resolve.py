@@ -14,7 +14,7 @@ from pagemill.hub.registry import REGISTRY
 
 @dataclass(frozen=True)
 class Pulled:
-    """Says where a model lies, and whether this call fetched it (False: it was already there)."""
+    """Where a model lies, and if this call fetched it (False: it was already there)."""
 
     path: Path
     fetched: bool

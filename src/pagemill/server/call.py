@@ -35,7 +35,7 @@ class Call(ABC, Generic[R]):
     """
 
     ID: ClassVar[str]
-    """What the ids of such answers begin with."""
+    """The beginning of such answers' ids."""
     WHOLE: ClassVar[type[Answer[Any]]]
     CHUNK: ClassVar[type[Answer[Any]]]
 

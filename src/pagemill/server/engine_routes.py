@@ -44,10 +44,7 @@ def engine_routes(llm: AsyncLLM) -> APIRouter:
                     num_prompt_tokens=len(one.prompt_token_ids),
                     sequences=[
                         SequenceCard(
-                            index=sequence.index,
-                            status="running" if sequence.running else "waiting",
-                            num_tokens=sequence.num_tokens,
-                            kv_blocks=sequence.kv_blocks,
+                            status="running" if sequence.running else "waiting", **msgspec.structs.asdict(sequence)
                         )
                         for sequence in one.sequences
                     ],

@@ -16,6 +16,7 @@ from pagemill.errors import (
     ConfigError,
     InvalidRequestError,
     ModelNotServedError,
+    NotFoundError,
     PagemillError,
     PromptTooLongError,
     TooManyWaitingError,
@@ -67,13 +68,9 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(Exception, _unexpected_error)
 
 
-def _json(status: int, response: ErrorResponse) -> JSONResponse:
-    return JSONResponse(response.model_dump(), status_code=status)
-
-
-def error_answer(error: PagemillError) -> JSONResponse:
-    """Returns an error as the answer to an HTTP request."""
-    response = _json(error.http_status, error_response(error))
+def error_answer(error: PagemillError, status: int | None = None) -> JSONResponse:
+    """Returns an error as the answer to an HTTP request. status: another than the error's own."""
+    response = JSONResponse(error_response(error).model_dump(), status_code=status or error.http_status)
     if isinstance(error, TooManyWaitingError):
         response.headers["Retry-After"] = RETRY_AFTER_S
     return response
@@ -84,7 +81,7 @@ async def _pagemill_error(_: Request, error: Exception) -> Response:
     return error_answer(error)
 
 
-async def _validation_error(request: Request, error: Exception) -> Response:
+async def _validation_error(_: Request, error: Exception) -> Response:
     """Answers with the first of pydantic's findings; those raised by our own checks are typed already."""
     assert isinstance(error, RequestValidationError)
     finding = error.errors()[0]
@@ -99,7 +96,7 @@ async def _validation_error(request: Request, error: Exception) -> Response:
                 finding["msg"] = "it must be a JSON object, sent with Content-Type: application/json"
             where = ".".join(place) or "the body"
             typed = InvalidRequestError(f"{where}: {finding['msg']} (given: {finding.get('input')!r:.100})", param=name)
-    return await _pagemill_error(request, typed)
+    return error_answer(typed)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -107,10 +104,10 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == HTTPStatus.BAD_REQUEST and error.__cause__ is not None:
         return error_answer(InvalidRequestError(f"the body is not JSON: {error.__cause__}; send a JSON object"))
+    kind = NotFoundError if error.status_code == HTTPStatus.NOT_FOUND else InvalidRequestError
     phrase = HTTPStatus(error.status_code).phrase
-    kind = "not_found_error" if error.status_code == HTTPStatus.NOT_FOUND else "invalid_request_error"
-    body = ErrorBody(message=f"{request.method} {request.url.path}: {phrase}; see /docs for what is served", type=kind)
-    response = _json(error.status_code, ErrorResponse(error=body))
+    refusal = kind(f"{request.method} {request.url.path}: {phrase}; see /docs for what is served")
+    response = error_answer(refusal, error.status_code)
     response.headers.update(error.headers or {})
     return response
 
@@ -121,5 +118,4 @@ async def _client_gone(_: Request, __: Exception) -> Response:
 
 async def _unexpected_error(_: Request, __: Exception) -> Response:
     """Tells the client nothing of our insides; the HTTP server writes the traceback to its log."""
-    body = ErrorBody(message="the server failed on this request; its log says why", type=PagemillError.kind)
-    return _json(HTTPStatus.INTERNAL_SERVER_ERROR, ErrorResponse(error=body))
+    return error_answer(PagemillError("the server failed on this request; its log says why"))

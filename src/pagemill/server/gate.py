@@ -23,7 +23,7 @@ from pagemill.tenant_limits import DEFAULT_TENANT, TenantsFile, key_digest
 MAX_BODY_BYTES = 8 << 20
 """Default limit of a request's body: more than a million token ids."""
 BODY_TIMEOUT_S = 30.0
-"""How long a client may take to send its body."""
+"""Seconds that a client may take to send its body."""
 
 
 class ApiKeys:
@@ -88,7 +88,7 @@ class Gate:
         except PagemillError as refused:
             error = refused
         else:
-            await self._app(scope, _Replay(body, receive), send)
+            await self._app(scope, _replay(body, receive), send)
             return
         answer = error_answer(error)
         answer.headers["Connection"] = "close"  # the rest of the body may still be on its way
@@ -115,18 +115,14 @@ class Gate:
             )
 
 
-class _Replay:
-    """Gives the application the body that has been read, then what else comes of the client."""
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Returns a `receive` that gives the body that has been read, then what else comes of the client."""
+    unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
-    def __init__(self, body: bytes, receive: Receive) -> None:
-        self._body: bytes | None = body
-        self._receive = receive
+    async def replayed() -> Message:
+        return unread.pop() if unread else await receive()
 
-    async def __call__(self) -> Message:
-        if self._body is None:
-            return await self._receive()
-        body, self._body = self._body, None
-        return {"type": "http.request", "body": body, "more_body": False}
+    return replayed
 
 
 def _find(digest: bytes, known: Iterable[tuple[bytes, str]]) -> str | None:

@@ -1,5 +1,5 @@
-"""What Prometheus reads from `/metrics`: the engine's counters, and the times of requests, under vLLM's names where it
-has one, with `pagemill:` before them.
+"""Writes `/metrics` for Prometheus: the engine's counters, and the times of requests, under vLLM's names where it has
+one, with `pagemill:` before them.
 """
 
 from __future__ import annotations
@@ -26,21 +26,28 @@ FAMILIES: dict[str, type[GaugeMetricFamily | CounterMetricFamily]] = {
 
 
 class Metrics:
-    """Give `observe` every request when it has ended; `render` writes it all out."""
+    """Counts requests and their times: `observe` takes each when it has ended, `render` writes all of it out."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()
-        self._first_token = self._histogram("time_to_first_token_seconds", "From arrival to a token.", FIRST_TOKEN_S)
-        self._per_token = self._histogram(
-            "request_time_per_output_token_seconds", "A request's time after its first token, by token.", PER_TOKEN_S
+        self._first_token = self._histogram(
+            "time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", FIRST_TOKEN_S
         )
-        self._queue = self._histogram("request_queue_time_seconds", "From arrival to the first step.", FIRST_TOKEN_S)
-        self._whole = self._histogram("e2e_request_latency_seconds", "From arrival to the end.", REQUEST_S)
+        self._per_token = self._histogram(
+            "request_time_per_output_token_seconds", "Seconds per token of a request after its first.", PER_TOKEN_S
+        )
+        self._queue = self._histogram(
+            "request_queue_time_seconds", "Seconds from a request's arrival to its first step.", FIRST_TOKEN_S
+        )
+        self._whole = self._histogram(
+            "e2e_request_latency_seconds", "Seconds from a request's arrival to its end.", REQUEST_S
+        )
         self._ended = Counter(
             "pagemill:request_success", "Sequences by how they ended.", ["finished_reason"], registry=self._registry
         )
 
     def observe(self, request: RequestState) -> None:
+        """Counts a request that has ended."""
         times = request.metrics
         for sequence in request.sequences:
             self._ended.labels(sequence.output.finish_reason or "abort").inc()
@@ -55,7 +62,7 @@ class Metrics:
             self._whole.observe(times.finished_time - times.arrival_time)
 
     def render(self, stats: EngineStats | None) -> bytes:
-        """Prometheus' text format. stats: None while there is no engine to ask."""
+        """Returns all metrics in Prometheus' text format. stats: None while there is no engine to ask."""
         requests = generate_latest(self._registry)
         if stats is None:
             return requests
@@ -68,7 +75,7 @@ class Metrics:
 
 
 class _Engine(Collector):
-    """One snapshot of the engine."""
+    """Collects one snapshot of the engine."""
 
     def __init__(self, stats: EngineStats) -> None:
         self._stats = stats
@@ -92,8 +99,8 @@ class _Engine(Collector):
             "pagemill:tenant_kv_blocks", "Blocks by tenant and state.", labels=["tenant", "state"]
         )
         for name, tenant in stats.tenants.items():
-            owned.add_metric([name, "cached"], tenant.blocks_cached)
-            owned.add_metric([name, "active"], tenant.blocks_active)
+            for state in ("cached", "active"):
+                owned.add_metric([name, state], getattr(tenant, f"blocks_{state}"))
         yield owned
         for metric in TENANT_METRICS:
             by_tenant = FAMILIES[metric.kind](f"pagemill:tenant_{metric.name}", metric.help, labels=["tenant"])

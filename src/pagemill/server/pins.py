@@ -18,7 +18,7 @@ from pagemill.text.tokenizer import Tokenizer
 
 
 class PinBody(Body):
-    """What to pin: the beginning that prompts have in common, as text or token ids, or as the messages of a chat."""
+    """A prefix to pin, as text or token ids, or as the messages of a chat."""
 
     name: str
     prompt: str | list[int] | None = None

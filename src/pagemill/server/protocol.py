@@ -1,4 +1,4 @@
-"""What goes over HTTP: OpenAI's requests and responses for models, completions and chat, with vLLM's extra fields.
+"""Bodies of HTTP: OpenAI's requests and responses for models, completions and chat, with vLLM's extra fields.
 
 A field that cannot be served is refused by name, never ignored; `WITHOUT_EFFECT` lists those that clients send
 out of habit and that change nothing in any answer.
@@ -51,7 +51,7 @@ NOT_IN_REQUESTS = frozenset({"max_tokens", "logprobs", "prompt_logprobs", "detok
 
 
 class Body(BaseModel):
-    """What a request may carry: these fields and no other."""
+    """A request's body, or an object in it: these fields and no other."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -107,7 +107,7 @@ class GenerationRequest(Parameters):
     priority: int = 0
 
     _BEGINNING: ClassVar[str]
-    """The field with what an answer follows."""
+    """The field that holds what is answered or continued."""
 
     @model_validator(mode="before")
     @classmethod

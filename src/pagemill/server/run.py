@@ -22,10 +22,10 @@ from pagemill.server.pins import FilePin, pin
 from pagemill.tenant_limits import TenantsFile
 
 GRACE_S = 5.0
-"""How long running answers may go on after the first request to stop. A second request ends them at once."""
+"""Seconds that running answers may go on after the first signal to stop. A second signal ends them at once."""
 
 ANSWER_S = 2.0
-"""How long a client may take to read the error that ends its request."""
+"""Seconds that a client may take to read the error that ends its request."""
 
 
 async def run_server(
