@@ -1,12 +1,11 @@
 """A device that fails while the pool is resized: who asked is told, only what was being moved ends, and all goes on."""
 
+import os
 import re
 
 import httpx
 import openai
 import pytest
-
-from pagemill.frontend import spawn
 
 MODEL = "smollm2-135m"
 FAULT = """
@@ -25,9 +24,8 @@ HostFrames.copy = failing
 def server(serving, monkeypatch, tmp_path):
     """A server, and the file while which exists its engine cannot copy frames."""
     flag = tmp_path / "broken"
-    begin, _, run = spawn._CHILD.partition("from pagemill")
-    monkeypatch.setattr(spawn, "_CHILD", f"{begin}exec({FAULT.format(flag=str(flag))!r}); from pagemill{run}")
-    monkeypatch.setattr(spawn, "_ahead", [])
+    (tmp_path / "sitecustomize.py").write_text(FAULT.format(flag=str(flag)))  # runs in the engine's process first
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     with serving(kv_compaction="off") as server:
         yield server, flag
 

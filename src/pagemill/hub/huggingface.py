@@ -33,8 +33,8 @@ def cached(name: str) -> Path | None:
     from huggingface_hub.file_download import repo_folder_name
 
     repo, _, file = name.partition(":")
-    # The cache's documented layout: snapshot_download(local_files_only=True) of 2.4.0 takes a snapshot for incomplete if
-    # files were left out on purpose, and, as that of 1.0.0, for complete if a shard is missing.
+    # The cache's documented layout: snapshot_download(local_files_only=True) takes a snapshot for incomplete if files
+    # were left out on purpose (in 2.4.0), and for complete if a shard is missing (in 1.0.0 and 2.4.0).
     root = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
     ref = root / "refs" / "main"
     if not ref.is_file():
