@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from benchmarks.lower_tiers import read_file
+from benchmarks.disk_tier import read_file
 from benchmarks.peers.engines import BLOCK_ELEMENTS, MODEL
 from benchmarks.peers.machine import describe_machine, heading
 from benchmarks.seeded_context import PIECE, Recorder, seed

@@ -1,6 +1,6 @@
 """How fast blocks come back from disk: against the disk itself, and against computing them again.
 
-    python -m benchmarks.lower_tiers [--dtype float32] [--tokens 4096,8192] [--folder DIR]
+    python -m benchmarks.disk_tier [--dtype float32] [--tokens 4096,8192] [--folder DIR]
 
 Sessions without common text are begun in one `LLM`, which is closed, and go on in a new one, where the first token of
 a turn needs their blocks from disk; then with another turn when these are in the pool, which says what the step takes.
