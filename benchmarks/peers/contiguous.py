@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pagemill.memory.block_table import BlockTable
-from pagemill.memory.footprint import Footprint
+from pagemill.memory.block_table import BlockTable, Footprint
 from pagemill.memory.manager import MemoryManager, Shortage
 from pagemill.memory.tenants import Tenant
 

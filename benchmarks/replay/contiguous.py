@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import Protocol
 
-from pagemill.memory.block_table import BlockTable
+from pagemill.memory.block_table import BlockTable, Footprint
 from pagemill.memory.eviction import Lru
-from pagemill.memory.footprint import Footprint
 from pagemill.memory.frames import StreamedFrames
 from pagemill.memory.manager import Opened, Residency, Shortage
 from pagemill.memory.tenants import Tenant, Tenants

@@ -10,8 +10,8 @@ from pagemill.engine.tiers import Streamed, Tiers, make_tiers, streamed_room, wa
 from pagemill.errors import ConfigError, KVMemoryError
 from pagemill.executor.interface import Executor, ExecutorFacts, ExecutorMemory
 from pagemill.kvcache.sizing import num_frames
+from pagemill.memory.block_table import Footprint
 from pagemill.memory.eviction import POLICIES
-from pagemill.memory.footprint import Footprint
 from pagemill.memory.manager import MemoryManager
 from pagemill.scheduling.scheduler import Scheduler
 
@@ -61,7 +61,7 @@ def build(config: EngineConfig, executor: Executor) -> Parts:
 
 
 def _check_use_of_tiers(config: EngineConfig, streamed: Streamed) -> None:
-    """Without prefix caching, raises ConfigError for a lower tier from which no context streams."""
+    """Raises ConfigError for a lower tier that nothing would use without prefix caching: no context streams from it."""
     for tier in ("host", "disk"):
         name = f"kv_{tier}_memory"
         if (size := getattr(config, name)) is not None and not streamed.of(tier, 1):

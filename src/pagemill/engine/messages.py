@@ -60,7 +60,7 @@ class Shutdown(msgspec.Struct, tag=True):
 
 
 class SequenceOutput(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True, gc=False):
-    """What one step brought for one sequence."""
+    """Tells what one step brought for one sequence."""
 
     request_id: str
     index: int
@@ -124,19 +124,19 @@ class SequenceInfo(msgspec.Struct, kw_only=True):
 
 
 class KVBlocks(msgspec.Struct, tag=True):
-    """How many blocks, over all layer groups, each in the highest tier that has it."""
+    """Counts blocks by tier, over all layer groups; each counts in the highest tier that has it."""
 
     by_tier: dict[str, int]
 
 
 class StepOutputs(msgspec.Struct, tag=True):
-    """All outputs of one step."""
+    """Carries the outputs of one step."""
 
     outputs: list[SequenceOutput]
 
 
 class LoadProgress(msgspec.Struct, tag=True):
-    """How far loading has come, in the loader's own units. Sent many times before `EngineReady`."""
+    """States how far loading has come, in the loader's own units. Sent many times before `EngineReady`."""
 
     done: int
     total: int
@@ -163,7 +163,7 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
 
     @property
     def description(self) -> str:
-        """One line for people: device, dtype, kernels, and the pool as it is now."""
+        """Returns one line for people: device, dtype, kernels, and the pool as it is now."""
         fit = f", {self.longest_sequence} of max_model_len={self.max_model_len} fit"
         return (
             f"{self.model}; KV pool {self.kv_bytes / 2**20:.0f} MiB: {self.num_frames} blocks of {self.block_size} "
@@ -183,13 +183,13 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
 
 
 class PinList(msgspec.Struct, tag=True):
-    """All pins, in the order in which they came."""
+    """Lists the pins, in the order in which they came."""
 
     pins: list[PinInfo]
 
 
 class SequenceList(msgspec.Struct, tag=True):
-    """All sequences that have not finished, in the order in which their requests came."""
+    """Lists the sequences that have not finished, in the order in which their requests came."""
 
     sequences: list[SequenceInfo]
 

@@ -81,7 +81,10 @@ def _disk_root(config: EngineConfig) -> Path:
 
 
 def _disk_bytes(config: EngineConfig, held: int = 0) -> int:
-    """held: what is taken already of what is asked for, which is not free any more."""
+    """Returns how many bytes the disk tier may have. Raises ConfigError children for a bad setting.
+
+    held: bytes that an earlier run has stored already; the file system does not count them as free.
+    """
     assert config.kv_disk_memory is not None
     return parse_memory("kv_disk_memory", config.kv_disk_memory, shutil.disk_usage(_disk_root(config)).free + held)
 
@@ -128,9 +131,11 @@ class Tiers:
         self.prefill_s_per_token = 0.0
 
     def stored(self, digests: Sequence[bytes], found: int, preempted: bool) -> int:
-        """Of a chain of which the pool has the first `found` blocks, up to how many it is to be loaded: as far as what
-        is stored goes, or not at all, whatever takes less time by the speeds measured. For a preempted sequence the
-        preemption mode may say as far as it goes, or not at all."""
+        """Returns up to which block of a chain to load, as `scheduling.loading.Stored` says.
+
+        Loads all that the stores have, or nothing if computing it takes less time by the speeds measured. For a
+        preempted sequence the preemption mode decides: "swap" always loads, "recompute" never.
+        """
         if preempted and self._preemption_mode == "recompute":
             return found
         swap = preempted and self._preemption_mode == "swap"
@@ -148,7 +153,10 @@ class Tiers:
         return reach if self.transfers.load_times[lowest].pays(len(blocks), compute_s) else found
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """A step took so long. It says how fast prompts are computed if most of its tokens are of prompts."""
+        """Notes how long a step took.
+
+        It tells how fast prompts are computed if most of its tokens belong to prompts.
+        """
         for load_time in self.transfers.load_times:
             load_time.note_step(seconds)
         if plan.num_tokens - plan.num_generating >= max(MIN_PREFILL_TOKENS, plan.num_generating):

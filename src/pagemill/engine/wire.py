@@ -38,18 +38,20 @@ class Channel(Generic[T]):
     """One end of the socket, used without asyncio. Not thread-safe."""
 
     def __init__(self, sock: socket.socket, received: Any) -> None:
-        """received: the type (or union) of what comes in."""
+        """Takes one end of the socket. received: the type (or union) of what comes in."""
         self._socket = sock
         self._decoder: msgspec.msgpack.Decoder[T] = msgspec.msgpack.Decoder(received)
         self._buffer = bytearray()
 
     def send(self, message: Any) -> None:
-        """Blocks while the other side is behind. Raises `OSError` when it is gone."""
+        """Sends a message; blocks while the other side is behind. Raises `OSError` when it is gone."""
         self._socket.sendall(frame(message))
 
     def receive(self, *, block: bool, timeout_s: float | None = None) -> list[T] | None:
-        """All messages that are there, in order; with `block`, at least one, unless `timeout_s` is over before it has
-        begun to come. None when the other side is gone."""
+        """Returns the messages that have come, in order; None when the other side is gone.
+
+        block: waits for at least one, but no longer than `timeout_s`.
+        """
         messages = list(self._take())
         if block and timeout_s is not None and not messages:
             block = bool(select.select([self._socket], [], [], min(timeout_s, _LONGEST_WAIT_S))[0])

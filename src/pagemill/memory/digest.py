@@ -24,10 +24,12 @@ TOKEN_BYTES = 4
 
 
 def root_digest(fingerprint: bytes, kv_format: str, numerics: str, namespace: str) -> bytes:
-    """Where a chain begins (32 bytes): everything besides tokens that K and V depend on, and who may find them.
+    """Returns the digest (32 bytes) in which a chain begins.
 
-    fingerprint: of the model's weights and configuration (and adapter); kv_format: dtype, layout and block size;
-    numerics: names of the kernels (equal names give equal bits); namespace: whose blocks.
+    It names all that K and V depend on besides tokens, and who may find them.
+
+    fingerprint: of the model's weights and configuration (and adapter). kv_format: dtype, layout and block size.
+    numerics: names of the kernels (equal names give equal bits). namespace: see above.
     """
     root = hashlib.sha256(VERSION)
     for field in (fingerprint, kv_format.encode(), numerics.encode(), namespace.encode()):
@@ -37,7 +39,7 @@ def root_digest(fingerprint: bytes, kv_format: str, numerics: str, namespace: st
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
-    """Token ids as little-endian uint32. Raises struct.error for ids that do not fit."""
+    """Returns token ids as little-endian uint32. Raises struct.error for ids that do not fit."""
     return struct.pack(f"<{len(token_ids)}I", *token_ids)
 
 

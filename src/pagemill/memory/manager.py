@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence, Set
 
 from pagemill.memory import moving, offload, prefix_cache, reservation, statistics
-from pagemill.memory.block_table import BlockTable
+from pagemill.memory.block_table import BlockTable, Footprint
 from pagemill.memory.compaction import Compaction
 from pagemill.memory.core import MemoryCore
 from pagemill.memory.eviction import PolicyFactory, least_recently_used
-from pagemill.memory.footprint import Footprint
 from pagemill.memory.frames import StreamedFrames
 from pagemill.memory.offload import MissingBlock, OpenedLoad
 from pagemill.memory.prefix_cache import Opened

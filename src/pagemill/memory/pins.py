@@ -17,8 +17,10 @@ from pagemill.namespace import Namespace
 class Pin:
     """A prefix of `num_tokens` tokens, whole blocks only, in a namespace.
 
-    digests: of its entries. blocks: (digest, layer group) of each block that it holds. table: None while they are being
-    computed.
+    digests:   of its entries.
+    blocks:    (digest, layer group) of each block that it holds.
+    expires_s: when it ends; None: never. While it is being computed: how many seconds after that.
+    table:     None while it is being computed.
     """
 
     name: str
@@ -31,8 +33,11 @@ class Pin:
 
 
 class Pins:
-    """At most `share` of the pool. What is being computed for a pin counts from the start; a block of several pins
-    counts once. Invariant: with what is pinned, every accepted request can still run to its end alone."""
+    """The pins of one memory, which together hold at most `share` of its pool.
+
+    A pin counts from when its request is accepted, and a block of several pins counts once. Invariant: beside what is
+    pinned, every accepted request can still run to its end alone.
+    """
 
     def __init__(self, memory: MemoryManager, share: float) -> None:
         self._memory = memory
@@ -43,19 +48,19 @@ class Pins:
 
     @property
     def num_frames(self) -> int:
-        """Frames that pins hold, or will."""
+        """Returns how many frames the pins hold, or will hold when they have been computed."""
         return sum(map(len, self._blocks.values()))
 
     def held(self, tenant: str) -> int:
-        """Those of one tenant: no two tenants have a block in common."""
+        """Returns how many of these frames hold one tenant's blocks; no two tenants have a block in common."""
         return len(self._blocks.get(tenant, ()))
 
     def leading(self, tenant: str, digests: Sequence[bytes]) -> int:
-        """How many of a prompt's leading entries it finds for certain, since they are pinned, or will be.
+        """Returns how many leading entries of a prompt are sure to be found, since they are pinned, or will be.
 
-        With windows, a pin holds of such a group what its end sees. Who goes on behind that finds it, and who leaves it
-        before may find nothing. If a prompt leaves one of the pins that it begins with, none counts: those that it goes
-        on behind could end, and their blocks still be held.
+        In a group with a window, a pin holds only the blocks that its last token sees. A prompt that continues the pin
+        finds these; a prompt that differs before the pin's end may find nothing. So if a prompt leaves any of the pins
+        that it begins with, this returns 0: the other pins could expire while their blocks are still held.
         """
         if not self.held(tenant):
             return 0
@@ -107,8 +112,10 @@ class Pins:
         self._coming[owner] = Pin(name, space, length, digests, expires_s, blocks)
 
     def keep(self, owner: Hashable, table: BlockTable, now: float) -> None:
-        """The owner's table has been computed: it is pinned from now on, in the place of a pin of the same name. It
-        expires `expires_s` seconds from now."""
+        """Pins the owner's table, which has been computed, and ends a pin of the same name.
+
+        It expires `expires_s` seconds from now.
+        """
         pin = self._coming.pop(owner)
         pin.table = self._memory.fork(table, pin.num_tokens)
         pin.expires_s = None if pin.expires_s is None else now + pin.expires_s
@@ -116,13 +123,16 @@ class Pins:
         self._pins[pin.space, pin.name] = pin
 
     def drop(self, owner: Hashable) -> None:
-        """Nothing more comes from this owner."""
+        """Gives up the pin that this owner was to compute, if there is one: the owner has ended."""
         pin = self._coming.pop(owner, None)
         if pin is not None:
             self._forget(pin)
 
     def unpin(self, name: str, space: Namespace, now: float) -> bool:
-        """Whether there was such a pin. Its blocks are cached from now on, unless somebody else holds them."""
+        """Ends a pin; returns False if there is none of this name.
+
+        Its blocks are cached from now on, unless somebody else holds them.
+        """
         pin = self._pins.pop((space, name), None)
         if pin is None or pin.table is None:
             return False
@@ -131,14 +141,14 @@ class Pins:
         return True
 
     def expire(self, now: float) -> float:
-        """Ends the pins whose time is over; when that of the next one is (inf: of none)."""
+        """Ends the pins whose time is over. Returns when the next one ends (inf: never)."""
         for pin in self.list():
             if pin.expires_s is not None and pin.expires_s <= now:
                 self.unpin(pin.name, pin.space, now)
         return min((pin.expires_s for pin in self.list() if pin.expires_s is not None), default=math.inf)
 
     def lose(self, frames: Set[int], now: float) -> None:
-        """Ends the pins of which blocks lie in these frames."""
+        """Ends the pins that have blocks in these frames."""
         for pin in self.list():
             if pin.table is not None and self._memory.lies_in(pin.table, frames):
                 self.unpin(pin.name, pin.space, now)
@@ -149,7 +159,7 @@ class Pins:
             self.unpin(pin.name, pin.space, now)
 
     def list(self) -> list[Pin]:
-        """Those that are there, in the order in which they came."""
+        """Returns the pins, in the order in which they came."""
         return list(self._pins.values())
 
     def _forget(self, pin: Pin) -> None:

@@ -18,7 +18,11 @@ MAX_CANDIDATES = 8
 
 
 class Match(NamedTuple):
-    """What was found of a prefix: its length in tokens, and by group its blocks, -1 before the group's window."""
+    """A prefix that was found.
+
+    num_tokens: its length. blocks: by group, its blocks, -1 before the group's window. first_held: by group, the first
+    entry that is not -1.
+    """
 
     num_tokens: int
     blocks: list[array[int]]
@@ -56,7 +60,7 @@ class PrefixIndex:
         self.grow(capacity)
 
     def grow(self, capacity: int) -> None:
-        """Room for block ids below `capacity`, if there is less."""
+        """Makes room for block ids below `capacity`, if there is less."""
         more = max(0, capacity - len(self.digest))
         for names in (self.digest, self.parent, self.tokens):
             names.extend([b""] * more)
@@ -97,7 +101,7 @@ class PrefixIndex:
                 del self.children[parent + tokens[:TOKEN_BYTES]]
 
     def count_children(self) -> int:
-        """Blocks that can be reached as somebody's child, counted along the links, O(published)."""
+        """Counts the blocks that can be reached as somebody's child, along the links, O(published)."""
         count = 0
         for block in self.children.values():
             while block >= 0:
@@ -106,7 +110,7 @@ class PrefixIndex:
         return count
 
     def match(self, digests: Sequence[bytes], root: bytes, token_ids: Sequence[int], limit: int) -> Match:
-        """The longest prefix of `token_ids[:limit]` that can be found: whole blocks, then inside one more.
+        """Returns the longest prefix of `token_ids[:limit]` that can be found: whole blocks, then a part of one more.
 
         digests: of the full blocks, as many as are known. In groups with full attention a match needs all blocks; in a
         group with a window, only those that the next query (at position num_tokens) still sees.
@@ -132,7 +136,10 @@ class PrefixIndex:
         return Match(length, blocks, first_held)
 
     def reach(self, digests: Sequence[bytes], below: Callable[[tuple[bytes, int]], bool]) -> int:
-        """How many leading blocks a match would have, if those that `below` has (digest, group) were published too."""
+        """Returns how many leading blocks a match would have if blocks that are stored elsewhere were published too.
+
+        below: says of (digest, group) whether it is stored.
+        """
         either = [_Either(group, published, below) for group, published in enumerate(self.by_digest)]
         windows = list(zip(self._windows, either, strict=True))
         whole = _leading(digests, len(digests), [found for window, found in windows if window is None])
@@ -141,7 +148,10 @@ class PrefixIndex:
         return self._fit_windows(digests[:whole], whole * size, windowed) // size if windowed else whole
 
     def _inside(self, parent: bytes, token_ids: Sequence[int]) -> tuple[int, bytes]:
-        """(tokens, digest): how far `token_ids` agree with the best child of `parent`, and that child's digest."""
+        """Finds the child of `parent` whose first tokens agree longest with `token_ids`.
+
+        Returns how many agree, and that child's digest.
+        """
         wanted = pack_tokens(token_ids)
         best, best_digest = 0, b""
         for block in self._siblings(parent + wanted[:TOKEN_BYTES]):
@@ -162,7 +172,7 @@ class PrefixIndex:
     def _fit_windows(
         self, chain: Sequence[bytes], length: int, windowed: Sequence[tuple[int, Container[bytes]]]
     ) -> int:
-        """The largest length, at most `length`, at which every window's blocks are published; O(1) per entry.
+        """Returns the largest length, at most `length`, at which every window's blocks are published; O(1) per entry.
 
         Where an entry is missing, every length that reaches beyond it and still sees it is ruled out; a shorter one
         sees no later entries, so the search goes on below.
@@ -193,7 +203,7 @@ class _Either:
 
 
 def _leading(digests: Sequence[bytes], whole: int, groups: Sequence[Container[bytes]]) -> int:
-    """How many of the first `whole` digests, without a gap, are in all groups."""
+    """Returns how many of the first `whole` digests are in all groups, up to the first that is not."""
     for published in groups:
         for count in range(whole):
             if digests[count] not in published:
@@ -203,7 +213,7 @@ def _leading(digests: Sequence[bytes], whole: int, groups: Sequence[Container[by
 
 
 def _common_tokens(tokens: bytes, wanted: bytes) -> int:
-    """How many leading tokens two packed runs share."""
+    """Returns how many leading tokens two packed runs share."""
     if tokens.startswith(wanted):
         return len(wanted) // TOKEN_BYTES
     for byte, (a, b) in enumerate(zip(tokens, wanted, strict=False)):

@@ -20,7 +20,7 @@ NO_QUOTA = sys.maxsize
 
 
 class Quota(NamedTuple):
-    """How many blocks are kept for a tenant, and the most that it may have; NO_QUOTA: as many as the pool has."""
+    """Says how many blocks are kept for a tenant, and the most it may have (NO_QUOTA: as many as the pool has)."""
 
     guaranteed: int = 0
     most: int = NO_QUOTA
@@ -28,14 +28,14 @@ class Quota(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Tenant:
-    """One account.
+    """The account of one tenant.
 
     number:            its place among `Tenants.accounts`.
     policy:            its cached blocks, in the order in which they make room.
     charged:           its blocks, active and cached.
-    guaranteed_blocks: as many are kept for it: what others hold of them they have borrowed, and give back first.
-    max_blocks:        it never has more; NO_QUOTA if only the pool's size says so.
-    idle_timeout_s:    so long its cached blocks stay when nobody uses them; None: for as long as there is room.
+    guaranteed_blocks: blocks that are kept for it; others may borrow them, and give them back first.
+    max_blocks:        the most that it may have; NO_QUOTA if only the pool's size limits it.
+    idle_timeout_s:    how long its cached blocks stay when nobody uses them; None: as long as there is room.
     look_s:            when to look for such blocks next.
     """
 
@@ -63,28 +63,33 @@ class Tenant:
 
     @property
     def borrowed(self) -> int:
-        """Blocks beyond its guarantee; below 0, what is still kept for it."""
+        """Returns how many blocks it has beyond its guarantee; below 0, how many are still kept for it."""
         return self.charged - self.guaranteed_blocks
 
     @property
     def uses_more(self) -> bool:
-        """Whether it uses blocks beyond its guarantee; if it has them cached only, none of its sequences is to go."""
+        """Returns whether its active blocks exceed its guarantee, so that its sequences may be preempted for others.
+
+        Cached blocks do not count: these are evicted instead.
+        """
         return self.active > self.guaranteed_blocks
 
     @property
     def lendable(self) -> int:
-        """Cached blocks that others may take: those beyond its guarantee."""
+        """Returns how many of its cached blocks others may take: those beyond its guarantee."""
         return max(0, min(len(self.policy), self.borrowed))
 
     @property
     def room(self) -> int:
-        """Blocks that it may have beside its active ones, by its own hard quota."""
+        """Returns how many blocks its quota allows beside its active ones."""
         return max(0, self.max_blocks - self.active)
 
 
 class Tenants:
-    """The accounts over one pool; there is always one named "default". With one account every question is O(1), with
-    more it is O(accounts)."""
+    """The accounts over one pool; one named "default" is always there.
+
+    With one account every question is O(1), with more it is O(accounts).
+    """
 
     def __init__(self, policy: Callable[[], EvictionPolicy]) -> None:
         self._policy = policy
@@ -115,26 +120,31 @@ class Tenants:
 
     @property
     def cached(self) -> int:
-        """Cached blocks of all."""
+        """Returns how many blocks are cached, over all tenants."""
         return sum(tenant.cached for tenant in self)
 
     def available(self, tenant: Tenant, num_free: int) -> int:
-        """Frames that a tenant can have now, its quota apart: free, its own cached blocks, and those that others may
-        lend."""
+        """Returns how many frames a tenant can have now, whatever its quota.
+
+        They are the free ones, those of its own cached blocks, and those that other tenants lend.
+        """
         own = num_free + len(tenant.policy)
         if len(self.accounts) == 1:
             return own
         return own + sum(other.lendable for other in self if other is not tenant)
 
     def lender(self, tenant: Tenant, wanted: int) -> tuple[Tenant, int]:
-        """Whose cached blocks make room for `tenant`, and how many of the `wanted` before this is asked again: of those
-        that have borrowed most. Somebody must have some."""
+        """Returns a tenant whose cached blocks make room for `tenant`, and how many of its blocks to evict.
+
+        It is the one that has borrowed most. The count may be less than `wanted`, so that the next call can choose
+        another. Some tenant must have such blocks.
+        """
         if len(self.accounts) == 1:
             return tenant, wanted
         return _most_borrowed({o: o.cached if o is tenant else o.lendable for o in self}, wanted)
 
     def loser(self, wanted: int) -> tuple[Tenant, int]:
-        """The same for frames that go for good, which takes of what is guaranteed too."""
+        """Returns the same for frames that leave the pool; guaranteed blocks are taken too."""
         return _most_borrowed({tenant: tenant.cached for tenant in self}, wanted)
 
 

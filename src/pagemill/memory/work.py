@@ -12,7 +12,7 @@ Ints = NDArray[np.int32]
 
 
 class BlockName(NamedTuple):
-    """Which block, on any tier: its digest and layer group, the digest it hangs on, and how many stand before it."""
+    """Names a block on any tier: digest, layer group, digest of the block before it, and how many stand before it."""
 
     digest: bytes
     group: int

@@ -5,7 +5,6 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
-from pagemill.memory.block_table import BlockTable
 from pagemill.memory.manager import Opened
 from pagemill.scheduling import preemption
 from pagemill.scheduling.sequence import Sequence
@@ -21,9 +20,10 @@ class Limit(Enum):
 
 
 class Demand(NamedTuple):
-    """Frames that a sequence takes before it begins, beyond those of the blocks that it has found.
+    """Frames that the whole sequence takes beyond those of the blocks that it has found.
 
-    streams: whether it can never have all of its blocks in the pool, so that the others stream.
+    So many must be there before it begins: else it would soon be preempted. streams: whether the pool can never hold
+    all of its blocks, so that the others stream.
     """
 
     in_pool: int
@@ -34,8 +34,8 @@ class Demand(NamedTuple):
 def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
     """Lets waiting sequences in while there is budget, a row and memory for the whole prompt.
 
-    A tenant is passed over once its next sequence cannot run. If that lacks what all compete for, only those pass it
-    that ask for what is guaranteed to them, and for these, sequences of borrowers are preempted.
+    A tenant is passed over once its next sequence cannot run. If the sequence lacks what all compete for, only
+    sequences whose demand is guaranteed to their tenant may pass it; for these, sequences of borrowers are preempted.
     """
     passed: set[TenantState] = set()
     crowded = False
@@ -52,16 +52,9 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
         if state.batch.num_free >= sequence.num_rows and _waits_for_blocks(state, sequence, now):
             state.waiting.pop(tenant)
             continue
-        while (limit := _open(state, sequence, tenant, guaranteed, draft.budget, now)) is Limit.POOL:
-            if preemption.stream_largest(state):
-                continue
-            if state.batch.flights or not guaranteed:
-                break
-            loser = preemption.borrower(state.running, tenant.account)
-            if loser is None:
-                break
-            passed.add(state.tenants[loser.request.tenant])
-            preemption.preempt(state, loser, now, draft)
+        limit = _open(state, sequence, tenant, guaranteed, draft.budget, now)
+        while limit is Limit.POOL and _make_room(state, tenant, guaranteed, passed, draft, now):
+            limit = _open(state, sequence, tenant, guaranteed, draft.budget, now)
         if limit is None:
             _begin(state, sequence, tenant, draft, now)
             continue
@@ -88,26 +81,47 @@ def frames_wanted(state: SchedulerState, sequence: Sequence, found: int = 0) -> 
     return footprint.frames(tokens, state.chunk, pinned, found), True
 
 
+def _make_room(
+    state: SchedulerState,
+    tenant: TenantState,
+    guaranteed: bool,
+    passed: set[TenantState],
+    draft: StepDraft,
+    now: float,
+) -> bool:
+    """Takes frames of the pool from running sequences for a waiting one; returns False if it may take none.
+
+    The largest sequence streams; else, for what is guaranteed, a borrower is preempted, and its tenant passed over.
+    """
+    if preemption.stream_largest(state):
+        return True
+    if state.batch.flights or not guaranteed:
+        return False
+    loser = preemption.borrower(state.running, tenant.account)
+    if loser is None:
+        return False
+    passed.add(state.tenants[loser.request.tenant])
+    preemption.preempt(state, loser, now, draft)
+    return True
+
+
 def _open(
     state: SchedulerState, sequence: Sequence, tenant: TenantState, guaranteed: bool, budget: int, now: float
 ) -> Limit | None:
-    """Opens a waiting sequence's table and reserves its first chunk, or holds nothing and returns what limits it.
+    """Gives a waiting sequence a table of what is cached of it, with its first chunk reserved behind that.
 
-    There must be room for the whole sequence and for the running ones to grow: else one would soon be preempted.
+    Returns None, or what limits it; then nothing has changed.
     """
     if state.batch.num_free < sequence.num_rows:
         return Limit.POOL
     opened = _look_up(state, sequence, now)
     demand = _demand(state, sequence, opened)
-    limit = _limit(state, tenant, demand, guaranteed)
-    up_to = min(len(sequence.tokens), opened.num_cached_tokens + budget)
-    if limit is None and not _reserve(state, opened.table, up_to, demand.streams):
-        limit = Limit.POOL
-    if limit is not None:
+    limit = _limit(state, tenant, demand, guaranteed) or _reserve(state, sequence, opened, budget, demand.streams)
+    if limit is None:
+        _enter(state, sequence, tenant, opened)
+    else:
         state.memory.close(opened.table, now)
-        return limit
-    _enter(state, sequence, tenant, opened)
-    return None
+    return limit
 
 
 def _look_up(state: SchedulerState, sequence: Sequence, now: float) -> Opened:
@@ -135,8 +149,8 @@ def _demand(state: SchedulerState, sequence: Sequence, opened: Opened) -> Demand
 def _limit(state: SchedulerState, tenant: TenantState, demand: Demand, guaranteed: bool) -> Limit | None:
     """Returns what keeps a demand from being met now; None if nothing does.
 
-    Beside it each running sequence must have room for one more block (of its own tenant, where all that is demanded is
-    guaranteed, or within the tenant's quota), and above that the controller's watermark stays free.
+    Beside it, each running sequence must have room for one more block, and the controller's watermark stays free. If
+    the demand is guaranteed to the tenant, only the tenant's own running sequences count, and no watermark.
     """
     if not tenant.within_quota(demand.in_pool):
         return Limit.QUOTA
@@ -152,12 +166,17 @@ def headroom(state: SchedulerState) -> int:
     return running + state.controller.watermark if running else 0
 
 
-def _reserve(state: SchedulerState, table: BlockTable, up_to: int, streams: bool) -> bool:
-    """Reserves a table's first chunk, by streaming what it has found if it must. Returns whether it could."""
-    shortage = state.memory.reserve(table, up_to)
-    if shortage is None or not streams or not state.memory.stream(table, shortage.missing):
-        return shortage is None
-    return state.memory.reserve(table, up_to) is None
+def _reserve(state: SchedulerState, sequence: Sequence, opened: Opened, budget: int, streams: bool) -> Limit | None:
+    """Reserves the first chunk of a sequence, by streaming what its table has found if it must.
+
+    Returns None, or the pool as what limits it.
+    """
+    memory, table = state.memory, opened.table
+    up_to = min(len(sequence.tokens), opened.num_cached_tokens + budget)
+    shortage = memory.reserve(table, up_to)
+    if shortage is not None and streams and memory.stream(table, shortage.missing):
+        shortage = memory.reserve(table, up_to)
+    return None if shortage is None else Limit.POOL
 
 
 def _enter(state: SchedulerState, sequence: Sequence, tenant: TenantState, opened: Opened) -> None:
@@ -187,9 +206,9 @@ def _begin(state: SchedulerState, sequence: Sequence, tenant: TenantState, draft
 
 
 def _waits_for_blocks(state: SchedulerState, sequence: Sequence, now: float) -> bool:
-    """Returns whether a running sequence computes the very next block that this one needs, or a load brings it up.
+    """Lets a sequence wait for the very next block that it needs, if a running sequence or a load is to bring it.
 
-    Then it waits for it. Begins such a load if offload stores have the block.
+    Begins such a load if offload stores have the block. Returns whether it waits.
     """
     if not state.shares_prefixes(sequence):
         return False
@@ -206,7 +225,7 @@ def _waits_for_blocks(state: SchedulerState, sequence: Sequence, now: float) -> 
 
 
 def _is_guaranteed(state: SchedulerState, sequence: Sequence, tenant: TenantState) -> bool:
-    """Returns whether its tenant is guaranteed all blocks that a sequence wants beside those that are active."""
+    """Returns whether the tenant is guaranteed all blocks that a sequence wants and that are not active already."""
     if not tenant.account.guaranteed_blocks:
         return False
     state.name_blocks(sequence)

@@ -24,8 +24,10 @@ class Entry(msgspec.Struct, gc=False):
 
 
 class Flight(NamedTuple):
-    """Holds a step that has been planned and not yet committed. A sample is (index of its entry, index of the
-    sequence)."""
+    """Holds a step that has been planned and not yet committed.
+
+    samples: (index of the entry, index of the sequence) of each.
+    """
 
     step: int
     entries: list[Entry]
@@ -58,11 +60,11 @@ class Batch:
         sequence.prefill_len = len(sequence.tokens) - 1
 
     def take_row(self) -> int:
-        """One more row. There must be one."""
+        """Takes one more row. There must be one."""
         return self.free_rows.pop()
 
     def unseat(self, sequence: Sequence) -> int:
-        """Takes a sequence's rows away; how many they were."""
+        """Takes a sequence's rows away, and returns how many they were."""
         rows = [sequence.row, *sequence.child_rows]
         self._chosen.pop(sequence.row, None)
         self.free_rows += rows
@@ -71,13 +73,13 @@ class Batch:
         return len(rows)
 
     def choose(self, sequence: Sequence, tokens: list[int]) -> None:
-        """A running sequence goes on with these tokens, whatever was sampled in its row."""
+        """Lets a running sequence go on with these tokens, whatever was sampled in its row."""
         self._chosen[sequence.row] = ChosenTokens(sequence.row, len(sequence.tokens), tokens)
         sequence.tokens += tokens
         sequence.prefill_len = len(sequence.tokens) - 1
 
     def plan(self, planned: abc.Mapping[Sequence, int]) -> StepPlan:
-        """A step in which each of these sequences computes so many tokens; it is in flight from now on."""
+        """Plans a step, which is in flight from now on. planned: how many tokens each sequence computes."""
         entries: list[Entry] = []
         rows: list[int] = []
         starts: list[int] = []

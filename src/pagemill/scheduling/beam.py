@@ -33,7 +33,7 @@ class Choice(NamedTuple):
 
 
 class BeamSearch:
-    """The rules. Beams are numbered as `advance` has chosen them; there is one at first, the bare prompt.
+    """Knows the rules. Beams are numbered as `advance` has chosen them; there is one at first, the bare prompt.
 
     hypotheses: the best finished sequences, at most `beam_width`, the best first.
     """
@@ -46,8 +46,11 @@ class BeamSearch:
         self._cum_logprobs = [0.0]
 
     def advance(self, generated: abc.Sequence[list[int]], candidates: abc.Sequence[TokenLogprobs]) -> list[Choice]:
-        """From each beam's tokens so far and its likeliest next ones (`candidates_per_beam`, behind the entry of the
-        token that was sampled), the beams that go on, best first; none, when the search is over."""
+        """Returns the beams that go on, the best first; none when the search is over.
+
+        generated: each beam's tokens so far. candidates: each beam's likeliest next tokens (`candidates_per_beam` of
+        them, behind the entry of the token that was sampled).
+        """
         width, length = self._params.beam_width, len(generated[0]) + 1
         merged = sorted(
             (-(cum_logprob + logprob), beam, token)
@@ -107,8 +110,11 @@ class BeamGroup:
         self._branches = count(1)
 
     def advance(self, sequence: Sequence, candidates: TokenLogprobs) -> list[tuple[Sequence, int]] | None:
-        """Takes in one beam's likeliest next tokens. None while others are to come; then who goes on with which token,
-        a sequence as often as it forks; nobody, when the search is over."""
+        """Takes in one beam's likeliest next tokens. Returns None while those of other beams are to come.
+
+        Then returns each sequence that goes on, with its next token: a sequence stands there as often as it forks, and
+        the list is empty when the search is over.
+        """
         self._candidates[sequence] = candidates
         if len(self._candidates) < len(self.beams):
             return None
@@ -118,19 +124,19 @@ class BeamGroup:
         return [(self.beams[beam], token) for beam, token in chosen]
 
     def results(self) -> list[tuple[Sequence, Hypothesis]]:
-        """What the search ended with, each as a sequence of its own."""
+        """Returns what the search ended with, each as a sequence of its own."""
         return list(zip(self.ended(), self._search.hypotheses, strict=True))
 
     def ended(self) -> list[Sequence]:
-        """The sequences that the request's owner waits for: as many as the group is wide."""
+        """Returns finished sequences for all that the request's owner waits for: as many as the group is wide."""
         return [self.beams[0].ended(index) for index in range(self.width)]
 
     def next_branch(self) -> int:
-        """An index that none of its sequences has had."""
+        """Returns an index that none of its sequences has had."""
         return next(self._branches)
 
     def park(self, block_size: int) -> list[Sequence]:
-        """It is about to be preempted: the first beam becomes what all have in common, the others, returned, end."""
+        """Prepares a preemption: the first beam becomes the common beginning of all. Returns the others, which end."""
         self._candidates.clear()
         first, *others = self.beams
         if others:
@@ -142,18 +148,18 @@ class BeamGroup:
         return others
 
     def unpark(self) -> list[list[int]]:
-        """The common beginning has been computed; returns the tokens of each beam."""
+        """Returns the tokens of each beam, since their common beginning has been computed again."""
         parked, self.parked = self.parked, []
         return parked
 
     def blocks_to_unpark(self, block_size: int) -> int:
-        """Blocks of one layer group that the preempted beams need beyond what they have in common."""
+        """Returns how many blocks of one layer group the preempted beams need beyond their common beginning."""
         common = len(self.beams[0].tokens) // block_size
         return sum(-(-len(tokens) // block_size) - common for tokens in self.parked[1:])
 
 
 def row_params(params: BeamSearchParams, num_eos_tokens: int) -> SamplingParams:
-    """What the rows of a search ask of the sampler: of each position the likeliest tokens, as many as can matter.
+    """Returns what the rows of a search ask of the sampler: at each position, as many likely tokens as can matter.
 
     At most `beam_width` of them go on, and none of the end-of-sequence tokens before them does.
     """

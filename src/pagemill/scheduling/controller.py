@@ -22,14 +22,14 @@ MOST_KEPT = 0.25
 
 
 class Controller:
-    """Limits for the scheduler.
+    """Sets limits for the scheduler.
 
-    target_s:      what a step should take at most while sequences generate; infinite: all limits stay as they are.
-    prompt_tokens: that a step may take beside generating sequences, at least LEAST_PROMPT_TOKENS.
-    max_running:   sequences beyond which none is admitted, at least 1; lowered while steps with hardly any prompt
-                   tokens are too long, since then the number of sequences is what is left to lower.
-    watermark:     blocks that admission leaves free for running sequences to grow; raised by preemptions, and falling
-                   by one with each step without. Who would run alone needs none.
+    target_s:      the longest that a step should take while sequences generate; infinite: the limits stay as they are.
+    prompt_tokens: the most prompt tokens of a step beside generating sequences, at least LEAST_PROMPT_TOKENS.
+    max_running:   the most running sequences, at least 1. It is lowered while steps with hardly any prompt tokens are
+                   too long, since then nothing else is left to lower.
+    watermark:     blocks that admission leaves free for running sequences to grow. Preemptions raise it, and each step
+                   without one lowers it by one. A sequence that would run alone needs none.
     """
 
     def __init__(self, target_s: float, *, max_num_batched_tokens: int, max_num_seqs: int) -> None:
@@ -46,8 +46,11 @@ class Controller:
         return self.target_s < math.inf
 
     def note_step(self, seconds: float, prompt_tokens: int, generating: int, running: int) -> None:
-        """A step took so long, in which so many sequences generated beside so many tokens of prompts. running: the
-        sequences that run after it."""
+        """Notes how long a step took.
+
+        prompt_tokens, generating: tokens of prompts in the step, and sequences that generated in it. running: sequences
+        that run after it.
+        """
         if not generating:
             return
         if seconds > self.target_s:
@@ -58,7 +61,7 @@ class Controller:
             self._crowded = self._roomy = 0
 
     def note_memory(self, preemptions: int, frames: int) -> None:
-        """After a step: sequences preempted since the start, and frames in the pool."""
+        """Notes, after a step, how many preemptions there were since the start, and how many frames the pool has."""
         if not self.has_target:
             return
         new, self._preemptions = preemptions - self._preemptions, preemptions

@@ -67,9 +67,11 @@ def _fork_beam(state: SchedulerState, origin: Sequence, tokens: list[int]) -> Se
 
 
 def into(state: SchedulerState, child: Sequence, index: int, siblings: abc.Sequence[Sequence]) -> bool:
-    """Opens a request's first sequence from the blocks of the running one, of this index among `siblings`, with
-    whose tokens it begins, down to the last token, which is computed again for what follows it. False where that
-    cannot be."""
+    """Lets a request's first sequence begin from the blocks of a running one. Returns False if that cannot be.
+
+    The new one shares all tokens but its last, which is computed again for what follows it. index: of the running one
+    among `siblings`, the sequences of its request.
+    """
     origin = next((one for one in siblings if one.index == index), None)
     tenant = state.tenants[child.request.tenant]
     if origin is None or origin.table is None or state.batch.num_free < child.num_rows:

@@ -17,10 +17,11 @@ from pagemill.tenant_limits import TenantLimits
 
 
 def accept(state: SchedulerState, sequence: Sequence) -> None:
-    """Takes a new request, of which this is the first sequence, or raises and changes nothing: RequestTooLargeError
-    if even alone it could never run, TooManyWaitingError, UnknownTenantError, PinLimitError, InvalidRequestError.
+    """Takes in the request whose first sequence this is, or raises and changes nothing.
 
-    What its `max_tokens` leaves open is settled: `max_len` becomes as many tokens as fit. For a pin, room is kept.
+    If it sets no `max_tokens`, `max_len` becomes as many tokens as fit. If it is to be pinned, room is kept for the
+    pin. Raises RequestTooLargeError if it could not even run alone, and TooManyWaitingError, UnknownTenantError,
+    PinLimitError or InvalidRequestError.
     """
     request = sequence.request
     name, count = request.width
@@ -38,8 +39,10 @@ def accept(state: SchedulerState, sequence: Sequence) -> None:
 
 
 def set_tenant(state: SchedulerState, name: str, limits: TenantLimits) -> None:
-    """Makes a tenant known, or changes its limits. Raises ConfigError, and changes nothing, for what cannot be
-    kept, of the pool or of the requests that have been accepted."""
+    """Makes a tenant known, or changes its limits.
+
+    Raises ConfigError, and changes nothing, for limits that the pool, or a request already accepted, does not allow.
+    """
     state.tenants.set(name, limits, _live(state))
 
 
@@ -88,9 +91,9 @@ def _most_blocks(state: SchedulerState, sequence: Sequence) -> tuple[int, int]:
 
 
 def _longest(state: SchedulerState, sequence: Sequence) -> int:
-    """Returns how many of the `max_len` tokens that a request may have fit for certain, beside what is pinned.
+    """Returns how many of the `max_len` tokens that a request may have are sure to fit beside what is pinned.
 
-    At least what it asks for, so that it is refused with its need. The last token needs no place.
+    At least what it asks for, so that a refusal can state its need. The last token needs no place.
     """
     request, memory = sequence.request, state.memory
     pinned = state.pinned_entries(sequence)

@@ -113,7 +113,7 @@ class Loading:
         return begun
 
     def lose(self, frames: Set[int]) -> None:
-        """Notes that these frames do not hold what they should: of a load that needs them, nothing will arrive."""
+        """Notes that these frames do not hold what they should: loads that need them bring nothing."""
         loads = self._loads.items()
         self.lost.update(ident for ident, under_way in loads if self._memory.lies_in(under_way.load.table, frames))
 

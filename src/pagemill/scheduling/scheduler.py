@@ -376,7 +376,10 @@ class Scheduler:
         return updates
 
     def _fail(self, sequence: Sequence, error: Exception, now: float) -> list[SequenceUpdate]:
-        """One sequence failed alone; before its prompt forked, and in a search, that is the whole request."""
+        """Ends a sequence that failed, and returns what to tell.
+
+        In a search, and before its prompt has forked, the whole request ends with it.
+        """
         if sequence.status is Status.FINISHED:
             return []
         if sequence.group is not None:

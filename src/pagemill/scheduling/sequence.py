@@ -38,7 +38,7 @@ class Status(Enum):
 
 
 class Pinning(NamedTuple):
-    """What a request is computed for, if not for its answer: a pin of its whole prompt."""
+    """Describes the pin that a request's whole prompt becomes."""
 
     name: str
     space: Namespace
@@ -73,7 +73,7 @@ class Request:
 
     @property
     def width(self) -> tuple[str, int]:
-        """How many of its sequences, or beams, run at once, behind the name of the parameter that says so."""
+        """Returns how many of its sequences or beams run at once, behind the name of the parameter that sets this."""
         return ("n", self.params.n) if self.beam is None else ("beam_width", self.beam.beam_width)
 
 
@@ -132,12 +132,12 @@ class Sequence:
 
     @property
     def was_preempted(self) -> bool:
-        """Whether it waits again, after having run."""
+        """Returns whether it waits again after having run."""
         return self.status is Status.WAITING and self.scheduled_s is not None
 
     @property
     def num_rows(self) -> int:
-        """Rows that it needs to begin: its own, and those of the sequences that will fork off."""
+        """Returns how many rows it needs to begin: its own, and those of the sequences that will fork off."""
         if self.group is not None:
             return self.group.width
         return self.request.params.n if self.forks_after_prompt else 1
@@ -167,7 +167,7 @@ class Sequence:
         return "length" if len(self.tokens) >= request.max_len else None, None
 
     def ended(self, index: int) -> Sequence:
-        """A sequence of the same request that holds nothing: what is told of one that has no row of its own."""
+        """Returns a finished sequence of the same request that holds nothing, to tell the end of one without a row."""
         return Sequence(
             self.request,
             index,
@@ -196,5 +196,5 @@ class SequenceUpdate(msgspec.Struct, gc=False):
 
 
 def by_rank(sequence: Sequence) -> Rank:
-    """Key of the order of service."""
+    """Returns the key of the order of service."""
     return sequence.rank

@@ -10,10 +10,9 @@ from pagemill.memory.pins import Pins
 from pagemill.scheduling.batch import Batch
 from pagemill.scheduling.controller import Controller
 from pagemill.scheduling.loading import Loading, Stored
-from pagemill.scheduling.pending import PendingPrefixes
 from pagemill.scheduling.sequence import Sequence, Status, by_rank
 from pagemill.scheduling.tenancy import Tenancy
-from pagemill.scheduling.waiting import WaitingQueue
+from pagemill.scheduling.waiting import PendingPrefixes, WaitingQueue
 
 
 class SchedulerState:

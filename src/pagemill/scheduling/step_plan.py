@@ -79,7 +79,7 @@ class StepPlan:
         return int(self.query_lens[self.generates].sum())
 
     def select(self, begin: int, end: int) -> StepPlan:
-        """The part of this step that runs rows[begin:end]; without edits, which have been applied by then."""
+        """Returns the part of this step that runs rows[begin:end], without edits, which have been applied by then."""
         samples = (self.sample_from >= begin) & (self.sample_from < end)
         logprobs = (self.prompt_logprobs >= begin) & (self.prompt_logprobs < end)
         return replace(

@@ -21,10 +21,10 @@ from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 class TenantState:
     """Counts one tenant's sequences, and says what it may run.
 
-    running, waiting: its sequences that do.
-    fresh:   how many have begun to wait since the last step was planned.
-    rows:    of the persistent batch that the running ones have, those kept for forks included.
-    service: tokens computed for it, over its weight, as the waiting queue counts them.
+    running: its running sequences. waiting: its waiting ones.
+    fresh:   those that began to wait since the last step was planned.
+    rows:    rows of the persistent batch that it uses, those kept for forks included.
+    service: tokens computed for it, over its weight, see `WaitingQueue`.
     """
 
     account: Tenant
@@ -146,10 +146,10 @@ class Tenancy:
         return need - pinned <= self._countable(load) and all(limit is None or need <= limit for limit in limits)
 
     def check(self, request: Request, need: int, pinned: int, max_num_seqs: int) -> None:
-        """Refuses what can never run, or not wait now. need: blocks that one of the request's sequences may take, of
-        which pins hold `pinned`; of a search, all. max_num_seqs: rows of all tenants.
+        """Refuses a request that can never run, or may not wait now.
 
-        Raises UnknownTenantError, RequestTooLargeError or TooManyWaitingError.
+        need: blocks that one of its sequences may take (of a search: all beams together); pins hold `pinned` of them.
+        max_num_seqs: rows of all tenants. Raises UnknownTenantError, RequestTooLargeError or TooManyWaitingError.
         """
         load, frames, name = self[request.tenant], self._memory.num_frames, request.tenant
         limits, size, n = load.limits, self._memory.block_size, request.params.n

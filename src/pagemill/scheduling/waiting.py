@@ -1,21 +1,26 @@
-"""The queue of sequences that wait: tenants by the service they have had, and each tenant's sequences by rank."""
+"""Waiting: for a turn, tenants by the service they have had and each tenant's sequences by rank; or for a block.
+
+A sequence waits for a block that a running sequence or a load is about to bring, so that it is not computed twice.
+"""
 
 from __future__ import annotations
 
+import collections.abc as abc
 import heapq
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 
 from pagemill.scheduling.sequence import Rank, Sequence, Status
 from pagemill.scheduling.tenancy import TenantState
 
 
 class WaitingQueue:
-    """A heap for each tenant; a sequence that was finished while waiting is dropped when it comes up.
+    """Holds a heap of sequences for each tenant; one that was finished while waiting is dropped when it comes up.
 
-    The tenant goes first that has had the least service, tokens computed over its weight (the virtual token counter of
-    Sheng et al., "Fairness in serving large language models", 2024). One that begins to wait is lifted to the least of
-    those that wait already: nobody saves up service by being idle, or by waiting for its own limits. Nor is it ahead of
-    that by more than `most`, a step's tokens: what it was given while nobody else could use it is forgotten.
+    The tenant goes first that has had the least service: tokens computed over its weight (the virtual token counter of
+    Sheng et al., "Fairness in serving large language models", 2024). A tenant that begins to wait is lifted to the
+    least service of those that wait already, so nobody saves up service by being idle, or by waiting for its own
+    limits. Nor may it be ahead of that by more than `most`, a step's tokens: service that nobody else wanted is
+    forgotten.
     """
 
     def __init__(self, most: int) -> None:
@@ -30,13 +35,13 @@ class WaitingQueue:
         heapq.heappush(heap, (sequence.rank, sequence))
 
     def level(self, load: TenantState) -> None:
-        """A tenant begins to wait for what all share."""
+        """Adjusts a tenant's service, since it begins to wait for what all share."""
         others = [other.service for other, waiting in self._heaps.items() if waiting and other is not load]
         least = min(others, default=self._level)
         load.service = min(max(load.service, least), least + self._most)
 
     def first(self, passed: Collection[TenantState]) -> tuple[Sequence, TenantState] | None:
-        """Whose turn it is among all tenants but those passed over, or None."""
+        """Returns the sequence whose turn it is, and its tenant; None if there is none beside those passed over."""
         best: tuple[Sequence, TenantState] | None = None
         for load, heap in self._heaps.items():
             while heap and heap[0][1].status is not Status.WAITING:
@@ -49,3 +54,67 @@ class WaitingQueue:
         """Takes out a tenant's first sequence."""
         heapq.heappop(self._heaps[load])
         self._level = load.service
+
+
+class PendingPrefixes:
+    """The blocks that are coming, by digest, each with its owner: a sequence that computes it, or the id of a load.
+
+    The first that claims a block owns it. waiters: by digest, the sequences that wait for the block.
+    """
+
+    def __init__(self) -> None:
+        self.owner: dict[bytes, Hashable] = {}
+        self._claims: dict[Hashable, list[tuple[int, bytes]]] = {}
+        """By owner, (index in its chain, digest) of the blocks that are still to come; the next one last."""
+
+        self.waiters: dict[bytes, list[Sequence]] = {}
+
+    def owned(self, digest: bytes) -> bool:
+        return digest in self.owner
+
+    def wait(self, digest: bytes, sequence: Sequence) -> bool:
+        """Holds a sequence back until this block has come, or its owner has given it up.
+
+        Returns False, and does nothing, if nobody owns the block.
+        """
+        if digest not in self.owner:
+            return False
+        self.waiters.setdefault(digest, []).append(sequence)
+        return True
+
+    def add(self, owner: Hashable, digests: abc.Sequence[bytes], first: int) -> None:
+        """Claims the full blocks of a chain from index `first` on for an owner, which brings them in this order."""
+        claims = [
+            (index, digest)
+            for index, digest in enumerate(digests[first:], start=first)
+            if self.owner.setdefault(digest, owner) is owner
+        ]
+        if claims:
+            claims.reverse()
+            self._claims[owner] = claims
+
+    def computed(self, owner: Hashable, num_blocks: int) -> list[Sequence]:
+        """Releases the owner's first `num_blocks` blocks, which are committed.
+
+        Returns the sequences that waited for them.
+        """
+        claims = self._claims.get(owner)
+        if claims is None:
+            return []
+        released: list[Sequence] = []
+        while claims and claims[-1][0] < num_blocks:
+            released += self._resolve(claims.pop()[1])
+        if not claims:
+            del self._claims[owner]
+        return released
+
+    def drop(self, owner: Hashable) -> list[Sequence]:
+        """Releases all that an owner still claims, since it ends. Returns the sequences that waited for it."""
+        released: list[Sequence] = []
+        for _, digest in self._claims.pop(owner, ()):
+            released += self._resolve(digest)
+        return released
+
+    def _resolve(self, digest: bytes) -> list[Sequence]:
+        del self.owner[digest]
+        return self.waiters.pop(digest, [])
