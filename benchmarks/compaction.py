@@ -1,4 +1,4 @@
-"""What scattered frames cost whole decode steps, and what it would cost to make them neighbours.
+"""Measures what scattered frames cost whole decode steps, and what it would cost to make them neighbours.
 
     python -m benchmarks.compaction [--rows 64] [--context 1024] [--steps 120]
 
@@ -31,7 +31,7 @@ BLOCK_SIZE = 16
 
 
 def decoding(arguments: argparse.Namespace, scattered: bool, kv_compaction: str) -> EngineCore:
-    """An engine whose rows have all been given their first token."""
+    """Returns an engine whose rows have all been given their first token."""
     rows, length = arguments.rows, arguments.context + arguments.steps + 8
     frames = 2 * rows * -(-length // BLOCK_SIZE)
     config = EngineConfig(
@@ -67,7 +67,7 @@ def decoding(arguments: argparse.Namespace, scattered: bool, kv_compaction: str)
 
 
 def _nothing(plan: StepPlan) -> StepResult:
-    """A step's result, had every row got token 0."""
+    """Returns a step's result, had every row got token 0."""
     samples = len(plan.sample_from)
     return StepResult(tokens=[[0]] * samples, logprobs=[None] * samples)
 

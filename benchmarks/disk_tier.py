@@ -1,4 +1,4 @@
-"""How fast blocks come back from disk: against the disk itself, and against computing them again.
+"""Measures how fast blocks come back from disk: against the disk itself, and against computing them again.
 
     python -m benchmarks.disk_tier [--dtype float32] [--tokens 4096,8192] [--folder DIR]
 
@@ -38,7 +38,7 @@ STORE_THREADS = 4
 """As `Transfers` has."""
 FIRST_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 FILLER = "filler"
-"""A session as long as the longest."""
+"""A session as long as the longest one."""
 TURN = 20
 """Tokens of what a session is asked next."""
 

@@ -1,4 +1,4 @@
-"""What compression is worth in the host tier: how many blocks it holds, and how fast they come back.
+"""Measures what compression is worth in host memory: how many blocks it holds, and how fast they come back.
 
     python -m benchmarks.host_tier [--dtype float32,bfloat16] [--host-memory 384MiB] [--tokens 2048]
 

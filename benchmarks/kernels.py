@@ -56,7 +56,7 @@ def cpu_name() -> str:
 
 
 def ceilings(budget: float) -> tuple[dict[torch.dtype, float], float]:
-    """(GFLOP/s of the best large product by oneDNN or an own kernel, by dtype; GB/s of reading 512 MiB)."""
+    """Returns GFLOP/s of the best large product, by oneDNN or an own kernel, by dtype; and GB/s of reading 512 MiB."""
     size = 2048
     peaks = {}
     for dtype in (torch.float32, torch.bfloat16):
@@ -69,7 +69,7 @@ def ceilings(budget: float) -> tuple[dict[torch.dtype, float], float]:
 
 
 def bf16_isas() -> list[str]:
-    """The chosen instruction set, and those of this CPU that multiply bf16 as it is."""
+    """Returns the chosen instruction set, and those of this CPU that multiply bf16 as it is."""
     return [_kernels.isa(), *(i for i in _kernels.available_isas() if i.endswith("bf16") and i != _kernels.isa())]
 
 
@@ -110,7 +110,7 @@ def bench_linear(budget: float, peaks: dict[torch.dtype, float], bandwidth: floa
 
 
 def dynamic_linear(weight: Tensor, library: str) -> Callable[[Tensor], Tensor]:
-    """torch's linear layer with 8-bit weights per row, x quantized as a whole when it arrives."""
+    """Returns torch's linear layer with 8-bit weights per row; it quantizes x as a whole when it arrives."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated, and the only way to these libraries' products
         scales = weight.abs().amax(1).double() / 127
@@ -155,7 +155,7 @@ def bench_quantized(budget: float, bandwidth: float, quick: bool) -> None:
 
 
 def paged(rows: list[tuple[int, int]], kv_heads: int, head_dim: int, dtype: torch.dtype, scatter: bool) -> tuple:
-    """A pool filled with random keys and values, and a batch of rows (context length, query length)."""
+    """Returns a pool filled with random keys and values, and a batch of rows (context length, query length)."""
     held = [-(-context // BLOCK_SIZE) for context, _ in rows]
     groups, format = group_layers([None]), kv_format(str(dtype))
     pool = DevicePool(sum(held), FrameShape(groups, kv_heads, BLOCK_SIZE, head_dim, head_dim, format))

@@ -1,4 +1,4 @@
-"""A context longer than the pool, streamed from disk: how fast, beside the disk itself and a pool that holds all.
+"""Streams a context longer than the pool from disk: how fast, beside the disk itself and a pool that holds all.
 
     python -m benchmarks.long_context [--dtype bfloat16] [--tokens 131072] [--kv-memory 512MiB] [--folder DIR]
         [--runs streamed,cold] [--check]

@@ -1,4 +1,4 @@
-"""One prompt longer than the pool, computed whole: how fast, and in how much memory.
+"""Computes one prompt longer than the pool, and measures how fast, and in how much memory.
 
     python -m benchmarks.long_prompt [--tokens 131072] [--dtype bfloat16] [--kv-memory 1GiB] [--chunk 2048]
 

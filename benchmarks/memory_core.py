@@ -1,4 +1,4 @@
-"""What the memory core costs per block, with a small pool and with a large one.
+"""Measures what the memory core costs per block, with a small pool and with a large one.
 
 Through the manager: sequences of 64 blocks are allocated, shared, freed, published, found and evicted, until every
 frame of the pool has been used, in the order of allocation and in random order (frames, ids and sequences shuffled

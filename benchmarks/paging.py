@@ -1,4 +1,4 @@
-"""What paging costs attention, and what it gives: python -m benchmarks.paging [--gib 4] [--sections decode,shared].
+"""Measures what paging costs attention and gives it: python -m benchmarks.paging [--gib 4] [--sections decode,shared].
 
 decode: every row of a pool far larger than the caches takes a step; its K/V lie in one piece and are read without
     tables, or in frames that are neighbours, or in frames scattered at random. The same kernel reads all three.
@@ -124,7 +124,7 @@ def prefill(dtype: torch.dtype, shape: tuple[int, int, int], tokens: int, rounds
 
 
 class Ceilings:
-    """The best of all that was measured so far."""
+    """Returns the best of all that was measured so far."""
 
     def __init__(self) -> None:
         self.read = 0.0

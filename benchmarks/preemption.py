@@ -1,4 +1,4 @@
-"""What preemption costs when memory is short: a workload in a pool of a share of the blocks that it asks for.
+"""Measures what preemption costs when memory is short: the pool holds a share of the blocks that a workload asks for.
 
     python -m benchmarks.preemption [--workload mixed] [--dtype float32,bfloat16] [--modes recompute,swap,auto]
         [--pool-share 0.5] [--target-tpot-ms 60]
@@ -31,7 +31,7 @@ BLOCK = 16
 
 
 def blocks_wanted(workload: Workload) -> int:
-    """The most blocks that its requests hold at once if all run side by side, a token each per step."""
+    """Returns the most blocks that its requests hold at once if all run side by side, a token each per step."""
     lengths = list(zip(map(len, workload.prompts), workload.max_tokens, strict=True))
     return max(
         sum(-(-(prompt + step) // BLOCK) for prompt, output in lengths if step < output)
@@ -41,7 +41,7 @@ def blocks_wanted(workload: Workload) -> int:
 
 @dataclass
 class Served:
-    """seconds of the whole; gaps: seconds between two tokens of a request; counts: differences of `EngineStats`."""
+    """Holds one run: its seconds, the seconds between two tokens of a request, and differences of `EngineStats`."""
 
     seconds: float
     tokens: int

@@ -1,4 +1,4 @@
-"""What a precision costs in quality: perplexity of a fixed real text, and greedy agreement, beside float32's.
+"""Measures what a precision costs in quality: perplexity of a fixed real text, and greedy agreement, beside float32's.
 
     python -m benchmarks.quality [--settings bfloat16,gguf,int8] [--windows 8] [--length 1024] [--prompts 8]
 
@@ -65,7 +65,7 @@ def answers(core: EngineCore, prompts: list[list[int]]) -> list[list[int]]:
 
 
 def run(core: EngineCore, prompts: list[list[int]], params: SamplingParams) -> list[SequenceOutput]:
-    """One output per prompt, with all of its tokens and prompt log probabilities."""
+    """Returns one output per prompt, with all of its tokens and prompt log probabilities."""
     found: dict[str, SequenceOutput] = {}
     for index, prompt in enumerate(prompts):
         core.add_request(

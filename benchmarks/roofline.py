@@ -55,8 +55,10 @@ SAMPLES = 10
 
 @dataclass(frozen=True)
 class Ceilings:
-    """read_bytes_per_s: of a buffer far larger than the caches; gemm_flop_per_s: by dtype, 2048 x 2048 x 2048.
+    """Holds the machine's ceilings.
 
+    read_bytes_per_s:   of a buffer far larger than the caches.
+    gemm_flop_per_s:    by dtype, 2048 x 2048 x 2048.
     weight_bytes_per_s: of a buffer as large as the weights, read again and again; never below read_bytes_per_s.
     """
 
@@ -88,14 +90,14 @@ class Model:
     """Sizes that the floor is computed from."""
 
     layer_parameters: int
-    """Of the linear layers of all decoder layers."""
+    """For the linear layers of all decoder layers."""
     layer_bytes: int
     head_parameters: int
     head_bytes: int
     flop_per_pair: int
-    """Of one layer's attention, for one query token and one key."""
+    """For one layer's attention, one query token and one key."""
     kv_bytes_per_token: int
-    """Of one layer."""
+    """For one layer."""
 
     @classmethod
     def of(cls, decoder: Decoder, kv: torch.dtype, held: bool) -> Model:
@@ -157,7 +159,7 @@ def read_rate(num_bytes: int) -> float:
 
 
 def products(a: torch.Tensor, b: torch.Tensor) -> list[Callable[[], object]]:
-    """The same product by torch, by oneDNN on packed weights, and by pagemill."""
+    """Returns calls of the same product by torch, by oneDNN on packed weights, and by pagemill."""
     onednn, own = packed_by_onednn(b, GEMM_SIZE), CpuOps().pack_linear(b)
     return [
         lambda: torch.nn.functional.linear(a, b),
@@ -184,7 +186,7 @@ def int8_products(a: torch.Tensor, b: torch.Tensor) -> list[Callable[[], object]
 
 
 def best_s(call: Callable[[], object]) -> float:
-    """The shortest of several calls: whatever else runs on the machine can only lengthen one."""
+    """Returns the shortest of several calls: whatever else runs on the machine can only lengthen one."""
     call()
     times = []
     for _ in range(SAMPLES):
@@ -256,7 +258,7 @@ class Recorder:
 
 
 def count_pairs(plan: StepPlan, window: int | None) -> int:
-    """(query token, key) pairs of one layer."""
+    """Returns the number of (query token, key) pairs of one layer."""
     total = 0
     for start, length in zip(plan.starts.tolist(), plan.query_lens.tolist(), strict=True):
         keys = np.arange(start + 1, start + length + 1)

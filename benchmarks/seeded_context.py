@@ -1,4 +1,4 @@
-"""A long context of seeded keys and values: written into an engine's blocks, and attended in fp64 without the engine.
+"""Writes a long context of seeded keys and values into an engine's blocks, and attends it in fp64 without the engine.
 
 What a piece of a layer holds follows from the layer's and the piece's number, so the reference makes it again, piece by
 piece, and shares nothing with what it checks: not the blocks, not their places, not the disk they came from.

@@ -1,4 +1,4 @@
-"""What sequences that fork share: blocks saved by parallel sampling and beam search, and what that costs in speed.
+"""Measures what sequences that fork share: blocks saved by parallel sampling and beam search, and the effect on speed.
 
     python -m benchmarks.sharing [--workloads alpaca,sharegpt] [--requests 8] [--modes n2,n4,n6,beam2,beam4,beam6]
 
@@ -55,7 +55,7 @@ WORKLOADS = {
 
 
 def draw_requests(workload: Workload, count: int, text: list[int], seed: int) -> list[tuple[list[int], int]]:
-    """(prompt, output length) of each request: lengths of the workload's means, prompts from anywhere in the text."""
+    """Returns (prompt, output length) of each request: lengths with the workload's means, prompts from anywhere."""
     rng = random.Random(seed)
 
     def length(mean: int) -> int:
@@ -67,7 +67,7 @@ def draw_requests(workload: Workload, count: int, text: list[int], seed: int) ->
 
 
 def forked(mode: str, requests: list[tuple[list[int], int]]) -> list[EngineRequest]:
-    """A request each, whose sequences share their prompt and more."""
+    """Returns one request for each, whose sequences share their prompt and more."""
     kind, width = split(mode)
     made = []
     for number, (prompt, length) in enumerate(requests):
@@ -90,7 +90,7 @@ def independent(mode: str, requests: list[tuple[list[int], int]]) -> list[Engine
 
 
 def split(mode: str) -> tuple[str, int]:
-    """("n", 4) of "n4"."""
+    """Returns ("n", 4) for "n4"."""
     kind = mode.rstrip("0123456789")
     return kind, int(mode[len(kind) :])
 
@@ -121,7 +121,7 @@ def run(core: EngineCore, requests: list[EngineRequest]) -> dict[str, float]:
 
 
 def contents_of(sequence: Sequence) -> Iterator[int]:
-    """What tells each block of a running sequence from others: the hash of its tokens and of all before it."""
+    """Returns what tells each block of a running sequence from others: the hash of its tokens and of all before it."""
     content, size, length = hash(sequence.request.request_id), 16, sequence.table.length
     for first in range(0, sequence.table.num_held * size, size):
         content = hash((content, first, tuple(sequence.tokens[first : min(first + size, length)])))
@@ -129,7 +129,7 @@ def contents_of(sequence: Sequence) -> Iterator[int]:
 
 
 def measure(core: EngineCore, name: str, modes: list[str], count: int, rounds: int) -> list[dict[str, Any]]:
-    """A row per mode."""
+    """Returns a row for each mode."""
     workload = WORKLOADS[name]
     requests = draw_requests(workload, count, tokenize(MODEL), seed=len(name))
     rows = []

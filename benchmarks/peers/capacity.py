@@ -37,7 +37,9 @@ RUN_LIMIT_S = 600.0
 
 
 def find_capacity(holds: Callable[[float], bool], first: float) -> float | None:
-    """The highest rate tried that holds, None if not even `LOWEST_RATE` does. A higher rate is taken to be harder.
+    """Returns the highest rate tried that holds, None if not even `LOWEST_RATE` does.
+
+    A higher rate is taken to be harder.
 
     Rates rise from `first` by `FACTOR` until one breaks, or fall until one holds; then the gap is halved, in ratio,
     `BISECTIONS` times.

@@ -1,4 +1,4 @@
-"""What PagedAttention replaced: memory for a request's longest possible sequence, reserved in one piece at once."""
+"""Models what PagedAttention replaced: memory for a request's longest sequence, reserved in one piece at once."""
 
 from __future__ import annotations
 
@@ -36,5 +36,5 @@ class ContiguousMemory(MemoryManager):
         return super().reserve(table, max(up_to, self.reservation))
 
     def available(self, tenant: Tenant) -> int:
-        """The scheduler leaves one block free for each running sequence to grow into, which none of these needs."""
+        """Adds the blocks that the scheduler leaves free for running sequences to grow into: none needs them here."""
         return super().available(tenant) + len(self.core.tables) - 1

@@ -25,7 +25,11 @@ OPENVINO_MODEL = PEERS / "models" / MODEL / "openvino"
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """adapter: a file `adapters/ADAPTER_engine.py`; environment: None is pagemill's own, else a folder in `PEERS`."""
+    """Says how an engine is run.
+
+    adapter: a file `adapters/ADAPTER_engine.py`.
+    environment: a folder in `PEERS`; None is pagemill's own.
+    """
 
     adapter: str
     environment: str | None

@@ -1,4 +1,4 @@
-"""How much faster than which peer pagemill wants to be, as data."""
+"""States how much faster than which peer pagemill wants to be, as data."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ OPENVINO = ("openvino", "openvino-f32")
 
 @dataclass(frozen=True)
 class Goal:
-    """`engine` has `at_least` times the output tokens per second of the fastest engine of `against`."""
+    """Demands of `engine` `at_least` times the output tokens per second of the fastest engine of `against`."""
 
     workload: str
     engine: str
@@ -35,6 +35,6 @@ GOALS = (
 )
 
 CAPACITY_RATIO = 1.5
-"""Of the requests per second at which pagemill and vLLM reach the same p99 time per output token."""
+"""The goal for the ratio of the requests per second at which pagemill and vLLM reach the same p99 time per token."""
 START_S = 3.0
 """From the start of a new process to the first token, with a cached model."""

@@ -63,7 +63,7 @@ def add_tcmalloc() -> None:
 
 
 def make_checkpoint() -> None:
-    """The GGUF's weights as a Hugging Face folder in float32."""
+    """Writes the GGUF's weights as a Hugging Face folder in float32."""
     if (CHECKPOINT / "config.json").exists():
         return
     import torch

@@ -1,4 +1,4 @@
-"""What a figure has to be read with: the CPU, its cores and what else was running; and the memory of a process tree."""
+"""Describes what a figure has to be read with (CPU, cores, load), and measures the memory of a process tree."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def describe_machine() -> dict[str, object]:
 
 
 def heading(machine: dict[str, object]) -> str:
-    """What a table of figures begins with."""
+    """Returns the line that a table of figures begins with."""
     return f"{machine['cpu']}, {machine['cores']} cores, load average {machine['load_average']}, {machine['date']}"
 
 

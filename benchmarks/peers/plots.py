@@ -48,7 +48,7 @@ def plot_speeds(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 
 
 def plot_capacity(result: dict[str, Any], title: str, path: Path) -> None:
-    """p99 of time per output token and of time to first token against the rate of arrivals, a line per engine."""
+    """Plots p99 of time per output token and of time to first token against the rate of arrivals, a line per engine."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
     limit_ms = 1000 * result["slo_tpot_p99_s"]

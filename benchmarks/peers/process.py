@@ -1,4 +1,4 @@
-"""An engine in its own process and environment: started, given workloads one by one, watched, ended."""
+"""Runs an engine in its own process and environment: starts it, gives it workloads one by one, watches and ends it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ START_LIMIT_S = 900.0
 
 
 class EngineFailed(RuntimeError):
-    """The engine's process ended too early, or returned other numbers of tokens than were asked for."""
+    """Raised if the engine's process ended too early, or returned other numbers of tokens than were asked for."""
 
 
 class EngineTooSlow(EngineFailed):
-    """The engine did not finish within the limit and has been stopped."""
+    """Raised if the engine did not finish within the limit and has been stopped."""
 
 
 class EngineProcess:
-    """A running engine, as a context manager. What it prints goes to `log`.
+    """Runs an engine, as a context manager. What it prints goes to `log`.
 
     description: of its version and configuration; first_token_s: from the start of the process to one token.
     Raises EngineFailed, from anywhere; after that it is of no more use.
@@ -112,7 +112,7 @@ class EngineProcess:
             raise EngineFailed(f"exit status {self._process.wait()}; see {self.log}") from error
 
     def _next_event(self, deadline: float) -> dict[str, Any]:
-        """The next event of the process; meanwhile its memory is watched."""
+        """Returns the next event of the process, and watches its memory meanwhile."""
         while not self._lines:
             if time.monotonic() > deadline:
                 raise EngineTooSlow(f"not done in time; see {self.log}")

@@ -22,7 +22,7 @@ def write_report(result: dict[str, Any], out: Path) -> None:
 
 
 def summarize(runs: list[dict[str, Any]]) -> list[Row]:
-    """One row per engine and workload, each figure the median over the rounds. Times in seconds."""
+    """Returns a row for each engine and workload. Each figure is the median over the rounds; times are in seconds."""
     found: dict[tuple[str, str], list[Row]] = {}
     for run in runs:
         for workload, measured in run["workloads"].items():
@@ -35,8 +35,9 @@ def summarize(runs: list[dict[str, Any]]) -> list[Row]:
 
 
 def figures(measured: dict[str, Any]) -> Row:
-    """Of one workload on one engine. ttft_*: from a request's arrival to its first token; tpot_*: per later token.
+    """Returns the figures of one workload on one engine.
 
+    ttft_*: from a request's arrival to its first token. tpot_*: per later token.
     Of a workload that was stopped after `stopped_s`, tokens_per_s is a bound that the engine stayed under, and other
     figures are None.
     """
@@ -65,7 +66,7 @@ def speed(measured: dict[str, Any]) -> str:
 
 
 def ratio(rows: list[Row], workload: str, engine: str, against: tuple[str, ...]) -> tuple[float, Row] | None:
-    """`engine`'s output tokens per second over those of the fastest of `against`, and that one's row."""
+    """Returns `engine`'s output tokens per second over those of the fastest of `against`, and that one's row."""
     by_engine = {row["engine"]: row for row in rows if row["workload"] == workload}
     others = [by_engine[name] for name in against if name in by_engine]
     if engine not in by_engine or not others:
@@ -125,7 +126,7 @@ def _goals(rows: list[Row]) -> list[list[str]]:
 
 
 def _precision(rows: list[Row], precision: str) -> list[str]:
-    """All engines of one precision by workload; "pagemill is": its speed over that engine's."""
+    """Returns a table of all engines of one precision by workload. "pagemill is": its speed over that engine's."""
     chosen = [row for row in rows if row["precision"] == precision]
     own = next((row["engine"] for row in chosen if row["engine"].startswith("pagemill")), None)
     head = ["workload", "engine", "tokens/s", f"{own} is" if own else "", "TTFT", "p99", "TPOT", "p99", "peak MiB",
@@ -145,7 +146,7 @@ def _precision(rows: list[Row], precision: str) -> list[str]:
 
 
 def _starts(rows: list[Row]) -> list[list[str]]:
-    """The median over an engine's rounds, which is the same in each of its rows."""
+    """Returns a row for each engine; its median over the rounds is the same in all its rows."""
     seconds = {row["engine"]: row["first_token_s"] for row in rows}
     return [
         [engine, f"{time:.1f}", f"under {START_S:g}" if engine.startswith("pagemill") else ""]
@@ -164,7 +165,7 @@ def _times(times: float, other: Row) -> str:
 
 
 def _middle(values: list[Any]) -> Any:
-    """The median of figures, leaving out those that are unknown; of names, the one that they all are."""
+    """Returns the median of the figures that are known, or the one name that all are."""
     known = [value for value in values if value is not None]
     return median(known) if known and all(isinstance(value, int | float) for value in known) else values[0]
 

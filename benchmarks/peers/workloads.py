@@ -1,4 +1,4 @@
-"""The workloads that pagemill and its peers are measured on: seeded, on real text, as token ids.
+"""Makes the workloads that pagemill and its peers are measured on: seeded, on real text, as token ids.
 
 Every engine gets the same ids and must return exactly as many tokens as asked. Lengths are part of the workload and
 never change; `round` (0, 1, …) chooses other pieces of the text, so that no round finds another's prefixes in a cache.
@@ -97,7 +97,7 @@ STANDARD = ("one", "two", "mixed", "prefix", "decode", "long", "crowd")
 
 
 def make(name: str, text: Sequence[int], round: int = 0) -> Workload:
-    """The workload of that name, its prompts cut out of `text` (token ids). The same arguments give the same one."""
+    """Returns the workload of that name, its prompts cut out of `text` (token ids). Equal arguments, equal workload."""
     shape = SHAPES[name]()
     pieces = cut(text, name, [*shape.prompts, shape.prefix], round * (len(shape.prompts) + 1))
     *prompts, prefix = pieces
@@ -138,7 +138,7 @@ def cut(text: Sequence[int], seed: str, lengths: Sequence[int], first_piece: int
 
 
 def tokenize(model: str) -> list[int]:
-    """The text in tokens of the model (a path, or a name that pagemill knows)."""
+    """Returns the text in tokens of the model (a path, or a name that pagemill knows)."""
     from pagemill.config import EngineConfig
     from pagemill.hub import resolve_model
     from pagemill.text.tokenizer import Tokenizer

@@ -35,7 +35,10 @@ CONTIGUOUS = (
 
 @dataclass(frozen=True)
 class Row:
-    """reserved, written: share of the pool's bytes, over time, held by sequences, and with a committed token."""
+    """Holds the result of a replay.
+
+    reserved, written: share of the pool's bytes, over time, held by sequences, and with a committed token.
+    """
 
     allocator: str
     most_running: int
@@ -51,7 +54,7 @@ class Row:
 
 
 class PoolMeter:
-    """An observer that integrates bytes over time. usage: bytes (held by sequences, with a token) now."""
+    """Integrates bytes over time; an observer. usage: bytes (held by sequences, with a token) now."""
 
     def __init__(self, usage: Callable[[], tuple[float, float]]) -> None:
         self._usage = usage

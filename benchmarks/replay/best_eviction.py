@@ -1,4 +1,4 @@
-"""The most hits that any eviction could have had, knowing the future.
+"""Computes the most hits that any eviction could have had, knowing the future.
 
 Requests come one after the other. Each refers to the leading blocks of its prompt (a chain: one counts as found only if
 all before it are), needs room for all blocks that it holds while it is served, and leaves blocks that may be kept. So a

@@ -33,7 +33,7 @@ class Placement(Protocol):
 
 
 class FirstFit:
-    """The first hole that is large enough; holes that touch become one."""
+    """Takes the first hole that is large enough; holes that touch become one."""
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
@@ -102,7 +102,7 @@ class Buddy:
 
 
 class ContiguousMemory:
-    """The memory manager's calls over runs of slots; a block is one slot. Nothing is shared.
+    """Answers the memory manager's calls over runs of slots; a block is one slot. Nothing is shared.
 
     reserve_for: how many slots a request's sequence gets, by the root of its chain (which names it, see `root_of`).
     """
@@ -122,7 +122,7 @@ class ContiguousMemory:
         self.tables: set[BlockTable] = set()
 
     def available(self, tenant: Tenant) -> int:
-        """The scheduler's own forecast does not apply: whoever has entered has all that it will need."""
+        """Returns more than any forecast of the scheduler: whoever has entered has all that it will need."""
         return 1 << 60
 
     @property

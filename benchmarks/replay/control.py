@@ -1,4 +1,4 @@
-"""The controller against fixed settings, over a replayed trace.
+"""Holds the controller against fixed settings, over a replayed trace.
 
     python -m benchmarks.replay control TRACE [--target-tpot-ms 150] [--seconds 200] [--rate 0.1]
         [--tokens 32,64,128,256,512] [--seqs 16,64,256]

@@ -1,4 +1,4 @@
-"""How much of the prompts each eviction policy finds again, by the size of the cache, beside the best possible.
+"""Measures how much of the prompts each eviction policy finds again, by the cache's size, beside the best possible.
 
     python -m benchmarks.replay eviction TRACE.jsonl [--blocks 2048,4096,…]
 
@@ -85,7 +85,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def report(title: str, sizes: Sequence[int], shares: Mapping[str, Sequence[float]]) -> None:
-    """A table; in brackets, each share of the last column's."""
+    """Prints a table; in brackets, each share of the last column's."""
     print(f"\n{title}\n\n| blocks | tokens |" + "".join(f" {name} |" for name in shares))
     print("| ---: | ---: |" + " ---: |" * len(shares))
     for index, size in enumerate(sizes):
@@ -95,12 +95,12 @@ def report(title: str, sizes: Sequence[int], shares: Mapping[str, Sequence[float
 
 
 def work_of(num_blocks: float, attention_share: float) -> float:
-    """Of computing the first blocks of a chain; 1 is that of a block before which there is none."""
+    """Returns the cost of computing the first blocks of a chain; 1 is that of a block before which there is none."""
     return num_blocks + attention_share * num_blocks * (num_blocks - 1) / 2 if num_blocks > 1 else num_blocks
 
 
 def visit_of(request: TracedRequest) -> Visit:
-    """One token of the prompt has to be computed; the last token of an answer needs no place."""
+    """Returns a request's visit. One token of the prompt must be computed; an answer's last token needs no place."""
     chain = request.hash_ids[: request.prompt_len // MOONCAKE_BLOCK]
     return Visit(chain, (request.prompt_len - 1) // MOONCAKE_BLOCK, -(-(request.length - 1) // MOONCAKE_BLOCK))
 

@@ -47,7 +47,7 @@ def lines(
     x_label: str,
     y_label: str,
 ) -> None:
-    """One line per series over a logarithmic x."""
+    """Plots one line per series over a logarithmic x."""
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     for label, values in series.items():
         axes.plot(xs, values, marker="o", markersize=3, label=label)

@@ -1,4 +1,4 @@
-"""What the replays have in common: arguments, the simulated engine, where results go."""
+"""Holds what the replays have in common: arguments, the simulated engine, where results go."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Setup:
-    """The engine's settings, as in EngineConfig."""
+    """Holds the engine's settings, as in EngineConfig."""
 
     kv_bytes: int
     block_size: int = 16
@@ -74,14 +74,14 @@ def add_output_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser, *, seconds: float, rate: float) -> None:
-    """All of the above."""
+    """Adds all of the above."""
     add_trace_arguments(parser, seconds=seconds, rate=rate)
     add_engine_arguments(parser)
     add_output_argument(parser)
 
 
 def begin(arguments: argparse.Namespace) -> tuple[StepTimes, list[TracedRequest]]:
-    """What is replayed, and how long its steps take. Says so."""
+    """Prints what is replayed, and returns its step times and the trace."""
     step_times, trace = StepTimes.load(arguments.calibration), chosen_trace(arguments)
     print(describe(arguments, step_times, trace), flush=True)
     return step_times, trace

@@ -1,4 +1,4 @@
-"""llama.cpp on the GGUF as it is, through its low-level batch interface: continuous batching by a loop of our own.
+"""Runs llama.cpp on the GGUF as it is, through its low-level batch interface: continuous batching by a loop of our own.
 
 Each step decodes one batch: the next token of every running sequence, then pieces of prompts. More requests than
 sequences wait.

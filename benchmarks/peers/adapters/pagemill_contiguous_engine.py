@@ -1,4 +1,4 @@
-"""pagemill's scheduler and kernels over memory that is reserved as before paging: `max_model_len` for each request."""
+"""Runs pagemill's scheduler and kernels over contiguous memory: `max_model_len` tokens for each request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""pagemill through its engine core, in the default configuration but for the precision."""
+"""Runs pagemill through its engine core, in the default configuration but for the precision."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers' continuous batching on its paged cache."""
+"""Runs transformers' continuous batching on its paged cache."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""transformers without continuous batching: padded batches of a fixed size in order of arrival, each run to its end.
+"""Runs transformers without continuous batching: padded batches of a fixed size in order of arrival, each to its end.
 
 A batch's tokens count when it is done, which is when `generate` returns them.
 """

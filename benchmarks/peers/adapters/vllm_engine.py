@@ -1,4 +1,4 @@
-"""vLLM for CPU through `LLMEngine`, tokens in and tokens out. Its threads and KV space are set in the environment."""
+"""Runs vLLM for CPU through `LLMEngine`, tokens in and out. Its threads and KV space are set in the environment."""
 
 from __future__ import annotations
 
