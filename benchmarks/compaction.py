@@ -73,7 +73,7 @@ def _nothing(plan: StepPlan) -> StepResult:
 
 
 def move_s(core: EngineCore, blocks: int, rounds: int) -> float:
-    """Seconds to move so many blocks out of random frames; the pool's other half is free."""
+    """Returns the seconds to move so many blocks out of random frames; the pool's other half is free."""
     generator, pool = random.Random(1), core.executor.pool
     times = []
     for _ in range(rounds):
@@ -86,7 +86,7 @@ def move_s(core: EngineCore, blocks: int, rounds: int) -> float:
 
 
 def look_s(core: EngineCore, rounds: int) -> float:
-    """Seconds to look at a sequence whose blocks lie together, on average."""
+    """Returns the seconds to look at a sequence whose blocks lie together, on average."""
     compaction, tables = core.memory.compaction, list(core.memory.core.tables)
     begin = time.perf_counter()
     for turn in range(rounds):

@@ -60,7 +60,7 @@ def whole_pages(nbytes: int) -> mmap.mmap:
 
 
 def read_file(path: Path, size: int) -> float:
-    """Seconds to read so much of a file that is not in memory."""
+    """Returns the seconds to read so much of a file that is not in memory."""
     drop_cache(path)
     buffers = [whole_pages(PIECE_BYTES) for _ in range(THREADS)]
     file = os.open(path, os.O_RDONLY | os.O_DIRECT)
@@ -78,7 +78,7 @@ def read_file(path: Path, size: int) -> float:
 
 
 def read_store(disk: DiskStore) -> float:
-    """Seconds to read all blocks of a store that is not in memory, in order of their chains."""
+    """Returns the seconds to read all blocks of a store that is not in memory, in order of their chains."""
     drop_cache(disk.folder / "blocks.dat")
     names = disk.names()
     step = max(1, PIECE_BYTES // disk.record_bytes)

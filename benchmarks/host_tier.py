@@ -25,7 +25,7 @@ FIRST_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
 
 
 def ask(llm: LLM, token_ids: list[int]) -> tuple[float, int]:
-    """Seconds to a prompt's first token, and how many of its tokens were found."""
+    """Returns the seconds to a prompt's first token, and how many of its tokens were found."""
     begin = time.perf_counter()
     (output,) = llm.generate({"prompt_token_ids": token_ids}, FIRST_TOKEN, use_tqdm=False)
     return time.perf_counter() - begin, output.num_cached_tokens or 0

@@ -34,7 +34,7 @@ CONTEXT = 2048
 
 
 def shortest(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Seconds of each call, the shortest of several rounds in turns."""
+    """Returns the seconds of each call, the shortest of several rounds in turns."""
     times = dict.fromkeys(calls, float("inf"))
     for i in range(rounds + 1):
         for name, call in calls.items():
@@ -46,7 +46,7 @@ def shortest(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, f
 
 
 def without_tables(backend: CpuAttention, query: Tensor, cache: LayerCache, batch: AttentionBatch) -> Tensor:
-    """Rows of equal context lengths whose frames follow each other from the pool's first on."""
+    """Returns rows of equal context lengths whose frames follow each other from the pool's first on."""
     tokens, heads, _ = query.shape
     output = torch.empty_like(query)
     blocks = batch.groups[0].tables.shape[1]

@@ -220,7 +220,7 @@ class Recorder:
         self._operators = self._operator_seconds()
 
     def parts(self, wall_s: float) -> dict[str, float]:
-        """Seconds since the reset by part; together they are `wall_s`.
+        """Returns the seconds since the reset by part; together they are `wall_s`.
 
         The decoder's operators by name where it runs as one call, "layers" what else there is of it; "engine": all that
         is neither the model nor the sampler.
@@ -267,7 +267,7 @@ def count_pairs(plan: StepPlan, window: int | None) -> int:
 
 
 def run_workload(engine: Engine, recorder: Recorder, workload: Workload) -> tuple[float, list[Step]]:
-    """Seconds without the recorder's own, and the steps."""
+    """Returns the seconds without the recorder's own, and the steps."""
     recorder.reset()
     begin = time.perf_counter()
     requests = measure(engine, asdict(workload))

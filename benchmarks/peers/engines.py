@@ -95,7 +95,7 @@ def model_paths() -> dict[str, str]:
 
 
 def process_environment(setup: EngineSetup) -> dict[str, str]:
-    """Variables for the engine's process: all of the machine's cores, no other tuning but vLLM's."""
+    """Returns variables for the engine's process: all of the machine's cores, no other tuning but vLLM's."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "VLLM_"))}
     environment["HF_HUB_OFFLINE"] = "1"
     if setup.environment == "vllm":

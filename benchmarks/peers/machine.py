@@ -31,7 +31,7 @@ def heading(machine: dict[str, object]) -> str:
 
 
 def resident_bytes(process: psutil.Process) -> int:
-    """Resident memory of a process and all below it, shared pages counted in each."""
+    """Returns the resident memory of a process and all below it, shared pages counted in each."""
     total = 0
     for each in [process, *process.children(recursive=True)]:
         with contextlib.suppress(psutil.NoSuchProcess):

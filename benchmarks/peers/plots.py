@@ -11,7 +11,7 @@ GREYS = ("#475569", "#94a3b8", "#cbd5e1", "#64748b", "#e2e8f0")
 
 
 def plot_speeds(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Bars of output tokens per second: a panel per workload on its own scale, the fastest engine on top."""
+    """Plots bars of output tokens per second: a panel per workload on its own scale, the fastest engine on top."""
     pyplot = _pyplot()
     workloads = list(dict.fromkeys(row["workload"] for row in rows))
     most = max(sum(row["workload"] == workload for row in rows) for workload in workloads)
@@ -84,7 +84,7 @@ def plot_capacity(result: dict[str, Any], title: str, path: Path) -> None:
 
 
 def plot_shares(rows: list[dict[str, Any]], title: str, path: Path) -> None:
-    """Shares of blocks saved by sequences that fork: a panel per workload, what is published as a grey band."""
+    """Plots shares of blocks saved by sequences that fork: a panel per workload, what is published as a grey band."""
     pyplot = _pyplot()
     workloads = list(dict.fromkeys(row["workload"] for row in rows))
     figure, axes = pyplot.subplots(

@@ -29,7 +29,7 @@ def bars(
     x_label: str,
     y_label: str,
 ) -> None:
-    """Groups of bars, one group per label."""
+    """Plots groups of bars, one group per label."""
     figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
     width = 0.8 / len(series)
     for index, (label, values) in enumerate(series.items()):
