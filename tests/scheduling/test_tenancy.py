@@ -129,7 +129,7 @@ def test_whatever_one_tenant_does_another_keeps_blocks_results_and_a_bounded_wai
             step()
             if calm[-1].request_id not in bench.scheduler.request_ids():
                 send()
-    while bench.scheduler.live(calm[-1].request_id):
+    while calm[-1].request_id in bench.scheduler.state.requests:
         step()
     for request in calm:
         assert bench.outputs[request.request_id, 0] == expected(request, 0)
@@ -364,7 +364,7 @@ def test_who_can_begin_at_once_does_not_wait(limits, taken):
         for i, name in enumerate(names):
             with contextlib.suppress(TooManyWaitingError):
                 bench.scheduler.add(make_request(name, [i], 3, ignore_eos=True, tenant="a"))
-        return sum(bench.scheduler.live(name) for name in names)
+        return sum(name in bench.scheduler.state.requests for name in names)
 
     for _ in range(2):
         assert add_all() == taken

@@ -85,8 +85,8 @@ class Faults:
         self.full = self.unreadable = self.breaking = self.harm = 0.0
         self._disk: DiskStore = core.tiers.lower.tiers[-1]
         self._streamed = core.executor.pool.streamed_file
-        put, read, run, apply = self._disk._put, self._disk.read, core.executor.run, core.executor.apply
-        write_below, read_below, read_layer = self._streamed.write, self._streamed.read, read_ahead._read
+        put, read, run, apply = self._disk.put, self._disk.read, core.executor.run, core.executor.apply
+        write_below, read_below, read_layer = self._streamed.write, self._streamed.read, read_ahead.read_runs
 
         def failing_put(*args):
             if self._happens("full", self.full):
@@ -124,11 +124,11 @@ class Faults:
         def failing_read_layer(*args):
             return not self._happens("unread", self.harm / 30) and read_layer(*args)
 
-        self._disk._put, self._disk.read = failing_put, failing_read
+        self._disk.put, self._disk.read = failing_put, failing_read
         core.executor.run, core.executor.apply = failing_run, failing_apply
         self._streamed.write, self._streamed.read = failing_write_below, failing_read_below
         self._patched = streamed_file.written_back, read_layer
-        read_ahead._read = failing_read_layer
+        read_ahead.read_runs = failing_read_layer
 
     def _lose(self) -> None:
         """The system drops what it could not write of streamed blocks, and says so once."""
@@ -162,7 +162,7 @@ class Faults:
 
     def stop(self) -> None:
         self.full = self.unreadable = self.breaking = self.harm = 0.0
-        streamed_file.written_back, read_ahead._read = self._patched
+        streamed_file.written_back, read_ahead.read_runs = self._patched
 
 
 class Soak:

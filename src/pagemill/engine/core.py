@@ -57,6 +57,7 @@ class EngineCore:
 
     scheduler, memory: what the loop drives beside the executor.
     tiers: offload stores and the transfers to and from them; None without any.
+    ready: the facts about the engine, brought up to date by what changes them.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class EngineCore:
         self.executor = open_executor(config, progress) if executor is None else executor
         self.memory, self.tiers, self.scheduler, self._streamed = build(config, self.executor)
         self._frames_at_start = self.memory.num_frames
-        self._ready = self._describe()
+        self.ready = self._describe()
         self._random = random.Random(config.seed)
         self._ended: list[SequenceUpdate] = []
         """Ends between two steps, which the next step tells."""
@@ -77,13 +78,9 @@ class EngineCore:
         self._was_stuck = False
         self._steps = self._prompt_tokens = self._generated_tokens = 0
 
-    @property
-    def ready(self) -> EngineReady:
-        return self._ready
-
     def add_request(self, request: EngineRequest) -> None:
         """Queues a request. Raises `InvalidRequestError` children, and then holds nothing of it."""
-        if self.scheduler.live(request.request_id):
+        if request.request_id in self.scheduler.state.requests:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in use; give each request its own", param="request_id"
             )
@@ -289,8 +286,8 @@ class EngineCore:
             step_prompt_tokens=self.scheduler.controller.prompt_tokens,
             running_limit=self.scheduler.controller.max_running,
             watermark_blocks=self.scheduler.controller.watermark,
-            preempted_tokens_recomputed=self.scheduler.recomputed_tokens,
-            preempted_tokens_swapped_in=self.scheduler.swapped_in_tokens,
+            preempted_tokens_recomputed=self.scheduler.state.recomputed_tokens,
+            preempted_tokens_swapped_in=self.scheduler.state.loading.swapped_in_tokens,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
@@ -348,8 +345,8 @@ class EngineCore:
 
     def _refresh(self) -> EngineReady:
         """Brings `ready` up to date, and returns it."""
-        self._ready = self._describe()
-        return self._ready
+        self.ready = self._describe()
+        return self.ready
 
     def _describe(self) -> EngineReady:
         """Returns the engine's facts, with the pool, the pins and the limits as they are now."""

@@ -158,7 +158,7 @@ class DiskStore:
                     now, stored = time.time(), 0
                     for i, slot in zip(fresh, slots, strict=False):
                         name = names[i]
-                        self._put(slot, name, records[i])
+                        self.put(slot, name, records[i])
                         row = (name.digest, name.group, slot, name.parent, name.depth, now)
                         if db.execute("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?)", row).rowcount:
                             stored += 1
@@ -249,7 +249,8 @@ class DiskStore:
                 db.execute("UPDATE free SET slot = ? WHERE slot = ?", (old, new))
         self.prune()
 
-    def _put(self, slot: int, name: BlockName, record: NDArray[np.uint8]) -> None:
+    def put(self, slot: int, name: BlockName, record: NDArray[np.uint8]) -> None:
+        """Writes a block with its name into a slot of the file. Raises OSError."""
         self._write_slot(slot, [self._layout.head(name, record), record.data])
 
     def _write_slot(self, slot: int, parts: list[bytes | memoryview]) -> None:

@@ -52,7 +52,7 @@ class ReadAhead:
         def read(layer: int) -> None:
             wanted = runs[self._groups[layer]]
             if layer not in self._under_way or self._under_way[layer][0] != wanted:  # by the end of the step before
-                self._under_way[layer] = wanted, self._reader.submit(_read, self._regions[layer], wanted)
+                self._under_way[layer] = wanted, self._reader.submit(read_runs, self._regions[layer], wanted)
 
         def begin(layer: int) -> None:
             for ahead in range(layer, layer + 1 + LAYERS_AHEAD):
@@ -82,7 +82,7 @@ def _runs(frames: NDArray[np.int32], frame_bytes: int) -> Runs:
     return found
 
 
-def _read(region: Region, runs: Runs) -> bool:
+def read_runs(region: Region, runs: Runs) -> bool:
     """Asks for all first, so that the medium is never idle, then waits and maps. Returns whether all could be read."""
     for begin, size in runs:
         advise(region.begin + begin, size, mmap.MADV_WILLNEED)

@@ -45,6 +45,14 @@ class BlockTable:
         """Returns how many blocks it holds over all groups, shared ones included."""
         return sum(len(entries) - first for entries, first in zip(self.blocks, self.first_held, strict=True))
 
+    @property
+    def held(self) -> array[int]:
+        """Returns the blocks that it holds, group after group. O(entries)."""
+        held = array("i")
+        for entries, first in zip(self.blocks, self.first_held, strict=True):
+            held += entries[first:]
+        return held
+
     def tail_first(self, start: int) -> list[int]:
         """Returns the blocks held in entries `start` and on, the last entry first, groups side by side.
 

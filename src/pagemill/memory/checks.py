@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import TYPE_CHECKING
 
 from pagemill.errors import MemoryInvariantError
 from pagemill.memory.block_table import first_entry_in_window
 from pagemill.memory.core import MemoryCore
 from pagemill.memory.digest import TOKEN_BYTES
-
-if TYPE_CHECKING:
-    from pagemill.memory.tenants import Tenant
+from pagemill.memory.tenants import Tenant
 
 
 def check(core: MemoryCore) -> None:

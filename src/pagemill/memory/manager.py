@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 
-from pagemill.memory import moving, offload, prefix_cache, reservation, statistics
+from pagemill.memory import checks, moving, offload, prefix_cache, reservation, statistics
 from pagemill.memory.block_table import BlockTable, Footprint
 from pagemill.memory.compaction import Compaction
 from pagemill.memory.core import MemoryCore
@@ -192,7 +192,7 @@ class MemoryManager:
 
     def chain_residency(self, digests: Sequence[bytes]) -> Residency:
         """Counts those of the same blocks that are here, by where they lie."""
-        return statistics.residency_of(self.core, offload.find_chain(self.core, digests).here)
+        return statistics.residency(self.core, offload.find_chain(self.core, digests).here)
 
     def open_load(self, digests: Sequence[bytes], root: bytes, now: float, tenant: str) -> OpenedLoad:
         """Opens a table of what is here of a chain. Then `reserve_load`, or `close`. Raises UnknownTenantError."""
@@ -275,7 +275,7 @@ class MemoryManager:
 
     def residency(self, table: BlockTable) -> Residency:
         """Counts a table's blocks by where they lie: in the pool, or in streamed frames."""
-        return statistics.table_residency(self.core, table)
+        return statistics.residency(self.core, table.held)
 
     def stats(self) -> MemoryStats:
         return statistics.stats(self.core)
@@ -290,6 +290,4 @@ class MemoryManager:
 
     def check(self) -> None:
         """Recounts everything, O(pool and tables). Raises MemoryInvariantError, which names the broken invariant."""
-        from pagemill.memory.checks import check
-
-        check(self.core)
+        checks.check(self.core)

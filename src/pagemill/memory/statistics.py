@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pagemill.memory.block_table import BlockTable
 from pagemill.memory.core import MemoryCore
 
 
@@ -70,20 +69,13 @@ def stats(core: MemoryCore) -> MemoryStats:
     )
 
 
-def residency_of(core: MemoryCore, blocks: Sequence[int]) -> Residency:
-    """Counts blocks by where they lie."""
-    streamed = sum(core.blocks.streamed[block] for block in blocks)
-    return Residency(len(blocks) - streamed, streamed)
-
-
-def table_residency(core: MemoryCore, table: BlockTable) -> Residency:
-    """Counts a table's blocks by where they lie. O(1) without streamed frames, else O(entries)."""
+def residency(core: MemoryCore, blocks: Sequence[int]) -> Residency:
+    """Counts blocks by where they lie. O(1) without streamed frames."""
     if not core.streamed.count:
-        return Residency(table.num_held, 0)
+        return Residency(len(blocks), 0)
     is_streamed = np.frombuffer(core.blocks.streamed, dtype=np.uint8)
-    held = (entries[start:] for entries, start in zip(table.blocks, table.first_held, strict=True))
-    streamed = sum(int(np.count_nonzero(is_streamed[np.array(ids, dtype=np.int32)])) for ids in held)
-    return Residency(table.num_held - streamed, streamed)
+    streamed = int(np.count_nonzero(is_streamed[np.array(blocks, dtype=np.int32)]))
+    return Residency(len(blocks) - streamed, streamed)
 
 
 def occupancy(core: MemoryCore) -> Occupancy:

@@ -103,16 +103,6 @@ class Scheduler:
     def prefix_hit_tokens(self) -> int:
         return sum(tenant.prefix_hit_tokens for tenant in self.tenants)
 
-    @property
-    def recomputed_tokens(self) -> int:
-        """Returns how many tokens preempted sequences have computed once more."""
-        return self.state.recomputed_tokens
-
-    @property
-    def swapped_in_tokens(self) -> int:
-        """Returns how many tokens came back from offload stores for preempted sequences."""
-        return self.state.loading.swapped_in_tokens
-
     def has_work(self) -> bool:
         state = self.state
         return bool(state.running or self.num_waiting or state.batch.flights or len(state.loading))
@@ -149,9 +139,6 @@ class Scheduler:
     def sequences(self) -> list[Sequence]:
         """Returns all sequences that have not finished, request by request."""
         return [one for siblings in self.state.requests.values() for one in siblings]
-
-    def live(self, request_id: str) -> bool:
-        return request_id in self.state.requests
 
     def add(self, request: Request, fork_of: tuple[str, int] | None = None) -> None:
         """Queues a request. Raises as `limits.accept` does.

@@ -70,17 +70,17 @@ class Tenancy:
     def __init__(self, memory: MemoryManager, pins: Pins) -> None:
         self._memory = memory
         self._pins = pins
-        self._loads = {DEFAULT_TENANT: TenantState(memory.tenants[DEFAULT_TENANT], TenantLimits())}
+        self._states = {DEFAULT_TENANT: TenantState(memory.tenants[DEFAULT_TENANT], TenantLimits())}
 
     def __iter__(self) -> Iterator[TenantState]:
-        return iter(self._loads.values())
+        return iter(self._states.values())
 
     def __getitem__(self, name: str) -> TenantState:
         """Raises UnknownTenantError."""
         try:
-            return self._loads[name]
+            return self._states[name]
         except KeyError:
-            raise UnknownTenantError.of(name, self._loads) from None
+            raise UnknownTenantError.of(name, self._states) from None
 
     def set(self, name: str, limits: TenantLimits, live: Live) -> None:
         """Makes a tenant known, or changes its limits.
@@ -94,18 +94,18 @@ class Tenancy:
             raise ConfigError(f"tenant {name!r}: {reason}", param="tenants")
         self._memory.set_quotas({name: _quota(limits, frames)})
         self._memory.tenants[name].set_idle_timeout(limits.idle_timeout_s)
-        load = self._loads.get(name)
-        if load is None:
-            self._loads[name] = TenantState(self._memory.tenants[name], limits)
+        state = self._states.get(name)
+        if state is None:
+            self._states[name] = TenantState(self._memory.tenants[name], limits)
         else:
-            load.limits = limits
+            state.limits = limits
 
     def refusal(self, num_frames: int, live: Live, changed: abc.Mapping[str, TenantLimits] | None = None) -> str | None:
         """Returns why a pool of `num_frames` could not keep the limits beside `live`, and the way out; None if it can.
 
         changed: limits that take the place of present ones.
         """
-        limits = {name: load.limits for name, load in self._loads.items()} | dict(changed or {})
+        limits = {name: state.limits for name, state in self._states.items()} | dict(changed or {})
         quotas = {name: _quota(each, num_frames) for name, each in limits.items()}
         pinned = {name: self._pins.held(name) for name in quotas}
         reason = refusal(quotas, num_frames, pinned)
@@ -132,7 +132,7 @@ class Tenancy:
     def resized(self) -> None:
         """Sets the limits that are shares of the pool anew, since it has another size."""
         frames = self._memory.num_frames
-        self._memory.set_quotas({name: _quota(load.limits, frames) for name, load in self._loads.items()})
+        self._memory.set_quotas({name: _quota(state.limits, frames) for name, state in self._states.items()})
 
     def fits(self, request: Request, need: int, pinned: int) -> bool:
         """Returns whether one sequence of this request can count on `need` blocks, of which pins hold `pinned`.
@@ -140,10 +140,10 @@ class Tenancy:
         They must be within its tenant's quota, the limit per request and, of a session's, per session, and be
         guaranteed to nobody else. Raises UnknownTenantError.
         """
-        load, frames = self[request.tenant], self._memory.num_frames
+        state, frames = self[request.tenant], self._memory.num_frames
         own = ["max_blocks_per_request", "max_blocks_per_session"][: 1 + request.in_session]
-        limits = [load.limits.blocks(which, frames) for which in own]
-        return need - pinned <= self._countable(load) and all(limit is None or need <= limit for limit in limits)
+        limits = [state.limits.blocks(which, frames) for which in own]
+        return need - pinned <= self._countable(state) and all(limit is None or need <= limit for limit in limits)
 
     def check(self, request: Request, need: int, pinned: int, max_num_seqs: int) -> None:
         """Refuses a request that can never run, or may not wait now.
@@ -151,8 +151,8 @@ class Tenancy:
         need: blocks that one of its sequences may take (of a search: all beams together); pins hold `pinned` of them.
         max_num_seqs: rows of all tenants. Raises UnknownTenantError, RequestTooLargeError or TooManyWaitingError.
         """
-        load, frames, name = self[request.tenant], self._memory.num_frames, request.tenant
-        limits, size, n = load.limits, self._memory.block_size, request.params.n
+        state, frames, name = self[request.tenant], self._memory.num_frames, request.tenant
+        limits, size, n = state.limits, self._memory.block_size, request.params.n
         asked, width = request.width
         apart = n - 1 if request.beam is None else 0  # what a search needs is counted over all its beams
         grows = f"the request may grow to {request.max_len} tokens, which takes"
@@ -164,11 +164,11 @@ class Tenancy:
                 f"give the pool more memory (kv_memory)",
                 param="max_tokens",
             )
-        countable = self._countable(load)
+        countable = self._countable(state)
         if need - pinned > countable:
             raise RequestTooLargeError(
                 f"{beside}, but tenant {name!r} can count on {countable} (its "
-                f"max_blocks is {limits.max_blocks}; {self._promised_beside(load)} of the pool's {frames} are "
+                f"max_blocks is {limits.max_blocks}; {self._promised_beside(state)} of the pool's {frames} are "
                 f"guaranteed to others{self._pinned}); {shorter}, or raise the tenant's limit",
                 param="max_tokens",
             )
@@ -197,7 +197,7 @@ class Tenancy:
             )
         if limits.max_waiting is None:
             return
-        waiting = load.must_wait(max_num_seqs - sum(each.rows for each in self))
+        waiting = state.must_wait(max_num_seqs - sum(each.rows for each in self))
         if waiting >= limits.max_waiting:
             raise TooManyWaitingError(
                 f"{waiting} sequences of tenant {name!r} wait, and max_waiting is {limits.max_waiting}; try again "
@@ -207,24 +207,24 @@ class Tenancy:
 
     def serve(self, planned: abc.Mapping[Sequence, int]) -> None:
         """Counts the tokens of a step as service. planned: how many of each sequence."""
-        if len(self._loads) > 1:
+        if len(self._states) > 1:
             for sequence, count in planned.items():
-                load = self._loads[sequence.request.tenant]
-                load.service += count / load.limits.weight
+                state = self._states[sequence.request.tenant]
+                state.service += count / state.limits.weight
 
     @property
     def _pinned(self) -> str:
         """Returns how many blocks pins hold, for messages."""
         return f", of which pins hold {self._pins.num_frames}" if self._pins.num_frames else ""
 
-    def _promised_beside(self, load: TenantState) -> int:
+    def _promised_beside(self, state: TenantState) -> int:
         """Returns how many blocks are out of a tenant's reach: what others are guaranteed, or have pinned."""
-        others = (tenant for tenant in self._memory.tenants if tenant is not load.account)
+        others = (tenant for tenant in self._memory.tenants if tenant is not state.account)
         return sum(max(tenant.guaranteed_blocks, self._pins.held(tenant.name)) for tenant in others)
 
-    def _countable(self, load: TenantState) -> int:
-        left = self._memory.num_frames - self._promised_beside(load)
-        return min(load.account.max_blocks, left) - self._pins.held(load.account.name)
+    def _countable(self, state: TenantState) -> int:
+        left = self._memory.num_frames - self._promised_beside(state)
+        return min(state.account.max_blocks, left) - self._pins.held(state.account.name)
 
 
 def _quota(limits: TenantLimits, num_frames: int) -> Quota:

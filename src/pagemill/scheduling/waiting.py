@@ -28,32 +28,32 @@ class WaitingQueue:
         self._heaps: dict[TenantState, list[tuple[Rank, Sequence]]] = {}
         self._level = 0.0
 
-    def push(self, sequence: Sequence, load: TenantState) -> None:
-        heap = self._heaps.setdefault(load, [])
+    def push(self, sequence: Sequence, tenant: TenantState) -> None:
+        heap = self._heaps.setdefault(tenant, [])
         if not heap:
-            self.level(load)
+            self.level(tenant)
         heapq.heappush(heap, (sequence.rank, sequence))
 
-    def level(self, load: TenantState) -> None:
+    def level(self, tenant: TenantState) -> None:
         """Adjusts a tenant's service, since it begins to wait for what all share."""
-        others = [other.service for other, waiting in self._heaps.items() if waiting and other is not load]
+        others = [other.service for other, waiting in self._heaps.items() if waiting and other is not tenant]
         least = min(others, default=self._level)
-        load.service = min(max(load.service, least), least + self._most)
+        tenant.service = min(max(tenant.service, least), least + self._most)
 
     def first(self, passed: Collection[TenantState]) -> tuple[Sequence, TenantState] | None:
         """Returns the sequence whose turn it is, and its tenant; None if there is none beside those passed over."""
         best: tuple[Sequence, TenantState] | None = None
-        for load, heap in self._heaps.items():
+        for tenant, heap in self._heaps.items():
             while heap and heap[0][1].status is not Status.WAITING:
                 heapq.heappop(heap)
-            if heap and load not in passed and (best is None or load.service < best[1].service):
-                best = heap[0][1], load
+            if heap and tenant not in passed and (best is None or tenant.service < best[1].service):
+                best = heap[0][1], tenant
         return best
 
-    def pop(self, load: TenantState) -> None:
+    def pop(self, tenant: TenantState) -> None:
         """Takes out a tenant's first sequence."""
-        heapq.heappop(self._heaps[load])
-        self._level = load.service
+        heapq.heappop(self._heaps[tenant])
+        self._level = tenant.service
 
 
 class PendingPrefixes:
