@@ -399,6 +399,7 @@ def test_a_prompt_that_a_small_pool_cannot_hold_is_too_long_a_context(served, ht
     (before,) = http.get("/v1/models").json()["data"]
     assert http.post("/v1/kv_memory", json={"kv_memory": 8 * FRAME_BYTES}).status_code == 200
     try:
+        assert "8 blocks of 16 tokens" in served.run(served.llm.ready()).description
         (model,) = http.get("/v1/models").json()["data"]
         assert model["max_model_len"] == 8 * 16 + 1 < before["max_model_len"]
         messages = [{"role": "user", "content": "x " * 300}]

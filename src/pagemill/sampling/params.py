@@ -222,7 +222,7 @@ class BeamSearchParams:
     ignore_eos: Annotated[bool, about("Go on behind the end-of-sequence token.", _FLAG)] = False
     temperature: Annotated[
         Annotated[float, Meta(ge=0, le=1)],
-        about("0 or 1: nothing is drawn.", "beam search draws nothing: use SamplingParams to"),
+        about("0 or 1: nothing is drawn.", "beam search draws nothing, SamplingParams does"),
     ] = 0.0
     length_penalty: Annotated[
         float, about("Above 0 prefers longer answers.", "0 compares sums of log probabilities")
@@ -234,8 +234,7 @@ class BeamSearchParams:
         check_fields(self, SamplingParamsError)
         if self.temperature not in (0, 1):
             raise SamplingParamsError(
-                f"temperature is {self.temperature}; it must be 0 or 1; beam search draws nothing: use SamplingParams "
-                f"to",
+                f"temperature is {self.temperature}; it must be 0 or 1; beam search draws nothing, SamplingParams does",
                 param="temperature",
             )
 

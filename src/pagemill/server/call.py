@@ -45,6 +45,7 @@ class Call(ABC, Generic[R]):
         self._tenant = tenant
         self._id = f"{self.ID}-{uuid.uuid4().hex}"
         self._head: dict[str, Any] = {"id": self._id, "created": int(time.time()), "model": model}
+        self._num_choices = request.num_choices
         self._streams: list[RequestStream] = []
         """One for each prompt."""
         self._forked = ""
@@ -165,7 +166,7 @@ class Call(ABC, Generic[R]):
         """Returns what each prompt has brought so far, in as many choices as were asked for."""
         results = [stream.whole() for stream in self._streams]
         for result in results:
-            del result.outputs[self.request.num_choices :]  # a search brings its whole width
+            del result.outputs[self._num_choices :]  # a search brings its whole width
         return results
 
     def _usage(self) -> Usage:

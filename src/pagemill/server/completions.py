@@ -46,7 +46,7 @@ class CompletionCall(Call[CompletionRequest]):
 
     def _choice(self, position: int, output: CompletionOutput) -> CompletionChoice:
         """Returns a choice with what is new of it; its first part begins with what it goes on from."""
-        index, text = position * self.request.num_choices + output.index, output.text
+        index, text = position * self._num_choices + output.index, output.text
         positions: list[LogprobsOfPosition | None] = [*(output.logprobs or ())]
         first_token = ""
         if index not in self._offsets:

@@ -46,8 +46,13 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
 """Fields that this server does not serve: only these values (and null), which ask for nothing, are accepted."""
 
 
-NOT_IN_REQUESTS = frozenset({"max_tokens", "logprobs", "prompt_logprobs", "detokenize", "bad_words_token_ids"})
-"""Parameters of `SamplingParams` for which requests have words of their own, or none."""
+NOT_IN_REQUESTS = frozenset(
+    {"max_tokens", "logprobs", "prompt_logprobs", "beam_width", "detokenize", "bad_words_token_ids"}
+)
+"""Declared parameters for which requests have fields of their own, or none."""
+
+IN_JSON: dict[str, Any] = {"stop": str | list[str], "logit_bias": dict[str, float]}
+"""Types of parameters that have another form in JSON."""
 
 
 class Body(BaseModel):
@@ -69,32 +74,24 @@ class StreamOptions(Body):
 
 
 def _field(argument: Argument) -> Any:
-    return argument.kind | None, Field(None, description=f"{argument.description} It must be {argument.limit}.")
+    kind = IN_JSON.get(argument.name, argument.kind)
+    return kind | None, Field(None, description=f"{argument.description} It must be {argument.limit}.")
 
 
 DECLARED = arguments_of(BeamSearchParams) | arguments_of(SamplingParams)
 ONLY_SEARCHED = ("length_penalty", "early_stopping")
 
 if TYPE_CHECKING:
-    Parameters = Body
+    Parameters = Body  # nothing here reads these fields by their own names
 else:
-    Parameters = create_model(
-        "Parameters",
-        __base__=Body,
-        **{
-            name: _field(argument)
-            for name, argument in DECLARED.items()
-            if name not in {*NOT_IN_REQUESTS, "beam_width"}
-        },
-    )
+    taken = {name: _field(argument) for name, argument in DECLARED.items() if name not in NOT_IN_REQUESTS}
+    Parameters = create_model("Parameters", __base__=Body, **taken)
     """The fields that are parameters of `SamplingParams` and `BeamSearchParams`. None means: not given."""
 
 
 class GenerationRequest(Parameters):
     """The fields that completions and chat have in common. None means: the default."""
 
-    stop: str | list[str] | None = None
-    logit_bias: dict[str, float] | None = None
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
