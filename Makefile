@@ -1,4 +1,4 @@
-# Everything a checkout needs. `make serve` and `make test` start from nothing but Python, git, make and a C++17 compiler.
+# Everything a checkout needs. `make serve` and `make test` start from nothing but Python, git, make and a C++20 compiler.
 
 MODEL ?= smollm2-135m
 HOST ?= 127.0.0.1
@@ -75,7 +75,7 @@ format: $(BUILT)  ## Format the code and fix what ruff can fix
 docs: $(BUILT)  ## Build the documentation's site into build/site; a broken link or anchor fails
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-sanitize: $(BUILT)  ## Run the kernels under the address, undefined-behaviour and thread sanitizers (many minutes of processor time; settings: SANITIZE_ARGS, as scripts/sanitize has them)
+sanitize: $(BUILT)  ## Run the kernels under the address, undefined-behaviour and thread sanitizers (many minutes of processor time; SANITIZE_ARGS=--short takes the best set only; others: scripts/sanitize)
 	@scripts/sanitize $(SANITIZE_ARGS)
 
 wheel: $(BUILT)  ## Build dist/*.whl and install it into an empty environment where no compiler can be found

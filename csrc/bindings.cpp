@@ -1,23 +1,28 @@
-// Python's view of the kernels. Vectors and tables come as arrays, whose dtype, shape and contiguity are checked here.
-// Elements of a model's dtypes come as addresses and strides, checked by the callers in pagemill.ops and
-// pagemill.attention: NumPy has no bfloat16, and DLPack takes 8 microseconds for each of torch's tensors, an address
-// 0.1. The interpreter lock is released while a kernel runs.
+// Python's view of the kernels. Arrays are checked here: dtype, shape and contiguity. Tensors that an operator is
+// called with come as addresses and strides, checked by the callers in pagemill.ops and pagemill.attention: each of
+// torch's tensors takes 4.5 microseconds as an array (by DLPack), and 0.1 as an address (measured on a Zen 4 EPYC). The
+// interpreter lock is released while a kernel runs.
 #include "decoder.h"
 #include "kernels.h"
 #include "shared_prefixes.h"
 #include "threads.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
+#include <iterator>
 #include <new>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
-#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>  // IWYU pragma: keep
 #include <nanobind/stl/string.h>  // IWYU pragma: keep
 #include <nanobind/stl/tuple.h>  // IWYU pragma: keep
 #include <nanobind/stl/vector.h>  // IWYU pragma: keep
@@ -32,44 +37,62 @@ using Address = uintptr_t;
 template <class T> T* at(Address address) { return reinterpret_cast<T*>(address); }
 DType dtype(int type) { return static_cast<DType>(type); }
 
+using ElementType = nb::dlpack::dtype;
 using Input = nb::ndarray<nb::ro, nb::device::cpu>;
+using OptionalInput = std::optional<Input>;
 using Output = nb::ndarray<nb::device::cpu>;
 
-template <class T> const char* type_name() {
-    if (std::is_same<T, float>::value) return "float32";
-    if (std::is_same<T, double>::value) return "float64";
-    if (std::is_same<T, uint8_t>::value) return "uint8";
-    return sizeof(T) == 4 ? "int32" : "int64";
+constexpr ElementType element_type(nb::dlpack::dtype_code code, uint8_t bits) { return {uint8_t(code), bits, 1}; }
+
+constexpr ElementType kBfloat16 = element_type(nb::dlpack::dtype_code::Bfloat, 16);
+// In the order of DType.
+constexpr ElementType kElementTypes[] = {nb::dtype<float>(), kBfloat16, element_type(nb::dlpack::dtype_code::Float, 16),
+                                         nb::dtype<int8_t>()};
+
+std::string name_of(ElementType type) {
+    const char* const kinds[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
+    return (type.code < std::size(kinds) ? kinds[type.code] : "unknown") + std::to_string(type.bits);
 }
 
-template <class Array> std::string shape_of(const Array& array) {
-    std::string shape;
-    for (size_t i = 0; i < array.ndim(); ++i) shape += (i ? ", " : "") + std::to_string(array.shape(i));
-    return "[" + shape + "]";
+// Raises TypeError for elements that there are no kernels for.
+DType dtype_of(ElementType type) {
+    const auto* const found = std::find(std::begin(kElementTypes), std::end(kElementTypes), type);
+    if (found == std::end(kElementTypes))
+        throw nb::type_error(("the CPU kernels take float32, bfloat16 and float16, not " + name_of(type)).c_str());
+    return static_cast<DType>(found - kElementTypes);
 }
 
-// The elements of a [size] vector. Raises ValueError for another dtype or shape, or gaps between elements.
-template <class T, class Array> auto* vector(const char* name, const Array& array, int64_t size) {
-    const bool fits = array.dtype() == nb::dtype<T>() && array.ndim() == 1 && int64_t(array.shape(0)) == size;
-    if (!fits || (size > 1 && array.stride(0) != 1))
-        throw std::invalid_argument(std::string(name) + " must be contiguous " + type_name<T>() + " [" +
-                                    std::to_string(size) + "]; the array given has " +
-                                    std::to_string(array.dtype().bits) + " bits an element and shape " +
-                                    shape_of(array));
-    return static_cast<std::conditional_t<std::is_same<Array, Input>::value, const T, T>*>(array.data());
+constexpr int64_t kAny = -1;
+
+// The elements of an array of this shape, in which lengths may be kAny, without gaps; its outermost parts may lie
+// `apart`. Raises ValueError for others.
+template <class Array>
+auto* elements(const char* name, const Array& array, ElementType type, std::initializer_list<int64_t> shape,
+               bool apart = false) {
+    bool fits = array.dtype() == type && array.ndim() == shape.size();
+    int64_t stride = 1;
+    std::string wanted, given;
+    for (size_t i = shape.size(); fits && i-- > 0; stride *= int64_t(array.shape(i))) {
+        const int64_t length = shape.begin()[i];
+        fits = (length == kAny || length == int64_t(array.shape(i))) &&
+               (array.shape(i) < 2 || array.stride(i) == stride || (apart && i == 0));
+    }
+    if (fits) return array.data();
+    for (const int64_t length : shape) wanted += " " + (length == kAny ? "any" : std::to_string(length));
+    for (size_t i = 0; i < array.ndim(); ++i) given += " " + std::to_string(array.shape(i));
+    throw std::invalid_argument(std::string(name) + " must be contiguous " + name_of(type) + " [" + wanted +
+                                " ]; the array given is " + name_of(array.dtype()) + " [" + given + " ]");
 }
 
-// The elements of a table of at least `rows` rows without gaps between elements, nor between rows unless they may be
-// `apart`. Raises ValueError.
-template <class T, class Array> auto* table(const char* name, const Array& array, int64_t rows, bool apart = false) {
-    const bool fits = array.dtype() == nb::dtype<T>() && array.ndim() == 2 && int64_t(array.shape(0)) >= rows;
-    if (!fits || (array.shape(1) > 1 && array.stride(1) != 1) ||
-        (!apart && array.shape(0) > 1 && array.stride(0) != int64_t(array.shape(1))))
-        throw std::invalid_argument(std::string(name) + " must be " + type_name<T>() + " [" + std::to_string(rows) +
-                                    ", ..] with contiguous rows; the array given has " +
-                                    std::to_string(array.dtype().bits) + " bits an element and shape " +
-                                    shape_of(array));
-    return static_cast<std::conditional_t<std::is_same<Array, Input>::value, const T, T>*>(array.data());
+template <class T> const T* elements(const char* name, const Input& array, std::initializer_list<int64_t> shape) {
+    return static_cast<const T*>(elements(name, array, nb::dtype<T>(), shape));
+}
+template <class T> T* elements(const char* name, const Output& array, std::initializer_list<int64_t> shape) {
+    return static_cast<T*>(elements(name, array, nb::dtype<T>(), shape));
+}
+template <class T> const T* elements(const char* name, const OptionalInput& array,
+                                     std::initializer_list<int64_t> shape) {
+    return array ? elements<T>(name, *array, shape) : nullptr;
 }
 
 struct Run {
@@ -77,192 +100,186 @@ struct Run {
     Exclusive exclusive;
 };
 
-struct Linear {
+class Linear {
+  public:
+    const Kernels& set = kernels();  // the panels' format is this set's
     PackedLinear weight;
-    const Kernels& set;  // the panels' format is this set's
 
-    Linear(Address data, Address bias, int64_t n, int64_t k, int type, int x_type) : set(kernels()) {
-        weight.n = n;
-        weight.k = k;
-        weight.type = dtype(type);
-        Run run;
-        if (!set.pack_linear(weight, at<void>(data), at<float>(bias), dtype(x_type))) {
-            release(weight);
-            throw std::bad_alloc();
-        }
+    Linear(const Input& values, const OptionalInput& bias, int x_type)
+        : Linear(values, Format::dense, dtype_of(values.dtype())) {
+        const void* data = elements("weight", values, values.dtype(), {weight.n, weight.k});
+        const float* added = elements<float>("bias", bias, {weight.n});
+        pack([&] { return set.pack_linear(weight, data, added, dtype(x_type)); });
     }
-    Linear(Address values, Address slopes, Address offsets, Address scales, Address bias, int64_t n, int64_t k,
-           int type)
-        : set(kernels()) {
-        weight.n = n;
-        weight.k = k;
-        weight.type = dtype(type);
-        weight.format = slopes ? Format::int4 : Format::int8;
-        Run run;
-        QuantizedSource from;
-        from.values = at<void>(values);
-        from.slopes = at<int16_t>(slopes);
-        from.offsets = at<int16_t>(offsets);
-        from.scales = at<uint16_t>(scales);
-        from.bias = at<float>(bias);
-        if (!set.pack_quantized(weight, from)) {
-            release(weight);
-            throw std::bad_alloc();
-        }
+    Linear(const Input& values, const Input& scale, const Input& low, const OptionalInput& bias, int bits)
+        : Linear(values, bits == 4 ? Format::affine4 : Format::affine8, DType::f32) {
+        const AffineSource from{.values = elements<uint8_t>("values", values, {weight.n, weight.k}),
+                                .scale = elements<float>("scale", scale, {weight.n, weight.k / 32}),
+                                .low = elements<float>("low", low, {weight.n, weight.k / 32}),
+                                .bias = elements<float>("bias", bias, {weight.n})};
+        pack([&] { return set.pack_affine(weight, from); });
     }
-    Linear(Address values, Address scale, Address low, Address bias, int64_t n, int64_t k, int bits) : set(kernels()) {
-        weight.n = n;
-        weight.k = k;
-        weight.format = bits == 4 ? Format::affine4 : Format::affine8;
-        Run run;
-        AffineSource from;
-        from.values = at<uint8_t>(values);
-        from.scale = at<float>(scale);
-        from.low = at<float>(low);
-        from.bias = at<float>(bias);
-        if (!set.pack_affine(weight, from)) {
-            release(weight);
-            throw std::bad_alloc();
-        }
+    Linear(const Input& values, const OptionalInput& slopes, const OptionalInput& offsets, const Input& scales,
+           const OptionalInput& bias, int type)
+        : Linear(values, slopes ? Format::int4 : Format::int8, dtype(type)) {
+        const auto kind = slopes ? nb::dtype<uint8_t>() : nb::dtype<int8_t>();
+        const void* scale_bits = elements("scales", scales, kBfloat16, {weight.n, (weight.k + 191) / 192});
+        const QuantizedSource from{.values = elements("values", values, kind, {weight.n, weight.k}),
+                                   .slopes = elements<int16_t>("slopes", slopes, {weight.n, weight.k / 32}),
+                                   .offsets = elements<int16_t>("offsets", offsets, {weight.n, weight.k / 32}),
+                                   .scales = static_cast<const uint16_t*>(scale_bits),
+                                   .bias = elements<float>("bias", bias, {weight.n})};
+        pack([&] { return set.pack_quantized(weight, from); });
     }
     ~Linear() { release(weight); }
     Linear(const Linear&) = delete;
 
+    operator Projection() const { return {&weight, &set}; }
+
     void rows(const Input& ids, Address y) const {
         const auto count = int64_t(ids.size());
-        const int64_t* each = vector<int64_t>("ids", ids, count);
+        const auto* each = elements<int64_t>("ids", ids, {count});
         Run run;
         set.embed_packed(weight, each, 1.0f, at<void>(y), weight.type, count);
     }
 
-    void call(Address x, int64_t x_row, Address y, int64_t y_row, int type, int64_t rows) {
+    void call(Address x, int64_t x_row, Address y, int64_t y_row, int type, int64_t rows) const {
         Run run;
         set.linear(weight, at<void>(x), x_row, at<void>(y), y_row, dtype(type), rows);
     }
 
     void argmax(Address x, int64_t x_row, int type, const Output& tokens) const {
         const auto rows = int64_t(tokens.size());
-        int64_t* each = vector<int64_t>("tokens", tokens, rows);
+        auto* each = elements<int64_t>("tokens", tokens, {rows});
         Run run;
         set.linear_argmax(weight, at<void>(x), x_row, dtype(type), rows, each);
     }
-};
 
-// Address, strides (frame, head, token, dim) and whether in pairs of elements, address and strides (frame, head) of
-// scales.
-using Elements = std::tuple<Address, int64_t, int64_t, int64_t, int64_t, bool>;
-using Scales = std::tuple<Address, int64_t, int64_t>;
-CacheView view(const Elements& elements, const Scales& scales) {
-    const auto& [data, frame, head, token, dim, pairs] = elements;
-    const auto& [scale, scale_frame, scale_head] = scales;
-    CacheView all;
-    all.data = at<void>(data);
-    all.frame = frame;
-    all.head = head;
-    all.token = token;
-    all.dim = dim;
-    all.pairs = pairs;
-    all.scale = at<float>(scale);
-    all.scale_frame = scale_frame;
-    all.scale_head = scale_head;
-    return all;
-}
-
-// One layer's cache as the kernels need it, made once per layer.
-struct Cache {
-    CacheView key, value;
-    DType type;
-    int kv_heads, block_size, head_dim;
-
-    Cache(const Elements& keys, const Elements& values, const Scales& key_scales, const Scales& value_scales, int type,
-          int kv_heads, int block_size, int head_dim)
-        : key(view(keys, key_scales)), value(view(values, value_scales)), type(dtype(type)), kv_heads(kv_heads),
-          block_size(block_size), head_dim(head_dim) {}
-
-    void write(Address k, int64_t k_token, int64_t k_head, Address v, int64_t v_token, int64_t v_head, int source,
-               Address slots, int64_t tokens) const {
-        WriteArgs args;
-        args.key = at<void>(k);
-        args.value = at<void>(v);
-        args.type = dtype(source);
-        args.key_token = k_token;
-        args.key_head = k_head;
-        args.value_token = v_token;
-        args.value_head = v_head;
-        args.key_cache = key;
-        args.value_cache = value;
-        args.cache_type = type;
-        args.slots = at<int64_t>(slots);
-        args.tokens = tokens;
-        args.kv_heads = kv_heads;
-        args.head_dim = head_dim;
-        args.block_size = block_size;
-        Run run;
-        kernels().write_kv(args);
+  private:
+    Linear(const Input& values, Format format, DType type) {
+        if (values.ndim() != 2)
+            throw std::invalid_argument("a weight has 2 dimensions, not " + std::to_string(values.ndim()));
+        weight.n = int64_t(values.shape(0));
+        weight.k = int64_t(values.shape(1));
+        weight.type = type;
+        weight.format = format;
     }
 
-    void attend(Address query, int query_type, int64_t query_token, int64_t query_head, int heads, Address output,
-                Address lse, Address tables, int64_t table_stride, Address query_start, Address context_lens,
-                Address positions, Address key_start, Address key_end, int rows, float scale, int64_t window,
-                float soft_cap, bool share) const {
-        AttentionArgs args;
-        args.query = at<void>(query);
-        args.query_type = dtype(query_type);
-        args.query_token = query_token;
-        args.query_head = query_head;
-        args.output = at<void>(output);
-        args.lse = at<float>(lse);
-        args.key = key;
-        args.value = value;
-        args.cache_type = type;
-        args.tables = at<int32_t>(tables);
-        args.table_stride = table_stride;
-        args.query_start = at<int32_t>(query_start);
-        args.context_lens = at<int32_t>(context_lens);
-        args.positions = at<int64_t>(positions);
-        args.key_start = at<int32_t>(key_start);
-        args.key_end = at<int32_t>(key_end);
-        args.rows = rows;
-        args.heads = heads;
-        args.kv_heads = kv_heads;
-        args.head_dim = head_dim;
-        args.block_size = block_size;
-        args.scale = scale;
-        args.window = window;
-        args.soft_cap = soft_cap;
+    template <class Pack> void pack(const Pack& pack) {
         Run run;
-        const SharedPrefixes prefixes(args, share);
-        prefixes.apply(args);
-        kernels().attend(args);
+        if (!pack()) throw std::bad_alloc();
     }
 };
 
-Projection projection(const Linear& linear) {
-    Projection packed;
-    packed.weight = &linear.weight;
-    packed.set = &linear.set;
-    return packed;
+// Keys or values [frames, kv_heads, block_size, head_dim], `dim` being the last dimension's place; those in pairs have
+// one dimension more. Raises ValueError for int8 without scales.
+CacheView view(const Output& array, const std::optional<Output>& scale, size_t dim) {
+    CacheView made{.data = array.data(),
+                   .frame = array.stride(0),
+                   .head = array.stride(1),
+                   .token = array.stride(2),
+                   .dim = array.stride(dim),
+                   .pairs = array.ndim() == 5};
+    if (array.dtype() != nb::dtype<int8_t>()) return made;
+    bool fits = scale && scale->dtype() == nb::dtype<float>() && scale->ndim() == 3 && scale->stride(2) == 1;
+    for (size_t i = 0; fits && i < 3; ++i) fits = scale->shape(i) == array.shape(i);
+    if (!fits)
+        throw std::invalid_argument(
+            "an int8 cache needs float32 scales [frames, kv_heads, block_size], tokens side by side");
+    made.scale = static_cast<float*>(scale->data());
+    made.scale_frame = scale->stride(0);
+    made.scale_head = scale->stride(1);
+    return made;
 }
 
-// The linears and norms of its layers belong to Python, which keeps them.
-void add_layer(Decoder& decoder, Address input_norm, const Linear& qkv, const Linear& o, Address pre_mlp_norm,
-               const Linear& gate_up, const Linear& down, Address q_norm, Address k_norm, Address post_attention_norm,
-               Address post_mlp_norm, int rope, int group, int64_t window) {
-    DecoderLayer layer;
-    layer.input_norm = at<float>(input_norm);
-    layer.qkv = projection(qkv);
-    layer.o = projection(o);
-    layer.pre_mlp_norm = at<float>(pre_mlp_norm);
-    layer.gate_up = projection(gate_up);
-    layer.down = projection(down);
-    layer.q_norm = at<float>(q_norm);
-    layer.k_norm = at<float>(k_norm);
-    layer.post_attention_norm = at<float>(post_attention_norm);
-    layer.post_mlp_norm = at<float>(post_mlp_norm);
-    layer.rope = rope;
-    layer.group = group;
-    layer.window = window;
-    decoder.add_layer(layer);
+LayerCache layer_cache(const Output& key, const Output& value, const std::optional<Output>& key_scale,
+                       const std::optional<Output>& value_scale) {
+    if (key.dtype() != value.dtype() || key.size() != value.size() || key.ndim() != value.ndim() || key.ndim() < 4)
+        throw std::invalid_argument("keys and values must be equal in size and dtype, not " + name_of(key.dtype()) +
+                                    " and " + name_of(value.dtype()));
+    return {.key = view(key, key_scale, 3),
+            .value = view(value, value_scale, value.ndim() - 1),
+            .type = dtype_of(key.dtype()),
+            .kv_heads = int(key.shape(1)),
+            .block_size = int(key.shape(2)),
+            .head_dim = int(value.shape(value.ndim() - 1))};
+}
+
+void write_cache(const LayerCache& cache, Address key, int64_t key_token, int64_t key_head, Address value,
+                 int64_t value_token, int64_t value_head, int type, Address slots, int64_t tokens) {
+    const WriteArgs args{.key = {at<void>(key), key_token, key_head},
+                         .value = {at<void>(value), value_token, value_head},
+                         .type = dtype(type),
+                         .cache = cache,
+                         .slots = at<int64_t>(slots),
+                         .tokens = tokens};
+    Run run;
+    kernels().write_kv(args);
+}
+
+void attend_cache(const LayerCache& cache, Address query, int type, int64_t query_token, int64_t query_head, int heads,
+                  Address output, Address lse, Address tables, int64_t table_stride, Address query_start,
+                  Address context_lens, Address positions, Address key_start, Address key_end, int rows, float scale,
+                  int64_t window, float soft_cap, bool share) {
+    AttentionArgs args{.query = {at<void>(query), query_token, query_head},
+                       .type = dtype(type),
+                       .output = at<void>(output),
+                       .lse = at<float>(lse),
+                       .cache = cache,
+                       .tables = at<int32_t>(tables),
+                       .table_stride = table_stride,
+                       .query_start = at<int32_t>(query_start),
+                       .context_lens = at<int32_t>(context_lens),
+                       .positions = at<int64_t>(positions),
+                       .key_start = at<int32_t>(key_start),
+                       .key_end = at<int32_t>(key_end),
+                       .rows = rows,
+                       .heads = heads,
+                       .scale = scale,
+                       .window = window,
+                       .soft_cap = soft_cap};
+    Run run;
+    const SharedPrefixes prefixes(args, share);
+    prefixes.apply(args);
+    kernels().attend(args);
+}
+
+// Linears and norms belong to Python, which keeps them.
+void make_decoder(Decoder* self, const OptionalInput& embedding, const Linear& head, const Input& final_norm, int heads,
+                  int kv_heads, int head_dim, int type, float eps, int activation, float scale, float soft_cap,
+                  float embedding_scale) {
+    const DecoderShape shape{.heads = heads,
+                             .kv_heads = kv_heads,
+                             .head_dim = head_dim,
+                             .type = dtype(type),
+                             .eps = eps,
+                             .activation = static_cast<Activation>(activation),
+                             .scale = scale,
+                             .soft_cap = soft_cap,
+                             .embedding_scale = embedding_scale};
+    const int64_t vocab = head.weight.n, hidden = head.weight.k;
+    const void* table = embedding ? elements("embedding", *embedding, kElementTypes[type], {vocab, hidden}) : nullptr;
+    new (self) Decoder(shape, table, head, elements<float>("final_norm", final_norm, {hidden}));
+}
+
+void add_layer(Decoder& decoder, const Input& input_norm, const Linear& qkv, const Linear& o, const Input& pre_mlp_norm,
+               const Linear& gate_up, const Linear& down, const OptionalInput& q_norm, const OptionalInput& k_norm,
+               const OptionalInput& post_attention_norm, const OptionalInput& post_mlp_norm, int rope, int group,
+               int64_t window) {
+    const int64_t hidden = qkv.weight.k, head_dim = decoder.shape().head_dim;
+    decoder.add_layer({.input_norm = elements<float>("input_norm", input_norm, {hidden}),
+                       .qkv = qkv,
+                       .o = o,
+                       .pre_mlp_norm = elements<float>("pre_mlp_norm", pre_mlp_norm, {hidden}),
+                       .gate_up = gate_up,
+                       .down = down,
+                       .q_norm = elements<float>("q_norm", q_norm, {head_dim}),
+                       .k_norm = elements<float>("k_norm", k_norm, {head_dim}),
+                       .post_attention_norm = elements<float>("post_attention_norm", post_attention_norm, {hidden}),
+                       .post_mlp_norm = elements<float>("post_mlp_norm", post_mlp_norm, {hidden}),
+                       .rope = rope,
+                       .group = group,
+                       .window = window});
 }
 
 // (tables, slots) of each layer group; (cos, sin) of each rotary embedding.
@@ -270,38 +287,29 @@ using Pairs = std::vector<std::tuple<Input, Input>>;
 
 void run_step(Decoder& decoder, const Input& token_ids, const Input& positions, int64_t max_positions,
               const Input& query_start, const Input& context_lens, const Pairs& groups, const Pairs& angles,
-              const std::vector<const Cache*>& caches, Address output, const nb::object& on_layer) {
-    DecoderStep step;
-    step.tokens = int64_t(token_ids.size());
-    step.rows = int(context_lens.size());
-    step.max_positions = max_positions;
-    step.token_ids = vector<int64_t>("token_ids", token_ids, step.tokens);
-    step.positions = vector<int64_t>("positions", positions, step.tokens);
-    step.query_start = vector<int32_t>("query_start", query_start, step.rows + 1);
-    step.context_lens = vector<int32_t>("context_lens", context_lens, step.rows);
-    for (const auto& [tables, slots] : groups) {
-        GroupTables group;
-        group.tables = table<int32_t>("tables", tables, step.rows, true);
-        group.stride = tables.stride(0);
-        group.slots = vector<int64_t>("slots", slots, step.tokens);
-        step.groups.push_back(group);
-    }
+              std::vector<const LayerCache*> caches, Address output, const nb::object& on_layer) {
+    const auto tokens = int64_t(token_ids.size()), rows = int64_t(context_lens.size());
+    DecoderStep step{.token_ids = elements<int64_t>("token_ids", token_ids, {tokens}),
+                     .positions = elements<int64_t>("positions", positions, {tokens}),
+                     .tokens = tokens,
+                     .max_positions = max_positions,
+                     .query_start = elements<int32_t>("query_start", query_start, {rows + 1}),
+                     .context_lens = elements<int32_t>("context_lens", context_lens, {rows}),
+                     .rows = int(rows),
+                     .caches = std::move(caches),
+                     .output = at<void>(output)};
+    for (const auto& [tables, slots] : groups)
+        step.groups.push_back({.tables = static_cast<const int32_t*>(
+                                   elements("tables", tables, nb::dtype<int32_t>(), {rows, kAny}, true)),
+                               .stride = tables.stride(0),
+                               .slots = elements<int64_t>("slots", slots, {tokens})});
     for (const auto& [cos, sin] : angles) {
-        AngleTable angle;
-        angle.cos = table<float>("cos", cos, max_positions);
-        angle.sin = table<float>("sin", sin, max_positions);
-        angle.half = int64_t(cos.shape(1));
-        step.angles.push_back(angle);
+        const auto reached = int64_t(cos.shape(0)), half = int64_t(cos.shape(1));
+        step.angles.push_back({.cos = elements<float>("cos", cos, {reached, half}),
+                               .sin = elements<float>("sin", sin, {reached, half}),
+                               .half = half});
+        step.max_positions = std::min(step.max_positions, reached);
     }
-    for (const Cache* cache : caches) {
-        LayerCache layer;
-        layer.key = cache->key;
-        layer.value = cache->value;
-        layer.type = cache->type;
-        layer.block_size = cache->block_size;
-        step.caches.push_back(layer);
-    }
-    step.output = at<void>(output);
     if (!on_layer.is_none())
         step.on_layer = [&](int layer) {
             nb::gil_scoped_acquire held;
@@ -314,36 +322,37 @@ void run_step(Decoder& decoder, const Input& token_ids, const Input& positions, 
 // Sampling's inputs [items] each, from rows `places` of logits [rows, n].
 void choose(const Input& logits, const Input& places, const Input& temperature, const Input& top_k, const Input& top_p,
             const Input& min_p, const Input& uniforms, const Output& tokens) {
-    ChooseArgs args;
-    args.logits = table<float>("logits", logits, 0);
-    args.n = int64_t(logits.shape(1));
-    args.items = int64_t(places.size());
-    args.places = vector<int64_t>("places", places, args.items);
-    args.temperature = vector<float>("temperature", temperature, args.items);
-    args.top_k = vector<int64_t>("top_k", top_k, args.items);
-    args.top_p = vector<float>("top_p", top_p, args.items);
-    args.min_p = vector<float>("min_p", min_p, args.items);
-    args.uniforms = vector<double>("uniforms", uniforms, args.items);
-    args.tokens = vector<int64_t>("tokens", tokens, args.items);
+    const auto items = int64_t(places.size());
+    const ChooseArgs args{.logits = elements<float>("logits", logits, {kAny, kAny}),
+                          .n = int64_t(logits.shape(1)),
+                          .places = elements<int64_t>("places", places, {items}),
+                          .items = items,
+                          .temperature = elements<float>("temperature", temperature, {items}),
+                          .top_k = elements<int64_t>("top_k", top_k, {items}),
+                          .top_p = elements<float>("top_p", top_p, {items}),
+                          .min_p = elements<float>("min_p", min_p, {items}),
+                          .uniforms = elements<double>("uniforms", uniforms, {items}),
+                          .tokens = elements<int64_t>("tokens", tokens, {items})};
     Run run;
     kernels().choose_tokens(args);
 }
 
 void log_probabilities(const Input& logits, const Input& places, const Input& tokens, const Output& own,
                        const Output& ranks, const Output& top_tokens, const Output& top_logprobs) {
-    LogprobArgs args;
-    args.logits = table<float>("logits", logits, 0);
-    args.n = int64_t(logits.shape(1));
-    args.items = int64_t(places.size());
-    args.places = vector<int64_t>("places", places, args.items);
-    args.tokens = vector<int64_t>("tokens", tokens, args.items);
-    args.own = vector<float>("own", own, args.items);
-    args.ranks = vector<int64_t>("ranks", ranks, args.items);
-    args.top_tokens = table<int64_t>("top_tokens", top_tokens, args.items);
-    args.top_logprobs = table<float>("top_logprobs", top_logprobs, args.items);
+    const auto items = int64_t(places.size());
+    LogprobArgs args{.logits = elements<float>("logits", logits, {kAny, kAny}),
+                     .n = int64_t(logits.shape(1)),
+                     .places = elements<int64_t>("places", places, {items}),
+                     .items = items,
+                     .tokens = elements<int64_t>("tokens", tokens, {items}),
+                     .own = elements<float>("own", own, {items}),
+                     .ranks = elements<int64_t>("ranks", ranks, {items}),
+                     .top_tokens = elements<int64_t>("top_tokens", top_tokens, {items, kAny})};
     args.k = int64_t(top_tokens.shape(1));
-    if (int64_t(top_logprobs.shape(1)) != args.k || args.k > args.n)
-        throw std::invalid_argument("top_tokens and top_logprobs must have equal columns, at most those of logits");
+    args.top_logprobs = elements<float>("top_logprobs", top_logprobs, {items, args.k});
+    if (args.k > args.n)
+        throw std::invalid_argument("top_tokens has " + std::to_string(args.k) + " columns, logits have " +
+                                    std::to_string(args.n));
     Run run;
     kernels().log_probabilities(args);
 }
@@ -354,21 +363,17 @@ NB_MODULE(_kernels, m) {
     m.doc() =
         "CPU kernels. Arguments are arrays, or addresses, strides in elements and dtypes (0 fp32, 1 bf16, 2 fp16; 3 "
         "int8, of caches only).";
+#if defined(NDEBUG)
+    nb::set_leak_warnings(false);  // modules that still hold objects at exit are not cleared by the interpreter
+#endif
     m.attr("interface") = PAGEMILL_INTERFACE;
     m.attr("sources") = PAGEMILL_SOURCES;
     m.def("isa", [] { return std::string(kernels().isa); }, "Name of the instruction set whose kernels run.");
-    m.def(
-        "available_isas",
-        [] {
-            nb::list names;
-            for (auto name = available_isas(); *name; ++name) names.append(*name);
-            return names;
-        },
-        "Instruction sets of this CPU that there are kernels for, best first.");
+    m.def("available_isas", &available_isas, "Instruction sets of this CPU that there are kernels for, best first.");
     m.def(
         "use_isa",
         [](const std::string& name) {
-            if (!use_isa(name.c_str())) throw std::invalid_argument("this CPU has no kernels named " + name);
+            if (!use_isa(name)) throw std::invalid_argument("this CPU has no kernels named " + name);
         },
         "Makes another set's kernels run; weights packed before keep theirs.");
     m.def("num_threads", &num_threads);
@@ -400,8 +405,8 @@ NB_MODULE(_kernels, m) {
         [](Address base, int64_t pieces, int64_t piece_stride, int64_t frame_stride, int64_t bytes, const Input& source,
            const Input& target) {
             const auto count = int64_t(source.size());
-            const int64_t *from = vector<int64_t>("source", source, count),
-                          *to = vector<int64_t>("target", target, count);
+            const auto *from = elements<int64_t>("source", source, {count}),
+                       *to = elements<int64_t>("target", target, {count});
             Run run;
             copy_frames(at<void>(base), pieces, piece_stride, frame_stride, bytes, from, to, count);
         },
@@ -410,8 +415,8 @@ NB_MODULE(_kernels, m) {
         "dequantize",
         [](int format, const Input& blocks, const Output& out) {
             const auto weights = int64_t(out.size());
-            const auto* stored = vector<uint8_t>("blocks", blocks, int64_t(blocks.size()));
-            float* wide = vector<float>("out", out, weights);
+            const auto* stored = elements<uint8_t>("blocks", blocks, {kAny});
+            auto* wide = elements<float>("out", out, {weights});
             Run run;
             if (!dequantize(format, stored, wide, weights))
                 throw std::invalid_argument("no GGUF format has the number " + std::to_string(format));
@@ -420,38 +425,22 @@ NB_MODULE(_kernels, m) {
     m.def("choose_tokens", &choose);
     m.def("log_probabilities", &log_probabilities);
     nb::class_<Linear>(m, "Linear")
-        .def(nb::init<Address, Address, int64_t, int64_t, int, int>(), "weight", "bias", "n", "k", "dtype", "x_dtype")
-        .def(nb::init<Address, Address, Address, Address, int64_t, int64_t, int>(), "values", "scale", "low", "bias",
-             "n", "k", "bits")
-        .def(nb::init<Address, Address, Address, Address, Address, int64_t, int64_t, int>(), "values", "slopes",
-             "offsets", "scales", "bias", "n", "k", "dtype")
+        .def(nb::init<const Input&, const OptionalInput&, int>(), "weight"_a, "bias"_a.none(), "x_dtype"_a)
+        .def(nb::init<const Input&, const Input&, const Input&, const OptionalInput&, int>(), "values"_a, "scale"_a,
+             "low"_a, "bias"_a.none(), "bits"_a)
+        .def(nb::init<const Input&, const OptionalInput&, const OptionalInput&, const Input&, const OptionalInput&,
+                      int>(),
+             "values"_a, "slopes"_a.none(), "offsets"_a.none(), "scales"_a, "bias"_a.none(), "dtype"_a)
         .def("__call__", &Linear::call)
         .def("argmax", &Linear::argmax)
         .def("rows", &Linear::rows)
         .def_prop_ro("nbytes", [](const Linear& linear) { return linear.weight.bytes; });
-    nb::class_<Cache>(m, "Cache")
-        .def(nb::init<const Elements&, const Elements&, const Scales&, const Scales&, int, int, int, int>())
-        .def("write", &Cache::write)
-        .def("attend", &Cache::attend);
+    nb::class_<LayerCache>(m, "Cache")
+        .def(nb::new_(&layer_cache), "key"_a, "value"_a, "key_scale"_a.none(), "value_scale"_a.none())
+        .def("write", &write_cache)
+        .def("attend", &attend_cache);
     nb::class_<Decoder>(m, "Decoder")
-        .def("__init__",
-             [](Decoder* self, Address embedding, const Linear& head, int64_t vocab, int64_t hidden, Address final_norm,
-                int heads, int kv_heads, int head_dim, int type, float eps, int activation, float scale, float soft_cap,
-                float embedding_scale) {
-                 DecoderShape shape;
-                 shape.vocab = vocab;
-                 shape.hidden = hidden;
-                 shape.heads = heads;
-                 shape.kv_heads = kv_heads;
-                 shape.head_dim = head_dim;
-                 shape.type = dtype(type);
-                 shape.eps = eps;
-                 shape.activation = static_cast<Activation>(activation);
-                 shape.scale = scale;
-                 shape.soft_cap = soft_cap;
-                 shape.embedding_scale = embedding_scale;
-                 new (self) Decoder(shape, at<void>(embedding), projection(head), at<float>(final_norm));
-             })
+        .def("__init__", &make_decoder)
         .def("add_layer", &add_layer)
         .def("run", &run_step, "token_ids"_a, "positions"_a, "max_positions"_a, "query_start"_a, "context_lens"_a,
              "groups"_a, "angles"_a, "caches"_a, "output"_a, "on_layer"_a.none() = nb::none())

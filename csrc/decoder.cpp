@@ -67,22 +67,22 @@ Decoder::Workspace Decoder::workspace(int64_t tokens) {
     const auto bytes = [&](int64_t columns) {
         return (size_t(tokens) * columns * item_size(shape_.type) + 4095) / 4096 * 4096;
     };
-    const size_t needed = 2 * bytes(shape_.hidden) + bytes(wide) + bytes(context);
+    const size_t needed = 2 * bytes(head_.weight->k) + bytes(wide) + bytes(context);
     if (needed > bytes_) {
         std::free(memory_);
         memory_ = static_cast<char*>(allocate_huge(needed));
         bytes_ = memory_ ? needed : 0;
         if (!memory_) throw std::bad_alloc();
     }
-    char* y = memory_ + bytes(shape_.hidden);
-    char* rows = y + bytes(shape_.hidden);
+    char* y = memory_ + bytes(head_.weight->k);
+    char* rows = y + bytes(head_.weight->k);
     return {memory_, y, rows, rows + bytes(wide)};
 }
 
 void Decoder::run(const DecoderStep& step) {
-    const int64_t tokens = step.tokens, hidden = shape_.hidden;
+    const int64_t tokens = step.tokens, hidden = head_.weight->k;
     const DType type = shape_.type;
-    check_range("token id", step.token_ids, tokens, shape_.vocab);
+    check_range("token id", step.token_ids, tokens, head_.weight->n);
     check_range("position", step.positions, tokens, step.max_positions);
     const Workspace at = workspace(tokens);
     const Kernels& set = kernels();
@@ -95,7 +95,7 @@ void Decoder::run(const DecoderStep& step) {
     std::vector<std::unique_ptr<SharedPrefixes>> prefixes(step.groups.size());
     Stopwatch watch{seconds_};
     if (embedding_) set.embed(embedding_, step.token_ids, shape_.embedding_scale, at.x, type, tokens, hidden);
-    else tied_.set->embed_packed(*tied_.weight, step.token_ids, shape_.embedding_scale, at.x, type, tokens);
+    else head_.set->embed_packed(*head_.weight, step.token_ids, shape_.embedding_scale, at.x, type, tokens);
     watch.lap(kEmbed);
     set.rms_norm(at.x, hidden, 0, layers_.front().input_norm, shape_.eps, at.y, type, tokens, 1, hidden);
     watch.lap(kNorm);
@@ -103,59 +103,42 @@ void Decoder::run(const DecoderStep& step) {
         if (step.on_layer) step.on_layer(int(i));
         const DecoderLayer& layer = layers_[i];
         const GroupTables& group = step.groups[layer.group];
-        const LayerCache& cache = step.caches[i];
+        const LayerCache& cache = *step.caches[i];
         const AngleTable angles = layer.rope < 0 ? AngleTable{} : step.angles[layer.rope];
 
         apply(layer.qkv, at.y, qkv, type, tokens);
         watch.lap(kQkv);
-        HeadsArgs prepared;
-        prepared.qkv = qkv;
-        prepared.heads = shape_.heads;
-        prepared.q_norm = layer.q_norm;
-        prepared.k_norm = layer.k_norm;
-        prepared.eps = shape_.eps;
-        prepared.cos = angles.cos;
-        prepared.sin = angles.sin;
-        prepared.half = angles.half;
-        prepared.positions = step.positions;
-        WriteArgs& write = prepared.write;
-        write.key = keys;
-        write.value = values;
-        write.type = type;
-        write.key_token = write.value_token = row;
-        write.key_head = write.value_head = head_dim;
-        write.key_cache = cache.key;
-        write.value_cache = cache.value;
-        write.cache_type = cache.type;
-        write.slots = group.slots;
-        write.tokens = tokens;
-        write.kv_heads = shape_.kv_heads;
-        write.head_dim = shape_.head_dim;
-        write.block_size = cache.block_size;
-        set.prepare_heads(prepared);
+        const WriteArgs write{.key = {keys, row, head_dim},
+                              .value = {values, row, head_dim},
+                              .type = type,
+                              .cache = cache,
+                              .slots = group.slots,
+                              .tokens = tokens};
+        set.prepare_heads({.qkv = qkv,
+                           .heads = shape_.heads,
+                           .q_norm = layer.q_norm,
+                           .k_norm = layer.k_norm,
+                           .eps = shape_.eps,
+                           .cos = angles.cos,
+                           .sin = angles.sin,
+                           .half = angles.half,
+                           .positions = step.positions,
+                           .write = write});
         watch.lap(kHeads);
-        AttentionArgs attention;
-        attention.query = qkv;
-        attention.query_type = type;
-        attention.query_token = row;
-        attention.query_head = head_dim;
-        attention.output = at.context;
-        attention.key = cache.key;
-        attention.value = cache.value;
-        attention.cache_type = cache.type;
-        attention.tables = group.tables;
-        attention.table_stride = group.stride;
-        attention.query_start = step.query_start;
-        attention.context_lens = step.context_lens;
-        attention.positions = step.positions;
-        attention.rows = step.rows;
-        attention.heads = shape_.heads;
-        attention.kv_heads = shape_.kv_heads;
-        attention.head_dim = shape_.head_dim;
-        attention.block_size = cache.block_size;
-        attention.scale = shape_.scale;
-        attention.window = layer.window;
-        attention.soft_cap = shape_.soft_cap;
+        AttentionArgs attention{.query = {qkv, row, head_dim},
+                                .type = type,
+                                .output = at.context,
+                                .cache = cache,
+                                .tables = group.tables,
+                                .table_stride = group.stride,
+                                .query_start = step.query_start,
+                                .context_lens = step.context_lens,
+                                .positions = step.positions,
+                                .rows = step.rows,
+                                .heads = shape_.heads,
+                                .scale = shape_.scale,
+                                .window = layer.window,
+                                .soft_cap = shape_.soft_cap};
         // A group's layers have one window.
         if (!prefixes[layer.group]) prefixes[layer.group] = std::make_unique<SharedPrefixes>(attention, true);
         prefixes[layer.group]->apply(attention);

@@ -31,19 +31,12 @@ struct DecoderLayer {
 };
 
 struct DecoderShape {
-    int64_t vocab = 0, hidden = 0;
     int heads = 0, kv_heads = 0, head_dim = 0;
     DType type = DType::f32;  // of weights in `embedding`, and of all that is passed from operator to operator
     float eps = 0;
     Activation activation = Activation::silu;
     float scale = 1, soft_cap = 0;  // soft_cap 0: none
     float embedding_scale = 1;  // rounded to `type`
-};
-
-struct LayerCache {
-    CacheView key, value;
-    DType type = DType::f32;
-    int block_size = 0;
 };
 
 // cos and sin by position, [positions, half] fp32 each.
@@ -66,11 +59,11 @@ struct DecoderStep {
     int64_t tokens = 0, max_positions = 0;
     const int32_t *query_start = nullptr, *context_lens = nullptr;  // [rows + 1], [rows]
     int rows = 0;
-    std::vector<GroupTables> groups;
-    std::vector<AngleTable> angles;
-    std::vector<LayerCache> caches;  // by layer
+    std::vector<GroupTables> groups = {};
+    std::vector<AngleTable> angles = {};
+    std::vector<const LayerCache*> caches;  // by layer
     void* output = nullptr;  // [tokens, hidden], dtype of the shape
-    std::function<void(int)> on_layer;  // if given, called as each layer begins
+    std::function<void(int)> on_layer = {};  // if given, called as each layer begins
 };
 
 class Decoder {
@@ -79,12 +72,13 @@ class Decoder {
     // kMlp: gate_up, activation and down in one.
     static const char* const kOperatorNames[kOperators];
 
-    // The embedding [vocab, hidden] as a table, or null: the rows of `tied`.
-    Decoder(const DecoderShape& shape, const void* embedding, const Projection& tied, const float* final_norm)
-        : shape_(shape), embedding_(embedding), tied_(tied), final_norm_(final_norm) {}
+    // The embedding [vocab, hidden], as the head's weight is, or null: the rows of the head.
+    Decoder(const DecoderShape& shape, const void* embedding, const Projection& head, const float* final_norm)
+        : shape_(shape), embedding_(embedding), head_(head), final_norm_(final_norm) {}
     ~Decoder();
     Decoder(const Decoder&) = delete;
 
+    const DecoderShape& shape() const { return shape_; }
     void add_layer(const DecoderLayer& layer) { layers_.push_back(layer); }
     // The caller holds `Exclusive`. Throws std::out_of_range for a token id or position outside its table, before
     // anything is written, and std::bad_alloc.
@@ -99,7 +93,7 @@ class Decoder {
 
     DecoderShape shape_;
     const void* embedding_;
-    Projection tied_;
+    Projection head_;
     const float* final_norm_;
     std::vector<DecoderLayer> layers_;
     char* memory_ = nullptr;  // kept between steps

@@ -32,45 +32,24 @@ uint32_t word(const Byte* p) {
     return bits;
 }
 
-// 32 weights of 4 bits: the first half of them in the low nibbles.
-struct Q4_0 {
-    static constexpr int kWeights = 32, kBytes = 18;
+// 32 weights, the first half of them in the low nibbles of the last 16 bytes; with `Fifth`, their fifth bits in a word
+// before these. They are unsigned and have a minimum, or lie about zero.
+template <bool Fifth, bool Minimum> struct Nibbles {
+    static constexpr int kWeights = 32, kHeader = Minimum ? 4 : 2, kBytes = kHeader + (Fifth ? 20 : 16);
     static void widen(const Byte* b, float* y) {
-        const float d = half(b);
-        for (int i = 0; i < 16; ++i) y[i] = d * float((b[2 + i] & 15) - 8);
-        for (int i = 0; i < 16; ++i) y[16 + i] = d * float((b[2 + i] >> 4) - 8);
+        const float d = half(b), m = Minimum ? half(b + 2) : 0;
+        const uint32_t fifth = Fifth ? word(b + kHeader) : 0;
+        const Byte* nibbles = b + kBytes - 16;
+        for (int i = 0; i < 32; ++i) {
+            const int q = (nibbles[i % 16] >> i / 16 * 4 & 15) | (fifth >> i & 1) << 4;
+            y[i] = Minimum ? d * float(q) + m : d * float(q - (Fifth ? 16 : 8));
+        }
     }
 };
-
-struct Q4_1 {
-    static constexpr int kWeights = 32, kBytes = 20;
-    static void widen(const Byte* b, float* y) {
-        const float d = half(b), m = half(b + 2);
-        for (int i = 0; i < 16; ++i) y[i] = d * float(b[4 + i] & 15) + m;
-        for (int i = 0; i < 16; ++i) y[16 + i] = d * float(b[4 + i] >> 4) + m;
-    }
-};
-
-// The same with fifth bits in a word of their own.
-struct Q5_0 {
-    static constexpr int kWeights = 32, kBytes = 22;
-    static void widen(const Byte* b, float* y) {
-        const float d = half(b);
-        const uint32_t high = word(b + 2);
-        for (int i = 0; i < 16; ++i) y[i] = d * float(int((b[6 + i] & 15) | (high >> i & 1) << 4) - 16);
-        for (int i = 0; i < 16; ++i) y[16 + i] = d * float(int((b[6 + i] >> 4) | (high >> (16 + i) & 1) << 4) - 16);
-    }
-};
-
-struct Q5_1 {
-    static constexpr int kWeights = 32, kBytes = 24;
-    static void widen(const Byte* b, float* y) {
-        const float d = half(b), m = half(b + 2);
-        const uint32_t high = word(b + 4);
-        for (int i = 0; i < 16; ++i) y[i] = d * float(int((b[8 + i] & 15) | (high >> i & 1) << 4)) + m;
-        for (int i = 0; i < 16; ++i) y[16 + i] = d * float(int((b[8 + i] >> 4) | (high >> (16 + i) & 1) << 4)) + m;
-    }
-};
+using Q4_0 = Nibbles<false, false>;
+using Q4_1 = Nibbles<false, true>;
+using Q5_0 = Nibbles<true, false>;
+using Q5_1 = Nibbles<true, true>;
 
 struct Q8_0 {
     static constexpr int kWeights = 32, kBytes = 34;

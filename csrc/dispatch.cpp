@@ -5,31 +5,27 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <string>
+#include <vector>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
-#if defined(PAGEMILL_AMX)
+#if defined(__x86_64__) && defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
 namespace pagemill {
 
-const Kernels& kernels_generic();
-#if defined(__x86_64__)
-const Kernels& kernels_avx2();
-const Kernels& kernels_avx512();
-const Kernels& kernels_avx512_vnni();
-const Kernels& kernels_avx512_bf16();
-#if defined(PAGEMILL_AMX)
-const Kernels& kernels_amx_bf16();
-#endif
-#endif
+// PAGEMILL_SETS: SET(name) for each instruction set that there are kernels for.
+#define SET(name) const Kernels& kernels_##name();
+PAGEMILL_SETS
+#undef SET
 
 namespace {
 
-#if defined(PAGEMILL_AMX)
+#if defined(__x86_64__) && defined(__linux__)
 // Tiles with products of bf16 and of int8: the CPU has them, the system saves their state, and it lets this process use
 // them, which has to be asked for (once for all threads, present and future).
 bool amx_bf16() {
@@ -44,51 +40,49 @@ bool amx_bf16() {
 }
 #endif
 
-struct Available {
-    static constexpr int kMost = 6;
-    const Kernels* sets[kMost] = {};
-    const char* names[kMost + 1] = {};
-    int count = 0;
-
-    void add(const Kernels& set) {
-        sets[count] = &set;
-        names[count++] = set.isa;
-    }
-
-    Available() {
+// The sets that this CPU has, best first.
+std::vector<const Kernels*> find_available() {
+    std::vector<const Kernels*> found;
+#define SET(name) &kernels_##name(),
+    const Kernels* const all[] = {PAGEMILL_SETS};
+#undef SET
+    const auto add = [&](const std::string& name) {
+        for (const Kernels* set : all)
+            if (name == set->isa) found.push_back(set);
+    };
 #if defined(__x86_64__)
-        __builtin_cpu_init();
-        unsigned a = 0, b = 0, c = 0, d = 0;
-        const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
-        const bool avx2 = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-        const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-        const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
-        const bool bytes = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2");
-        const bool bf16 = vnni && bytes && __builtin_cpu_supports("avx512bf16");
-#if defined(PAGEMILL_AMX)
-        if (bf16 && amx_bf16()) add(kernels_amx_bf16());
+    __builtin_cpu_init();
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    const bool f16c = __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+    const bool avx2 = f16c && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+    const bool vnni = avx512 && __builtin_cpu_supports("avx512vnni");
+    const bool bytes = __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vbmi2");
+    const bool bf16 = vnni && bytes && __builtin_cpu_supports("avx512bf16");
+#if defined(__linux__)
+    if (bf16 && amx_bf16()) add("amx_bf16");
 #endif
-        // Intel's cores multiply pairs at half the rate of fp32, AMD's at twice.
-        const bool slow_pairs = __builtin_cpu_is("intel");
-        if (bf16 && !slow_pairs) add(kernels_avx512_bf16());
-        if (vnni) add(kernels_avx512_vnni());
-        if (avx512) add(kernels_avx512());
-        if (bf16 && slow_pairs) add(kernels_avx512_bf16());
-        if (avx2) add(kernels_avx2());
+    // Intel's cores multiply pairs at half the rate of fp32, AMD's at twice.
+    const bool slow_pairs = __builtin_cpu_is("intel");
+    if (bf16 && !slow_pairs) add("avx512_bf16");
+    if (vnni) add("avx512_vnni");
+    if (avx512) add("avx512");
+    if (bf16 && slow_pairs) add("avx512_bf16");
+    if (avx2) add("avx2");
 #endif
-        add(kernels_generic());
-    }
-};
-
-const Available& available() {
-    static const Available instance;
-    return instance;
+    add("generic");
+    return found;
 }
 
-const Kernels* find(const char* name) {
-    for (int i = 0; i < available().count; ++i)
-        if (!std::strcmp(available().names[i], name)) return available().sets[i];
+const std::vector<const Kernels*>& available() {
+    static const std::vector<const Kernels*> sets = find_available();
+    return sets;
+}
+
+const Kernels* find(const std::string& name) {
+    for (const Kernels* set : available())
+        if (name == set->isa) return set;
     return nullptr;
 }
 
@@ -96,7 +90,7 @@ const Kernels*& current() {
     static const Kernels* chosen = [] {
         const char* asked = std::getenv("PAGEMILL_ISA");
         const Kernels* set = asked ? find(asked) : nullptr;
-        return set ? set : available().sets[0];
+        return set ? set : available().front();
     }();
     return chosen;
 }
@@ -115,9 +109,13 @@ const bool fetches_to_second_level = [] {
 
 const Kernels& kernels() { return *current(); }
 
-const char* const* available_isas() { return available().names; }
+std::vector<std::string> available_isas() {
+    std::vector<std::string> names;
+    for (const Kernels* set : available()) names.emplace_back(set->isa);
+    return names;
+}
 
-bool use_isa(const char* name) {
+bool use_isa(const std::string& name) {
     const Kernels* set = find(name);
     if (set) current() = set;
     return set != nullptr;

@@ -5,6 +5,8 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <string>
+#include <vector>
 
 namespace pagemill {
 
@@ -61,6 +63,12 @@ struct CacheView {
     int64_t scale_frame = 0, scale_head = 0;
 };
 
+struct LayerCache {
+    CacheView key, value;
+    DType type = DType::f32;
+    int kv_heads = 0, block_size = 0, head_dim = 0;
+};
+
 // Whether keys and values come faster when fetched into the second-level cache than into the first.
 extern const bool fetches_to_second_level;
 
@@ -74,14 +82,18 @@ struct QueryToken { int32_t token, row, shared; };
 // partitions.
 struct SharedPrefix { int32_t first, tokens, partitions; };
 
+// Queries, keys or values [tokens, heads, head_dim], the last dimension contiguous; strides.
+struct HeadsView {
+    const void* data = nullptr;
+    int64_t token = 0, head = 0;
+};
+
 struct AttentionArgs {
-    const void* query = nullptr;  // [tokens, heads, head_dim], the last dimension contiguous
-    DType query_type = DType::f32;
-    int64_t query_token = 0, query_head = 0;
-    void* output = nullptr;  // [tokens, heads, head_dim], contiguous, dtype of the query
+    HeadsView query;
+    DType type = DType::f32;  // of query and output
+    void* output = nullptr;  // [tokens, heads, head_dim], contiguous
     float* lse = nullptr;    // [tokens, heads] or null
-    CacheView key, value;
-    DType cache_type = DType::f32;
+    LayerCache cache;
     const int32_t* tables = nullptr;  // [rows, ...]; null (benchmarks.paging): row r has frames r * table_stride, ...
     int64_t table_stride = 0;
     const int32_t* query_start = nullptr;  // [rows + 1]
@@ -89,7 +101,7 @@ struct AttentionArgs {
     const int64_t* positions = nullptr;  // [tokens]
     const int32_t* key_start = nullptr;  // [rows] or null
     const int32_t* key_end = nullptr;  // [rows] or null
-    int rows = 0, heads = 0, kv_heads = 0, head_dim = 0, block_size = 0;
+    int rows = 0, heads = 0;
     float scale = 1;
     int64_t window = 0;  // 0: none
     float soft_cap = 0;  // 0: none
@@ -112,14 +124,11 @@ static inline KeyRange key_range(const AttentionArgs& args, int row, int64_t tok
 }
 
 struct WriteArgs {
-    const void *key = nullptr, *value = nullptr;  // [tokens, kv_heads, head_dim], the last dimension contiguous
+    HeadsView key, value;
     DType type = DType::f32;
-    int64_t key_token = 0, key_head = 0, value_token = 0, value_head = 0;
-    CacheView key_cache, value_cache;
-    DType cache_type = DType::f32;
+    LayerCache cache;
     const int64_t* slots = nullptr;  // [tokens]; negative: not written
     int64_t tokens = 0;
-    int kv_heads = 0, head_dim = 0, block_size = 0;
 };
 
 // What lies between a layer's joined projection and attention, token by token.
@@ -220,9 +229,9 @@ struct Kernels {
 const Kernels& kernels();
 // Switches to another instruction set that this CPU has; false if it has not. Packed weights belong to the set that
 // packed.
-bool use_isa(const char* name);
-// Names of the instruction sets of this CPU, best first; null-terminated.
-const char* const* available_isas();
+bool use_isa(const std::string& name);
+// Names of the instruction sets of this CPU, best first.
+std::vector<std::string> available_isas();
 
 void release(PackedLinear&);
 

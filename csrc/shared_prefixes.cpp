@@ -33,7 +33,7 @@ SharedPrefixes::SharedPrefixes(const AttentionArgs& args, bool share) {
     std::vector<Candidate> candidates;
     for (int row = 0; share && args.tables && row < args.rows; ++row) {
         const int begin = args.query_start[row], end = args.query_start[row + 1];
-        if (begin == end || (args.cache_type == DType::f32 && end - begin > kMaxTokens)) continue;
+        if (begin == end || (args.cache.type == DType::f32 && end - begin > kMaxTokens)) continue;
         KeyRange seen = key_range(args, row, begin);
         for (int token = begin + 1; token < end; ++token) {
             const KeyRange r = key_range(args, row, token);
@@ -42,13 +42,14 @@ SharedPrefixes::SharedPrefixes(const AttentionArgs& args, bool share) {
         const int64_t partitions = seen.begin == 0 ? seen.end / kPartition : 0;
         if (partitions > 0)
             candidates.push_back({row, partitions, args.tables + row * args.table_stride,
-                                  (partitions * kPartition + args.block_size - 1) / args.block_size});
+                                  (partitions * kPartition + args.cache.block_size - 1) / args.cache.block_size});
     }
     std::sort(candidates.begin(), candidates.end(), by_table);
 
     const size_t count = candidates.size();
     std::vector<int64_t> common(count + 1, 0);  // of a candidate and the one before it
-    for (size_t i = 1; i < count; ++i) common[i] = common_partitions(candidates[i - 1], candidates[i], args.block_size);
+    for (size_t i = 1; i < count; ++i)
+        common[i] = common_partitions(candidates[i - 1], candidates[i], args.cache.block_size);
     order_.reserve(args.query_start[args.rows]);
     std::vector<bool> taken(args.rows, false);
     for (size_t first = 0; first < count;) {

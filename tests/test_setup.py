@@ -81,7 +81,7 @@ def test_install_with_a_wrong_cxx_names_it(machine):
 
 def test_install_with_a_compiler_of_an_older_language_says_which_version_is_needed(machine):
     machine.add("false")
-    assert "false cannot compile C++17" in refused_in_one_line(machine.install(CXX="false"))
+    assert "false cannot compile C++20" in refused_in_one_line(machine.install(CXX="false"))
 
 
 def test_install_without_python(machine):

@@ -4,17 +4,12 @@
 // as if it had lain there.
 #pragma once
 
-#include "../kernels.h"
 #include "../memory.h"
 #include "../threads.h"
-#include "compile_time.h"
-#include "panels.h"
+#include "linear_tiles.h"
 #include "simd.h"
 
-#include <cstring>
-
-namespace pagemill {
-namespace {
+namespace pagemill { namespace {
 
 constexpr int kAffineK = 32;
 constexpr int64_t kAffinePiece = 192;  // k that are widened at a time: they stay in the first-level cache
@@ -58,16 +53,14 @@ template <int Bits> void widen_blocks(const AffineBlock<Bits>* from, int64_t blo
 
 // k [begin, begin + length) of a panel, both multiples of 32.
 INLINE void widen_affine(const PackedLinear& weight, int64_t panel, int64_t begin, int64_t length, float* to) {
-    with_affine(weight.format, [&](auto* t) {
-        using Block = Pointee<decltype(t)>;
+    with_affine(weight.format, [&]<class Block>(Block*) {
         widen_blocks((const Block*)weight.panels + (panel * weight.k + begin) / kAffineK, length / kAffineK, to);
     });
 }
 
 bool pack_affine(PackedLinear& packed, const AffineSource& from) {
     bool packs = false;
-    with_affine(packed.format, [&](auto* t) {
-        using Block = Pointee<decltype(t)>;
+    with_affine(packed.format, [&]<class Block>(Block*) {
         const int64_t blocks = packed.k / kAffineK;
         packed.bytes = (panels_of(packed) * blocks * sizeof(Block) + 4095) / 4096 * 4096;
         packed.panels = allocate_shared(packed.bytes);
@@ -94,8 +87,7 @@ bool pack_affine(PackedLinear& packed, const AffineSource& from) {
 }
 
 template <class Y> void embed_affine(const PackedLinear& packed, int64_t row, float factor, Y* y) {
-    with_affine(packed.format, [&](auto* t) {
-        using Block = Pointee<decltype(t)>;
+    with_affine(packed.format, [&]<class Block>(Block*) {
         const int64_t blocks = packed.k / kAffineK, i = row % NR;
         for (int64_t b = 0; b < blocks; ++b, y += kAffineK) {
             const Block& block = ((const Block*)packed.panels)[row / NR * blocks + b];
@@ -110,5 +102,40 @@ template <class Y> void embed_affine(const PackedLinear& packed, int64_t row, fl
     });
 }
 
-}  // namespace
-}  // namespace pagemill
+constexpr int kFewAffine = W == 16 ? 9 : 4;  // so few rows
+
+// c [MR][NR] = a [k][MR] times a panel of `blocks`, for so few rows that nothing widened is used again. GCC keeps the
+// sums in registers only if all loops over them are unrolled early.
+template <int MR, int Bits> void affine_product(const float* a, const AffineBlock<Bits>* block, int64_t blocks,
+                                                float* c) {
+    F acc[MR][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; ++r)
+        for (int v = 0; v < 2; ++v) acc[r][v] = zero();
+    for (; blocks; --blocks, ++block) {
+        fetch_after(block);
+        for (int word = 0; word < Bits; ++word) {
+            const Integers all[2] = {load_integers(block->words[0][word]), load_integers(block->words[1][word])};
+            for (int i = 0; i < AffineBlock<Bits>::kTogether; ++i, a += MR)
+#pragma GCC unroll 2
+                for (int v = 0; v < 2; ++v) {
+                    const F w = fma(lowest_bits<Bits>(all[v] >> (i * Bits)), load(block->scale + v * W),
+                                    load(block->low + v * W));
+                    for (int r = 0; r < MR; ++r) acc[r][v] = fma(broadcast(a[r]), w, acc[r][v]);
+                }
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < MR; ++r)
+        for (int v = 0; v < 2; ++v) store(c + (r * 2 + v) * W, acc[r][v]);
+}
+
+INLINE void few_rows_affine(const PackedLinear& weight, int64_t panel, int rows, const float* a, float* c) {
+    with_affine(weight.format, [&]<class Block>(Block*) {
+        const int64_t blocks = weight.k / kAffineK;
+        const Block* from = (const Block*)weight.panels + panel * blocks;
+        with_count<kFewAffine>(rows, [&]<int MR>() { affine_product<MR>(a, from, blocks, c); });
+    });
+}
+
+}}  // namespace pagemill

@@ -2,14 +2,11 @@
 #pragma once
 
 #include "coded.h"
-#include "panels.h"
+#include "linear_tiles.h"
 #include "simd.h"
 
 #if defined(__AMX_BF16__)
-#include <immintrin.h>
-
-namespace pagemill {
-namespace {
+namespace pagemill { namespace {
 
 constexpr int64_t kStep = 32;  // k in a tile product
 constexpr int kTileHeight = 16;
@@ -122,6 +119,5 @@ void amx_one_tile(TileRows x, const char* b, int64_t b_panel, int64_t steps, flo
     if (NP == 2) _tile_stored(3, c + 3 * W, kRow);
 }
 
-}  // namespace
-}  // namespace pagemill
+}}  // namespace pagemill
 #endif

@@ -8,18 +8,15 @@
 // `Few` takes the tasks of few rows, `Many` the others, with the same bits where they are two.
 #pragma once
 
-#include "../kernels.h"
 #include "../threads.h"
 #include "attention_pairs.h"
 #include "attention_plan.h"
 #include "attention_tiled.h"
 #include "attention_tiles.h"
 #include "attention_vectors.h"
-#include "compile_time.h"
 #include "simd.h"
 
-namespace pagemill {
-namespace {
+namespace pagemill { namespace {
 
 template <class Few, class Many> struct Attention {
     const AttentionArgs& args;
@@ -110,14 +107,10 @@ template <class Few, class Many> struct Attention {
             const bool none = is_empty(maximum, sum);
             if (args.lse) args.lse[at] = none ? -kInf : maximum + __builtin_logf(sum);
             const F divisor = broadcast(none ? 1.0f : sum);
-            with_type(args.query_type, [&](auto* t) {
-                using Q = Pointee<decltype(t)>;
-                Q* out = (Q*)args.output + at * args.head_dim;
-                for (int d = 0; d < args.head_dim; d += W) {
-                    const F x = load(state + d) / divisor;
-                    if (args.head_dim - d >= W) store(out + d, x);
-                    else store_first(out + d, x, args.head_dim - d);
-                }
+            with_type(args.type, [&]<class Q>(Q*) {
+                Q* out = (Q*)args.output + at * args.cache.head_dim;
+                for (int d = 0; d < args.cache.head_dim; d += W)
+                    store_upto(out + d, load(state + d) / divisor, args.cache.head_dim - d);
             });
         }
     }
@@ -142,8 +135,13 @@ template <class Few, class Many> struct Attention {
 };
 
 template <class Few, class Many> void attend_with(const AttentionArgs& args) {
-    Attention<Few, Many> run{
-        args, nullptr, nullptr, nullptr, nullptr, args.heads / args.kv_heads, (args.head_dim + W - 1) / W * W};
+    Attention<Few, Many> run{args,
+                             nullptr,
+                             nullptr,
+                             nullptr,
+                             nullptr,
+                             args.heads / args.cache.kv_heads,
+                             (args.cache.head_dim + W - 1) / W * W};
     int64_t target = INT64_MAX;
     if (num_threads() > 1) {
         int64_t work = 0;
@@ -174,13 +172,9 @@ template <class Few, class Many> void attend_with(const AttentionArgs& args) {
 
 void attend(const AttentionArgs& args) {
 #if defined(__AVX512BF16__)
-    if (args.query_type == DType::bf16 && args.cache_type == DType::bf16) return attend_with<PairPass, TiledPass>(args);
+    if (args.type == DType::bf16 && args.cache.type == DType::bf16) return attend_with<PairPass, TiledPass>(args);
 #endif
-    with_cache_type(args.cache_type, [&](auto* t) {
-        using Pass = VectorPass<Pointee<decltype(t)>>;
-        attend_with<Pass, Pass>(args);
-    });
+    with_cache_type(args.cache.type, [&]<class T>(T*) { attend_with<VectorPass<T>, VectorPass<T>>(args); });
 }
 
-}  // namespace
-}  // namespace pagemill
+}}  // namespace pagemill

@@ -2,20 +2,13 @@
 // those of TileProducts.
 #pragma once
 
-#include "../kernels.h"
-#include "attention_amx.h"
-#include "attention_dots.h"
+#include "attention_bf16.h"
 #include "attention_plan.h"
 #include "attention_tiles.h"
-#include "attention_weights.h"
-#include "compile_time.h"
 #include "simd.h"
 
 #if defined(__AVX512BF16__)
-#include <immintrin.h>
-
-namespace pagemill {
-namespace {
+namespace pagemill { namespace {
 
 // Scores of keys [begin, end) of a partition become weights, in place, as put_weights holds them; zero over the rest of
 // [from, to), in whole steps.
@@ -137,14 +130,17 @@ struct PairPass {
 
     // None if keys and values cannot be read where they lie.
     static int most_rows(const AttentionArgs& args) {
-        return args.key.pairs && args.value.pairs && args.block_size % W == 0 && args.head_dim % W == 0 ? kPairRows : 0;
+        return args.cache.key.pairs && args.cache.value.pairs && args.cache.block_size % W == 0 &&
+                       args.cache.head_dim % W == 0
+                   ? kPairRows
+                   : 0;
     }
 
     PairPass(const AttentionArgs& args, const AttentionTask& task, const AttentionTask* next, int padded)
-        : args(args), task(task), next(next), group(args.heads / args.kv_heads), padded(padded),
+        : args(args), task(task), next(next), group(args.heads / args.cache.kv_heads), padded(padded),
           rows(task.tokens * group) {}
 
-    int64_t query_size() const { return int64_t(args.head_dim) / 2 * kFactors * rows; }  // of one KV head
+    int64_t query_size() const { return int64_t(args.cache.head_dim) / 2 * kFactors * rows; }  // of one KV head
     int64_t scratch_size() const { return task.heads * query_size() + rows * (kScoreRow + padded); }
 
     void begin(float* memory) {
@@ -153,17 +149,15 @@ struct PairPass {
         part = scores + rows * kScoreRow;
         for (int h = 0; h < task.heads; ++h)
             for (int r = 0; r < rows; ++r) {
-                const bf16* q = (const bf16*)args.query + args.order[task.first + r / group].token * args.query_token +
-                                ((task.head + h) * group + r % group) * args.query_head;
+                const bf16* q = query_at<bf16>(args, task, group, task.head + h, r);
                 float* to = queries + h * query_size() + r;
-                for (int d = 0; d < args.head_dim; d += 2, to += kFactors * rows) put_factors(to, rows, q + d);
+                for (int d = 0; d < args.cache.head_dim; d += 2, to += kFactors * rows) put_factors(to, rows, q + d);
             }
     }
 
     // As of VectorPass.
     template <class Emit> void partition(int64_t base, int h, const KeyRange* ranges, KeyRange all, Emit&& emit) const {
-        with_count(rows, Upto<kPairRows>{}, [&](auto count) {
-            constexpr int MR = decltype(count)::value;
+        with_count<kPairRows>(rows, [&]<int MR>() {
             const int from = int(all.begin), until = int(all.end);
             PairPieces pieces;
             locate(base, h, from, until, pieces);
@@ -172,7 +166,7 @@ struct PairPass {
             {
                 const FlushSubnormals rounding;
                 for (int i = 0; i < pieces.count; i += pair_vectors(MR))
-                    score_pairs<MR>(q, pieces, i, args.head_dim, scores + from / W * W + i * W);
+                    score_pairs<MR>(q, pieces, i, args.cache.head_dim, scores + from / W * W + i * W);
                 for (int r = 0; r < MR; ++r) {
                     const KeyRange& own = ranges[r / group];
                     pieces.fetch(
@@ -188,20 +182,19 @@ struct PairPass {
     void locate(int64_t base, int h, int from, int until, PairPieces& pieces) const {
         const int row = args.order[task.first].row, first = from / W;
         pieces.count = (until + W - 1) / W - first;
-        pieces.lines = args.head_dim / 2;
-        pieces.key_row = args.key.dim;
-        pieces.value_row = args.value.token;
+        pieces.lines = args.cache.head_dim / 2;
+        pieces.key_row = args.cache.key.dim;
+        pieces.value_row = args.cache.value.token;
         for (int i = 0; i < pieces.count; ++i) {
             const int64_t token = base + (first + i) * W;
-            pieces.at[i] = key_pairs_at(args, row, task.head + h, token);
+            pieces.at[i] = key_at<bf16>(args, row, task.head + h, token);
             pieces.at[pieces.count + i] = value_pairs_at(args, row, task.head + h, token);
         }
         const NextKeys then(args, task, next, base, from, h);
         for (int i = 0; i < PairPieces::kAhead; ++i)
-            pieces.at[2 * pieces.count + i] = key_pairs_at(args, then.row, then.head, then[i]);
+            pieces.at[2 * pieces.count + i] = key_at<bf16>(args, then.row, then.head, then[i]);
     }
 };
 
-}  // namespace
-}  // namespace pagemill
+}}  // namespace pagemill
 #endif

@@ -1,13 +1,11 @@
 // A step of attention cut into tasks of about equal work.
 #pragma once
 
-#include "../kernels.h"
 #include "../threads.h"
 #include "linear_tiles.h"
 #include "simd.h"
 
-namespace pagemill {
-namespace {
+namespace pagemill { namespace {
 
 // Query tokens, as the step orders them, of one row, or of rows over their shared prefix; some KV heads, some
 // partitions. With `partial` >= 0 each partition's state goes to that place of a buffer and is folded afterwards; else
@@ -66,13 +64,33 @@ struct NextKeys {
     int64_t operator[](int i) const { return lesser(token + i * W, last / W * W); }
 };
 
-// Where a row's keys, and values, in pairs lie from token `token` on.
-INLINE const bf16* key_pairs_at(const AttentionArgs& args, int row, int head, int64_t token) {
-    return block_at<bf16>(args, args.key, row, token / args.block_size, head) + token % args.block_size * 2;
+// Where a row's keys lie from token `token` on; and its values in pairs.
+template <class T> INLINE const T* key_at(const AttentionArgs& args, int row, int head, int64_t token) {
+    const int size = args.cache.block_size;
+    return block_at<T>(args, args.cache.key, row, token / size, head) + token % size * args.cache.key.token;
 }
 INLINE const bf16* value_pairs_at(const AttentionArgs& args, int row, int head, int64_t token) {
-    return block_at<bf16>(args, args.value, row, token / args.block_size, head) +
-           token % args.block_size / 2 * args.value.token;
+    const int size = args.cache.block_size;
+    return block_at<bf16>(args, args.cache.value, row, token / size, head) + token % size / 2 * args.cache.value.token;
+}
+
+// body(block, offset in it, first token, tokens) for the pieces of blocks that hold keys [begin, end) of the partition
+// at `base`.
+template <class Body> INLINE void for_pieces(const AttentionArgs& args, int64_t base, int begin, int end, Body&& body) {
+    const int size = args.cache.block_size;
+    for (int token = begin; token < end;) {
+        const int64_t block = (base + token) / size;
+        const int offset = int(base + token - block * size), count = lesser(size - offset, end - token);
+        body(block, offset, token, count);
+        token += count;
+    }
+}
+
+// A task's query of the `i`th row over one KV head.
+template <class Q> INLINE const Q* query_at(const AttentionArgs& args, const AttentionTask& task, int group, int head,
+                                            int64_t i) {
+    return (const Q*)args.query.data + args.order[task.first + i / group].token * args.query.token +
+           (head * group + i % group) * args.query.head;
 }
 
 // A step's tasks; those of shared prefixes come first, and the others wait for them. Without memory it only counts.
@@ -94,7 +112,7 @@ struct AttentionPlan {
 // Keys [begin, end) for a task's tokens. Many query rows over one KV head are split by head, few over a long context by
 // partitions.
 void plan_keys(const AttentionArgs& args, AttentionPlan& plan, AttentionTask task, KeyRange keys, int64_t target) {
-    const int kv_heads = args.kv_heads, rows = task.tokens * (args.heads / kv_heads);
+    const int kv_heads = args.cache.kv_heads, rows = task.tokens * (args.heads / kv_heads);
     const int64_t first = keys.begin / kPartition, last = (keys.end + kPartition - 1) / kPartition,
                   count = last - first;
     const int64_t head_work = (keys.end - keys.begin) * rows, work = head_work * kv_heads;
@@ -151,11 +169,11 @@ Tiles cut_shared(int tokens, int most, int group, int kv_heads) {
 AttentionPlan plan_attention(const AttentionArgs& args, AttentionTask* tasks, AttentionTask* merges, int task_rows,
                              int64_t target) {
     AttentionPlan plan{tasks, merges};
-    const int group = args.heads / args.kv_heads, per_task = greater(1, task_rows / group);
+    const int group = args.heads / args.cache.kv_heads, per_task = greater(1, task_rows / group);
     for (int i = 0; i < args.num_prefixes; ++i) {
         const SharedPrefix& prefix = args.prefixes[i];
         const int64_t keys = int64_t(prefix.partitions) * kPartition;
-        const Tiles cut = cut_shared(prefix.tokens, per_task, group, args.kv_heads);
+        const Tiles cut = cut_shared(prefix.tokens, per_task, group, args.cache.kv_heads);
         for (int64_t i = 0; i < cut.count; ++i)
             plan_keys(args, plan, {prefix.first + int(cut.begin(i)), cut.height(i), 0, 0, true, 0, 0, -1}, {0, keys},
                       target);
@@ -173,5 +191,4 @@ AttentionPlan plan_attention(const AttentionArgs& args, AttentionTask* tasks, At
     return plan;
 }
 
-}  // namespace
-}  // namespace pagemill
+}}  // namespace pagemill

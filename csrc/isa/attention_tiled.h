@@ -3,20 +3,14 @@
 // layouts are copied.
 #pragma once
 
-#include "../kernels.h"
-#include "attention_amx.h"
-#include "attention_dots.h"
+#include "attention_bf16.h"
 #include "attention_plan.h"
 #include "attention_tiles.h"
-#include "attention_weights.h"
 #include "linear_tiles.h"
 #include "simd.h"
 
 #if defined(__AVX512BF16__)
-#include <immintrin.h>
-
-namespace pagemill {
-namespace {
+namespace pagemill { namespace {
 
 struct TiledPass {
     static constexpr int kRows = kTileTaskRows, kHeight = TileProducts::kHeight;
@@ -38,11 +32,12 @@ struct TiledPass {
     bool fetching = false;
 
     TiledPass(const AttentionArgs& args, const AttentionTask& task, const AttentionTask*, int padded)
-        : args(args), task(task), group(args.heads / args.kv_heads), padded(padded),
+        : args(args), task(task), group(args.heads / args.cache.kv_heads), padded(padded),
           tiles(task.tokens * group, kHeight), height(int((tiles.rows + tiles.count - 1) / tiles.count)),
-          dim_steps((args.head_dim + 31) / 32), dim_tiles(padded / 16),
-          keys_in_place(args.key.pairs && args.block_size % 16 == 0 && args.head_dim % 32 == 0),
-          values_in_place(args.value.pairs && args.block_size % kPieceTokens == 0 && args.value.token == 2 * padded),
+          dim_steps((args.cache.head_dim + 31) / 32), dim_tiles(padded / 16),
+          keys_in_place(args.cache.key.pairs && args.cache.block_size % 16 == 0 && args.cache.head_dim % 32 == 0),
+          values_in_place(args.cache.value.pairs && args.cache.block_size % kPieceTokens == 0 &&
+                          args.cache.value.token == 2 * padded),
           products(height) {}
 
     int64_t query_size() const { return tiles.count * dim_steps * kTile; }  // of one KV head
@@ -70,10 +65,8 @@ struct TiledPass {
             for (int s = 0; s < dim_steps; ++s) {
                 __m512i x = _mm512_setzero_si512();
                 if (r < tiles.height(tile)) {
-                    const bf16* q = (const bf16*)args.query +
-                                    args.order[task.first + i / group].token * args.query_token +
-                                    (head * group + i % group) * args.query_head;
-                    x = _mm512_maskz_loadu_epi16(first_bits(args.head_dim - s * 32), q + s * 32);
+                    const bf16* q = query_at<bf16>(args, task, group, head, i);
+                    x = _mm512_maskz_loadu_epi16(first_bits(args.cache.head_dim - s * 32), q + s * 32);
                 }
                 _mm512_storeu_si512(to + s * kTile + r * 32, x);
             }
@@ -83,36 +76,35 @@ struct TiledPass {
     // Keys of 16 tokens from `base + token` on -> [pair of dimensions][token][2], zeros outside `range` and beyond the
     // head.
     void copy_keys(int row, int head, int64_t base, int token, KeyRange range, bf16* to) const {
-        const CacheView& cache = args.key;
+        const CacheView& cache = args.cache.key;
         std::memset(to, 0, dim_steps * kTile * sizeof(bf16));
-        const int end = lesser(token + 16, int(range.end));
-        for (int t = greater(token, int(range.begin)), count; t < end; t += count) {
-            const int64_t block = (base + t) / args.block_size, offset = base + t - block * args.block_size;
-            const bf16* from = block_at<bf16>(args, cache, row, block, head) + offset * cache.token;
+        const int begin = greater(token, int(range.begin)), end = lesser(token + 16, int(range.end));
+        for_pieces(args, base, begin, end, [&](int64_t, int, int t, int count) {
+            const bf16* from = key_at<bf16>(args, row, head, base + t);
             bf16* at = to + (t - token) * 2;
-            count = lesser(end - t, int(args.block_size - offset));
             if (cache.pairs) {
                 const __mmask16 these = __mmask16(first_bits(count));
-                for (int d = 0; d < args.head_dim / 2; ++d, from += cache.dim, at += 32)
+                for (int d = 0; d < args.cache.head_dim / 2; ++d, from += cache.dim, at += 32)
                     _mm512_mask_storeu_epi32(at, these, _mm512_maskz_loadu_epi32(these, from));
             } else {
                 for (int i = 0; i < count; ++i)
-                    for (int d = 0; d < args.head_dim; ++d)
+                    for (int d = 0; d < args.cache.head_dim; ++d)
                         at[d / 2 * 32 + i * 2 + d % 2] = from[i * cache.token + d * cache.dim];
             }
-        }
+        });
     }
 
     // Values of 32 tokens from `base + token` on -> [pair of tokens][padded][2], zeros outside `range` and beyond the
     // head.
     void copy_values(int row, int head, int64_t base, int token, KeyRange range, bf16* to) const {
-        const CacheView& cache = args.value;
+        const CacheView& cache = args.cache.value;
         if (!cache.pairs) {
             std::memset(to, 0, dim_tiles * kTile * sizeof(bf16));
             for (int t = greater(token, int(range.begin)); t < lesser(token + 32, int(range.end)); ++t) {
-                const int64_t block = (base + t) / args.block_size, offset = base + t - block * args.block_size;
+                const int64_t block = (base + t) / args.cache.block_size,
+                              offset = base + t - block * args.cache.block_size;
                 const bf16* from = block_at<bf16>(args, cache, row, block, head) + offset * cache.token;
-                for (int d = 0; d < args.head_dim; ++d)
+                for (int d = 0; d < args.cache.head_dim; ++d)
                     to[(t - token) / 2 * 2 * padded + d * 2 + t % 2] = from[d * cache.dim];
             }
             return;
@@ -124,13 +116,12 @@ struct TiledPass {
             const bool even = t >= range.begin && t < range.end, odd = t + 1 >= range.begin && t + 1 < range.end;
             const __mmask32 tokens = (even ? kEven : 0) | (odd ? ~kEven : 0);
             if (tokens && left <= 0) {
-                const int64_t block = (base + t) / args.block_size, offset = base + t - block * args.block_size;
-                from = block_at<bf16>(args, cache, row, block, head) + offset / 2 * cache.token;
-                left = (args.block_size - offset) / 2;
+                from = value_pairs_at(args, row, head, base + t);
+                left = (args.cache.block_size - (base + t) % args.cache.block_size) / 2;
             }
             for (int d = 0; d < padded; d += 16)
-                _mm512_storeu_si512(
-                    to + 2 * d, _mm512_maskz_loadu_epi16(tokens & first_bits(2 * (args.head_dim - d)), from + 2 * d));
+                _mm512_storeu_si512(to + 2 * d, _mm512_maskz_loadu_epi16(
+                                                    tokens & first_bits(2 * (args.cache.head_dim - d)), from + 2 * d));
         }
     }
 
@@ -143,13 +134,13 @@ struct TiledPass {
 
     Partition locate(int row, int head, int64_t base, KeyRange all) const {
         Partition at;
-        at.key_row = keys_in_place ? args.key.dim * 2 : 64;
+        at.key_row = keys_in_place ? args.cache.key.dim * 2 : 64;
         const int begin = int(all.begin), end = int(all.end);
         for (int s = begin / kPairStep; s * kPairStep < end; ++s) {
             for (int g = 2 * s; g < 2 * s + 2; ++g) {
                 if (keys_in_place) {  // what lies outside the range needs a readable place
                     const int64_t token = base + lesser(greater(g, begin / 16), (end - 1) / 16) * 16;
-                    at.keys[g] = (const char*)key_pairs_at(args, row, head, token);
+                    at.keys[g] = (const char*)key_at<bf16>(args, row, head, token);
                 } else {
                     bf16* to = keys + g * dim_steps * kTile;
                     copy_keys(row, head, base, g * 16, all, to);
@@ -157,7 +148,7 @@ struct TiledPass {
                 }
             }
             if (keys_in_place && tiles.count <= 2 && !next_keys[0])
-                for (int g = 2 * s; g < 2 * s + 2; ++g) fetch(at.keys[g], args.head_dim / 2, at.key_row);
+                for (int g = 2 * s; g < 2 * s + 2; ++g) fetch(at.keys[g], args.cache.head_dim / 2, at.key_row);
             const int token = s * kPairStep;
             if (values_in_place && token >= begin && token + kPairStep <= end) {
                 for (int p = 0; p < kPieces; ++p)
@@ -182,7 +173,7 @@ struct TiledPass {
         for (int p = 0; values_in_place && p < kPieces; ++p)
             fetch(at.values[step * kPieces + p], kPieceTokens / 2 * padded / 16, 64);
         for (int64_t g = 2 * step; g < 2 * step + 2 && next_keys[g]; ++g)
-            fetch(next_keys[g], args.head_dim / 2, at.key_row);
+            fetch(next_keys[g], args.cache.head_dim / 2, at.key_row);
     }
 
     void locate_next(int64_t base, int h) {
@@ -192,7 +183,7 @@ struct TiledPass {
         const int64_t end = lesser<int64_t>(task.part_end * kPartition, args.context_lens[row]);
         for (int g = 0; g < kPartition / 16; ++g) {
             const int64_t token = from + g * 16;
-            next_keys[g] = keys_in_place && token < end ? (const char*)key_pairs_at(args, row, head, token) : nullptr;
+            next_keys[g] = keys_in_place && token < end ? (const char*)key_at<bf16>(args, row, head, token) : nullptr;
         }
     }
 
@@ -326,6 +317,5 @@ struct TiledPass {
     }
 };
 
-}  // namespace
-}  // namespace pagemill
+}}  // namespace pagemill
 #endif

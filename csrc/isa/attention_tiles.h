@@ -2,13 +2,10 @@
 // folding of partitions, which all ways share.
 #pragma once
 
-#include "../kernels.h"
-#include "compile_time.h"
 #include "math.h"
 #include "simd.h"
 
-namespace pagemill {
-namespace {
+namespace pagemill { namespace {
 
 constexpr int kScoreRow = kPartition + 4 * W;  // a group of key vectors may end beyond the partition
 // (token, head) rows that run side by side in registers, and vectors of each row.
@@ -224,5 +221,4 @@ void fold(int rows, float* state, int64_t size, const Softmax* part, const float
     }
 }
 
-}  // namespace
-}  // namespace pagemill
+}}  // namespace pagemill

@@ -1,14 +1,11 @@
 // Keys and values of a partition as they lie in the cache, keys by vectors; and the keys that are fetched meanwhile.
 #pragma once
 
-#include "../kernels.h"
 #include "attention_plan.h"
 #include "attention_tiles.h"
-#include "compile_time.h"
 #include "simd.h"
 
-namespace pagemill {
-namespace {
+namespace pagemill { namespace {
 
 template <class T> struct InPlace {
     const T *keys[kPartition / W + 4], *ahead[kPartition / W + 4];
@@ -18,18 +15,14 @@ template <class T> struct InPlace {
     InPlace(const AttentionArgs& args, int row, int head, int64_t base, int begin, int end, int beside,
             const NextKeys& next) {
         const int first = begin / W, last = (end + W - 1) / W;
-        const auto key_at = [&](int row, int head, int64_t token) {
-            return block_at<T>(args, args.key, row, token / args.block_size, head) +
-                   token % args.block_size * args.key.token;
-        };
         for (int v = first; v < last + 4; ++v)  // beyond the range: any readable place
-            keys[v] = key_at(row, head, base + lesser(v, last - 1) * W);
-        values.stride = args.value.token;
-        values.tokens = lesser(args.block_size, kPartition);
+            keys[v] = key_at<T>(args, row, head, base + lesser(v, last - 1) * W);
+        values.stride = args.cache.value.token;
+        values.tokens = lesser(args.cache.block_size, kPartition);
         const int first_block = begin / values.tokens, blocks = (end + values.tokens - 1) / values.tokens;
         for (int b = first_block; b < blocks; ++b)
-            values.block[b] = block_at<T>(args, args.value, row, base / values.tokens + b, head);
-        for (int b = 0; b < kBlocksAhead; ++b) values.block[blocks + b] = key_at(next.row, next.head, next[b]);
+            values.block[b] = block_at<T>(args, args.cache.value, row, base / values.tokens + b, head);
+        for (int b = 0; b < kBlocksAhead; ++b) values.block[blocks + b] = key_at<T>(args, next.row, next.head, next[b]);
         for (int v = first; v < last + 4; ++v)
             ahead[v] = v + beside < last ? keys[v + beside]
                                          : values.block[lesser(first_block + v + beside - last, blocks - 1)];
@@ -51,18 +44,19 @@ template <class T> struct VectorPass {
     float *queries = nullptr, *scores, *part, *wide_keys, *wide_values;
 
     VectorPass(const AttentionArgs& args, const AttentionTask& task, const AttentionTask* next, int padded)
-        : args(args), task(task), next(next), group(args.heads / args.kv_heads), padded(padded),
-          tiles(task.tokens * group, kTileRows), query_size(int64_t(task.tokens) * group * args.head_dim) {
+        : args(args), task(task), next(next), group(args.heads / args.cache.kv_heads), padded(padded),
+          tiles(task.tokens * group, kTileRows), query_size(int64_t(task.tokens) * group * args.cache.head_dim) {
         // Whether key vectors, and values, can be read where they lie.
-        const bool direct_keys = args.key.pairs == (kSide == 2) && args.key.token == kSide && args.block_size % W == 0;
+        const bool direct_keys =
+            args.cache.key.pairs == (kSide == 2) && args.cache.key.token == kSide && args.cache.block_size % W == 0;
         const bool direct_values =
-            args.value.pairs == (kSide == 2) && args.value.dim == kSide && args.head_dim % W == 0;
+            args.cache.value.pairs == (kSide == 2) && args.cache.value.dim == kSide && args.cache.head_dim % W == 0;
         widen = !direct_keys || !direct_values || (sizeof(T) < 4 && tiles.count > 2);
     }
 
     int64_t scratch_size() const {
         return task.heads * query_size + kTileRows * (kScoreRow + padded) +
-               (widen ? kPartition * int64_t(args.head_dim + padded) + 8 * W : 0);
+               (widen ? kPartition * int64_t(args.cache.head_dim + padded) + 8 * W : 0);
     }
 
     void begin(float* memory) {
@@ -70,21 +64,19 @@ template <class T> struct VectorPass {
         scores = queries + task.heads * query_size;
         part = scores + kTileRows * kScoreRow;
         wide_keys = part + kTileRows * padded;
-        wide_values = wide_keys + kPartition * args.head_dim + 8 * W;
+        wide_values = wide_keys + kPartition * args.cache.head_dim + 8 * W;
         for (int h = 0; h < task.heads; ++h) pack_query(task.head + h, queries + h * query_size);
     }
 
     void pack_query(int head, float* out) const {
-        with_type(args.query_type, [&](auto* t) {
-            using Q = Pointee<decltype(t)>;
+        with_type(args.type, [&]<class Q>(Q*) {
             for (int64_t tile = 0; tile < tiles.count; ++tile) {
                 const int height = tiles.height(tile);
-                float* to = out + tiles.begin(tile) * args.head_dim;
+                float* to = out + tiles.begin(tile) * args.cache.head_dim;
                 for (int r = 0; r < height; ++r) {
                     const int64_t i = tiles.begin(tile) + r;
-                    const Q* q = (const Q*)args.query + args.order[task.first + i / group].token * args.query_token +
-                                 (head * group + i % group) * args.query_head;
-                    for (int d = 0; d < args.head_dim; ++d) to[d * height + r] = widen_one(q + d) * args.scale;
+                    const Q* q = query_at<Q>(args, task, group, head, i);
+                    for (int d = 0; d < args.cache.head_dim; ++d) to[d * height + r] = widen_one(q + d) * args.scale;
                 }
             }
         });
@@ -113,7 +105,7 @@ template <class T> struct VectorPass {
         } else {
             const InPlace<T> at(args, row, head, base, int(all.begin), int(all.end), vectors_beside(tiles.height(0)),
                                 NextKeys(args, task, next, base, int(all.begin), h));
-            tile_rows<T>(q, ranges, at.keys, at.ahead, args.key.dim, at.values, scales, emit);
+            tile_rows<T>(q, ranges, at.keys, at.ahead, args.cache.key.dim, at.values, scales, emit);
         }
     }
 
@@ -128,8 +120,8 @@ template <class T> struct VectorPass {
             const TileKernels<E>& run = tile_kernels<E>(height, Upto<kTileRows>{});
             Softmax result[kTileRows];
             for (int v = from / W; v * W < until; v += run.vectors)
-                run.score(q + first_row * args.head_dim, keys + v, ahead ? ahead + v : nullptr, key_dim, args.head_dim,
-                          scores + v * W);
+                run.score(q + first_row * args.cache.head_dim, keys + v, ahead ? ahead + v : nullptr, key_dim,
+                          args.cache.head_dim, scores + v * W);
             for (int r = 0; r < height; ++r) {
                 const KeyRange& own = ranges[(first_row + r) / group];
                 result[r] =
@@ -140,24 +132,12 @@ template <class T> struct VectorPass {
         }
     }
 
-    // body(block, offset in it, first token, tokens) for the pieces of blocks that hold keys [begin, end) of a
-    // partition.
-    template <class Body> void for_pieces(int64_t base, int begin, int end, Body&& body) const {
-        const int size = args.block_size;
-        for (int token = begin; token < end;) {
-            const int64_t block = (base + token) / size;
-            const int offset = int(base + token - block * size), count = lesser(size - offset, end - token);
-            body(block, offset, token, count);
-            token += count;
-        }
-    }
-
     // Keys [begin, end) of a partition as fp32 [dim][kPartition], to scratch.
     void widen_keys(int row, int head, int64_t base, int begin, int end) const {
-        const CacheView& cache = args.key;
-        for_pieces(base, begin, end, [&](int64_t block, int offset, int token, int count) {
+        const CacheView& cache = args.cache.key;
+        for_pieces(args, base, begin, end, [&](int64_t block, int offset, int token, int count) {
             const T* k = block_at<T>(args, cache, row, block, head) + offset * cache.token;
-            for (int d = 0; d < args.head_dim; ++d) {
+            for (int d = 0; d < args.cache.head_dim; ++d) {
                 const T* from = cache.pairs ? k + d / 2 * cache.dim + d % 2 : k + d * cache.dim;
                 float* to = wide_keys + d * kPartition + token;
                 int i = 0;
@@ -182,23 +162,23 @@ template <class T> struct VectorPass {
 
     // Values [begin, end) of a partition as fp32 [kPartition][padded], to scratch.
     void widen_values(int row, int head, int64_t base, int begin, int end) const {
-        const CacheView& cache = args.value;
-        for_pieces(base, begin, end, [&](int64_t block, int offset, int token, int count) {
+        const CacheView& cache = args.cache.value;
+        for_pieces(args, base, begin, end, [&](int64_t block, int offset, int token, int count) {
             const T* v = block_at<T>(args, cache, row, block, head);
             for (int i = offset; i < offset + count; ++i) {
                 const T* from = cache.pairs ? v + i / 2 * cache.token + i % 2 : v + i * cache.token;
                 float* to = wide_values + (token + i - offset) * padded;
                 int d = 0;
                 if constexpr (kSide == 2) {
-                    for (; cache.pairs && d + W <= args.head_dim; d += W) {
+                    for (; cache.pairs && d + W <= args.cache.head_dim; d += W) {
                         F each[2];
                         load_pairs(from - i % 2 + 2 * d, each[0], each[1]);
                         store(to + d, each[i % 2]);
                     }
                 }
                 if (cache.dim == 1)
-                    for (; d + W <= args.head_dim; d += W) store(to + d, load(from + d));
-                for (; d < args.head_dim; ++d) to[d] = widen_one(from + d * cache.dim);
+                    for (; d + W <= args.cache.head_dim; d += W) store(to + d, load(from + d));
+                for (; d < args.cache.head_dim; ++d) to[d] = widen_one(from + d * cache.dim);
                 for (; d < padded; ++d) to[d] = 0.0f;
             }
         });
@@ -206,20 +186,15 @@ template <class T> struct VectorPass {
 
     void load_scales(int row, int head, int64_t base, int begin, int end, TokenScales& to) const {
         std::memset(&to, 0, sizeof to);
-        for (int token = begin; token < end;) {
-            const int64_t block = (base + token) / args.block_size;
-            const int offset = int(base + token - block * args.block_size),
-                      count = lesser(args.block_size - offset, end - token);
+        for_pieces(args, base, begin, end, [&](int64_t block, int offset, int token, int count) {
             const int64_t frame = frame_of(args, row, block);
-            const CacheView &k = args.key, &v = args.value;
+            const CacheView &k = args.cache.key, &v = args.cache.value;
             std::memcpy(to.key + token, k.scale + frame * k.scale_frame + head * k.scale_head + offset,
                         count * sizeof(float));
             std::memcpy(to.value + token, v.scale + frame * v.scale_frame + head * v.scale_head + offset,
                         count * sizeof(float));
-            token += count;
-        }
+        });
     }
 };
 
-}  // namespace
-}  // namespace pagemill
+}}  // namespace pagemill

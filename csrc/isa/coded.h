@@ -4,20 +4,15 @@
 // into steps of 32 k; a step is decoded to where tile products read it as if it had lain there.
 #pragma once
 
-#include "../kernels.h"
 #include "../memory.h"
 #include "../threads.h"
-#include "panels.h"
+#include "linear_tiles.h"
 #include "simd.h"
 
 #include <cstdlib>
-#include <cstring>
 
 #if defined(__AMX_BF16__)
-#include <immintrin.h>
-
-namespace pagemill {
-namespace {
+namespace pagemill { namespace {
 
 constexpr int64_t kStepBytes = 32 * NR * 2;  // of a panel of pairs: 16 lines of two tiles, which lie beside each other
 constexpr int64_t kLineBytes = NR * 2 * 2;
@@ -178,6 +173,5 @@ template <class PackPanel> bool pack_coded(PackedLinear& packed, const void* wei
     return fits;
 }
 
-}  // namespace
-}  // namespace pagemill
+}}  // namespace pagemill
 #endif

@@ -1,11 +1,11 @@
 // Compiled once per instruction set, with that set's flags and PAGEMILL_ISA naming it. All code lies in an anonymous
 // namespace and no standard template is instantiated here, so that the linker cannot merge it with another set's.
 #include "../kernels.h"
-#include "argmax.h"
 #include "attention.h"
 #include "elementwise.h"
 #include "kv_write.h"
 #include "linear.h"
+#include "linear_tiles.h"
 #include "packed.h"
 #include "quantized.h"
 #include "sampling.h"
@@ -39,32 +39,26 @@ void embed_any_format(const PackedLinear& packed, const int64_t* ids, float scal
     else embed_packed(packed, ids, scale, y, type, tokens);
 }
 
-constexpr Kernels all_kernels() {
-    Kernels all;
-    all.isa = NAME(PAGEMILL_ISA);
-    all.pack_linear = pack_linear;
-    all.pack_quantized = pack_quantized;
-    all.pack_affine = pack_affine;
-    all.linear = linear_of_any_format;
-    all.linear_argmax = linear_argmax;
-    all.mlp = mlp;
-    all.attend = attend;
-    all.write_kv = write_kv;
-    all.rms_norm = rms_norm;
-    all.rotate = rotate;
-    all.gated = gated;
-    all.embed = embed;
-    all.embed_packed = embed_any_format;
-    all.add_norm = add_norm;
-    all.prepare_heads = prepare_heads;
-    all.choose_tokens = choose_tokens;
-    all.log_probabilities = log_probabilities;
-    all.exp = exp_all;
-    all.tanh = tanh_all;
-    return all;
-}
-
-constexpr Kernels table = all_kernels();
+constexpr Kernels table{.isa = NAME(PAGEMILL_ISA),
+                        .pack_linear = pack_linear,
+                        .pack_quantized = pack_quantized,
+                        .pack_affine = pack_affine,
+                        .linear = linear_of_any_format,
+                        .linear_argmax = linear_argmax,
+                        .mlp = mlp,
+                        .attend = attend,
+                        .write_kv = write_kv,
+                        .rms_norm = rms_norm,
+                        .rotate = rotate,
+                        .gated = gated,
+                        .embed = embed,
+                        .embed_packed = embed_any_format,
+                        .add_norm = add_norm,
+                        .prepare_heads = prepare_heads,
+                        .choose_tokens = choose_tokens,
+                        .log_probabilities = log_probabilities,
+                        .exp = exp_all,
+                        .tanh = tanh_all};
 
 }  // namespace
 

@@ -1,16 +1,11 @@
 // Keys and values to their slots, and what lies between a layer's joined projection and attention.
 #pragma once
 
-#include "../kernels.h"
 #include "attention_tiles.h"
-#include "compile_time.h"
 #include "elementwise.h"
 #include "simd.h"
 
-#include <cstring>
-
-namespace pagemill {
-namespace {
+namespace pagemill { namespace {
 
 // A key's head in pairs of dimensions, `stride` apart.
 template <class S> INLINE void write_key_pairs(const S* from, bf16* to, int64_t stride, int head_dim) {
@@ -60,7 +55,7 @@ template <class S> INLINE float write_scaled(const S* from, int8_t* to, int64_t 
     constexpr float kLeast = 0x1p-100f;
     F top = zero(), spoilt = zero();  // `spoilt` becomes NaN by infinities and NaN, which max passes over
     for (int d = 0; d < head_dim; d += W) {
-        const F x = head_dim - d >= W ? load(from + d) : load_first(from + d, head_dim - d);
+        const F x = load_upto(from + d, head_dim - d);
         top = max(abs(x), top);
         spoilt = fma(x, zero(), spoilt);
     }
@@ -69,7 +64,7 @@ template <class S> INLINE float write_scaled(const S* from, int8_t* to, int64_t 
     const F factor = broadcast(usable ? 127.0f / largest : 0.0f);
     for (int d = 0; d < head_dim; d += W) {
         const int count = lesser(W, head_dim - d);
-        const F x = count == W ? load(from + d) : load_first(from + d, count);
+        const F x = load_upto(from + d, count);
         int8_t lanes[W];
         store(lanes, usable ? x * factor : zero());
         if (stride == 1) std::memcpy(to + d, lanes, count);
@@ -84,65 +79,64 @@ template <class S> INLINE void write_token_pairs(const WriteArgs& args, int64_t 
     const int64_t* slot = args.slots + token;
     const bool odd = offset % 2, with_next = !odd && token + 1 < args.tokens && slot[1] == slot[0] + 1;
     const bool done = odd && token > 0 && slot[-1] == slot[0] - 1;
-    const CacheView &k = args.key_cache, &v = args.value_cache;
-    for (int head = 0; head < args.kv_heads; ++head) {
+    const CacheView &k = args.cache.key, &v = args.cache.value;
+    for (int head = 0; head < args.cache.kv_heads; ++head) {
         bf16* keys = (bf16*)k.data + frame * k.frame + head * k.head + offset * k.token;
         bf16* values = (bf16*)v.data + frame * v.frame + head * v.head + offset / 2 * v.token;
-        const S* value = (const S*)args.value + token * args.value_token + head * args.value_head;
-        write_key_pairs((const S*)args.key + token * args.key_token + head * args.key_head, keys, k.dim, args.head_dim);
-        if (with_next) write_value_pairs(value, value + args.value_token, values, args.head_dim);
-        else if (!done) write_head(value, values + odd, v.dim, args.head_dim);
+        const S* value = (const S*)args.value.data + token * args.value.token + head * args.value.head;
+        write_key_pairs((const S*)args.key.data + token * args.key.token + head * args.key.head, keys, k.dim,
+                        args.cache.head_dim);
+        if (with_next) write_value_pairs(value, value + args.value.token, values, args.cache.head_dim);
+        else if (!done) write_head(value, values + odd, v.dim, args.cache.head_dim);
     }
 }
 
 template <class S, class T> INLINE void write_token(const WriteArgs& args, int64_t token) {
     const int64_t slot = args.slots[token];
     if (slot < 0) return;
-    const int64_t frame = slot / args.block_size, offset = slot % args.block_size;
+    const int64_t frame = slot / args.cache.block_size, offset = slot % args.cache.block_size;
     auto write = [&](const S* from, const CacheView& cache, int head) __attribute__((always_inline)) {
         T* to = (T*)cache.data + frame * cache.frame + head * cache.head + offset * cache.token;
         if constexpr (sizeof(T) == 1)
             cache.scale[frame * cache.scale_frame + head * cache.scale_head + offset] =
-                write_scaled(from, to, cache.dim, args.head_dim);
-        else write_head(from, to, cache.dim, args.head_dim);
+                write_scaled(from, to, cache.dim, args.cache.head_dim);
+        else write_head(from, to, cache.dim, args.cache.head_dim);
     };
     if constexpr (kSideBySide<T> == 2) {
-        if (args.key_cache.pairs) return write_token_pairs<S>(args, token, frame, offset);
+        if (args.cache.key.pairs) return write_token_pairs<S>(args, token, frame, offset);
     }
-    for (int head = 0; head < args.kv_heads; ++head) {
-        write((const S*)args.key + token * args.key_token + head * args.key_head, args.key_cache, head);
-        write((const S*)args.value + token * args.value_token + head * args.value_head, args.value_cache, head);
+    for (int head = 0; head < args.cache.kv_heads; ++head) {
+        write((const S*)args.key.data + token * args.key.token + head * args.key.head, args.cache.key, head);
+        write((const S*)args.value.data + token * args.value.token + head * args.value.head, args.cache.value, head);
     }
 }
 
 void write_kv(const WriteArgs& args) {
-    with_type(args.type, [&](auto* s) {
-        with_cache_type(args.cache_type, [&](auto* t) {
-            for_rows(args.tokens, 2 * int64_t(args.kv_heads) * args.head_dim,
-                     [&](int64_t token) { write_token<Pointee<decltype(s)>, Pointee<decltype(t)>>(args, token); });
+    with_type(args.type, [&]<class S>(S*) {
+        with_cache_type(args.cache.type, [&]<class T>(T*) {
+            for_rows(args.tokens, 2 * int64_t(args.cache.kv_heads) * args.cache.head_dim,
+                     [&](int64_t token) { write_token<S, T>(args, token); });
         });
     });
 }
 
 void prepare_heads(const HeadsArgs& args) {
     const WriteArgs& write = args.write;
-    const int64_t row = (args.heads + 2 * int64_t(write.kv_heads)) * write.head_dim;
-    with_type(write.type, [&](auto* s) {
-        using S = Pointee<decltype(s)>;
-        with_cache_type(write.cache_type, [&](auto* t) {
+    const int64_t row = (args.heads + 2 * int64_t(write.cache.kv_heads)) * write.cache.head_dim;
+    with_type(write.type, [&]<class S>(S*) {
+        with_cache_type(write.cache.type, [&]<class T>(T*) {
             for_rows(write.tokens, row, [&](int64_t token) {
                 S* at = (S*)args.qkv + token * row;
-                for (int head = 0; head < args.heads + write.kv_heads; ++head, at += write.head_dim) {
+                for (int head = 0; head < args.heads + write.cache.kv_heads; ++head, at += write.cache.head_dim) {
                     const float* norm = head < args.heads ? args.q_norm : args.k_norm;
                     const int64_t angle = args.positions[token] * args.half;
-                    if (norm) norm_row(at, norm, args.eps, at, write.head_dim);
+                    if (norm) norm_row(at, norm, args.eps, at, write.cache.head_dim);
                     if (args.cos) rotate_head(at, args.cos + angle, args.sin + angle, args.half);
                 }
-                write_token<S, Pointee<decltype(t)>>(write, token);
+                write_token<S, T>(write, token);
             });
         });
     });
 }
 
-}  // namespace
-}  // namespace pagemill
+}}  // namespace pagemill

@@ -3,21 +3,15 @@
 // multiplies bf16 pairs, a link of the chain is two neighbouring k, if both weight and x are bf16 (linear_amx.h: 32 k).
 #pragma once
 
-#include "../kernels.h"
 #include "../threads.h"
 #include "affine.h"
-#include "argmax.h"
 #include "coded.h"
-#include "compile_time.h"
-#include "linear_affine.h"
 #include "linear_amx.h"
 #include "linear_tiles.h"
 #include "math.h"
-#include "panels.h"
 #include "simd.h"
 
-namespace pagemill {
-namespace {
+namespace pagemill { namespace {
 
 constexpr int64_t kNearRows = 12;  // how far ahead a tile fetches from the second-level cache to the first
 // With a single tile: how far ahead in the panel, to hide memory's latency.
@@ -214,10 +208,8 @@ template <class T, bool Unpair> struct LinearRun {
         const float* bias = weight.bias ? weight.bias + panel * NR : nullptr;
         if (argmax) return argmax->take(c, width, height, bias, panel * NR, weight.n, panel / group, row);
         const int64_t at = row * y_row + panel * NR;
-        with_type(type, [&](auto* t) {
-            using Y = Pointee<decltype(t)>;
-            write_tile(c, width, height, bias, (Y*)y + at, y_row, weight.n - panel * NR);
-        });
+        with_type(type,
+                  [&]<class Y>(Y*) { write_tile(c, width, height, bias, (Y*)y + at, y_row, weight.n - panel * NR); });
     }
 };
 
@@ -247,7 +239,7 @@ void linear_typed(const PackedLinear& weight, const void* x, int64_t x_row, void
             float* to = rows + tiles.begin(tile) * k;
             const int height = tiles.height(tile);
             if (pairs) pack_pairs(from, row_bytes, weight.k, height, to);
-            else with_type(type, [&](auto* t) { pack_rows<Pointee<decltype(t)>>(from, row_bytes, k, height, to); });
+            else with_type(type, [&]<class X>(X*) { pack_rows<X>(from, row_bytes, k, height, to); });
         };
         if (tiles.count > 1) parallel(tiles.count, pack);
         else pack(0, 0);
@@ -263,15 +255,11 @@ void linear_pairs(const PackedLinear& weight, const void* x, int64_t x_row, void
 }
 #endif
 
-// How sums in fp32 take a weight's panels: T and Unpair of LinearRun.
-template <class Element, bool Unpaired> struct Panels {
-    using T = Element;
-    static constexpr bool kUnpair = Unpaired;
-};
+// body.operator()<T, Unpair>() as sums in fp32 take a weight's panels (LinearRun).
 template <class Body> INLINE void with_panels(DType type, Body&& body) {
     if constexpr (kHasPairs)
-        if (type == DType::bf16) return body(Panels<Pair, true>{});
-    with_type(type, [&](auto* t) { body(Panels<Pointee<decltype(t)>, false>{}); });
+        if (type == DType::bf16) return body.template operator()<Pair, true>();
+    with_type(type, [&]<class T>(T*) { body.template operator()<T, false>(); });
 }
 
 void linear(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m,
@@ -279,9 +267,8 @@ void linear(const PackedLinear& weight, const void* x, int64_t x_row, void* y, i
 #if defined(__AVX512BF16__)
     if (weight.type == DType::bf16 && type == DType::bf16) return linear_pairs(weight, x, x_row, y, y_row, m, argmax);
 #endif
-    with_panels(weight.type, [&](auto panels) {
-        using P = decltype(panels);
-        linear_typed<typename P::T, P::kUnpair>(weight, x, x_row, y, y_row, type, m, {}, argmax);
+    with_panels(weight.type, [&]<class T, bool Unpair>() {
+        linear_typed<T, Unpair>(weight, x, x_row, y, y_row, type, m, {}, argmax);
     });
 }
 
@@ -293,16 +280,13 @@ bool mlp(const PackedLinear& gate_up, const PackedLinear& down, const void* x, i
     if (type != DType::f32 || !in_fp32(gate_up) || !in_fp32(down)) return false;
     if (m <= kMaxTile || gate_up.n % (2 * NR) || gate_up.n != 2 * down.k) return false;
     float* gated = (float*)caller_scratch(1, sizeof(float) * m * down.k);
-    with_panels(gate_up.type, [&](auto panels) {
-        using P = decltype(panels);
-        linear_typed<typename P::T, P::kUnpair>(gate_up, x, x_row, gated, 0, type, m, {down.k / NR, activation});
+    with_panels(gate_up.type, [&]<class T, bool Unpair>() {
+        linear_typed<T, Unpair>(gate_up, x, x_row, gated, 0, type, m, {down.k / NR, activation});
     });
-    with_panels(down.type, [&](auto panels) {
-        using P = decltype(panels);
-        linear_packed<typename P::T, P::kUnpair>(down, gated, down.k, y, y_row, type, cut_rows(m, gate_up.n));
+    with_panels(down.type, [&]<class T, bool Unpair>() {
+        linear_packed<T, Unpair>(down, gated, down.k, y, y_row, type, cut_rows(m, gate_up.n));
     });
     return true;
 }
 
-}  // namespace
-}  // namespace pagemill
+}}  // namespace pagemill

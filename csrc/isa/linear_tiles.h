@@ -1,21 +1,58 @@
-// How linear layers cut their rows into tiles and their panels into tasks, pack the rows, fetch ahead and write
-// outputs.
+// What linear layers are cut into: weights into panels of neighbouring outputs, rows into tiles, both into tasks; how
+// rows are packed, what is fetched ahead, and how outputs are written.
 #pragma once
 
-#include "../kernels.h"
 #include "../threads.h"
-#include "compile_time.h"
-#include "panels.h"
 #include "simd.h"
 
-#if defined(__x86_64__)
-#include <immintrin.h>
-#elif defined(__aarch64__)
-#include <arm_neon.h>
+#include <cstdlib>
+
+namespace pagemill { namespace {
+
+constexpr int NR = 2 * W;  // outputs in a panel
+
+// Two neighbouring k of one output, or of one row of x: what bf16 instructions take.
+struct Pair { bf16 even, odd; };
+
+#if defined(__AVX512BF16__)
+constexpr bool kHasPairs = true;
+#if defined(__AMX_BF16__)
+constexpr int64_t kPairedStep = 32;  // a tile's
+#else
+constexpr int64_t kPairedStep = 2;
 #endif
 
-namespace pagemill {
-namespace {
+INLINE F load(const Pair* p) { return load((const float*)p); }
+INLINE F multiply_add(F x, F w, F sum, const Pair*) {
+    return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_castps_si512(x.v), (__m512bh)_mm512_castps_si512(w.v))};
+}
+
+#else
+constexpr bool kHasPairs = false;
+constexpr int64_t kPairedStep = 1;
+#endif
+
+template <class T> INLINE F multiply_add(F x, F w, F sum, const T*) { return fma(x, w, sum); }
+
+// Length of a packed weight's rows: bf16 in pairs has zeros up to whole steps.
+INLINE int64_t packed_k(const PackedLinear& weight) {
+    return kHasPairs && weight.type == DType::bf16 ? (weight.k + kPairedStep - 1) / kPairedStep * kPairedStep
+                                                   : weight.k;
+}
+
+INLINE int64_t panels_of(const PackedLinear& weight) { return (weight.n + NR - 1) / NR; }
+
+// Padded with zeros to so many outputs; false: out of memory.
+bool pack_bias(PackedLinear& packed, const float* bias, int64_t outputs) {
+    if (!bias) return true;
+    const size_t bytes = (outputs * sizeof(float) + 63) / 64 * 64;
+    packed.bias = (float*)std::aligned_alloc(64, bytes);
+    if (!packed.bias) return false;
+    packed.bytes += bytes;
+    std::memset(packed.bias, 0, bytes);
+    std::memcpy(packed.bias, bias, packed.n * sizeof(float));
+    return true;
+}
 
 // avx512_bf16 is chosen on AMD's cores only (dispatch.cpp). They read one stream as fast as two, and fastest fetched
 // into the first-level cache line by line.
@@ -139,5 +176,75 @@ INLINE Tiles cut_rows(int64_t rows, int64_t n, int highest = kMaxTile, int64_t m
     return Tiles(rows, highest, own ? whole : blocks);
 }
 
-}  // namespace
-}  // namespace pagemill
+// The largest output of each row, taken from a linear layer's sums as they come: nothing else of the outputs is kept.
+// They are compared as they would have been rounded to `type`, and the first of equals is found, whatever the order of
+// the tasks.
+struct Argmax {
+    int64_t* tokens;  // [rows]: the answer, or kNotFinite, kAllForbidden as in ChooseArgs
+    DType type;
+    int64_t rows = 0, parts = 0;
+    // [parts][rows][2][W]: by lane the largest so far, infinite if one was no number; its vector's number
+    float* found = nullptr;
+
+    // A part is what one task at a time sees, in ascending order of outputs; so are the parts.
+    void begin(int64_t rows_, int64_t parts_) {
+        rows = rows_, parts = parts_;
+        found = (float*)caller_scratch(2, sizeof(float) * parts * rows * 2 * W);
+        for (int64_t i = 0; i < parts * rows; ++i) store(found + i * 2 * W, broadcast(-kInf));
+    }
+
+    // c [height][width] are outputs from `first` on, a multiple of W, of `n`, for the rows from `row` on.
+    void take(const float* c, int width, int height, const float* bias, int64_t first, int64_t n, int64_t part,
+              int64_t row) const {
+        with_type(type, [&]<class Y>(Y*) {
+            for (int r = 0; r < height; ++r) {
+                float* best = found + (part * rows + row + r) * 2 * W;
+                F most = load(best), where = load(best + W);
+                for (int v = 0; v < width && first + v < n; v += W) {
+                    F x = load(c + r * width + v);
+                    if (bias) x = x + load(bias + v);
+                    Y rounded[W];
+                    store(rounded, x);
+                    x = load(rounded);
+                    x = select_less(x, broadcast(kInf), x, broadcast(kInf));
+                    if (const int left = int(lesser<int64_t>(W, n - first - v)); left < W) {
+                        float some[W];
+                        store(some, broadcast(-kInf));
+                        store_first(some, x, left);
+                        x = load(some);
+                    }
+                    where = select_less(most, x, broadcast(float((first + v) / W)), where);
+                    most = max(most, x);
+                }
+                store(best, most);
+                store(best + W, where);
+            }
+        });
+    }
+
+    void end() const {
+        for (int64_t row = 0; row < rows; ++row) {
+            float most = -kInf;
+            int64_t token = kAllForbidden;
+            for (int64_t part = 0; part < parts; ++part) {
+                const float* best = found + (part * rows + row) * 2 * W;
+                for (int lane = 0; lane < W; ++lane) {
+                    if (best[lane] < most || best[lane] == -kInf) continue;
+                    const int64_t place = int64_t(best[W + lane]) * W + lane;
+                    if (best[lane] > most || place < token) most = best[lane], token = place;
+                }
+            }
+            tokens[row] = most == kInf ? kNotFinite : token;
+        }
+    }
+};
+
+// All tasks of a linear layer: each takes a group of its panels, for a block of its rows.
+template <class Run> void run_panels(Run& run, int64_t rows, int64_t blocks) {
+    const int64_t groups = (run.panels() + run.group - 1) / run.group;
+    if (run.argmax) run.argmax->begin(rows, groups);
+    parallel(groups * blocks, run);
+    if (run.argmax) run.argmax->end();
+}
+
+}}  // namespace pagemill

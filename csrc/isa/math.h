@@ -1,11 +1,9 @@
 // exp and tanh on vectors, within 2 units in the last place.
 #pragma once
 
-#include "../kernels.h"
 #include "simd.h"
 
-namespace pagemill {
-namespace {
+namespace pagemill { namespace {
 
 struct Exponent {
     F n, scaled;  // exp(x) = 2^n * scaled
@@ -70,5 +68,4 @@ template <Activation A> INLINE F activate(F g) {
     return g / (broadcast(1.0f) + exp(e));
 }
 
-}  // namespace
-}  // namespace pagemill
+}}  // namespace pagemill

@@ -2,19 +2,14 @@
 // come back. k that lie side by side in a panel.
 #pragma once
 
-#include "../kernels.h"
 #include "../memory.h"
 #include "../threads.h"
 #include "affine.h"
 #include "coded.h"
-#include "compile_time.h"
-#include "panels.h"
+#include "linear_tiles.h"
 #include "simd.h"
 
-#include <cstring>
-
-namespace pagemill {
-namespace {
+namespace pagemill { namespace {
 
 template <class T> constexpr int64_t kTogether = 1;
 template <> constexpr int64_t kTogether<bf16> = kHasPairs ? 2 : 1;
@@ -42,8 +37,7 @@ bool pack_panels(PackedLinear& packed, const void* weight, DType x) {
     packed.bytes = (panels * panel_size * item_size(packed.type) + 4095) / 4096 * 4096;
     packed.panels = allocate_shared(packed.bytes);
     if (!packed.panels) return false;
-    with_type(packed.type, [&](auto* t) {
-        using T = Pointee<decltype(t)>;
+    with_type(packed.type, [&]<class T>(T*) {
         auto pack = [&](int64_t panel, int) {
             pack_panel(packed, weight, panel, (T*)packed.panels + panel * panel_size);
         };
@@ -80,12 +74,11 @@ template <class Y> void embed_coded(const PackedLinear& packed, int64_t row, flo
 #endif
 
 void embed_packed(const PackedLinear& packed, const int64_t* ids, float scale, void* y, DType type, int64_t tokens) {
-    with_type(packed.type, [&](auto* t) {
-        with_type(type, [&](auto* u) {
-            using T = Pointee<decltype(t)>;
+    with_type(packed.type, [&]<class T>(T*) {
+        with_type(type, [&]<class Y>(Y*) {
             auto unpack = [&](int64_t token, int) {
                 const int64_t row = ids[token];
-                auto* out = (Pointee<decltype(u)>*)y + token * packed.k;
+                Y* out = (Y*)y + token * packed.k;
 #if defined(__AMX_BF16__)
                 if (packed.format == Format::coded) return embed_coded(packed, row, scale, out);
 #endif
@@ -97,5 +90,4 @@ void embed_packed(const PackedLinear& packed, const int64_t* ids, float scale, v
     });
 }
 
-}  // namespace
-}  // namespace pagemill
+}}  // namespace pagemill

@@ -14,23 +14,16 @@
 // they expand to.
 #pragma once
 
-#include "../kernels.h"
 #include "../memory.h"
 #include "../threads.h"
-#include "argmax.h"
-#include "compile_time.h"
 #include "linear_tiles.h"
-#include "panels.h"
 #include "quantized_amx.h"
 #include "quantized_bytes.h"
 #include "quantized_panels.h"
 #include "quantized_words.h"
 #include "simd.h"
 
-#include <cstring>
-
-namespace pagemill {
-namespace {
+namespace pagemill { namespace {
 
 // Groups of a tile's rows, and tiles, in the order in which a task passes over them.
 struct Rows {
@@ -173,19 +166,13 @@ struct QuantizedRun {
     }
 
     void write(const float* c, int64_t panel, int64_t count, int64_t tile) const {
-        const int64_t at = panel * kPanel, width = lesser(count * kPanel, weight.n - at);
+        const int width = int(count) * kPanel, height = tiles.height(tile);
+        const int64_t at = panel * kPanel;
         const float* bias = weight.bias ? weight.bias + at : nullptr;
-        if (argmax)
-            return argmax->take(c, int(count * kPanel), tiles.height(tile), bias, at, weight.n, panel / group,
-                                tiles.begin(tile));
-        with_type(type, [&](auto* t) {
-            auto* out = (Pointee<decltype(t)>*)y + tiles.begin(tile) * y_row + at;
-            for (int r = 0; r < tiles.height(tile); ++r, out += y_row, c += count * kPanel)
-                for (int64_t v = 0; v < width; v += W) {
-                    F sum = load(c + v);
-                    if (bias) sum = sum + load(bias + v);
-                    store_upto(out + v, sum, width - v);
-                }
+        if (argmax) return argmax->take(c, width, height, bias, at, weight.n, panel / group, tiles.begin(tile));
+        with_type(type, [&]<class Y>(Y*) {
+            Y* out = (Y*)y + tiles.begin(tile) * y_row + at;
+            write_tile(c, width, height, bias, out, y_row, weight.n - at);
         });
     }
 };
@@ -262,8 +249,7 @@ bool pack_quantized(PackedLinear& packed, const QuantizedSource& from) {
 
 void embed_quantized(const PackedLinear& packed, const int64_t* ids, float factor, void* y, DType type,
                      int64_t tokens) {
-    with_type(type, [&](auto* t) {
-        using T = Pointee<decltype(t)>;
+    with_type(type, [&]<class T>(T*) {
         const int64_t k = packed.k;
         auto unpack = [&](int64_t token, int) {
             T* out = (T*)y + token * k;
@@ -275,14 +261,11 @@ void embed_quantized(const PackedLinear& packed, const int64_t* ids, float facto
                 for (int i = 0; i < left; ++i) row[i] = float(whole_weight(packed, ids[token], j + i)) * scale;
                 store_upto(out + j, load(row), left);
                 // Rounded to the dtype before it is multiplied, as a table's rows are.
-                if (factor != 1)
-                    store_upto(out + j, (left == W ? load(out + j) : load_first(out + j, left)) * broadcast(factor),
-                               left);
+                if (factor != 1) store_upto(out + j, load_upto(out + j, left) * broadcast(factor), left);
             }
         };
         parallel(tokens, unpack);
     });
 }
 
-}  // namespace
-}  // namespace pagemill
+}}  // namespace pagemill

@@ -6,13 +6,10 @@
 #include "quantized_panels.h"
 #include "simd.h"
 
-#include <cstring>
+#include <type_traits>
 
 #if defined(__AMX_INT8__)
-#include <immintrin.h>
-
-namespace pagemill {
-namespace {
+namespace pagemill { namespace {
 
 constexpr int kRowsInTile = 16;
 constexpr int kRaised = 0;
@@ -39,19 +36,6 @@ struct alignas(64) TileGroup {
                 for (int i = 0; i < kStepK; ++i) step[s].low[r][i] = int8_t(x[i]);
             }
     }
-};
-
-struct alignas(64) IntegerTiles {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {};
-};
-
-struct First {
-    constexpr operator bool() const { return false; }
-};
-struct Second {
-    constexpr operator bool() const { return true; }
 };
 
 // Tiles 0 to 3 take sums (high, low; of an even and an odd group), 4 and 5 hold x, 6 the panel's step.
@@ -104,11 +88,11 @@ template <int H> void panel_product(const TileGroup* rows, const Piece& piece, i
             acc[r] = fma({_mm512_cvtepi32_ps(sum)}, scale * broadcast(x[r]), acc[r]);
         }
     };
-    multiply(0, First{});
+    multiply(0, std::false_type{});
     for (int64_t g = 0; g < groups; g += 2) {
-        if (g + 1 < groups) multiply(g + 1, Second{});
+        if (g + 1 < groups) multiply(g + 1, std::true_type{});
         add(g);
-        if (g + 2 < groups) multiply(g + 2, First{});
+        if (g + 2 < groups) multiply(g + 2, std::false_type{});
         if (g + 1 < groups) add(g + 1);
     }
     for (int r = 0; r < H; ++r) store(c + r * width, acc[r]);
@@ -120,8 +104,7 @@ struct Products {
     int height;
 
     explicit Products(int highest) : height(highest == 1 ? 1 : (highest + 1) / 2 * 2) {
-        IntegerTiles config;
-        for (int tile = 0; tile < 8; ++tile) config.rows[tile] = uint8_t(tile < 6 ? height : 16);
+        const TileConfig config(height);
         _tile_loadconfig(&config);
     }
     ~Products() { _tile_release(); }
@@ -138,6 +121,5 @@ struct Products {
     }
 };
 
-}  // namespace
-}  // namespace pagemill
+}}  // namespace pagemill
 #endif

@@ -3,17 +3,11 @@
 // upper bytes are 0: only where 4 neighbouring k have others are they multiplied.
 #pragma once
 
-#include "compile_time.h"
 #include "quantized_panels.h"
 #include "simd.h"
 
-#include <cstring>
-
 #if defined(__AVX512VNNI__) && !defined(__AMX_INT8__)
-#include <immintrin.h>
-
-namespace pagemill {
-namespace {
+namespace pagemill { namespace {
 
 constexpr int kRowsInTile = 4;
 constexpr int kRaised = 128;
@@ -108,8 +102,8 @@ struct Products {
     // `fetch` has a turn for each quad of each panel.
     void operator()(const TileGroup* x, int height, const Piece& piece, int64_t count, float* c, bool add,
                     FirstAhead fetch) const {
-        with_count(height, Upto<kRowsInTile>{}, [&](auto rows) {
-            constexpr int H = decltype(rows)::value, P = kPanelsTogether;
+        with_count<kRowsInTile>(height, [&]<int H>() {
+            constexpr int P = kPanelsTogether;
             if (count < P)
                 for (int64_t i = 0; i < count; ++i)
                     group_product<H, 1, 1>(*x, piece, i, c + i * kPanel, count * kPanel, add, fetch);
@@ -120,6 +114,5 @@ struct Products {
     }
 };
 
-}  // namespace
-}  // namespace pagemill
+}}  // namespace pagemill
 #endif

@@ -1,14 +1,10 @@
 // Panels of weights in integers (quantized.h): their parts, and 8-bit lines from those of 4 bits.
 #pragma once
 
-#include "../kernels.h"
 #include "linear_tiles.h"
 #include "simd.h"
 
-#include <cstring>
-
-namespace pagemill {
-namespace {
+namespace pagemill { namespace {
 
 constexpr int kPanel = 16;
 constexpr int kStepK = 64;
@@ -82,5 +78,4 @@ struct Piece {
     int64_t panel_bytes() const { return steps * kStepLines; }
 };
 
-}  // namespace
-}  // namespace pagemill
+}}  // namespace pagemill

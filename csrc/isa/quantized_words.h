@@ -1,15 +1,11 @@
 // Products of integers in words: a vector instruction adds 2 k to an output of a row.
 #pragma once
 
-#include "compile_time.h"
 #include "quantized_panels.h"
 #include "simd.h"
 
 #if !defined(__AVX512VNNI__)
-#include <immintrin.h>
-
-namespace pagemill {
-namespace {
+namespace pagemill { namespace {
 
 #if defined(__AVX512F__)
 constexpr int kRowsInTile = 16;
@@ -91,13 +87,12 @@ struct Products {
 
     void operator()(const TileGroup* x, int height, const Piece& piece, int64_t count, float* c, bool add,
                     FirstAhead fetch) const {
-        with_count(height, Upto<kRowsInTile>{}, [&](auto rows) {
+        with_count<kRowsInTile>(height, [&]<int H>() {
             for (int64_t i = 0; i < count; ++i)
-                group_product<decltype(rows)::value>(*x, piece, i, c + i * kPanel, count * kPanel, add, fetch);
+                group_product<H>(*x, piece, i, c + i * kPanel, count * kPanel, add, fetch);
         });
     }
 };
 
-}  // namespace
-}  // namespace pagemill
+}}  // namespace pagemill
 #endif

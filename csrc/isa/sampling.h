@@ -2,13 +2,11 @@
 // row's result is a function of its own numbers. Sums of weights are fp64.
 #pragma once
 
-#include "../kernels.h"
 #include "../threads.h"
 #include "math.h"
 #include "simd.h"
 
-namespace pagemill {
-namespace {
+namespace pagemill { namespace {
 
 constexpr int64_t kPiece = 64;  // logits with one maximum and one sum; the last piece of a row is padded with -inf
 
@@ -188,10 +186,7 @@ struct RowScratch {
 int64_t draw_from_sorted(const uint64_t* sorted, int64_t count, Weigh weigh, float top_p, double total, double uniform,
                          float* weights, bool& reached) {
     for (int64_t i = 0; i < count; ++i) weights[i] = logit_of(sorted[i]);
-    for (int64_t i = 0; i < count; i += W)
-        if (const int left = int(lesser<int64_t>(W, count - i)); left == W)
-            store(weights + i, weigh(load(weights + i)));
-        else store_first(weights + i, weigh(load_first(weights + i, left)), left);
+    for_vectors(count, [&](int64_t i, auto part) { part.store(weights + i, weigh(part.load(weights + i))); });
     double sum = 0;
     if (total == 0)
         for (int64_t i = 0; i < count; ++i) total += weights[i];
@@ -292,5 +287,4 @@ void log_probabilities(const LogprobArgs& a) {
     parallel(a.items, row);
 }
 
-}  // namespace
-}  // namespace pagemill
+}}  // namespace pagemill

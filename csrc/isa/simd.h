@@ -7,6 +7,7 @@
 #include "../kernels.h"
 
 #include <cstring>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -14,8 +15,7 @@
 #include <arm_neon.h>
 #endif
 
-namespace pagemill {
-namespace {
+namespace pagemill { namespace {
 
 #define INLINE inline __attribute__((always_inline))
 
@@ -37,9 +37,29 @@ template <class T> INLINE T greater(T a, T b) { return a < b ? b : a; }
 constexpr float kInf = __builtin_inff();
 
 #if defined(__AVX512F__)
-
 constexpr int W = 16;
-struct F { __m512 v; };
+#elif defined(__AVX2__)
+constexpr int W = 8;
+#else
+constexpr int W = 4;
+#endif
+typedef float Floats __attribute__((vector_size(4 * W)));
+typedef int32_t Dwords __attribute__((vector_size(4 * W)));
+typedef uint32_t Integers __attribute__((vector_size(4 * W)));
+
+struct F { Floats v; };
+INLINE F operator+(F a, F b) { return {a.v + b.v}; }
+INLINE F operator-(F a, F b) { return {a.v - b.v}; }
+INLINE F operator*(F a, F b) { return {a.v * b.v}; }
+INLINE F operator/(F a, F b) { return {a.v / b.v}; }
+INLINE F abs(F a) { return {(Floats)((Dwords)a.v & 0x7fffffff)}; }
+INLINE F with_sign_of(F a, F s) { return {(Floats)(((Dwords)a.v & 0x7fffffff) | ((Dwords)s.v & ~0x7fffffff))}; }
+INLINE F to_float(Dwords x) { return {__builtin_convertvector(x, Floats)}; }
+// 2^(n - 1) for n whole, -125 <= n <= 128
+INLINE F half_power_of_two(F n) { return {(Floats)((__builtin_convertvector(n.v, Dwords) + 126) << 23)}; }
+
+#if defined(__AVX512F__)
+
 INLINE F zero() { return {_mm512_setzero_ps()}; }
 INLINE F broadcast(float x) { return {_mm512_set1_ps(x)}; }
 INLINE F load(const float* p) { return {_mm512_loadu_ps(p)}; }
@@ -75,30 +95,14 @@ INLINE void store(bf16* p, F x) {
 INLINE void store(f16* p, F x) { _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph(x.v, _MM_FROUND_TO_NEAREST_INT)); }
 INLINE void store(int8_t* p, F x) { _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(_mm512_cvtps_epi32(x.v))); }
 INLINE F fma(F a, F b, F c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
-INLINE F operator+(F a, F b) { return {_mm512_add_ps(a.v, b.v)}; }
-INLINE F operator-(F a, F b) { return {_mm512_sub_ps(a.v, b.v)}; }
-INLINE F operator*(F a, F b) { return {_mm512_mul_ps(a.v, b.v)}; }
-INLINE F operator/(F a, F b) { return {_mm512_div_ps(a.v, b.v)}; }
 INLINE F max(F a, F b) { return {_mm512_max_ps(a.v, b.v)}; }
 INLINE F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
-INLINE F abs(F a) { return {_mm512_abs_ps(a.v)}; }
-INLINE F with_sign_of(F a, F s) {
-    return {_mm512_castsi512_ps(_mm512_ternarylogic_epi32(_mm512_castps_si512(a.v), _mm512_castps_si512(s.v),
-                                                          _mm512_set1_epi32(int(0x80000000u)), 0xD8))};
-}
 INLINE F select_less(F a, F b, F yes, F no) {
     return {_mm512_mask_mov_ps(no.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), yes.v)};
-}
-// 2^(n - 1) for n whole, -125 <= n <= 128
-INLINE F half_power_of_two(F n) {
-    __m512i e = _mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(126));
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(e, 23))};
 }
 
 #elif defined(__AVX2__)
 
-constexpr int W = 8;
-struct F { __m256 v; };
 INLINE F zero() { return {_mm256_setzero_ps()}; }
 INLINE F broadcast(float x) { return {_mm256_set1_ps(x)}; }
 INLINE F load(const float* p) { return {_mm256_loadu_ps(p)}; }
@@ -132,32 +136,15 @@ INLINE void store(int8_t* p, F x) {
     _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(half, half));
 }
 INLINE F fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.v, b.v, c.v)}; }
-INLINE F operator+(F a, F b) { return {_mm256_add_ps(a.v, b.v)}; }
-INLINE F operator-(F a, F b) { return {_mm256_sub_ps(a.v, b.v)}; }
-INLINE F operator*(F a, F b) { return {_mm256_mul_ps(a.v, b.v)}; }
-INLINE F operator/(F a, F b) { return {_mm256_div_ps(a.v, b.v)}; }
 INLINE F max(F a, F b) { return {_mm256_max_ps(a.v, b.v)}; }
 INLINE F min(F a, F b) { return {_mm256_min_ps(a.v, b.v)}; }
-INLINE F abs(F a) { return {_mm256_andnot_ps(_mm256_set1_ps(-0.0f), a.v)}; }
-INLINE F with_sign_of(F a, F s) {
-    __m256 sign = _mm256_set1_ps(-0.0f);
-    return {_mm256_or_ps(_mm256_andnot_ps(sign, a.v), _mm256_and_ps(sign, s.v))};
-}
 INLINE F select_less(F a, F b, F yes, F no) {
     return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
-}
-INLINE F half_power_of_two(F n) {
-    __m256i e = _mm256_add_epi32(_mm256_cvtps_epi32(n.v), _mm256_set1_epi32(126));
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(e, 23))};
 }
 
 #else  // compiler vectors: SSE2 on x86-64, NEON on ARM
 
-constexpr int W = 4;
-typedef float Floats __attribute__((vector_size(16)));
-typedef int32_t Ints __attribute__((vector_size(16)));
 typedef uint16_t Halves __attribute__((vector_size(8)));
-struct F { Floats v; };
 INLINE F zero() { return {Floats{}}; }
 INLINE F broadcast(float x) { return {Floats{x, x, x, x}}; }
 INLINE F load(const float* p) {
@@ -165,17 +152,17 @@ INLINE F load(const float* p) {
     std::memcpy(&x.v, p, 16);
     return x;
 }
-INLINE Ints load_halves(const void* p) {
+INLINE Dwords load_halves(const void* p) {
     Halves bits;
     std::memcpy(&bits, p, 8);
-    return __builtin_convertvector(bits, Ints);
+    return __builtin_convertvector(bits, Dwords);
 }
 INLINE F load(const bf16* p) { return {(Floats)(load_halves(p) << 16)}; }
 INLINE void load_pairs(const bf16* p, F& even, F& odd) {
-    Ints both;
+    Dwords both;
     std::memcpy(&both, p, 16);
     even = {(Floats)(both << 16)};
-    odd = {(Floats)(both & Ints{-65536, -65536, -65536, -65536})};
+    odd = {(Floats)(both & Dwords{-65536, -65536, -65536, -65536})};
 }
 INLINE f16 narrow(float x) {
     const uint32_t u = bits_of(x), sign = u >> 16 & 0x8000, magnitude = u & 0x7fffffff;
@@ -186,11 +173,11 @@ INLINE f16 narrow(float x) {
     return {uint16_t(sign | (magnitude - 0x38000000 + 0xfff + (magnitude >> 13 & 1)) >> 13)};
 }
 INLINE F load(const f16* p) {
-    const Ints half = load_halves(p), magnitude = (half & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
-    const Ints infinite = exponent == 0x0f800000, subnormal = exponent == 0;
-    const Ints moved = magnitude + 0x38000000 + (infinite & 0x38000000) + (subnormal & 0x00800000);
+    const Dwords half = load_halves(p), magnitude = (half & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
+    const Dwords infinite = exponent == 0x0f800000, subnormal = exponent == 0;
+    const Dwords moved = magnitude + 0x38000000 + (infinite & 0x38000000) + (subnormal & 0x00800000);
     const Floats wide = (Floats)moved - (Floats)(subnormal & 0x38800000);  // 2^-14
-    return {(Floats)((Ints)wide | (half & 0x8000) << 16)};
+    return {(Floats)((Dwords)wide | (half & 0x8000) << 16)};
 }
 INLINE F load(const int8_t* p) { return {Floats{float(p[0]), float(p[1]), float(p[2]), float(p[3])}}; }
 INLINE void store(float* p, F x) { std::memcpy(p, &x.v, 16); }
@@ -212,20 +199,12 @@ INLINE F fma(F a, F b, F c) { return {(Floats)vfmaq_f32((float32x4_t)c.v, (float
 #else
 INLINE F fma(F a, F b, F c) { return {a.v * b.v + c.v}; }
 #endif
-INLINE F operator+(F a, F b) { return {a.v + b.v}; }
-INLINE F operator-(F a, F b) { return {a.v - b.v}; }
-INLINE F operator*(F a, F b) { return {a.v * b.v}; }
-INLINE F operator/(F a, F b) { return {a.v / b.v}; }
-INLINE Floats blend(Ints mask, Floats yes, Floats no) { return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no)); }
+INLINE Floats blend(Dwords mask, Floats yes, Floats no) {
+    return (Floats)((mask & (Dwords)yes) | (~mask & (Dwords)no));
+}
 INLINE F max(F a, F b) { return {blend(a.v > b.v, a.v, b.v)}; }
 INLINE F min(F a, F b) { return {blend(a.v < b.v, a.v, b.v)}; }
-INLINE F abs(F a) { return {(Floats)((Ints)a.v & 0x7fffffff)}; }
-INLINE F with_sign_of(F a, F s) {
-    const Ints sign = (Ints)broadcast(-0.0f).v;
-    return {(Floats)(((Ints)a.v & ~sign) | ((Ints)s.v & sign))};
-}
 INLINE F select_less(F a, F b, F yes, F no) { return {blend(a.v < b.v, yes.v, no.v)}; }
-INLINE F half_power_of_two(F n) { return {(Floats)((__builtin_convertvector(n.v, Ints) + 126) << 23)}; }
 
 #endif
 
@@ -239,6 +218,34 @@ template <class T> INLINE void store_first(T* p, F x, int n) {
     T all[W];
     store(all, x);
     for (int i = 0; i < n; ++i) p[i] = all[i];
+}
+
+// x where `left` elements are left: all of it, or so many.
+template <class T> INLINE F load_upto(const T* p, int64_t left) {
+    return left >= W ? load(p) : load_first(p, int(left));
+}
+template <class T> INLINE void store_upto(T* p, F x, int64_t left) {
+    if (left >= W) store(p, x);
+    else store_first(p, x, int(left));
+}
+
+// A vector's elements, or the first of them.
+struct AllLanes {
+    template <class T> INLINE F load(const T* p) const { return pagemill::load(p); }
+    template <class T> INLINE void store(T* p, F x) const { pagemill::store(p, x); }
+};
+struct FirstLanes {
+    int count;
+
+    template <class T> INLINE F load(const T* p) const { return load_first(p, count); }
+    template <class T> INLINE void store(T* p, F x) const { store_first(p, x, count); }
+};
+
+// body(i, part) for the vectors of n elements that begin at i.
+template <class Body> INLINE void for_vectors(int64_t n, Body&& body) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) body(i, AllLanes{});
+    if (i < n) body(i, FirstLanes{int(n - i)});
 }
 
 // Sums and maxima across lanes, always in the same order.
@@ -280,18 +287,6 @@ INLINE float widen_one(const float* p) {
 INLINE void narrow_one(float* p, float x) { *p = x; }
 INLINE float widen_one(const bf16* p) { return float_of(uint32_t(p->bits) << 16); }
 
-// x where `left` elements are left: all of it, or so many.
-template <class T> INLINE void store_upto(T* p, F x, int64_t left) {
-    if (left >= W) store(p, x);
-    else store_first(p, x, int(left));
-}
-
-typedef uint32_t Integers __attribute__((vector_size(4 * W)));
-typedef int32_t Dwords __attribute__((vector_size(4 * W)));
-INLINE F to_float(Dwords x) {
-    typedef float Numbers __attribute__((vector_size(4 * W)));
-    return {__builtin_convertvector(x, Numbers)};
-}
 INLINE Integers load_integers(const uint32_t* p) {
     Integers x;
     std::memcpy(&x, p, sizeof x);
@@ -309,6 +304,15 @@ template <int Bits> INLINE F lowest_bits(Integers x) {
     return to_float((Dwords)(x & ((1u << Bits) - 1)));
 }
 
+// body.operator()<n>() for n of 1 .. N.
+template <int N, class Body> INLINE void with_count(int n, Body&& body) {
+    if (n == N) body.template operator()<N>();
+    else if constexpr (N > 1) with_count<N - 1>(n, body);
+}
+
+template <int... I> using Sequence = std::integer_sequence<int, I...>;
+template <int N> using Upto = std::make_integer_sequence<int, N>;  // Sequence<0, ..., N - 1>
+
 // Calls body(T*) with the element type of `type`, which is not i8.
 template <class Body> INLINE void with_type(DType type, Body&& body) {
     switch (type) {
@@ -323,5 +327,4 @@ template <class Body> INLINE void with_cache_type(DType type, Body&& body) {
     else with_type(type, body);
 }
 
-}  // namespace
-}  // namespace pagemill
+}}  // namespace pagemill

@@ -32,26 +32,7 @@ void check_attention() {
         tokens += queries[r];
         entries = used > entries ? used : entries;
     }
-    const int64_t per_head = int64_t(block) * dim, per_frame = kv_heads * per_head;
-    Guarded key(frames * per_frame, cached), value(frames * per_frame, cached);
-    Guarded key_scale(frames * kv_heads * block, DType::f32), value_scale(frames * kv_heads * block, DType::f32);
-    CacheView key_view{key.data(),
-                       per_frame,
-                       per_head,
-                       transposed ? 1 : dim,
-                       transposed ? block : 1,
-                       false,
-                       key_scale.as<float>(),
-                       int64_t(kv_heads) * block,
-                       block};
-    CacheView value_view{
-        value.data(), per_frame, per_head, dim, 1, false, value_scale.as<float>(), int64_t(kv_heads) * block, block};
-    if (pairs) {
-        key_view.token = value_view.dim = 2;
-        key_view.dim = 2 * block;
-        value_view.token = 2 * dim;
-        key_view.pairs = value_view.pairs = true;
-    }
+    GuardedCache cache(cached, frames, kv_heads, block, dim, transposed || pairs, pairs);
     Guarded tables(sizeof(int32_t) * rows * entries), starts(sizeof(int32_t) * (rows + 1)),
         contexts(sizeof(int32_t) * rows);
     Guarded positions(sizeof(int64_t) * tokens);
@@ -87,33 +68,20 @@ void check_attention() {
         }
         for (int t = 0; t < lengths[r]; ++t)
             slots.as<int64_t>()[t] = int64_t(tables.as<int32_t>()[r * entries + t / block]) * block + t % block;
-        WriteArgs write{};
-        write.key = k.data();
-        write.value = v.data();
-        write.type = type;
-        write.key_token = write.value_token = int64_t(kv_heads) * dim;
-        write.key_head = write.value_head = dim;
-        write.key_cache = key_view;
-        write.value_cache = value_view;
-        write.cache_type = cached;
-        write.slots = slots.as<int64_t>();
-        write.tokens = lengths[r];
-        write.kv_heads = kv_heads;
-        write.head_dim = dim;
-        write.block_size = block;
-        kernels().write_kv(write);
+        const int64_t token_size = int64_t(kv_heads) * dim;
+        kernels().write_kv({.key = {k.data(), token_size, dim},
+                            .value = {v.data(), token_size, dim},
+                            .type = type,
+                            .cache = cache.layer,
+                            .slots = slots.as<int64_t>(),
+                            .tokens = lengths[r]});
         for (int64_t i = 0; i < count; ++i) {
-            const int64_t slot = slots.as<int64_t>()[i / (kv_heads * dim)];
-            const int64_t slot_head = slot / block * kv_heads + i / dim % kv_heads,
-                          scale_at = slot_head * block + slot % block;
-            const bool scaled = cached == DType::i8;
-            const int64_t t = slot % block, d = i % dim;
-            const int64_t key_at = pairs ? t * 2 + d / 2 * key_view.dim + d % 2 : t * key_view.token + d * key_view.dim;
-            const int64_t value_at = pairs ? t / 2 * value_view.token + t % 2 + d * 2 : t * dim + d;
-            keys[r].push_back(key.get(slot_head * per_head + key_at) * (scaled ? key_scale.get(scale_at) : 1));
-            values[r].push_back(value.get(slot_head * per_head + value_at) * (scaled ? value_scale.get(scale_at) : 1));
-            expect(keys[r].back(), k.get(i), scaled ? 1.0 / 250 : 0);  // half a step of the largest, which is at most 1
-            expect(values[r].back(), v.get(i), scaled ? 1.0 / 250 : 0);
+            const int64_t slot = slots.as<int64_t>()[i / token_size], head = i / dim % kv_heads;
+            const double off = cached == DType::i8 ? 1.0 / 250 : 0;  // half a step of the largest, which is at most 1
+            keys[r].push_back(cache.key_at(slot, head, i % dim));
+            values[r].push_back(cache.value_at(slot, head, i % dim));
+            expect(keys[r].back(), k.get(i), off);
+            expect(values[r].back(), v.get(i), off);
         }
     }
 
@@ -121,29 +89,21 @@ void check_attention() {
     Guarded query(int64_t(tokens) * heads * dim, type), output(int64_t(tokens) * heads * dim, type);
     Guarded lse(size_t(tokens) * heads, DType::f32);
     query.fill(random_source);
-    AttentionArgs args{};
-    args.query = query.data();
-    args.query_type = type;
-    args.query_token = int64_t(heads) * dim;
-    args.query_head = dim;
-    args.output = output.data();
-    args.lse = lse.as<float>();
-    args.key = key_view;
-    args.value = value_view;
-    args.cache_type = cached;
-    args.tables = tables.as<int32_t>();
-    args.table_stride = entries;
-    args.query_start = starts.as<int32_t>();
-    args.context_lens = contexts.as<int32_t>();
-    args.positions = positions.as<int64_t>();
-    args.rows = rows;
-    args.heads = heads;
-    args.kv_heads = kv_heads;
-    args.head_dim = dim;
-    args.block_size = block;
-    args.scale = 0.3f;
-    args.window = window;
-    args.soft_cap = soft_cap;
+    AttentionArgs args{.query = {query.data(), int64_t(heads) * dim, dim},
+                       .type = type,
+                       .output = output.data(),
+                       .lse = lse.as<float>(),
+                       .cache = cache.layer,
+                       .tables = tables.as<int32_t>(),
+                       .table_stride = entries,
+                       .query_start = starts.as<int32_t>(),
+                       .context_lens = contexts.as<int32_t>(),
+                       .positions = positions.as<int64_t>(),
+                       .rows = rows,
+                       .heads = heads,
+                       .scale = 0.3f,
+                       .window = window,
+                       .soft_cap = soft_cap};
     const SharedPrefixes prefixes(args, true);
     prefixes.apply(args);
     kernels().attend(args);

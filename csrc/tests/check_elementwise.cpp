@@ -83,48 +83,30 @@ void check_prepare_heads() {
     for (Guarded* each : {&qkv, &q_norm, &k_norm, &cos, &sin}) each->fill(random_source);
     std::vector<double> before(tokens * row);
     for (int64_t i = 0; i < tokens * row; ++i) before[i] = qkv.get(i);
-    const int64_t per_head = int64_t(block) * dim, per_frame = kv_heads * per_head;
-    Guarded keys(frames * per_frame, cached), values(frames * per_frame, cached);
-    Guarded key_scale(frames * kv_heads * block, DType::f32), value_scale(frames * kv_heads * block, DType::f32);
+    const bool pairs = cached == DType::bf16 && dim % 2 == 0 && below(4) != 0;
+    GuardedCache cache(cached, frames, int(kv_heads), block, int(dim), true, pairs);
     Guarded slots(sizeof(int64_t) * tokens);
     const int64_t start = below(block);
     for (int64_t t = 0; t < tokens; ++t) {
         positions.as<int64_t>()[t] = below(100);
         slots.as<int64_t>()[t] = below(8) ? start + t : -1;
     }
-    HeadsArgs args{};
-    args.qkv = qkv.data();
-    args.heads = int(heads);
-    if (norms) {
-        args.q_norm = q_norm.as<float>();
-        args.k_norm = k_norm.as<float>();
-    }
-    args.eps = eps;
-    if (turns) {
-        args.cos = cos.as<float>();
-        args.sin = sin.as<float>();
-    }
-    args.half = half;
-    args.positions = positions.as<int64_t>();
     char* first_key = static_cast<char*>(qkv.data()) + heads * dim * item_size(type);
-    args.write.key = first_key;
-    args.write.value = first_key + kv_heads * dim * item_size(type);
-    args.write.type = type;
-    args.write.key_token = args.write.value_token = row;
-    args.write.key_head = args.write.value_head = dim;
-    const bool pairs = cached == DType::bf16 && dim % 2 == 0 && block % 2 == 0 && below(4) != 0;
-    const int64_t side = pairs ? 2 : 1;
-    args.write.key_cache = {keys.data(),           per_frame,        per_head, side, side * block, pairs,
-                            key_scale.as<float>(), kv_heads * block, block};
-    args.write.value_cache = {values.data(),           per_frame,        per_head, side * dim, side, pairs,
-                              value_scale.as<float>(), kv_heads * block, block};
-    args.write.cache_type = cached;
-    args.write.slots = slots.as<int64_t>();
-    args.write.tokens = tokens;
-    args.write.kv_heads = int(kv_heads);
-    args.write.head_dim = int(dim);
-    args.write.block_size = block;
-    kernels().prepare_heads(args);
+    kernels().prepare_heads({.qkv = qkv.data(),
+                             .heads = int(heads),
+                             .q_norm = norms ? q_norm.as<float>() : nullptr,
+                             .k_norm = norms ? k_norm.as<float>() : nullptr,
+                             .eps = eps,
+                             .cos = turns ? cos.as<float>() : nullptr,
+                             .sin = turns ? sin.as<float>() : nullptr,
+                             .half = half,
+                             .positions = positions.as<int64_t>(),
+                             .write = {.key = {first_key, row, dim},
+                                       .value = {first_key + kv_heads * dim * item_size(type), row, dim},
+                                       .type = type,
+                                       .cache = cache.layer,
+                                       .slots = slots.as<int64_t>(),
+                                       .tokens = tokens}});
     for (int64_t t = 0; t < tokens; ++t)
         for (int64_t h = 0; h < heads + 2 * kv_heads; ++h) {
             const bool is_value = h >= heads + kv_heads, is_query = h < heads;
@@ -150,16 +132,10 @@ void check_prepare_heads() {
             }
             const int64_t slot = slots.as<int64_t>()[t];
             if (is_query || slot < 0) continue;
-            const int64_t at = slot / block * kv_heads + (h - heads) % kv_heads, offset = slot % block;
             for (int64_t i = 0; i < dim; ++i) {
-                const int64_t value_at = (offset / side * dim + i) * side + offset % side,
-                              key_at = (i / side * block + offset) * side + i % side;
-                const double stored =
-                    is_value ? values.get(at * per_head + value_at) : keys.get(at * per_head + key_at);
-                const double scale =
-                    cached != DType::i8 ? 1 : (is_value ? value_scale : key_scale).get(at * block + offset);
-                expect(stored * scale, qkv.get(t * row + h * dim + i),
-                       cached == DType::i8 ? largest / 250 : tolerance(cached));
+                const int64_t head = (h - heads) % kv_heads;
+                const double stored = is_value ? cache.value_at(slot, head, i) : cache.key_at(slot, head, i);
+                expect(stored, qkv.get(t * row + h * dim + i), cached == DType::i8 ? largest / 250 : tolerance(cached));
             }
         }
 }

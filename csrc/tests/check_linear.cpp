@@ -17,10 +17,7 @@ void check_linear() {
             weight.set(i, std::ldexp(weight.get(i), -below(60)));
     bias.fill(random_source);
     x.fill(random_source);
-    PackedLinear packed;
-    packed.n = n;
-    packed.k = k;
-    packed.type = stored;
+    PackedLinear packed{.n = n, .k = k, .type = stored};
     if (!kernels().pack_linear(packed, weight.data(), bias.as<float>(), type)) std::abort();
     kernels().linear(packed, x.data(), k + gap, y.data(), n, type, m);
     for (int64_t row = 0; row < m; ++row)
@@ -58,10 +55,7 @@ void check_affine() {
     for (int64_t i = 0; i < n * k / 32; ++i)
         scale.set(i, std::round(scale.get(i) * 1024) / 1024);  // products are exact
     x.fill(random_source);
-    PackedLinear packed;
-    packed.n = n;
-    packed.k = k;
-    packed.format = format;
+    PackedLinear packed{.n = n, .k = k, .format = format};
     if (!kernels().pack_affine(packed, {values.as<uint8_t>(), scale.as<float>(), low.as<float>(), nullptr}))
         std::abort();
     const auto weight = [&](int64_t i) {
@@ -91,13 +85,7 @@ void check_mlp() {
     Guarded second_bias(n, DType::f32), x((m - 1) * (k + gap) + k, DType::f32), y(m * n, DType::f32);
     first.fill(random_source, 0.125);
     for (Guarded* each : {&first_bias, &second, &second_bias, &x}) each->fill(random_source);
-    PackedLinear gate_up, down;
-    gate_up.n = 2 * half;
-    gate_up.k = k;
-    gate_up.type = types[0];
-    down.n = n;
-    down.k = half;
-    down.type = types[1];
+    PackedLinear gate_up{.n = 2 * half, .k = k, .type = types[0]}, down{.n = n, .k = half, .type = types[1]};
     if (!kernels().pack_linear(gate_up, first.data(), first_bias.as<float>(), DType::f32)) std::abort();
     if (!kernels().pack_linear(down, second.data(), second_bias.as<float>(), DType::f32)) std::abort();
     if (kernels().mlp(gate_up, down, x.data(), k + gap, y.data(), n, DType::f32, activation, m)) {

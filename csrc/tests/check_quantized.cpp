@@ -33,11 +33,7 @@ void check_quantized() {
             int4 ? int8_t(uint16_t(slopes.as<int16_t>()[block] * value + offsets.as<int16_t>()[block]) >> 8) : value;
         weight[i] = whole * scales.get(i / k * groups + i % k / 192);
     }
-    PackedLinear packed;
-    packed.n = n;
-    packed.k = k;
-    packed.type = stored;
-    packed.format = int4 ? Format::int4 : Format::int8;
+    PackedLinear packed{.n = n, .k = k, .type = stored, .format = int4 ? Format::int4 : Format::int8};
     const bool biased = below(2);
     if (!kernels().pack_quantized(
             packed, {values.data(), int4 ? slopes.as<int16_t>() : nullptr, int4 ? offsets.as<int16_t>() : nullptr,

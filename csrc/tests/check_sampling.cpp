@@ -62,18 +62,16 @@ void check_sampling() {
         uniforms.as<double>()[i] = below(1 << 20) / double(1 << 20);
     }
     where = "choose_tokens";
-    ChooseArgs choose;
-    choose.logits = logits.as<float>();
-    choose.n = n;
-    choose.places = places.as<int64_t>();
-    choose.items = items;
-    choose.temperature = temperature.as<float>();
-    choose.top_k = top_k.as<int64_t>();
-    choose.top_p = top_p.as<float>();
-    choose.min_p = min_p.as<float>();
-    choose.uniforms = uniforms.as<double>();
-    choose.tokens = tokens.as<int64_t>();
-    kernels().choose_tokens(choose);
+    kernels().choose_tokens({.logits = logits.as<float>(),
+                             .n = n,
+                             .places = places.as<int64_t>(),
+                             .items = items,
+                             .temperature = temperature.as<float>(),
+                             .top_k = top_k.as<int64_t>(),
+                             .top_p = top_p.as<float>(),
+                             .min_p = min_p.as<float>(),
+                             .uniforms = uniforms.as<double>(),
+                             .tokens = tokens.as<int64_t>()});
     for (int64_t i = 0; i < items; ++i) {
         const Row& row = all[places.as<int64_t>()[i]];
         int64_t& token = tokens.as<int64_t>()[i];
@@ -91,18 +89,16 @@ void check_sampling() {
     const int64_t k = below(3) ? below(int(std::min<int64_t>(n, 21)) + 1) : 0;
     Guarded own(items, DType::f32), ranks(sizeof(int64_t) * items), top_tokens(sizeof(int64_t) * items * k),
         logprobs(items * k, DType::f32);
-    LogprobArgs asked;
-    asked.logits = logits.as<float>();
-    asked.n = n;
-    asked.places = places.as<int64_t>();
-    asked.items = items;
-    asked.k = k;
-    asked.tokens = tokens.as<int64_t>();
-    asked.own = own.as<float>();
-    asked.ranks = ranks.as<int64_t>();
-    asked.top_tokens = top_tokens.as<int64_t>();
-    asked.top_logprobs = logprobs.as<float>();
-    kernels().log_probabilities(asked);
+    kernels().log_probabilities({.logits = logits.as<float>(),
+                                 .n = n,
+                                 .places = places.as<int64_t>(),
+                                 .items = items,
+                                 .k = k,
+                                 .tokens = tokens.as<int64_t>(),
+                                 .own = own.as<float>(),
+                                 .ranks = ranks.as<int64_t>(),
+                                 .top_tokens = top_tokens.as<int64_t>(),
+                                 .top_logprobs = logprobs.as<float>()});
     for (int64_t i = 0; i < items; ++i) {
         const Row& row = all[places.as<int64_t>()[i]];
         if (!row.finite || row.most == -HUGE_VAL) {

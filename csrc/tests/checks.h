@@ -86,6 +86,54 @@ class Guarded {
     char *base_ = nullptr, *data_ = nullptr;
 };
 
+// A layer's cache of so many frames, keys and values side by side in memory as `transposed` and `pairs` say.
+struct GuardedCache {
+    Guarded key, value, key_scale, value_scale;
+    LayerCache layer;
+
+    GuardedCache(DType type, int64_t frames, int kv_heads, int block, int dim, bool transposed, bool pairs)
+        : key(frames * kv_heads * block * dim, type), value(frames * kv_heads * block * dim, type),
+          key_scale(frames * kv_heads * block, DType::f32), value_scale(frames * kv_heads * block, DType::f32) {
+        const int64_t side = pairs ? 2 : 1, per_head = int64_t(block) * dim;
+        layer.type = type;
+        layer.kv_heads = kv_heads;
+        layer.block_size = block;
+        layer.head_dim = dim;
+        layer.key = {.data = key.data(), .token = transposed ? side : dim, .dim = transposed ? side * block : 1};
+        layer.value = {.data = value.data(), .token = side * dim, .dim = side};
+        layer.key.scale = key_scale.as<float>();
+        layer.value.scale = value_scale.as<float>();
+        for (CacheView* view : {&layer.key, &layer.value}) {
+            view->frame = kv_heads * per_head;
+            view->head = per_head;
+            view->pairs = pairs;
+            view->scale_frame = int64_t(kv_heads) * block;
+            view->scale_head = block;
+        }
+    }
+
+    double key_at(int64_t slot, int64_t head, int64_t d) const {
+        const CacheView& view = layer.key;
+        const int64_t place = view.pairs ? d / 2 * view.dim + d % 2 : d * view.dim;
+        return get(key, key_scale, view, slot, head, place + slot % layer.block_size * view.token);
+    }
+    double value_at(int64_t slot, int64_t head, int64_t d) const {
+        const CacheView& view = layer.value;
+        const int64_t token = slot % layer.block_size,
+                      place = view.pairs ? token / 2 * view.token + token % 2 : token * view.token;
+        return get(value, value_scale, view, slot, head, place + d * view.dim);
+    }
+
+  private:
+    double get(const Guarded& elements, const Guarded& scales, const CacheView& view, int64_t slot, int64_t head,
+               int64_t place) const {
+        const int64_t frame = slot / layer.block_size, token = slot % layer.block_size;
+        const double element = elements.get(frame * view.frame + head * view.head + place);
+        if (layer.type != DType::i8) return element;
+        return element * scales.get(frame * view.scale_frame + head * view.scale_head + token);
+    }
+};
+
 inline std::mt19937 random_source;  // NOLINT(bugprone-random-generator-seed): sanitized.cpp seeds it
 inline int below(int n) { return int(random_source() % uint32_t(n)); }
 template <class T> T one_of(std::initializer_list<T> values) { return values.begin()[below(int(values.size()))]; }

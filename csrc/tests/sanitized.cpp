@@ -17,8 +17,8 @@ int main(int count, char** arguments) {
     std::fprintf(stderr, "seed %u\n", seed);
     random_source.seed(seed);
     check_threads();
-    for (auto name = available_isas(); *name; ++name) {
-        use_isa(*name);
+    for (const std::string& name : available_isas()) {
+        use_isa(name);
         for (int round = 0; round < rounds; ++round) {
             Exclusive exclusive;
             set_num_threads(1 + round % 3);
@@ -32,6 +32,6 @@ int main(int count, char** arguments) {
             check_sampling();
             check_dequantize();
         }
-        std::printf("%s: %d rounds\n", *name, rounds);
+        std::printf("%s: %d rounds\n", name.c_str(), rounds);
     }
 }

@@ -1,12 +1,13 @@
-# The compiled CPU kernels (csrc/bindings.cpp). Arrays raise ValueError for another dtype or shape, or gaps between
-# their elements. Addresses are integers, strides are in elements; dtypes: 0 fp32, 1 bf16, 2 fp16; 3 int8, of caches
-# only.
+# The compiled CPU kernels (csrc/bindings.cpp). Arrays and tensors raise ValueError for another dtype or shape, or gaps
+# between their elements. Addresses are integers, strides are in elements; dtypes: 0 fp32, 1 bf16, 2 fp16; 3 int8, of
+# caches only.
 
 from collections.abc import Callable
 from typing import TypeAlias, overload
 
 import numpy as np
 import numpy.typing as npt
+from torch import Tensor
 
 Int32: TypeAlias = npt.NDArray[np.int32]
 Int64: TypeAlias = npt.NDArray[np.int64]
@@ -61,17 +62,25 @@ def log_probabilities(
     """Writes `own` and `ranks` of `tokens` [places] in rows `places` of logits, and the largest: [places, k]."""
 
 class Linear:
-    """Dense; of integers (QuantizedSource in csrc/kernels.h), slopes 0: 8 bits; or float32 held in integers
-    (AffineSource)."""
+    """A weight [n, k] in panels: dense, for inputs of `x_dtype` above all; of integers (QuantizedSource in
+    csrc/kernels.h), 8 bits without slopes, else 4; or float32 held in integers (AffineSource). bias: float32 [n].
+
+    Raises TypeError for a dtype without kernels."""
 
     @overload
-    def __init__(self, weight: int, bias: int, n: int, k: int, dtype: int, x_dtype: int) -> None: ...
+    def __init__(self, weight: Tensor, bias: Tensor | None, x_dtype: int) -> None: ...
     @overload
     def __init__(
-        self, values: int, slopes: int, offsets: int, scales: int, bias: int, n: int, k: int, dtype: int
+        self,
+        values: Tensor,
+        slopes: Tensor | None,
+        offsets: Tensor | None,
+        scales: Tensor,
+        bias: Tensor | None,
+        dtype: int,
     ) -> None: ...
     @overload
-    def __init__(self, values: int, scale: int, low: int, bias: int, n: int, k: int, bits: int) -> None: ...
+    def __init__(self, values: Tensor, scale: Tensor, low: Tensor, bias: Tensor | None, bits: int) -> None: ...
     def __call__(self, x: int, x_row: int, y: int, y_row: int, dtype: int, rows: int) -> None: ...
     def argmax(self, x: int, x_row: int, dtype: int, tokens: Int64) -> None:
         """Writes tokens [rows]: as `choose_tokens` at temperature 0 from what a call would have written."""
@@ -83,20 +92,11 @@ class Linear:
     def nbytes(self) -> int: ...
 
 class Cache:
-    """One layer's cache: address and strides (frame, head, token, dim) of keys and of values, address and strides
-    (frame, head) of their scales, all 0 where there are none."""
+    """One layer's cache, as `attention.LayerCache` holds it. Keep the tensors.
 
-    def __init__(
-        self,
-        key: tuple[int, ...],
-        value: tuple[int, ...],
-        key_scale: tuple[int, ...],
-        value_scale: tuple[int, ...],
-        dtype: int,
-        kv_heads: int,
-        block_size: int,
-        head_dim: int,
-    ) -> None: ...
+    Raises TypeError for a dtype without kernels, ValueError for unequal keys and values and for int8 without scales."""
+
+    def __init__(self, key: Tensor, value: Tensor, key_scale: Tensor | None, value_scale: Tensor | None) -> None: ...
     def write(
         self,
         key: int,
@@ -133,18 +133,16 @@ class Cache:
     ) -> None: ...
 
 class Decoder:
-    """A dense decoder's step as one call (csrc/decoder.h). Keep what the addresses point to, and the linears.
+    """A dense decoder's step as one call (csrc/decoder.h). Keep the tensors and the linears.
 
-    embedding 0: the rows of `head`.
+    embedding: as the head's weight, of `dtype`; None: the rows of `head`. Norms: float32 [hidden], or [head_dim].
     """
 
     def __init__(
         self,
-        embedding: int,
+        embedding: Tensor | None,
         head: Linear,
-        vocab: int,
-        hidden: int,
-        final_norm: int,
+        final_norm: Tensor,
         heads: int,
         kv_heads: int,
         head_dim: int,
@@ -157,16 +155,16 @@ class Decoder:
     ) -> None: ...
     def add_layer(
         self,
-        input_norm: int,
+        input_norm: Tensor,
         qkv: Linear,
         o: Linear,
-        pre_mlp_norm: int,
+        pre_mlp_norm: Tensor,
         gate_up: Linear,
         down: Linear,
-        q_norm: int,
-        k_norm: int,
-        post_attention_norm: int,
-        post_mlp_norm: int,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        post_attention_norm: Tensor | None,
+        post_mlp_norm: Tensor | None,
         rope: int,
         group: int,
         window: int,

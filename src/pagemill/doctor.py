@@ -114,7 +114,7 @@ def _kernels() -> str:
     try:
         kernels = importlib.import_module("pagemill._kernels")
     except ImportError as error:
-        return f"not usable ({error}); `make` in a checkout, with a C++17 compiler, builds them"
+        return f"not usable ({error}); `make` in a checkout, with a C++20 compiler, builds them"
     try:
         check_compiled()
     except StaleKernelsError as error:

@@ -9,9 +9,7 @@ from torch import Tensor
 
 from pagemill import _kernels
 from pagemill.attention.interface import AttentionBatch, LayerCache
-from pagemill.ops.cpu_ops import DTYPES, check_vector, dtype_code, kernel_name
-
-CACHE_DTYPES = DTYPES | {torch.int8: 3}
+from pagemill.ops.cpu_ops import check_vector, dtype_code, kernel_name
 
 
 class CpuAttention:
@@ -85,31 +83,7 @@ class CpuAttention:
         """The cache as the kernels take it, made once."""
         known = self._caches.get(id(cache.key))
         if known is None or known[0]() is not cache.key or known[1]() is not cache.value:
-            key, value, key_scale, value_scale = cache
-            if (
-                key.numel() != value.numel()
-                or key.dim() != value.dim()
-                or key.dtype != value.dtype
-                or key.dtype not in CACHE_DTYPES
-                or not key.is_cpu
-            ):
-                raise ValueError(f"the cache must be two equal CPU tensors, not {key.dtype} and {value.dtype}")
-            frame, head, token, dim = key.stride()[:4]
-            value_frame, value_head, value_token, value_dim = *value.stride()[:3], value.stride(-1)
-            native = _kernels.Cache(
-                (key.data_ptr(), frame, head, token, dim, cache.pairs),
-                (value.data_ptr(), value_frame, value_head, value_token, value_dim, cache.pairs),
-                _scales(key, key_scale), _scales(value, value_scale), CACHE_DTYPES[key.dtype], *cache.block_shape,
-            )  # fmt: skip
-            at = id(key)
-            live = weakref.ref(key, lambda _: self._caches.pop(at, None))
-            known = self._caches[at] = (live, weakref.ref(value), native)
+            at = id(cache.key)
+            live = weakref.ref(cache.key, lambda _: self._caches.pop(at, None))
+            known = self._caches[at] = (live, weakref.ref(cache.value), _kernels.Cache(*cache))
         return known[2]
-
-
-def _scales(elements: Tensor, scale: Tensor | None) -> tuple[int, int, int]:
-    if scale is None and elements.dtype != torch.int8:
-        return 0, 0, 0
-    if scale is None or scale.dtype != torch.float32 or scale.shape != elements.shape[:3] or scale.stride(2) != 1:
-        raise ValueError(f"an int8 cache needs float32 scales {tuple(elements.shape[:3])}, tokens side by side")
-    return scale.data_ptr(), scale.stride(0), scale.stride(1)

@@ -36,13 +36,9 @@ class CpuDecoder(Decoder):
         self._pool: LayerCaches | None = None
         self._native_caches: list[_kernels.Cache] = []
         self._native_attention = attention
-        hidden, table = spec.hidden_size, weights.embedding
-        if table is not None and (table.shape != (spec.vocab_size, hidden) or not table.is_contiguous()):
-            raise ValueError(f"the embedding is {tuple(table.shape)}, not contiguous [{spec.vocab_size}, {hidden}]")
         self._native = _kernels.Decoder(
-            0 if table is None else table.data_ptr(), _packed(weights.lm_head, hidden, spec.vocab_size),
-            spec.vocab_size, hidden, _address(weights.final_norm, hidden), spec.num_heads,
-            spec.num_kv_heads, spec.head_dim, DTYPES[dtype], spec.norm_eps,
+            weights.embedding, _packed(weights.lm_head, spec.hidden_size, spec.vocab_size), weights.final_norm,
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, DTYPES[dtype], spec.norm_eps,
             ACTIVATIONS[spec.activation], spec.scale, spec.attention_soft_cap or 0.0, self._embedding_scale.item(),
         )  # fmt: skip
         for index, layer in enumerate(weights.layers):
@@ -97,26 +93,27 @@ class CpuDecoder(Decoder):
             raise TypeError(f"layer {index} is a mixture of experts; the C++ executor runs dense layers")
         queries, intermediate = spec.num_heads * dim, weights.mlp.down.in_features
         self._native.add_layer(
-            _address(weights.input_norm, hidden),
+            weights.input_norm,
             _packed(weights.qkv, hidden, queries + 2 * spec.num_kv_heads * dim),
             _packed(weights.o, queries, hidden),
-            _address(weights.pre_mlp_norm, hidden),
+            weights.pre_mlp_norm,
             _packed(weights.mlp.gate_up, hidden, 2 * intermediate),
             _packed(weights.mlp.down, intermediate, hidden),
-            _address(weights.q_norm, dim) if spec.qk_norm else 0,
-            _address(weights.k_norm, dim) if spec.qk_norm else 0,
-            _address(weights.post_attention_norm, hidden) if spec.post_norms else 0,
-            _address(weights.post_mlp_norm, hidden) if spec.post_norms else 0,
+            _norm(weights.q_norm, spec.qk_norm),
+            _norm(weights.k_norm, spec.qk_norm),
+            _norm(weights.post_attention_norm, spec.post_norms),
+            _norm(weights.post_mlp_norm, spec.post_norms),
             -1 if layer.rope is None else layer.rope,
             self._group_of[index],
             layer.window or 0,
         )
 
 
-def _address(norm: Tensor | None, size: int) -> int:
-    if norm is None or norm.dtype != torch.float32 or norm.shape != (size,) or not norm.is_contiguous():
-        raise ValueError(f"a norm's weight must be contiguous float32 [{size}], not {norm}")
-    return norm.data_ptr()
+def _norm(weight: Tensor | None, wanted: bool) -> Tensor | None:
+    """Returns the weight if the model has this norm. Raises ValueError if it is missing then."""
+    if wanted and weight is None:
+        raise ValueError("the weight of a norm that the model has is missing")
+    return weight if wanted else None
 
 
 def _packed(linear: Linear, columns: int, rows: int) -> _kernels.Linear:

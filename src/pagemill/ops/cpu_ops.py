@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pagemill import _kernels
-from pagemill.ops.quantized import BLOCK, GROUP, AffineWeight, QuantizedWeight, check_contiguous
+from pagemill.ops.quantized import BLOCK, AffineWeight, QuantizedWeight
 
 KERNEL_VERSION = 6
 """Raised whenever a kernel's arithmetic changes: stored K/V of other bits must not be found."""
@@ -38,10 +38,6 @@ def check_vector(name: str, tensor: Tensor, dtype: torch.dtype, size: int) -> No
     """Raises ValueError unless `tensor` is contiguous, of `dtype` and shape [size]."""
     if tensor.dtype != dtype or tensor.shape != (size,) or not tensor.is_contiguous():
         raise ValueError(f"{name} must be contiguous {dtype} [{size}], not {tensor.dtype} {tuple(tensor.shape)}")
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
 
 
 class CpuLinear:
@@ -98,39 +94,19 @@ class CpuOps:
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> CpuLinear:
         weight = weight.contiguous()
         bias = None if bias is None else bias.float().contiguous()
-        rows, columns = weight.shape
-        held = dtype_code(weight)
-        packed = _kernels.Linear(weight.data_ptr(), _address(bias), rows, columns, held, DTYPES[dtype or weight.dtype])
-        return CpuLinear(packed, (rows, columns), weight.dtype)
+        packed = _kernels.Linear(weight, bias, DTYPES[dtype] if dtype else dtype_code(weight))
+        return CpuLinear(packed, tuple(weight.shape), weight.dtype)
 
     def pack_affine(self, weight: AffineWeight, bias: Tensor | None = None) -> CpuLinear:
-        rows, columns = weight.values.shape
-        packed = _kernels.Linear(
-            weight.values.data_ptr(), weight.scale.data_ptr(), weight.low.data_ptr(), _address(bias), rows, columns,
-            weight.bits,
-        )  # fmt: skip
-        return CpuLinear(packed, (rows, columns), torch.float32)
+        packed = _kernels.Linear(weight.values, weight.scale, weight.low, bias, weight.bits)
+        return CpuLinear(packed, tuple(weight.values.shape), torch.float32)
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> CpuLinear:
-        rows, columns = weight.values.shape
-        bits4 = weight.slopes is not None
-        shapes = {
-            "values": (weight.values, torch.uint8 if bits4 else torch.int8, (rows, columns)),
-            "scales": (weight.scales, torch.bfloat16, (rows, -(-columns // GROUP))),
-            "slopes": (weight.slopes, torch.int16, (rows, columns // BLOCK)),
-            "offsets": (weight.offsets, torch.int16, (rows, columns // BLOCK)),
-            "bias": (bias, torch.float32, (rows,)),
-        }
-        if bits4 and columns % BLOCK:
+        columns = weight.values.shape[1]
+        if weight.slopes is not None and columns % BLOCK:
             raise ValueError(f"4-bit weights have {columns} columns; they must be a multiple of {BLOCK}")
-        for name, (tensor, kind, shape) in shapes.items():
-            if tensor is not None:
-                check_contiguous(name, tensor, kind, shape)
-        packed = _kernels.Linear(
-            weight.values.data_ptr(), _address(weight.slopes), _address(weight.offsets), weight.scales.data_ptr(),
-            _address(bias), rows, columns, DTYPES[dtype],
-        )  # fmt: skip
-        return CpuLinear(packed, (rows, columns), dtype)
+        packed = _kernels.Linear(weight.values, weight.slopes, weight.offsets, weight.scales, bias, DTYPES[dtype])
+        return CpuLinear(packed, tuple(weight.values.shape), dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         size = x.shape[-1]
