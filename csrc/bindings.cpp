@@ -54,10 +54,11 @@ std::string name_of(ElementType type) {
     return (type.code < std::size(kinds) ? kinds[type.code] : "unknown") + std::to_string(type.bits);
 }
 
-// Raises TypeError for elements that there are no kernels for.
-DType dtype_of(ElementType type) {
-    const auto* const found = std::find(std::begin(kElementTypes), std::end(kElementTypes), type);
-    if (found == std::end(kElementTypes))
+// Raises TypeError for elements that there are no kernels for; only caches may be of int8.
+DType dtype_of(ElementType type, bool cache = false) {
+    const auto* const end = kElementTypes + (cache ? 4 : 3);
+    const auto* const found = std::find(kElementTypes, end, type);
+    if (found == end)
         throw nb::type_error(("the CPU kernels take float32, bfloat16 and float16, not " + name_of(type)).c_str());
     return static_cast<DType>(found - kElementTypes);
 }
@@ -75,7 +76,7 @@ auto* elements(const char* name, const Array& array, ElementType type, std::init
     for (size_t i = shape.size(); fits && i-- > 0; stride *= int64_t(array.shape(i))) {
         const int64_t length = shape.begin()[i];
         fits = (length == kAny || length == int64_t(array.shape(i))) &&
-               (array.shape(i) < 2 || array.stride(i) == stride || (apart && i == 0));
+               (array.size() == 0 || array.shape(i) == 1 || array.stride(i) == stride || (apart && i == 0));
     }
     if (fits) return array.data();
     for (const int64_t length : shape) wanted += " " + (length == kAny ? "any" : std::to_string(length));
@@ -199,7 +200,7 @@ LayerCache layer_cache(const Output& key, const Output& value, const std::option
                                     " and " + name_of(value.dtype()));
     return {.key = view(key, key_scale, 3),
             .value = view(value, value_scale, value.ndim() - 1),
-            .type = dtype_of(key.dtype()),
+            .type = dtype_of(key.dtype(), true),
             .kv_heads = int(key.shape(1)),
             .block_size = int(key.shape(2)),
             .head_dim = int(value.shape(value.ndim() - 1))};

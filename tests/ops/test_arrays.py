@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
 from pagemill import _kernels
 
@@ -50,3 +51,29 @@ def test_what_is_written_must_be_writable():
     tokens.flags.writeable = False
     with pytest.raises(TypeError):
         choose(tokens=tokens)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float64])
+def test_weights_without_kernels_are_refused(dtype):
+    with pytest.raises(TypeError, match=str(dtype).removeprefix("torch.")):
+        _kernels.Linear(torch.zeros(4, 8, dtype=dtype), None, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments"),
+    [
+        ("weight", (torch.zeros(8, 4).t(), None, 0)),
+        ("bias", (torch.zeros(4, 8), torch.zeros(8), 0)),
+        ("scale", (torch.zeros(4, 32, dtype=torch.uint8), torch.zeros(4, 2), torch.zeros(4, 1), None, 4)),
+        ("values", (torch.zeros(4, 8, dtype=torch.uint8), None, None, torch.zeros(4, 1).bfloat16(), None, 0)),
+        ("scales", (torch.zeros(4, 8, dtype=torch.int8), None, None, torch.zeros(4, 1), None, 0)),
+    ],
+)
+def test_parts_of_a_weight_are_checked_by_name(name, arguments):
+    with pytest.raises(ValueError, match=f"^{name} must be"):
+        _kernels.Linear(*arguments)
+
+
+def test_keys_and_values_of_a_cache_are_equal_in_dtype():
+    with pytest.raises(ValueError, match="float32 and bfloat16"):
+        _kernels.Cache(torch.zeros(2, 1, 8, 4), torch.zeros(2, 1, 8, 4).bfloat16(), None, None)
