@@ -7,13 +7,9 @@ import hashlib
 import importlib
 from pathlib import Path
 
-import torch
-
 from pagemill.errors import StaleKernelsError
 
 PACKAGE = Path(__file__).parents[1]
-_MKL_FUNCTIONS = (torch.exp, torch.log, torch.sqrt, torch.sin, torch.cos, torch.tanh)
-"""The elementwise functions that torch leaves to MKL, as far as pagemill uses them."""
 
 
 def check_compiled(csrc: Path = PACKAGE.parents[1] / "csrc") -> None:
@@ -26,16 +22,19 @@ def check_compiled(csrc: Path = PACKAGE.parents[1] / "csrc") -> None:
 
 
 def settle_vector_math() -> None:
-    """Calls each function once, on one element, in this thread. Call it before torch's threads have work.
+    """Calls each function that torch leaves to MKL, as far as pagemill uses them, once, on one element, in this thread.
+    Call it before torch's threads have work.
 
     MKL 2024.2, which torch 2.13 brings, chooses a function's kernel at its first call. When several threads make that
     call together, one may compute its share with a kernel of low precision (about 1e-5 of the result), that once:
     https://github.com/pytorch/pytorch/issues/188792. Rotary angles are computed at first use and kept, so the bits of a
     whole run would hang on it.
     """
+    import torch  # not above: `pagemill doctor` checks the kernels without it
+
     for dtype in (torch.float32, torch.float64):
         one = torch.ones(1, dtype=dtype)
-        for function in _MKL_FUNCTIONS:
+        for function in (torch.exp, torch.log, torch.sqrt, torch.sin, torch.cos, torch.tanh):
             function(one)
 
 
