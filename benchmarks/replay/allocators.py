@@ -109,7 +109,7 @@ def paged(trace: Sequence[TracedRequest], setup: Setup, step_times: StepTimes) -
 
     def usage() -> tuple[float, float]:
         found = memory.occupancy()
-        return found.reserved * slot_bytes, found.written * shape.slot_bytes
+        return found.slots_reserved * slot_bytes, found.slots_written * shape.slot_bytes
 
     meter = PoolMeter(usage)
     begin = time.perf_counter()

@@ -84,7 +84,7 @@ def measure(trace: Sequence[TracedRequest], setup: Setup, step_times: StepTimes)
         block_size=setup.block_size,
         waste=meter.waste,
         uncommitted=meter.uncommitted,
-        apart=sum(one.apart for one in looked) / max(1, sum(one.steps for one in looked)),
+        apart=sum(one.table_steps_apart for one in looked) / max(1, sum(one.table_steps for one in looked)),
         mean_running=outcome.mean_running,
         most_running=outcome.most_running,
         preemptions=outcome.preemptions,

@@ -67,7 +67,7 @@ def full(pool, contents, tmp_path, monkeypatch):
         transfers.save([Save(i, name_of(i)) for i in part])
         transfers.flush()
         stored += part
-    assert transfers.stats().saved == BLOCKS
+    assert transfers.stats().blocks_saved == BLOCKS
     assert len(seen) > BLOCKS
     assert all(seen)
     yield transfers, tiers

@@ -83,7 +83,7 @@ def test_of_what_storing_can_not_keep_up_with_a_chain_loses_its_end(bench, monke
     may_store.set()
     transfers.flush()
     assert bench.held() == CHAIN[:4]
-    assert transfers.stats().dropped == 2 + len(OTHERS)
+    assert transfers.stats().blocks_dropped == 2 + len(OTHERS)
     transfers.close()
 
 

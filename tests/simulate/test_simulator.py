@@ -107,7 +107,9 @@ def test_a_shared_block_is_counted_once():
     def look(plan, seconds):
         found = scheduler.memory.occupancy()
         tables = scheduler.memory.core.tables
-        held.append((found.reserved, found.written, sum(16 * table.num_held for table in tables), len(tables)))
+        held.append(
+            (found.slots_reserved, found.slots_written, sum(16 * table.num_held for table in tables), len(tables))
+        )
 
     trace = [TracedRequest(0, 0.0, 512, 60, (3,)), TracedRequest(1, 40.0, 512, 60, (3,))]
     replay(trace, scheduler, times(), [look])
@@ -124,13 +126,13 @@ def test_windows_and_every_step_are_counted_from_the_tables():
     def recount(plan, seconds):
         found = scheduler.memory.occupancy()
         tables = scheduler.memory.core.tables
-        assert found.reserved == sum(4 * table.num_held for table in tables)
+        assert found.slots_reserved == sum(4 * table.num_held for table in tables)
         held = sum(
             min(4, max(0, table.length - 4 * entry))
             for table in tables
             for entries, first in zip(table.blocks, table.first_held, strict=True)
             for entry in range(first, len(entries))
         )
-        assert found.written == held
+        assert found.slots_written == held
 
     replay(TRACE, scheduler, replace(times(), shape=shape), [recount])

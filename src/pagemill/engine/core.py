@@ -277,9 +277,13 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Returns counters since the start, and the state now."""
-        slots, steps, compaction = self.memory.occupancy(), self.memory.scatter(), self.memory.compaction
+        memory, compaction = self.memory, self.memory.compaction
         transfers = TransferStats() if self.tiers is None else self.tiers.transfers.stats()
         return EngineStats(
+            **asdict(memory.stats()),
+            **memory.occupancy()._asdict(),
+            **memory.scatter()._asdict(),
+            **asdict(transfers),
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
             preemptions=self.scheduler.preemptions,
@@ -293,21 +297,11 @@ class EngineCore:
             generated_tokens=self._generated_tokens,
             prefix_queried_tokens=self.scheduler.prefix_queried_tokens,
             prefix_hit_tokens=self.scheduler.prefix_hit_tokens,
-            **asdict(self.memory.stats()),
-            slots_reserved=slots.reserved,
-            slots_written=slots.written,
-            table_steps=steps.steps,
-            table_steps_apart=steps.apart,
             compaction_copies=compaction.copies,
             compactions=compaction.sequences,
             stalled_s=self._stalled_s,
-            loading_s=transfers.loading_s,
             block_bytes=self.executor.facts.frame_bytes,
             tier_blocks={} if self.tiers is None else self.tiers.lower.num_blocks(),
-            blocks_saved=transfers.saved,
-            blocks_dropped=transfers.dropped,
-            blocks_loaded=transfers.loaded,
-            blocks_missed=transfers.missed,
             tenants={one.account.name: _tenant_stats(one) for one in self.scheduler.tenants},
         )
 

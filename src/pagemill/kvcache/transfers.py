@@ -35,13 +35,16 @@ PIECE_BYTES = 4 << 20
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
-    """Blocks since the start, and seconds in which loads were under way. dropped: not saved, because storing could not
-    keep up, or failed, or because they could not be read; missed: not there, or broken, when they were to be loaded."""
+    """Counts blocks since the start, and seconds in which loads were under way.
 
-    saved: int = 0
-    dropped: int = 0
-    loaded: int = 0
-    missed: int = 0
+    blocks_dropped: not saved, because storing could not keep up, or failed, or because they could not be read.
+    blocks_missed:  not there, or broken, when they were to be loaded.
+    """
+
+    blocks_saved: int = 0
+    blocks_dropped: int = 0
+    blocks_loaded: int = 0
+    blocks_missed: int = 0
     loading_s: float = 0.0
 
 
@@ -106,13 +109,13 @@ class Transfers:
             here = self._tiers.holds([save.name[:2] for save in saves], lasting=keep)
         except KVStoreError as error:
             logger.warning("%s", error)
-            self._count(dropped=len(saves))
+            self._count(blocks_dropped=len(saves))
             return
         if any(here):
             self._writer.submit(self._tiers.use, [save.name[:2] for save in compress(saves, here)][::-1])
             saves = [save for save, stored in zip(saves, here, strict=True) if not stored]
         if not keep and (excess := self._waiting + len(saves) - self._most_waiting) > 0:
-            self._count(dropped=min(excess, len(saves)))
+            self._count(blocks_dropped=min(excess, len(saves)))
             saves = saves[excess:]  # a chain's end comes first, and is worth nothing without its beginning
         for first in range(0, len(saves), self._batch):
             part = saves[first : first + self._batch]
@@ -120,7 +123,7 @@ class Transfers:
                 self.flush()
             records, whole = self._frames.read([save.frame for save in part])
             if lost := whole.count(False):
-                self._count(dropped=lost)
+                self._count(blocks_dropped=lost)
                 part, records = [save for save, read in zip(part, whole, strict=True) if read], records[whole]
             self._tiers.announce([save.name for save in part], list(records))
             with self._lock:
@@ -138,7 +141,7 @@ class Transfers:
         finally:
             with self._lock:
                 self._waiting -= len(saves)
-            self._count(saved=stored, dropped=len(saves) - stored)
+            self._count(blocks_saved=stored, blocks_dropped=len(saves) - stored)
 
     def keep(self, saves: Sequence[Save]) -> None:
         """Stores these blocks, those used last first, then those in lower tiers, where they outlive the process: as
@@ -212,7 +215,7 @@ class Transfers:
         if over:
             arrived, wanted = (sum(map(count, over.values())) for count in (sum, len))
             spent = 0.0 if self._loads else self._loading_until - self._loading_since
-            self._count(loaded=arrived, missed=wanted - arrived, loading_s=spent)
+            self._count(blocks_loaded=arrived, blocks_missed=wanted - arrived, loading_s=spent)
         return over
 
     def _end(self, pieces: Sequence[Piece]) -> list[bool]:

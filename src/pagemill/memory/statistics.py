@@ -38,20 +38,20 @@ class Residency(NamedTuple):
 
 
 class Occupancy(NamedTuple):
-    """reserved: slots of all blocks that tables hold; written: those of them with a committed token.
+    """slots_reserved: slots of all blocks that tables hold; slots_written: those of them with a committed token.
 
     A block counts once, however many tables share it. Cached blocks that nobody holds are neither.
     """
 
-    reserved: int
-    written: int
+    slots_reserved: int
+    slots_written: int
 
 
 class Scatter(NamedTuple):
-    """steps: from one of a table's blocks to the next; apart: those that do not lead to the neighbouring frame."""
+    """table_steps: from one of a table's blocks to the next; table_steps_apart: those that lead to no neighbour."""
 
-    steps: int
-    apart: int
+    table_steps: int
+    table_steps_apart: int
 
 
 def stats(core: MemoryCore) -> MemoryStats:

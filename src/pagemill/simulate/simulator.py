@@ -175,8 +175,8 @@ class WasteMeter:
 
     def __call__(self, plan: StepPlan, seconds: float) -> None:
         found = self._memory.occupancy()
-        self.reserved += seconds * found.reserved * self._reserved_slot_bytes
-        self.written += seconds * found.written * self._slot_bytes
+        self.reserved += seconds * found.slots_reserved * self._reserved_slot_bytes
+        self.written += seconds * found.slots_written * self._slot_bytes
         self.being_written += seconds * plan.num_tokens * self._num_groups * self._slot_bytes
 
     @property
