@@ -39,6 +39,8 @@ def test_files_that_pages_name_exist():
             homes = (ROOT, ROOT / "src/pagemill")
             made = name.startswith("benchmarks/results/")
             assert made or any((home / name).exists() for home in homes), f"{page.relative_to(ROOT)} names {name}"
+        for name in re.findall(r"`([a-z_]+\.(?:h|cpp))`", page.read_text()):
+            assert list((ROOT / "csrc").rglob(name)), f"{page.relative_to(ROOT)} names {name}"
 
 
 def test_pictures_are_as_the_script_draws_them(tmp_path):
