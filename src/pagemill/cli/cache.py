@@ -17,15 +17,8 @@ from rich.table import Table
 
 from pagemill.cli.app import command_group
 from pagemill.errors import KVStoreError
+from pagemill.kvcache import store_archive
 from pagemill.kvcache.disk_store import DiskStore
-from pagemill.kvcache.store_archive import (
-    StoreInfo,
-    export_store,
-    import_archive,
-    list_stores,
-    open_store,
-    stored_prefixes,
-)
 from pagemill.kvcache.store_format import default_root
 from pagemill.memory.work import BlockName
 from pagemill.namespace import Namespace
@@ -45,8 +38,8 @@ def ls(root: Root = None) -> None:
         console.width = 1 << 16  # whoever reads it gets whole columns
     table = Table("store", "model", "KV", "kernels", "blocks", "size", "last used", box=None)
     broken = []
-    for info in list_stores(root or default_root()):
-        if isinstance(info, StoreInfo):
+    for info in store_archive.list_stores(root or default_root()):
+        if isinstance(info, store_archive.StoreInfo):
             age = "never" if not info.used_s else f"{(time.time() - info.used_s) / 3600:.1f} h ago"
             at = info.format
             table.add_row(info.folder.name[:12], at.model, at.kv_format, at.numerics, f"{info.blocks:,}",
@@ -65,7 +58,7 @@ def ls(root: Root = None) -> None:
 @cache.command()
 def verify(store: Key, root: Root = None) -> None:
     """Read every block and check it; drop those that are broken."""
-    with closing(open_store(root or default_root(), store)) as opened:
+    with closing(store_archive.open_store(root or default_root(), store)) as opened:
         checked = list(track(opened.verify(), "Checking", total=opened.stats().blocks, console=Console(stderr=True)))
     broken = sum(not whole for _, whole in checked)
     sys.stdout.write(f"{len(checked):,} blocks checked, {broken:,} broken and dropped\n")
@@ -85,7 +78,7 @@ def prune(
     """Drop the blocks that were unused longest, and give the space back to the disk."""
     if keep_mib is None and unused_hours is None:
         raise typer.BadParameter("say what to drop: --keep-mib or --unused-hours")
-    with closing(open_store(root or default_root(), store)) as opened:
+    with closing(store_archive.open_store(root or default_root(), store)) as opened:
         dropped = opened.prune(
             keep_bytes=None if keep_mib is None else keep_mib << 20,
             unused_for_s=None if unused_hours is None else unused_hours * 3600,
@@ -118,11 +111,11 @@ def export_(
     if (pin_file is None) != (tokenizer is None):
         raise typer.BadParameter("--pin-file and --tokenizer go together: one names prefixes, the other reads them")
     partial = archive.with_name(archive.name + ".partial")
-    with closing(open_store(root or default_root(), store)) as opened:
+    with closing(store_archive.open_store(root or default_root(), store)) as opened:
         chosen = None if pin_file is None or tokenizer is None else _blocks_of(pin_file, opened, tokenizer)
         try:
             with open(partial, "wb", opener=lambda path, flags: os.open(path, flags, 0o600)) as file:
-                blocks = export_store(opened, file, chosen)
+                blocks = store_archive.export_store(opened, file, chosen)
             if chosen is not None and blocks < len(chosen):
                 raise KVStoreError(
                     f"{len(chosen) - blocks:,} of these {len(chosen):,} blocks were broken, and have left the store; "
@@ -147,7 +140,7 @@ def _blocks_of(pin_file: Path, store: DiskStore, tokenizer: str) -> list[BlockNa
     pins, size = read_pins(pin_file), store.format.block_size
     reader = Tokenizer.from_path(tokenizer)
     prefixes = [(Namespace(pin.tenant, pin.cache_salt), pin.token_ids(reader)) for pin in pins]
-    found = stored_prefixes(store, prefixes)
+    found = store_archive.stored_prefixes(store, prefixes)
     lines = []
     for pin, (_, token_ids), names in zip(pins, prefixes, found, strict=True):
         if not names:
@@ -174,7 +167,7 @@ def import_(
     it has is dropped for them."""
     try:
         with archive.open("rb") as file:
-            blocks, new, left_out = import_archive(root or default_root(), file, limit_mib << 20)
+            blocks, new, left_out = store_archive.import_archive(root or default_root(), file, limit_mib << 20)
     except OSError as error:
         raise KVStoreError(f"{archive} cannot be read: {error}") from error
     sys.stdout.write(f"{blocks:,} blocks read, {new:,} of them new\n")

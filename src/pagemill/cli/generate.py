@@ -58,23 +58,21 @@ async def _generate(
         for prompt, stream in zip(prompts, streams, strict=True):
             if not as_json and len(prompts) > 1:
                 sys.stdout.write(f"--- {prompt}\n")
-            text, tokens, reason = "", 0, None
-            async for output in stream:
-                new = output.outputs[0]
-                text, tokens, reason = text + new.text, tokens + len(new.token_ids), new.finish_reason
+            async for new in stream:
                 if not as_json:
-                    sys.stdout.write(new.text)
+                    sys.stdout.write(new.outputs[0].text)
                     sys.stdout.flush()
+            answers = stream.whole().outputs
             result: dict[str, Any] = {
                 "prompt": prompt,
-                "text": text,
-                "finish_reason": reason,
+                "text": answers[0].text,
+                "finish_reason": answers[0].finish_reason,
                 "prompt_tokens": len(stream.prompt_token_ids),
-                "completion_tokens": tokens,
+                "completion_tokens": len(answers[0].token_ids),
             }
             if isinstance(params, BeamSearchParams):
                 result["beams"] = [
-                    {"text": beam.text, "cumulative_logprob": beam.cumulative_logprob} for beam in output.outputs
+                    {"text": beam.text, "cumulative_logprob": beam.cumulative_logprob} for beam in answers
                 ]
             results.append(result)
             if not as_json:

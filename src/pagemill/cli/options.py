@@ -9,12 +9,11 @@ import asyncio
 import dataclasses
 import functools
 import inspect
-import json
-import types
 import typing
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
+import msgspec
 import typer
 
 from pagemill.arguments import Argument, arguments_of
@@ -53,7 +52,7 @@ def engine_options(command: Command) -> Command:
         return given
 
     declared = {name: argument for name, argument in arguments_of(EngineConfig).items() if name != "model"}
-    return _with_options(command, "settings", declared, "Engine", collect, hidden=FIXED)
+    return _with_options(command, "settings", declared, "Engine", collect, FIXED)
 
 
 def sampling_options(**defaults: Any) -> Callable[[Command], Command]:
@@ -64,7 +63,7 @@ def sampling_options(**defaults: Any) -> Callable[[Command], Command]:
     def collect(given: dict[str, Any]) -> SamplingParams:
         return SamplingParams(**{**own, **given})
 
-    return lambda command: _with_options(command, "params", flags, "Sampling", collect)
+    return lambda command: _with_options(command, "params", flags, "Sampling", collect, {})
 
 
 def _with_options(
@@ -73,7 +72,7 @@ def _with_options(
     declared: Mapping[str, Argument],
     panel: str,
     collect: Callable[[dict[str, Any]], Any],
-    hidden: Mapping[str, tuple[tuple[Any, ...], str]] = types.MappingProxyType({}),
+    hidden: Mapping[str, tuple[tuple[Any, ...], str]],
 ) -> Command:
     """Replaces the command's parameter `target` by one flag for each declared argument, and by one that is not shown
     for each entry of `hidden`, typed as the values that it accepts."""
@@ -117,9 +116,8 @@ def _option(name: str, hint: Any, panel: str, argument: Argument | None = None) 
 
 def _json_object(text: str) -> dict[str, Any]:
     try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"hf_overrides is {text!r}, which is not JSON ({error})", param="hf_overrides") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"hf_overrides is {text!r}; it must be a JSON object", param="hf_overrides")
-    return value
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"hf_overrides is {text!r}; it must be a JSON object ({error})", param="hf_overrides"
+        ) from error

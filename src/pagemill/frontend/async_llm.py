@@ -54,7 +54,7 @@ class AsyncLLM:
         self.config = config_for("AsyncLLM", model, settings)
         self.config.model = str(resolve_model(model))
         self.load_progress: tuple[int, int] | None = None
-        self.on_request_end: Callable[[RequestState], None] | None = None
+        self.on_request_end: Callable[[RequestState], None] = lambda request: None
         """Told of each request when it has ended, in the event loop."""
         self._on_progress = on_progress
         self._sessions = SessionStore.of(self.config)  # before a process is started: its file may be refused
@@ -269,7 +269,7 @@ class AsyncLLM:
             await self._client.load(self._progress)
             tokenizer = await asyncio.wrap_future(self._loading_tokenizer)
             frontend = Frontend(self._client, tokenizer, self._sessions, Path(self.config.model).stem, self._worker)
-            frontend.on_request_end = self._tell_end
+            frontend.on_request_end = lambda request: self.on_request_end(request)  # which may be set later
             self._frontend = frontend
             self._loaded.set()
             while True:
@@ -281,10 +281,6 @@ class AsyncLLM:
             self._die(EngineDeadError(f"the front end failed: {type(error).__name__}: {error}"))
             await self._client.close()
             raise
-
-    def _tell_end(self, request: RequestState) -> None:
-        if self.on_request_end is not None:
-            self.on_request_end(request)
 
     def _progress(self, done: int, total: int) -> None:
         self.load_progress = (done, total)

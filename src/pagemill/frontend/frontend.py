@@ -12,16 +12,8 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from pagemill.engine import queries
 from pagemill.engine.messages import EngineReady, PinInfo, SequenceInfo, SequenceOutput
-from pagemill.engine.queries import (
-    BlocksQuery,
-    PinsQuery,
-    ResizePool,
-    SequencesQuery,
-    SetTenant,
-    StatsQuery,
-    Unpin,
-)
 from pagemill.engine.stats import EngineStats
 from pagemill.errors import InvalidRequestError, PagemillError, PinNotFoundError, RequestNotFoundError, shown
 from pagemill.frontend.client import EngineClient
@@ -52,7 +44,7 @@ class Frontend:
         self.worker = worker
         self.inputs = InputProcessor(tokenizer, lambda: client.facts)
         self.turns = SessionTurns(store, self.inputs, model)
-        self.on_request_end: Callable[[RequestState], None] | None = None
+        self.on_request_end: Callable[[RequestState], None] = lambda request: None
         """Told of each request when it has ended."""
         self._running: dict[str, RequestState] = {}
         self._by_engine_id: dict[str, RequestState] = {}
@@ -84,7 +76,7 @@ class Frontend:
                 f"the request {origin.request_id!r} has {len(origin.sequences)} sequences, and none with the index "
                 f"{index}; name one from 0 on"
             )
-        if origin.searches:
+        if origin.asked.beam is not None:
             raise InvalidRequestError(
                 f"the request {origin.request_id!r} is a beam search, whose sequences are not known before its end; "
                 f"wait for that"
@@ -163,8 +155,7 @@ class Frontend:
         if self._running.get(request.request_id) is not request:
             return
         del self._running[request.request_id], self._by_engine_id[request.engine_id]
-        if self.on_request_end is not None:
-            self.on_request_end(request)
+        self.on_request_end(request)
         if not request.finished:
             self.client.abort([request.engine_id])
 
@@ -193,7 +184,7 @@ class Frontend:
     async def requests(self, space: Namespace) -> list[RunningRequest]:
         """Returns a namespace's requests that have not ended, and where their KV blocks lie between two steps."""
         found: dict[str, list[SequenceInfo]] = {}
-        for sequence in (await self.client.ask(SequencesQuery())).sequences:
+        for sequence in (await self.client.ask(queries.SequencesQuery())).sequences:
             found.setdefault(sequence.request_id, []).append(sequence)
         return [
             RunningRequest(request.request_id, request.prompt_token_ids, found[request.engine_id])
@@ -215,7 +206,7 @@ class Frontend:
 
     async def kv_blocks(self, token_ids: list[int], space: Namespace) -> dict[str, int]:
         """Returns, by tier, how many blocks a prompt would find that goes on behind these tokens."""
-        return (await self.client.ask(BlocksQuery(token_ids, *space))).by_tier
+        return (await self.client.ask(queries.BlocksQuery(token_ids, *space))).by_tier
 
     # --- pins ---
 
@@ -262,24 +253,24 @@ class Frontend:
 
     async def pins(self) -> list[PinInfo]:
         """Returns all pins, in the order in which they came."""
-        return (await self.client.ask(PinsQuery())).pins
+        return (await self.client.ask(queries.PinsQuery())).pins
 
     async def unpin(self, name: str, space: Namespace) -> None:
         """Ends a pin. Raises `PinNotFoundError`."""
-        await self.client.ask(Unpin(name, *space))
+        await self.client.ask(queries.Unpin(name, *space))
 
     # --- the engine ---
 
     async def stats(self) -> EngineStats:
         """Returns a snapshot taken between two steps."""
-        return await self.client.ask(StatsQuery())
+        return await self.client.ask(queries.StatsQuery())
 
     async def resize_kv_memory(self, kv_memory: int | float | str | None) -> EngineReady:
         """See `LLM.resize_kv_memory`."""
-        return await self.client.ask(ResizePool(kv_memory))
+        return await self.client.ask(queries.ResizePool(kv_memory))
 
     async def set_tenant(self, name: str, limits: TenantLimits) -> None:
         """See `LLM.set_tenant`."""
         limits = TenantLimits.read(name, limits)
-        await self.client.ask(SetTenant(name, limits))
+        await self.client.ask(queries.SetTenant(name, limits))
         self.turns.store.set_limit(name, limits.max_sessions)

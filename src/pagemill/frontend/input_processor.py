@@ -12,18 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias
 
+from pagemill import errors
 from pagemill.arguments import as_list
 from pagemill.engine.messages import EngineReady, EngineRequest
-from pagemill.errors import (
-    InvalidRequestError,
-    PromptTooLongError,
-    RequestTooLargeError,
-    SamplingParamsError,
-    TokenOutOfVocabularyError,
-    UnknownArgumentError,
-    UnknownTenantError,
-    shown,
-)
+from pagemill.errors import shown
 from pagemill.frontend.request_state import BestOf, RequestState
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams, check_vocabulary
@@ -65,7 +57,7 @@ class InputProcessor:
         arrival_s: seconds of `time.monotonic()`, None for now. Raises `InvalidRequestError` or one of its children.
         """
         if not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
-            raise InvalidRequestError(
+            raise errors.InvalidRequestError(
                 f"priority is {shown(priority)}; it must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
                 param="priority",
             )
@@ -73,7 +65,7 @@ class InputProcessor:
         tenant, salt = Namespace(tenant, salt)
         facts = self.facts()
         if tenant not in facts.tenants:
-            raise UnknownTenantError.of(tenant, facts.tenants)
+            raise errors.UnknownTenantError.of(tenant, facts.tenants)
         _check_token_ids(token_ids, facts)
         beam = None
         if isinstance(params, BeamSearchParams):
@@ -107,15 +99,17 @@ class InputProcessor:
         given = as_mapping(prompt)
         for key in given:
             if key not in PROMPT_KEYS:
-                raise UnknownArgumentError.of("a prompt", str(key), PROMPT_KEYS)
+                raise errors.UnknownArgumentError.of("a prompt", str(key), PROMPT_KEYS)
         text, token_ids, salt = (given.get(key) for key in PROMPT_KEYS)
         if text is None and token_ids is None:
-            raise InvalidRequestError(
+            raise errors.InvalidRequestError(
                 'a prompt is a text, token ids, or a dict with "prompt" (text) or "prompt_token_ids"; give one of them',
                 param="prompt",
             )
         if not isinstance(text, (str, type(None))):
-            raise InvalidRequestError(f"the prompt is of type {type(text).__name__}; it must be text", param="prompt")
+            raise errors.InvalidRequestError(
+                f"the prompt is of type {type(text).__name__}; it must be text", param="prompt"
+            )
         tokens = self.tokenizer.encode(text or "") if token_ids is None else token_ids_of(token_ids)
         return text, tokens, "" if salt is None else salt
 
@@ -125,13 +119,13 @@ class InputProcessor:
         It is checked once more: the caller may have changed the parameters since they were made.
         """
         if not isinstance(params, SamplingParams):
-            raise SamplingParamsError(
+            raise errors.SamplingParamsError(
                 f"sampling_params is {shown(params)}; it must be SamplingParams(...)", param="sampling_params"
             )
         params = dataclasses.replace(params)
         name, count = ("n", params.n) if params.best_of is None else ("best_of", params.best_of)
         if count > facts.max_num_seqs:
-            raise RequestTooLargeError(
+            raise errors.RequestTooLargeError(
                 f"{name} is {count}, but max_num_seqs lets {facts.max_num_seqs} sequences run at once; ask for "
                 f"fewer or raise it",
                 param=name,
@@ -140,13 +134,13 @@ class InputProcessor:
         room = limit - prompt_len
         if params.max_tokens is None:
             if params.min_tokens > room:
-                raise PromptTooLongError(
+                raise errors.PromptTooLongError(
                     f"min_tokens is {params.min_tokens}, but after the prompt's {prompt_len} tokens only {room} fit "
                     f"into max_model_len ({limit}); lower min_tokens or raise max_model_len",
                     param="min_tokens",
                 )
         elif params.max_tokens > room:
-            raise PromptTooLongError(
+            raise errors.PromptTooLongError(
                 f"the prompt's {prompt_len} tokens and max_tokens {params.max_tokens} make "
                 f"{prompt_len + params.max_tokens}, over max_model_len ({limit}); ask for at most {room} tokens, or "
                 f"leave max_tokens out to use what is left",
@@ -162,7 +156,7 @@ def _check_token_ids(token_ids: list[int], facts: EngineReady) -> None:
     facts.check_prompt_length(len(token_ids))
     for token_id in (min(token_ids), max(token_ids)):
         if not 0 <= token_id < facts.vocab_size:
-            raise TokenOutOfVocabularyError(
+            raise errors.TokenOutOfVocabularyError(
                 f"the prompt has the token id {token_id}; this model's are 0 to {facts.vocab_size - 1}; "
                 f"take them from this model's tokenizer",
                 param="prompt",
@@ -173,7 +167,7 @@ def _params_of_search(beam: BeamSearchParams, facts: EngineReady) -> SamplingPar
     """Returns how many sequences come back, how long they may be, and how they become text."""
     limit = min(facts.max_num_seqs, facts.vocab_size - len(facts.eos_token_ids))
     if beam.beam_width > limit:
-        raise RequestTooLargeError(
+        raise errors.RequestTooLargeError(
             f"beam_width is {beam.beam_width}, but max_num_seqs lets {limit} sequences run at once; make it "
             f"smaller or raise that",
             param="beam_width",
@@ -204,7 +198,9 @@ def token_ids_of(values: Any) -> list[int]:
             return [operator.index(value) for value in listed]
     except TypeError:
         pass
-    raise InvalidRequestError(f"prompt_token_ids must be a list of integers, not {shown(values)}", param="prompt")
+    raise errors.InvalidRequestError(
+        f"prompt_token_ids must be a list of integers, not {shown(values)}", param="prompt"
+    )
 
 
 def as_list_of_prompts(prompts: Any) -> list[Prompt]:
@@ -216,14 +212,14 @@ def as_list_of_prompts(prompts: Any) -> list[Prompt]:
         return [prompts]
     listed = as_list(prompts)
     if not isinstance(listed, list):
-        raise InvalidRequestError(
+        raise errors.InvalidRequestError(
             f"prompts is {shown(prompts)}; it must be a text, token ids, a dict with one of them, or a list of these",
             param="prompts",
         )
     if listed and all(isinstance(item, Integral) for item in listed):
         return [listed]
     if len(listed) > MAX_PROMPTS:
-        raise InvalidRequestError(
+        raise errors.InvalidRequestError(
             f"prompts has {len(listed)} entries; give at most {MAX_PROMPTS} prompts in one call", param="prompts"
         )
     return listed
@@ -234,7 +230,7 @@ def one_per_prompt(values: Any, count: int, name: str) -> list[Any]:
     if not isinstance(values, (list, tuple)):
         return [values] * count
     if len(values) != count:
-        raise SamplingParamsError(
+        raise errors.SamplingParamsError(
             f"{len(values)} {name} were given for {count} prompts; give one, or one each", param=name
         )
     return list(values)

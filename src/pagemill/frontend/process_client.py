@@ -54,11 +54,6 @@ class ProcessClient:
         return self._process.pid
 
     @property
-    def loaded(self) -> bool:
-        """Returns whether the engine has said that it is loaded."""
-        return self._facts is not None
-
-    @property
     def facts(self) -> EngineReady:
         assert self._facts is not None
         return self._facts
@@ -147,7 +142,7 @@ class ProcessClient:
                     return message
                 fault = message
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise cause_of_death(fault, await self._wait(), loaded=self.loaded) from None
+            raise cause_of_death(fault, await self._wait(), loaded=self._facts is not None) from None
 
     def _answered(self, message: Answer) -> None:
         """Ignores answers that nobody waits for any more."""

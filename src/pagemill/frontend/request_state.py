@@ -157,11 +157,6 @@ class RequestState:
         return self.asked.prompt_token_ids
 
     @property
-    def searches(self) -> bool:
-        """True for a beam search."""
-        return self.asked.beam is not None
-
-    @property
     def finished(self) -> bool:
         """True once all its sequences have ended."""
         return all(sequence.finished for sequence in self.sequences)

@@ -20,14 +20,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pagemill import errors
 from pagemill.config import EngineConfig
-from pagemill.errors import (
-    InvalidRequestError,
-    SessionBusyError,
-    SessionLimitError,
-    SessionNotFoundError,
-    SessionStoreError,
-)
 from pagemill.hub.registry import cache_dir
 from pagemill.namespace import Namespace
 
@@ -109,7 +103,7 @@ class SessionStore:
                         self._db.execute("DROP TABLE sessions_1")
                     self._db.execute(f"PRAGMA user_version = {VERSION}")
                 elif version != VERSION:
-                    raise SessionStoreError(
+                    raise errors.SessionStoreError(
                         f"{self.path} has sessions of version {version}; this one reads version {VERSION}; give "
                         f"another session_path"
                     )
@@ -135,7 +129,7 @@ class SessionStore:
         with self._lock:
             self._expire(now)
             if (running := self._in_use.get((space, name))) is not None:
-                raise SessionBusyError(
+                raise errors.SessionBusyError(
                     f"session {name!r} is in use by another request; wait for its end"
                     + (", or fork the session" if running.state else ""),
                     param="session_id",
@@ -145,7 +139,7 @@ class SessionStore:
                 self._require_room(space, name)
                 record = SessionRecord(name, space, model, tokenizer, [], None, 0, now, now, "")
             elif record.tokenizer != tokenizer:
-                raise InvalidRequestError(
+                raise errors.InvalidRequestError(
                     f"session {name!r} was begun with {record.model}, whose tokens are not those of {model}; go on "
                     f"with that model, or use another name",
                     param="session_id",
@@ -173,7 +167,7 @@ class SessionStore:
                     earlier = (*begun.space, begun.name, begun.state)
                     gone = self._db.execute(f"DELETE FROM sessions WHERE {_KEY} AND state = ?", earlier).rowcount
                     if gone != bool(begun.state) or not self._insert(record):
-                        raise SessionBusyError(
+                        raise errors.SessionBusyError(
                             f"session {begun.name!r} was changed or deleted by another process during this turn, "
                             f"which is not kept; ask again",
                             param="session_id",
@@ -220,7 +214,7 @@ class SessionStore:
             with self._transaction():
                 record = self._found(name, space)
                 if (space, new_name) in self._in_use or self._find(new_name, space) is not None:
-                    raise InvalidRequestError(
+                    raise errors.InvalidRequestError(
                         f"there is a session {new_name!r} already; delete it, or fork to another name",
                         param="session_id",
                     )
@@ -233,7 +227,9 @@ class SessionStore:
         """Forgets a session. Raises SessionNotFoundError, and SessionBusyError while a turn of it runs here."""
         with self._lock:
             if (space, name) in self._in_use:
-                raise SessionBusyError(f"session {name!r} is in use by a request; wait for its end", param="session_id")
+                raise errors.SessionBusyError(
+                    f"session {name!r} is in use by a request; wait for its end", param="session_id"
+                )
             self.get(name, space)
             with self._transaction():
                 self._db.execute(f"DELETE FROM sessions WHERE {_KEY}", (*space, name))
@@ -245,7 +241,7 @@ class SessionStore:
     def _found(self, name: str, space: Namespace) -> SessionRecord:
         record = self._find(name, space)
         if record is None:
-            raise SessionNotFoundError(f"there is no session {name!r}; a request that names it begins one")
+            raise errors.SessionNotFoundError(f"there is no session {name!r}; a request that names it begins one")
         return record
 
     def _find(self, name: str, space: Namespace) -> SessionRecord | None:
@@ -278,7 +274,7 @@ class SessionStore:
             (of_tenant, own + begun.count(space.tenant), f" of tenant {space.tenant!r}"),
         ):
             if limit is not None and count >= limit:
-                raise SessionLimitError(
+                raise errors.SessionLimitError(
                     f"session {name!r} would be number {count + 1}, and max_sessions{whose} is {limit}; delete one, "
                     f"raise max_sessions, or let idle ones go (session_timeout_s)",
                     param="session_id",
@@ -311,7 +307,7 @@ class SessionStore:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
-            raise SessionStoreError(
+            raise errors.SessionStoreError(
                 f"the sessions in {self.path or 'memory'} cannot be used: {error}; mend that, or give another "
                 f"session_path"
             ) from error
@@ -320,7 +316,7 @@ class SessionStore:
 def check_name(name: str) -> None:
     """Raises InvalidRequestError unless the name can stand in a URL and on a command line."""
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise InvalidRequestError(
+        raise errors.InvalidRequestError(
             f"the session name {name!r:.140} is not 1 to 128 letters, digits and . _ : @ - that begin with a letter or "
             f"digit; choose another",
             param="session_id",

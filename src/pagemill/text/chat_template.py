@@ -6,8 +6,9 @@ They get what transformers' `apply_chat_template` gives them, and render the sam
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -33,10 +34,9 @@ class ChatTemplate:
 
     def __init__(self, source: str, special_tokens: Mapping[str, str], owner: str) -> None:
         """owner: the model whose tokenizer it belongs to, as messages name it."""
-        environment = _environment()
         self._owner = owner
-        self._reads = jinja2.meta.find_undeclared_variables(environment.parse(source))
-        self._template = environment.from_string(source)
+        self._reads = jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(source))
+        self._template = _ENVIRONMENT.from_string(source)
         self._special_tokens = dict(special_tokens)
 
     def render(
@@ -166,16 +166,6 @@ def _cut_at_mark(text: str) -> str:
     return text[:place]
 
 
-def _environment() -> jinja2.Environment:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    functions: dict[str, Callable[..., Any]] = {"raise_exception": _raise, "strftime_now": _now}
-    environment.globals.update(functions)
-    return environment
-
-
 class _GenerationTag(jinja2.ext.Extension):
     """Parses `{% generation %}…{% endgeneration %}`, which marks what a model writes in training, as a plain scope."""
 
@@ -186,20 +176,17 @@ class _GenerationTag(jinja2.ext.Extension):
         return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
-def _to_json(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Returns JSON without the escapes for HTML that Jinja's own filter makes of `<` and `&`."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
 def _now(form: str) -> str:
     return datetime.now().strftime(form)
+
+
+_ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+)
+_ENVIRONMENT.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+"""Without the escapes for HTML that Jinja's own filter makes of `<` and `&`."""
+_ENVIRONMENT.globals |= {"raise_exception": _raise, "strftime_now": _now}

@@ -11,6 +11,7 @@ exception in two of five streams with byte fallback, and shows no bytes at the e
 from __future__ import annotations
 
 import codecs
+import functools
 import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -27,25 +28,20 @@ _CONTEXT = 16
 class TokenTexts:
     """Knows what single tokens of one tokenizer contribute to a text; all its detokenizers share it.
 
-    byte_level: whether tokens are bytes; then `bytes_of` gives them, else `text_of` and `is_byte` apply.
+    byte_level: True if tokens are bytes; then `bytes_of` returns them, else `text_of` and `byte_tokens` apply.
+    special, byte_tokens: ids of the special tokens, and of those that are written as one byte.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self.byte_level = _is_byte_level(backend)
         self._backend = backend
-        self._special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        self.special = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
         spellings = (spelling for byte in range(256) for spelling in (f"<0x{byte:02X}>", f"<0x{byte:02x}>"))
-        self._byte_tokens = {i for s in spellings if (i := backend.token_to_id(s)) is not None}
-        self._bytes: dict[int, bytes] = {}
-        self._texts: dict[int, str] = {}
+        self.byte_tokens = {i for s in spellings if (i := backend.token_to_id(s)) is not None}
+        self.bytes_of = functools.cache(self._bytes_of)
+        self.text_of = functools.cache(self._text_of)
         self._anchor = 0 if self.byte_level else self._find_anchor()
         self._anchor_text = "" if self.byte_level else self.decode([self._anchor])
-
-    def is_special(self, token_id: int) -> bool:
-        return token_id in self._special
-
-    def is_byte(self, token_id: int) -> bool:
-        return token_id in self._byte_tokens
 
     def exists(self, token_id: int) -> bool:
         return self._backend.id_to_token(token_id) is not None
@@ -54,28 +50,23 @@ class TokenTexts:
         """Returns the tokens' text at the beginning of a text, special tokens included."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=False))
 
-    def bytes_of(self, token_id: int) -> bytes:
-        found = self._bytes.get(token_id)
-        if found is None:
-            token = self._backend.id_to_token(token_id) or ""
-            mapped = [_BYTE_OF.get(character, -1) for character in token]
-            found = self._bytes[token_id] = token.encode() if -1 in mapped else bytes(mapped)
-        return found
+    def _bytes_of(self, token_id: int) -> bytes:
+        token = self._backend.id_to_token(token_id) or ""
+        mapped = [_BYTE_OF.get(character, -1) for character in token]
+        return token.encode() if -1 in mapped else bytes(mapped)
 
-    def text_of(self, token_id: int) -> str:
-        """Returns the token's text anywhere but at the beginning."""
-        found = self._texts.get(token_id)
-        if found is None:
-            found = self._texts[token_id] = self.text_of_run([token_id])
-        return found
+    def _text_of(self, token_id: int) -> str:
+        return self.text_of_run([token_id])
 
     def text_of_run(self, token_ids: Sequence[int]) -> str:
+        """Returns the tokens' text anywhere but at the beginning."""
         return self.decode([self._anchor, *token_ids])[len(self._anchor_text) :]
 
     def _find_anchor(self) -> int:
         """Returns a token that stands for "some text came before": it has text even as the first, and is no byte."""
+        others = self.special | self.byte_tokens
         for token_id in range(self._backend.get_vocab_size()):
-            if not self.is_special(token_id) and not self.is_byte(token_id) and self.decode([token_id]).strip():
+            if token_id not in others and self.decode([token_id]).strip():
                 return token_id
         return 0
 
@@ -114,13 +105,13 @@ class Detokenizer:
         return self._flush([])
 
     def _skipped(self, token_id: int) -> bool:
-        return self._skip and self._texts.is_special(token_id)
+        return self._skip and token_id in self._texts.special
 
     def _decode_bytes(self, token_ids: Iterable[int]) -> str:
         return self._decoder.decode(b"".join(self._texts.bytes_of(i) for i in token_ids if not self._skipped(i)))
 
     def _piece(self, token_id: int) -> str:
-        if self._texts.is_byte(token_id):
+        if token_id in self._texts.byte_tokens:
             self._run.append(token_id)
             return ""
         if self._run or self._beginning:

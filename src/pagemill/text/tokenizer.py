@@ -31,7 +31,13 @@ class Tokenizer:
     def __init__(self, backend: tokenizers.Tokenizer, settings: TokenizerSettings, path: Path | None = None) -> None:
         self._backend = backend
         self._backend.encode_special_tokens = settings.split_special_tokens
-        self._settings = settings
+        self.bos_token_id, self.eos_token_id = settings.bos_token_id, settings.eos_token_id
+        self.pad_token_id = settings.pad_token_id
+        self.chat_template = settings.chat_template
+        """The source of the model's template, or several by name, or None."""
+        self.fingerprint = settings.fingerprint
+        """A digest of the whole tokenizer: if it is equal, equal token ids mean equal texts."""
+        self._special_tokens = settings.special_tokens
         self._path = path
         self._compiled = functools.lru_cache(maxsize=16)(self._compile)
 
@@ -53,36 +59,14 @@ class Tokenizer:
         return cls(*read_tokenizer(path), path)
 
     @property
-    def bos_token_id(self) -> int | None:
-        return self._settings.bos_token_id
-
-    @property
-    def eos_token_id(self) -> int | None:
-        return self._settings.eos_token_id
-
-    @property
-    def pad_token_id(self) -> int | None:
-        return self._settings.pad_token_id
-
-    @property
     def vocab_size(self) -> int:
         """The number of tokens, added ones included. A model may have more logits than that."""
         return int(self._backend.get_vocab_size())
-
-    @property
-    def chat_template(self) -> str | dict[str, str] | None:
-        """The source of the model's template, or several by name, or None."""
-        return self._settings.chat_template
 
     @functools.cached_property
     def token_texts(self) -> TokenTexts:
         """The texts of single tokens, which the detokenizers of all sequences share."""
         return TokenTexts(self._backend)
-
-    @property
-    def fingerprint(self) -> str:
-        """A digest of the whole tokenizer: if it is equal, equal token ids mean equal texts."""
-        return self._settings.fingerprint
 
     @functools.cached_property
     def hf(self) -> Any:
@@ -171,7 +155,7 @@ class Tokenizer:
 
     def _compile(self, given: str | None, with_tools: bool) -> ChatTemplate:
         owner = repr(os.fspath(self._path or "this tokenizer"))
-        own = self._settings.chat_template
+        own = self.chat_template
         named = own if isinstance(own, dict) else {}
         source = named.get(given, given) if given is not None else None
         if given is None:
@@ -183,7 +167,7 @@ class Tokenizer:
                 param="chat_template",
             )
         try:
-            return ChatTemplate(source, self._settings.special_tokens, owner)
+            return ChatTemplate(source, self._special_tokens, owner)
         except (jinja2.TemplateSyntaxError, ValueError, RecursionError) as error:
             place = f", line {error.lineno}" if isinstance(error, jinja2.TemplateSyntaxError) else ""
             message = f"the chat template does not parse{place}: {error}"
