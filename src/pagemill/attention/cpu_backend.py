@@ -13,13 +13,17 @@ from pagemill.ops.cpu_ops import check_vector, dtype_code, kernel_name
 
 
 class CpuAttention:
-    """share_prefixes: rows whose tables begin alike attend those frames together; False, to measure what it saves."""
+    """Attends by the C++ kernel.
+
+    share_prefixes: rows whose tables begin alike attend those frames together; False, to measure what it saves.
+    """
 
     def __init__(self, *, share_prefixes: bool = True) -> None:
         self.name = kernel_name()
         self.share_prefixes = share_prefixes
         self._caches: dict[int, tuple[weakref.ref[Tensor], weakref.ref[Tensor], _kernels.Cache]] = {}
-        """By id of the keys, for as long as they live: a pool that is not used any more must be able to go."""
+        """The kernels' caches by id of the keys, for as long as these live: a pool that nobody uses any more must
+        go."""
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         tokens = slots.shape[0]
@@ -80,7 +84,7 @@ class CpuAttention:
         return output, lse
 
     def native(self, cache: LayerCache) -> _kernels.Cache:
-        """The cache as the kernels take it, made once."""
+        """Returns the cache as the kernels take it, made once."""
         known = self._caches.get(id(cache.key))
         if known is None or known[0]() is not cache.key or known[1]() is not cache.value:
             at = id(cache.key)

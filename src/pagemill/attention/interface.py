@@ -10,8 +10,8 @@ from torch import Tensor
 
 
 class LayerCache(NamedTuple):
-    """One layer's keys and values in the device pool, as views [frames, kv_heads, block_size, head_dim]; in pairs (see
-    `KVLayout`), keys as [frames, kv_heads, block_size, head_dim / 2, 2] and values as
+    """Holds one layer's keys and values in the device pool, as views [frames, kv_heads, block_size, head_dim]; in pairs
+    (see `KVLayout`), keys as [frames, kv_heads, block_size, head_dim / 2, 2] and values as
     [frames, kv_heads, block_size / 2, 2, head_dim].
 
     Strides are the layout's: any order of dimensions in memory is allowed, also a different one for K and V.
@@ -36,7 +36,7 @@ class LayerCache(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupBatch:
-    """One layer group's part of a step.
+    """Holds one layer group's part of a step.
 
     tables int32 [rows, entries]  frame numbers; entry i holds positions i*block_size ..; -1 where nothing is held
     slots  int64 [tokens]         where each new token's K/V go: frame * block_size + offset; -1: do not write;
@@ -49,7 +49,7 @@ class GroupBatch:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """A step's rows, the same for all layers. Query tokens lie one row after the other.
+    """Describes a step's rows, the same for all layers. Query tokens lie one row after the other.
 
     query_start  int32 [rows + 1]  row r's query tokens are query_start[r] .. query_start[r + 1]
     context_lens int32 [rows]      keys up to and including the row's last query token
@@ -67,7 +67,8 @@ class AttentionBatch:
 
 
 class AttentionBackend(Protocol):
-    """K/V in, attention out, through block tables. What lies beyond a context's length may be NaN; it is never used."""
+    """Takes K/V in, and attends, through block tables. What lies beyond a context's length may be NaN; it is never
+    used."""
 
     name: str
     """Part of the numerics id: equal names give equal bits on equal machines."""
@@ -93,7 +94,7 @@ class AttentionBackend(Protocol):
         key_end: Tensor | None = None,
         return_lse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """Causal attention of query [tokens, heads, head_dim] (heads a multiple of kv_heads; head h reads kv head
+        """Attends, causally, from query [tokens, heads, head_dim] (heads a multiple of kv_heads; head h reads kv head
         h // (heads // kv_heads)).
 
         A query at position p of row r attends to keys max(p - window + 1, key_start[r]) .. min(p, key_end[r] - 1).

@@ -15,14 +15,14 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from pagemill.attention.interface import AttentionBatch, LayerCache
 
 _ELEMENTS = 1 << 26
-"""At most so many gathered key elements, and so many scores, at a time: bounds the scratch memory (256 MiB each)."""
+"""The most gathered key elements, and the most scores, at a time: bounds the scratch memory (256 MiB each)."""
 
 LEAST = 2.0**-100
 """Vectors without an element of this magnitude are stored as zeros: their reciprocal would leave fp32's range."""
 
 
 class _Part(NamedTuple):
-    """Rows of one query length that are computed together.
+    """Names rows of one query length that are computed together.
 
     rows int64 [n]; tokens int64 [n, query_len]; query_len; context: the longest context among them.
     """
@@ -39,7 +39,7 @@ class TorchAttention:
     def __init__(self) -> None:
         self._planned: tuple[AttentionBatch, list[_Part]] | None = None
         self._written: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        """By a step's slots, one tensor per layer group: what `_tokens_to_write` found."""
+        """The results of `_tokens_to_write` by a step's slots, one tensor per layer group."""
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         tokens = self._tokens_to_write(slots)
@@ -59,7 +59,8 @@ class TorchAttention:
             cache.value[frames, :, offsets] = value
 
     def _tokens_to_write(self, slots: Tensor) -> Tensor | None:
-        """Indices of the tokens that are written; None: all. Found once per step and group: it waits for the device."""
+        """Returns indices of the tokens that are written; None: all. Found once per step and group: it waits for the
+        device."""
         if slots not in self._written:
             tokens = (slots >= 0).nonzero().squeeze(1)
             self._written[slots] = tokens if len(tokens) < len(slots) else None
@@ -160,8 +161,8 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _flatten(gathered: Tensor, scale: Tensor | None, frames: Tensor) -> Tensor:
-    """Keys or values of frames [rows, entries], fp32 [rows, entries, kv_heads, block_size, head_dim], times their scale
-    as [rows, kv_heads, entries * block_size, head_dim]."""
+    """Flattens keys or values of frames [rows, entries], fp32 [rows, entries, kv_heads, block_size, head_dim], times
+    their scale as [rows, kv_heads, entries * block_size, head_dim]."""
     if scale is not None:
         gathered *= scale[frames].unsqueeze(-1)
     return gathered.transpose(1, 2).flatten(2, 3)

@@ -26,12 +26,12 @@ class ExecutorFacts:
     windows: by layer group, the sliding window in tokens; None for full attention.
     attention_share: the share of attention in a prompt's cost per block, see `DecoderSpec.attention_share`.
     fingerprint, kv_format, numerics: the parts of the digests that name blocks: weights, bytes of K/V, kernels.
-    frame_bytes: K and V of one block of one layer group; also the size of its record in a lower tier.
-    kv: how elements of K and V are stored.
-    max_accepted: how many tokens a row can accept in a step.
-    streams: whether attention reads frames of lower tiers.
-    compacts: whether attention gains from frames that are neighbours.
-    locks_pages: whether host memory must be page-locked to be copied by the device itself.
+    frame_bytes: K and V of one block of one layer group; also the size of its record in an offload store.
+    kv: the format in which K and V are stored.
+    max_accepted: the most tokens that a row can accept in a step.
+    streams: True if attention can read frames outside the pool.
+    compacts: True if attention gains from frames that are neighbours.
+    locks_pages: True if host memory must be page-locked to be copied by the device itself.
     description: family, device, weights, operators, attention and layers, for people.
     """
 
@@ -78,14 +78,14 @@ class Executor(Protocol):
 
     @property
     def frames(self) -> FrameAccess:
-        """Access to frames for lower tiers; after `allocate`."""
+        """Gives offload stores access to frames; after `allocate`."""
         ...
 
     def memory(self) -> ExecutorMemory: ...
 
     def allocate(self, num_frames: int, streamed_frames: int = 0, streamed_folder: Path | None = None) -> int:
-        """Makes the KV pool, once, with frames of a lower tier beside it, in host memory or in a file in that folder.
-        Returns the number of the first lower frame. Raises KVMemoryError or KVStoreError."""
+        """Makes the KV pool, once, with streamed frames beside it, in host memory or in a file in that folder. Returns
+        the number of the first streamed frame. Raises KVMemoryError or KVStoreError."""
         ...
 
     def apply(self, plan: StepPlan) -> list[int]:
@@ -109,14 +109,14 @@ class Executor(Protocol):
         ...
 
     def take_loss(self) -> bool:
-        """Returns whether a disk has lost what was written to lower frames since the last call. If so, nothing that
+        """Returns whether a disk has lost what was written to streamed frames since the last call. If so, nothing that
         they hold may be used."""
         ...
 
     def streamed_frames(self, plan: StepPlan) -> Sequence[NDArray[np.int32]]:
-        """Returns, by layer group, the lower frames that the plan's rows read."""
+        """Returns, by layer group, the streamed frames that the plan's rows read."""
         ...
 
     def close(self) -> None:
-        """Ends what runs beside the steps. `frames` stays in use until the lower tiers are closed."""
+        """Ends what runs beside the steps. `frames` stays in use until the offload stores are closed."""
         ...

@@ -25,7 +25,7 @@ from pagemill.kvcache.pages import HUGE, HUGE_PAGE, POPULATE_WRITE, advise, priv
 _CACHESTAT = 451
 """Linux 6.5's number of cachestat(2), for which the C library has no function."""
 READS_AT_ONCE = 2
-"""They keep the disk busy. If all threads read, all wait, and then check what they read all at once, while the disk
+"""So many keep the disk busy. If all threads read, all wait, and then check what they read all at once, while the disk
 waits for them."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -39,9 +39,11 @@ class _Pages(ctypes.Structure):
 
 
 class DirectReads:
-    """Of the file at `path`, which another descriptor, `file`, has open too, at most `most_bytes` at once. Thread-safe;
-    as many threads as there are `buffers` use what they have read at a time, others wait. The buffers have their pages
-    from the start."""
+    """Reads the file at `path`, which another descriptor, `file`, has open too, at most `most_bytes` at once.
+    Thread-safe.
+
+    buffers: how many threads can use what they have read at a time; others wait. They have their pages from the start.
+    """
 
     def __init__(self, path: Path, file: int, most_bytes: int, buffers: int = 4) -> None:
         self._file = file
@@ -59,8 +61,8 @@ class DirectReads:
 
     @contextmanager
     def read(self, nbytes: int, offset: int) -> Iterator[NDArray[np.uint8]]:
-        """The file from `offset` on. Reads directly what begins and ends where pages do. Raises OSError; what would
-        come from behind the file's end is undefined."""
+        """Gives `nbytes` of the file from `offset` on, uint8 [nbytes], and reads directly what begins and ends where
+        pages do. What would come from behind the file's end is undefined. Raises OSError."""
         buffer = self._buffers.get()
         try:
             self._fill(buffer[:nbytes], offset)

@@ -32,12 +32,12 @@ from pagemill.kvcache.store_index import StoreIndex
 from pagemill.memory.work import BlockName
 
 READ_BYTES = 4 << 20
-"""Slots that are neighbours are read so much at a time."""
+"""The most that is read at a time of slots that are neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoreStats:
-    """blocks and bytes in the store now; found broken, and evicted, since it was opened."""
+    """Counts blocks and bytes in the store now, and blocks found broken, and evicted, since it was opened."""
 
     blocks: int
     bytes: int
@@ -47,14 +47,15 @@ class StoreStats:
 
 
 def file_bytes(root: Path, format: StoreFormat) -> int:
-    """Of the file of a store's blocks; 0 if there is none."""
+    """Returns the size of a store's `blocks.dat`; 0 if there is none."""
     with suppress(OSError):
         return (root / format.key / "blocks.dat").stat().st_size
     return 0
 
 
 class DiskStore:
-    """A OffloadStore. Thread-safe. Raises KVStoreError for a folder that cannot be used, and for what the disk refuses.
+    """Implements `OffloadStore`. Thread-safe. Raises KVStoreError for a folder that cannot be used, and for what the
+    disk refuses.
 
     limit_bytes: the most that `blocks.dat` may grow to; what was used longest ago makes room, a chain's end first. A
     file that is larger is cut down to it here, unless another process uses it.
@@ -118,8 +119,8 @@ class DiskStore:
     # Reading and writing
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[bool]:
-        """Blocks (digest, group) into `out`, a record each; which of them were there, whole. The other records hold
-        nothing of use. A broken block is dropped from the store."""
+        """Reads blocks (digest, group) into `out`, a record each. Returns which of them were there, whole; the other
+        records hold nothing of use. A broken block is dropped from the store."""
         slots = self._index.slots(blocks)
         rows = sorted((slot, row) for row, slot in enumerate(slots) if slot is not None)
         found = [False] * len(blocks)
@@ -137,12 +138,12 @@ class DiskStore:
         return found
 
     def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
-        """The index learns of it with its next change, or when it is closed."""
+        """Notes a use; the index learns of it with its next change, or when it is closed."""
         self._index.use(blocks)
 
     def write(self, names: Sequence[BlockName], records: Records, spill: Spill | None = None) -> int:
-        """Stores what is not stored yet, contents [record_bytes] each; returns how many blocks that were. What makes
-        room ends here: nothing goes to `spill`.
+        """Stores what is not stored yet, contents [record_bytes] each, and returns how many blocks that were. Blocks
+        that make room end here: nothing goes to `spill`.
 
         Raises KVStoreError if the disk takes no more; what was stored before is still there.
         """
@@ -173,18 +174,18 @@ class DiskStore:
     # Upkeep
 
     def names(self) -> list[BlockName]:
-        """All blocks, beginnings of chains first."""
+        """Returns the names of all blocks, beginnings of chains first."""
         return self._index.names()
 
     def images(self, names: Sequence[BlockName]) -> Iterator[bytes]:
-        """Blocks with their headers, slot_bytes each, as they lie in the file; without those that are broken."""
+        """Gives blocks with their headers, slot_bytes each, as they lie in the file; without those that are broken."""
         records = np.empty((len(names), self.record_bytes), dtype=np.uint8)
         for name, record, whole in zip(names, records, self.read([name[:2] for name in names], records), strict=True):
             if whole:
                 yield self._layout.head(name, record) + record.tobytes()
 
     def verify(self) -> Iterator[tuple[BlockName, bool]]:
-        """Reads every block; whether each is whole. Drops those that are not."""
+        """Reads every block, and says whether it is whole. Drops those that are not."""
         record = np.empty((1, self.record_bytes), dtype=np.uint8)
         for name in self.names():
             yield name, self.read([name[:2]], record)[0]
@@ -213,7 +214,7 @@ class DiskStore:
     # Slots
 
     def _take(self, db: sqlite3.Connection, count: int) -> list[int]:
-        """Up to `count` slots that hold nothing."""
+        """Returns up to `count` slots that hold nothing, and takes them off the list of free ones."""
         slots = [row[0] for row in db.execute("SELECT slot FROM free ORDER BY slot LIMIT ?", (count,))]
         db.executemany("DELETE FROM free WHERE slot = ?", [(slot,) for slot in slots])
         end = db.execute("SELECT value FROM meta WHERE key = 'slots'").fetchone()[0]
@@ -259,7 +260,7 @@ class DiskStore:
             raise OSError(f"{written} of {self.slot_bytes} bytes were written")
 
     def _drop_broken(self, digest: bytes, group: int, slot: int) -> None:
-        """Unless another process has given the slot to another block in the meantime."""
+        """Drops a block, unless another process has given its slot to another block in the meantime."""
         with self._lock, suppress(sqlite3.Error), self._index.transaction() as db:
             if self._index.evict(db, "WHERE digest = ? AND layer_group = ? AND slot = ?", (digest, group, slot)):
                 self._broken += 1
@@ -277,14 +278,14 @@ def _lock_alone(file: int) -> bool:
 
 
 def _make_private(folder: Path) -> None:
-    """For the owner alone, whatever it was: who reads blocks can tell prompts from them."""
+    """Lets the owner alone read the folder and its files: prompts can be told from blocks."""
     for path, mode in [(folder, 0o700), *((file, 0o600) for file in folder.iterdir())]:
         with suppress(PermissionError, FileNotFoundError):  # another's, or gone with another process
             path.chmod(mode)
 
 
 def _runs(rows: Sequence[tuple[int, int]], most: int) -> Iterator[list[tuple[int, int]]]:
-    """(slot, row) pairs in order of slots, cut where neighbours end or there are `most`."""
+    """Gives (slot, row) pairs in order of slots, cut where neighbours end or there are `most`."""
     run: list[tuple[int, int]] = []
     for slot, row in rows:
         if run and (slot != run[-1][0] + 1 or len(run) == most):

@@ -24,18 +24,17 @@ from pagemill.kvcache.pages import NOT_HUGE, private_memory
 from pagemill.memory.work import BlockName
 
 ENTRY_BYTES = 512
-"""What a block takes besides its content: names, and a place in the order of use."""
+"""Bytes that a block takes besides its content: names, and a place in the order of use."""
 LEVEL = 1
-"""Of zstd. Higher ones take twice as long and more, and save nothing more of such bytes."""
+"""The level of zstd. Higher ones take twice as long and more, and save nothing more of such bytes."""
 
 Content = TypeVar("Content")
 Leaving = TypeVar("Leaving")
 
 
 class HostTier(Generic[Content, Leaving]):
-    """What a OffloadStore in host memory knows of its blocks: each block's content and name, that used last at the end;
-    and what is on its way to the tier below.
-    """
+    """Knows the blocks of an offload store in host memory: content and name of each, the one used last at the end; and
+    those on their way to the tier below."""
 
     name = "host"
     lasting = False
@@ -64,7 +63,7 @@ class HostTier(Generic[Content, Leaving]):
 
 
 class HostStore(HostTier[int, NDArray[np.uint8]]):
-    """A OffloadStore of `capacity` blocks. Thread-safe. What was used longest ago makes room.
+    """Implements `OffloadStore` for `capacity` blocks. Thread-safe. What was used longest ago makes room.
 
     pinned: in memory that GPUs copy to and from by themselves.
     Raises KVMemoryError if the memory cannot be had.
@@ -114,15 +113,16 @@ class HostStore(HostTier[int, NDArray[np.uint8]]):
                 self._leaving.clear()
 
     def close(self) -> None:
-        """Nothing may be read or written any more."""
+        """Unlocks the memory. Nothing may be read or written any more."""
         if self._pinned:
             unpin(self._arena)
 
 
 class CompressedStore(HostTier[bytes, tuple[bytes, BlockName]]):
-    """A OffloadStore. Thread-safe. What was used longest ago makes room.
+    """Implements `OffloadStore`. Thread-safe. What was used longest ago makes room.
 
-    limit_bytes: what contents take, compressed, with ENTRY_BYTES each; itemsize: of a record's elements.
+    limit_bytes: the most that contents take, compressed, with ENTRY_BYTES each; nbytes: what they take now.
+    itemsize: bytes of a record's elements.
     """
 
     def __init__(self, limit_bytes: int, itemsize: int) -> None:
@@ -177,9 +177,9 @@ class CompressedStore(HostTier[bytes, tuple[bytes, BlockName]]):
 
 
 def _arena(capacity: int, record_bytes: int) -> NDArray[np.uint8]:
-    """[capacity, record_bytes] on small pages. Blocks are stored beside steps, by a thread that takes a core from the
-    kernels meanwhile, and in a virtual machine whose host takes back free memory, finding and clearing 2 MiB for one
-    may take as long as half a step."""
+    """Returns memory for records, uint8 [capacity, record_bytes], on small pages. Blocks are stored beside steps, by a
+    thread that takes a core from the kernels meanwhile, and in a virtual machine whose host takes back free memory,
+    finding and clearing 2 MiB for one may take as long as half a step."""
     nbytes = capacity * record_bytes
     try:
         memory = private_memory(nbytes, NOT_HUGE)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """`layers`: model layer indices, in order; layer `layers[i]` uses place i of each of the group's frames."""
+    """Names layers, model layer indices in order: layer `layers[i]` uses place i of each of the group's frames."""
 
     window: int | None
     layers: tuple[int, ...]
@@ -19,7 +19,7 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class LayerGroups:
-    """`layers_per_frame`: places in a frame, equal for all groups."""
+    """Holds all groups. layers_per_frame: places in a frame, equal for all groups."""
 
     groups: tuple[LayerGroup, ...]
     layers_per_frame: int

@@ -1,5 +1,5 @@
-"""How keys and values lie in a pool's memory, as plain strides. Kernels take the strides; nobody computes an address in
-any other way.
+"""KVLayout: where keys and values lie in a pool's memory, as plain strides. Kernels take the strides; nobody computes
+an address in any other way.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ LINE_BYTES = 64
 
 @dataclass(frozen=True, slots=True)
 class FrameShape:
-    """What a frame holds: K and V of `block_size` tokens for every place (layer) of one layer group."""
+    """Describes what a frame holds: K and V of `block_size` tokens for every place (layer) of one layer group."""
 
     groups: LayerGroups
     kv_heads: int
@@ -71,7 +71,8 @@ LayoutMaker = Callable[[FrameShape, int], KVLayout]
 
 
 def layer_major(shape: FrameShape, frames: int) -> KVLayout:
-    """For CPU: [place][frame][kv head][K|V|scales], so that one layer's neighbouring frames are one linear read.
+    """Returns the layout for CPU: [place][frame][kv head][K|V|scales], so that one layer's neighbouring frames are one
+    linear read.
 
     Keys are stored transposed, [dim][token]: a vector register then holds neighbouring tokens of one dimension, and
     scores need no sums across lanes. Values are [token][dim]. In pairs, as products of bf16 take them: keys
@@ -104,8 +105,10 @@ def layer_major(shape: FrameShape, frames: int) -> KVLayout:
 
 
 def block_major(shape: FrameShape, frames: int) -> KVLayout:
-    """For CUDA: [frame][place][K|V][kv head][token][dim], so that a frame is one contiguous record. A place's scales,
-    [K|V][kv head][token], lie behind its values. Nothing lies in pairs."""
+    """Returns the layout for CUDA: [frame][place][K|V][kv head][token][dim], so that a frame is one contiguous record.
+
+    A place's scales, [K|V][kv head][token], lie behind its values. Nothing lies in pairs.
+    """
     block_size, kv_heads, format = shape.block_size, shape.kv_heads, shape.format
     key_tile, value_tile = block_size * shape.key_dim, block_size * shape.value_dim
     scales = kv_heads * (key_tile + value_tile) * format.itemsize

@@ -1,17 +1,17 @@
-"""LoadTime: how long the next load from a lower tier will take, by what recent ones took."""
+"""LoadTime: how long the next load from an offload store will take, by what recent ones took."""
 
 from __future__ import annotations
 
 FADING = 0.8
-"""What a load weighs beside the one after it."""
+"""The weight of a load compared with the one after it."""
 TRIAL_SHARE = 0.05
-"""Of the time that steps take, the most that may be lost on loads that are expected to take too long."""
+"""The largest share of steps' time that may be lost on loads that are expected to take too long."""
 
 
 class LoadTime:
-    """Of one tier: seconds for a load, and seconds for each of its blocks; least squares over loads that fade.
+    """Fits seconds for a load and seconds for each of its blocks, for one store: least squares over loads that fade.
 
-    A tier's first load is not counted: it pays for pages and caches that later ones find warm.
+    A store's first load is not counted: it pays for pages and caches that later ones find warm.
     """
 
     def __init__(self) -> None:
@@ -20,7 +20,7 @@ class LoadTime:
         self._unconfirmed_s = 0.0
 
     def note(self, blocks: int, seconds: float) -> None:
-        """A load of so many blocks took so long. Of a trial, that is all that is known from then on."""
+        """Notes how long a load of so many blocks took. After a trial, nothing older counts."""
         self._unconfirmed_s = 0.0
         fading = FADING if self._warm and not self._doubted else 0.0
         self._doubted = False
@@ -34,11 +34,11 @@ class LoadTime:
         self._products = fading * self._products + blocks * seconds
 
     def note_step(self, seconds: float) -> None:
-        """A step took so long."""
+        """Notes how long a step took."""
         self._unconfirmed_s += seconds
 
     def of(self, blocks: int) -> float | None:
-        """Seconds that a load of so many blocks will take; None: nothing is known."""
+        """Returns the seconds that a load of so many blocks will take; None if nothing is known."""
         if not self._weight:
             return None
         each = self._seconds / self._blocks
@@ -49,9 +49,12 @@ class LoadTime:
         return (self._seconds - each * self._blocks) / self._weight + each * blocks
 
     def pays(self, blocks: int, otherwise_s: float) -> bool:
-        """Whether so many blocks are to be loaded, where doing without takes `otherwise_s`: if that takes longer, if
-        nothing is known, or for a trial, since what is never done is never found to be fast again. A trial is due when
-        TRIAL_SHARE of the time that steps took since the last load is as much as it is expected to lose."""
+        """Returns whether so many blocks are to be loaded, where doing without them takes `otherwise_s`.
+
+        They are if that takes longer, if nothing is known, or as a trial: what is never done is never found to be fast
+        again. A trial is due when TRIAL_SHARE of the time that steps took since the last load is as much as it is
+        expected to lose.
+        """
         seconds = self.of(blocks)
         if seconds is None or seconds < otherwise_s:
             return True

@@ -1,4 +1,4 @@
-"""OffloadTiers: a chain of tiers below the device pool, such as host memory and disk, seen as one store of blocks."""
+"""OffloadTiers: a chain of offload stores below the device pool, such as host memory and disk, seen as one."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from pagemill.kvcache.frame_access import Places, Records
 from pagemill.memory.work import BlockName
 
 Spill = Callable[[Sequence[BlockName], Records], None]
-"""Takes in what makes room in the tier above."""
+"""Takes in the blocks that make room in the tier above."""
 
 
 LOOK_AHEAD = 64
-"""Blocks of a chain that are looked up together: each look-up on disk costs more than another block in it."""
+"""The blocks of a chain that are looked up together: each look-up on disk costs more than another block in it."""
 
 
 class OffloadStore(Protocol):
-    """A store of blocks by digest and layer group. Thread-safe, though only one thread writes. It takes and gives
-    records in host memory, and raises KVStoreError where its medium fails.
+    """Stores blocks by digest and layer group. Thread-safe, though only one thread writes. It takes and gives records
+    in host memory, and raises KVStoreError where its medium fails.
 
-    name: in statistics and metrics.
-    lasting: whether what it holds outlives the process; then so does what tiers below it hold.
+    name: what statistics and metrics call it.
+    lasting: True if what it holds outlives the process; then so does what tiers below it hold.
     capacity: the most blocks that it holds.
     """
 
@@ -40,30 +40,32 @@ class OffloadStore(Protocol):
     def num_blocks(self) -> int: ...
 
     def holds(self, blocks: Sequence[tuple[bytes, int]]) -> list[bool]:
-        """Which of these blocks (digest, group) are here."""
+        """Returns which of these blocks (digest, group) are here."""
         ...
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[bool]:
-        """Blocks (digest, group) into `out`, a record each; which of them were here. The others are undefined."""
+        """Reads blocks (digest, group) into `out`, a record each. Returns which of them were here; the others' records
+        are undefined."""
         ...
 
     def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
-        """Those that are here were used just now, the first of them last: the others make room before them."""
+        """Notes that these blocks were used just now, the first of them last: others make room before them."""
         ...
 
     def write(self, names: Sequence[BlockName], records: Records, spill: Spill) -> object:
-        """Takes blocks in. What makes room for them ends, or goes to `spill` and is found here until that returns."""
+        """Takes blocks in. A block that makes room for them ends, or goes to `spill` and is found here until that
+        returns."""
         ...
 
     def names(self) -> Sequence[BlockName]:
-        """What it holds; if that ends with the process, those used last first."""
+        """Returns the names of the blocks that it holds; if these end with the process, those used last first."""
         ...
 
     def close(self) -> None: ...
 
 
 class OffloadTiers:
-    """At least one tier, the highest first. What one gives up goes to the next. Thread-safe."""
+    """Chains at least one store, the highest first. What one gives up goes to the next. Thread-safe."""
 
     def __init__(self, tiers: Sequence[OffloadStore], record_bytes: int) -> None:
         self.tiers = tiers
@@ -74,7 +76,7 @@ class OffloadTiers:
         self._lock = threading.Lock()
 
     def num_blocks(self) -> dict[str, int]:
-        """How many blocks each tier holds; of one that cannot say, nothing."""
+        """Returns how many blocks each tier holds, by name, without those that cannot say."""
         held = {}
         for tier in self.tiers:
             with suppress(KVStoreError):
@@ -82,20 +84,21 @@ class OffloadTiers:
         return held
 
     def holds(self, blocks: Sequence[tuple[bytes, int]], lasting: bool = False) -> list[bool]:
-        """Which blocks (digest, group) are stored; with `lasting`, where they outlive the process, if there is such a
-        tier."""
+        """Returns which blocks (digest, group) are stored; with `lasting`, which are where they outlive the process, if
+        there is such a tier."""
         found = self._locate(blocks, [None] * len(blocks), self._kept) if lasting else self.where(blocks)
         return [source is not None for source in found]
 
     def where(self, blocks: Sequence[tuple[bytes, int]]) -> list[int | None]:
-        """The tiers from which blocks (digest, group) are to be read, counted from the highest; None for those that are
-        nowhere."""
+        """Returns from which tier each block (digest, group) is to be read, counted from the highest; None for those
+        that are nowhere."""
         with self._lock:
             found = [0 if block in self._coming else None for block in blocks]
         return self._locate(blocks, found)
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[int | None]:
-        """Blocks (digest, group) into `out`, a record each; from which tier each came, None where it was not there."""
+        """Reads blocks (digest, group) into `out`, a record each. Returns from which tier each came; None for those
+        that were nowhere."""
         with self._lock:
             coming = [self._coming.get(block) for block in blocks]
         found: list[int | None] = [None] * len(blocks)
@@ -108,12 +111,12 @@ class OffloadTiers:
         )
 
     def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
-        """These blocks (digest, group) were used just now, the first of them last."""
+        """Notes that these blocks (digest, group) were used just now, the first of them last."""
         for tier in self.tiers:
             tier.use(blocks)
 
     def announce(self, names: Sequence[BlockName], records: Records) -> None:
-        """These are about to be written: until they are, they count as being in the highest tier."""
+        """Counts blocks as being in the highest tier until they are written, which is about to happen."""
         with self._lock:
             self._coming.update((name[:2], record) for name, record in zip(names, records, strict=True))
 
@@ -134,13 +137,13 @@ class OffloadTiers:
                     self._coming.pop(name[:2], None)
 
     def keepable(self, names: Sequence[BlockName]) -> list[BlockName]:
-        """Of blocks above the tiers, those used last first, and of what ends with the process here: what there is room
-        for where it outlives it."""
+        """Returns those of `names`, used last first, and of the blocks here that end with the process, that have room
+        where blocks outlive it."""
         ending = (name for tier in self.tiers[: self._kept] for name in tier.names())
         return list(dict.fromkeys([*names, *ending]))[: sum(tier.capacity for tier in self.tiers[self._kept :])]
 
     def sink(self, names: Sequence[BlockName], count: int) -> None:
-        """Stores those of these blocks that end with the process where they outlive it too, `count` at a time. Raises
+        """Stores these blocks where they outlive the process too, unless they are there, `count` at a time. Raises
         KVStoreError if a tier takes no more."""
         kept = self.holds([name[:2] for name in names], lasting=True)
         sinking = [name for name, there in zip(names, kept, strict=True) if not there]
@@ -161,7 +164,8 @@ class OffloadTiers:
         ask: Callable[[OffloadStore, Sequence[int]], list[bool]],
         highest: int = 0,
     ) -> list[int | None]:
-        """The highest tier that has each row that is not found yet. `ask`: which of these rows a tier has."""
+        """Fills in the highest tier that has each row, where `found` has none yet. ask: returns which rows a tier
+        has."""
         for at, tier in enumerate(self.tiers[highest:], highest):
             missing = [row for row, source in enumerate(found) if source is None]
             if missing:
@@ -175,7 +179,8 @@ class OffloadTiers:
 
 
 class Sources:
-    """From which tier each block of a chain is to be read, and None for those that are nowhere. Raises KVStoreError."""
+    """Looks up from which tier each block of a chain is to be read; None for those that are nowhere. Raises
+    KVStoreError."""
 
     def __init__(self, tiers: OffloadTiers, digests: Sequence[bytes]) -> None:
         self._tiers = tiers

@@ -23,7 +23,7 @@ from pagemill.kvcache.streamed_file import Region, StreamedFile
 
 LAYERS_AHEAD = 2
 READ_BYTES = 4 << 20
-"""How much is read with one call."""
+"""The most that is read with one call."""
 
 Runs = list[tuple[int, int]]
 """(first byte, bytes) within a region, whole pages."""

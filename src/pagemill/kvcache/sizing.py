@@ -1,4 +1,5 @@
-"""How many frames the device pool gets: from the three ways to say it, the machine's memory, and what can be filled."""
+"""The number of frames of the device pool: from the three ways to say it, the machine's memory, and what can be
+filled."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ _DEFAULT_SHARE = 0.4
 
 
 def parse_memory(name: str, value: int | float | str, free: int) -> int:
-    """Bytes that setting `name` asks for: an integer (bytes), "512MiB", "2GB", or a share of `free` ("50%", 0.5).
+    """Returns the bytes that setting `name` asks for: an integer (bytes), "512MiB", "2GB", or a share of `free` ("50%",
+    0.5).
 
     Raises ConfigError for what it cannot read, and for shares outside 0 .. 1.
     """
@@ -54,7 +56,7 @@ def num_frames(
     kv_cache_memory_bytes: int | None = None,
     gpu_memory_utilization: float | None = None,
 ) -> int:
-    """Frames of `frame_bytes` bytes that the pool gets; at most one of the three settings is given.
+    """Returns how many frames of `frame_bytes` bytes the pool gets; at most one of the three settings is given.
 
     most_frames: what `max_num_seqs` sequences of `max_model_len` fill; bounds the default, not what was asked for.
     free, total: bytes of the device's memory, see `host_memory`; weights are loaded by now.

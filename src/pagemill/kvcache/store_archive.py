@@ -1,4 +1,4 @@
-"""KV stores as a whole: which there are, and blocks carried from one machine to another in one file.
+"""Disk stores as a whole: lists them, and carries blocks from one machine to another in one file.
 
 An archive is the line "pagemill KV archive 1", a line of JSON (the store's format), then the blocks' slots as they lie
 in the store, checksums included, beginnings of chains first.
@@ -34,7 +34,7 @@ _NO_LIMIT = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class StoreInfo:
-    """A store on disk: its folder, what it holds, and when a block was last written or used (seconds since 1970)."""
+    """Describes a store on disk: its folder, its blocks, and when one was last written or used (seconds since 1970)."""
 
     folder: Path
     format: StoreFormat
@@ -44,7 +44,7 @@ class StoreInfo:
 
 
 def list_stores(root: Path) -> Iterator[StoreInfo | KVStoreError]:
-    """The stores under a folder, by name; for one that cannot be read, the error."""
+    """Gives the stores under a folder, by name; for one that cannot be read, the error."""
     return map(_describe, _folders(root))
 
 
@@ -71,7 +71,7 @@ def _describe(folder: Path) -> StoreInfo | KVStoreError:
 
 
 def open_store(root: Path, key: str) -> DiskStore:
-    """The store whose key begins like that, which evicts nothing. Raises KVStoreError."""
+    """Opens the one store whose key begins with `key`; it evicts nothing. Raises KVStoreError."""
     found = [folder for folder in _folders(root) if folder.name.startswith(key)]
     if len(found) != 1:
         known = ", ".join(folder.name for folder in _folders(root))
@@ -83,8 +83,8 @@ def open_store(root: Path, key: str) -> DiskStore:
 
 
 def stored_prefixes(store: DiskStore, prefixes: Sequence[tuple[Namespace, Sequence[int]]]) -> list[list[BlockName]]:
-    """Of each prefix (whose, token ids) the blocks that an engine would find: from the first on without a gap, for all
-    layer groups."""
+    """Returns, for each prefix (namespace, token ids), the blocks that an engine would find: from the first on without
+    a gap, for all layer groups."""
     at = store.format
     stored: defaultdict[bytes, list[BlockName]] = defaultdict(list)
     for name in store.names():
@@ -102,7 +102,7 @@ def stored_prefixes(store: DiskStore, prefixes: Sequence[tuple[Namespace, Sequen
 
 
 def export_store(store: DiskStore, file: BinaryIO, chosen: Sequence[BlockName] | None = None) -> int:
-    """Writes the whole ones of a store's blocks, or of those chosen, to a file; returns how many they were."""
+    """Writes a store's blocks, or those chosen, to a file, without broken ones. Returns how many they were."""
     file.write(_FIRST_LINE + store.format.to_json().encode() + b"\n")
     names = store.names() if chosen is None else chosen
     step = max(1, _BATCH_BYTES // store.slot_bytes)
@@ -115,7 +115,7 @@ def export_store(store: DiskStore, file: BinaryIO, chosen: Sequence[BlockName] |
 
 
 class Imported(NamedTuple):
-    """Of an archive's blocks: how many there are, were new, and found no room."""
+    """Counts an archive's blocks, those of them that were new, and those that found no room."""
 
     blocks: int
     new: int
@@ -156,7 +156,7 @@ def _read_format(file: BinaryIO) -> StoreFormat:
 
 
 def _read_blocks(file: BinaryIO, slots: Slots) -> Iterator[list[tuple[BlockName, NDArray[np.uint8]]]]:
-    """An archive's blocks, some at a time; raises KVStoreError behind the last that is whole."""
+    """Gives an archive's blocks, some at a time. Raises KVStoreError behind the last that is whole."""
     step = max(1, _BATCH_BYTES // slots.nbytes) * slots.nbytes
     total = 0
     while images := file.read(step):

@@ -32,15 +32,16 @@ HEADER_BYTES = _HEADER.size
 
 
 def default_root() -> Path:
-    """The folder of this user's stores, unless another is asked for."""
+    """Returns the folder of this user's stores, unless another is asked for."""
     return cache_dir() / "kv"
 
 
 @dataclass(frozen=True, slots=True)
 class StoreFormat:
-    """What all blocks of a store have in common. Every field but `model`, which is for people, keeps stores apart.
+    """Names what all blocks of a store have in common. Every field but `model`, which is for people, keeps stores
+    apart.
 
-    fingerprint: of the model's weights and configuration, hexadecimal; kv_format: dtype, block size and layout;
+    fingerprint: digest of the model's weights and configuration, hexadecimal; kv_format: dtype, block size and layout;
     numerics: names of the kernels; record_bytes: K and V of one block of one layer group.
     """
 
@@ -72,7 +73,7 @@ class StoreFormat:
 
     @classmethod
     def from_json(cls, text: str) -> StoreFormat:
-        """Raises ValueError for what is no format, or is one of another version."""
+        """Parses what `to_json` gives. Raises ValueError for other text, and for a format of another version."""
         values = json.loads(text)
         types = {field.name: field.type for field in fields(cls)}
         if not isinstance(values, dict) or {name: type(value).__name__ for name, value in values.items()} != types:
@@ -87,32 +88,33 @@ class StoreFormat:
 
 
 class Slots:
-    """Of equal size, whole pages: `head_bytes`, which end with zeros, then a record of `record_bytes`."""
+    """Lays out slots of equal size, whole pages: `head_bytes`, which end with zeros, then a record of
+    `record_bytes`."""
 
     def __init__(self, record_bytes: int) -> None:
         self.nbytes = -(-(_HEADER.size + _CHECKSUM_BYTES + record_bytes) // PAGE_BYTES) * PAGE_BYTES
         self.head_bytes = self.nbytes - record_bytes
 
     def head(self, name: BlockName, record: NDArray[np.uint8]) -> bytes:
-        """What lies before a block's record."""
+        """Returns the bytes that lie before a block's record."""
         fields = _HEADER.pack(_MAGIC, name.digest, name.parent, name.group, name.depth)
         return (fields + _checksum(fields, record)).ljust(self.head_bytes, b"\0")
 
     def block_in(self, image: bytes) -> tuple[BlockName, NDArray[np.uint8]] | None:
-        """Whose block a slot holds, and its record; None if they are not whole."""
+        """Returns the name of the block that a slot holds, and its record; None if they are not whole."""
         head, record = np.split(np.frombuffer(image, dtype=np.uint8), [self.head_bytes])
         name = name_in(image)
         return (name, record) if name is not None and is_whole(head, record, name.digest, name.group) else None
 
 
 def name_in(head: bytes) -> BlockName | None:
-    """Whose slot it is, by its first HEADER_BYTES, which nothing vouches for; None if nothing was written there."""
+    """Returns the name in a slot's first HEADER_BYTES, without a check; None if nothing was written there."""
     magic, digest, parent, group, depth = _HEADER.unpack_from(head)
     return BlockName(digest, group, parent, depth) if magic == _MAGIC else None
 
 
 def is_whole(head: NDArray[np.uint8], record: NDArray[np.uint8], digest: bytes, group: int) -> bool:
-    """Whether head and record are what was written of this block, to the bit."""
+    """Returns whether head and record are what was written of this block, to the bit."""
     raw = head[: _HEADER.size + _CHECKSUM_BYTES].tobytes()
     name = name_in(raw)
     if name is None or (name.digest, name.group) != (digest, group):

@@ -16,9 +16,9 @@ from pagemill.kvcache.store_format import HEADER_BYTES, StoreFormat, name_in
 from pagemill.memory.work import BlockName
 
 BUSY_TIMEOUT_S = 30.0
-"""How long the index waits for another process's write."""
+"""The longest wait for another process's write."""
 TICK_S = 1e-6
-"""Between the times of use of blocks that were used together."""
+"""The difference between the times of use of blocks that were used together."""
 
 _SCHEMA = """
 CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
@@ -32,11 +32,13 @@ CREATE TABLE free (slot INTEGER PRIMARY KEY);
 
 
 class StoreIndex:
-    """Of a store's folder. Thread-safe. One that is damaged is made again from the headers in the blocks' file, if
-    nobody else uses the folder.
+    """Indexes the blocks of a store's folder. Thread-safe. A damaged index is made again from the headers in the
+    blocks' file, if nobody else uses the folder.
 
-    file: of the blocks, in slots of `slot_bytes`; in_use: another, which all who use the folder have locked together,
-    and which is locked alone if the index was made again. Raises KVStoreError, OSError.
+    file: descriptor of the blocks' file, in slots of `slot_bytes`.
+    in_use: descriptor of a file that all who use the folder have locked together; it is locked alone if the index was
+        made again.
+    Raises KVStoreError, OSError.
     """
 
     def __init__(self, folder: Path, format: StoreFormat, file: int, slot_bytes: int, in_use: int) -> None:
@@ -60,14 +62,14 @@ class StoreIndex:
             )
 
     def slots(self, blocks: Sequence[tuple[bytes, int]]) -> list[int | None]:
-        """Where blocks (digest, group) lie; None for those that do not."""
+        """Returns the slots of blocks (digest, group); None for those that are not stored."""
         query = "SELECT slot FROM blocks WHERE digest = ? AND layer_group = ?"
         with self._reading() as lookup:
             found = [lookup.execute(query, block).fetchone() for block in blocks]
         return [None if row is None else row[0] for row in found]
 
     def names(self) -> list[BlockName]:
-        """All blocks, beginnings of chains first."""
+        """Returns the names of all blocks, beginnings of chains first."""
         with self._reading() as lookup:
             query = "SELECT digest, layer_group, parent, depth FROM blocks ORDER BY depth, slot"
             return [BlockName(*row) for row in lookup.execute(query)]
@@ -77,14 +79,14 @@ class StoreIndex:
             return self.count(lookup)
 
     def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
-        """Blocks (digest, group) were used just now, the first of them last. Noted with the next transaction."""
+        """Notes, with the next transaction, that blocks (digest, group) were used just now, the first of them last."""
         last = time.time() + len(blocks) * TICK_S
         with self._lookup_lock:
             self._used.update((block, last - at * TICK_S) for at, block in enumerate(blocks))
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """One writer at a time, over all processes. Notes what was used since the last one."""
+        """Lets one writer in at a time, over all processes. Notes what was used since the last one."""
         self._db.execute("BEGIN IMMEDIATE")
         try:
             with self._lookup_lock:
@@ -106,7 +108,7 @@ class StoreIndex:
 
     @staticmethod
     def evict(db: sqlite3.Connection, which: str, values: tuple[float | bytes, ...]) -> int:
-        """Forgets blocks, and frees their slots; returns how many. which: the end of a query."""
+        """Forgets blocks, and frees their slots. Returns how many. which: the end of a query."""
         gone = db.execute(f"SELECT digest, layer_group, slot FROM blocks {which}", values).fetchall()
         db.executemany("DELETE FROM blocks WHERE digest = ? AND layer_group = ?", [row[:2] for row in gone])
         db.executemany("INSERT INTO free VALUES (?)", [row[2:] for row in gone])
@@ -141,7 +143,7 @@ class StoreIndex:
         self._stored_format()
 
     def _rebuild(self, path: Path, in_use: int, error: Exception) -> None:
-        """The index is damaged: makes it again from the slots' headers, if nobody else is using the store."""
+        """Makes a damaged index again from the slots' headers, if nobody else is using the store."""
         for name in ("_db", "_lookup"):
             with suppress(AttributeError, sqlite3.Error):
                 getattr(self, name).close()
@@ -171,7 +173,7 @@ class StoreIndex:
 
     @contextmanager
     def _reading(self) -> Iterator[sqlite3.Connection]:
-        """All queries in one transaction: each that is one of its own takes and gives back the file's locks."""
+        """Reads in one transaction: a query that is one of its own takes and gives back the file's locks."""
         try:
             with self._lookup_lock, self._lookup:
                 self._lookup.execute("BEGIN")

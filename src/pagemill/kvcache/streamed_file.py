@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 _MAP_FIXED = 0x10
 _WAIT_BEFORE = 1
-"""Of sync_file_range(2), on Linux: waits for what is being written of a range, and tells of all that failed."""
+"""A flag of sync_file_range(2), on Linux: waits for what is being written of a range, and tells of all that failed."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -35,7 +35,8 @@ _libc.sync_file_range.argtypes = [ctypes.c_int, ctypes.c_int64, ctypes.c_int64, 
 
 
 class Region(NamedTuple):
-    """Addresses [begin, begin + bytes): the streamed frames of one contiguous piece of the pool. Whole pages."""
+    """Names the addresses [begin, begin + bytes): the streamed frames of one contiguous piece of the pool. Whole
+    pages."""
 
     begin: int
     bytes: int

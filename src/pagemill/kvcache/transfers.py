@@ -1,4 +1,4 @@
-"""Transfers: moves blocks between the device pool and the lower tiers, beside the engine's steps.
+"""Transfers: moves blocks between the device pool and the offload stores, beside the engine's steps.
 
 A block that is saved is copied out of its frame at once, so that the frame can be used again; it is stored later, but
 found from then on. A block that is loaded goes straight into a frame that nobody else has until the load has finished.
@@ -28,9 +28,9 @@ from pagemill.memory.work import Load, Save
 logger = logging.getLogger(__name__)
 
 BATCH_BYTES = 16 << 20
-"""A save is cut into pieces of this size."""
+"""The size of the pieces that a save is cut into."""
 PIECE_BYTES = 4 << 20
-"""A load is cut into pieces of this size, which are read side by side."""
+"""The size of the pieces that a load is cut into, which are read side by side."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,8 @@ class TransferStats:
 
 
 class Piece(NamedTuple):
-    """Of a load: from which tier each of its blocks came, None for those that did not; when it was begun and over."""
+    """A part of a load: from which tier each of its blocks came, None for those that did not; when it began and
+    ended."""
 
     sources: list[int | None]
     begin_s: float
@@ -57,17 +58,17 @@ class Piece(NamedTuple):
 
 
 class UnderWay(NamedTuple):
-    """A load, and of its pieces those that are over."""
+    """A load, and its pieces; None for those that are not over."""
 
     load: Load
     pieces: list[Piece | None]
 
 
 class Transfers:
-    """Its methods belong to one thread, the engine's.
+    """Saves and loads blocks. Its methods belong to one thread, the engine's.
 
     load_times: by tier; a load counts for the lowest one that a block of it came from.
-    backlog_bytes: what may be copied out and not yet stored; beyond it, blocks are dropped instead of saved.
+    backlog_bytes: the most that may be copied out and not yet stored; beyond it, blocks are dropped instead of saved.
     """
 
     def __init__(
@@ -103,8 +104,10 @@ class Transfers:
     # Down
 
     def save(self, saves: Sequence[Save], keep: bool = False) -> None:
-        """Copies blocks out of their frames now and stores them later; with `keep`, where they outlive the process, and
-        all of them, however long that takes. What is stored already counts as used."""
+        """Copies blocks out of their frames now and stores them later. What is stored already counts as used.
+
+        keep: stores them where they outlive the process, and all of them, however long that takes.
+        """
         try:
             here = self._tiers.holds([save.name[:2] for save in saves], lasting=keep)
         except KVStoreError as error:
@@ -144,7 +147,7 @@ class Transfers:
             self._count(blocks_saved=stored, blocks_dropped=len(saves) - stored)
 
     def keep(self, saves: Sequence[Save]) -> None:
-        """Stores these blocks, those used last first, then those in lower tiers, where they outlive the process: as
+        """Stores these blocks, those used last first, then those in offload stores, where they outlive the process: as
         many as there is room for, however long that takes."""
         self.flush()
         names = self._tiers.keepable([save.name for save in saves])
@@ -197,7 +200,8 @@ class Transfers:
             self._done.put((load, piece, Piece(sources, begin, time.monotonic())))
 
     def finished(self, wait_s: float = 0.0) -> dict[int, list[bool]]:
-        """Loads that are over, by id, and which of their blocks have arrived. Waits for news if there is none yet."""
+        """Returns the loads that are over, by id, and which of their blocks have arrived. Waits up to `wait_s` if there
+        are none yet."""
         over: dict[int, list[bool]] = {}
         while self._loads and not (over and self._done.empty()):
             try:
@@ -219,7 +223,7 @@ class Transfers:
         return over
 
     def _end(self, pieces: Sequence[Piece]) -> list[bool]:
-        """All pieces of a load are over; which of its blocks have arrived."""
+        """Notes how long a load took, all of whose pieces are over. Returns which of its blocks have arrived."""
         arrived = [source is not None for piece in pieces for source in piece.sources]
         if all(arrived):
             lowest = max(source or 0 for piece in pieces for source in piece.sources)
