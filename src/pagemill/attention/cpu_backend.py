@@ -9,7 +9,8 @@ from torch import Tensor
 
 from pagemill import _kernels
 from pagemill.attention.interface import AttentionBatch, LayerCache
-from pagemill.ops.cpu_ops import check_vector, dtype_code, kernel_name
+from pagemill.ops.cpu_ops import dtype_code, kernel_name
+from pagemill.ops.quantized import check_contiguous
 
 
 class CpuAttention:
@@ -35,7 +36,7 @@ class CpuAttention:
             )
         if value.dtype != key.dtype:
             raise TypeError(f"key is {key.dtype} and value {value.dtype}; they must be equal")
-        check_vector("slots", slots, torch.int64, tokens)
+        check_contiguous("slots", slots, torch.int64, (tokens,))
         self.native(cache).write(
             key.data_ptr(), key.stride(0), key.stride(1), value.data_ptr(), value.stride(0), value.stride(1),
             dtype_code(key), slots.data_ptr(), tokens,
@@ -66,12 +67,12 @@ class CpuAttention:
             )
         if tables.dtype != torch.int32 or tables.shape[0] < rows or tables.stride(1) != 1:
             raise ValueError(f"tables must be int32 [{rows}, entries], not {tables.dtype} {tuple(tables.shape)}")
-        check_vector("query_start", batch.query_start, torch.int32, rows + 1)
-        check_vector("context_lens", batch.context_lens, torch.int32, rows)
-        check_vector("positions", batch.positions, torch.int64, tokens)
+        check_contiguous("query_start", batch.query_start, torch.int32, (rows + 1,))
+        check_contiguous("context_lens", batch.context_lens, torch.int32, (rows,))
+        check_contiguous("positions", batch.positions, torch.int64, (tokens,))
         for name, limit in (("key_start", key_start), ("key_end", key_end)):
             if limit is not None:
-                check_vector(name, limit, torch.int32, rows)
+                check_contiguous(name, limit, torch.int32, (rows,))
         output = torch.empty(query.shape, dtype=query.dtype)
         lse = torch.empty(tokens, heads) if return_lse else None
         self.native(cache).attend(

@@ -44,12 +44,7 @@ class LocalExecutor:
     """
 
     def __init__(
-        self,
-        decoder: Decoder,
-        backend: Backend,
-        facts: ExecutorFacts,
-        shape: FrameShape,
-        max_num_seqs: int,
+        self, decoder: Decoder, backend: Backend, facts: ExecutorFacts, shape: FrameShape, max_num_seqs: int
     ) -> None:
         self.facts = facts
         self.decoder = decoder
@@ -189,12 +184,7 @@ class LocalExecutor:
         )
 
     def _sample(
-        self,
-        plan: StepPlan,
-        hidden: Tensor,
-        query_start: NDArray[np.int32],
-        ends: NDArray[np.int32],
-        only_argmax: bool,
+        self, plan: StepPlan, hidden: Tensor, query_start: NDArray[np.int32], ends: NDArray[np.int32], only_argmax: bool
     ) -> StepResult:
         """Samples; `ends` says by sample where its token goes."""
         if len(plan.sample_from) == 0:

@@ -30,14 +30,6 @@ waits for them."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-class _Range(ctypes.Structure):
-    _fields_ = [("offset", ctypes.c_uint64), ("bytes", ctypes.c_uint64)]
-
-
-class _Pages(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_uint64) for name in ("here", "unwritten", "in_writing", "gone", "gone_of_late")]
-
-
 class DirectReads:
     """Reads the file at `path`, which another descriptor, `file`, has open too, at most `most_bytes` at once.
     Thread-safe.
@@ -88,7 +80,6 @@ class DirectReads:
 
     def has_pages(self, offset: int, nbytes: int) -> bool:
         """Returns whether the system has any of this in its memory, or does not say."""
-        pages = _Pages()
-        where = ctypes.byref(_Range(offset, nbytes))
-        known: bool = _libc.syscall(_CACHESTAT, self._file, where, ctypes.byref(pages), 0) == 0
-        return not known or pages.here > 0
+        where, counts = (ctypes.c_uint64 * 2)(offset, nbytes), (ctypes.c_uint64 * 5)()
+        known: bool = _libc.syscall(_CACHESTAT, self._file, where, counts, 0) == 0
+        return not known or counts[0] > 0  # the first counts the pages in memory

@@ -28,7 +28,7 @@ from pagemill.kvcache.direct_reads import DirectReads
 from pagemill.kvcache.frame_access import Places, Records
 from pagemill.kvcache.offload_tiers import Spill
 from pagemill.kvcache.store_format import Slots, StoreFormat, is_whole
-from pagemill.kvcache.store_index import StoreIndex
+from pagemill.kvcache.store_index import StoreIndex, lock_alone, open_private
 from pagemill.memory.work import BlockName
 
 READ_BYTES = 4 << 20
@@ -89,11 +89,11 @@ class DiskStore:
     def _open(self, opened: ExitStack) -> None:
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _make_private(self.folder)
-        in_use = _open(self.folder / "lock")
+        in_use = open_private(self.folder / "lock")
         opened.callback(os.close, in_use)
-        self._file = _open(self.folder / "blocks.dat")
+        self._file = open_private(self.folder / "blocks.dat")
         opened.callback(os.close, self._file)
-        alone = os.fstat(self._file).st_size > self.limit_bytes and _lock_alone(in_use)
+        alone = os.fstat(self._file).st_size > self.limit_bytes and lock_alone(in_use)
         if not alone:
             fcntl.flock(in_use, fcntl.LOCK_SH)
         self._reads = DirectReads(self.folder / "blocks.dat", self._file, self._read_at_once * self.slot_bytes)
@@ -264,17 +264,6 @@ class DiskStore:
         with self._lock, suppress(sqlite3.Error), self._index.transaction() as db:
             if self._index.evict(db, "WHERE digest = ? AND layer_group = ? AND slot = ?", (digest, group, slot)):
                 self._broken += 1
-
-
-def _open(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-
-def _lock_alone(file: int) -> bool:
-    with suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
 
 
 def _make_private(folder: Path) -> None:

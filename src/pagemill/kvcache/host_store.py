@@ -8,6 +8,7 @@ chance. So the first bytes of all elements are put together, then all second one
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Generic, TypeVar
@@ -29,10 +30,9 @@ LEVEL = 1
 """The level of zstd. Higher ones take twice as long and more, and save nothing more of such bytes."""
 
 Content = TypeVar("Content")
-Leaving = TypeVar("Leaving")
 
 
-class HostTier(Generic[Content, Leaving]):
+class HostTier(ABC, Generic[Content]):
     """Knows the blocks of an offload store in host memory: content and name of each, the one used last at the end; and
     those on their way to the tier below."""
 
@@ -41,7 +41,7 @@ class HostTier(Generic[Content, Leaving]):
 
     def __init__(self) -> None:
         self._held: OrderedDict[tuple[bytes, int], tuple[Content, BlockName]] = OrderedDict()
-        self._leaving: dict[tuple[bytes, int], Leaving] = {}
+        self._leaving: dict[tuple[bytes, int], tuple[Content, BlockName]] = {}
         self._lock = threading.Lock()
 
     def num_blocks(self) -> int:
@@ -61,8 +61,21 @@ class HostTier(Generic[Content, Leaving]):
         with self._lock:
             return [name for _, name in reversed(self._held.values())]
 
+    @abstractmethod
+    def _record(self, content: Content) -> NDArray[np.uint8]: ...
 
-class HostStore(HostTier[int, NDArray[np.uint8]]):
+    def _pass_on(self, spill: Spill) -> None:
+        """Gives what is leaving to the tier below. It is found here until that has it."""
+        try:
+            if self._leaving:
+                leaving = list(self._leaving.values())
+                spill([name for _, name in leaving], [self._record(content) for content, _ in leaving])
+        finally:
+            with self._lock:
+                self._leaving.clear()
+
+
+class HostStore(HostTier[NDArray[np.uint8]]):
     """Implements `OffloadStore` for `capacity` blocks. Thread-safe. What was used longest ago makes room.
 
     pinned: in memory that GPUs copy to and from by themselves.
@@ -76,41 +89,34 @@ class HostStore(HostTier[int, NDArray[np.uint8]]):
         self._pinned = pinned
         if pinned:
             pin(self._arena)
-        self._free = list(range(capacity - 1, -1, -1))
+        self._free = list(self._arena[::-1])
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[bool]:
         found = []
         with self._lock:
             for row, block in enumerate(blocks):
-                record = self._leaving.get(block)
-                if block in self._held:
-                    record = self._arena[self._held[block][0]]
-                found.append(record is not None)
-                if record is not None:
-                    out[row][:] = record.reshape(out[row].shape)
+                entry = self._held.get(block, self._leaving.get(block))
+                found.append(entry is not None)
+                if entry is not None:
+                    out[row][:] = entry[0].reshape(out[row].shape)
         return found
 
     def write(self, names: Sequence[BlockName], records: Records, spill: Spill) -> None:
-        spilled: list[BlockName] = []
         with self._lock:
             for name, record in zip(names, records, strict=True):
-                block = name[:2]
-                if block in self._held:
+                if name[:2] in self._held:
                     continue
                 if not self._free:
-                    slot, old = self._held.popitem(last=False)[1]
-                    spilled.append(old)
-                    self._leaving[old[:2]] = self._arena[slot].copy()
-                    self._free.append(slot)
-                slot = self._free.pop()
-                self._arena[slot] = record
-                self._held[block] = slot, name
-        try:
-            if spilled:
-                spill(spilled, [self._leaving[old[:2]] for old in spilled])
-        finally:
-            with self._lock:
-                self._leaving.clear()
+                    block, (place, old) = self._held.popitem(last=False)
+                    self._leaving[block] = place.copy(), old
+                    self._free.append(place)
+                place = self._free.pop()
+                place[:] = record
+                self._held[name[:2]] = place, name
+        self._pass_on(spill)
+
+    def _record(self, content: NDArray[np.uint8]) -> NDArray[np.uint8]:
+        return content
 
     def close(self) -> None:
         """Unlocks the memory. Nothing may be read or written any more."""
@@ -118,7 +124,7 @@ class HostStore(HostTier[int, NDArray[np.uint8]]):
             unpin(self._arena)
 
 
-class CompressedStore(HostTier[bytes, tuple[bytes, BlockName]]):
+class CompressedStore(HostTier[bytes]):
     """Implements `OffloadStore`. Thread-safe. What was used longest ago makes room.
 
     limit_bytes: the most that contents take, compressed, with ENTRY_BYTES each; nbytes: what they take now.
@@ -138,7 +144,7 @@ class CompressedStore(HostTier[bytes, tuple[bytes, BlockName]]):
             held = [self._held.get(block, self._leaving.get(block)) for block in blocks]
         for row, entry in enumerate(held):
             if entry is not None:
-                out[row][:] = self._unpack(entry[0]).reshape(out[row].shape)
+                out[row][:] = self._record(entry[0]).reshape(out[row].shape)
         return [entry is not None for entry in held]
 
     def write(self, names: Sequence[BlockName], records: Records, spill: Spill) -> None:
@@ -147,13 +153,7 @@ class CompressedStore(HostTier[bytes, tuple[bytes, BlockName]]):
                 content = self._pack(record)  # before the lock, for which others would wait
                 with self._lock:
                     self._put(name, content)
-        try:
-            if self._leaving:
-                leaving = list(self._leaving.values())
-                spill([name for _, name in leaving], [self._unpack(content) for content, _ in leaving])
-        finally:
-            with self._lock:
-                self._leaving.clear()
+        self._pass_on(spill)
 
     def close(self) -> None:
         """Nothing is left to do."""
@@ -171,7 +171,7 @@ class CompressedStore(HostTier[bytes, tuple[bytes, BlockName]]):
         packed: bytes = self._compressor.compress(planes.data)
         return packed
 
-    def _unpack(self, content: bytes) -> NDArray[np.uint8]:
+    def _record(self, content: bytes) -> NDArray[np.uint8]:
         planes = np.frombuffer(zstandard.ZstdDecompressor().decompress(content), dtype=np.uint8)
         return np.ascontiguousarray(planes.reshape(self._itemsize, -1).T).reshape(-1)
 

@@ -159,10 +159,7 @@ class OffloadTiers:
         return self._search(found, lambda tier, rows: tier.holds([blocks[row] for row in rows]), highest)
 
     def _search(
-        self,
-        found: list[int | None],
-        ask: Callable[[OffloadStore, Sequence[int]], list[bool]],
-        highest: int = 0,
+        self, found: list[int | None], ask: Callable[[OffloadStore, Sequence[int]], list[bool]], highest: int = 0
     ) -> list[int | None]:
         """Fills in the highest tier that has each row, where `found` has none yet. ask: returns which rows a tier
         has."""

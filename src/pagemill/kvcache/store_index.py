@@ -125,7 +125,7 @@ class StoreIndex:
         return StoreFormat.from_json(self._db.execute("SELECT value FROM meta WHERE key = 'format'").fetchone()[0])
 
     def _connect(self, path: Path) -> None:
-        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # before SQLite would, with other modes
+        os.close(open_private(path))  # before SQLite would, with other modes
         self._db, self._lookup = (
             sqlite3.connect(path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False)
             for _ in range(2)
@@ -147,9 +147,7 @@ class StoreIndex:
         for name in ("_db", "_lookup"):
             with suppress(AttributeError, sqlite3.Error):
                 getattr(self, name).close()
-        try:
-            fcntl.flock(in_use, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock_alone(in_use):
             raise KVStoreError(
                 f"the index of the KV store {self._folder} is damaged ({error}), and another process uses it; end that "
                 "process, then start again"
@@ -182,20 +180,27 @@ class StoreIndex:
             raise KVStoreError(f"the index of the KV store {self._folder} cannot be read: {error}") from error
 
 
+def open_private(path: Path) -> int:
+    """Opens a file that its owner alone can read, and makes it where there is none."""
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+
+def lock_alone(file: int) -> bool:
+    """Locks a file, unless others have locked it; returns whether it is locked alone now."""
+    with suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    return False
+
+
 def _write_ahead(db: sqlite3.Connection) -> None:
     """Chooses the journal. SQLite's own waiting does not cover this when another process opens a new index too."""
     until = time.monotonic() + BUSY_TIMEOUT_S
-    while (locked := _try_write_ahead(db)) is not None:
-        if time.monotonic() > until:
-            raise locked
-        time.sleep(0.01)
-
-
-def _try_write_ahead(db: sqlite3.Connection) -> sqlite3.OperationalError | None:
-    try:
-        db.execute("PRAGMA journal_mode = WAL")
-    except sqlite3.OperationalError as error:
-        if "locked" not in str(error):
-            raise
-        return error
-    return None
+    while True:
+        try:
+            db.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:  # noqa: PERF203, it waits
+            if "locked" not in str(error) or time.monotonic() > until:
+                raise
+            time.sleep(0.01)

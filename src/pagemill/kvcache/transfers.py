@@ -72,11 +72,7 @@ class Transfers:
     """
 
     def __init__(
-        self,
-        frames: FrameAccess,
-        tiers: OffloadTiers,
-        backlog_bytes: int = 256 << 20,
-        num_threads: int = 4,
+        self, frames: FrameAccess, tiers: OffloadTiers, backlog_bytes: int = 256 << 20, num_threads: int = 4
     ) -> None:
         self._frames = frames
         self._tiers = tiers
@@ -181,12 +177,7 @@ class Transfers:
             self._readers.submit(self._fetch, load.id, piece, load.blocks[first:end], load.frames[first:end], before)
 
     def _fetch(
-        self,
-        load: int,
-        piece: int,
-        blocks: Sequence[tuple[bytes, int]],
-        frames: Sequence[int],
-        before: Any,
+        self, load: int, piece: int, blocks: Sequence[tuple[bytes, int]], frames: Sequence[int], before: Any
     ) -> None:
         begin = time.monotonic()
         sources: list[int | None] = [None] * len(blocks)

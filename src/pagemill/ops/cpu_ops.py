@@ -34,12 +34,6 @@ def dtype_code(tensor: Tensor) -> int:
     return code
 
 
-def check_vector(name: str, tensor: Tensor, dtype: torch.dtype, size: int) -> None:
-    """Raises ValueError unless `tensor` is contiguous, of `dtype` and shape [size]."""
-    if tensor.dtype != dtype or tensor.shape != (size,) or not tensor.is_contiguous():
-        raise ValueError(f"{name} must be contiguous {dtype} [{size}], not {tensor.dtype} {tuple(tensor.shape)}")
-
-
 class CpuLinear:
     """A weight in panels; the original is not kept. See `csrc/isa/linear.h` and `csrc/isa/quantized.h`.
 
@@ -76,7 +70,7 @@ class CpuLinear:
             raise ValueError(f"x is {tuple(x.shape)}; it must be [tokens, {self.in_features}] with contiguous rows")
 
     def rows(self, ids: Tensor) -> Tensor:
-        check_vector("ids", ids, torch.int64, ids.numel())
+        check_contiguous("ids", ids, torch.int64, (ids.numel(),))
         if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self.out_features:
             raise IndexError(f"ids {ids.tolist()} are not all in 0 .. {self.out_features - 1}")
         y = torch.empty(ids.numel(), self.in_features, dtype=self.dtype)
@@ -110,8 +104,7 @@ class CpuOps:
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         size = x.shape[-1]
-        if weight.dtype != torch.float32 or weight.shape != (size,) or not weight.is_contiguous():
-            raise ValueError(f"weight is {weight.dtype} {tuple(weight.shape)}; it must be contiguous float32 [{size}]")
+        check_contiguous("weight", weight, torch.float32, (size,))
         if x.dim() > 3 or x.stride(-1) != 1:
             x = x.reshape(-1, size).contiguous()
         y = torch.empty(x.shape, dtype=x.dtype)
@@ -125,11 +118,8 @@ class CpuOps:
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         tokens, heads, size = x.shape
         half = cos.shape[1]
-        for table in (cos, sin):
-            if table.dtype != torch.float32 or table.shape != (tokens, half) or not table.is_contiguous():
-                raise ValueError(
-                    f"cos and sin must be contiguous float32 [{tokens}, {half}], not {table.dtype} {tuple(table.shape)}"
-                )
+        check_contiguous("cos", cos, torch.float32, (tokens, half))
+        check_contiguous("sin", sin, torch.float32, (tokens, half))
         if 2 * half > size or x.stride(2) != 1:
             raise ValueError(
                 f"x is {tuple(x.shape)}; its contiguous last dimension must hold the {2 * half} that rotate"
