@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pagemill import _kernels
-from pagemill.ops.quantized import BLOCK, AffineWeight, QuantizedWeight
+from pagemill.ops.quantized import BLOCK, AffineWeight, QuantizedWeight, check_contiguous
 
 KERNEL_VERSION = 6
 """Raised whenever a kernel's arithmetic changes: stored K/V of other bits must not be found."""
