@@ -52,7 +52,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Report:
-    """What was measured: times in seconds, each as mean, median and 99th percentile over the requests."""
+    """The measurements: times in seconds, each as mean, median and 99th percentile over the requests."""
 
     workload: Workload
     duration_s: float

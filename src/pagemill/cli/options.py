@@ -1,4 +1,4 @@
-"""What commands share: flags, made from the declarations of `EngineConfig` and `SamplingParams`, and how they run.
+"""Shared by the commands: flags, made from the declarations of `EngineConfig` and `SamplingParams`, and how they run.
 
 So each setting is a flag of every command that starts an engine.
 """

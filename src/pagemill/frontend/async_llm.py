@@ -55,7 +55,7 @@ class AsyncLLM:
         self.config.model = str(resolve_model(model))
         self.load_progress: tuple[int, int] | None = None
         self.on_request_end: Callable[[RequestState], None] = lambda request: None
-        """Told of each request when it has ended, in the event loop."""
+        """Called in the event loop with each request when it has ended."""
         self._on_progress = on_progress
         self._sessions = SessionStore.of(self.config)  # before a process is started: its file may be refused
         self._client = ProcessClient(self.config)

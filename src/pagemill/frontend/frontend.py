@@ -45,7 +45,7 @@ class Frontend:
         self.inputs = InputProcessor(tokenizer, lambda: client.facts)
         self.turns = SessionTurns(store, self.inputs, model)
         self.on_request_end: Callable[[RequestState], None] = lambda request: None
-        """Told of each request when it has ended."""
+        """Called with each request when it has ended."""
         self._running: dict[str, RequestState] = {}
         self._by_engine_id: dict[str, RequestState] = {}
         self._numbers = itertools.count()

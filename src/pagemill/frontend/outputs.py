@@ -1,4 +1,4 @@
-"""What a caller gets back: RequestOutput and its parts, under vLLM's names.
+"""The outputs that a caller gets: RequestOutput and its parts, under vLLM's names.
 
 `LLM` returns whole outputs; `AsyncLLM` yields the same type holding only what is new since the last one.
 """
@@ -33,7 +33,7 @@ class CompletionOutput:
     text: str
     token_ids: list[int]
     cumulative_logprob: float | None = None
-    """Sum over all tokens so far, also in a delta; None unless logprobs or the best of several were asked for."""
+    """The sum over all tokens so far, also in a delta; None unless logprobs or the best of several were asked for."""
     logprobs: list[LogprobsOfPosition] | None = None
     finish_reason: str | None = None
     """`"stop"`, `"length"`, `"abort"` or `"error"`; None while it runs."""
@@ -53,7 +53,7 @@ class RunningRequest:
     request_id: str
     prompt_token_ids: list[int]
     sequences: list[SequenceInfo]
-    """Those that have not finished: before its prompt is computed one, whatever `n` is."""
+    """The sequences that have not finished. Before the prompt is computed there is one, whatever `n` is."""
 
 
 @dataclass(slots=True)
@@ -63,16 +63,16 @@ class BeamSearchSequence:
     tokens: list[int]
     """The prompt and what follows it, an end-of-sequence token included."""
     text: str
-    """Of all tokens; without the end-of-sequence token, unless `include_stop_str_in_output`."""
+    """The text of all tokens; without the end-of-sequence token, unless `include_stop_str_in_output`."""
     cum_logprob: float
-    """Sum over the tokens behind the prompt. The order is by score, which this becomes with the length penalty."""
+    """The sum over the tokens behind the prompt. Sequences are ordered by this with the length penalty applied."""
     finish_reason: str | None
     """`"stop"` at an end-of-sequence token, `"length"` at `max_tokens`, or `"error"`."""
 
 
 @dataclass(slots=True)
 class BeamSearchOutput:
-    """What a prompt's beam search ended with: `beam_width` sequences, the best first."""
+    """The result of one prompt's beam search: `beam_width` sequences, the best first."""
 
     sequences: list[BeamSearchSequence]
     error: PagemillError | None = None

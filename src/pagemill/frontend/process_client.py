@@ -25,7 +25,7 @@ A = TypeVar("A")
 SHUTDOWN_TIMEOUT_S = 10.0
 """A process that has not ended after so long is killed."""
 KEEPING_TIMEOUT_S = 300.0
-"""The same of one with a disk tier, on which it may have gigabytes to keep."""
+"""A process with a disk tier, on which it may have gigabytes to keep, is killed after so long."""
 
 
 class ProcessClient:

@@ -26,7 +26,7 @@ class SequenceState:
 
     def __init__(self, index: int, params: SamplingParams, prompt_token_ids: list[int], tokenizer: Tokenizer) -> None:
         self.output = CompletionOutput(index, "", [])
-        """All that has come."""
+        """The sequence as it has come so far."""
         if params.logprobs is not None:
             self.output.logprobs, self.output.cumulative_logprob = [], 0.0
         self._params = params
@@ -136,7 +136,7 @@ class RequestState:
         self.turn: Turn | None = None
         """The session's turn that it is."""
         self.on_news: Callable[[], None] | None = None
-        """Told when `take_delta` has something to return, or when the request has failed."""
+        """Called when `take_delta` has something to return, or when the request has failed."""
         self.metrics = RequestMetrics(asked.arrival_s)
         self._failure: PagemillError | None = None
         self._best_of = best_of
@@ -204,7 +204,7 @@ class RequestState:
         self.tell()
 
     def tell(self) -> None:
-        """Tells `on_news` of what has come: where the best of several are asked for, once all have ended."""
+        """Calls `on_news` for what has come: where the best of several are asked for, once all have ended."""
         if self.on_news is not None and (self._best_of is None or self.finished or self._failure is not None):
             self.on_news()
 

@@ -27,7 +27,7 @@ from pagemill.namespace import Namespace
 
 VERSION = 2
 BUSY_TIMEOUT_S = 10.0
-"""How long a write waits for another process's."""
+"""The time for which a write waits for another process's write."""
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 _SCHEMA = """

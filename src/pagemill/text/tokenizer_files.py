@@ -46,7 +46,7 @@ class TokenizerSettings(msgspec.Struct, kw_only=True):
     chat_template: str | dict[str, str] | None = None
     """One template, or several by name."""
     split_special_tokens: bool = False
-    """Whether special tokens written out in a text are taken for plain text."""
+    """True if special tokens written out in a text are taken for plain text."""
 
 
 def read_tokenizer(path: Path) -> tuple[tokenizers.Tokenizer, TokenizerSettings]:
