@@ -18,7 +18,8 @@ from benchmarks.peers.machine import describe_machine, heading
 from benchmarks.peers.workloads import tokenize
 
 from pagemill import LLM, SamplingParams
-from pagemill.config import KV_HOST_COMPRESSION
+from pagemill.arguments import arguments_of
+from pagemill.config import EngineConfig
 from pagemill.kvcache.sizing import parse_memory
 
 FIRST_TOKEN = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
@@ -44,7 +45,7 @@ def main() -> None:
     print("| :--- | :--- | ---: | ---: | ---: | ---: | ---: |")
     for dtype in arguments.dtype.split(","):
         plain = 0
-        for compression in KV_HOST_COMPRESSION:
+        for compression in arguments_of(EngineConfig)["kv_host_compression"].choices:
             with LLM(
                 MODEL, dtype=dtype, max_model_len=tokens + 64, kv_memory="128MiB", kv_host_memory=arguments.host_memory,
                 kv_host_compression=compression,

@@ -90,16 +90,18 @@ class Batch:
         max_accepted: list[int] = []
         new_rows: list[NewRow] = []
         prompt_logprobs: list[int] = []
-        forks = False
+        forks, most = False, self._max_accepted
         for position, (sequence, count) in enumerate(planned.items()):
             assert sequence.table is not None
             row, start = sequence.row, sequence.scheduled
-            generates.append(sequence.generates)
+            generates.append(start >= sequence.prefill_len)
             end = sequence.scheduled = start + count
             entries.append(Entry(sequence, start, end))
             rows.append(row)
             starts.append(start)
             known = len(sequence.tokens) + sequence.in_flight
+            # A beam's next token is chosen when the step has run.
+            limit = 1 if most == 1 or sequence.group is not None else min(most, sequence.request.max_len - known)
             if sequence.table.row < 0:
                 self._memory.place(sequence.table, row)
                 new_rows.append(_new_row(sequence, sequence.index, row))
@@ -113,16 +115,14 @@ class Batch:
                         sample_from.append(position)
                         sample_index.append(index)
                         sample_to.append(child_row)
+                        max_accepted.append(limit)
             if end == known:
                 sample_from.append(position)
                 sample_index.append(sequence.index)
                 sample_to.append(row)
-                limit = 1
-                if sequence.group is None:  # a beam's next token is chosen when the step has run
-                    limit = min(self._max_accepted, sequence.request.max_len - known)
-                    sequence.in_flight += 1
-                    sequence.open_ended = limit > 1
-                max_accepted += [limit] * (len(sample_from) - len(max_accepted))
+                max_accepted.append(limit)
+                sequence.in_flight += sequence.group is None
+                sequence.open_ended = limit > 1
         self._step += 1
         self.flights.append(Flight(self._step, entries, list(zip(sample_from, sample_index, strict=True))))
         freed, self._freed = self._freed, []
