@@ -114,6 +114,8 @@ class Linear {
     }
     Linear(const Input& values, const Input& scale, const Input& low, const OptionalInput& bias, int bits)
         : Linear(values, bits == 4 ? Format::affine4 : Format::affine8, DType::f32) {
+        if (bits != 4 && bits != 8) throw std::invalid_argument("bits must be 4 or 8, not " + std::to_string(bits));
+        check_blocks();
         const AffineSource from{.values = elements<uint8_t>("values", values, {weight.n, weight.k}),
                                 .scale = elements<float>("scale", scale, {weight.n, weight.k / 32}),
                                 .low = elements<float>("low", low, {weight.n, weight.k / 32}),
@@ -123,6 +125,8 @@ class Linear {
     Linear(const Input& values, const OptionalInput& slopes, const OptionalInput& offsets, const Input& scales,
            const OptionalInput& bias, int type)
         : Linear(values, slopes ? Format::int4 : Format::int8, dtype(type)) {
+        if (bool(slopes) != bool(offsets)) throw std::invalid_argument("slopes and offsets are given together or not");
+        if (slopes) check_blocks();
         const auto kind = slopes ? nb::dtype<uint8_t>() : nb::dtype<int8_t>();
         const void* scale_bits = elements("scales", scales, kBfloat16, {weight.n, (weight.k + 191) / 192});
         const QuantizedSource from{.values = elements("values", values, kind, {weight.n, weight.k}),
@@ -157,6 +161,10 @@ class Linear {
     }
 
   private:
+    void check_blocks() const {
+        if (weight.k % 32)
+            throw std::invalid_argument("a row is whole blocks of 32 values, not " + std::to_string(weight.k));
+    }
     Linear(const Input& values, Format format, DType type) {
         if (values.ndim() != 2)
             throw std::invalid_argument("a weight has 2 dimensions, not " + std::to_string(values.ndim()));
@@ -305,10 +313,9 @@ void run_step(Decoder& decoder, const Input& token_ids, const Input& positions, 
                                .stride = tables.stride(0),
                                .slots = elements<int64_t>("slots", slots, {tokens})});
     for (const auto& [cos, sin] : angles) {
+        const float* cosines = elements<float>("cos", cos, {kAny, kAny});
         const auto reached = int64_t(cos.shape(0)), half = int64_t(cos.shape(1));
-        step.angles.push_back({.cos = elements<float>("cos", cos, {reached, half}),
-                               .sin = elements<float>("sin", sin, {reached, half}),
-                               .half = half});
+        step.angles.push_back({.cos = cosines, .sin = elements<float>("sin", sin, {reached, half}), .half = half});
         step.max_positions = std::min(step.max_positions, reached);
     }
     if (!on_layer.is_none())

@@ -90,7 +90,7 @@ const Kernels*& current() {
     static const Kernels* chosen = [] {
         const char* asked = std::getenv("PAGEMILL_ISA");
         const Kernels* set = asked ? find(asked) : nullptr;
-        return set ? set : available().front();
+        return set ? set : available().at(0);
     }();
     return chosen;
 }

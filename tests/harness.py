@@ -18,7 +18,7 @@ from pagemill.executor.backend import select_backend
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.kv_format import kv_format
 from pagemill.kvcache.layer_groups import group_layers
-from pagemill.kvcache.layout import FrameShape
+from pagemill.kvcache.layout import FrameShape, block_major, layer_major
 from pagemill.models.decoder import Decoder
 from pagemill.models.loading import LoadedModel, load_model
 
@@ -73,6 +73,7 @@ class PagedSequences:
                 kv_format(str(kv_dtype or decoder.dtype)),
             ),
             decoder.device,
+            layer_major if decoder.device.type == "cpu" else block_major,
         )
         poison(self.pool)
         self._free = list(range(frames))

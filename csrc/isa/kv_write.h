@@ -50,7 +50,7 @@ template <class S, class T> INLINE void write_head(const S* from, T* to, int64_t
     for (; d < head_dim; ++d) narrow_one(to + d * stride, widen_one(from + d));
 }
 
-// The same as int8; returns their scale. The bits are those of attention/quantize.py.
+// The same as int8; returns their scale. The bits are those of `quantize` in attention/torch_backend.py.
 template <class S> INLINE float write_scaled(const S* from, int8_t* to, int64_t stride, int head_dim) {
     constexpr float kLeast = 0x1p-100f;
     F top = zero(), spoilt = zero();  // `spoilt` becomes NaN by infinities and NaN, which max passes over

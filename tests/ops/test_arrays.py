@@ -74,6 +74,27 @@ def test_parts_of_a_weight_are_checked_by_name(name, arguments):
         _kernels.Linear(*arguments)
 
 
+def integers(columns: int):
+    groups = torch.zeros(4, columns // 32)
+    return torch.zeros(4, columns, dtype=torch.uint8), groups, groups
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        ("bits must be 4 or 8, not 6", (*integers(64), None, 6)),
+        ("whole blocks of 32 values, not 40", (*integers(40), None, 4)),
+        (
+            "slopes and offsets are given together",
+            (integers(32)[0], torch.zeros(4, 1, dtype=torch.int16), None, torch.zeros(4, 1).bfloat16(), None, 0),
+        ),
+    ],
+)
+def test_integers_of_a_weight_are_whole(words, arguments):
+    with pytest.raises(ValueError, match=words):
+        _kernels.Linear(*arguments)
+
+
 def test_keys_and_values_of_a_cache_are_equal_in_dtype():
     with pytest.raises(ValueError, match="float32 and bfloat16"):
         _kernels.Cache(torch.zeros(2, 1, 8, 4), torch.zeros(2, 1, 8, 4).bfloat16(), None, None)

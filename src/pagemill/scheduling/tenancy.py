@@ -111,6 +111,7 @@ class Tenancy:
         reason = refusal(quotas, num_frames, pinned)
         if reason is not None:
             return reason
+        total = promised(quotas, pinned)
         for request, need, rows in live:
             most_rows = limits[request.tenant].max_running
             if most_rows is not None and rows > most_rows:
@@ -119,7 +120,7 @@ class Tenancy:
                     f"tenant {request.tenant!r} would be {most_rows}; wait for its end, or allow so many"
                 )
             own = {request.tenant: quotas[request.tenant]}
-            left = num_frames - promised(quotas, pinned) + promised(own, pinned)
+            left = num_frames - total + promised(own, pinned)
             limit = min(quotas[request.tenant].most, left) - pinned[request.tenant]
             if need > limit:
                 return (
