@@ -119,12 +119,17 @@ def test_an_entry_point_has_the_signature_of_the_settings(entry, own):
     assert parameters["max_num_seqs"].default == 256
 
 
-TYPED = """from pagemill import LLM, AsyncLLM
+TYPED = """from pathlib import Path
+from pagemill import LLM, AsyncLLM, TenantLimits
 LLM("m", max_num_seqs=3)
 AsyncLLM("m", seed=3, on_progress=print)
 LLM("m", max_num_sequences=3)
 LLM("m", max_num_seqs="3")
 AsyncLLM("m", sed=3)
+LLM("m", tenants=Path("t"), tokenizer=Path("t"), kv_disk_path=Path("k"), session_path=Path("s"))
+AsyncLLM("m", tenants={"a": {"max_running": 2}}, dtype="half", hf_overrides=None)
+LLM("m", tenants={"a": TenantLimits(max_running=2)}, dtype="float")
+LLM("m", tenants=3)
 """
 
 
@@ -135,9 +140,10 @@ def test_a_type_checker_knows_the_settings(tmp_path):
     checked = subprocess.run(
         [sys.executable, "-m", "mypy", str(program)], cwd=Path(__file__).parents[1], capture_output=True, text=True
     )
-    errors = re.findall(r"program.py:(\d): error: .*?\"(\w+)\".*\[([a-z-]+)\]", checked.stdout)
+    errors = re.findall(r"program.py:(\d+): error: .*?\"(\w+)\".*\[([a-z-]+)\]", checked.stdout)
     assert errors == [
-        ("4", "max_num_sequences", "call-arg"),
-        ("5", "max_num_seqs", "arg-type"),
-        ("6", "sed", "call-arg"),
+        ("5", "max_num_sequences", "call-arg"),
+        ("6", "max_num_seqs", "arg-type"),
+        ("7", "sed", "call-arg"),
+        ("11", "tenants", "arg-type"),
     ], checked.stdout + checked.stderr

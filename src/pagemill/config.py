@@ -6,7 +6,7 @@ import inspect
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, ParamSpec, TypeVar
 
 from msgspec import Meta
 
@@ -189,6 +189,23 @@ class EngineConfig:
         given = [name for name in ways if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} both size the KV pool; give one of them", param=given[1])
+
+
+if TYPE_CHECKING:
+    TenantsDict = dict[str, TenantLimits] | dict[str, dict[str, Any]]
+
+    @dataclass(kw_only=True)
+    class Settings(EngineConfig):
+        """Declares what may be given for a config's fields, where that is more than what they hold then."""
+
+        tokenizer: str | os.PathLike[str] | None = None  # type: ignore[assignment]
+        dtype: Dtype | Literal["half", "float"] = "auto"  # type: ignore[assignment]
+        kv_disk_path: str | os.PathLike[str] | None = None  # type: ignore[assignment]
+        session_path: str | os.PathLike[str] | None = None  # type: ignore[assignment]
+        hf_overrides: dict[str, Any] | None = None  # type: ignore[assignment]
+        tenants: str | os.PathLike[str] | TenantsDict = field(default_factory=dict)  # type: ignore[assignment]
+else:
+    Settings = EngineConfig
 
 
 def takes_settings(

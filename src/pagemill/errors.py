@@ -66,6 +66,10 @@ class RequestTooLargeError(InvalidRequestError):
     """A request that needs more KV blocks than the pool has, or than its tenant may have: it could never run."""
 
 
+class PoolTooSmallError(RequestTooLargeError):
+    """A request that needs more KV blocks than the whole pool has, whatever its tenant may have."""
+
+
 class UnknownTenantError(InvalidRequestError):
     """A tenant that the engine was told nothing of."""
 

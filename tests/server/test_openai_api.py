@@ -1,5 +1,6 @@
 """OpenAI's own client against a real server: answers, streams, errors, and clients that go away."""
 
+import asyncio
 import concurrent.futures
 import json
 import re
@@ -11,9 +12,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from harness import FRAME_BYTES
+from pagemill.errors import PoolTooSmallError, PromptTooLongError, RequestTooLargeError
+from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.frontend.request_stream import RequestStream
 from pagemill.server.app import create_app
 from pagemill.server.completions import CompletionCall
-from pagemill.server.protocol import CompletionRequest
+from pagemill.server.protocol import ChatCompletionRequest, CompletionRequest
 
 MODEL = "smollm2-135m"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "What is the capital of France?"}]}
@@ -38,7 +42,12 @@ def test_what_is_served(client, http):
     assert model.max_model_len == 2048
     assert http.get("/health").json() == {"status": "ok"}
     assert http.get("/version").json()["version"]
-    assert "/v1/chat/completions" in http.get("/openapi.json").json()["paths"]
+    api = http.get("/openapi.json").json()
+    assert "/v1/chat/completions" in api["paths"]
+    fields = api["components"]["schemas"]["CompletionRequest"]["properties"]
+    assert "It must be" in fields["stop_token_ids"]["description"]
+    for name in ("stop", "logit_bias"):  # which have another form in JSON than in Python
+        assert not re.search("must be|several times", fields[name]["description"])
 
 
 @pytest.mark.parametrize("path", ["/v1/models", f"/v1/models/{MODEL}", "/health", "/metrics", "/v1/sessions"])
@@ -227,6 +236,17 @@ def test_echo_with_logprobs_covers_prompt_and_answer(client, stream):
     assert [text[offset : offset + len(token)] for offset, token in zip(offsets, tokens, strict=True)] == tokens
 
 
+def test_an_echoed_prompt_is_made_out_once_for_all_choices(client, monkeypatch):
+    made, whole = [], RequestStream.whole
+    monkeypatch.setattr(RequestStream, "whole", lambda stream: made.append(stream) or whole(stream))
+    asked = {"model": MODEL, "prompt": "The capital", "echo": True, "n": 4, "max_tokens": 2, "stream": True}
+    texts = [""] * 4
+    for chunk in client.completions.create(**asked):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert all(text.startswith("The capital") for text in texts)
+    assert len(made) == 1
+
+
 def test_vllms_extra_fields(client):
     def ask(**extra):
         return client.completions.create(
@@ -279,7 +299,8 @@ def test_beam_search_as_vllm_has_it(client):
         ({"logprobs": 1}, "logprobs"),
         ({"n": 3, "best_of": 2}, "n"),
         ({"temperature": 0.5}, "temperature"),
-        ({"n": 33}, "beam_width"),
+        ({"n": 33}, "n"),
+        ({"best_of": 33}, "best_of"),
         ({"session_id": "s"}, "session_id"),
         ({"stream": True}, "stream"),
     ],
@@ -420,6 +441,40 @@ def test_a_prompt_that_a_small_pool_cannot_hold_is_too_long_a_context(served, ht
     finally:
         http.post("/v1/kv_memory", json={"kv_memory": None})
         served.wait_until_idle()
+
+
+@pytest.mark.parametrize(
+    ("body", "error", "param", "message"),
+    [
+        ({"n": 99}, RequestTooLargeError("beam_width is 99", param="beam_width"), "n", "n is 99"),
+        ({"best_of": 9}, RequestTooLargeError("beam_width is 9", param="beam_width"), "best_of", "best_of is 9"),
+        ({"fork_of": "a"}, PromptTooLongError("the prompt", param="prompt"), "fork_of", "the prompt"),
+        ({"fork_of": "a"}, PoolTooSmallError("max_tokens", param="max_tokens"), "fork_of", "max_tokens"),
+    ],
+)
+@pytest.mark.parametrize("request_class", [CompletionRequest, ChatCompletionRequest])
+def test_an_error_of_the_engines_names_the_requests_own_field(request_class, body, error, param, message):
+    beginning = {"prompt": "x"} if request_class is CompletionRequest else {"messages": CHAT["messages"]}
+    request = request_class(**body, **({} if "fork_of" in body else beginning))
+    refused = request.in_own_words(type(error)(error.message, param=error.param))
+    assert (refused.param, refused.message) == (param, message)
+
+
+def test_the_model_of_an_engine_that_is_gone_keeps_its_card():
+    async def cards():
+        async with AsyncLLM(MODEL, kv_memory="16MiB", max_num_seqs=4) as llm:
+            transport = httpx.ASGITransport(create_app(llm, MODEL))
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+                loading = (await http.get("/v1/models")).json()["data"][0]
+                await llm.ready()
+                served = (await http.get("/v1/models")).json()
+                await llm.shutdown()
+                return loading, served, (await http.get("/v1/models")).json()
+
+    loading, served, gone = asyncio.run(cards())
+    assert loading["max_model_len"] is None
+    assert gone == served
+    assert served["data"][0]["max_model_len"] > 0
 
 
 def test_openais_client_raises_its_own_types(client):

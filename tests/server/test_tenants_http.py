@@ -98,6 +98,13 @@ def test_an_admin_changes_limits_and_others_do_not(server):
                 with pytest.raises(openai.BadRequestError, match=limit) as too_large:
                     caller.completions.create(model=MODEL, prompt="Hello", **ask)
                 assert too_large.value.param == param
+                assert too_large.value.code is None
+        for limits, max_tokens, n in (({"max_blocks_per_request": 3}, None, 4), ({"max_blocks": 2}, 99, 1)):
+            assert admin.put("/wild", json=limits).status_code == 200
+            with client(server, "sk-wild") as caller, pytest.raises(openai.BadRequestError) as over_quota:
+                caller.completions.create(model=MODEL, prompt="Hello", max_tokens=max_tokens, n=n)
+            assert f"{next(iter(limits))} " in over_quota.value.body["message"]
+            assert (over_quota.value.code, over_quota.value.param) == (None, "max_tokens")
         assert admin.put("/wild", json={"max_waiting": 30}).status_code == 200
         refused = admin.put("/wild", json={"guaranteed_blocks": "60%"})
         assert refused.status_code == 400

@@ -57,6 +57,7 @@ FEATURES = """{{- bos_token }}{%- if tools %}{{ tools | tojson(indent=2) }}{% en
     {%- if ns.count == 3 %}{% break %}{% endif %}
     {%- if message.reasoning_content %}<think>{{ message.reasoning_content }}</think>{% endif %}
 {%- endfor %}
+{{ messages[0] | tojson(true, 1, (',', ':'), true) }}
 {{ strftime_now('%Y') }} {{ documents }} {{ custom is defined and custom.x }}
 {%- if add_generation_prompt %}{{ '<assistant>' }}{% endif %}{{ eos_token }}"""
 
@@ -126,7 +127,7 @@ def test_chat_template_as_transformers(real, messages, add_generation_prompt):
 )
 def test_template_features_as_transformers(real, options):
     messages = [
-        {"role": "skip", "content": "no"},
+        {"role": "skip", "content": "nö"},
         {"role": "user", "content": "a < b & 'c' \" ü"},
         {"role": "assistant", "content": "x", "thinking": "hm"},
     ]

@@ -15,7 +15,7 @@ from typing import Any
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from pagemill.arguments import suggest_keywords
-from pagemill.config import EngineConfig, config_for, takes_settings
+from pagemill.config import Settings, config_for, takes_settings
 from pagemill.engine.messages import EngineReady, PinInfo
 from pagemill.engine.stats import EngineStats
 from pagemill.errors import SamplingParamsError
@@ -43,7 +43,7 @@ class LLM:
     manager, to give its memory back before the process ends.
     """
 
-    @takes_settings(EngineConfig)
+    @takes_settings(Settings)
     def __init__(self, model: str, **settings: Any) -> None:
         self.config = config_for("LLM", model, settings)
         self.config.model = str(resolve_model(self.config.model))

@@ -9,7 +9,13 @@ import collections.abc as abc
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pagemill.errors import ConfigError, RequestTooLargeError, TooManyWaitingError, UnknownTenantError
+from pagemill.errors import (
+    ConfigError,
+    PoolTooSmallError,
+    RequestTooLargeError,
+    TooManyWaitingError,
+    UnknownTenantError,
+)
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.pins import Pins
 from pagemill.memory.tenants import NO_QUOTA, Quota, Tenant, promised, refusal
@@ -160,7 +166,7 @@ class Tenancy:
         shorter = "lower max_tokens or the prompt's length"
         beside = f"{grows} {need - pinned} KV blocks of {size} tokens" + (f" beside {pinned} pinned" if pinned else "")
         if need - pinned > frames - self._pins.num_frames:
-            raise RequestTooLargeError(
+            raise PoolTooSmallError(
                 f"{beside}, but the pool has {frames}{self._pinned}; {shorter}, or "
                 f"give the pool more memory (kv_memory)",
                 param="max_tokens",

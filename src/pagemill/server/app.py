@@ -59,8 +59,8 @@ def create_app(
                 f"the model {name!r} is not served here; this server has {served_model_name!r}", param="model"
             )
 
-    async def card() -> ModelCard:
-        longest = (await llm.ready()).longest_sequence if llm.is_ready else None
+    def card() -> ModelCard:
+        longest = None if llm.facts is None else llm.facts.longest_sequence
         return ModelCard(id=served_model_name, created=created, max_model_len=longest)
 
     async def answer(call: Call[Any], request: Request) -> Answer[Any] | Response:
@@ -71,13 +71,13 @@ def create_app(
     @app.get("/v1/models")
     async def models() -> Listing[ModelCard]:
         """Lists the model that is served."""
-        return Listing(data=[await card()])
+        return Listing(data=[card()])
 
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> ModelCard:
         """Describes the model that is served."""
         check_model(name)
-        return await card()
+        return card()
 
     @app.post("/v1/completions", response_model=Completion)
     async def completions(body: CompletionRequest, request: Request) -> Answer[Any] | Response:

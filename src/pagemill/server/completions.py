@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from pagemill.errors import InvalidRequestError
 from pagemill.frontend.input_processor import Prompt
@@ -15,6 +15,14 @@ from pagemill.server.call import Call
 from pagemill.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 
 
+class Echo(NamedTuple):
+    """A prompt as its answers repeat it."""
+
+    text: str
+    first_token: str
+    logprobs: Sequence[LogprobsOfPosition | None]
+
+
 class CompletionCall(Call[CompletionRequest]):
     """One completion of one or several prompts."""
 
@@ -24,6 +32,8 @@ class CompletionCall(Call[CompletionRequest]):
         super().__init__(*args)
         self._offsets: dict[int, int] = {}
         """By choice that has begun: where the text of its next token begins."""
+        self._echoes: dict[int, Echo] = {}
+        """By position."""
 
     async def _turn(self, session: AsyncSession, params: SamplingParams) -> RequestStream:
         prompts = self.request.prompts()
@@ -53,13 +63,9 @@ class CompletionCall(Call[CompletionRequest]):
             self._offsets[index] = len(self._forked)
             text = self._forked + text
             if self.request.echo:
-                result = self._streams[position].whole()
-                prompt, token_ids = result.prompt, result.prompt_token_ids
-                if prompt is None:
-                    prompt = self._tokenizer.decode(token_ids, skip_special_tokens=True)
-                text = prompt + text
-                positions = [*(result.prompt_logprobs or ()), *positions]
-                first_token = self._tokenizer.decode(token_ids[:1])
+                echo = self._echo(position)
+                text, first_token = echo.text + text, echo.first_token
+                positions = [*echo.logprobs, *positions]
         return CompletionChoice(
             index=index,
             text=text,
@@ -67,6 +73,17 @@ class CompletionCall(Call[CompletionRequest]):
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
         )
+
+    def _echo(self, position: int) -> Echo:
+        """Returns the prompt at `position`, which is decoded once for all its choices."""
+        if position not in self._echoes:
+            result = self._streams[position].whole()
+            text, token_ids = result.prompt, result.prompt_token_ids
+            if text is None:
+                text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+            first_token = self._tokenizer.decode(token_ids[:1])
+            self._echoes[position] = Echo(text, first_token, result.prompt_logprobs or [])
+        return self._echoes[position]
 
     def _logprobs(
         self, index: int, positions: Sequence[LogprobsOfPosition | None], first_token: str

@@ -15,8 +15,8 @@ from pagemill.arguments import Argument, arguments_of
 from pagemill.errors import (
     InvalidRequestError,
     PagemillError,
+    PoolTooSmallError,
     PromptTooLongError,
-    RequestTooLargeError,
     UnknownArgumentError,
 )
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
@@ -51,8 +51,11 @@ NOT_IN_REQUESTS = frozenset(
 )
 """Declared parameters for which requests have fields of their own, or none."""
 
-IN_JSON: dict[str, Any] = {"stop": str | list[str], "logit_bias": dict[str, float]}
-"""Types of parameters that have another form in JSON."""
+IN_JSON: dict[str, tuple[Any, str]] = {
+    "stop": (str | list[str], "A text that ends the answer, or a list of such texts."),
+    "logit_bias": (dict[str, float], "What is added to tokens' logits, by token id."),
+}
+"""Types and descriptions of parameters that have another form in JSON."""
 
 
 class Body(BaseModel):
@@ -74,8 +77,9 @@ class StreamOptions(Body):
 
 
 def _field(argument: Argument) -> Any:
-    kind = IN_JSON.get(argument.name, argument.kind)
-    return kind | None, Field(None, description=f"{argument.description} It must be {argument.limit}.")
+    as_declared = argument.kind, f"{argument.description} It must be {argument.limit}."
+    kind, description = IN_JSON.get(argument.name, as_declared)
+    return kind | None, Field(None, description=description)
 
 
 DECLARED = arguments_of(BeamSearchParams) | arguments_of(SamplingParams)
@@ -171,10 +175,23 @@ class GenerationRequest(Parameters):
 
     def in_own_words(self, error: PagemillError) -> PagemillError:
         """Returns an error of the engine's as one of this request: with a field that it has."""
-        if isinstance(error, RequestTooLargeError) and error.param in ("max_tokens", "max_completion_tokens"):
-            given = getattr(self, error.param) is not None
-            error = PromptTooLongError(error.message, param=error.param if given else self._BEGINNING)
+        names = self._own_names()
+        if error.param in names:
+            own = names[error.param]
+            if error.param != "prompt":
+                error.message = error.message.replace(error.param, own)
+            error.param = own
+        if isinstance(error, PoolTooSmallError):
+            given = getattr(self, str(error.param)) is not None
+            error = PromptTooLongError(error.message, param=error.param if given else names["prompt"])
         return error
+
+    def _own_names(self) -> dict[str, str]:
+        """Returns this request's names of the engine's arguments, by the engine's name, where the two differ."""
+        return {
+            "prompt": self._BEGINNING if self.fork_of is None else "fork_of",
+            "beam_width": "best_of" if "best_of" in self.given else "n",
+        }
 
     def _params(self, **more: Any) -> SamplingParams | BeamSearchParams:
         """more: what the request says in words of its own."""
@@ -296,14 +313,11 @@ class ChatCompletionRequest(GenerationRequest):
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
 
-    def in_own_words(self, error: PagemillError) -> PagemillError:
-        names = {"prompt": "messages", "logprobs": "top_logprobs"}
+    def _own_names(self) -> dict[str, str]:
+        names = {**super()._own_names(), "logprobs": "top_logprobs"}
         if self.max_tokens is None and self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
-        if (name := names.get(error.param or "")) is not None:
-            error.message = error.message if name == "messages" else error.message.replace(str(error.param), name)
-            error.param = name
-        return super().in_own_words(error)
+        return names
 
 
 class PromptTokensDetails(BaseModel):

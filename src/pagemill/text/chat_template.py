@@ -6,7 +6,6 @@ They get what transformers' `apply_chat_template` gives them, and render the sam
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -176,6 +175,17 @@ class _GenerationTag(jinja2.ext.Extension):
         return jinja2.nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=line)
 
 
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """Returns JSON without the escapes for HTML that Jinja's own filter makes of `<` and `&`."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
@@ -187,6 +197,5 @@ def _now(form: str) -> str:
 _ENVIRONMENT = jinja2.sandbox.ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
 )
-_ENVIRONMENT.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
-"""Without the escapes for HTML that Jinja's own filter makes of `<` and `&`."""
+_ENVIRONMENT.filters["tojson"] = _to_json
 _ENVIRONMENT.globals |= {"raise_exception": _raise, "strftime_now": _now}
