@@ -142,7 +142,7 @@ class EngineConfig:
     tenants: Annotated[
         dict[str, TenantLimits], about("JSON file of tenants: their limits and, for a server, their API keys.")
     ] = field(default_factory=dict)
-    """In Python also a dict of `TenantLimits`, or of dicts. Other tenants than these and "default" are refused."""
+    """A dict of `TenantLimits` or of dicts is taken too. Requests of other tenants are refused, "default" apart."""
     check_invariants: Annotated[
         bool, about("Recount the whole memory system after every step (slow; for debugging).")
     ] = False

@@ -24,10 +24,7 @@ from pagemill.engine.messages import (
 from pagemill.engine.queries import BlocksQuery
 from pagemill.engine.stats import EngineStats, TenantStats
 from pagemill.engine.tiers import blocks_by_tier, find_by_tier
-from pagemill.errors import (
-    InvalidRequestError,
-    PinNotFoundError,
-)
+from pagemill.errors import InvalidRequestError, PinNotFoundError
 from pagemill.executor.interface import Executor
 from pagemill.executor.load import open_executor
 from pagemill.kvcache.sizing import num_frames

@@ -34,7 +34,7 @@ class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
     fork_of: tuple[str, int] | None = None
     """A sequence `(request_id, index)` with these tokens, whose blocks it may share if that still runs."""
     in_session: bool = False
-    """Whether it is a turn of a session, for which a tenant may have a limit of its own."""
+    """True for a turn of a session, for which a tenant may have a limit of its own."""
     beam: BeamSearchParams | None = None
     """Makes it a beam search; `params` then say how many sequences come back, and how they become text."""
     tenant: str = DEFAULT_TENANT
@@ -64,7 +64,7 @@ class SequenceOutput(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True,
 
     request_id: str
     index: int
-    """Which of the request's `n` sequences; of a beam search, its place, the best being 0."""
+    """The number of the sequence among the request's `n`; of a beam search, its place, the best being 0."""
     new_token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     finish_reason: str | None = None
@@ -83,7 +83,7 @@ class SequenceOutput(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True,
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Sent once, with the first token. The first position has none."""
     cumulative_logprob: float | None = None
-    """With all tokens of a beam search's result."""
+    """The score of a beam search's result, which comes with all of its tokens."""
     scheduled_s: float = 0.0
     """When the request first entered a step."""
 
@@ -117,7 +117,7 @@ class SequenceInfo(msgspec.Struct, kw_only=True):
     running: bool
     """Otherwise it waits, and holds no block."""
     num_tokens: int
-    """Of prompt and answer."""
+    """Tokens of prompt and answer."""
     kv_blocks: dict[str, int]
     """Over all layer groups, shared ones included: those in the pool ("device"), and, where contexts may be longer than
     that, those that are streamed ("host" or "disk")."""
@@ -151,15 +151,15 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     longest_sequence: int
     """Tokens, prompt included, that one sequence can have: `max_model_len`, or fewer where the pool holds no more."""
     tenants: list[str]
-    """Those that requests may name."""
+    """Names that requests may give as their tenant."""
     block_size: int
     num_frames: int
     kv_bytes: int
     eos_token_ids: list[int]
     model: str
-    """For people: family, device, dtype of the weights and kernels."""
+    """Family, device, dtype of the weights and kernels, in words for people."""
     kv_format: str
-    """For people: what a block is, and where others stream from."""
+    """The format of a block, and where other blocks stream from, in words for people."""
 
     @property
     def description(self) -> str:

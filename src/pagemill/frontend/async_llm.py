@@ -78,12 +78,12 @@ class AsyncLLM:
 
     @property
     def facts(self) -> EngineReady | None:
-        """What the engine is, or was before it died; None until the model is loaded."""
+        """The engine's facts, or the last ones before it died; None until the model is loaded."""
         return None if self._frontend is None else self._client.facts
 
     @property
     def max_model_len(self) -> int | None:
-        """None until the model is loaded."""
+        """The engine's limit; None until the model is loaded."""
         return None if self.facts is None else self.facts.max_model_len
 
     @property

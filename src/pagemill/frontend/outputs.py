@@ -105,7 +105,7 @@ class RequestOutput:
     prompt_logprobs: list[LogprobsOfPosition | None] | None
     """One entry per prompt token, None for the first; only with `SamplingParams.prompt_logprobs`."""
     outputs: list[CompletionOutput]
-    """In order of `index`. A delta holds only the sequences that have something new."""
+    """The sequences, in order of `index`. A delta holds only those that have something new."""
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0

@@ -61,7 +61,7 @@ def _start() -> Child:
 
 
 def _end(process: subprocess.Popen[bytes], sock: socket.socket) -> None:
-    """For an engine that nobody closed, and at interpreter exit: no orphan, no zombie."""
+    """Ends an engine that nobody closed, also at interpreter exit, and leaves neither orphan nor zombie."""
     sock.close()
     if process.poll() is None:
         process.kill()

@@ -14,7 +14,7 @@ from pagemill.hub.registry import REGISTRY
 
 @dataclass(frozen=True)
 class Pulled:
-    """Where a model lies, and if this call fetched it (False: it was already there)."""
+    """Holds the place of a model. fetched: True if this call brought it, False if it was already there."""
 
     path: Path
     fetched: bool

@@ -25,8 +25,8 @@ from pagemill.kvcache.pages import HUGE, HUGE_PAGE, POPULATE_WRITE, advise, priv
 _CACHESTAT = 451
 """Linux 6.5's number of cachestat(2), for which the C library has no function."""
 READS_AT_ONCE = 2
-"""So many keep the disk busy. If all threads read, all wait, and then check what they read all at once, while the disk
-waits for them."""
+"""Reads that keep the disk busy. With one for each thread, all threads would wait for the disk together, and then the
+disk would wait while all check what they have read."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 

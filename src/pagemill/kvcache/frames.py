@@ -84,9 +84,13 @@ class HostFrames:
 
     def read(self, frames: Sequence[int]) -> tuple[NDArray[np.uint8], list[bool]]:
         records = np.empty((len(frames), *self._array.shape[::2]), dtype=np.uint8)
-        for record, frame in zip(records, frames, strict=True):
-            record[:] = self._array[:, frame]
-        return records.reshape(len(frames), -1), [True] * len(frames)
+        whole = [self._read_into(record, frame) for record, frame in zip(records, frames, strict=True)]
+        return records.reshape(len(frames), -1), whole
+
+    def _read_into(self, record: NDArray[np.uint8], frame: int) -> bool:
+        """Copies a frame into a record. Returns whether it could be read."""
+        record[:] = self._array[:, frame]
+        return True
 
     def mark(self) -> None:
         """Marks nothing: what is asked for is done at once."""
@@ -114,11 +118,6 @@ class FileBackedFrames(HostFrames):
         streamed = self.bytes[:, first:]
         regions = [Region(piece.data_ptr(), streamed.shape[1] * piece_bytes) for piece in streamed]
         self.file = StreamedFile(folder, regions, piece_bytes)
-
-    def read(self, frames: Sequence[int]) -> tuple[NDArray[np.uint8], list[bool]]:
-        records = np.empty((len(frames), *self._array.shape[::2]), dtype=np.uint8)
-        whole = [self._read_into(record, frame) for record, frame in zip(records, frames, strict=True)]
-        return records.reshape(len(frames), -1), whole
 
     @contextmanager
     def write(self, frames: Sequence[int], after: Any = None) -> Iterator[Places]:

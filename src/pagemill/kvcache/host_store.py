@@ -156,7 +156,7 @@ class CompressedStore(HostTier[bytes]):
         self._pass_on(spill)
 
     def close(self) -> None:
-        """Nothing is left to do."""
+        """Does nothing: the memory goes with the object."""
 
     def _put(self, name: BlockName, content: bytes) -> None:
         self.nbytes += len(content) + ENTRY_BYTES

@@ -149,15 +149,15 @@ class PagesAhead:
 
     def _regions(self, begin: int, end: int) -> list[tuple[int, int]]:
         """Returns address and bytes of the pages that frames begin .. end - 1 touch, the lowest frames first."""
-        frame_bytes = self._pool.layout.piece_bytes
+        size = self._pool.layout.piece_bytes
         page = PAGE_BYTES if self._slow else HUGE_PAGE
         found = []
         for first in range(begin, end, self._together):
             for start in self._starts:
-                at = (start + first * frame_bytes) // page * page
-                to = start + min(first + self._together, end) * frame_bytes
+                at = (start + first * size) // page * page
+                to = start + min(first + self._together, end) * size
                 at = max(at, start // PAGE_BYTES * PAGE_BYTES)
-                to = min(-(-to // page) * page, start + self._pool.num_frames * frame_bytes)
+                to = min(-(-to // page) * page, start + self._pool.num_frames * size)
                 found.append((at, to - at))
         return found
 

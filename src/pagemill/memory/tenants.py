@@ -108,8 +108,7 @@ class Tenants:
 
     def set(self, quotas: Mapping[str, Quota], num_frames: int) -> None:
         """Opens accounts or changes their quotas. Raises ConfigError, and changes nothing, see `refusal`."""
-        present = {tenant.name: Quota(tenant.guaranteed_blocks, tenant.max_blocks) for tenant in self}
-        reason = refusal(present | dict(quotas), num_frames, {})
+        reason = refusal(self.quotas | dict(quotas), num_frames, {})
         if reason is not None:
             raise ConfigError(reason, param="tenants")
         for name, quota in quotas.items():
@@ -117,6 +116,11 @@ class Tenants:
                 self._by_name[name] = Tenant(name, len(self.accounts), self._policy())
                 self.accounts.append(self._by_name[name])
             self._by_name[name].guaranteed_blocks, self._by_name[name].max_blocks = quota
+
+    @property
+    def quotas(self) -> dict[str, Quota]:
+        """Returns the quotas of all tenants, by name."""
+        return {tenant.name: Quota(tenant.guaranteed_blocks, tenant.max_blocks) for tenant in self}
 
     @property
     def cached(self) -> int:

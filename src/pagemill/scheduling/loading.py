@@ -76,7 +76,7 @@ class Loading:
         tenant = memory.tenants[request.tenant]
 
         def wanted(found: int) -> int:
-            """Behind so many blocks."""
+            """Returns the blocks that the sequence still wants once `found` are there."""
             footprint, tokens = memory.footprint, len(sequence.tokens)
             return footprint.blocks(tokens, self._chunk, found * size) - footprint.pinned(
                 tokens, self._chunk, found, found * size

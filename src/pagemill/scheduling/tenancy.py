@@ -226,8 +226,9 @@ class Tenancy:
 
     def _promised_beside(self, state: TenantState) -> int:
         """Returns how many blocks are out of a tenant's reach: what others are guaranteed, or have pinned."""
-        others = (tenant for tenant in self._memory.tenants if tenant is not state.account)
-        return sum(max(tenant.guaranteed_blocks, self._pins.held(tenant.name)) for tenant in others)
+        quotas = self._memory.tenants.quotas
+        del quotas[state.account.name]
+        return promised(quotas, {name: self._pins.held(name) for name in quotas})
 
     def _countable(self, state: TenantState) -> int:
         left = self._memory.num_frames - self._promised_beside(state)

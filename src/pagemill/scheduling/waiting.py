@@ -65,8 +65,7 @@ class PendingPrefixes:
     def __init__(self) -> None:
         self.owner: dict[bytes, Hashable] = {}
         self._claims: dict[Hashable, list[tuple[int, bytes]]] = {}
-        """By owner, (index in its chain, digest) of the blocks that are still to come; the next one last."""
-
+        """Blocks that an owner has still to bring, (index in its chain, digest); the next one last."""
         self.waiters: dict[bytes, list[Sequence]] = {}
 
     def owned(self, digest: bytes) -> bool:

@@ -62,9 +62,9 @@ class Call(ABC, Generic[R]):
             raise self.request.in_own_words(error) from None
         finally:
             self._close()
-        results = list(enumerate(self._results()))
-        choices = [self._choice(position, output) for position, result in results for output in result.outputs]
-        return self.WHOLE(**self._head, choices=choices, usage=self._usage())
+        results = self._results()
+        choices = [self._choice(at, output) for at, result in enumerate(results) for output in result.outputs]
+        return self.WHOLE(**self._head, choices=choices, usage=_usage(results))
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Returns the answer's server-sent events once its first part is there; what is refused until then is raised.
@@ -88,7 +88,7 @@ class Call(ABC, Generic[R]):
                         for choice in self._chunks(position, new):
                             yield event(self.CHUNK(**self._head, choices=[choice]))
             if self.request.include_usage:
-                yield event(self.CHUNK(**self._head, choices=[], usage=self._usage()))
+                yield event(self.CHUNK(**self._head, choices=[], usage=_usage(self._results())))
         except PagemillError as error:
             refused = self.request.in_own_words(error)
             if not begun:
@@ -169,18 +169,19 @@ class Call(ABC, Generic[R]):
             del result.outputs[self._num_choices :]  # a search brings its whole width
         return results
 
-    def _usage(self) -> Usage:
-        results = self._results()
-        prompt = sum(len(result.prompt_token_ids) for result in results)
-        completion = sum(len(output.token_ids) for result in results for output in result.outputs)
-        cached = PromptTokensDetails(cached_tokens=sum(result.num_cached_tokens for result in results))
-        return Usage(
-            prompt_tokens=prompt,
-            completion_tokens=completion,
-            total_tokens=prompt + completion,
-            prompt_tokens_details=cached,
-        )
-
     def _close(self) -> None:
         for stream in self._streams:
             stream.close()
+
+
+def _usage(results: Sequence[RequestOutput]) -> Usage:
+    """Returns how many tokens the prompts and the choices of a call have."""
+    prompt = sum(len(result.prompt_token_ids) for result in results)
+    completion = sum(len(output.token_ids) for result in results for output in result.outputs)
+    cached = PromptTokensDetails(cached_tokens=sum(result.num_cached_tokens for result in results))
+    return Usage(
+        prompt_tokens=prompt,
+        completion_tokens=completion,
+        total_tokens=prompt + completion,
+        prompt_tokens_details=cached,
+    )

@@ -31,9 +31,9 @@ class CompletionCall(Call[CompletionRequest]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._offsets: dict[int, int] = {}
-        """By choice that has begun: where the text of its next token begins."""
+        """Where the text of the next token begins, for each choice that has begun."""
         self._echoes: dict[int, Echo] = {}
-        """By position."""
+        """Prompts that have been decoded, by position."""
 
     async def _turn(self, session: AsyncSession, params: SamplingParams) -> RequestStream:
         prompts = self.request.prompts()

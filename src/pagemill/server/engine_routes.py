@@ -20,7 +20,7 @@ class SequenceCard(BaseModel):
     status: Literal["running", "waiting"]
     num_tokens: int
     kv_blocks: dict[str, int]
-    """By tier. One that waits holds none."""
+    """Blocks by tier; a sequence that waits holds none."""
 
 
 class RequestCard(BaseModel):

@@ -372,7 +372,7 @@ class TopLogprob(BaseModel):
     token: str
     logprob: float
     bytes: list[int] | None
-    """None for a token that is not whole UTF-8 by itself."""
+    """The token's UTF-8; None for a token that is not whole UTF-8 by itself."""
 
 
 class TokenLogprob(TopLogprob):

@@ -22,7 +22,7 @@ class SessionCard(BaseModel):
     model: str
     num_turns: int
     num_messages: int | None
-    """None for a session of plain prompts."""
+    """Messages so far; None for a session of plain prompts."""
     num_tokens: int
 
 

@@ -37,7 +37,7 @@ class Served:
     num_tokens: int = 0
     num_cached_tokens: int = 0
     starts: int = 0
-    """How often it entered the batch; each time after the first follows a preemption."""
+    """Times that it entered the batch; each after the first follows a preemption."""
     refused: bool = False
     """True if it could never run in this pool."""
 

@@ -39,7 +39,7 @@ class TokenizerSettings(msgspec.Struct, kw_only=True):
     fingerprint: str
     """SHA-256 of the whole tokenizer, hexadecimal: with equal ones, equal token ids mean equal texts."""
     special_tokens: dict[str, str]
-    """By role, such as `eos_token`: what chat templates see."""
+    """Special tokens by role, such as `eos_token`, as chat templates see them."""
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     pad_token_id: int | None = None
