@@ -74,7 +74,7 @@ def run(core: EngineCore, prompts: list[list[int]], params: SamplingParams) -> l
     while core.has_work():
         for output in core.step():
             if output.error is not None:
-                raise RuntimeError(output.error)
+                raise output.error.to_error()
             first = found.setdefault(output.request_id, output)
             if first is not output:
                 first.new_token_ids += output.new_token_ids

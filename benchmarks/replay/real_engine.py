@@ -112,7 +112,7 @@ class RealEngine:
             self._work = None
         for output in outputs:
             if output.error is not None:
-                raise RuntimeError(output.error)
+                raise output.error.to_error()
         return [(output.request_id, output.finish_reason) for output in outputs]
 
     def serve(self, trace: Sequence[TracedRequest]) -> Replay:

@@ -176,4 +176,4 @@ def test_a_failed_beam_fails_its_search_alone(make_engine, prompts_of_search, mo
     run = drive(core, [search("fails", prompts_of_search[2], params), search("goes on", prompts_of_search[3], params)])
     reasons = {key: last.finish_reason for key, last in run.last.items()}
     assert reasons == {("fails", i): "error" for i in range(3)} | {("goes on", i): "length" for i in range(3)}
-    assert "not finite" in run.last["fails", 1].error
+    assert "not finite" in run.last["fails", 1].error.message

@@ -43,7 +43,7 @@ def poison(core, monkeypatch, act):
 
 
 def assert_only_r2_failed(run, expected, error_type) -> None:
-    assert run.last["r2", 0].error_type == error_type
+    assert run.last["r2", 0].error.error_type == error_type
     assert [key for key, last in run.last.items() if last.finish_reason == "error"] == [("r2", 0)]
     assert {key: tokens for key, tokens in run.tokens.items() if key[0] != "r2"} == {
         key: tokens for key, tokens in expected.items() if key[0] != "r2"
@@ -80,7 +80,7 @@ def test_a_row_that_breaks_the_step_fails_alone(core, requests, monkeypatch):
     poison(core, monkeypatch, act)
     run = drive(core, requests)
     assert_only_r2_failed(run, expected, "StepFailedError")
-    assert "RuntimeError: device assert" in run.last["r2", 0].error
+    assert "RuntimeError: device assert" in run.last["r2", 0].error.message
 
 
 def test_logits_that_are_not_finite_fail_their_request_only(core, requests, monkeypatch):
@@ -91,6 +91,12 @@ def test_logits_that_are_not_finite_fail_their_request_only(core, requests, monk
 
     poison(core, monkeypatch, act)
     assert_only_r2_failed(drive(core, requests), expected, "NonFiniteLogitsError")
+
+
+def test_an_error_of_a_step_says_which_argument_it_is_about(core, prompts):
+    none_left = SamplingParams(allowed_token_ids=core.ready.eos_token_ids, min_tokens=1)
+    (last,) = drive(core, [request("r", prompts[0], none_left)]).last.values()
+    assert (last.error.error_type, last.error.param) == ("SamplingParamsError", "allowed_token_ids")
 
 
 def test_an_interrupted_step_gives_everything_back(core, requests, monkeypatch):
@@ -115,8 +121,8 @@ def test_a_plan_that_can_not_be_carried_out_fails_its_requests_and_the_engine_go
     with monkeypatch.context() as patch:
         patch.setattr(core.executor, "apply", broken)
         run = drive(core, requests)
-    assert {last.error_type for last in run.last.values()} == {"StepFailedError"}
-    assert "RuntimeError: out of device memory" in run.last["r0", 0].error
+    assert {last.error.error_type for last in run.last.values()} == {"StepFailedError"}
+    assert "RuntimeError: out of device memory" in run.last["r0", 0].error.message
     assert {last.finish_reason for last in drive(core, requests).last.values()} == {"length"}
 
 

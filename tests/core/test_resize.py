@@ -123,7 +123,7 @@ def in_frames(core, frames) -> tuple[set[str], set[str]]:
 
 def assert_all_else_went_on(core, run, requests, expected, lost) -> None:
     """All answers but those that were lost, each with its error; and then the engine serves as if nothing had been."""
-    assert {key[0]: last.error_type for key, last in run.last.items() if last.finish_reason == "error"} == lost
+    assert {key[0]: last.error.error_type for key, last in run.last.items() if last.finish_reason == "error"} == lost
     for (name, _), tokens in run.tokens.items():
         want = expected.tokens[name, 0]
         assert tokens == (want[: len(tokens)] if name in lost else want)

@@ -225,8 +225,8 @@ def test_a_request_that_fails_says_so_and_the_others_go_on(llm, monkeypatch):
     assert (fine.outputs[0].finish_reason, fine.outputs[0].error) == ("length", None)
 
 
-def test_a_step_without_rows_that_fails_is_not_run_again(llm, monkeypatch):
-    """It cannot be halved; nobody's tokens are lost with it."""
+def test_a_step_without_rows_that_fails_is_logged_and_not_run_again(llm, monkeypatch, caplog):
+    """It cannot be halved; nobody's tokens are lost with it, so nobody else is told."""
     core, plans = llm.client.core, []
 
     def faulty(plan):
@@ -238,6 +238,7 @@ def test_a_step_without_rows_that_fails_is_not_run_again(llm, monkeypatch):
         patched.setattr(core.scheduler, "schedule", lambda now: core.scheduler.state.batch.plan({}))
         assert core.step() == []
     assert [len(plan.rows) for plan in plans] == [0]
+    assert "a step that concerned no request failed: RuntimeError: no luck" in caplog.text
     (fine,) = llm.generate([[911, 912, 913]], GREEDY, use_tqdm=False)
     assert fine.outputs[0].finish_reason == "length"
 
@@ -255,11 +256,11 @@ def test_what_can_never_run_ends_with_an_error(llm):
         outputs = core.step()
     finally:
         tenant.limits = allowed
-    assert [(output.index, output.finish_reason, output.error_type) for output in outputs] == [
+    assert [(output.index, output.finish_reason, output.error.error_type) for output in outputs] == [
         (0, "error", "StepFailedError"),
         (1, "error", "StepFailedError"),
     ]
-    assert "report it" in outputs[0].error
+    assert "report it" in outputs[0].error.message
     assert not core.has_work()
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pagemill.engine.messages import EngineRequest, SequenceOutput
+from pagemill.engine.messages import EngineRequest, Failure, SequenceOutput
 from pagemill.errors import NonFiniteLogitsError
 from pagemill.frontend.frontend import Frontend
 from pagemill.frontend.request_state import RequestState
@@ -181,8 +181,9 @@ def test_log_probabilities(tokenizer):
 
 def test_an_error_keeps_its_type(tokenizer):
     running = Running(tokenizer, n=2)
-    running.give([], index=1, finish_reason="error", error="NaN", error_type="NonFiniteLogitsError")
+    running.give([], index=1, finish_reason="error", error=Failure("NonFiniteLogitsError", "NaN", "stop"))
     assert isinstance(running.state.error, NonFiniteLogitsError)
+    assert (running.state.error.message, running.state.error.param) == ("NaN", "stop")
     assert not running.state.finished
     assert running.state.whole().outputs[0].error is None
 

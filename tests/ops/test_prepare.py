@@ -13,7 +13,7 @@ import pytest
 
 from pagemill.config import EngineConfig
 from pagemill.doctor import examine
-from pagemill.engine.messages import EngineFault, Start
+from pagemill.engine.messages import Failure, Start
 from pagemill.engine.queries import FromEngine
 from pagemill.engine.wire import Channel
 from pagemill.errors import StaleKernelsError
@@ -63,5 +63,5 @@ def test_the_engine_process_says_it_to_the_front_end() -> None:
             [sys.executable, "-c", code, str(theirs.fileno())], pass_fds=[theirs.fileno()], stderr=subprocess.PIPE
         )
         [fault] = channel.receive(block=True) or []
-    assert isinstance(fault, EngineFault)
+    assert isinstance(fault, Failure)
     assert (fault.error_type, process.returncode, process.stderr) == ("StaleKernelsError", 1, b"")

@@ -30,5 +30,5 @@ class Engine:
     def step(self) -> Iterator[tuple[int, int]]:
         for output in self.core.step():
             if output.error is not None:
-                raise RuntimeError(output.error)
+                raise output.error.to_error()
             yield int(output.request_id), len(output.new_token_ids)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import random
 import time
@@ -14,6 +15,7 @@ from pagemill.engine.build import build
 from pagemill.engine.messages import (
     EngineReady,
     EngineRequest,
+    Failure,
     KVBlocks,
     PinInfo,
     PinList,
@@ -39,6 +41,8 @@ from pagemill.scheduling.step_plan import StepResult
 from pagemill.scheduling.tenancy import TenantState
 from pagemill.tenant_limits import TenantLimits
 
+logger = logging.getLogger(__name__)
+
 LOAD_WAIT_S = 0.05
 """How long a step with nothing to compute waits for blocks from lower tiers, before messages are looked at again."""
 
@@ -58,10 +62,7 @@ class EngineCore:
     """
 
     def __init__(
-        self,
-        config: EngineConfig,
-        progress: Callable[[int, int], None] | None = None,
-        executor: Executor | None = None,
+        self, config: EngineConfig, progress: Callable[[int, int], None] | None = None, executor: Executor | None = None
     ) -> None:
         self.config = config
         self.executor = open_executor(config, progress) if executor is None else executor
@@ -154,7 +155,10 @@ class EngineCore:
             self._start_loads()
             result = faults.run(self.executor, plan)
         except BaseException as error:
-            updates += self.scheduler.lose_plan(plan, faults.step_failure(error), time.monotonic())
+            ended = self.scheduler.lose_plan(plan, faults.step_failure(error), time.monotonic())
+            if not ended:
+                logger.error("a step that concerned no request failed: %s: %s", type(error).__name__, error)
+            updates += ended
             if not isinstance(error, Exception):
                 raise
         else:
@@ -369,7 +373,7 @@ class EngineCore:
         return [self._output(update, streams) for update in updates]
 
     def _output(self, update: SequenceUpdate, streams: bool) -> SequenceOutput:
-        sequence, tokens, error = update.sequence, update.tokens, update.error
+        sequence, tokens = update.sequence, update.tokens
         output = SequenceOutput(
             request_id=sequence.request.request_id,
             index=sequence.index,
@@ -391,8 +395,8 @@ class EngineCore:
         if (hypothesis := update.hypothesis) is not None:
             output.new_token_ids, output.cumulative_logprob = hypothesis.token_ids, hypothesis.cum_logprob
             self._generated_tokens += len(hypothesis.token_ids)
-        if error is not None:
-            output.error, output.error_type = str(error), type(error).__name__
+        if update.error is not None:
+            output.error = Failure.of(update.error)
         return output
 
 

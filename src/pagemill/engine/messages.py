@@ -9,7 +9,7 @@ from __future__ import annotations
 import msgspec
 
 from pagemill.config import EngineConfig
-from pagemill.errors import EmptyPromptError, PromptTooLongError
+from pagemill.errors import EmptyPromptError, PagemillError, PromptTooLongError, error_of
 from pagemill.sampling.params import BeamSearchParams, SamplingParams, TokenLogprobs
 from pagemill.tenant_limits import DEFAULT_TENANT
 
@@ -59,6 +59,23 @@ class Shutdown(msgspec.Struct, tag=True):
     """Finish the step, free everything, leave."""
 
 
+class Failure(msgspec.Struct, tag=True):
+    """An error on its way to the front end: a sequence's; a query's, as its answer; or the engine's, as a message."""
+
+    error_type: str
+    """The error's class name in `pagemill.errors`."""
+    message: str
+    param: str | None = None
+    """The argument that the error is about."""
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        return cls(type(error).__name__, str(error), getattr(error, "param", None))
+
+    def to_error(self) -> PagemillError:
+        return error_of(self.error_type, self.message, self.param)
+
+
 class SequenceOutput(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True, gc=False):
     """Tells what one step brought for one sequence."""
 
@@ -71,11 +88,7 @@ class SequenceOutput(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True,
     """`"stop"`, `"length"`, `"abort"` or `"error"`; None while it runs."""
     stop_reason: int | None = None
     """The stop token that ended it, unless it was the model's end-of-sequence token."""
-    error: str | None = None
-    error_type: str | None = None
-    """Class name in `pagemill.errors`."""
-    error_param: str | None = None
-    """The argument that the error is about."""
+    error: Failure | None = None
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache."""
     kv_blocks: tuple[int, int] | None = None
@@ -86,14 +99,6 @@ class SequenceOutput(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True,
     """The score of a beam search's result, which comes with all of its tokens."""
     scheduled_s: float = 0.0
     """When the request first entered a step."""
-
-
-class Refused(msgspec.Struct, tag=True):
-    """The answer to what could not be done: the class name of the error in `pagemill.errors`, and what it says."""
-
-    error_type: str
-    message: str
-    param: str | None
 
 
 class PinInfo(msgspec.Struct, kw_only=True):
@@ -192,10 +197,3 @@ class SequenceList(msgspec.Struct, tag=True):
     """Lists the sequences that have not finished, in the order in which their requests came."""
 
     sequences: list[SequenceInfo]
-
-
-class EngineFault(msgspec.Struct, tag=True):
-    """The engine could not start, or died: the class name of the error in `pagemill.errors`, and its message."""
-
-    error_type: str
-    message: str

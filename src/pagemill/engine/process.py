@@ -20,11 +20,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from pagemill.engine.messages import (
     AbortRequests,
-    EngineFault,
     EngineRequest,
+    Failure,
     FinishSequences,
     LoadProgress,
-    Refused,
     SequenceOutput,
     Shutdown,
     Start,
@@ -74,10 +73,10 @@ def main(descriptor: int) -> int:
         except (BrokenPipeError, ConnectionError):
             return 1
         except PagemillError as error:
-            return _report(channel, EngineFault(type(error).__name__, error.message))
+            return _report(channel, Failure.of(error))
         except Exception as error:
             traceback.print_exc()
-            return _report(channel, EngineFault("PagemillError", f"{type(error).__name__}: {error}"))
+            return _report(channel, Failure("PagemillError", f"{type(error).__name__}: {error}"))
     return 0
 
 
@@ -116,9 +115,7 @@ def _add(core: EngineCore, channel: Channel[ToEngine], request: EngineRequest) -
                 index=index,
                 new_token_ids=[],
                 finish_reason="error",
-                error=error.message,
-                error_type=type(error).__name__,
-                error_param=error.param,
+                error=Failure.of(error),
             )
             for index in range(request.params.n)
         ]
@@ -132,7 +129,7 @@ def _answer(core: EngineCore, channel: Channel[ToEngine], question: Question) ->
     try:
         answer = question.query.answer(core)
     except PagemillError as error:
-        answer = Refused(type(error).__name__, error.message, error.param)
+        answer = Failure.of(error)
     if core.ready != before:
         channel.send(core.ready)
     channel.send(Answer(question.id, answer))
@@ -152,7 +149,7 @@ def _progress(channel: Channel[ToEngine]) -> Callable[[int, int], None]:
     return progress
 
 
-def _report(channel: Channel[ToEngine], fault: EngineFault) -> int:
+def _report(channel: Channel[ToEngine], fault: Failure) -> int:
     with contextlib.suppress(OSError):
         channel.send(fault)
     return 1

@@ -8,14 +8,13 @@ import msgspec
 
 from pagemill.engine.messages import (
     AbortRequests,
-    EngineFault,
     EngineReady,
     EngineRequest,
+    Failure,
     FinishSequences,
     KVBlocks,
     LoadProgress,
     PinList,
-    Refused,
     SequenceList,
     Shutdown,
     Start,
@@ -112,8 +111,8 @@ class Answer(msgspec.Struct, tag=True):
     """The answer to the `Question` of this number."""
 
     id: int
-    answer: EngineStats | EngineReady | PinList | SequenceList | KVBlocks | Refused
+    answer: EngineStats | EngineReady | PinList | SequenceList | KVBlocks | Failure
 
 
 ToEngine = Start | EngineRequest | AbortRequests | FinishSequences | Question | Shutdown
-FromEngine = StepOutputs | Answer | LoadProgress | EngineReady | EngineFault
+FromEngine = StepOutputs | Answer | LoadProgress | EngineReady | Failure

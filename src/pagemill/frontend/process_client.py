@@ -14,10 +14,10 @@ import msgspec
 
 from pagemill.config import EngineConfig
 from pagemill.engine import messages
-from pagemill.engine.messages import EngineFault, EngineReady, EngineRequest, SequenceOutput
+from pagemill.engine.messages import EngineReady, EngineRequest, Failure, SequenceOutput
 from pagemill.engine.queries import Answer, FromEngine, Query, Question
 from pagemill.engine.wire import HEADER, frame
-from pagemill.errors import EngineDeadError, PagemillError, error_of
+from pagemill.errors import EngineDeadError, PagemillError
 from pagemill.frontend.spawn import spawn
 
 A = TypeVar("A")
@@ -133,12 +133,12 @@ class ProcessClient:
 
     async def _next(self) -> FromEngine:
         assert self._reader is not None
-        fault: EngineFault | None = None
+        fault: Failure | None = None
         try:
             while True:
                 (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
                 message = self._decoder.decode(await self._reader.readexactly(length))
-                if not isinstance(message, EngineFault):
+                if not isinstance(message, Failure):
                     return message
                 fault = message
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -149,9 +149,8 @@ class ProcessClient:
         asked = self._asked.pop(message.id, None)
         if asked is None or asked.done():
             return
-        if isinstance(message.answer, messages.Refused):
-            refused = message.answer
-            asked.set_exception(error_of(refused.error_type, refused.message, refused.param))
+        if isinstance(message.answer, Failure):
+            asked.set_exception(message.answer.to_error())
         else:
             asked.set_result(message.answer)
 
@@ -164,10 +163,10 @@ class ProcessClient:
             return await asyncio.to_thread(self._process.wait)
 
 
-def cause_of_death(fault: EngineFault | None, status: int, *, loaded: bool) -> PagemillError:
+def cause_of_death(fault: Failure | None, status: int, *, loaded: bool) -> PagemillError:
     """Returns the engine's own error for one that has not loaded, and an `EngineDeadError` afterwards."""
     if fault is not None and not loaded:
-        return error_of(fault.error_type, fault.message)
+        return fault.to_error()
     if fault is not None:
         why = f"{fault.error_type}: {fault.message}"
     elif status < 0:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pagemill.engine.messages import EngineRequest, SequenceOutput
-from pagemill.errors import PagemillError, error_of
+from pagemill.errors import PagemillError
 from pagemill.frontend.outputs import CompletionOutput, Logprob, LogprobsOfPosition, RequestMetrics, RequestOutput
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import SamplingParams, TokenLogprobs
@@ -63,7 +63,7 @@ class SequenceState:
                 return new.finish_reason is None
         if new.finish_reason is not None:
             if new.error is not None:
-                output.error = error_of(new.error_type or "", new.error, new.error_param)
+                output.error = new.error.to_error()
             self.finish(new.finish_reason, new.stop_reason)
         return False
 
