@@ -20,7 +20,6 @@ class Blocks:
     streamed:   1 if that is a streamed frame, 0 if it is one of the pool, and for an unused id.
     group:      its layer group.
     owner:      of a published block, the number of the tenant in whose namespace it is.
-    unused:     ids that are no block's; the next one to be given out comes last.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -29,7 +28,7 @@ class Blocks:
         self.streamed = bytearray()
         self.group = array("i")
         self.owner = array("i")
-        self.unused = array("i")
+        self._unused = array("i")  # ids that are no block's; the next one to be given out comes last
         self.grow(capacity)
 
     def grow(self, capacity: int) -> None:
@@ -40,11 +39,11 @@ class Blocks:
             column.extend(array("i", bytes(4 * more)))
         self.frame.extend(array("i", [-1]) * more)
         self.streamed.extend(bytes(more))
-        self.unused.extend(range(known + more - 1, known - 1, -1))
+        self._unused.extend(range(known + more - 1, known - 1, -1))
 
     def new(self, group: int, frames: Sequence[int]) -> list[int]:
         """Makes one new block in each frame, each with one reference; see `set_streamed`."""
-        references, frame_of, group_of, unused = self.references, self.frame, self.group, self.unused
+        references, frame_of, group_of, unused = self.references, self.frame, self.group, self._unused
         created = []
         for frame in frames:
             block = unused.pop()
@@ -83,7 +82,7 @@ class Blocks:
         for block in blocks:
             frames.append(frame_of[block])
             frame_of[block] = -1
-            self.unused.append(block)
+            self._unused.append(block)
         return frames
 
     def set_streamed(self, blocks: Iterable[int], streamed: bool) -> None:

@@ -101,11 +101,8 @@ def _states(core: MemoryCore) -> None:
         in_pool = any(block in tenant.policy for tenant in core.tenants)
         in_policy = in_pool or block in core.streamed.cached
         cached += in_pool
-        _require(
-            not in_policy or is_streamed[block] != in_pool,
-            "what is cached is listed where it lies",
-            f"block {block}",
-        )
+        in_place = not in_policy or is_streamed[block] != in_pool
+        _require(in_place, "what is cached is listed where it lies", f"block {block}")
         _require(in_policy == (references == 0), rule, f"block {block}: {references=}, {in_policy=}")
         _require(not in_policy or core.index.digest[block] != b"", "what is cached can be found", f"block {block}")
     listed = core.tenants.cached

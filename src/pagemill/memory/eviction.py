@@ -19,11 +19,9 @@ class Chains(Protocol):
 
     def depth(self, block: int) -> int:
         """Returns how many blocks stand before it in its chain."""
-        ...
 
     def parent(self, block: int) -> int:
         """Returns the block before it, -1 if there is none or it cannot be found."""
-        ...
 
 
 class EvictionPolicy(ABC):
@@ -101,7 +99,7 @@ class GreedyDual(EvictionPolicy):
         self._cost = cost
         self._age = 0.0
         self._serial = 0
-        self.heap: list[tuple[float, int, int]] = []  # value, serial, block; outdated ones stay until they come up
+        self._heap: list[tuple[float, int, int]] = []  # value, serial, block; outdated ones stay until they come up
         self._entries: dict[int, tuple[float, int]] = {}
         self._uses: dict[int, int] = {}
         self._least: dict[int, float] = {}  # the most that a block behind it was worth
@@ -115,17 +113,17 @@ class GreedyDual(EvictionPolicy):
         self._serial += 1
         self._entries[block] = value, self._serial
         self._since[block] = now
-        heapq.heappush(self.heap, (value, self._serial, block))
-        if len(self.heap) > 2 * len(self._entries) + 64:
-            self.heap = [(*entry, cached) for cached, entry in self._entries.items()]
-            heapq.heapify(self.heap)
+        heapq.heappush(self._heap, (value, self._serial, block))
+        if len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap = [(*entry, cached) for cached, entry in self._entries.items()]
+            heapq.heapify(self._heap)
 
     def remove(self, block: int) -> None:
         del self._since[block], self._entries[block]
 
     def victim(self) -> int:
-        while self.heap:
-            value, serial, block = heapq.heappop(self.heap)
+        while self._heap:
+            value, serial, block = heapq.heappop(self._heap)
             if self._entries.get(block) == (value, serial):
                 self.remove(block)
                 self.forget(block)

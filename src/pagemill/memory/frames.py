@@ -22,8 +22,8 @@ it is first written.
 class FramePool:
     """Frames 0 .. num_frames - 1, each free or taken. `take` and `give` cost O(1) per frame, however large the pool.
 
-    Free frames are marked in a byte map, and listed on one of two stacks: `starts`, those at a region's start, where
-    sequences preferably begin, and `others`. A frame taken as a neighbour stays listed; whoever pops it later finds a
+    Free frames are marked in a byte map, and listed on one of two stacks: those at a region's start, where sequences
+    preferably begin, and the others. A frame taken as a neighbour stays listed; whoever pops it later finds a
     run of no free frames there, and pops the next. Each frame is listed at most once, so the `give` that listed it has
     paid for the pop in vain.
     """
@@ -33,8 +33,8 @@ class FramePool:
         self.num_free = num_frames
         self._free = bytearray(b"\1" * num_frames + b"\0")  # the last byte ends every run
         self._listed = bytearray(b"\1" * num_frames)
-        self.starts = array("i", range((num_frames - 1) // REGION * REGION, -1, -REGION))
-        self.others = array("i", [frame for frame in range(num_frames - 1, -1, -1) if frame % REGION])
+        self._starts = array("i", range((num_frames - 1) // REGION * REGION, -1, -REGION))
+        self._others = array("i", [frame for frame in range(num_frames - 1, -1, -1) if frame % REGION])
 
     def take(self, count: int, after: int | None = None) -> list[int] | None:
         """Takes `count` free frames and returns them in the order in which they are best used; None if there are fewer.
@@ -58,7 +58,7 @@ class FramePool:
                 taken += range(frame, frame + run)
                 count -= run
             if count:
-                frame = (self.starts or self.others).pop()
+                frame = (self._starts or self._others).pop()
                 self._listed[frame] = 0
         return taken
 
@@ -75,7 +75,7 @@ class FramePool:
             free[frame] = 1
             if not listed[frame]:
                 listed[frame] = 1
-                (self.others if frame % REGION else self.starts).append(frame)
+                (self._others if frame % REGION else self._starts).append(frame)
         self.num_free += len(frames)
 
     def resize(self, num_frames: int) -> None:

@@ -73,12 +73,7 @@ class Pins:
         return max(map(len, begun), default=0) if behind else 0
 
     def reserve(
-        self,
-        owner: Hashable,
-        name: str,
-        space: Namespace,
-        digests: Sequence[bytes],
-        expires_s: float | None,
+        self, owner: Hashable, name: str, space: Namespace, digests: Sequence[bytes], expires_s: float | None
     ) -> None:
         """Makes room for a pin of the blocks with these digests, which `owner` is going to compute.
 

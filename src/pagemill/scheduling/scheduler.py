@@ -55,7 +55,6 @@ class Scheduler:
     ) -> None:
         self.memory = memory
         self.pins = Pins(memory, max_pinned_share)
-        self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.controller = Controller(
             target_tpot_s, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs

@@ -59,26 +59,27 @@ class WaitingQueue:
 class PendingPrefixes:
     """The blocks that are coming, by digest, each with its owner: a sequence that computes it, or the id of a load.
 
-    The first that claims a block owns it. waiters: by digest, the sequences that wait for the block.
+    The first that claims a block owns it.
     """
 
     def __init__(self) -> None:
-        self.owner: dict[bytes, Hashable] = {}
+        self._owner: dict[bytes, Hashable] = {}
         self._claims: dict[Hashable, list[tuple[int, bytes]]] = {}
         """Blocks that an owner has still to bring, (index in its chain, digest); the next one last."""
-        self.waiters: dict[bytes, list[Sequence]] = {}
+        self._waiters: dict[bytes, list[Sequence]] = {}
+        """By digest, the sequences that wait for the block."""
 
     def owned(self, digest: bytes) -> bool:
-        return digest in self.owner
+        return digest in self._owner
 
     def wait(self, digest: bytes, sequence: Sequence) -> bool:
         """Holds a sequence back until this block has come, or its owner has given it up.
 
         Returns False, and does nothing, if nobody owns the block.
         """
-        if digest not in self.owner:
+        if digest not in self._owner:
             return False
-        self.waiters.setdefault(digest, []).append(sequence)
+        self._waiters.setdefault(digest, []).append(sequence)
         return True
 
     def add(self, owner: Hashable, digests: abc.Sequence[bytes], first: int) -> None:
@@ -86,7 +87,7 @@ class PendingPrefixes:
         claims = [
             (index, digest)
             for index, digest in enumerate(digests[first:], start=first)
-            if self.owner.setdefault(digest, owner) is owner
+            if self._owner.setdefault(digest, owner) is owner
         ]
         if claims:
             claims.reverse()
@@ -115,5 +116,5 @@ class PendingPrefixes:
         return released
 
     def _resolve(self, digest: bytes) -> list[Sequence]:
-        del self.owner[digest]
-        return self.waiters.pop(digest, [])
+        del self._owner[digest]
+        return self._waiters.pop(digest, [])
