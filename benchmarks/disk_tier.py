@@ -142,7 +142,7 @@ def main() -> None:
         prompts = (text[at : at + TURN] for at in range(0, len(text), TURN))
         for _, pool in product(range(arguments.rounds), ("new", "used")):
             with make("1GiB" if pool == "new" else one_at_a_time) as llm:
-                disk = llm.client.core.tiers.lower.tiers[-1]
+                disk = llm.client.core.tiers.offload.tiers[-1]
                 path, slot_bytes = disk.folder / "blocks.dat", disk.slot_bytes
                 size = path.stat().st_size
                 speeds.append((size / read_file(path, size), size / read_store(disk)))

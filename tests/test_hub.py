@@ -18,7 +18,7 @@ from typing import ClassVar
 import pytest
 
 from pagemill.errors import ModelNotFoundError, PullError
-from pagemill.hub import package_index, pull_model, resolve, resolve_model
+from pagemill.hub import package_index, pull_model, resolve_model
 from pagemill.hub.registry import REGISTRY, RegistryModel, cache_dir, pulled_models
 
 CONTENT = bytes(range(256)) * 4096
@@ -227,8 +227,6 @@ def test_interrupted_pull_leaves_no_model_and_the_next_one_succeeds(slow_index, 
         pull.communicate(timeout=20)
     assert pull.returncode != 0
     assert not REGISTRY["tiny"].is_pulled()
-    with pytest.raises(ModelNotFoundError, match="pagemill pull tiny"):
-        resolve_model("tiny", pull=False)
     slow_index.go.set()
     assert pull_model("tiny").fetched
     assert left_in(home) == ["tiny.gguf"]
@@ -253,10 +251,7 @@ def test_two_pulls_at_once_download_once(slow_index, home):
 
 def test_resolve_takes_paths_first_and_pulls_names(tiny, home):
     assert resolve_model(home.parent / "links") == home.parent / "links"
-    with pytest.raises(ModelNotFoundError, match="fetch it with: pagemill pull tiny"):
-        resolve_model("tiny", pull=False)
-    path = resolve_model("tiny")
-    assert path == resolve_model("tiny", pull=False) == home / "models/tiny/tiny.gguf"
+    assert resolve_model("tiny") == home / "models/tiny/tiny.gguf"
     Path("tiny").mkdir()
     assert resolve_model("tiny") == Path("tiny")
 
@@ -430,8 +425,3 @@ def test_hub_out_of_reach_is_said_in_one_line_and_soon(home, monkeypatch):
         done.stderr
     )
     assert time.monotonic() - start < 20
-
-
-def test_hub_id_is_resolved_from_the_cache_alone_when_not_pulling(home):
-    with pytest.raises(ModelNotFoundError, match="pagemill pull org/model"):
-        resolve.resolve_model("org/model", pull=False)

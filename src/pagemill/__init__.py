@@ -7,43 +7,25 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pagemill.config import EngineConfig
-    from pagemill.errors import PagemillError
-    from pagemill.frontend.async_llm import AsyncLLM
-    from pagemill.frontend.llm import LLM
-    from pagemill.frontend.outputs import (
-        BeamSearchOutput,
-        BeamSearchSequence,
-        CompletionOutput,
-        Logprob,
-        RequestMetrics,
-        RequestOutput,
-    )
-    from pagemill.sampling.params import BeamSearchParams, SamplingParams
-    from pagemill.tenant_limits import TenantLimits
+    from pagemill.config import EngineConfig as EngineConfig
+    from pagemill.errors import PagemillError as PagemillError
+    from pagemill.frontend.async_llm import AsyncLLM as AsyncLLM
+    from pagemill.frontend.llm import LLM as LLM
+    from pagemill.frontend.outputs import BeamSearchOutput as BeamSearchOutput
+    from pagemill.frontend.outputs import BeamSearchSequence as BeamSearchSequence
+    from pagemill.frontend.outputs import CompletionOutput as CompletionOutput
+    from pagemill.frontend.outputs import Logprob as Logprob
+    from pagemill.frontend.outputs import RequestMetrics as RequestMetrics
+    from pagemill.frontend.outputs import RequestOutput as RequestOutput
+    from pagemill.sampling.params import BeamSearchParams as BeamSearchParams
+    from pagemill.sampling.params import SamplingParams as SamplingParams
+    from pagemill.tenant_limits import TenantLimits as TenantLimits
 
 __version__ = "0.1.0"
 
 # Torch's idle OpenMP threads would spin for milliseconds on cores where the kernels' own threads compute. OpenMP reads
 # this when torch is imported; who imports torch first, or sets it, decides otherwise.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-
-__all__ = [
-    "LLM",
-    "AsyncLLM",
-    "BeamSearchOutput",
-    "BeamSearchParams",
-    "BeamSearchSequence",
-    "CompletionOutput",
-    "EngineConfig",
-    "Logprob",
-    "PagemillError",
-    "RequestMetrics",
-    "RequestOutput",
-    "SamplingParams",
-    "TenantLimits",
-    "__version__",
-]
 
 _HOMES = {
     "LLM": "pagemill.frontend.llm",
@@ -60,6 +42,7 @@ _HOMES = {
     "SamplingParams": "pagemill.sampling.params",
     "TenantLimits": "pagemill.tenant_limits",
 }
+__all__ = [*_HOMES, "__version__"]
 
 
 def __getattr__(name: str) -> Any:

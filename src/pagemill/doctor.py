@@ -24,42 +24,15 @@ from pagemill.ops.prepare import check_compiled
 
 # What kernels choose by, in the words of /proc/cpuinfo (x86 flags, ARM features).
 _CPU_FEATURES = (
-    "avx",
-    "avx2",
-    "fma",
-    "f16c",
-    "avx512f",
-    "avx512bw",
-    "avx512vl",
-    "avx512_vnni",
-    "avx_vnni",
-    "avx512_bf16",
-    "avx512_fp16",
-    "amx_tile",
-    "amx_int8",
-    "amx_bf16",
-    "asimd",
-    "asimdhp",
-    "asimddp",
-    "i8mm",
-    "bf16",
-    "sve",
-    "sve2",
-    "sme",
-)
+    "avx", "avx2", "fma", "f16c",
+    "avx512f", "avx512bw", "avx512vl", "avx512_vnni", "avx_vnni", "avx512_bf16", "avx512_fp16",
+    "amx_tile", "amx_int8", "amx_bf16",
+    "asimd", "asimdhp", "asimddp", "i8mm", "bf16", "sve", "sve2", "sme",
+)  # fmt: skip
 _PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "huggingface-hub",
-    "safetensors",
-    "gguf",
-    "numpy",
-    "msgspec",
-    "fastapi",
-    "uvicorn",
-    "triton",
-)
+    "torch", "transformers", "tokenizers", "huggingface-hub", "safetensors", "gguf", "numpy",
+    "msgspec", "fastapi", "uvicorn", "triton",
+)  # fmt: skip
 _SMI_TIMEOUT_S = 10
 
 

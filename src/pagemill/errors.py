@@ -65,6 +65,11 @@ class SamplingParamsError(InvalidRequestError):
 class RequestTooLargeError(InvalidRequestError):
     """A request that needs more KV blocks than the pool has, or than its tenant may have: it could never run."""
 
+    @classmethod
+    def of_width(cls, name: str, count: int, limit: int) -> RequestTooLargeError:
+        way_out = "ask for fewer or raise it"
+        return cls(f"{name} is {count}, but max_num_seqs lets {limit} sequences run at once; {way_out}", param=name)
+
 
 class PoolTooSmallError(RequestTooLargeError):
     """A request that needs more KV blocks than the whole pool has, whatever its tenant may have."""

@@ -147,7 +147,7 @@ def test_steps_planned_while_others_run_bring_the_same_tokens(make_engine, promp
     requests = [request(f"r{i}", prompts[i], (GREEDY, DRAWN)[i % 2]) for i in range(6)]
     expected = drive(EngineCore(EngineConfig(**settings)), requests).tokens
     executor = open_executor(EngineConfig(**settings))
-    scheduler = build(EngineConfig(**settings), executor).scheduler
+    _, _, scheduler, _ = build(EngineConfig(**settings), executor)
     for one in requests:
         scheduler.add(
             Request(

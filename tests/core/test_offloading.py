@@ -111,7 +111,7 @@ def kept(conversations, make_engine, tmp_path):
     """Settings of an engine that was closed after the conversations, its file of blocks, and the size of a slot."""
     settings = {**SMALL, "kv_disk_memory": "1GiB", "kv_disk_path": str(tmp_path)}
     core = make_engine(**settings)
-    slot_bytes = core.tiers.lower.tiers[-1].slot_bytes
+    slot_bytes = core.tiers.offload.tiers[-1].slot_bytes
     drive(core, conversations)
     core.close()
     (blocks,) = tmp_path.glob("*/blocks.dat")
@@ -198,7 +198,7 @@ def test_a_share_of_the_disk_counts_what_the_store_has_of_it(conversations, make
     settings = {**SMALL, "kv_disk_memory": "90%", "kv_disk_path": str(tmp_path)}
     for _ in range(2):
         core = make_engine(**settings)
-        assert core.tiers.lower.tiers[-1].capacity == 90
+        assert core.tiers.offload.tiers[-1].capacity == 90
         drive(core, conversations)
         core.close()
 
@@ -233,13 +233,13 @@ def crowd(prompts, make_engine):
 def test_what_is_still_being_stored_comes_back_too(conversations, expected, make_engine, monkeypatch):
     core = make_engine(**SMALL, kv_host_memory=200 * FRAME_BYTES)
     tiers, stores = core.tiers, threading.Event()
-    write = tiers.lower.write
+    write = tiers.offload.write
 
     def late(names, records):
         assert stores.wait(30)
         write(names, records)
 
-    monkeypatch.setattr(tiers.lower, "write", late)
+    monkeypatch.setattr(tiers.offload, "write", late)
     drive(core, conversations[:4])
     digests = []
     extend_chain(digests, core.root(conversations[0]), conversations[0].prompt_token_ids, 16)
@@ -324,7 +324,7 @@ def found(core, conversations) -> list[int]:
     for one in conversations:
         digests = []
         extend_chain(digests, core.root(one), one.prompt_token_ids, 16)
-        reached.append(core.memory.reach(digests, lambda block: core.tiers.lower.holds([block])[0]))
+        reached.append(core.memory.reach(digests, lambda block: core.tiers.offload.holds([block])[0]))
     return reached
 
 
@@ -336,7 +336,7 @@ def test_of_what_does_not_fit_on_disk_the_most_recent_is_kept(conversations, mak
 
     def kept_of(asked) -> list[int]:
         core = make_engine(**settings)
-        assert core.tiers.lower.tiers[-1].slot_bytes == SLOT_BYTES
+        assert core.tiers.offload.tiers[-1].slot_bytes == SLOT_BYTES
         for one in asked:
             drive(core, [one])
         core.close()

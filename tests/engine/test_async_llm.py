@@ -106,12 +106,6 @@ def test_requests_run_together_and_do_not_mix(served):
         assert "".join(new.text for output in alone for new in output.outputs) == text
 
 
-def test_nobody_need_be_told_of_a_request_that_has_ended(served, monkeypatch):
-    monkeypatch.setattr(served.llm, "on_request_end", None)
-    assert served.run(read(served.llm, "Once", SHORT))[-1].finished
-    assert served.llm.error is None
-
-
 def test_abort_ends_the_iterator_and_gives_everything_back(served):
     async def aborted():
         outputs = []

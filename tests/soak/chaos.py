@@ -83,7 +83,7 @@ class Faults:
         self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.full = self.unreadable = self.breaking = self.harm = 0.0
-        self._disk: DiskStore = core.tiers.lower.tiers[-1]
+        self._disk: DiskStore = core.tiers.offload.tiers[-1]
         self._streamed = core.executor.pool.streamed_file
         put, read, run, apply = self._disk.put, self._disk.read, core.executor.run, core.executor.apply
         write_below, read_below, read_layer = self._streamed.write, self._streamed.read, read_ahead.read_runs

@@ -78,7 +78,6 @@ class AttentionBackend(Protocol):
 
         What a slot holds then depends on its own token only.
         """
-        ...
 
     def attend(
         self,
@@ -102,7 +101,6 @@ class AttentionBackend(Protocol):
         Returns the output, in the query's dtype and shape, and on request the log-sum-exp fp32 [tokens, heads]
         (-inf where nothing was attended; the output is 0 there).
         """
-        ...
 
 
 def merge_states(output_a: Tensor, lse_a: Tensor, output_b: Tensor, lse_b: Tensor) -> tuple[Tensor, Tensor]:

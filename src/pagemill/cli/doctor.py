@@ -11,9 +11,7 @@ import typer
 from pagemill.doctor import as_markdown, examine
 
 
-def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of Markdown.")] = False,
-) -> None:
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of Markdown.")] = False) -> None:
     """Show what this machine offers, for bug reports.
 
     Prints Markdown that can be pasted into an issue as it is.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from pagemill.config import EngineConfig
 from pagemill.engine.tiers import Streamed, Tiers, make_tiers, streamed_room, wants_tiers
@@ -16,32 +15,26 @@ from pagemill.memory.manager import MemoryManager
 from pagemill.scheduling.scheduler import Scheduler
 
 
-class Parts(NamedTuple):
-    """The parts that an `EngineCore` drives beside its executor. streamed: the room for streamed blocks."""
+def build(config: EngineConfig, executor: Executor) -> tuple[MemoryManager, Tiers | None, Scheduler, Streamed]:
+    """Allocates the executor's pool, and builds around it what an `EngineCore` drives beside the executor.
 
-    memory: MemoryManager
-    tiers: Tiers | None
-    scheduler: Scheduler
-    streamed: Streamed
-
-
-def build(config: EngineConfig, executor: Executor) -> Parts:
-    """Allocates the executor's pool and builds the rest around it. Raises `ConfigError` children and KVStoreError."""
+    Returns the room for streamed blocks too. Raises `ConfigError` children and KVStoreError.
+    """
     facts = executor.facts
-    sizes = _sizes(config, facts, executor.memory())
+    frames, streamed = _sizes(config, facts, executor.memory())
     if not config.enable_prefix_caching:
-        _check_use_of_tiers(config, sizes.streamed)
-    first_streamed = executor.allocate(sizes.frames, sizes.streamed.frames, sizes.streamed.folder)
+        _check_use_of_tiers(config, streamed)
+    first_streamed = executor.allocate(frames, streamed.frames, streamed.folder)
     memory = MemoryManager(
-        sizes.frames,
+        frames,
         config.block_size,
         list(facts.windows),
         config.enable_prefix_caching,
         POLICIES[config.eviction_policy](facts.attention_share),
         wants_tiers(config),
-        (first_streamed, sizes.streamed.frames),
+        (first_streamed, streamed.frames),
     )
-    tiers = make_tiers(config, executor, memory, sizes.streamed)
+    tiers = make_tiers(config, executor, memory, streamed)
     scheduler = Scheduler(
         memory,
         max_num_seqs=config.max_num_seqs,
@@ -57,7 +50,7 @@ def build(config: EngineConfig, executor: Executor) -> Parts:
     )
     for name, limits in config.tenants.items():
         scheduler.set_tenant(name, limits)
-    return Parts(memory, tiers, scheduler, sizes.streamed)
+    return memory, tiers, scheduler, streamed
 
 
 def _check_use_of_tiers(config: EngineConfig, streamed: Streamed) -> None:
@@ -73,15 +66,9 @@ def _check_use_of_tiers(config: EngineConfig, streamed: Streamed) -> None:
             )
 
 
-class Sizes(NamedTuple):
-    """Frames of the pool, and of a lower tier beside them, for contexts longer than the pool."""
-
-    frames: int
-    streamed: Streamed
-
-
-def _sizes(config: EngineConfig, facts: ExecutorFacts, memory: ExecutorMemory) -> Sizes:
-    """Returns as many frames as the settings and the machine's memory give.
+def _sizes(config: EngineConfig, facts: ExecutorFacts, memory: ExecutorMemory) -> tuple[int, Streamed]:
+    """Returns as many frames of the pool as the settings and the machine's memory give, and the room beside it that
+    contexts longer than the pool need.
 
     Raises `KVMemoryError` if a sequence of the `max_model_len` that was asked for could not fit, lower tiers included.
     """
@@ -109,4 +96,4 @@ def _sizes(config: EngineConfig, facts: ExecutorFacts, memory: ExecutorMemory) -
             "kv_host_memory or kv_disk_memory what is missing, or lower max_model_len",
             param="kv_memory",
         )
-    return Sizes(frames, streamed)
+    return frames, streamed

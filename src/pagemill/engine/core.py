@@ -273,7 +273,7 @@ class EngineCore:
         """Returns where the blocks lie that a prompt beginning with these tokens would find."""
         digests: list[bytes] = []
         extend_chain(digests, self.root(request), request.token_ids, self.memory.block_size)
-        tiers = None if self.tiers is None else self.tiers.lower
+        tiers = None if self.tiers is None else self.tiers.offload
         return KVBlocks(find_by_tier(self.memory, self._streamed, tiers, digests))
 
     def stats(self) -> EngineStats:
@@ -302,7 +302,7 @@ class EngineCore:
             compactions=compaction.sequences,
             stalled_s=self._stalled_s,
             block_bytes=self.executor.facts.frame_bytes,
-            tier_blocks={} if self.tiers is None else self.tiers.lower.num_blocks(),
+            tier_blocks={} if self.tiers is None else self.tiers.offload.num_blocks(),
             tenants={one.account.name: _tenant_stats(one) for one in self.scheduler.tenants},
         )
 
@@ -315,7 +315,7 @@ class EngineCore:
             while self.tiers.transfers.loading:
                 self._finish_loads(LOAD_WAIT_S)
             self._save_evicted()
-            if self.tiers.lower.lasting:
+            if self.tiers.offload.lasting:
                 self.tiers.transfers.keep(self.memory.cached_blocks())
             self.tiers.close()
             self.tiers = None

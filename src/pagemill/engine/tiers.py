@@ -57,8 +57,10 @@ def streamed_room(config: EngineConfig, least: int, most: int, frame_bytes: int)
     """Returns room for `least` to `most` streamed blocks in the first lower tier that has so much; else no room."""
     if config.kv_host_memory is not None and (frames := _host_bytes(config) // frame_bytes) >= least:
         return Streamed(min(frames, most))
-    if config.kv_disk_memory is not None and (frames := _disk_bytes(config) // frame_bytes) >= least:
-        return Streamed(min(frames, most), _disk_root(config))
+    if config.kv_disk_memory is not None:
+        root = _disk_root(config)
+        if (frames := _disk_bytes(config, root) // frame_bytes) >= least:
+            return Streamed(min(frames, most), root)
     return Streamed()
 
 
@@ -80,13 +82,13 @@ def _disk_root(config: EngineConfig) -> Path:
     return root
 
 
-def _disk_bytes(config: EngineConfig, held: int = 0) -> int:
+def _disk_bytes(config: EngineConfig, root: Path, held: int = 0) -> int:
     """Returns how many bytes the disk tier may have. Raises ConfigError children for a bad setting.
 
     held: bytes that an earlier run has stored already; the file system does not count them as free.
     """
     assert config.kv_disk_memory is not None
-    return parse_memory("kv_disk_memory", config.kv_disk_memory, shutil.disk_usage(_disk_root(config)).free + held)
+    return parse_memory("kv_disk_memory", config.kv_disk_memory, shutil.disk_usage(root).free + held)
 
 
 def make_tiers(config: EngineConfig, executor: Executor, memory: MemoryManager, streamed: Streamed) -> Tiers | None:
@@ -111,21 +113,20 @@ def make_tiers(config: EngineConfig, executor: Executor, memory: MemoryManager, 
         elif capacity > 0:
             tiers.append(HostStore(capacity, record_bytes, pinned=facts.locks_pages))
     if config.kv_disk_memory is not None:
-        format = StoreFormat(
-            Path(config.model).stem, facts.fingerprint.hex(), facts.kv_format, facts.numerics, record_bytes
-        )
-        limit = _disk_bytes(config, file_bytes(_disk_root(config), format)) - taken["disk"]
+        root, model = _disk_root(config), Path(config.model).stem
+        format = StoreFormat(model, facts.fingerprint.hex(), facts.kv_format, facts.numerics, record_bytes)
+        limit = _disk_bytes(config, root, file_bytes(root, format)) - taken["disk"]
         if limit > 2 * record_bytes or not taken["disk"]:
-            tiers.append(DiskStore(_disk_root(config), format, limit))
+            tiers.append(DiskStore(root, format, limit))
     return Tiers(OffloadTiers(tiers, record_bytes), executor, memory, config.preemption_mode) if tiers else None
 
 
 class Tiers:
-    """Transfers to and from the lower tiers, and what is known of their speed and of prefill's."""
+    """The offload tiers, transfers to and from them, and what is known of their speed and of prefill's."""
 
-    def __init__(self, lower: OffloadTiers, executor: Executor, memory: MemoryManager, preemption_mode: str) -> None:
-        self.lower = lower
-        self.transfers = Transfers(executor.frames, lower)
+    def __init__(self, offload: OffloadTiers, executor: Executor, memory: MemoryManager, preemption_mode: str) -> None:
+        self.offload = offload
+        self.transfers = Transfers(executor.frames, offload)
         self._memory = memory
         self._preemption_mode = preemption_mode
         self.prefill_s_per_token = 0.0
@@ -139,7 +140,7 @@ class Tiers:
         if preempted and self._preemption_mode == "recompute":
             return found
         swap = preempted and self._preemption_mode == "swap"
-        sources = Sources(self.lower, digests)
+        sources = Sources(self.offload, digests)
         try:
             reach = self._memory.reach(digests, lambda block: sources[block] is not None)
         except KVStoreError as error:
@@ -166,7 +167,7 @@ class Tiers:
     def close(self) -> None:
         """Waits for what is under way."""
         self.transfers.close()
-        for tier in self.lower.tiers:
+        for tier in self.offload.tiers:
             tier.close()
 
 

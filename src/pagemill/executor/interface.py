@@ -79,44 +79,35 @@ class Executor(Protocol):
     @property
     def frames(self) -> FrameAccess:
         """Gives offload stores access to frames; after `allocate`."""
-        ...
 
     def memory(self) -> ExecutorMemory: ...
 
     def allocate(self, num_frames: int, streamed_frames: int = 0, streamed_folder: Path | None = None) -> int:
         """Makes the KV pool, once, with streamed frames beside it, in host memory or in a file in that folder. Returns
         the number of the first streamed frame. Raises KVMemoryError or KVStoreError."""
-        ...
 
     def apply(self, plan: StepPlan) -> list[int]:
         """Carries out a plan's edits: rows that left, rows that came, tokens, frame copies, block tables. Returns the
         frames that do not hold what was to be copied into them."""
-        ...
 
     def submit(self, plan: StepPlan) -> StepHandle:
         """Begins to run a plan, or a part of one, whose edits have been applied. A plan without rows brings an empty
         result."""
-        ...
 
     def collect(self, handle: StepHandle) -> StepResult:
         """Waits for a step, and returns its result. Raises what failed the step as a whole; the same rows may then be
         submitted again, in parts."""
-        ...
 
     def resize(self, num_frames: int) -> None:
         """Gives the pool another number of frames, after the edits that it takes. Raises KVMemoryError, and changes
         nothing, for more than it can have."""
-        ...
 
     def take_loss(self) -> bool:
         """Returns whether a disk has lost what was written to streamed frames since the last call. If so, nothing that
         they hold may be used."""
-        ...
 
     def streamed_frames(self, plan: StepPlan) -> Sequence[NDArray[np.int32]]:
         """Returns, by layer group, the streamed frames that the plan's rows read."""
-        ...
 
     def close(self) -> None:
         """Ends what runs beside the steps. `frames` stays in use until the offload stores are closed."""
-        ...

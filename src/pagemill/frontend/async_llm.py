@@ -54,8 +54,8 @@ class AsyncLLM:
         self.config = config_for("AsyncLLM", model, settings)
         self.config.model = str(resolve_model(model))
         self.load_progress: tuple[int, int] | None = None
-        self.on_request_end: Callable[[RequestState], None] | None = None
-        """Called in the event loop with each request when it has ended; None calls nothing."""
+        self.on_request_end: Callable[[RequestState], None] = lambda request: None
+        """Called in the event loop with each request when it has ended."""
         self._on_progress = on_progress
         self._sessions = SessionStore.of(self.config)  # before a process is started: its file may be refused
         self._client = ProcessClient(self.config)
@@ -80,11 +80,6 @@ class AsyncLLM:
     def facts(self) -> EngineReady | None:
         """The engine's facts, or the last ones before it died; None until the model is loaded."""
         return None if self._frontend is None else self._client.facts
-
-    @property
-    def max_model_len(self) -> int | None:
-        """The engine's limit; None until the model is loaded."""
-        return None if self.facts is None else self.facts.max_model_len
 
     @property
     def engine_pid(self) -> int:
@@ -274,7 +269,7 @@ class AsyncLLM:
             await self._client.load(self._progress)
             tokenizer = await asyncio.wrap_future(self._loading_tokenizer)
             frontend = Frontend(self._client, tokenizer, self._sessions, Path(self.config.model).stem, self._worker)
-            frontend.on_request_end = self._request_ended
+            frontend.on_request_end = lambda request: self.on_request_end(request)
             self._frontend = frontend
             self._loaded.set()
             while True:
@@ -286,10 +281,6 @@ class AsyncLLM:
             self._die(EngineDeadError(f"the front end failed: {type(error).__name__}: {error}"))
             await self._client.close()
             raise
-
-    def _request_ended(self, request: RequestState) -> None:
-        if self.on_request_end is not None:
-            self.on_request_end(request)
 
     def _progress(self, done: int, total: int) -> None:
         self.load_progress = (done, total)

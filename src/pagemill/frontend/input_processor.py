@@ -125,11 +125,7 @@ class InputProcessor:
         params = dataclasses.replace(params)
         name, count = ("n", params.n) if params.best_of is None else ("best_of", params.best_of)
         if count > facts.max_num_seqs:
-            raise errors.RequestTooLargeError(
-                f"{name} is {count}, but max_num_seqs lets {facts.max_num_seqs} sequences run at once; ask for "
-                f"fewer or raise it",
-                param=name,
-            )
+            raise errors.RequestTooLargeError.of_width(name, count, facts.max_num_seqs)
         limit = facts.max_model_len
         room = limit - prompt_len
         if params.max_tokens is None:
@@ -167,11 +163,7 @@ def _params_of_search(beam: BeamSearchParams, facts: EngineReady) -> SamplingPar
     """Returns how many sequences come back, how long they may be, and how they become text."""
     limit = min(facts.max_num_seqs, facts.vocab_size - len(facts.eos_token_ids))
     if beam.beam_width > limit:
-        raise errors.RequestTooLargeError(
-            f"beam_width is {beam.beam_width}, but max_num_seqs lets {limit} sequences run at once; make it "
-            f"smaller or raise that",
-            param="beam_width",
-        )
+        raise errors.RequestTooLargeError.of_width("beam_width", beam.beam_width, limit)
     return SamplingParams(
         n=beam.beam_width,
         max_tokens=beam.max_tokens,

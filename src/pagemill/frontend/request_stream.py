@@ -61,9 +61,6 @@ class RequestStream:
         self._frontend.release(self.request)
         self._frontend.end_turn(self.request)
 
-    async def aclose(self) -> None:
-        self.close()
-
     def abort(self) -> None:
         """Ends the iterator with `finish_reason` "abort"."""
         self._frontend.abort(self.request)

@@ -23,11 +23,7 @@ class Session:
     """
 
     def __init__(
-        self,
-        frontend: Frontend,
-        run: Callable[[list[RequestState]], list[RequestOutput]],
-        name: str,
-        space: Namespace,
+        self, frontend: Frontend, run: Callable[[list[RequestState]], list[RequestOutput]], name: str, space: Namespace
     ) -> None:
         """run: runs prepared requests to their end."""
         self.name = name

@@ -17,8 +17,7 @@ import time
 import venv
 import zipfile
 import zlib
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,8 +58,7 @@ def pull(model: RegistryModel) -> bool:
     return True
 
 
-@contextmanager
-def _lock(model: RegistryModel) -> Iterator[None]:
+def _lock(model: RegistryModel) -> AbstractContextManager[object]:
     """Lets one process at a time pull a model. The lock ends with its holder, however that ends."""
     from filelock import FileLock, Timeout
 
@@ -68,14 +66,10 @@ def _lock(model: RegistryModel) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     try:
-        lock.acquire(timeout=0)
+        return lock.acquire(timeout=0)
     except Timeout:
         sys.stderr.write(f"another process is pulling {model.name}; waiting for it\n")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+        return lock.acquire()
 
 
 def _clear_interrupted(folder: Path) -> None:

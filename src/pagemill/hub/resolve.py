@@ -20,11 +20,11 @@ class Pulled:
     fetched: bool
 
 
-def resolve_model(name_or_path: str | os.PathLike[str], *, pull: bool = True) -> Path:
+def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
     """Returns the folder or GGUF file of a path, a registry name, or an id (`org/name`, `org/name:file.gguf`).
 
     What exists as a path wins over a name. A name that is not on this machine is fetched, with a progress bar on
-    stderr; with `pull=False` it is an error that says how to fetch it.
+    stderr.
 
     Raises ModelNotFoundError if there is no such model, PullError if it cannot be fetched.
     """
@@ -38,11 +38,7 @@ def resolve_model(name_or_path: str | os.PathLike[str], *, pull: bool = True) ->
         found = huggingface.cached(name)
     else:
         raise _no_such_model(name)
-    if found is not None:
-        return found
-    if not pull:
-        raise ModelNotFoundError(f"{name} is not on this machine; fetch it with: pagemill pull {name}", param="model")
-    return pull_model(name).path
+    return pull_model(name).path if found is None else found
 
 
 def pull_model(name: str) -> Pulled:

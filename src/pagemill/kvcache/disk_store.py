@@ -41,7 +41,6 @@ class StoreStats:
 
     blocks: int
     bytes: int
-    limit_bytes: int
     broken: int
     evicted: int
 
@@ -114,7 +113,7 @@ class DiskStore:
 
     def stats(self) -> StoreStats:
         blocks = self.num_blocks()
-        return StoreStats(blocks, blocks * self.slot_bytes, self.limit_bytes, self._broken, self._evicted)
+        return StoreStats(blocks, blocks * self.slot_bytes, self._broken, self._evicted)
 
     # Reading and writing
 

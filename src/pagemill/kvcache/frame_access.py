@@ -32,15 +32,12 @@ class FrameAccess(Protocol):
 
     def read(self, frames: Sequence[int]) -> tuple[NDArray[np.uint8], list[bool]]:
         """Returns the records [n, record bytes] of these frames, and which of them could be read."""
-        ...
 
     def mark(self) -> object | None:
         """Returns a mark of what the device has been asked to do so far; None on a device that does it at once."""
-        ...
 
     def begin_writes(self) -> None:
         """Prepares for `write`; each call is followed by one of `end_writes`."""
-        ...
 
     def end_writes(self) -> None: ...
 
@@ -48,4 +45,3 @@ class FrameAccess(Protocol):
         """Gives a place for each frame's record, to be filled by any thread; the frames hold them when the context
         ends, and what was not filled is undefined. What `after` marks comes first. Raises KVStoreError, on leaving, if
         a disk does not take them."""
-        ...

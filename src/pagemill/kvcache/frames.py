@@ -37,7 +37,6 @@ class FrameStorage(Protocol):
     def copy(self, source: ArrayLike, target: ArrayLike) -> list[int]:
         """Copies frames source[i] -> target[i] (integers [n]), in order: a frame may come twice. Returns the targets
         that do not hold what they should, since a disk did not read or write it."""
-        ...
 
     def read(self, frames: Sequence[int]) -> tuple[NDArray[np.uint8], list[bool]]: ...
 
@@ -47,7 +46,6 @@ class FrameStorage(Protocol):
 
     def release(self, begin: int, end: int) -> None:
         """Gives the memory of frames begin .. end - 1 back, where that can be; then they hold nothing of use."""
-        ...
 
 
 class HostFrames:

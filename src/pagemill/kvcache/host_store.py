@@ -42,7 +42,7 @@ class HostTier(ABC, Generic[Content]):
     def __init__(self) -> None:
         self._held: OrderedDict[tuple[bytes, int], tuple[Content, BlockName]] = OrderedDict()
         self._leaving: dict[tuple[bytes, int], tuple[Content, BlockName]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def num_blocks(self) -> int:
         return len(self._held)
@@ -50,6 +50,14 @@ class HostTier(ABC, Generic[Content]):
     def holds(self, blocks: Sequence[tuple[bytes, int]]) -> list[bool]:
         with self._lock:
             return [block in self._held or block in self._leaving for block in blocks]
+
+    def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[bool]:
+        with self._lock:
+            held = [self._held.get(block, self._leaving.get(block)) for block in blocks]
+        for place, entry in zip(out, held, strict=True):
+            if entry is not None:
+                place[:] = self._record(entry[0]).reshape(place.shape)
+        return [entry is not None for entry in held]
 
     def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
         with self._lock:
@@ -92,14 +100,8 @@ class HostStore(HostTier[NDArray[np.uint8]]):
         self._free = list(self._arena[::-1])
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[bool]:
-        found = []
-        with self._lock:
-            for row, block in enumerate(blocks):
-                entry = self._held.get(block, self._leaving.get(block))
-                found.append(entry is not None)
-                if entry is not None:
-                    out[row][:] = entry[0].reshape(out[row].shape)
-        return found
+        with self._lock:  # to the end: a block's place may be another's then
+            return super().read(blocks, out)
 
     def write(self, names: Sequence[BlockName], records: Records, spill: Spill) -> None:
         with self._lock:
@@ -138,14 +140,6 @@ class CompressedStore(HostTier[bytes]):
         self._itemsize = itemsize
         self.nbytes = 0
         self._compressor = zstandard.ZstdCompressor(LEVEL)
-
-    def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[bool]:
-        with self._lock:
-            held = [self._held.get(block, self._leaving.get(block)) for block in blocks]
-        for row, entry in enumerate(held):
-            if entry is not None:
-                out[row][:] = self._record(entry[0]).reshape(out[row].shape)
-        return [entry is not None for entry in held]
 
     def write(self, names: Sequence[BlockName], records: Records, spill: Spill) -> None:
         for name, record in zip(names, records, strict=True):

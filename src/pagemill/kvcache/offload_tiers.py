@@ -41,25 +41,20 @@ class OffloadStore(Protocol):
 
     def holds(self, blocks: Sequence[tuple[bytes, int]]) -> list[bool]:
         """Returns which of these blocks (digest, group) are here."""
-        ...
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[bool]:
         """Reads blocks (digest, group) into `out`, a record each. Returns which of them were here; the others' records
         are undefined."""
-        ...
 
     def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
         """Notes that these blocks were used just now, the first of them last: others make room before them."""
-        ...
 
     def write(self, names: Sequence[BlockName], records: Records, spill: Spill) -> object:
         """Takes blocks in. A block that makes room for them ends, or goes to `spill` and is found here until that
         returns."""
-        ...
 
     def names(self) -> Sequence[BlockName]:
         """Returns the names of the blocks that it holds; if these end with the process, those used last first."""
-        ...
 
     def close(self) -> None: ...
 

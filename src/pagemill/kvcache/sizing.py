@@ -82,11 +82,8 @@ def num_frames(
                 param=name,
             )
     else:
-        name, value, wanted = (
-            "kv_memory",
-            f"{_DEFAULT_SHARE:.0%}",
-            int(min(_DEFAULT_SHARE * free, most_frames * frame_bytes)),
-        )
+        name, value = "kv_memory", f"{_DEFAULT_SHARE:.0%}"
+        wanted = int(min(_DEFAULT_SHARE * free, most_frames * frame_bytes))
     if wanted > free:
         raise KVMemoryError(
             f"{name} is {value}: {wanted} bytes, but only {free} are free; ask for less, or free memory", param=name

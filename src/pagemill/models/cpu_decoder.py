@@ -27,18 +27,18 @@ def cpu_decoder(
 class CpuDecoder(Decoder):
     """Runs dense decoders whose weights `CpuOps` packed. A step is one call, which checks its arrays."""
 
+    attention: CpuAttention
+
     executor = "one call per step"
 
-    def __init__(
-        self, spec: DecoderSpec, weights: DecoderWeights, ops: CpuOps, attention: CpuAttention, dtype: torch.dtype
-    ) -> None:
-        super().__init__(spec, weights, ops, attention, dtype)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        spec, weights = self.spec, self.weights
         self._pool: LayerCaches | None = None
         self._native_caches: list[_kernels.Cache] = []
-        self._native_attention = attention
         self._native = _kernels.Decoder(
             weights.embedding, _packed(weights.lm_head, spec.hidden_size, spec.vocab_size), weights.final_norm,
-            spec.num_heads, spec.num_kv_heads, spec.head_dim, DTYPES[dtype], spec.norm_eps,
+            spec.num_heads, spec.num_kv_heads, spec.head_dim, DTYPES[self.dtype], spec.norm_eps,
             ACTIVATIONS[spec.activation], spec.scale, spec.attention_soft_cap or 0.0, self._embedding_scale.item(),
         )  # fmt: skip
         for index, layer in enumerate(weights.layers):
@@ -82,7 +82,7 @@ class CpuDecoder(Decoder):
                 kv_heads, _, head_dim = cache.block_shape
                 if (kv_heads, head_dim) != shape:
                     raise ValueError(f"the pool has {kv_heads, head_dim} for {shape} (KV heads, head size)")
-            self._native_caches = [self._native_attention.native(cache) for cache in caches]
+            self._native_caches = [self.attention.native(cache) for cache in caches]
             self._pool = pool
         return self._native_caches
 

@@ -75,9 +75,9 @@ class LayerCaches(Protocol):
 
     def layer(self, index: int) -> LayerCache:
         """Returns a layer's cache; the same object as long as the pool lives."""
-        ...
 
 
+@dataclass(eq=False, repr=False)
 class Decoder:
     """Runs one step: token ids in, hidden states out, K/V written to and read from the pool's frames.
 
@@ -85,22 +85,21 @@ class Decoder:
     executor: how the layers are run, for people to read.
     """
 
+    spec: DecoderSpec
+    weights: DecoderWeights
+    ops: Ops
+    attention: AttentionBackend
+    dtype: torch.dtype
+
     executor = "operator by operator"
 
-    def __init__(
-        self, spec: DecoderSpec, weights: DecoderWeights, ops: Ops, attention: AttentionBackend, dtype: torch.dtype
-    ) -> None:
-        self.spec = spec
-        self.weights = weights
-        self.ops = ops
-        self.attention = attention
-        self.dtype = dtype
-        self.device = weights.final_norm.device
+    def __post_init__(self) -> None:
+        spec, self.device = self.spec, self.weights.final_norm.device
         self.groups = group_layers([layer.window for layer in spec.layers])
         self._group_of = [self.groups.place(index)[0] for index in range(len(spec.layers))]
         self._angles = [AngleTable(rope, self.device) for rope in spec.ropes]
         # The reference rounds the scale to the weights' dtype before it multiplies.
-        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=dtype, device=self.device)
+        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=self.dtype, device=self.device)
 
     @torch.inference_mode()
     def forward(

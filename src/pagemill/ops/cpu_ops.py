@@ -42,12 +42,9 @@ class CpuLinear:
 
     def __init__(self, packed: _kernels.Linear, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         self.packed = packed
+        self.nbytes = packed.nbytes
         self.out_features, self.in_features = shape
         self.dtype = dtype
-
-    @property
-    def nbytes(self) -> int:
-        return self.packed.nbytes
 
     def __call__(self, x: Tensor) -> Tensor:
         self._check(x)

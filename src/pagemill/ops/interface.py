@@ -22,14 +22,12 @@ class Linear(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns [tokens, out_features] for x [tokens, in_features], in the dtype of x, accumulated in fp32."""
-        ...
 
     def rows(self, ids: Tensor) -> Tensor:
         """Returns rows [n, in_features] of the weight as it was before packing, for ids int64 [n].
 
         They have the weight's dtype, or the one that a quantized weight was packed for.
         """
-        ...
 
 
 class Ops(Protocol):
@@ -46,22 +44,18 @@ class Ops(Protocol):
         weight: in the model's dtype, or in a narrower one with `widens_weights`.
         dtype:  the dtype of most x (default: the weight's); the layer takes any.
         """
-        ...
 
     def pack_affine(self, weight: AffineWeight, bias: Tensor | None = None) -> Linear:
         """Returns what `pack_linear` does for the weight that the integers stand for, bit for bit. bias: fp32."""
-        ...
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """Returns a layer that multiplies integers, to which it rounds each row of x. bias: fp32; dtype: of `rows`."""
-        ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Returns x / sqrt(mean(x²) + eps) * weight over the last dimension, in the dtype of x.
 
         The weight is fp32, and so is the arithmetic.
         """
-        ...
 
     def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotates x [tokens, heads, head_dim] in place, with the two halves of rotary_dim as pairs (as NeoX does).
@@ -69,8 +63,6 @@ class Ops(Protocol):
         cos, sin: fp32 [tokens, rotary_dim / 2]. Dimensions from rotary_dim on stay as they are. x may be a strided
         view.
         """
-        ...
 
     def gated(self, x: Tensor, activation: Literal["silu", "gelu_tanh"]) -> Tensor:
         """Returns activation(gate) * up [tokens, n] for x [tokens, 2 * n], which holds gate, then up."""
-        ...

@@ -49,7 +49,6 @@ class SamplingKernels(Protocol):
 
     def choose(self, logits: torch.Tensor, places: Ids, choices: Choices) -> Ids:
         """Returns a token for each place; NOT_FINITE or ALL_FORBIDDEN where there is none."""
-        ...
 
     def log_probabilities(self, logits: torch.Tensor, places: Ids, tokens: Ids, counts: Ids) -> list[TokenLogprobs]:
         """Returns the log probabilities of one token at each place, and of the most likely ones there.
@@ -57,4 +56,3 @@ class SamplingKernels(Protocol):
         tokens: one for each place, with finite logits.
         counts: how many of the most likely tokens to give, for each place.
         """
-        ...

@@ -142,7 +142,7 @@ def candidates_above(values: torch.Tensor, rows: torch.Tensor, cut: torch.Tensor
     [r]. The values of a row are sorted, largest first and equal ones by index, and padded with -inf.
     """
     chosen = values if len(rows) == len(values) else values[rows]
-    where_row, where_column = _not_below(chosen, cut[rows])
+    where_row, where_column = torch.where(chosen >= cut[rows][:, None])
     counts = torch.bincount(where_row, minlength=len(rows))
     starts = counts.cumsum(0) - counts
     found = chosen[where_row, where_column]
@@ -196,12 +196,6 @@ def _draw_above(
         place = torch.searchsorted(sums, _below(uniforms[row][:, None] * kept, kept), right=True)
         tokens[group] = indices.gather(1, place)[:, 0]
     return tokens, enough
-
-
-def _not_below(values: torch.Tensor, cut: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns rows and columns of the entries of `values` [m, n] that are at least the row's `cut` [m], in order."""
-    row_of, column_of = torch.where(values >= cut[:, None])
-    return row_of, column_of
 
 
 def _below(target: torch.Tensor, total: torch.Tensor) -> torch.Tensor:

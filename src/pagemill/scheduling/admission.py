@@ -82,12 +82,7 @@ def frames_wanted(state: SchedulerState, sequence: Sequence, found: int = 0) -> 
 
 
 def _make_room(
-    state: SchedulerState,
-    tenant: TenantState,
-    guaranteed: bool,
-    passed: set[TenantState],
-    draft: StepDraft,
-    now: float,
+    state: SchedulerState, tenant: TenantState, guaranteed: bool, passed: set[TenantState], draft: StepDraft, now: float
 ) -> bool:
     """Takes frames of the pool from running sequences for a waiting one; returns False if it may take none.
 

@@ -26,11 +26,7 @@ def accept(state: SchedulerState, sequence: Sequence) -> None:
     request = sequence.request
     name, count = request.width
     if count > state.max_num_seqs:
-        raise RequestTooLargeError(
-            f"{name} is {count}, but max_num_seqs lets {state.max_num_seqs} sequences run at once; ask for fewer "
-            f"or raise it",
-            param=name,
-        )
+        raise RequestTooLargeError.of_width(name, count, state.max_num_seqs)
     if request.params.max_tokens is None:
         request.max_len = _longest(state, sequence)
     state.tenants.check(request, *_most_blocks(state, sequence), state.max_num_seqs)
@@ -72,8 +68,7 @@ def check_size(state: SchedulerState, num_frames: int) -> None:
     refusal = state.tenants.refusal(num_frames, _live(state))
     if refusal is not None:
         raise KVMemoryError(
-            f"the KV pool cannot have {num_frames} blocks now: {refusal}, or ask for another size",
-            param="kv_memory",
+            f"the KV pool cannot have {num_frames} blocks now: {refusal}, or ask for another size", param="kv_memory"
         )
 
 
@@ -117,7 +112,4 @@ def _reserve_pin(state: SchedulerState, request: Request, pin: Pinning) -> None:
     refusal = state.tenants.refusal(state.memory.num_frames, _live(state))
     if refusal is not None:
         state.pins.drop(request.request_id)
-        raise PinLimitError(
-            f"pin {pin.name!r} leaves too little: {refusal}",
-            param="prompt",
-        )
+        raise PinLimitError(f"pin {pin.name!r} leaves too little: {refusal}", param="prompt")

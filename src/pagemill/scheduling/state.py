@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from dataclasses import InitVar, dataclass, field
 
 from pagemill.memory.digest import extend_chain
 from pagemill.memory.manager import MemoryManager
@@ -15,6 +16,7 @@ from pagemill.scheduling.tenancy import Tenancy
 from pagemill.scheduling.waiting import PendingPrefixes, WaitingQueue
 
 
+@dataclass(eq=False, repr=False)
 class SchedulerState:
     """Invariants: a running sequence has a table and a row, and no other has; `running` is sorted by rank; rows in use
     and free rows add up to `max_num_seqs`; a request is in `requests` until its last sequence has finished.
@@ -26,32 +28,23 @@ class SchedulerState:
     chunk:    the most tokens of a step.
     """
 
-    def __init__(
-        self,
-        memory: MemoryManager,
-        pins: Pins,
-        batch: Batch,
-        controller: Controller,
-        *,
-        chunk: int,
-        max_num_seqs: int,
-        caches_prefixes: bool,
-        stored: Stored | None,
-    ) -> None:
-        self.memory = memory
-        self.pins = pins
-        self.batch = batch
-        self.controller = controller
-        self.tenants = Tenancy(memory, pins)
-        self.chunk = chunk
-        self.max_num_seqs = max_num_seqs
-        self.caches_prefixes = caches_prefixes
-        self.running: list[Sequence] = []
-        self.requests: dict[str, list[Sequence]] = {}
-        self.waiting = WaitingQueue(chunk)
-        self.pending = PendingPrefixes()
-        self.loading = Loading(memory, chunk, stored)
-        self.recomputed_tokens = 0
+    memory: MemoryManager
+    pins: Pins
+    batch: Batch
+    controller: Controller
+    chunk: int
+    max_num_seqs: int
+    caches_prefixes: bool
+    stored: InitVar[Stored | None]
+    running: list[Sequence] = field(default_factory=list)
+    requests: dict[str, list[Sequence]] = field(default_factory=dict)
+    pending: PendingPrefixes = field(default_factory=PendingPrefixes)
+    recomputed_tokens: int = 0
+
+    def __post_init__(self, stored: Stored | None) -> None:
+        self.tenants = Tenancy(self.memory, self.pins)
+        self.waiting = WaitingQueue(self.chunk)
+        self.loading = Loading(self.memory, self.chunk, stored)
 
     # Sequences come, run and end
 

@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 import pagemill
 from pagemill.errors import ModelNotServedError
 from pagemill.frontend.async_llm import AsyncLLM
-from pagemill.server.call import Call
+from pagemill.server.call import Call, R
 from pagemill.server.chat import ChatCall
 from pagemill.server.completions import CompletionCall
 from pagemill.server.engine_routes import engine_routes
@@ -35,10 +35,7 @@ from pagemill.tenant_limits import TenantsFile
 
 
 def create_app(
-    llm: AsyncLLM,
-    served_model_name: str,
-    tenants: TenantsFile | None = None,
-    max_body_bytes: int = MAX_BODY_BYTES,
+    llm: AsyncLLM, served_model_name: str, tenants: TenantsFile | None = None, max_body_bytes: int = MAX_BODY_BYTES
 ) -> FastAPI:
     """Returns the application. It answers while the model still loads: generation waits, `/health` says 503.
 
@@ -63,8 +60,10 @@ def create_app(
         longest = None if llm.facts is None else llm.facts.longest_sequence
         return ModelCard(id=served_model_name, created=created, max_model_len=longest)
 
-    async def answer(call: Call[Any], request: Request) -> Answer[Any] | Response:
-        if call.request.stream:
+    async def answer(kind: type[Call[R]], body: R, request: Request) -> Answer[Any] | Response:
+        check_model(body.model)
+        call = kind(llm, body, served_model_name, request.state.tenant)
+        if body.stream:
             return EventStream(await until_disconnect(request.receive, call.events()))
         return await until_disconnect(request.receive, call.answer())
 
@@ -82,14 +81,12 @@ def create_app(
     @app.post("/v1/completions", response_model=Completion)
     async def completions(body: CompletionRequest, request: Request) -> Answer[Any] | Response:
         """Continues a prompt, or each of several: text or token ids."""
-        check_model(body.model)
-        return await answer(CompletionCall(llm, body, served_model_name, request.state.tenant), request)
+        return await answer(CompletionCall, body, request)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion)
     async def chat_completions(body: ChatCompletionRequest, request: Request) -> Answer[Any] | Response:
         """Answers a conversation through the model's chat template."""
-        check_model(body.model)
-        return await answer(ChatCall(llm, body, served_model_name, request.state.tenant), request)
+        return await answer(ChatCall, body, request)
 
     for routes in (engine_routes, session_routes, pin_routes):
         app.include_router(routes(llm))

@@ -8,7 +8,6 @@ import msgspec
 from fastapi import APIRouter, Body, Request
 from pydantic import BaseModel
 
-from pagemill.engine.stats import TenantStats
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.errors import asked_by_client
 from pagemill.server.protocol import KVMemory, Listing
@@ -56,14 +55,15 @@ def engine_routes(llm: AsyncLLM) -> APIRouter:
     @routes.get("/tenants")
     async def tenants() -> dict[str, Any]:
         """Shows every tenant's blocks, sequences, counters and limits."""
-        return {name: _shown(stats) for name, stats in (await llm.stats()).tenants.items()}
+        return {name: msgspec.to_builtins(stats) for name, stats in (await llm.stats()).tenants.items()}
 
     @routes.put("/tenants/{name}")
     async def set_tenant(name: str, limits: dict[str, Any] = Body()) -> dict[str, Any]:  # noqa: B008
         """Makes a tenant known, or gives it other limits; those that are left out are the defaults."""
         with asked_by_client():
             await llm.set_tenant(name, TenantLimits.read(name, limits))
-        return _shown((await llm.stats()).tenants[name])
+        shown: dict[str, Any] = msgspec.to_builtins((await llm.stats()).tenants[name])
+        return shown
 
     @routes.get("/kv_memory")
     async def kv_memory() -> KVMemory:
@@ -77,8 +77,3 @@ def engine_routes(llm: AsyncLLM) -> APIRouter:
             return KVMemory(kv_memory=(await llm.resize_kv_memory(body.kv_memory)).kv_bytes)
 
     return routes
-
-
-def _shown(stats: TenantStats) -> dict[str, Any]:
-    shown: dict[str, Any] = msgspec.to_builtins(stats)
-    return shown

@@ -9,13 +9,7 @@ from collections.abc import Iterable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagemill.errors import (
-    AuthenticationError,
-    BodyTooLargeError,
-    PagemillError,
-    PermissionDeniedError,
-    SlowBodyError,
-)
+from pagemill.errors import AuthenticationError, BodyTooLargeError, PagemillError, PermissionDeniedError, SlowBodyError
 from pagemill.server.errors import error_answer
 from pagemill.server.events import ClientGone
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantsFile, key_digest

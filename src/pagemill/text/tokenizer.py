@@ -94,11 +94,6 @@ class Tokenizer:
         """Returns the text of tokens at the beginning of a text. Ids that the tokenizer does not have give nothing."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
-    def token(self, token_id: int) -> str | None:
-        """Returns the token as the vocabulary spells it, or None if it has no such id."""
-        found: str | None = self._backend.id_to_token(token_id)
-        return found
-
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **options: Any
     ) -> str:

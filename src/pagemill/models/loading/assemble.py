@@ -102,10 +102,7 @@ class Assembler:
 
     def _mlp(self, gate_up: Sequence[str], down: str, size: int) -> GatedMLP:
         hidden, bias = self.spec.hidden_size, self.spec.mlp_bias
-        return GatedMLP(
-            self._linear(gate_up, (size, size), hidden, bias),
-            self._linear((down,), (hidden,), size, bias),
-        )
+        return GatedMLP(self._linear(gate_up, (size, size), hidden, bias), self._linear((down,), (hidden,), size, bias))
 
     def _experts(self, prefix: str) -> Experts:
         spec, names = self.spec, self.names
