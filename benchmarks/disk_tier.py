@@ -51,8 +51,8 @@ def drop_cache(path: Path) -> None:
 
 
 def whole_pages(nbytes: int) -> mmap.mmap:
-    """Memory whose pages are there, huge ones if the system has them: a virtual machine's disk may fill small ones that
-    lie scattered at less than half the speed."""
+    """Returns memory whose pages are there, huge ones if the system has them. A virtual machine's disk may fill small
+    ones that lie scattered at less than half the speed."""
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_HUGEPAGE)
     memory[:: mmap.PAGESIZE] = bytes(-(-nbytes // mmap.PAGESIZE))
@@ -97,14 +97,14 @@ def read_store(disk: DiskStore) -> float:
 
 
 def first_token_s(llm: LLM, name: str, prompt: list[int]) -> tuple[float, int]:
-    """Seconds of a session's turn of these tokens, answered with one, and how many of all its tokens were found."""
+    """Times a session's turn of these tokens, answered with one. Returns seconds, and how many tokens were found."""
     begin = time.perf_counter()
     output = llm.session(name).generate(prompt, FIRST_TOKEN)
     return time.perf_counter() - begin, output.num_cached_tokens or 0
 
 
 def resume_s(llm: LLM, name: str, prompt: list[int]) -> tuple[float, int]:
-    """As `first_token_s`, of a fork, which is forgotten."""
+    """Times the first token of a fork of the session, which is then forgotten."""
     fork = llm.session(name).fork(f"{name}-again")
     found = first_token_s(llm, fork.name, prompt)
     fork.delete()

@@ -1,4 +1,4 @@
-"""Where the time of a decode step goes: the model, the sampler, and the engine's own Python around them.
+"""Shows where the time of a decode step goes: the model, the sampler, and the engine's own Python around them.
 
     python benchmarks/engine_overhead.py [--model smollm2-135m] [--dtype bfloat16] [--json]
 

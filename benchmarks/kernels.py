@@ -34,7 +34,7 @@ BLOCK_SIZE = 16
 
 
 def seconds(call: Callable[[], object], budget: float) -> float:
-    """Median time of one call, over seven samples that take `budget` seconds together."""
+    """Returns the median time of one call, over seven samples that take `budget` seconds together."""
     clock = time.thread_time if _kernels.num_threads() == 1 else time.perf_counter
     call()
     begin = clock()
@@ -123,7 +123,7 @@ def dynamic_linear(weight: Tensor, library: str) -> Callable[[Tensor], Tensor]:
 
 
 def bench_quantized(budget: float, bandwidth: float, quick: bool) -> None:
-    """Linear layers on integers: 4-bit and 8-bit weights beside torch's dynamically quantized one and our own bf16."""
+    """Times linear layers on integers: 4 and 8 bits beside torch's dynamically quantized weights and our own bf16."""
     libraries = [name for name in torch.backends.quantized.supported_engines if name in ("fbgemm", "onednn")]
     print(
         f"\n{'quantized linear':28} {'us':>9} {'GOP/s':>8} {'GB/s':>6} {'of read':>8} "

@@ -45,15 +45,15 @@ _MAPPING = re.compile(r"([0-9a-f]+)-([0-9a-f]+) [^/]*(/.*)?")
 
 
 class Resident(NamedTuple):
-    """Bytes of K/V in this process's memory: of the pool, and of streamed blocks that it maps."""
+    """Holds the bytes of K/V in this process's memory: of the pool, and of streamed blocks that it maps."""
 
     pool: int
     streamed: int
 
 
 class Step(NamedTuple):
-    """A step: tokens of context at its end, seconds by the clock and of all processors, blocks when it ended, and the
-    bytes of streamed blocks that it read."""
+    """Holds a step: tokens of context at its end, seconds by the clock and of all processors, blocks when it ended, and
+    the bytes of streamed blocks that it read."""
 
     context: int
     clock_s: float
@@ -64,7 +64,7 @@ class Step(NamedTuple):
 
 
 def resident(pool: DevicePool) -> Resident:
-    """As the system counts it."""
+    """Returns how much K/V is in memory, as the system counts it."""
     begin, end = pool.storage.data_ptr(), pool.storage.data_ptr() + pool.storage.nbytes
     found, kind = [0, 0], None
     for line in Path("/proc/self/smaps").read_text().splitlines():
@@ -119,7 +119,7 @@ def record_steps(llm: LLM, steps: list[Step]) -> None:
 
 
 def bands(steps: list[Step], prompt_len: int) -> list[dict[str, float]]:
-    """Per BAND of the prompt: what its steps took."""
+    """Returns what the steps of each BAND of the prompt took."""
     rows, last = [], 0
     for first in range(0, prompt_len, BAND):
         of = [step for step in steps if first < step.context <= min(first + BAND, prompt_len)]

@@ -210,7 +210,7 @@ def parts(num_blocks: int, per_sequence: int, rounds: int, shuffled: bool) -> di
 
 
 def drop_first(clock: Clock) -> Clock:
-    """Without the round that warmed everything up."""
+    """Leaves out the round that warmed everything up."""
     for values in clock.rounds.values():
         del values[0]
     return clock

@@ -54,7 +54,7 @@ def make_engine(model: str, settings: dict[str, str], longest: int) -> EngineCor
 
 
 def scored(core: EngineCore, prompts: list[list[int]]) -> list[list[TokenLogprobs]]:
-    """For each prompt, its tokens' log probabilities from the second token on, beside the most likely one's."""
+    """Returns, for each prompt, its tokens' log probabilities from the second on, beside the most likely one's."""
     params = SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=1, ignore_eos=True)
     return [output.prompt_logprobs[1:] for output in run(core, prompts, params)]
 

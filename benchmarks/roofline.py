@@ -1,4 +1,4 @@
-"""This machine's ceilings, each workload's floor under them, and how close pagemill comes: its share of the floor.
+"""Measures this machine's ceilings, states each workload's floor under them, and pagemill's share of that floor.
 
     python -m benchmarks.roofline [--dtype float32] [--quantization gguf] [--workloads one,two,mixed] [--rounds 3]
                                   [--model PATH] [--json FILE]
@@ -77,7 +77,7 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Step:
-    """Work of one step. attended: (query token, key) pairs; kv_tokens: distinct keys; both summed over layers."""
+    """Counts a step's work. attended: (query token, key) pairs; kv_tokens: distinct keys; both summed over layers."""
 
     tokens: int
     logits: int
@@ -101,7 +101,7 @@ class Model:
 
     @classmethod
     def of(cls, decoder: Decoder, kv: torch.dtype, held: bool) -> Model:
-        """held: bytes are as the engine holds them, scales of quantized weights too; else those of the dtype."""
+        """Counts a model's bytes. held: as the engine holds them, scales of quantized weights too; else by dtype."""
         spec = decoder.spec
         linears: list[CpuLinear] = []
         for layer in decoder.weights.layers:
@@ -149,7 +149,7 @@ def measure_ceilings(weight_bytes: int) -> Ceilings:
 
 
 def read_rate(num_bytes: int) -> float:
-    """Bytes per second of reading a buffer, by the fastest of several ways: one stream per thread, and several."""
+    """Returns the bytes per second of reading a buffer by the fastest call: one stream per thread, or several."""
     columns = 1 << 14
     whole = torch.ones(max(1, num_bytes // (4 * columns)), columns)
     ones = torch.ones(columns)
@@ -245,7 +245,7 @@ class Recorder:
         return self._run(plan)
 
     def _distinct(self, tables: NDArray[np.int32], plan: StepPlan, window: int | None) -> int:
-        """Tokens whose K/V the step attends in one layer, each slot counted once however many rows see it."""
+        """Counts the tokens whose K/V the step attends in one layer, each slot once however many rows see it."""
         size = self._block_size
         ends = plan.starts + plan.query_lens
         begins = np.zeros_like(ends) if window is None else np.maximum(0, plan.starts + 1 - window)

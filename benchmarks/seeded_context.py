@@ -46,7 +46,7 @@ class Shape(NamedTuple):
 
 
 def make_piece(layer: int, piece: int, shape: Shape) -> tuple[Tensor, Tensor]:
-    """Keys and values [PIECE, kv_heads, head_dim] of a layer's tokens PIECE * piece .. ."""
+    """Returns keys and values [PIECE, kv_heads, head_dim] of a layer's tokens PIECE * piece .. ."""
     integers, kept, set_ = _BITS[shape.dtype]
     elements = 2 * PIECE * shape.kv_heads * shape.head_dim
     drawn = np.random.Generator(np.random.SFC64([layer, piece])).bytes(elements * shape.dtype.itemsize)
@@ -86,8 +86,8 @@ def shape_of(cache: LayerCache) -> Shape:
 
 
 class Recorder:
-    """An engine's attention that keeps queries, their outputs, and new keys and values, layer by layer. The engine's
-    layers then run operator by operator, with the same bits."""
+    """Stands in for an engine's attention and keeps queries, their outputs, and new keys and values, layer by layer.
+    The engine's layers then run operator by operator, with the same bits."""
 
     def __init__(self, core: EngineCore) -> None:
         decoder = core.executor.decoder
@@ -112,9 +112,9 @@ class Recorder:
         return output, lse
 
     def errors(self, tokens: int) -> Iterator[float]:
-        """By layer, over all steps and heads, and SAMPLED tokens of a step: the greatest deviation of an output from
-        attention in fp64 over the `tokens` seeded keys and those that were written since, as a share of the mean of
-        |values| under the same weights. Steps began behind the seeded tokens and went on without gaps."""
+        """Returns, by layer, over all steps and heads, and SAMPLED tokens of a step, the greatest deviation of an
+        output from attention in fp64 over the `tokens` seeded keys and those that were written since, as a share of the
+        mean of |values| under the same weights. Steps began behind the seeded tokens and went on without gaps."""
         layers = len(self._spec.layers)
         for layer in range(layers):
             query, positions, output = (torch.cat(each) for each in zip(*self._attended[layer::layers], strict=True))
@@ -124,7 +124,7 @@ class Recorder:
 
 
 def _batched(pieces: Iterator[tuple[Tensor, Tensor]], last: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, Tensor]]:
-    """Several pieces as one, then `last`."""
+    """Yields several pieces as one, then `last`."""
     waiting: list[tuple[Tensor, Tensor]] = []
     for piece in pieces:
         waiting.append(piece)
@@ -139,7 +139,7 @@ def _batched(pieces: Iterator[tuple[Tensor, Tensor]], last: tuple[Tensor, ...]) 
 def _deviation(
     query: Tensor, positions: Tensor, output: Tensor, pieces: Iterator[tuple[Tensor, Tensor]], scale: float
 ) -> float:
-    """Attention in fp64, softmax folded piece by piece (Milakov and Gimelshein 2018), against `output`.
+    """Compares attention in fp64, softmax folded piece by piece (Milakov and Gimelshein 2018), with `output`.
 
     query, output [tokens, heads, head_dim] at `positions` [tokens]; pieces of keys and values [n, kv_heads, head_dim]
     from position 0 on.

@@ -41,7 +41,7 @@ SPREAD = 0.5
 
 @dataclass(frozen=True)
 class Workload:
-    """Mean lengths in tokens, and the shares of blocks that the paper reports for it, in per cent."""
+    """Holds mean lengths in tokens, and the shares of blocks that the paper reports for it, in per cent."""
 
     prompt_len: int
     output_len: int
@@ -78,7 +78,7 @@ def forked(mode: str, requests: list[tuple[list[int], int]]) -> list[EngineReque
 
 
 def independent(mode: str, requests: list[tuple[list[int], int]]) -> list[EngineRequest]:
-    """As many requests of one sequence as the mode has sequences."""
+    """Returns as many requests of one sequence as the mode has sequences."""
     _, width = split(mode)
     made = []
     for number, (prompt, length) in enumerate(requests):

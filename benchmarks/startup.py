@@ -1,4 +1,4 @@
-"""From a command's start to its first token: N new processes, beside what `import torch` alone takes in the same run.
+"""Times a command from its start to its first token: N new processes, beside `import torch` in the same run.
 
     python -m benchmarks.startup [MODEL] [--runs 5]
 

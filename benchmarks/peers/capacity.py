@@ -1,4 +1,4 @@
-"""Capacity under a limit on latency: how many requests per second an engine serves before its answers get too slow.
+"""Measures capacity under a limit on latency: the requests per second that an engine serves in time.
 
     python -m benchmarks.peers.capacity [--engines pagemill,vllm] [--slo-tpot-p99 250] [--seconds 40]
                                         [--first-rate 0.6] [--out benchmarks/results/capacity]
@@ -62,7 +62,7 @@ def find_capacity(holds: Callable[[float], bool], first: float) -> float | None:
 
 
 def measure_engine(name: str, text: list[int], arguments: argparse.Namespace) -> dict[str, Any]:
-    """{"description", "rates": [...], "capacity": the row of the highest rate that held, or None}."""
+    """Returns {"description", "rates": [...], "capacity": the row of the highest rate that held, or None}."""
     rows: list[dict[str, Any]] = []
     pieces = 0
     log = arguments.out.parent / f"{arguments.out.name}-{name}.log"

@@ -11,7 +11,7 @@ from pagemill.memory.tenants import Tenant
 
 
 class Reservations(Footprint):
-    """Every sequence needs the blocks of `reservation` tokens."""
+    """Counts the blocks of `reservation` tokens for every sequence."""
 
     def __init__(self, block_size: int, windows: Sequence[int | None], reservation: int) -> None:
         super().__init__(block_size, windows)

@@ -1,4 +1,4 @@
-"""Which engines can be measured, and how each is set up: pagemill by its defaults, each peer the fastest way known."""
+"""Sets up the engines that can be measured: pagemill by its defaults, each peer the fastest way known."""
 
 from __future__ import annotations
 

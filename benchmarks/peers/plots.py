@@ -1,4 +1,4 @@
-"""Plots of measured speeds and latencies: pagemill in colour, its peers in grey."""
+"""Draws measured speeds and latencies: pagemill in colour, its peers in grey."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def plot_shares(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 def plot_long_prompt(
     rows: list[dict[str, float]], looks: list[dict[str, int]], kv_bytes: int, title: str, path: Path
 ) -> None:
-    """Speed against context, and resident K/V over the run beside all that there are."""
+    """Draws speed against context, and resident K/V over the run beside all that there are."""
     pyplot = _pyplot()
     figure, (speed, memory) = pyplot.subplots(1, 2, figsize=(8, 3), layout="constrained")
     contexts = [row["context"] / 1024 for row in rows]

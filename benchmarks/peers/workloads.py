@@ -105,7 +105,7 @@ def make(name: str, text: Sequence[int], round: int = 0) -> Workload:
 
 
 def make_poisson(text: Sequence[int], rate: float, seconds: float, first_piece: int) -> Workload:
-    """Requests of mixed's lengths that arrive at random for `seconds`, `rate` a second on average, and at least one.
+    """Returns requests of mixed's lengths that arrive at random for `seconds`, on average `rate` a second; at least 1.
 
     The same draws serve every rate, so that a higher one has the same requests, closer together, and then more of them.
     `first_piece` counts the pieces of text that earlier workloads of the same engine have taken.

@@ -1,4 +1,4 @@
-"""Replays of real traces: `python -m benchmarks.replay COMMAND --help`."""
+"""Replays real traces: `python -m benchmarks.replay COMMAND --help`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paged and contiguous KV memory of equal size under the same scheduler, over a replayed trace.
+"""Compares paged and contiguous KV memory of equal size under the same scheduler, over a replayed trace.
 
     python -m benchmarks.replay allocators TRACE [--kv-mib 1024] [--seconds 120] [--rate 1]
 

@@ -22,8 +22,8 @@ NEVER = 1 << 60
 
 
 class Visit(NamedTuple):
-    """One request. chain: its prompt's whole blocks, which it leaves behind; the first `num_wanted` of them could have
-    been found; num_held: blocks of any kind that it holds while it is served."""
+    """Holds one request. chain: its prompt's whole blocks, which it leaves behind; the first `num_wanted` of them could
+    have been found; num_held: blocks of any kind that it holds while it is served."""
 
     chain: Sequence[int]
     num_wanted: int
@@ -31,7 +31,7 @@ class Visit(NamedTuple):
 
 
 def best_hits(visits: Sequence[Visit], capacity: int) -> list[int]:
-    """By request, blocks found where their sum is the largest possible, in a cache of `capacity` blocks.
+    """Returns, by request, the blocks found where their sum is the largest possible, in a cache of `capacity` blocks.
 
     Equal numbers are equal blocks, with the same ones before them. Raises ValueError if a request holds more
     than `capacity`.
@@ -57,8 +57,8 @@ def best_hits(visits: Sequence[Visit], capacity: int) -> list[int]:
 
 
 def _wanted_again(visits: Sequence[Visit]) -> list[list[int]]:
-    """By request and block of its chain, the request that next wants the block; NEVER if none does before another one
-    computes it anyway."""
+    """Returns, by request and block of its chain, the request that next wants the block; NEVER if none does before
+    another one computes it anyway."""
     following: dict[int, int] = {}
     found: list[list[int]] = []
     for index in reversed(range(len(visits))):

@@ -1,5 +1,5 @@
-"""Contiguous KV memory, as engines had before paging: each sequence gets one run of slots when it enters, for as long
-as it may become. Behind the same calls as the memory manager, so that the same scheduler runs over it; for comparison.
+"""Models contiguous KV memory, as engines had before paging: each sequence gets one run of slots when it enters, for as
+long as it may become. It has the memory manager's calls, so that the same scheduler runs over it, for comparison.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Extent = tuple[int, int]
 
 
 class Placement(Protocol):
-    """Where runs of slots lie."""
+    """Says where runs of slots lie."""
 
     def take(self, count: int) -> Extent | None: ...
 

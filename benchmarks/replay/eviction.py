@@ -108,7 +108,7 @@ def visit_of(request: TracedRequest) -> Visit:
 def replay_policy(
     trace: Sequence[TracedRequest], visits: Sequence[Visit], num_frames: int, policy: PolicyFactory
 ) -> list[int]:
-    """Blocks found, by request, by the real memory manager. Raises TraceError if a request does not fit."""
+    """Returns the blocks found, by request, by the real memory manager. Raises TraceError if a request does not fit."""
     memory = MemoryManager(num_frames, 1, [None], policy=policy)
     hits: list[int] = []
     for step, (request, visit) in enumerate(zip(trace, visits, strict=True)):

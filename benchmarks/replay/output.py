@@ -1,4 +1,4 @@
-"""Where results go: tables as JSON, plots as PNG, named after the command."""
+"""Writes results: tables as JSON, plots as PNG, named after the command."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""KV memory that is reserved and holds nothing, over a replayed trace, by block size.
+"""Measures KV memory that is reserved and holds nothing, over a replayed trace, by block size.
 
     python -m benchmarks.replay waste TRACE [--block-sizes 8,16,32,64,128,256] [--seconds 3600] [--rate 0.1]
 

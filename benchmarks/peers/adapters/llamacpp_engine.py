@@ -73,7 +73,7 @@ class Engine:
             yield sequence.key, 1
 
     def _admit(self) -> None:
-        """Waiting requests take free sequences, in order of arrival, while the cache has room for all to their end."""
+        """Gives waiting requests free sequences in order of arrival, while the cache has room for all to their end."""
         for row, running in enumerate(self._running):
             if running is None and self._waiting:
                 taken = sum(sequence.end for sequence in self._running if sequence)

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI's continuous batching on the GGUF's 4-bit weights, converted once to OpenVINO's own format."""
+"""Runs OpenVINO GenAI's continuous batching on the GGUF's 4-bit weights, converted once to OpenVINO's own format."""
 
 from __future__ import annotations
 
