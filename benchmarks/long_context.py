@@ -139,6 +139,8 @@ def main() -> None:
                 kv_memory = ((arguments.tokens + CHUNK + NEW) // 16 + 64) * frame_bytes(arguments)
             with tempfile.TemporaryDirectory(dir=folder) as own:
                 core = make(arguments, own, kv_memory)
+                if kind != "resident" and core.executor.pool.streamed_file is None:
+                    parser.error(f"--kv-memory {kv_memory} holds all tokens; lower it, so that some are streamed")
                 if arguments.check and not runs:
                     recorder = Recorder(core)
                 done = run(core, arguments.tokens, kind == "cold")
