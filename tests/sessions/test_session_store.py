@@ -284,8 +284,84 @@ def test_a_file_of_something_else_is_said_so(tmp_path):
     store_of(path).close()
     with contextlib.closing(sqlite3.connect(path)) as file:
         file.execute("PRAGMA user_version = 9")
-    with pytest.raises(errors.SessionStoreError, match="version 9; this one reads version 2"):
+    with pytest.raises(errors.SessionStoreError, match="version 9; this one reads version 3"):
         store_of(path)
+
+
+def test_a_file_of_version_2_gets_checksums(tmp_path):
+    path = tmp_path / "old.sqlite"
+    with contextlib.closing(sqlite3.connect(path)) as old, old:
+        old.execute(
+            "CREATE TABLE sessions (tenant TEXT, cache_salt TEXT, name TEXT, state TEXT NOT NULL, model TEXT NOT NULL, "
+            "tokenizer TEXT NOT NULL, token_ids BLOB NOT NULL, messages TEXT, num_turns INTEGER NOT NULL, "
+            "created_s REAL NOT NULL, used_s REAL NOT NULL, PRIMARY KEY (tenant, cache_salt, name)) WITHOUT ROWID"
+        )
+        old.execute("INSERT INTO sessions VALUES ('t', 'mine', 'a', 's', 'm', 't', x'05000000', '[]', 3, 1.0, 2.0)")
+        old.execute("PRAGMA user_version = 2")
+    record = store_of(path).get("a", Namespace("t", "mine"))
+    assert (record.token_ids, record.messages, record.num_turns) == ([5], [], 3)
+
+
+@pytest.mark.parametrize("place", ["token", "word"])
+def test_a_bit_that_has_flipped_is_said_so_and_the_session_can_be_deleted(tmp_path, place):
+    path = tmp_path / "sessions.sqlite"
+    store = store_of(path)
+    turn(store, "a", [1, 2, 0x12345678], [{"role": "user", "content": "a word"}])
+    turn(store, "b", [5])
+    store.close()
+    content = bytearray(path.read_bytes())
+    at = content.index(b"\x78\x56\x34\x12" if place == "token" else b"a word")
+    content[at] ^= 2
+    path.write_bytes(content)
+    store = store_of(path)
+    for use in (store.get, lambda name, space: store.begin(name, space, **OF)):
+        with pytest.raises(errors.SessionStoreError, match="session 'a' is damaged"):
+            use("a", HERE)
+    assert store.get("b", HERE).token_ids == [5]
+    store.delete("a", HERE)
+    turn(store, "a", [7])
+    assert store.get("a", HERE).token_ids == [7]
+
+
+@pytest.mark.parametrize("cut", [100, 2000, 3900, 4096, 9000])
+def test_a_file_that_was_cut_off_gives_no_other_answer(tmp_path, cut):
+    path = tmp_path / "sessions.sqlite"
+    store = store_of(path)
+    for name in "abc":
+        turn(store, name, list(range(1000)))
+    store.close()
+    path.write_bytes(path.read_bytes()[:-cut])
+    found = []
+    for name in "abc":
+        with contextlib.suppress(errors.SessionStoreError):
+            found.append(store_of(path).begin(name, HERE, **OF).token_ids)
+    assert all(token_ids == list(range(1000)) for token_ids in found)
+    assert len(found) < 3 or cut < 3900
+
+
+def test_a_full_disk_is_said_so_without_naming_the_file(tmp_path):
+    """Callers of other machines hear it. Files of more than 64 KiB are refused as if the disk were full."""
+    path = tmp_path / "sessions.sqlite"
+    code = """
+import resource, sys
+from pagemill.errors import SessionStoreError
+from pagemill.namespace import Namespace
+from pagemill.sessions.store import SessionStore
+store = SessionStore(sys.argv[1], 4, None)
+resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))
+for count in (1, 100_000, 2):
+    try:
+        store.commit(store.begin("a", Namespace(), model="m", tokenizer="t"), [1] * count, None)
+        print(len(store.get("a", Namespace()).token_ids))
+    except SessionStoreError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code, path], capture_output=True, text=True, timeout=60, check=True)
+    kept, refused, after = done.stdout.splitlines()
+    assert (kept, after) == ("1", "2")
+    assert refused.startswith("the sessions cannot be used: ")
+    assert "rollback" not in refused
+    assert str(tmp_path) not in refused
 
 
 CHILD = """

@@ -20,12 +20,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import xxhash
+
 from pagemill import errors
 from pagemill.config import EngineConfig
 from pagemill.hub.registry import cache_dir
 from pagemill.namespace import Namespace
 
-VERSION = 2
+VERSION = 3
 BUSY_TIMEOUT_S = 10.0
 """The time for which a write waits for another process's write."""
 
@@ -34,10 +37,11 @@ _SCHEMA = """
 CREATE TABLE sessions (
     tenant TEXT, cache_salt TEXT, name TEXT, state TEXT NOT NULL, model TEXT NOT NULL, tokenizer TEXT NOT NULL,
     token_ids BLOB NOT NULL, messages TEXT, num_turns INTEGER NOT NULL, created_s REAL NOT NULL, used_s REAL NOT NULL,
-    PRIMARY KEY (tenant, cache_salt, name)
+    checksum BLOB NOT NULL, PRIMARY KEY (tenant, cache_salt, name)
 ) WITHOUT ROWID
 """
-_OF_VERSION_1 = "INSERT INTO sessions SELECT 'default', * FROM sessions_1"
+_OLDER = {1: "SELECT 'default', * FROM older", 2: "SELECT * FROM older"}
+"""How the rows of earlier versions become this one's, but for the checksum."""
 _KEY = "tenant = ? AND cache_salt = ? AND name = ?"
 
 
@@ -82,6 +86,8 @@ class SessionStore:
         self._max_sessions = max_sessions
         self._limits: dict[str, int | None] = {}
         self._timeout_s = timeout_s
+        self._opening = True
+        """Whether what is said of the file may name it: later, callers of other machines hear it."""
         self._lock = threading.RLock()
         self._in_use: dict[tuple[Namespace, str], SessionRecord] = {}  # as its turn has begun
         with self._errors():
@@ -95,18 +101,25 @@ class SessionStore:
             with self._transaction():
                 (version,) = self._db.execute("PRAGMA user_version").fetchone()
                 if version < VERSION:
-                    if version == 1:
-                        self._db.execute("ALTER TABLE sessions RENAME TO sessions_1")
+                    if version:
+                        self._db.execute("ALTER TABLE sessions RENAME TO older")
                     self._db.execute(_SCHEMA)
-                    if version == 1:
-                        self._db.execute(_OF_VERSION_1)
-                        self._db.execute("DROP TABLE sessions_1")
+                    if version:
+                        for row in self._db.execute(_OLDER[version]).fetchall():
+                            self._insert(row)
+                        self._db.execute("DROP TABLE older")
                     self._db.execute(f"PRAGMA user_version = {VERSION}")
                 elif version != VERSION:
                     raise errors.SessionStoreError(
                         f"{self.path} has sessions of version {version}; this one reads version {VERSION}; give "
                         f"another session_path"
                     )
+            (finding,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
+            if finding != "ok":
+                raise errors.SessionStoreError(
+                    f"{self.path} is damaged ({finding}); bring it back from a copy, or give another session_path"
+                )
+        self._opening = False
 
     @classmethod
     def of(cls, config: EngineConfig) -> SessionStore:
@@ -166,7 +179,7 @@ class SessionStore:
                 with self._transaction():
                     earlier = (*begun.space, begun.name, begun.state)
                     gone = self._db.execute(f"DELETE FROM sessions WHERE {_KEY} AND state = ?", earlier).rowcount
-                    if gone != bool(begun.state) or not self._insert(record):
+                    if gone != bool(begun.state) or not self._insert(_row(record)):
                         raise errors.SessionBusyError(
                             f"session {begun.name!r} was changed or deleted by another process during this turn, "
                             f"which is not kept; ask again",
@@ -220,7 +233,7 @@ class SessionStore:
                     )
                 self._require_room(space, new_name)
                 child = replace(record, name=new_name, created_s=now, used_s=now, state=secrets.token_hex(8))
-                self._insert(child)
+                self._insert(_row(child))
         return child
 
     def delete(self, name: str, space: Namespace) -> None:
@@ -230,9 +243,10 @@ class SessionStore:
                 raise errors.SessionBusyError(
                     f"session {name!r} is in use by a request; wait for its end", param="session_id"
                 )
-            self.get(name, space)
+            self._expire(time.time())
             with self._transaction():
-                self._db.execute(f"DELETE FROM sessions WHERE {_KEY}", (*space, name))
+                if not self._db.execute(f"DELETE FROM sessions WHERE {_KEY}", (*space, name)).rowcount:
+                    raise _not_found(name)
 
     def close(self) -> None:
         with self._lock:
@@ -241,21 +255,16 @@ class SessionStore:
     def _found(self, name: str, space: Namespace) -> SessionRecord:
         record = self._find(name, space)
         if record is None:
-            raise errors.SessionNotFoundError(f"there is no session {name!r}; a request that names it begins one")
+            raise _not_found(name)
         return record
 
     def _find(self, name: str, space: Namespace) -> SessionRecord | None:
         rows = self._rows(f"SELECT * FROM sessions WHERE {_KEY}", (*space, name))
         return _record(rows[0]) if rows else None
 
-    def _insert(self, record: SessionRecord) -> bool:
-        """Returns False, and writes nothing, where there is a session of this name."""
-        values = (
-            *(*record.space, record.name, record.state, record.model, record.tokenizer),
-            struct.pack(f"<{len(record.token_ids)}I", *record.token_ids),
-            None if record.messages is None else json.dumps(record.messages, default=dict),
-            *(record.num_turns, record.created_s, record.used_s),
-        )
+    def _insert(self, row: tuple[Any, ...]) -> bool:
+        """Returns False, and writes nothing, where there is a session of this name. row: all but the checksum."""
+        values = (*row, _checksum(row))
         query = f"INSERT OR IGNORE INTO sessions VALUES ({', '.join('?' * len(values))})"
         return self._db.execute(query, values).rowcount > 0
 
@@ -297,19 +306,20 @@ class SessionStore:
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield
+                self._db.execute("COMMIT")
             except BaseException:
-                self._db.execute("ROLLBACK")
+                if self._db.in_transaction:  # a full disk has ended it already
+                    self._db.execute("ROLLBACK")
                 raise
-            self._db.execute("COMMIT")
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
         try:
             yield
         except (sqlite3.Error, OSError) as error:
+            where = f" in {self.path}" if self._opening and self.path is not None else ""
             raise errors.SessionStoreError(
-                f"the sessions in {self.path or 'memory'} cannot be used: {error}; mend that, or give another "
-                f"session_path"
+                f"the sessions{where} cannot be used: {error}; mend that, or give another session_path"
             ) from error
 
 
@@ -323,8 +333,32 @@ def check_name(name: str) -> None:
         )
 
 
+def _not_found(name: str) -> errors.SessionNotFoundError:
+    return errors.SessionNotFoundError(f"there is no session {name!r}; a request that names it begins one")
+
+
+def _row(record: SessionRecord) -> tuple[Any, ...]:
+    """Returns a session as the table has it, but for the checksum."""
+    return (
+        *(*record.space, record.name, record.state, record.model, record.tokenizer),
+        struct.pack(f"<{len(record.token_ids)}I", *record.token_ids),
+        None if record.messages is None else json.dumps(record.messages, default=dict),
+        *(record.num_turns, record.created_s, record.used_s),
+    )
+
+
+def _checksum(row: tuple[Any, ...]) -> bytes:
+    return xxhash.xxh3_128_digest(msgspec.msgpack.encode(row))
+
+
 def _record(row: tuple[Any, ...]) -> SessionRecord:
-    tenant, cache_salt, name, state, model, tokenizer, packed, written, num_turns, created_s, used_s = row
+    """Returns a row of the table as a session. Raises SessionStoreError for one that was not written like this."""
+    *values, checksum = row
+    tenant, cache_salt, name, state, model, tokenizer, packed, written, num_turns, created_s, used_s = values
+    if checksum != _checksum(tuple(values)):
+        raise errors.SessionStoreError(
+            f"session {name!r:.140} is damaged: its checksum is not that of its content; delete it, and begin another"
+        )
     space, token_ids = Namespace(tenant, cache_salt), list(struct.unpack(f"<{len(packed) // 4}I", packed))
     messages = None if written is None else json.loads(written)
     return SessionRecord(name, space, model, tokenizer, token_ids, messages, num_turns, created_s, used_s, state)
