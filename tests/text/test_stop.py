@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,3 +93,16 @@ def test_without_stop_strings_everything_passes():
     checker = StopStrings([])
     assert checker.add("abc") == "abc"
     assert checker.finish() == ""
+
+
+def test_many_stop_strings_cost_no_more_than_few():
+    def seconds(stops):
+        checkers = [StopStrings(stops) for _ in range(64)]
+        began = time.perf_counter()
+        for checker in checkers:
+            for _ in range(50):
+                checker.add("some words ")
+        return time.perf_counter() - began
+
+    few, many = (min(seconds([f"{i}\t" for i in range(count)]) for _ in range(3)) for count in (2, 1024))
+    assert many < 10 * few

@@ -1,11 +1,14 @@
 """Finds stop strings in a stream of text, whatever the pieces it comes in.
 
-Each stop string is followed character by character with the Knuth–Morris–Pratt automaton, so the work per character
-does not depend on its length, and what might still become a match is exactly what is held back.
+All stop strings are followed at once, character by character, with the Aho-Corasick automaton. So the work per
+character depends neither on their number nor on their length, and what might still become a match is exactly what is
+held back.
 """
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Sequence
 
 
@@ -19,28 +22,27 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         self.matched: str | None = None
-        self._stops = sorted(set(stops), key=len, reverse=True)
         self._include = include
-        self._borders = [_borders(stop) for stop in self._stops]
-        self._matching = [0] * len(self._stops)
+        self._state = _automaton(tuple(stops)) if stops else None
         self._held = ""
 
     def add(self, text: str, *, can_stop: bool = True) -> str:
         """Returns the text that may now be shown. Without `can_stop` a match that ends within `text` does not count."""
         if self.matched is not None:
             return ""
-        if not self._stops:
+        state = self._state
+        if state is None:
             return text
         self._held += text
-        start = len(self._held) - len(text)
-        for position in range(start, len(self._held)):
-            stop = self._advance(self._held[position], can_stop)
-            if stop is not None:
-                self.matched = stop
-                end = position + 1
-                shown, self._held = self._held[: end if self._include else end - len(stop)], ""
+        for position, character in enumerate(text, len(self._held) - len(text) + 1):
+            state = state.after(character)
+            if state.complete is not None and can_stop:
+                self.matched = state.complete
+                shown = self._held[: position if self._include else position - len(state.complete)]
+                self._held = ""
                 return shown
-        keep = len(self._held) - max(self._matching)
+        self._state = state
+        keep = len(self._held) - state.open_length
         shown, self._held = self._held[:keep], self._held[keep:]
         return shown
 
@@ -49,30 +51,45 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _advance(self, character: str, can_stop: bool) -> str | None:
-        """Takes one character. Returns the longest stop string that it completes, or None."""
-        complete = None
-        for i, stop in enumerate(self._stops):
-            matching, borders = self._matching[i], self._borders[i]
-            while matching and stop[matching] != character:
-                matching = borders[matching - 1]
-            if stop[matching] == character:
-                matching += 1
-            if matching == len(stop):
-                complete = complete or stop
-                matching = borders[matching - 1]
-            self._matching[i] = matching
-        return complete if can_stop else None
+
+class _State:
+    """How far the text's end is into stop strings: the longest beginning of one that the text ends with.
+
+    complete: the longest stop string that the text ends with. open_length: the length of the longest beginning of a
+    stop string, shorter than that, which the text ends with. shorter: the state of the next shorter beginning.
+    """
+
+    __slots__ = ("complete", "following", "length", "open_length", "shorter")
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+        self.complete: str | None = None
+        self.open_length = 0
+        self.following: dict[str, _State] = {}
+        self.shorter = self
+
+    def after(self, character: str) -> _State:
+        state = self
+        while (found := state.following.get(character)) is None and state.length:
+            state = state.shorter
+        return state if found is None else found
 
 
-def _borders(text: str) -> list[int]:
-    """Returns, for each prefix of `text`, the length of its longest proper prefix that is also its suffix."""
-    borders = [0] * len(text)
-    length = 0
-    for i in range(1, len(text)):
-        while length and text[i] != text[length]:
-            length = borders[length - 1]
-        if text[i] == text[length]:
-            length += 1
-        borders[i] = length
-    return borders
+@functools.lru_cache(maxsize=16)
+def _automaton(stops: tuple[str, ...]) -> _State:
+    """Returns the state before any text. Sequences of a request, and requests alike, share it."""
+    start = _State(0)
+    for stop in stops:
+        state = start
+        for length, character in enumerate(stop, 1):
+            state = state.following.setdefault(character, _State(length))
+        state.complete = stop
+    reached = deque([start])
+    while reached:
+        state = reached.popleft()
+        for character, longer in state.following.items():
+            longer.shorter = start if state is start else state.shorter.after(character)
+            longer.open_length = longer.length if longer.following else longer.shorter.open_length
+            longer.complete = longer.complete or longer.shorter.complete
+            reached.append(longer)
+    return start
