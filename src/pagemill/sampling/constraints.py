@@ -33,7 +33,11 @@ class RowConstraints:
         )
         bad_words = params.bad_words_token_ids or []
         self._bad_tokens = [words[0] for words in bad_words if len(words) == 1]
-        self._bad_sequences = [words for words in bad_words if len(words) > 1]
+        self._bad_sequences: dict[int, list[list[int]]] = {}
+        """Sequences that must not be completed, by their last token but one."""
+        for words in bad_words:
+            if len(words) > 1:
+                self._bad_sequences.setdefault(words[-2], []).append(words)
         self._min_tokens = params.min_tokens
         self._stops = sorted({*params.stop_token_ids, *eos_token_ids}) if params.min_tokens else []
         bias = params.logit_bias or {}
@@ -45,7 +49,7 @@ class RowConstraints:
         self.penalized = self.repetition != 1.0 or self.frequency != 0.0 or self.presence != 0.0
         self._length = 0
         self._tail: list[int] = []
-        self._tail_length = max((len(words) - 1 for words in self._bad_sequences), default=0)
+        self._tail_length = max((len(words) for words in bad_words), default=1) - 1
         self._place: dict[int, int] = {}
         self._seen_ids = np.empty(64, np.int64)
         self._seen_counts = np.empty(64, np.float32)
@@ -96,7 +100,8 @@ class RowConstraints:
     def banned(self) -> list[int]:
         """Returns the tokens that must not come next, some perhaps twice."""
         banned = list(self._bad_tokens)
-        banned += [words[-1] for words in self._bad_sequences if self._tail[1 - len(words) :] == words[:-1]]
+        ending = self._bad_sequences.get(self._tail[-1], ()) if self._tail else ()
+        banned += [words[-1] for words in ending if self._tail[1 - len(words) :] == words[:-1]]
         if self._length < self._min_tokens:
             banned += self._stops
         return banned
