@@ -137,3 +137,16 @@ def test_as_many_values_as_prompts():
     assert one_per_prompt(3, 2, "priorities") == [3, 3]
     with pytest.raises(errors.InvalidRequestError, match="1 priorities were given for 2 prompts"):
         one_per_prompt([3], 2, "priorities")
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(inputs, monkeypatch):
+    def encode(*_):
+        raise AssertionError("it was tokenized")
+
+    monkeypatch.setattr(inputs.tokenizer, "encode", encode)
+    for ask in (
+        lambda: inputs.process("word " * 1_000_000, SamplingParams(), "r"),
+        lambda: inputs.render_chat([{"role": "user", "content": "word " * 1_000_000}]),
+    ):
+        with pytest.raises(errors.PromptTooLongError, match=r"characters, at least \d+ tokens; max_model_len is 32"):
+            ask()

@@ -90,9 +90,27 @@ class InputProcessor:
         return RequestState(request, self.tokenizer, text, best_of)
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, cache_salt: str = "", **template: Any) -> Prompt:
-        """Returns a conversation as a prompt. `template` and what is raised are those of `Tokenizer.encode_chat`."""
-        text, token_ids = self.tokenizer.encode_chat(messages, **template)
+        """Returns a conversation as a prompt. Takes and raises what `encode_chat` does."""
+        text, token_ids = self.encode_chat(messages, **template)
         return {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": cache_salt}
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
+        """Returns a conversation's text and token ids. Takes and raises what `Tokenizer.apply_chat_template` does, and
+        raises what `encode` does."""
+        text = self.tokenizer.apply_chat_template(messages, **template)
+        return text, self.encode(text, add_special_tokens=False)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Returns the token ids of a text. Raises `PromptTooLongError` for one that is so long that it cannot fit,
+        before it is tokenized, and what `Tokenizer.encode` raises."""
+        limit = self.facts().max_model_len
+        if len(text) > limit and (fewest := self.tokenizer.fewest_tokens(text)) >= limit:
+            raise errors.PromptTooLongError(
+                f"the prompt has {len(text)} characters, at least {fewest} tokens; max_model_len is {limit}, and one "
+                f"token must be for the answer; shorten the prompt or raise max_model_len",
+                param="prompt",
+            )
+        return self.tokenizer.encode(text, add_special_tokens)
 
     def _read(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
         """Returns a prompt's text, if it has one, its token ids, and its salt."""
@@ -110,7 +128,7 @@ class InputProcessor:
             raise errors.InvalidRequestError(
                 f"the prompt is of type {type(text).__name__}; it must be text", param="prompt"
             )
-        tokens = self.tokenizer.encode(text or "") if token_ids is None else token_ids_of(token_ids)
+        tokens = self.encode(text or "") if token_ids is None else token_ids_of(token_ids)
         return text, tokens, "" if salt is None else salt
 
     def _fit_params(self, params: SamplingParams, prompt_len: int, facts: EngineReady) -> SamplingParams:

@@ -86,7 +86,7 @@ class SessionTurns:
             )
         history = self._history(begun)
         if isinstance(prompt, str):
-            token_ids = self._inputs.tokenizer.encode(prompt, add_special_tokens=not begun.num_turns)
+            token_ids = self._inputs.encode(prompt, add_special_tokens=not begun.num_turns)
             return prompt, [*history, *token_ids]
         if isinstance(prompt, Mapping):
             raise InvalidRequestError(
@@ -107,8 +107,8 @@ class SessionTurns:
         tokenizer, earlier = self._inputs.tokenizer, begun.messages or []
         text = tokenizer.render_turn(earlier, messages, **template) if earlier else None
         if text is None:
-            return tokenizer.encode_chat([*earlier, *messages], **template)
-        new, history = tokenizer.encode(text, add_special_tokens=False), self._history(begun)
+            return self._inputs.encode_chat([*earlier, *messages], **template)
+        new, history = self._inputs.encode(text, add_special_tokens=False), self._history(begun)
         return text, [*(history[:-1] if history[-1:] == new[:1] else history), *new]
 
     def _history(self, begun: SessionRecord) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from pagemill.errors import InvalidRequestError, TokenizerError, shown
 from pagemill.hub.resolve import resolve_model
 from pagemill.text.chat_template import ChatTemplate
 from pagemill.text.detokenizer import TokenTexts
+from pagemill.text.fewest_tokens import FewestTokens
 from pagemill.text.tokenizer_files import TokenizerSettings, load_with_transformers, read_tokenizer
 
 if TYPE_CHECKING:
@@ -75,6 +76,11 @@ class Tokenizer:
             raise TokenizerError("this tokenizer was not loaded from files, so transformers cannot load it")
         return load_with_transformers(self._path)
 
+    @functools.cached_property
+    def fewest_tokens(self) -> Callable[[str], int]:
+        """Returns a number of tokens that a text has at least, without tokenizing it."""
+        return FewestTokens(self._backend).of
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of `text`. Raises InvalidRequestError for text that is not Unicode (surrogates)."""
         try:
@@ -110,11 +116,6 @@ class Tokenizer:
                 param="chat_template",
             )
         return self._compiled(chat_template, options.get("tools") is not None).render(messages, **options)
-
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **template: Any) -> tuple[str, list[int]]:
-        """Returns a conversation's text and token ids. Takes and raises what `apply_chat_template` does."""
-        text = self.apply_chat_template(messages, **template)
-        return text, self.encode(text, add_special_tokens=False)
 
     def render_turn(
         self, history: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], **template: Any
