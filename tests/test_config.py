@@ -25,6 +25,7 @@ from pagemill.errors import ConfigError
         ("max_num_batched_tokens", 5),
         ("max_model_len", True),
         ("num_threads", 0),
+        ("num_threads", 100_000),
         ("seed", 2**63),
         ("seed", 1.5),
         ("ageing_s", -1),

@@ -44,7 +44,11 @@ def about(description: str, way_out: str = "") -> Meta:
 
 
 class Argument(NamedTuple):
-    """One declared field. kind: its type, without limits. limit: what its value must be, in words."""
+    """One declared field.
+
+    kind: its type, without limits. limit: what its value must be, in words. max_length: entries that it may have, None
+    for any number.
+    """
 
     name: str
     kind: Any
@@ -52,6 +56,7 @@ class Argument(NamedTuple):
     description: str
     limit: str
     way_out: str
+    max_length: int | None
 
 
 @functools.cache
@@ -63,8 +68,9 @@ def arguments_of(cls: type) -> dict[str, Argument]:
         base, limits = _split(hints[field.name])
         default = field.default_factory() if callable(field.default_factory) else field.default
         description, extra = limits.get("description", ""), limits.get("extra") or {}
-        limit = _limit(hints[field.name])
-        found[field.name] = Argument(field.name, _bare(base), default, description, limit, extra.get("way_out", ""))
+        limit, way_out = _limit(hints[field.name]), extra.get("way_out", "")
+        most = _max_length(hints[field.name])
+        found[field.name] = Argument(field.name, _bare(base), default, description, limit, way_out, most)
     return found
 
 
@@ -175,6 +181,13 @@ def _with_parts(kind: Any, change: Callable[[Any], Any]) -> Any:
         return kind
     parts = tuple(change(part) for part in typing.get_args(kind))
     return typing.Union[parts] if origin in _UNIONS else origin[parts]  # noqa: UP007
+
+
+def _max_length(hint: Any) -> int | None:
+    """Returns how many entries a list or a dict of this type may have."""
+    base, limits = _split(hint)
+    parts = typing.get_args(base) if typing.get_origin(base) in _UNIONS else ()
+    return limits.get("max_length") or next(filter(None, map(_max_length, parts)), None)
 
 
 def _limit(hint: Any, *, many: bool = False) -> str:

@@ -19,6 +19,7 @@ S = TypeVar("S")
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Threads = Annotated[int, Meta(ge=1, le=1024)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Model = Annotated[str, Meta(min_length=1, title="a path, a name such as 'smollm2-135m', or a Hugging Face id")]
 Size = Annotated[int | float | str, Meta(title="bytes, a size such as '4GiB', or a share")]
@@ -135,7 +136,7 @@ class EngineConfig:
         dict[str, Any], about("JSON object that replaces entries of the model's configuration.")
     ] = field(default_factory=dict)
     device: Annotated[str, about("auto, cpu or cuda.")] = "auto"
-    num_threads: Annotated[Count | None, about("CPU threads. Default: one per core.")] = None
+    num_threads: Annotated[Threads | None, about("CPU threads. Default: one per core.")] = None
     ageing_s: Annotated[
         Annotated[float, Meta(ge=0)], about("Seconds of waiting that make up for one step of priority.")
     ] = 10.0

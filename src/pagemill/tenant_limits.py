@@ -24,6 +24,8 @@ from pagemill.arguments import Count, Positive, about, check_fields
 from pagemill.errors import ConfigError, shown
 
 DEFAULT_TENANT = "default"
+MAX_NAME = 128
+"""Characters of a tenant's name."""
 
 PoolShare = Annotated[
     str, Meta(pattern=r"^(100(\.0*)?|\d{1,2}(\.\d*)?)%$", title="a share of the pool from '0%' to '100%'")
@@ -77,8 +79,11 @@ class TenantLimits:
     @classmethod
     def read(cls, tenant: str, values: Any) -> TenantLimits:
         """Reads a tenant's limits from a dict, as files and HTTP bodies have it. Raises ConfigError, which names it."""
-        if not isinstance(tenant, str) or not tenant or not tenant.isprintable():
-            raise ConfigError(f"a tenant's name is {shown(tenant)}; a name must be printable text", param="tenants")
+        if not isinstance(tenant, str) or not 0 < len(tenant) <= MAX_NAME or not tenant.isprintable():
+            raise ConfigError(
+                f"a tenant's name is {shown(tenant)}; a name must be 1 to {MAX_NAME} printable characters",
+                param="tenants",
+            )
         if isinstance(values, TenantLimits):
             return values
         if not isinstance(values, dict):

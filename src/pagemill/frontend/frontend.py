@@ -15,7 +15,14 @@ from typing import Any
 from pagemill.engine import queries
 from pagemill.engine.messages import EngineReady, PinInfo, SequenceInfo, SequenceOutput
 from pagemill.engine.stats import EngineStats
-from pagemill.errors import InvalidRequestError, PagemillError, PinNotFoundError, RequestNotFoundError, shown
+from pagemill.errors import (
+    ConfigError,
+    InvalidRequestError,
+    PagemillError,
+    PinNotFoundError,
+    RequestNotFoundError,
+    shown,
+)
 from pagemill.frontend.client import EngineClient
 from pagemill.frontend.input_processor import InputProcessor, Prompt, as_mapping
 from pagemill.frontend.outputs import RunningRequest
@@ -29,6 +36,8 @@ from pagemill.tenant_limits import TenantLimits
 from pagemill.text.tokenizer import Tokenizer
 
 MAX_PIN_NAME = 128
+MAX_TENANTS = 4096
+"""Tenants that one engine knows: each has figures, which every answer of `/metrics` has."""
 
 Params = SamplingParams | BeamSearchParams
 
@@ -272,5 +281,11 @@ class Frontend:
     async def set_tenant(self, name: str, limits: TenantLimits) -> None:
         """See `LLM.set_tenant`."""
         limits = TenantLimits.read(name, limits)
+        known = self.client.facts.tenants
+        if name not in known and len(known) >= MAX_TENANTS:
+            raise ConfigError(
+                f"tenant {name!r} would be number {len(known) + 1}; there can be {MAX_TENANTS}; use one that is there",
+                param="tenants",
+            )
         await self.client.ask(queries.SetTenant(name, limits))
         self.turns.store.set_limit(name, limits.max_sessions)

@@ -19,8 +19,12 @@ MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
 MAX_WORDS = 1024
 """Entries that `stop`, `stop_token_ids` and `bad_words` may have: each is looked for after every token."""
+MAX_CHARACTERS = {"stop": 4096, "bad_words": 65536}
+"""Characters that the texts of a list may have together."""
 MAX_TOKEN_IDS = 2**20
-"""Entries that `allowed_token_ids` and `logit_bias` may have: more than any vocabulary."""
+"""Entries that `allowed_token_ids` may have: more than any vocabulary."""
+MAX_BIASES = 16384
+"""Entries that `logit_bias` may have: `allowed_token_ids` says in less what to forbid."""
 GREEDY_BELOW = 1e-5
 """A temperature below this is 0: dividing by it would leave the range of float32."""
 
@@ -44,8 +48,8 @@ TokenIds = Annotated[
 Biases = Annotated[
     dict[TokenId, Annotated[float, Meta(ge=-MAX_LOGIT_BIAS, le=MAX_LOGIT_BIAS)]],
     Meta(
-        max_length=MAX_TOKEN_IDS,
-        title=f"a dict of at most {MAX_TOKEN_IDS} token ids to numbers from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",
+        max_length=MAX_BIASES,
+        title=f"a dict of at most {MAX_BIASES} token ids to numbers from {-MAX_LOGIT_BIAS:g} to {MAX_LOGIT_BIAS:g}",
     ),
 ]
 Penalty = Annotated[float, Meta(ge=-2, le=2)]
@@ -145,6 +149,7 @@ class SamplingParams:
     def __post_init__(self) -> None:
         self._take_convenient_forms()
         check_fields(self, SamplingParamsError)
+        self._check_characters()
         self._check_contradictions()
 
     @property
@@ -162,8 +167,16 @@ class SamplingParams:
         self.allowed_token_ids = as_list(self.allowed_token_ids)
         if isinstance(self.seed, int) and self.seed == -1:
             self.seed = None
-        if isinstance(self.logit_bias, dict) and len(self.logit_bias) <= MAX_TOKEN_IDS:
+        if isinstance(self.logit_bias, dict) and len(self.logit_bias) <= MAX_BIASES:
             self.logit_bias = {_token_id_of_key(key): bias for key, bias in self.logit_bias.items()} or None
+
+    def _check_characters(self) -> None:
+        for name, limit in MAX_CHARACTERS.items():
+            characters = sum(map(len, getattr(self, name)))
+            if characters > limit:
+                raise SamplingParamsError(
+                    f"{name} has {characters} characters in all; give at most {limit}", param=name
+                )
 
     def _check_contradictions(self) -> None:
         if self.best_of is not None and self.best_of < self.n:

@@ -148,19 +148,31 @@ class Call(ABC, Generic[R]):
             async for output in self._streams[0]:
                 yield 0, output
             return
-        waiting = {asyncio.ensure_future(anext(stream)): position for position, stream in enumerate(self._streams)}
+        outputs: asyncio.Queue[tuple[int, RequestOutput] | Exception | None] = asyncio.Queue(len(self._streams))
+
+        async def read(position: int, stream: RequestStream) -> None:
+            try:
+                async for output in stream:
+                    await outputs.put((position, output))
+                await outputs.put(None)
+            except Exception as error:
+                await outputs.put(error)
+
+        readers = [asyncio.ensure_future(read(position, stream)) for position, stream in enumerate(self._streams)]
         try:
-            while waiting:
-                done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    position, output = waiting.pop(task), task.result()
-                    if not output.finished:
-                        waiting[asyncio.ensure_future(anext(self._streams[position]))] = position
-                    yield position, output
+            unended = len(readers)
+            while unended:
+                found = await outputs.get()
+                if found is None:
+                    unended -= 1
+                elif isinstance(found, Exception):
+                    raise found
+                else:
+                    yield found
         finally:
-            for task in waiting:
-                task.cancel()
-            await asyncio.gather(*waiting, return_exceptions=True)
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
 
     def _results(self) -> list[RequestOutput]:
         """Returns what each prompt has brought so far, in as many choices as were asked for."""

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
-from pydantic import BaseModel, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
 from pagemill.engine.messages import PinInfo
 from pagemill.errors import ConfigError, InvalidRequestError
 from pagemill.frontend.async_llm import AsyncLLM
-from pagemill.server.protocol import Body, ChatMessage, Listing
+from pagemill.frontend.input_processor import Prompt
+from pagemill.server.protocol import Body, ChatMessage, Ids, Listing
 from pagemill.tenant_limits import DEFAULT_TENANT
+from pagemill.text.chat_template import MAX_MESSAGES
 from pagemill.text.tokenizer import Tokenizer
 
 
@@ -21,19 +22,26 @@ class PinBody(Body):
     """A prefix to pin, as text or token ids, or as the messages of a chat."""
 
     name: str
-    prompt: str | list[int] | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    prompt: str | Ids | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     expires_s: float | None = None
     cache_salt: str = ""
 
-    def token_ids(self, tokenizer: Tokenizer) -> list[int]:
-        """Returns the whole prefix. Raises `InvalidRequestError` children, `TokenizerError` without a chat template."""
+    @model_validator(mode="after")
+    def _check_prefix(self) -> PinBody:
         if (self.prompt is None) == (self.messages is None):
             raise InvalidRequestError(f"pin {self.name!r} needs either a prompt or messages", param="prompt")
-        if self.messages is not None:
-            messages = [message.for_template() for message in self.messages]
-            return tokenizer.encode_chat(messages, add_generation_prompt=False)[1]
-        assert self.prompt is not None
+        return self
+
+    def conversation(self) -> list[dict[str, str]]:
+        """Returns the messages as chat templates take them."""
+        return [message.for_template() for message in self.messages or ()]
+
+    def token_ids(self, tokenizer: Tokenizer) -> list[int]:
+        """Returns the whole prefix. Raises `InvalidRequestError` children, `TokenizerError` without a chat template."""
+        if self.prompt is None:
+            text = tokenizer.apply_chat_template(self.conversation(), add_generation_prompt=False)
+            return tokenizer.encode(text, add_special_tokens=False)
         return tokenizer.encode(self.prompt) if isinstance(self.prompt, str) else self.prompt
 
 
@@ -83,9 +91,11 @@ def pin_routes(llm: AsyncLLM) -> APIRouter:
 
 
 async def pin(llm: AsyncLLM, body: PinBody, tenant: str) -> PinInfo:
-    """Pins a prefix for a tenant. Raises `InvalidRequestError` children."""
-    token_ids = await asyncio.to_thread(body.token_ids, await llm.tokenizer())
-    return await llm.pin(token_ids, name=body.name, expires_s=body.expires_s, cache_salt=body.cache_salt, tenant=tenant)
+    """Pins a prefix for a tenant. Raises `InvalidRequestError` children, `TokenizerError` without a chat template."""
+    prompt: Prompt | None = body.prompt
+    if prompt is None:
+        prompt = await llm.render_chat(body.conversation(), add_generation_prompt=False)
+    return await llm.pin(prompt, name=body.name, expires_s=body.expires_s, cache_salt=body.cache_salt, tenant=tenant)
 
 
 def read_pins(path: Path) -> list[FilePin]:

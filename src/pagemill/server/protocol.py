@@ -7,9 +7,19 @@ out of habit and that change nothing in any answer.
 from __future__ import annotations
 
 from abc import abstractmethod
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, TypeVar
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, create_model, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    create_model,
+    model_validator,
+)
 
 from pagemill.arguments import Argument, arguments_of
 from pagemill.errors import (
@@ -20,6 +30,7 @@ from pagemill.errors import (
     UnknownArgumentError,
 )
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
+from pagemill.text.chat_template import MAX_MESSAGES
 
 WITHOUT_EFFECT = frozenset(
     {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"}
@@ -58,6 +69,25 @@ IN_JSON: dict[str, tuple[Any, str]] = {
 """Types and descriptions of parameters that have another form in JSON."""
 
 
+MAX_PROMPTS = 1024
+"""Prompts of one completion."""
+MAX_CHOICES = 4096
+"""Sequences that one completion may ask for, over all its prompts."""
+MAX_PARTS = 16384
+"""Content parts of a conversation, over all its messages."""
+
+Name = Annotated[str, Field(max_length=256)]
+FIRST_ERROR = Field(fail_fast=True)
+"""For a list of which the first wrong entry is enough for a refusal: there may be a million."""
+Ids = Annotated[list[int], FIRST_ERROR]
+
+
+def check_length(name: str, entries: Any, limit: int | None) -> None:
+    """Raises `InvalidRequestError` for a list or a dict of too many entries, before anybody looks at each."""
+    if limit is not None and isinstance(entries, (list, dict)) and len(entries) > limit:
+        raise InvalidRequestError(f"{name} has {len(entries)} entries; give at most {limit}", param=name)
+
+
 class Body(BaseModel):
     """A request's body, or an object in it: these fields and no other."""
 
@@ -79,10 +109,20 @@ class StreamOptions(Body):
 def _field(argument: Argument) -> Any:
     as_declared = argument.kind, f"{argument.description} It must be {argument.limit}."
     kind, description = IN_JSON.get(argument.name, as_declared)
-    return kind | None, Field(None, description=description)
+    return _failing_fast(kind) | None, Field(None, description=description)
+
+
+def _failing_fast(kind: Any) -> Any:
+    """Returns a type with `FIRST_ERROR` on each list in it."""
+    if get_origin(kind) in (Union, UnionType):
+        parts = tuple(map(_failing_fast, get_args(kind)))
+        return Union[parts]  # noqa: UP007
+    return Annotated[kind, FIRST_ERROR] if get_origin(kind) is list else kind
 
 
 DECLARED = arguments_of(BeamSearchParams) | arguments_of(SamplingParams)
+MOST_ENTRIES = {name: argument.max_length for name, argument in DECLARED.items()} | {"messages": MAX_MESSAGES}
+"""How many entries each field may have that is a list or a dict."""
 ONLY_SEARCHED = ("length_penalty", "early_stopping")
 
 if TYPE_CHECKING:
@@ -96,14 +136,14 @@ else:
 class GenerationRequest(Parameters):
     """The fields that completions and chat have in common. None means: the default."""
 
-    model: str | None = None
+    model: Name | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     use_beam_search: bool | None = None
     cache_salt: str | None = None
     session_id: str | None = None
-    fork_of: str | None = None
+    fork_of: Name | None = None
     fork_index: int | None = None
     priority: int = 0
 
@@ -118,6 +158,7 @@ class GenerationRequest(Parameters):
         kept = {}
         for name, value in body.items():
             if name in cls.model_fields:
+                check_length(name, value, MOST_ENTRIES.get(name))
                 kept[name] = value
             elif name in NEUTRAL_ONLY:
                 if value is not None and value not in NEUTRAL_ONLY[name]:
@@ -227,9 +268,29 @@ class CompletionRequest(GenerationRequest):
 
     _BEGINNING = "prompt"
 
-    prompt: str | list[int] | list[str] | list[list[int]] | None = None
+    prompt: str | Ids | Annotated[list[str], FIRST_ERROR] | Annotated[list[Ids], FIRST_ERROR] | None = None
     logprobs: int | None = None
     echo: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_prompts(cls, body: Any) -> Any:
+        prompt = body.get("prompt") if isinstance(body, dict) else None
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            check_length("prompt", prompt, MAX_PROMPTS)
+        return body
+
+    @model_validator(mode="after")
+    def _check_choices(self) -> CompletionRequest:
+        each = max(self.num_choices, int(self.given.get("best_of", 1)))
+        count = len(self.prompts()) if self.prompt else 1
+        if count * each > MAX_CHOICES and count > 1:
+            raise InvalidRequestError(
+                f"{count} prompts with {each} sequences each make {count * each}; ask for at most {MAX_CHOICES} in one "
+                f"request",
+                param="n",
+            )
+        return self
 
     def prompts(self) -> list[str | list[int]]:
         """Returns one entry per prompt: its text or its token ids."""
@@ -255,8 +316,8 @@ class ChatMessage(Body):
     """One turn. `developer` is OpenAI's newer name for `system` and is given to the template as `system`."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
-    name: str | None = None
+    content: str | Annotated[list[TextPart], FIRST_ERROR]
+    name: Name | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -290,10 +351,23 @@ class ChatCompletionRequest(GenerationRequest):
 
     _BEGINNING = "messages"
 
-    messages: list[ChatMessage] | None = None
+    messages: Annotated[list[ChatMessage], FIRST_ERROR] | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_parts(cls, body: Any) -> Any:
+        messages = body.get("messages") if isinstance(body, dict) else None
+        if isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
+            contents = [message.get("content") for message in messages if isinstance(message, dict)]
+            parts = sum(len(content) for content in contents if isinstance(content, list))
+            if parts > MAX_PARTS:
+                raise InvalidRequestError(
+                    f"messages have {parts} content parts; give at most {MAX_PARTS}", param="messages"
+                )
+        return body
 
     def for_template(self) -> list[dict[str, str]]:
         """Returns the conversation as chat templates take it."""
