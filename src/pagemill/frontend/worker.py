@@ -5,13 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import queue
+import threading
+import weakref
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from pagemill.errors import EngineDeadError
 
 T = TypeVar("T")
+
+Work: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]"
+"""What a thread has to do, in order; None ends it."""
 
 
 class Worker(Protocol):
@@ -46,17 +52,28 @@ def immediately(work: Coroutine[Any, Any, T]) -> T:
 
 
 class WorkerThread:
-    """A `Worker` with a thread of its own: a long prompt must not hold up everybody's events."""
+    """A `Worker` with a thread of its own: a long prompt must not hold up everybody's events.
+
+    It is a daemon, unlike those of concurrent.futures: whatever it is doing does not keep the process from ending.
+    """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._work: Work = queue.SimpleQueue()
+        self._closed = False
+        weakref.finalize(self, self._work.put, None)
+        threading.Thread(target=_serve, args=(self._work,), name="tokenizer", daemon=True).start()
 
-    def submit(self, function: Callable[..., T], *args: Any) -> Future[T]:
-        return self._pool.submit(function, *args)
+    def submit(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Future[T]:
+        """Returns what the function will return; that is cancelled after `close`."""
+        future: Future[T] = Future()
+        if self._closed:
+            future.cancel()
+        else:
+            self._work.put((future, functools.partial(function, *args, **kwargs)))
+        return future
 
     async def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._pool, functools.partial(function, *args, **kwargs))
+        work = asyncio.wrap_future(self.submit(function, *args, **kwargs))
         try:
             await asyncio.wait({work})
         finally:
@@ -66,9 +83,27 @@ class WorkerThread:
         return work.result()
 
     def run_behind(self, function: Callable[[], None]) -> None:
-        with contextlib.suppress(RuntimeError):  # after `close` nobody needs it
-            self._pool.submit(function)
+        self.submit(function)
 
     def close(self) -> None:
         """Drops what has not begun. Raises nothing if called twice."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._closed = True
+        with contextlib.suppress(queue.Empty):
+            while (left := self._work.get_nowait()) is not None:
+                left[0].cancel()
+        self._work.put(None)
+
+
+def _serve(work: Work) -> None:
+    while (item := work.get()) is not None:
+        future, function = item
+        if not future.set_running_or_notify_cancel():
+            continue
+        try:
+            result = function()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+            del result
+        del item, future, function  # an idle thread keeps no request
