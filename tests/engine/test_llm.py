@@ -1,5 +1,6 @@
 """The LLM class on the default model: what it accepts, returns, refuses, and that nothing stays behind."""
 
+import concurrent.futures
 import signal
 import threading
 
@@ -43,6 +44,20 @@ def test_outputs_are_in_the_order_of_the_prompts(llm):
         assert metrics.first_token_time <= metrics.last_token_time <= metrics.finished_time
     alone = llm.generate(prompts[1], params[1], use_tqdm=False)
     assert alone[0].outputs == outputs[1].outputs
+
+
+def test_threads_take_turns(llm):
+    """Before, steps of one ran amid those of another: unreadable errors, and now and then a wrong answer."""
+    prompts = [f"{number}, {number + 1}," for number in range(12)]
+    params = SamplingParams(temperature=0.0, max_tokens=4)
+    alone = [output.outputs[0].text for output in llm.generate(prompts, params, use_tqdm=False)]
+
+    def ask(prompt):
+        assert llm.stats().running == 0
+        return llm.generate(prompt, params, use_tqdm=False)[0].outputs[0].text
+
+    with concurrent.futures.ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(ask, prompts)) == alone
 
 
 def test_n_sequences_come_in_order_and_a_seed_repeats_them(llm):

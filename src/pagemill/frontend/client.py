@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -40,7 +41,7 @@ class EngineClient(Protocol):
 
 
 class InlineClient:
-    """An `EngineClient` in this process and thread, whose steps its user runs. None of its coroutines ever waits.
+    """An `EngineClient` in this process, whose steps its user runs. None of its coroutines ever waits for an event.
 
     Raises what keeps the model from loading.
     """
@@ -49,6 +50,8 @@ class InlineClient:
         from pagemill.engine.core import EngineCore  # and torch, which an engine in a process needs only there
 
         self._core: EngineCore | None = EngineCore(config, progress)
+        self.lock = threading.RLock()
+        """Held by whoever runs steps, or asks between them."""
 
     @property
     def core(self) -> EngineCore:
@@ -71,9 +74,11 @@ class InlineClient:
         self.core.finish(sequences)
 
     async def ask(self, query: Query[A]) -> A:
-        return query.answer(self.core)
+        with self.lock:
+            return query.answer(self.core)
 
     async def close(self) -> None:
-        if self._core is not None:
-            self._core.close()
-            self._core = None
+        with self.lock:
+            if self._core is not None:
+                self._core.close()
+                self._core = None

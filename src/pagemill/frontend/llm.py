@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class LLM:
-    """One loaded model. Settings are `EngineConfig`'s. Not thread-safe.
+    """One loaded model. Settings are `EngineConfig`'s. Threads may share it: their calls take turns.
 
     Raises `UnknownArgumentError`, `ConfigError` and `ModelLoadError` children. Close it, or use it as a context
     manager, to give its memory back before the process ends.
@@ -221,7 +221,11 @@ class LLM:
         self.close()
 
     def _run(self, requests: list[RequestState], use_tqdm: bool = False) -> list[RequestOutput]:
-        """Runs requests that have been prepared to their end."""
+        """Runs requests that have been prepared to their end. Another thread's run is waited for."""
+        with self.client.lock:
+            return self._run_alone(requests, use_tqdm)
+
+    def _run_alone(self, requests: list[RequestState], use_tqdm: bool) -> list[RequestOutput]:
         core, generated = self.client.core, 0
         try:
             with (
