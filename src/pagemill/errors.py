@@ -11,6 +11,9 @@ import difflib
 from collections.abc import Iterable
 from typing import ClassVar
 
+LONGEST_NAME = 128
+"""Characters of an unknown name that a message shows."""
+
 
 class PagemillError(Exception):
     """Base of all errors raised on purpose.
@@ -40,7 +43,7 @@ class UnknownArgumentError(InvalidRequestError, TypeError):
 
     @classmethod
     def of(cls, owner: str, name: str, known: Iterable[str]) -> UnknownArgumentError:
-        names = sorted(known)
+        names, name = sorted(known), name[:LONGEST_NAME]
         near = difflib.get_close_matches(name, names, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known arguments: {', '.join(names)}"
         return cls(f"{owner} has no argument {name!r}; {hint}", param=name)
@@ -114,6 +117,13 @@ class SlowBodyError(InvalidRequestError):
     """An HTTP request whose body did not come in time."""
 
     http_status: ClassVar[int] = 408
+
+
+class ServerBusyError(InvalidRequestError):
+    """A connection or a body for which the server has no room now; it can be sent again."""
+
+    http_status: ClassVar[int] = 503
+    kind: ClassVar[str] = "service_unavailable_error"
 
 
 class NotFoundError(InvalidRequestError):

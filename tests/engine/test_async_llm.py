@@ -14,8 +14,9 @@ import httpx
 import pytest
 
 from pagemill import AsyncLLM, BeamSearchParams, SamplingParams, errors
-from pagemill.frontend import process_client
+from pagemill.frontend import frontend, process_client
 from pagemill.kvcache.store_archive import list_stores
+from pagemill.tenant_limits import TenantLimits
 
 LONG = SamplingParams(temperature=0.0, max_tokens=1000, ignore_eos=True)
 SHORT = SamplingParams(temperature=0.0, max_tokens=4)
@@ -213,6 +214,32 @@ def test_a_name_that_is_used_again_brings_only_its_own_tokens(served):
 def test_the_engine_process_ignores_ctrl_c(served):
     os.kill(served.llm.engine_pid, signal.SIGINT)
     assert served.run(read(served.llm, "Hi", SHORT))[-1].finished
+
+
+def test_what_callers_functions_raise_ends_nothing(served, monkeypatch):
+    def fail(_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(served.llm, "on_request_end", fail)
+    for _ in range(2):
+        assert served.run(read(served.llm, "Hi", SHORT))[-1].finished
+    assert served.llm.error is None
+
+
+def test_another_event_loop_is_refused_instead_of_hanging(served):
+    async def elsewhere():
+        await asyncio.wait_for(served.llm.stats(), 20)
+
+    with pytest.raises(errors.InvalidRequestError, match="one event loop"):
+        asyncio.run(elsewhere())
+    assert served.stats()
+
+
+def test_there_are_not_more_tenants_than_may_be(served, monkeypatch):
+    monkeypatch.setattr(frontend, "MAX_TENANTS", len(served.llm.facts.tenants))
+    with pytest.raises(errors.ConfigError, match="tenant 'one more' would be number"):
+        served.run(served.llm.set_tenant("one more", TenantLimits()))
+    served.run(served.llm.set_tenant("default", TenantLimits()))
 
 
 def test_a_killed_engine_fails_everybody_and_leaves_nothing(recwarn):

@@ -7,8 +7,8 @@ import socket
 import httpx
 import pytest
 
-from pagemill.server import gate
-from pagemill.server.gate import ApiKeys, Gate
+from pagemill.server.gate import SMALL_BODY_BYTES, ApiKeys, Gate
+from pagemill.server.limits import ServerLimits
 from pagemill.tenant_limits import read_tenants_file
 
 
@@ -53,7 +53,7 @@ def test_the_path_that_routes_see_decides(tmp_path):
     path = tmp_path / "tenants.json"
     path.write_text(json.dumps({"tenants": {"one": {"api_keys": ["sk-one"]}}}))
     keys = ApiKeys(read_tenants_file(path))
-    status, _ = asyncio.run(through(Gate(served_path, keys, 100), headers=[(b"host", b"x/")]))
+    status, _ = asyncio.run(through(Gate(served_path, keys, ServerLimits()), headers=[(b"host", b"x/")]))
     assert status == 401
 
 
@@ -76,17 +76,59 @@ def test_a_long_body_in_chunks_is_refused_when_the_limit_is_reached(guarded):
 
 
 def test_a_body_may_be_as_long_as_the_limit():
-    status, body = asyncio.run(through(Gate(served_path, ApiKeys(None), 6), body=[b"abc", b"def"]))
+    status, body = asyncio.run(through(gate(max_body_bytes=6), body=[b"abc", b"def"]))
     assert (status, body) == (200, b"abcdef")
-    status, body = asyncio.run(through(Gate(served_path, ApiKeys(None), 5), body=[b"abc", b"def"]))
+    status, body = asyncio.run(through(gate(max_body_bytes=5), body=[b"abc", b"def"]))
     assert status == 413
 
 
-def test_a_body_that_does_not_come_is_not_waited_for(monkeypatch):
-    monkeypatch.setattr(gate, "BODY_TIMEOUT_S", 0.05)
-    status, body = asyncio.run(through(Gate(served_path, ApiKeys(None), 100), body=[b"abc"], whole=False))
+def test_all_large_bodies_together_have_a_limit_and_small_ones_none():
+    large, small = [b"x" * (SMALL_BODY_BYTES + 1)], [b"x" * SMALL_BODY_BYTES]
+
+    async def beside_a_large_one(body):
+        """The status of a request that comes while another one's large body is being answered."""
+        reached, leave = asyncio.Event(), asyncio.Event()
+
+        async def slow(scope, receive, send):
+            if not reached.is_set():
+                reached.set()
+                await leave.wait()
+            await served_path(scope, receive, send)
+
+        gated = gate(slow, max_bodies_bytes=2 * SMALL_BODY_BYTES)
+        first = asyncio.ensure_future(through(gated, body=large))
+        await reached.wait()
+        status, answer = await through(gated, body=body)
+        leave.set()
+        assert (await first)[0] == 200
+        assert (await through(gated, body=large))[0] == 200, "what is counted is given back"
+        return status, answer
+
+    status, answer = asyncio.run(beside_a_large_one(large))
+    assert status == 503
+    assert "--max-bodies-bytes" in json.loads(answer)["error"]["message"]
+    assert asyncio.run(beside_a_large_one(small))[0] == 200
+
+
+def test_bodies_that_break_off_are_no_longer_counted():
+    async def refused_then_taken():
+        gated = gate(max_bodies_bytes=2 * SMALL_BODY_BYTES, request_timeout_s=0.05)
+        part = b"x" * (SMALL_BODY_BYTES + 1)
+        assert (await through(gated, body=[part], whole=False))[0] == 408
+        assert (await through(gated, body=[part, part]))[0] == 503
+        return (await through(gated, body=[part]))[0]
+
+    assert asyncio.run(refused_then_taken()) == 200
+
+
+def test_a_body_that_does_not_come_is_not_waited_for():
+    status, body = asyncio.run(through(gate(request_timeout_s=0.05), body=[b"abc"], whole=False))
     assert status == 408
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+def gate(app=None, **limits) -> Gate:
+    return Gate(app or served_path, ApiKeys(None), ServerLimits(**limits))
 
 
 async def served_path(scope, receive, send):

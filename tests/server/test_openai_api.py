@@ -2,8 +2,10 @@
 
 import asyncio
 import concurrent.futures
+import http.client as http_client
 import json
 import re
+import statistics
 import time
 
 import httpx
@@ -513,6 +515,19 @@ def test_a_stream_that_nobody_reads_gives_everything_back_when_it_is_closed(serv
 
     served.run(unread())
     assert served.wait_until_idle().generated_tokens - generated < 1000
+
+
+def test_a_small_answer_is_not_held_back(served):
+    """Head and body are two parts: with Nagle's algorithm each answer on a kept connection took 44 ms."""
+    connection = http_client.HTTPConnection(served.url.removeprefix("http://"))
+    seconds = []
+    for _ in range(30):
+        began = time.perf_counter()
+        connection.request("GET", "/version")
+        connection.getresponse().read()
+        seconds.append(time.perf_counter() - began)
+    connection.close()
+    assert statistics.median(seconds) < 0.02
 
 
 def test_many_clients_at_the_same_time(client, served):

@@ -1,4 +1,5 @@
-"""Shared by the commands: flags, made from the declarations of `EngineConfig` and `SamplingParams`, and how they run.
+"""Shared by the commands: flags, made from the declarations of `EngineConfig`, `SamplingParams` and
+`ServerLimits`, and how they run.
 
 So each setting is a flag of every command that starts an engine.
 """
@@ -20,6 +21,7 @@ from pagemill.arguments import Argument, arguments_of
 from pagemill.config import FIXED, EngineConfig
 from pagemill.errors import ConfigError
 from pagemill.sampling.params import SamplingParams
+from pagemill.server.limits import ServerLimits
 
 ModelArgument = Annotated[
     str,
@@ -53,6 +55,13 @@ def engine_options(command: Command) -> Command:
 
     declared = {name: argument for name, argument in arguments_of(EngineConfig).items() if name != "model"}
     return _with_options(command, "settings", declared, "Engine", collect, FIXED)
+
+
+def server_options(command: Command) -> Command:
+    """Gives a command a flag per limit of a server; they arrive as `limits`."""
+    return _with_options(
+        command, "limits", arguments_of(ServerLimits), "Server", lambda given: ServerLimits(**given), {}
+    )
 
 
 def sampling_options(**defaults: Any) -> Callable[[Command], Command]:

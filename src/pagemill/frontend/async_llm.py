@@ -17,7 +17,7 @@ from typing import Any
 from pagemill.config import Settings, config_for, takes_settings
 from pagemill.engine.messages import EngineReady, PinInfo
 from pagemill.engine.stats import EngineStats
-from pagemill.errors import EngineDeadError, PagemillError, RequestNotFoundError
+from pagemill.errors import EngineDeadError, InvalidRequestError, PagemillError, RequestNotFoundError
 from pagemill.frontend.frontend import Frontend, Params
 from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.outputs import RequestOutput, RunningRequest
@@ -63,6 +63,7 @@ class AsyncLLM:
         self._loading_tokenizer = self._worker.submit(Tokenizer.load, self.config)
         self._frontend: Frontend | None = None
         self._receiving: asyncio.Task[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._loaded = asyncio.Event()
         self._died = asyncio.Event()
 
@@ -90,6 +91,11 @@ class AsyncLLM:
     def error(self) -> PagemillError | None:
         """Why this engine cannot serve any more; None while it can."""
         return self._client.ended
+
+    async def respond(self) -> None:
+        """Returns once the engine and the tokenizer's thread have answered, between two steps and two prompts."""
+        frontend = await self._ready()
+        await asyncio.gather(frontend.stats(), frontend.worker.run(int))
 
     async def wait_dead(self) -> PagemillError:
         """Waits until this engine cannot serve any more, and returns why."""
@@ -255,6 +261,12 @@ class AsyncLLM:
     # --- inside ---
 
     async def _ready(self) -> Frontend:
+        loop = asyncio.get_running_loop()
+        if self._loop not in (None, loop):
+            raise InvalidRequestError(
+                "this AsyncLLM is used in one event loop, and was called from another; make one for each loop"
+            )
+        self._loop = loop
         if self._receiving is None and self.error is None:
             self._receiving = asyncio.create_task(self._receive())
         await self._loaded.wait()
@@ -269,7 +281,7 @@ class AsyncLLM:
             await self._client.load(self._progress)
             tokenizer = await asyncio.wrap_future(self._loading_tokenizer)
             frontend = Frontend(self._client, tokenizer, self._sessions, Path(self.config.model).stem, self._worker)
-            frontend.on_request_end = lambda request: self.on_request_end(request)
+            frontend.on_request_end = lambda request: self._call(self.on_request_end, request)
             self._frontend = frontend
             self._loaded.set()
             while True:
@@ -285,7 +297,11 @@ class AsyncLLM:
     def _progress(self, done: int, total: int) -> None:
         self.load_progress = (done, total)
         if self._on_progress is not None:
-            self._on_progress(done, total)
+            self._call(self._on_progress, done, total)
+
+    def _call(self, callback: Callable[..., None], *args: Any) -> None:
+        """Calls what callers gave; what it raises is the event loop's to tell, and ends nothing."""
+        asyncio.get_running_loop().call_soon(callback, *args)
 
     def _die(self, error: PagemillError) -> None:
         if self.error is not None:

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, the models they serve, health. It owns no engine: `AsyncLLM` is given to it."""
+"""The HTTP application: routes, and the models they serve. It owns no engine: `AsyncLLM` is given to it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 import pagemill
 from pagemill.errors import ModelNotServedError
@@ -17,7 +17,9 @@ from pagemill.server.completions import CompletionCall
 from pagemill.server.engine_routes import engine_routes
 from pagemill.server.errors import install_error_handlers
 from pagemill.server.events import EventStream, until_disconnect
-from pagemill.server.gate import MAX_BODY_BYTES, ApiKeys, Gate
+from pagemill.server.gate import ApiKeys, Gate
+from pagemill.server.health import health_routes
+from pagemill.server.limits import ServerLimits
 from pagemill.server.metrics import CONTENT_TYPE, Metrics
 from pagemill.server.pins import pin_routes
 from pagemill.server.protocol import (
@@ -35,18 +37,18 @@ from pagemill.tenant_limits import TenantsFile
 
 
 def create_app(
-    llm: AsyncLLM, served_model_name: str, tenants: TenantsFile | None = None, max_body_bytes: int = MAX_BODY_BYTES
+    llm: AsyncLLM, served_model_name: str, tenants: TenantsFile | None = None, limits: ServerLimits | None = None
 ) -> FastAPI:
     """Returns the application. It answers while the model still loads: generation waits, `/health` says 503.
 
-    tenants: whose each API key is. max_body_bytes: the longest body that a request may have.
+    tenants: whose each API key is. limits: None for the defaults.
     """
     app = FastAPI(
         title="pagemill",
         version=pagemill.__version__,
         responses={"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}},
     )
-    app.add_middleware(Gate, keys=ApiKeys(tenants), max_body_bytes=max_body_bytes)
+    app.add_middleware(Gate, keys=ApiKeys(tenants), limits=limits or ServerLimits())
     install_error_handlers(app)
     created = int(time.time())
 
@@ -88,7 +90,7 @@ def create_app(
         """Answers a conversation through the model's chat template."""
         return await answer(ChatCall, body, request)
 
-    for routes in (engine_routes, session_routes, pin_routes):
+    for routes in (engine_routes, session_routes, pin_routes, health_routes):
         app.include_router(routes(llm))
     metrics = Metrics()
     llm.on_request_end = metrics.observe
@@ -98,18 +100,6 @@ def create_app(
         """Gives counters and times in Prometheus' text format."""
         stats = await llm.stats() if llm.is_ready else None
         return Response(metrics.render(stats), media_type=CONTENT_TYPE)
-
-    @app.get("/health")
-    async def health() -> JSONResponse:
-        """Answers 200 when a request would be answered now; 503 while loading, and when the engine is gone."""
-        if llm.error is not None:
-            return JSONResponse({"status": "dead", "error": llm.error.message}, status_code=503)
-        if llm.is_ready:
-            return JSONResponse({"status": "ok"})
-        done, total = llm.load_progress or (0, 0)
-        return JSONResponse(
-            {"status": "loading", "progress": round(done / total, 3) if total else 0.0}, status_code=503
-        )
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -19,6 +19,7 @@ from pagemill.errors import (
     NotFoundError,
     PagemillError,
     PromptTooLongError,
+    ServerBusyError,
     TooManyWaitingError,
 )
 from pagemill.server.events import ClientGone
@@ -37,17 +38,22 @@ CLIENT_CLOSED_REQUEST = 499
 RETRY_AFTER_S = "1"
 """Seconds to wait before asking again where too many wait: a place is free when one of them has begun."""
 
+LONGEST_MESSAGE = 4096
+"""Characters of a message that an answer has: what a caller sent may be quoted in it."""
+
 
 def error_response(error: PagemillError) -> ErrorResponse:
     """Returns an error as OpenAI writes it."""
-    param = None if error.param is None else _valid_unicode(error.param)
-    body = ErrorBody(message=_valid_unicode(error.message), type=error.kind, param=param, code=CODES.get(type(error)))
+    message, param = _sendable(error.message), None if error.param is None else _sendable(error.param)
+    body = ErrorBody(message=message, type=error.kind, param=param, code=CODES.get(type(error)))
     return ErrorResponse(error=body)
 
 
-def _valid_unicode(text: str) -> str:
-    """Returns a text with halves of surrogate pairs, which JSON may bring but no answer can have, as escapes."""
-    return text.encode(errors="backslashreplace").decode()
+def _sendable(text: str) -> str:
+    """Returns a text cut to `LONGEST_MESSAGE`, with halves of surrogate pairs, which JSON may bring but no answer can
+    have, as escapes."""
+    cut = text if len(text) <= LONGEST_MESSAGE else f"{text[:LONGEST_MESSAGE]}…"
+    return cut.encode(errors="backslashreplace").decode()
 
 
 @contextmanager
@@ -71,7 +77,7 @@ def install_error_handlers(app: FastAPI) -> None:
 def error_answer(error: PagemillError, status: int | None = None) -> JSONResponse:
     """Returns an error as the answer to an HTTP request. status: another than the error's own."""
     response = JSONResponse(error_response(error).model_dump(), status_code=status or error.http_status)
-    if isinstance(error, TooManyWaitingError):
+    if isinstance(error, (TooManyWaitingError, ServerBusyError)):
         response.headers["Retry-After"] = RETRY_AFTER_S
     return response
 

@@ -9,15 +9,21 @@ from collections.abc import Iterable
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagemill.errors import AuthenticationError, BodyTooLargeError, PagemillError, PermissionDeniedError, SlowBodyError
+from pagemill.errors import (
+    AuthenticationError,
+    BodyTooLargeError,
+    PagemillError,
+    PermissionDeniedError,
+    ServerBusyError,
+    SlowBodyError,
+)
 from pagemill.server.errors import error_answer
 from pagemill.server.events import ClientGone
+from pagemill.server.limits import ServerLimits
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantsFile, key_digest
 
-MAX_BODY_BYTES = 8 << 20
-"""Default limit of a request's body: more than a million token ids."""
-BODY_TIMEOUT_S = 30.0
-"""Seconds that a client may take to send its body."""
+SMALL_BODY_BYTES = 64 << 10
+"""A body of at most so many bytes is always taken, so that large ones cannot shut out everybody."""
 
 
 class ApiKeys:
@@ -51,15 +57,18 @@ class ApiKeys:
 
 class Gate:
     """ASGI middleware. Sets `request.state.tenant`, or answers at once what it refuses; reads the body for the
-    application, up to a limit and within a time; makes HEAD work where GET does.
+    application, up to a limit and within a time; makes HEAD work where GET does. A large body counts until its request
+    is answered.
 
     The path is the one that routes see (`scope["path"]`): `request.url` is made of what the client says its host is.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, limits: ServerLimits) -> None:
         self._app = app
         self._keys = keys
-        self._max_body_bytes = max_body_bytes
+        self._limits = limits
+        self._large_bytes = 0
+        """Bytes of the large bodies of all open requests."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -72,41 +81,70 @@ class Gate:
             tenant = self._keys.tenant(scope["method"], scope["path"], headers)
             scope.setdefault("state", {})["tenant"] = tenant
             self._check_size(int(headers.get("content-length", 0)))
-            body = await asyncio.wait_for(self._read(receive), BODY_TIMEOUT_S)
+            body = await asyncio.wait_for(self._read(receive), self._limits.request_timeout_s)
         except ClientGone:
             return
         except asyncio.TimeoutError:
             error: PagemillError = SlowBodyError(
-                f"the body had not come after {BODY_TIMEOUT_S:.0f} s; send it without a pause"
+                f"the body had not come after {self._limits.request_timeout_s:g} s; send it without a pause"
             )
         except PagemillError as refused:
             error = refused
         else:
-            await self._app(scope, _replay(body, receive), send)
+            size = len(body)
+            try:
+                await self._app(scope, _replay(body, receive), send)
+            finally:
+                self._large_bytes -= _large(size)
             return
         answer = error_answer(error)
         answer.headers["Connection"] = "close"  # the rest of the body may still be on its way
         await answer(scope, receive, send)
 
     async def _read(self, receive: Receive) -> bytes:
-        """Returns the whole body. Raises BodyTooLargeError as soon as it is too long, ClientGone if it breaks off."""
-        body = bytearray()
+        """Returns the whole body, which is counted if it is large.
+
+        Raises BodyTooLargeError as soon as it is too long, ServerBusyError where there is no room for it now,
+        ClientGone if it breaks off.
+        """
+        body, size = bytearray(), 0
         more = True
-        while more:
-            message = await receive()
-            if message["type"] != "http.request":
-                raise ClientGone
-            body += message.get("body", b"")
-            self._check_size(len(body))
-            more = message.get("more_body", False)
+        try:
+            while more:
+                message = await receive()
+                if message["type"] != "http.request":
+                    raise ClientGone
+                body += message.get("body", b"")
+                self._check_size(len(body))
+                self._count(_large(len(body)) - _large(size))
+                size = len(body)
+                more = message.get("more_body", False)
+        except BaseException:
+            self._large_bytes -= _large(size)
+            raise
         return bytes(body)
 
     def _check_size(self, size: int) -> None:
-        if size > self._max_body_bytes:
+        limit = self._limits.max_body_bytes
+        if size > limit:
             raise BodyTooLargeError(
-                f"the body has {size} bytes or more, and this server takes at most {self._max_body_bytes}; send a "
-                f"shorter prompt, or start the server with a higher --max-body-bytes"
+                f"the body has {size} bytes or more, and this server takes at most {limit}; send a shorter prompt, or "
+                f"start the server with a higher --max-body-bytes"
             )
+
+    def _count(self, more: int) -> None:
+        limit = self._limits.max_bodies_bytes
+        if more and self._large_bytes + more > limit:
+            raise ServerBusyError(
+                f"the bodies of open requests have {self._large_bytes} bytes, and all together may have {limit}; try "
+                f"again later, or start the server with a higher --max-bodies-bytes"
+            )
+        self._large_bytes += more
+
+
+def _large(size: int) -> int:
+    """Returns how many bytes of a body count."""
+    return size if size > SMALL_BODY_BYTES else 0
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:

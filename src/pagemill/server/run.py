@@ -9,15 +9,19 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from pagemill.engine.messages import EngineReady
 from pagemill.errors import PagemillError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.app import create_app
-from pagemill.server.gate import MAX_BODY_BYTES
+from pagemill.server.connections import Connection, Places
+from pagemill.server.limits import ServerLimits, room_for
+from pagemill.server.logs import quieten
 from pagemill.server.pins import FilePin, pin
 from pagemill.tenant_limits import TenantsFile
 
@@ -36,7 +40,7 @@ async def run_server(
     say: Callable[[str], None],
     pins: Sequence[FilePin] = (),
     tenants: TenantsFile | None = None,
-    max_body_bytes: int = MAX_BODY_BYTES,
+    limits: ServerLimits | None = None,
 ) -> None:
     """Serves on a socket that already listens, until SIGINT or SIGTERM, or until the engine is gone.
 
@@ -44,9 +48,11 @@ async def run_server(
     `on_ready` is called when the model is loaded and `pins` are computed, `say` with what came of these signals.
     Raises what kept it from being ready, or `EngineDeadError`; returns after a signal to stop.
     """
-    app = create_app(llm, served_model_name, tenants, max_body_bytes)
-    config = uvicorn.Config(app, log_level="warning", lifespan="off")
-    server = _Server(config, llm)
+    limits = limits or ServerLimits()
+    # Connections inherit it. Without it the system holds small parts back until the client, which waits 40 ms, has
+    # acknowledged those before; asyncio sets it only where a socket names its protocol, and this one need not.
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    server = _Server(server_config(create_app(llm, served_model_name, tenants, limits), limits), llm)
 
     async def watch() -> PagemillError:
         try:
@@ -84,6 +90,24 @@ async def run_server(
             watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher
+
+
+def server_config(app: ASGIApp, limits: ServerLimits) -> uvicorn.Config:
+    """Returns uvicorn's settings: its switches where it has them, `Connection` for the other limits."""
+    room = room_for(limits.max_connections)
+    per_client = limits.max_connections_per_client or max(room.connections // 2, 1)
+    places = Places(room.connections, per_client, limits.request_timeout_s, limits.reading_timeout_s)
+    config = uvicorn.Config(
+        app,
+        http=partial(Connection, places),  # type: ignore[arg-type]  # it is only called
+        ws="none",
+        backlog=room.queue,
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+    )
+    quieten()
+    return config
 
 
 class _Server(uvicorn.Server):

@@ -1,0 +1,68 @@
+"""`/health`: whether a request that came now would be answered."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse
+
+from pagemill.errors import PagemillError
+from pagemill.frontend.async_llm import AsyncLLM
+
+STUCK_S = 30.0
+"""Seconds without an answer after which engine or tokenizer count as stuck: longer than any step."""
+PERIOD_S = 1.0
+"""Seconds between two questions at least, however many ask for health."""
+
+
+class Health:
+    """Asks the engine and the tokenizer one question at a time, and waits for no answer: who asks for health gets what
+    is known."""
+
+    def __init__(self, llm: AsyncLLM) -> None:
+        self._llm = llm
+        self._question: asyncio.Task[None] | None = None
+        self._asked_s = -PERIOD_S
+
+    def answer(self) -> JSONResponse:
+        """Returns 200 if requests are answered; 503 while loading, when the engine is gone, and when it is stuck."""
+        llm = self._llm
+        if llm.error is not None:
+            return JSONResponse({"status": "dead", "error": llm.error.message}, status_code=503)
+        if not llm.is_ready:
+            done, total = llm.load_progress or (0, 0)
+            return JSONResponse(
+                {"status": "loading", "progress": round(done / total, 3) if total else 0.0}, status_code=503
+            )
+        silent_s = self._silent_s()
+        if silent_s > STUCK_S:
+            return JSONResponse({"status": "stuck", "silent_s": round(silent_s, 1)}, status_code=503)
+        return JSONResponse({"status": "ok"})
+
+    def _silent_s(self) -> float:
+        """Returns for how long the last question has had no answer; if it has one, asks another after a while."""
+        now = time.monotonic()
+        if self._question is not None and not self._question.done():
+            return now - self._asked_s
+        if now - self._asked_s >= PERIOD_S:
+            self._question, self._asked_s = asyncio.create_task(self._ask()), now
+        return 0.0
+
+    async def _ask(self) -> None:
+        with contextlib.suppress(PagemillError):
+            await self._llm.respond()
+
+
+def health_routes(llm: AsyncLLM) -> APIRouter:
+    """Returns the route."""
+    routes, health = APIRouter(), Health(llm)
+
+    @routes.get("/health")
+    async def get_health() -> JSONResponse:
+        """Answers 200 when a request would be answered now; 503 while loading, and when the engine is gone or stuck."""
+        return health.answer()
+
+    return routes

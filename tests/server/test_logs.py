@@ -1,0 +1,53 @@
+"""Logs of the HTTP server: what repeats is written once, and no line quotes a request."""
+
+import io
+import logging
+from types import SimpleNamespace
+
+import pytest
+
+from pagemill.server import logs
+
+WORDS = "secret prompt"
+
+
+@pytest.fixture
+def log(monkeypatch):
+    """A logger with the filter, and what it has written."""
+    clock = [0.0]
+    monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    logger, written = logging.Logger("test"), io.StringIO()
+    logger.addFilter(logs.Quiet())
+    logger.addHandler(logging.StreamHandler(written))
+    return logger, written, clock
+
+
+def test_what_repeats_is_written_once_in_each_period(log):
+    logger, written, clock = log
+    for at in (0, 1, 2, logs.PERIOD_S + 1):
+        clock[0] = at
+        logger.warning("Invalid HTTP request received.")
+    assert written.getvalue().splitlines() == [
+        "Invalid HTTP request received.",
+        "Invalid HTTP request received. (and 2 more like this)",
+    ]
+
+
+def test_different_failures_are_all_written_without_their_words(log):
+    logger, written, _ = log
+
+    def first():
+        raise ValueError(WORDS)
+
+    def second():
+        raise KeyError(WORDS)
+
+    for fail in (first, second, second):
+        with pytest.raises(Exception, match=WORDS) as failed:
+            fail()
+        logger.error("Exception in ASGI application\n%s", WORDS, exc_info=failed.value)
+    text = written.getvalue()
+    assert WORDS not in text
+    assert text.count("Traceback") == 2
+    assert "ValueError" in text
+    assert "in second" in text
