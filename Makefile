@@ -7,6 +7,7 @@ SERVE_ARGS ?=
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 SOAK_ARGS ?=
+ATTACK_ARGS ?=
 SANITIZE_ARGS ?=
 # Where torch comes from: an index URL, or "pip" for whatever pip is set up with. Empty: scripts/install decides.
 TORCH_INDEX ?=
@@ -24,11 +25,11 @@ MODEL_READY = $(BIN)/pagemill pull $(MODEL)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test coverage soak bench build lint lint-kernels format docs sanitize wheel clean distclean
+.PHONY: help serve test coverage soak attack bench build lint lint-kernels format docs sanitize wheel clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "Settings: MODEL=$(MODEL) HOST=$(HOST) PORT=$(PORT) SERVE_ARGS= PYTEST_ARGS= BENCH_ARGS= SOAK_ARGS= SANITIZE_ARGS= TORCH_INDEX= PYTHON="
+	@echo "Settings: MODEL=$(MODEL) HOST=$(HOST) PORT=$(PORT) SERVE_ARGS= PYTEST_ARGS= BENCH_ARGS= SOAK_ARGS= ATTACK_ARGS= SANITIZE_ARGS= TORCH_INDEX= PYTHON="
 
 serve: $(BUILT)  ## Install what is missing, fetch the model, serve it
 	@$(MODEL_READY)
@@ -48,6 +49,10 @@ coverage: $(BUILT)  ## Run the tests and state which lines and branches they rea
 soak: $(BUILT)  ## Ten minutes of random requests, faults, limits and sizes: no bit may change, no block be lost (settings: SOAK_ARGS)
 	@$(MODEL_READY)
 	@exec $(BIN)/python tests/soak/chaos.py $(SOAK_ARGS)
+
+attack: $(BUILT)  ## Ten minutes of hostile HTTP beside a stream: no block lost, memory, log and gaps bounded (settings: ATTACK_ARGS)
+	@$(MODEL_READY)
+	@exec $(BIN)/python tests/attack/attack.py $(ATTACK_ARGS)
 
 bench: $(BUILT)  ## Measure the model's throughput and latency on this machine (settings: BENCH_ARGS)
 	@$(MODEL_READY)
