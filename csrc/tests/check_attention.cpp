@@ -33,20 +33,19 @@ void check_attention() {
         entries = used > entries ? used : entries;
     }
     GuardedCache cache(cached, frames, kv_heads, block, dim, transposed || pairs, pairs);
-    Guarded tables(sizeof(int32_t) * rows * entries), starts(sizeof(int32_t) * (rows + 1)),
-        contexts(sizeof(int32_t) * rows);
-    Guarded positions(sizeof(int64_t) * tokens);
+    Array<int32_t> tables(rows * entries), starts(rows + 1), contexts(rows);
+    Array<int64_t> positions(tokens);
     std::vector<int> order(frames);
     for (int i = 0; i < frames; ++i) order[i] = i;
     for (int i = frames; i > 1; --i) std::swap(order[i - 1], order[below(i)]);
     for (int r = 0, frame = 0, token = 0; r < rows; ++r) {
-        starts.as<int32_t>()[r] = token;
-        contexts.as<int32_t>()[r] = lengths[r];
+        starts[r] = token;
+        contexts[r] = lengths[r];
         for (int b = 0; b * block < lengths[r]; ++b)
-            tables.as<int32_t>()[r * entries + b] = b * block < shared[r] ? tables.as<int32_t>()[b] : order[frame++];
-        for (int q = 0; q < queries[r]; ++q) positions.as<int64_t>()[token++] = lengths[r] - queries[r] + q;
+            tables[r * entries + b] = b * block < shared[r] ? tables[b] : order[frame++];
+        for (int q = 0; q < queries[r]; ++q) positions[token++] = lengths[r] - queries[r] + q;
     }
-    starts.as<int32_t>()[rows] = tokens;
+    starts[rows] = tokens;
 
     // Keys and values come in through `write_kv`, row by row.
     std::vector<std::vector<double>> keys(rows), values(rows);
@@ -54,29 +53,27 @@ void check_attention() {
     where = "write_kv";
     for (int r = 0; r < rows; ++r) {
         const int64_t count = int64_t(lengths[r]) * kv_heads * dim;
-        Guarded k(count, type), v(count, type), slots(sizeof(int64_t) * lengths[r]);
-        k.fill(random_source);
-        v.fill(random_source);
+        Numbers k(count, type, 1), v(count, type, 1);
+        Array<int64_t> slots(lengths[r]);
         const size_t bytes = size_t(shared[r]) * kv_heads * dim * item_size(type);
         if (r == 0) {
-            const char *all_keys = k.as<char>(), *all_values = v.as<char>();
+            const char *all_keys = static_cast<char*>(k.data()), *all_values = static_cast<char*>(v.data());
             first_keys.assign(all_keys, all_keys + count * item_size(type));
             first_values.assign(all_values, all_values + count * item_size(type));
         } else if (bytes) {
             std::memcpy(k.data(), first_keys.data(), bytes);
             std::memcpy(v.data(), first_values.data(), bytes);
         }
-        for (int t = 0; t < lengths[r]; ++t)
-            slots.as<int64_t>()[t] = int64_t(tables.as<int32_t>()[r * entries + t / block]) * block + t % block;
+        for (int t = 0; t < lengths[r]; ++t) slots[t] = int64_t(tables[r * entries + t / block]) * block + t % block;
         const int64_t token_size = int64_t(kv_heads) * dim;
         kernels().write_kv({.key = {k.data(), token_size, dim},
                             .value = {v.data(), token_size, dim},
                             .type = type,
                             .cache = cache.layer,
-                            .slots = slots.as<int64_t>(),
+                            .slots = slots.data(),
                             .tokens = lengths[r]});
         for (int64_t i = 0; i < count; ++i) {
-            const int64_t slot = slots.as<int64_t>()[i / token_size], head = i / dim % kv_heads;
+            const int64_t slot = slots[i / token_size], head = i / dim % kv_heads;
             const double off = cached == DType::i8 ? 1.0 / 250 : 0;  // half a step of the largest, which is at most 1
             keys[r].push_back(cache.key_at(slot, head, i % dim));
             values[r].push_back(cache.value_at(slot, head, i % dim));
@@ -86,19 +83,18 @@ void check_attention() {
     }
 
     where = "attend";
-    Guarded query(int64_t(tokens) * heads * dim, type), output(int64_t(tokens) * heads * dim, type);
-    Guarded lse(size_t(tokens) * heads, DType::f32);
-    query.fill(random_source);
+    Numbers query(int64_t(tokens) * heads * dim, type, 1), output(int64_t(tokens) * heads * dim, type);
+    Array<float> lse(size_t(tokens) * heads);
     AttentionArgs args{.query = {query.data(), int64_t(heads) * dim, dim},
                        .type = type,
                        .output = output.data(),
-                       .lse = lse.as<float>(),
+                       .lse = lse.data(),
                        .cache = cache.layer,
-                       .tables = tables.as<int32_t>(),
+                       .tables = tables.data(),
                        .table_stride = entries,
-                       .query_start = starts.as<int32_t>(),
-                       .context_lens = contexts.as<int32_t>(),
-                       .positions = positions.as<int64_t>(),
+                       .query_start = starts.data(),
+                       .context_lens = contexts.data(),
+                       .positions = positions.data(),
                        .rows = rows,
                        .heads = heads,
                        .scale = 0.3f,
@@ -108,10 +104,9 @@ void check_attention() {
     prefixes.apply(args);
     kernels().attend(args);
     for (int r = 0; r < rows; ++r)
-        for (int token = starts.as<int32_t>()[r]; token < starts.as<int32_t>()[r + 1]; ++token)
+        for (int token = starts[r]; token < starts[r + 1]; ++token)
             for (int h = 0; h < heads; ++h) {
-                const int64_t last = positions.as<int64_t>()[token],
-                              first = window && last >= window ? last - window + 1 : 0;
+                const int64_t last = positions[token], first = window && last >= window ? last - window + 1 : 0;
                 const int64_t at = (int64_t(token) * heads + h) * dim;
                 const int kv = h / (heads / kv_heads);
                 std::vector<double> scores;
@@ -132,7 +127,7 @@ void check_attention() {
                 }
                 const double off = tolerance(type) > tolerance(cached) ? tolerance(type) : tolerance(cached);
                 for (int d = 0; d < dim; ++d) expect(output.get(at + d), mixed[d] / sum, off);
-                expect(lse.get(size_t(token) * heads + h), most + std::log(sum), off);
+                expect(lse[size_t(token) * heads + h], most + std::log(sum), off);
             }
 }
 

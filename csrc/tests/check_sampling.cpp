@@ -35,10 +35,9 @@ struct Row {
 
 void check_sampling() {
     const int64_t rows = 1 + below(4), items = 1 + below(6), n = below(3) ? 1 + below(700) : 1 + below(20000);
-    Guarded logits(rows * n, DType::f32), places(sizeof(int64_t) * items), temperature(items, DType::f32);
-    Guarded top_k(sizeof(int64_t) * items), top_p(items, DType::f32), min_p(items, DType::f32),
-        uniforms(sizeof(double) * items);
-    Guarded tokens(sizeof(int64_t) * items);
+    const Array<float> logits(rows * n), temperature(items), top_p(items), min_p(items);
+    const Array<int64_t> places(items), top_k(items), tokens(items);
+    const Array<double> uniforms(items);
     std::vector<Row> all(rows);
     for (int64_t r = 0; r < rows; ++r) {
         const int kind = below(8);  // 0: a NaN or infinity in it, 1: all forbidden, 2: some
@@ -47,80 +46,80 @@ void check_sampling() {
             double x = (below(20001) - 10000) / 1000.0;
             if (kind == 0 && i == bad) x = below(2) ? std::numeric_limits<double>::quiet_NaN() : HUGE_VAL;
             if (kind == 1 || (kind == 2 && below(2))) x = -HUGE_VAL;
-            logits.set(r * n + i, x);
-            all[r].logits.push_back(logits.get(r * n + i));
+            logits[r * n + i] = float(x);
+            all[r].logits.push_back(logits[r * n + i]);
             all[r].most = x > all[r].most ? all[r].logits.back() : all[r].most;
         }
         all[r].finite = kind != 0;
     }
     for (int64_t i = 0; i < items; ++i) {
-        places.as<int64_t>()[i] = below(int(rows));
-        temperature.set(i, below(3) ? 0.25 * (1 + below(8)) : 0);
-        top_k.as<int64_t>()[i] = below(2) ? 1 + below(100) : 0;
-        top_p.set(i, below(2) ? 1 : 1.0 / (1 << below(5)));
-        min_p.set(i, below(2) ? 0 : 1.0 / (1 << below(8)));
-        uniforms.as<double>()[i] = below(1 << 20) / double(1 << 20);
+        places[i] = below(int(rows));
+        temperature[i] = below(3) ? 0.25f * (1 + below(8)) : 0;
+        top_k[i] = below(2) ? 1 + below(100) : 0;
+        top_p[i] = below(2) ? 1 : 1.0f / (1 << below(5));
+        min_p[i] = below(2) ? 0 : 1.0f / (1 << below(8));
+        uniforms[i] = below(1 << 20) / double(1 << 20);
     }
     where = "choose_tokens";
-    kernels().choose_tokens({.logits = logits.as<float>(),
+    kernels().choose_tokens({.logits = logits.data(),
                              .n = n,
-                             .places = places.as<int64_t>(),
+                             .places = places.data(),
                              .items = items,
-                             .temperature = temperature.as<float>(),
-                             .top_k = top_k.as<int64_t>(),
-                             .top_p = top_p.as<float>(),
-                             .min_p = min_p.as<float>(),
-                             .uniforms = uniforms.as<double>(),
-                             .tokens = tokens.as<int64_t>()});
+                             .temperature = temperature.data(),
+                             .top_k = top_k.data(),
+                             .top_p = top_p.data(),
+                             .min_p = min_p.data(),
+                             .uniforms = uniforms.data(),
+                             .tokens = tokens.data()});
     for (int64_t i = 0; i < items; ++i) {
-        const Row& row = all[places.as<int64_t>()[i]];
-        int64_t& token = tokens.as<int64_t>()[i];
+        const Row& row = all[places[i]];
+        int64_t& token = tokens[i];
         if (!row.finite || row.most == -HUGE_VAL) {
             expect(double(token), double(row.finite ? kAllForbidden : kNotFinite), 0);
             token = below(int(n));
-        } else if (temperature.get(i) == 0) {
+        } else if (temperature[i] == 0) {
             expect(double(token), double(std::max_element(row.logits.begin(), row.logits.end()) - row.logits.begin()),
                    0);
         } else {
-            row.expect_kept(token, temperature.get(i), top_k.as<int64_t>()[i], top_p.get(i), min_p.get(i));
+            row.expect_kept(token, temperature[i], top_k[i], top_p[i], min_p[i]);
         }
     }
     where = "log_probabilities";
     const int64_t k = below(3) ? below(int(std::min<int64_t>(n, 21)) + 1) : 0;
-    Guarded own(items, DType::f32), ranks(sizeof(int64_t) * items), top_tokens(sizeof(int64_t) * items * k),
-        logprobs(items * k, DType::f32);
-    kernels().log_probabilities({.logits = logits.as<float>(),
+    const Array<float> own(items), logprobs(items * k);
+    const Array<int64_t> ranks(items), top_tokens(items * k);
+    kernels().log_probabilities({.logits = logits.data(),
                                  .n = n,
-                                 .places = places.as<int64_t>(),
+                                 .places = places.data(),
                                  .items = items,
                                  .k = k,
-                                 .tokens = tokens.as<int64_t>(),
-                                 .own = own.as<float>(),
-                                 .ranks = ranks.as<int64_t>(),
-                                 .top_tokens = top_tokens.as<int64_t>(),
-                                 .top_logprobs = logprobs.as<float>()});
+                                 .tokens = tokens.data(),
+                                 .own = own.data(),
+                                 .ranks = ranks.data(),
+                                 .top_tokens = top_tokens.data(),
+                                 .top_logprobs = logprobs.data()});
     for (int64_t i = 0; i < items; ++i) {
-        const Row& row = all[places.as<int64_t>()[i]];
+        const Row& row = all[places[i]];
         if (!row.finite || row.most == -HUGE_VAL) {
-            if (own.get(i) == own.get(i)) expect(own.get(i), HUGE_VAL, 0);
+            if (own[i] == own[i]) expect(own[i], HUGE_VAL, 0);
             continue;
         }
-        const int64_t token = tokens.as<int64_t>()[i];
+        const int64_t token = tokens[i];
         double sum = 0, rank = 1;
         for (int64_t j = 0; j < n; ++j) {
             sum += row.weight(j, 1);
             rank += row.logits[j] > row.logits[token];
         }
         const double log_sum = row.most + std::log(sum);
-        expect(own.get(i), row.logits[token] - log_sum, 1e-4);
-        expect(double(ranks.as<int64_t>()[i]), rank, 0);
+        expect(own[i], row.logits[token] - log_sum, 1e-4);
+        expect(double(ranks[i]), rank, 0);
         std::vector<int64_t> order(n);
         std::iota(order.begin(), order.end(), 0);
         std::stable_sort(order.begin(), order.end(),
                          [&](int64_t a, int64_t b) { return row.logits[a] > row.logits[b]; });
         for (int64_t j = 0; j < k && row.logits[order[j]] > -HUGE_VAL; ++j) {
-            expect(double(top_tokens.as<int64_t>()[i * k + j]), double(order[j]), 0);
-            expect(logprobs.get(i * k + j), row.logits[order[j]] - log_sum, 1e-4);
+            expect(double(top_tokens[i * k + j]), double(order[j]), 0);
+            expect(logprobs[i * k + j], row.logits[order[j]] - log_sum, 1e-4);
         }
     }
 }
