@@ -25,7 +25,7 @@ MODEL_READY = $(BIN)/pagemill pull $(MODEL)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test coverage soak attack bench build lint lint-kernels format docs sanitize wheel clean distclean
+.PHONY: help serve test test-gpu coverage soak attack bench bench-gpu build lint lint-kernels format docs sanitize wheel clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -57,6 +57,13 @@ attack: $(BUILT)  ## Ten minutes of hostile HTTP beside a stream: no block lost,
 bench: $(BUILT)  ## Measure the model's throughput and latency on this machine (settings: BENCH_ARGS)
 	@$(MODEL_READY)
 	@exec $(BIN)/pagemill bench $(MODEL) $(BENCH_ARGS)
+
+test-gpu: $(BUILT)  ## Compile the GPU kernels in all configurations and run their tests, on this machine's GPU if it has one (settings: PYTEST_ARGS)
+	@$(BIN)/python tests/attention/compile_for_gpus.py 75 80 90 100 120
+	@exec $(BIN)/python -m pytest tests/attention -k triton $(PYTEST_ARGS)
+
+bench-gpu: $(BUILT)  ## Measure attention on this machine's NVIDIA GPU (settings: BENCH_ARGS)
+	@exec $(BIN)/python -m benchmarks.gpu_attention $(BENCH_ARGS)
 
 build: $(BUILT)  ## Make .venv, install the pinned dependencies, build the kernels
 

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 
 from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
-from pagemill.attention.torch_backend import TorchAttention
 from pagemill.errors import ConfigError
 from pagemill.executor.backend import cpu_backend, select_backend
 from pagemill.ops.cpu_ops import CpuOps
@@ -24,15 +25,27 @@ def test_each_device_gets_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
         CpuAttention,
         CpuSamplingKernels,
     ]
+
+
+@pytest.mark.parametrize("name", ["cuda", "auto"])
+@pytest.mark.parametrize(
+    ("capability", "triton", "attention"),
+    [((7, 5), True, "TritonAttention"), ((7, 0), True, "TorchAttention"), ((9, 0), False, "TorchAttention")],
+)
+def test_gpus_get_the_attention_that_they_can_run(
+    monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, int], triton: bool, attention: str
+) -> None:
+    if triton:
+        pytest.importorskip("triton")
+    else:
+        find_spec = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "triton" else find_spec(name))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for name in ("cuda", "auto"):
-        on_gpu = select_backend(name)
-        assert on_gpu.device == torch.device("cuda")
-        assert list(map(type, (on_gpu.ops, on_gpu.attention, on_gpu.sampling))) == [
-            TorchOps,
-            TorchAttention,
-            TorchSamplingKernels,
-        ]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    on_gpu = select_backend(name)
+    assert on_gpu.device == torch.device("cuda")
+    assert type(on_gpu.attention).__name__ == attention
+    assert list(map(type, (on_gpu.ops, on_gpu.sampling))) == [TorchOps, TorchSamplingKernels]
 
 
 def test_kernels_that_this_cpu_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

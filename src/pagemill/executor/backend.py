@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import logging
 import os
 from typing import NamedTuple
 
@@ -22,6 +24,11 @@ from pagemill.ops.torch_ops import TorchOps
 from pagemill.sampling.cpu_kernels import CpuSamplingKernels
 from pagemill.sampling.kernels import SamplingKernels
 from pagemill.sampling.torch_kernels import TorchSamplingKernels
+
+logger = logging.getLogger(__name__)
+
+TRITON_CAPABILITY = (7, 5)
+"""The least compute capability that Triton's kernels are made for."""
 
 
 class Backend(NamedTuple):
@@ -55,12 +62,28 @@ def cpu_backend(num_threads: int | None = None) -> Backend:
 
 
 def select_backend(name: str, num_threads: int | None = None) -> Backend:
-    """Returns the C++ kernels for "cpu", torch for "cuda", the better of what the machine has for "auto".
+    """Returns the C++ kernels for "cpu", Triton's attention for "cuda", the better of what the machine has for "auto".
 
     Raises ConfigError for a device that is not there, and as `cpu_backend` does.
     """
     device = _device(name)
-    return cpu_backend(num_threads) if device.type == "cpu" else torch_backend(device)
+    return cpu_backend(num_threads) if device.type == "cpu" else cuda_backend(device)
+
+
+def cuda_backend(device: torch.device) -> Backend:
+    """Returns Triton's attention among torch's operators; torch's attention too, where Triton is missing or the GPU is
+    older than its kernels."""
+    backend = torch_backend(device)
+    capability = torch.cuda.get_device_capability(device)
+    if importlib.util.find_spec("triton") is None:
+        logger.warning("attention runs in plain torch, far slower than in Triton: install triton")
+        return backend
+    if capability < TRITON_CAPABILITY:
+        logger.warning("attention runs in plain torch: Triton's needs compute capability 7.5, not %d.%d", *capability)
+        return backend
+    from pagemill.attention.triton_backend import TritonAttention  # imports triton
+
+    return backend._replace(attention=TritonAttention(capability))
 
 
 def _device(name: str) -> torch.device:

@@ -1,0 +1,175 @@
+"""Times Triton's paged attention on a GPU beside what the GPU can do: bytes per second of a copy, FLOP per second of a
+bf16 matrix product, and torch's own attention over contiguous keys and values.
+
+    python -m benchmarks.gpu_attention [--quick] [--cache bfloat16|int8] [--heads 32] [--kv-heads 8] [--head-dim 128]
+                                       [--json FILE]
+
+Blocks of 16 lie scattered over a pool; cases whose keys and values take more than half of the free memory are left
+out. Times are medians of `triton.testing.do_bench`, which empties the L2 cache before each run. A decode step's share
+of the copy's speed counts the bytes of K and V once; the copy's speed counts what is read and what is written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+
+from pagemill.attention.interface import AttentionBatch, GroupBatch, LayerCache
+
+BLOCK_SIZE = 16
+DECODE = [(batch, context) for batch in (1, 8, 32, 128, 256) for context in (1024, 4096, 8192, 32768)]
+PREFILL = [2048, 4096, 8192, 16384, 32768]
+GEMM_SIZE = 8192
+COPY_BYTES = 4 << 30
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Holds what the GPU does at best: bytes per second, read and written, and FLOP per second in bf16."""
+
+    copy_bytes_per_s: float
+    gemm_flop_per_s: float
+
+
+@dataclass(frozen=True)
+class Shape:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    cached: torch.dtype
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token's K and V, scales included."""
+        scale = 4 if self.cached == torch.int8 else 0
+        return 2 * self.kv_heads * (self.head_dim * self.cached.itemsize + scale)
+
+
+@dataclass(frozen=True)
+class Result:
+    """Holds one case. share: of the copy's speed in decode, of the product's in prefill. sdpa_ms: torch's own."""
+
+    name: str
+    batch: int
+    context: int
+    ms: float
+    share: float
+    sdpa_ms: float | None
+
+
+def median_ms(run: Callable[[], object]) -> float:
+    import triton.testing
+
+    return float(triton.testing.do_bench(run, warmup=10, rep=60, return_mode="median"))
+
+
+def measure_ceilings() -> Ceilings:
+    source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_()
+    target = torch.empty_like(source)
+    copy = median_ms(lambda: target.copy_(source))
+    a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    product = median_ms(lambda: a @ b)
+    return Ceilings(2e3 * COPY_BYTES / copy, 2e3 * GEMM_SIZE**3 / product)
+
+
+def make_cache(shape: Shape, frames: int) -> LayerCache:
+    """Makes frames as the block-major layout has them, of random keys and values."""
+    blocks = torch.empty(frames, 2, shape.kv_heads, BLOCK_SIZE, shape.head_dim, dtype=shape.cached, device="cuda")
+    if shape.cached == torch.int8:
+        blocks.random_(-127, 128)
+        scales = torch.rand(2, frames, shape.kv_heads, BLOCK_SIZE, device="cuda") / 64
+        return LayerCache(blocks[:, 0], blocks[:, 1], scales[0], scales[1])
+    blocks.normal_()
+    return LayerCache(blocks[:, 0], blocks[:, 1])
+
+
+def make_batch(rows: int, queries: int, context: int, frames: int) -> AttentionBatch:
+    """Makes `rows` rows of one length, whose blocks lie anywhere among the frames."""
+    entries = -(-context // BLOCK_SIZE)
+    tables = torch.randperm(frames, device="cuda", dtype=torch.int32)[: rows * entries].view(rows, entries)
+    positions = torch.arange(context - queries, context, device="cuda").repeat(rows)
+    return AttentionBatch(
+        query_start=torch.arange(0, rows * queries + 1, queries, dtype=torch.int32, device="cuda"),
+        context_lens=torch.full((rows,), context, dtype=torch.int32, device="cuda"),
+        positions=positions,
+        groups=(GroupBatch(tables, torch.full((rows * queries,), -1, device="cuda")),),
+        max_query_len=queries,
+        max_context_len=context,
+    )
+
+
+def sdpa_ms(shape: Shape, rows: int, queries: int, context: int) -> float | None:
+    """Times torch's attention over contiguous keys and values of 16 bits; None where they take too much memory."""
+    if rows * context * shape.kv_heads * shape.head_dim * 4 > 10 << 30:
+        return None
+
+    def draw(heads: int, tokens: int) -> torch.Tensor:
+        return torch.randn(rows, heads, tokens, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+
+    query, key, value = draw(shape.heads, queries), draw(shape.kv_heads, context), draw(shape.kv_heads, context)
+    return median_ms(lambda: F.scaled_dot_product_attention(query, key, value, is_causal=queries > 1, enable_gqa=True))
+
+
+def run(shape: Shape, ceilings: Ceilings, decode: list[tuple[int, int]], prefill: list[int]) -> list[Result]:
+    from pagemill.attention.triton_backend import TritonAttention
+
+    attention = TritonAttention(torch.cuda.get_device_capability())
+    room = torch.cuda.mem_get_info()[0] // 2 // shape.token_bytes
+    cases = [
+        *(("decode", rows, 1, context) for rows, context in decode if rows * context <= room),
+        *(("prefill", 1, context, context) for context in prefill if context <= room),
+    ]
+    frames = max(rows * context for _, rows, _, context in cases) // BLOCK_SIZE
+    cache = make_cache(shape, frames)
+    scale = shape.head_dim**-0.5
+    results = []
+    for name, rows, queries, context in cases:
+        batch = make_batch(rows, queries, context, frames)
+        query = torch.randn(rows * queries, shape.heads, shape.head_dim, device="cuda", dtype=torch.bfloat16)
+        ms = median_ms(lambda query=query, batch=batch: attention.attend(query, cache, batch, 0, scale=scale))
+        if name == "decode":
+            share = rows * context * shape.token_bytes / ms * 1e3 / ceilings.copy_bytes_per_s
+        else:
+            share = 2 * context * (context + 1) * shape.heads * shape.head_dim / ms * 1e3 / ceilings.gemm_flop_per_s
+        results.append(Result(name, rows, context, ms, share, sdpa_ms(shape, rows, queries, context)))
+    return results
+
+
+def table(results: list[Result]) -> str:
+    lines = ["| | batch | context | ms | share of peak | torch's SDPA, ms |", "| --- | --- | --- | --- | --- | --- |"]
+    for at in results:
+        sdpa = "–" if at.sdpa_ms is None else f"{at.sdpa_ms:.3f}"
+        lines.append(f"| {at.name} | {at.batch} | {at.context} | {at.ms:.3f} | {at.share:.0%} | {sdpa} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="every second case")
+    parser.add_argument("--cache", choices=("bfloat16", "int8"), default="bfloat16")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("torch finds no NVIDIA GPU on this machine, and this measures one")
+    step = 2 if options.quick else 1
+    ceilings = measure_ceilings()
+    shape = Shape(options.heads, options.kv_heads, options.head_dim, getattr(torch, options.cache))
+    results = run(shape, ceilings, DECODE[::step], PREFILL[::step])
+    copies, products = ceilings.copy_bytes_per_s / 1e12, ceilings.gemm_flop_per_s / 1e12
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {options.cache} cache, ", end="")
+    print(f"copies {copies:.2f} TB/s, bf16 products {products:.0f} TFLOP/s\n\n{table(results)}")
+    if options.json is not None:
+        options.json.write_text(json.dumps({"ceilings": asdict(ceilings), "results": [asdict(r) for r in results]}))
+
+
+if __name__ == "__main__":
+    main()

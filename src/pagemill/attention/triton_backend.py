@@ -1,0 +1,181 @@
+"""TritonAttention: paged attention on NVIDIA GPUs, by the kernels in `triton_kernels.py`.
+
+Nothing here waits for the device: which kernels run, and over how many programs, follows from the batch's shapes and
+its maxima, which lie on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pagemill.attention.interface import AttentionBatch, LayerCache
+from pagemill.attention.triton_kernels import attend, merge_chunks, write_tokens
+
+SHORT_TILE, SHORT_QUERIES = 16, 4
+"""Rows of at most SHORT_QUERIES tokens, whose heads of one KV head fit into SHORT_TILE, are attended in chunks.
+Matrix products take no fewer than 16 queries."""
+CHUNK, LONGEST_CHUNK, CHUNKS = 256, 2048, 64
+"""Keys of a chunk: CHUNK, doubled until CHUNKS of them hold a row's context, up to LONGEST_CHUNK. Small chunks fill the
+GPU when rows are few, and cost memory traffic: each leaves a result in fp32."""
+VECTORS = 8
+"""Keys, and as many values, that are written at a time."""
+BLOCK_CHUNKS = 16
+"""Results that are merged at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Says how a kernel is cut: queries and keys at a time, warps, and stages of loads under way."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def long_tile(head_dim: int, matrix_units: bool, major: int, widened: bool) -> Tile:
+    """Returns the tile of rows with many queries.
+
+    major: of the GPU's compute capability. widened: keys and values are int8, and products are not.
+    """
+    if not matrix_units:  # every operand of a product takes a register, and so does what is widened ahead
+        stages = 1 if widened else 2
+        return Tile(32, 32 if head_dim <= 64 else 16, 8, stages) if head_dim <= 128 else Tile(16, 16, 8, stages)
+    if head_dim > 128:
+        return Tile(64, 32, 8, 2)
+    if major in (9, 10, 11):  # their products read keys and values from shared memory
+        return Tile(128, 64, 8, 3)
+    return Tile(64, 64, 8, 3) if widened else Tile(128, 64, 8, 2)
+
+
+def short_tile(head_dim: int, matrix_units: bool, widened: bool) -> Tile:
+    """Returns the tile of rows in chunks."""
+    if not matrix_units:
+        return Tile(SHORT_TILE, 32 if head_dim <= 128 else 16, 8, 1 if widened else 2)
+    return Tile(SHORT_TILE, 64, 4, 3) if head_dim <= 128 else Tile(SHORT_TILE, 32, 4, 3)
+
+
+def most_chunks(max_context: int, window: int | None) -> int:
+    """Returns how many chunks a row may have at most, as the kernel cuts contexts of up to `max_context` keys."""
+    span = max_context if window is None else min(max_context, window)
+    count = min(-(-span // CHUNK), max(CHUNKS, -(-span // LONGEST_CHUNK)))
+    return count if span == max_context else count + 2  # a window begins and ends within chunks
+
+
+class TritonAttention:
+    """Implements `AttentionBackend` for GPUs of compute capability 7.5 or higher, and for Triton's interpreter.
+
+    capability: the GPU's. Below 8.0 Triton takes no matrix units, and tiles are small.
+
+    A query's bits depend on its own row alone: on its query length, context and window, never on other rows.
+    """
+
+    name = f"triton-{triton.__version__}"
+
+    def __init__(self, capability: tuple[int, int] = (8, 0)) -> None:
+        self._major = capability[0]
+
+    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+        kv_heads, block_size, head_dim = _block_shape(cache)
+        tokens = slots.shape[0]
+        expected = (tokens, kv_heads, head_dim)
+        if key.shape != expected or value.shape != expected or key.stride(2) != 1 or value.stride(2) != 1:
+            raise ValueError(
+                f"key {tuple(key.shape)} and value {tuple(value.shape)} must be {expected}, last dimension contiguous"
+            )
+        if not tokens:
+            return
+        write_tokens[(triton.cdiv(tokens * kv_heads, VECTORS),)](
+            key, value, slots, cache.key, cache.value, cache.key_scale, cache.value_scale, tokens,
+            key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+            *cache.key.stride(), *cache.value.stride(), *_scale_strides(cache),
+            KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIMS=_padded(head_dim), BLOCK_SIZE=block_size, VECTORS=VECTORS,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+
+    def attend(
+        self,
+        query: Tensor,
+        cache: LayerCache,
+        batch: AttentionBatch,
+        group: int,
+        *,
+        scale: float,
+        window: int | None = None,
+        soft_cap: float | None = None,
+        key_start: Tensor | None = None,
+        key_end: Tensor | None = None,
+        return_lse: bool = False,
+    ) -> tuple[Tensor, Tensor | None]:
+        tokens, heads, head_dim = query.shape
+        kv_heads, block_size, cached_dim = _block_shape(cache)
+        if head_dim != cached_dim or heads % kv_heads or query.stride(2) != 1:
+            raise ValueError(
+                f"query is {tuple(query.shape)}; heads must be a multiple of {kv_heads}, head_dim must be {cached_dim} "
+                "and contiguous"
+            )
+        if scale <= 0:
+            raise ValueError(f"scale is {scale}; it must be positive")
+        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        lse = torch.empty(tokens, heads, device=query.device) if return_lse else None
+        if not tokens:
+            return output, lse
+        tables, rows, size = batch.groups[group].tables, batch.context_lens.shape[0], heads // kv_heads
+        dot = query.dtype if cache.key.dtype in (query.dtype, torch.int8) else torch.float32
+        matrix_units, widened = self._major >= 8 and dot != torch.float32, cache.key.dtype == torch.int8
+        at_least = triton.next_power_of_2(size)
+        short = max(1, min(SHORT_QUERIES, SHORT_TILE // size))
+        few = min(short, batch.max_query_len)
+        chunks = most_chunks(batch.max_context_len, window)
+        chunk_output = chunk_lse = None
+        if chunks > 1:
+            chunk_output = torch.empty(rows * few, heads, chunks, head_dim, device=query.device)
+            chunk_lse = torch.empty(rows * few, heads, chunks, device=query.device)
+
+        def launch(grid: tuple[int, ...], tile: Tile, *, in_chunks: bool) -> None:
+            attend[grid](
+                query, output, lse, chunk_output if in_chunks else None, chunk_lse if in_chunks else None,
+                cache.key, cache.value, cache.key_scale, cache.value_scale,
+                tables, batch.query_start, batch.context_lens, batch.positions, key_start, key_end,
+                rows, few, chunks, scale, soft_cap, window,
+                query.stride(0), query.stride(1), *cache.key.stride(), *cache.value.stride(), *_scale_strides(cache),
+                tables.stride(0),
+                GROUP=size, HEAD_DIM=head_dim, DIMS=_padded(head_dim), BLOCK_SIZE=block_size,
+                BLOCK_M=max(tile.queries, at_least), BLOCK_N=tile.keys, SHORT=short, IN_CHUNKS=in_chunks,
+                CHUNK=CHUNK, LONGEST_CHUNK=LONGEST_CHUNK, CHUNKS=CHUNKS, DOT=_TRITON[dot],
+                num_warps=tile.warps, num_stages=tile.stages,
+            )  # fmt: skip
+
+        if batch.max_query_len > short:
+            tile = long_tile(head_dim, matrix_units, self._major, widened)
+            launch((tokens // (max(tile.queries, at_least) // size) + rows, kv_heads), tile, in_chunks=False)
+        if rows > 1 or batch.max_query_len <= short:
+            launch((rows, kv_heads, chunks), short_tile(head_dim, matrix_units, widened), in_chunks=True)
+            if chunks > 1:
+                merge_chunks[(rows * few, heads)](
+                    chunk_output, chunk_lse, output, lse, batch.query_start, few, chunks,
+                    SHORT=short, HEAD_DIM=head_dim, DIMS=_padded(head_dim), BLOCK_CHUNKS=BLOCK_CHUNKS,
+                )  # fmt: skip
+        return output, lse
+
+
+_TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def _padded(head_dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(head_dim)))
+
+
+def _block_shape(cache: LayerCache) -> tuple[int, int, int]:
+    if cache.pairs:
+        raise ValueError("the cache lies in pairs, as CPU kernels take it; Triton's need the block-major layout")
+    return cache.block_shape
+
+
+def _scale_strides(cache: LayerCache) -> tuple[int, int]:
+    return (0, 0) if cache.key_scale is None else (cache.key_scale.stride(0), cache.key_scale.stride(1))

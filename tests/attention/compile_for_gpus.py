@@ -1,0 +1,138 @@
+"""Compiles Triton's kernels as `TritonAttention` launches them, for GPUs that need not be there, and prints what each
+takes: registers per thread, bytes of stack (registers that were spilled), bytes of shared memory.
+
+    python tests/attention/compile_for_gpus.py [CAPABILITY ...]
+
+Without arguments: a handful of configurations; for a capability (75 is 7.5) all. Ends with status 1 if a kernel takes
+more shared memory than the smallest GPU that runs its code has, or spills for lack of registers. To be run in a process
+of its own: where TRITON_INTERPRET was set as triton was imported, nothing compiles.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+from pagemill.attention.interface import AttentionBatch, GroupBatch, LayerCache
+from pagemill.attention.triton_backend import TritonAttention
+
+CUOBJDUMP = Path(triton.__file__).with_name("backends") / "nvidia/bin/cuobjdump"
+SHARED = {75: 64, 80: 99, 90: 227, 100: 227, 120: 99}
+"""KiB of shared memory of a program by capability. 8.6 and 8.9 have less than 8.0, and take the same code."""
+MOST_REGISTERS, STACK = 255, 32
+"""The compiler spills a few bytes where fewer registers let another program run beside; where it has no more registers,
+it must not spill."""
+ROWS, TOKENS, CONTEXT, BLOCK_SIZE = 2, 101, 4096, 16
+
+
+class Case(NamedTuple):
+    element: torch.dtype
+    cached: torch.dtype
+    head_dim: int
+    limited: bool = False
+    """By a window and a soft cap."""
+
+    def __str__(self) -> str:
+        names = (str(dtype).removeprefix("torch.") for dtype in (self.element, self.cached))
+        return " ".join([*names, str(self.head_dim)]) + ", limited" * self.limited
+
+
+HANDFUL = [
+    (75, Case(torch.float16, torch.float16, 64)),
+    (80, Case(torch.bfloat16, torch.int8, 128)),
+    (90, Case(torch.bfloat16, torch.bfloat16, 128)),
+    (100, Case(torch.bfloat16, torch.bfloat16, 128, limited=True)),
+]
+
+
+def all_cases(capability: int) -> Iterator[tuple[int, Case]]:
+    for element in (torch.float32, torch.float16, torch.bfloat16):
+        if element == torch.bfloat16 and capability < 80:
+            continue
+        for cached in (element, torch.int8):
+            for head_dim in (64, 96, 128, 256):
+                yield capability, Case(element, cached, head_dim)
+            yield capability, Case(element, cached, 128, limited=True)
+
+
+def launch(capability: int, case: Case) -> None:
+    """Writes and attends rows of 1 and 100 queries, 8 heads on 2 KV heads, through `TritonAttention`."""
+    key = torch.zeros(16, 2, BLOCK_SIZE, case.head_dim, dtype=case.cached)
+    scales = torch.zeros(key.shape[:3]) if case.cached == torch.int8 else None
+    cache = LayerCache(key, key.clone(), scales, scales)
+    slots = torch.arange(TOKENS)
+    batch = AttentionBatch(
+        query_start=torch.tensor([0, 1, TOKENS], dtype=torch.int32),
+        context_lens=torch.tensor([CONTEXT, CONTEXT], dtype=torch.int32),
+        positions=slots,
+        groups=(GroupBatch(torch.zeros(ROWS, CONTEXT // BLOCK_SIZE, dtype=torch.int32), slots),),
+        max_query_len=TOKENS - 1,
+        max_context_len=CONTEXT,
+    )
+    query, new_key, new_value = torch.zeros(TOKENS, 12, case.head_dim, dtype=case.element).split((8, 2, 2), 1)
+    attention = TritonAttention(divmod(capability, 10))
+    attention.write(new_key, new_value, cache, slots)
+    options = {"window": 1000, "soft_cap": 30.0} if case.limited else {}
+    attention.attend(query, cache, batch, 0, scale=0.1, **options)
+
+
+def compiled(capability: int, case: Case) -> list[tuple[str, triton.compiler.CompiledKernel]]:
+    """Returns the kernels that `launch` would start, compiled and not started."""
+    kernels = []
+    target = GPUTarget("cuda", capability, 32)
+    device = SimpleNamespace(
+        get_current_device=lambda: capability, get_current_stream=lambda _: 0, get_current_target=lambda: target
+    )
+    run = JITFunction.run
+
+    def compile_only(self, *arguments, grid, warmup, **settings):
+        name = self.__name__ + ("_in_chunks" if settings.get("IN_CHUNKS") else "")
+        kernels.append((name, run(self, *arguments, grid=grid, warmup=True, **settings)))
+
+    triton.runtime.driver.set_active(device)
+    with mock.patch.object(JITFunction, "run", compile_only):
+        launch(capability, case)
+    return kernels
+
+
+def resources(kernel: triton.compiler.CompiledKernel) -> tuple[int, int, int]:
+    """Returns registers per thread, bytes of stack and bytes of shared memory."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        command = [CUOBJDUMP, "--dump-resource-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"{name}:(\d+)", said)[1]) for name in ("REG", "STACK"))
+    return registers, stack, kernel.metadata.shared
+
+
+def main(capabilities: list[int]) -> int:
+    fits = True
+    cases = [case for capability in capabilities for case in all_cases(capability)] or HANDFUL
+    print("capability  kernel            registers  stack  shared  case")
+    for capability, case in cases:
+        for name, kernel in compiled(capability, case):
+            registers, stack, shared = resources(kernel)
+            over = stack > (STACK if registers < MOST_REGISTERS else 0) or shared > SHARED[capability] * 1024
+            fits &= not over
+            said = f"{capability:10}  {name:16}  {registers:9}  {stack:5}  {shared:6}  {case}"
+            print(said + ("  <- too much" if over else ""), flush=True)
+    return not fits
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, TRITON_CACHE_DIR=folder):
+        sys.exit(main([int(argument) for argument in sys.argv[1:]]))
