@@ -15,6 +15,7 @@ import math
 import time
 from pathlib import Path
 from statistics import fmean, stdev
+from typing import get_args
 
 from pagemill.arguments import arguments_of
 from pagemill.config import EngineConfig
@@ -28,8 +29,8 @@ from pagemill.text.tokenizer import Tokenizer
 TEXT = Path(__file__).parent / "peers/alice.txt"
 ANSWER = 64
 
-DTYPES = arguments_of(EngineConfig)["dtype"].choices
-QUANTIZATIONS = arguments_of(EngineConfig)["quantization"].choices
+DTYPES = get_args(arguments_of(EngineConfig)["dtype"].kind)
+QUANTIZATIONS = get_args(get_args(arguments_of(EngineConfig)["quantization"].kind)[0])  # or None
 
 
 def settings_of(text: str) -> dict[str, str]:

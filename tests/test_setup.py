@@ -143,7 +143,7 @@ def test_what_is_imported_is_declared(folders, lists):
 
     declared = {canonicalize_name(Requirement(text).name) for name in lists for text in _declared(name)}
     files = [file for folder in folders for file in (ROOT / folder).rglob("*.py")]
-    own = {"pagemill", "benchmarks", *(file.stem for file in files)}
+    own = {"pagemill", "benchmarks", *(file.stem for file in files), *(file.parent.name for file in files)}
     providers = importlib.metadata.packages_distributions()
     # Adapters of other engines run in those engines' environments.
     for file in (file for file in files if file.parent.name != "adapters"):
