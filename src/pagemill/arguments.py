@@ -58,6 +58,12 @@ class Argument(NamedTuple):
     way_out: str
     max_length: int | None
 
+    @property
+    def choices(self) -> tuple[Any, ...]:
+        """The values that it may have, where those are named one by one."""
+        parts = typing.get_args(self.kind) if typing.get_origin(self.kind) in _UNIONS else (self.kind,)
+        return tuple(value for part in parts if typing.get_origin(part) is Literal for value in typing.get_args(part))
+
 
 @functools.cache
 def arguments_of(cls: type) -> dict[str, Argument]:
