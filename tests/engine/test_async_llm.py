@@ -1,6 +1,7 @@
 """AsyncLLM with a real engine process: deltas, aborts, faults, and that the process never outlives its use."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -107,6 +108,12 @@ def test_requests_run_together_and_do_not_mix(served):
         assert "".join(new.text for output in alone for new in output.outputs) == text
 
 
+def test_nobody_need_be_told_of_a_request_that_has_ended(served, monkeypatch):
+    monkeypatch.setattr(served.llm, "on_request_end", None)
+    assert served.run(read(served.llm, "Once", SHORT))[-1].finished
+    assert served.llm.error is None
+
+
 def test_abort_ends_the_iterator_and_gives_everything_back(served):
     async def aborted():
         outputs = []
@@ -122,7 +129,7 @@ def test_abort_ends_the_iterator_and_gives_everything_back(served):
     served.wait_until_idle()
 
 
-@pytest.mark.parametrize("how", ["leave", "cancel", "close"])
+@pytest.mark.parametrize("how", ["leave", "cancel", "close", "aclosing what generates", "aclosing a stream"])
 def test_whoever_leaves_early_leaves_nothing_behind(served, how):
     async def leave():
         if how == "cancel":
@@ -134,6 +141,13 @@ def test_whoever_leaves_early_leaves_nothing_behind(served, how):
         elif how == "leave":
             async for _ in served.llm.generate("Once", LONG):
                 break
+        elif how.startswith("aclosing"):
+            generates = how == "aclosing what generates"
+            outputs = served.llm.generate("Once", LONG) if generates else await served.llm.submit("Once", LONG)
+            async with contextlib.aclosing(outputs):
+                await anext(outputs)
+            with pytest.raises(StopAsyncIteration):
+                await anext(outputs)
         else:
             stream = await served.llm.submit("Once", LONG)
             await anext(stream)
@@ -247,6 +261,7 @@ def test_a_killed_engine_fails_everybody_and_leaves_nothing(recwarn):
         llm = AsyncLLM("smollm2-135m", kv_memory="16MiB", max_num_seqs=8)
         with pytest.raises(errors.RequestTooLargeError):
             await read(llm, [5] * 2000, SHORT)
+        assert llm.max_model_len == llm.facts.max_model_len
         reading = [
             asyncio.ensure_future(read(llm, "Once", SamplingParams(max_tokens=200, ignore_eos=True))) for _ in "ab"
         ]
@@ -288,6 +303,7 @@ def test_shutdown_while_loading_is_quick_and_leaves_no_process():
         llm = AsyncLLM("smollm2-135m", max_model_len=256, kv_memory="16MiB", max_num_seqs=8)
         waiting = asyncio.ensure_future(llm.ready())
         await asyncio.sleep(0.1)
+        assert llm.max_model_len is None
         await llm.shutdown()
         with pytest.raises(errors.EngineDeadError, match="shut down"):
             await waiting

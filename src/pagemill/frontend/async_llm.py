@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,8 +54,8 @@ class AsyncLLM:
         self.config = config_for("AsyncLLM", model, settings)
         self.config.model = str(resolve_model(model))
         self.load_progress: tuple[int, int] | None = None
-        self.on_request_end: Callable[[RequestState], None] = lambda request: None
-        """Called in the event loop with each request when it has ended."""
+        self.on_request_end: Callable[[RequestState], None] | None = None
+        """Called in the event loop with each request when it has ended; None calls nothing."""
         self._on_progress = on_progress
         self._sessions = SessionStore.of(self.config)  # before a process is started: its file may be refused
         self._client = ProcessClient(self.config)
@@ -81,6 +81,11 @@ class AsyncLLM:
     def facts(self) -> EngineReady | None:
         """The engine's facts, or the last ones before it died; None until the model is loaded."""
         return None if self._frontend is None else self._client.facts
+
+    @property
+    def max_model_len(self) -> int | None:
+        """The engine's limit; None until the model is loaded."""
+        return None if self.facts is None else self.facts.max_model_len
 
     @property
     def engine_pid(self) -> int:
@@ -133,7 +138,7 @@ class AsyncLLM:
         *,
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
-    ) -> AsyncIterator[RequestOutput]:
+    ) -> AsyncGenerator[RequestOutput, None]:
         """Yields what is new, as it comes; the last output is `finished`. Leaving the iterator aborts the request.
 
         A beam search yields its sequences once, the best first, and so does `best_of`. A smaller `priority` is more
@@ -281,7 +286,7 @@ class AsyncLLM:
             await self._client.load(self._progress)
             tokenizer = await asyncio.wrap_future(self._loading_tokenizer)
             frontend = Frontend(self._client, tokenizer, self._sessions, Path(self.config.model).stem, self._worker)
-            frontend.on_request_end = lambda request: self._call(self.on_request_end, request)
+            frontend.on_request_end = self._request_ended
             self._frontend = frontend
             self._loaded.set()
             while True:
@@ -293,6 +298,10 @@ class AsyncLLM:
             self._die(EngineDeadError(f"the front end failed: {type(error).__name__}: {error}"))
             await self._client.close()
             raise
+
+    def _request_ended(self, request: RequestState) -> None:
+        if self.on_request_end is not None:
+            self._call(self.on_request_end, request)
 
     def _progress(self, done: int, total: int) -> None:
         self.load_progress = (done, total)

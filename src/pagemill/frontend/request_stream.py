@@ -12,9 +12,9 @@ from pagemill.frontend.request_state import RequestState
 class RequestStream:
     """The answer to one request as it comes: an async iterator of deltas, for one consumer.
 
-    Raises the request's own error, or `EngineDeadError`. Leaving it early must be said with `close()`. The last output
-    of a session's turn is given once the session has the turn: an answer that was aborted stays as far as it came, one
-    that failed, or whose reader left, leaves no trace.
+    Raises the request's own error, or `EngineDeadError`. Leaving it early must be said with `close()`, or
+    `contextlib.aclosing`. The last output of a session's turn is given once the session has the turn: an answer that
+    was aborted stays as far as it came, one that failed, or whose reader left, leaves no trace.
     """
 
     def __init__(self, frontend: Frontend, request: RequestState) -> None:
@@ -60,6 +60,10 @@ class RequestStream:
         self._ended = True
         self._frontend.release(self.request)
         self._frontend.end_turn(self.request)
+
+    async def aclose(self) -> None:
+        """Does what `close` does, for `contextlib.aclosing`."""
+        self.close()
 
     def abort(self) -> None:
         """Ends the iterator with `finish_reason` "abort"."""
