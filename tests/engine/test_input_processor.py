@@ -2,13 +2,14 @@
 
 import copy
 
+import msgspec
 import numpy as np
 import pytest
 
 from pagemill import errors
 from pagemill.engine.messages import EngineReady
 from pagemill.frontend.input_processor import InputProcessor, as_list_of_prompts, one_per_prompt
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 49152
@@ -54,6 +55,17 @@ def test_a_rendered_chat_gets_no_second_set_of_special_tokens(inputs):
     assert inputs.tokenizer.decode(request.prompt_token_ids) == prompt["prompt"]
     assert prompt["prompt"].endswith("<|im_start|>assistant\n")
     assert request.cache_salt == "s"
+
+
+def test_a_beam_too_wide_is_told_what_limits_it(inputs):
+    facts = msgspec.structs.replace(inputs.facts(), vocab_size=10, max_num_seqs=20)
+    processor = InputProcessor(inputs.tokenizer, lambda: facts)
+    assert processor.process([5], BeamSearchParams(9, max_tokens=4), "r").asked.beam.beam_width == 9
+    for width in (10, 21):
+        with pytest.raises(errors.RequestTooLargeError, match=f"beam_width is {width}, but this model has 9 tokens"):
+            processor.process([5], BeamSearchParams(width, max_tokens=4), "r")
+    with pytest.raises(errors.RequestTooLargeError, match="beam_width is 9, but max_num_seqs lets 8"):
+        inputs.process([5], BeamSearchParams(9, max_tokens=4), "r")
 
 
 def test_no_maximum_is_left_to_the_engine_which_knows_what_is_free(inputs):

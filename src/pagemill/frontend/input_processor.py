@@ -179,9 +179,15 @@ def _check_token_ids(token_ids: list[int], facts: EngineReady) -> None:
 
 def _params_of_search(beam: BeamSearchParams, facts: EngineReady) -> SamplingParams:
     """Returns how many sequences come back, how long they may be, and how they become text."""
-    limit = min(facts.max_num_seqs, facts.vocab_size - len(facts.eos_token_ids))
-    if beam.beam_width > limit:
-        raise errors.RequestTooLargeError.of_width("beam_width", beam.beam_width, limit)
+    tokens = facts.vocab_size - len(facts.eos_token_ids)
+    if tokens < min(beam.beam_width, facts.max_num_seqs):
+        raise errors.RequestTooLargeError(
+            f"beam_width is {beam.beam_width}, but this model has {tokens} tokens that a sequence can go on with; ask "
+            "for no more than that",
+            param="beam_width",
+        )
+    if beam.beam_width > facts.max_num_seqs:
+        raise errors.RequestTooLargeError.of_width("beam_width", beam.beam_width, facts.max_num_seqs)
     return SamplingParams(
         n=beam.beam_width,
         max_tokens=beam.max_tokens,
