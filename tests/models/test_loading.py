@@ -147,6 +147,16 @@ def test_auto_dtype_on_arm(monkeypatch):
         assert loading.resolve_dtype("auto", {stored: 1}, quantized=False, device=CPU) == expected
 
 
+def test_a_gpu_without_bfloat16_refuses_it(monkeypatch):
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    with pytest.raises(ConfigError, match=r"dtype is 'bfloat16'.* 8\.0; this one has 7\.5; use 'float16'"):
+        loading.resolve_dtype("bfloat16", {}, quantized=False, device=gpu)
+    assert loading.resolve_dtype("float16", {}, quantized=False, device=gpu) == torch.float16
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    assert loading.resolve_dtype("bfloat16", {}, quantized=False, device=gpu) == torch.bfloat16
+
+
 def test_unknown_dtype_is_refused(folder):
     with pytest.raises(ConfigError, match="int8"):
         load(folder, dtype="int8")

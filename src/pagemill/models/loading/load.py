@@ -145,7 +145,7 @@ def is_native(dtype: torch.dtype, device: torch.device) -> bool:
 def resolve_dtype(
     requested: str, stored: dict[torch.dtype, int], *, quantized: bool, device: torch.device
 ) -> torch.dtype:
-    """Returns the dtype to compute in. Raises ConfigError for an unknown one.
+    """Returns the dtype to compute in. Raises ConfigError for an unknown one, and for one that the GPU lacks.
 
     requested: "auto", "float32", "bfloat16" or "float16".
     stored:    bytes of the checkpoint by dtype; auto takes the most frequent if the device has instructions for it.
@@ -155,6 +155,12 @@ def resolve_dtype(
     if requested != "auto":
         if requested not in DTYPES:
             raise ConfigError(f"dtype is {requested!r}; it must be one of auto, {', '.join(DTYPES)}", param="dtype")
+        if device.type == "cuda" and not is_native(DTYPES[requested], device):
+            raise ConfigError(
+                f"dtype is {requested!r}, for which a GPU needs compute capability 8.0; this one has "
+                f"{'.'.join(map(str, torch.cuda.get_device_capability(device)))}; use 'float16' or 'float32'",
+                param="dtype",
+            )
         return DTYPES[requested]
     if quantized:
         if device.type == "cpu":
