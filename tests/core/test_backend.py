@@ -7,6 +7,7 @@ import torch
 
 from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
+from pagemill.attention.torch_backend import TorchAttention
 from pagemill.errors import ConfigError
 from pagemill.executor.backend import cpu_backend, select_backend
 from pagemill.ops.cpu_ops import CpuOps
@@ -46,6 +47,13 @@ def test_gpus_get_the_attention_that_they_can_run(
     assert on_gpu.device == torch.device("cuda")
     assert type(on_gpu.attention).__name__ == attention
     assert list(map(type, (on_gpu.ops, on_gpu.sampling))) == [TorchOps, TorchSamplingKernels]
+
+
+def test_gpus_of_rocm_get_torchs_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 4))
+    assert isinstance(select_backend("cuda").attention, TorchAttention)
 
 
 def test_kernels_that_this_cpu_lacks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

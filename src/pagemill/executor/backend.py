@@ -71,9 +71,12 @@ def select_backend(name: str, num_threads: int | None = None) -> Backend:
 
 
 def cuda_backend(device: torch.device) -> Backend:
-    """Returns Triton's attention among torch's operators; torch's attention too, where Triton is missing or the GPU is
-    older than its kernels."""
+    """Returns Triton's attention among torch's operators; torch's attention too, where Triton is missing, or the GPU is
+    AMD's or older than its kernels."""
     backend = torch_backend(device)
+    if torch.version.hip is not None:
+        logger.warning("attention runs in plain torch: Triton's kernels are made for NVIDIA GPUs, not for ROCm")
+        return backend
     capability = torch.cuda.get_device_capability(device)
     if importlib.util.find_spec("triton") is None:
         logger.warning("attention runs in plain torch, far slower than in Triton: install triton")
