@@ -58,7 +58,7 @@ bench: $(BUILT)  ## Measure the model's throughput and latency on this machine (
 	@$(MODEL_READY)
 	@exec $(BIN)/pagemill bench $(MODEL) $(BENCH_ARGS)
 
-test-gpu: $(BUILT)  ## Compile the GPU kernels in all configurations and run their tests, on this machine's GPU if it has one (settings: PYTEST_ARGS)
+test-gpu: $(BUILT)  ## Compile the GPU kernels in the usual configurations and run their tests, on this machine's GPU if it has one (settings: PYTEST_ARGS)
 	@$(BIN)/python tests/attention/compile_for_gpus.py 75 80 90 100 120
 	@exec $(BIN)/python -m pytest tests/attention -k triton $(PYTEST_ARGS)
 

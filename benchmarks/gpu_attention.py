@@ -5,8 +5,9 @@ bf16 matrix product, and torch's own attention over contiguous keys and values.
                                        [--json FILE]
 
 Blocks of 16 lie scattered over a pool; cases whose keys and values take more than half of the free memory are left
-out. Times are medians of `triton.testing.do_bench`, which empties the L2 cache before each run. A decode step's share
-of the copy's speed counts the bytes of K and V once; the copy's speed counts what is read and what is written.
+out. Times are medians of a second's runs by `triton.testing.do_bench`, which empties the L2 cache before each. A decode
+step's share of the copy's speed counts the bytes of K and V once; the copy's speed counts what is read and what is
+written.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ import torch.nn.functional as F
 from pagemill.attention.interface import AttentionBatch, GroupBatch, LayerCache
 
 BLOCK_SIZE = 16
-DECODE = [(batch, context) for batch in (1, 8, 32, 128, 256) for context in (1024, 4096, 8192, 32768)]
+CONTEXTS = (1024, 4096, 8192, 16384, 32768, 131072)
+DECODE = [(batch, context) for batch in (1, 8, 32, 128, 256) for context in CONTEXTS]
 PREFILL = [2048, 4096, 8192, 16384, 32768]
 GEMM_SIZE = 8192
 COPY_BYTES = 4 << 30
@@ -66,7 +68,7 @@ class Result:
 def median_ms(run: Callable[[], object]) -> float:
     import triton.testing
 
-    return float(triton.testing.do_bench(run, warmup=10, rep=60, return_mode="median"))
+    return float(triton.testing.do_bench(run, warmup=100, rep=1000, return_mode="median"))
 
 
 def measure_ceilings() -> Ceilings:
@@ -120,11 +122,14 @@ def run(shape: Shape, ceilings: Ceilings, decode: list[tuple[int, int]], prefill
     from pagemill.attention.triton_backend import TritonAttention
 
     attention = TritonAttention(torch.cuda.get_device_capability())
+    torch.cuda.empty_cache()
     room = torch.cuda.mem_get_info()[0] // 2 // shape.token_bytes
     cases = [
         *(("decode", rows, 1, context) for rows, context in decode if rows * context <= room),
         *(("prefill", 1, context, context) for context in prefill if context <= room),
     ]
+    if not cases:
+        raise SystemExit(f"half of the GPU's free memory holds {room} tokens, and no case has so few; free some memory")
     frames = max(rows * context for _, rows, _, context in cases) // BLOCK_SIZE
     cache = make_cache(shape, frames)
     scale = shape.head_dim**-0.5

@@ -3,9 +3,9 @@ takes: registers per thread, bytes of stack (registers that were spilled), bytes
 
     python tests/attention/compile_for_gpus.py [CAPABILITY ...]
 
-Without arguments: a handful of configurations; for a capability (75 is 7.5) all. Ends with status 1 if a kernel takes
-more shared memory than the smallest GPU that runs its code has, or spills for lack of registers. To be run in a process
-of its own: where TRITON_INTERPRET was set as triton was imported, nothing compiles.
+Without arguments: a handful of configurations; for a capability (75 is 7.5) the usual ones. Ends with status 1 if a
+kernel takes more shared memory than the smallest GPU that runs its code has, or spills for lack of registers. To be run
+in a process of its own: where TRITON_INTERPRET was set as triton was imported, nothing compiles.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ HANDFUL = [
 ]
 
 
-def all_cases(capability: int) -> Iterator[tuple[int, Case]]:
+def usual_cases(capability: int) -> Iterator[tuple[int, Case]]:
     for element in (torch.float32, torch.float16, torch.bfloat16):
         if element == torch.bfloat16 and capability < 80:
             continue
@@ -121,7 +121,7 @@ def resources(kernel: triton.compiler.CompiledKernel) -> tuple[int, int, int]:
 
 def main(capabilities: list[int]) -> int:
     fits = True
-    cases = [case for capability in capabilities for case in all_cases(capability)] or HANDFUL
+    cases = [case for capability in capabilities for case in usual_cases(capability)] or HANDFUL
     print("capability  kernel            registers  stack  shared  case")
     for capability, case in cases:
         for name, kernel in compiled(capability, case):

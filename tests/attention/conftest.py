@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from elsewhere import Elsewhere
-from interpreter import DEVICE
+from interpreter import CAPABILITY, DEVICE
 
 from kernel_settings import kernels_of
 from pagemill import _kernels
@@ -76,4 +76,4 @@ def triton_attention(monkeypatch: pytest.MonkeyPatch) -> Iterator[AttentionBacke
         monkeypatch.setattr(triton_backend, "long_tile", lambda *_: triton_backend.Tile(256, 128, 4, 1))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # NumPy's, of 1 / 0 and of NaN
-        yield triton_backend.TritonAttention()
+        yield triton_backend.TritonAttention(CAPABILITY)

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+CAPABILITY = torch.cuda.get_device_capability() if DEVICE == "cuda" else (8, 0)
+"""What tests make `TritonAttention` for: tiles are then this GPU's own."""
 
 
 def mend() -> None:

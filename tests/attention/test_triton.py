@@ -3,9 +3,14 @@ device, and code that fits every GPU they are meant for."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import os
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +19,12 @@ import torch
 pytest.importorskip("triton")
 
 from elsewhere import Elsewhere
-from interpreter import DEVICE
+from interpreter import CAPABILITY, DEVICE
 from paged_case import PagedCase
 
 from pagemill.attention import triton_backend
-from pagemill.attention.triton_backend import CHUNK, CHUNKS, LONGEST_CHUNK, TritonAttention, most_chunks
+from pagemill.attention.interface import GroupBatch
+from pagemill.attention.triton_backend import CHUNK, TritonAttention, most_chunks, rows_at_once
 from pagemill.kvcache.layout import block_major
 
 
@@ -57,14 +63,22 @@ def test_long_rows_keep_their_bits_in_any_chunks_of_prefill(backend: Elsewhere) 
         assert torch.equal(attend(backend, case, [(0, begin, end)])[0], whole[begin:end])
 
 
-def test_there_are_as_many_chunks_as_the_kernel_cuts() -> None:
-    for context in [*range(1, 3000, 7), *(CHUNK * CHUNKS * i + j for i in (1, 2, 4, 8, 9) for j in (-1, 0, 1))]:
-        chunk = CHUNK
-        while chunk < LONGEST_CHUNK and chunk * CHUNKS < context:
-            chunk *= 2
-        assert most_chunks(context, None) >= -(-context // chunk)
+def test_there_are_as_many_chunks_as_the_kernel_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert most_chunks(100_000, 1024) == 1024 // CHUNK + 2
     assert most_chunks(CHUNK, None) == 1
+    for name, value in (("CHUNK", 4), ("LONGEST_CHUNK", 16), ("CHUNKS", 3)):
+        monkeypatch.setattr(triton_backend, name, value)
+    for window in (None, *range(1, 100)):
+        most = 0
+        for context in range(1, 150):
+            span = context if window is None else min(context, window)
+            chunk = 4
+            while chunk < 16 and chunk * 3 < span:
+                chunk *= 2
+            for queries in range(1, min(4, context) + 1):
+                first = 0 if window is None else max(0, context - queries - window + 1)
+                most = max(most, (context - 1) // chunk - first // chunk + 1)
+            assert most <= most_chunks(context, window) <= most + 2, (context, window)
 
 
 def test_chunks_grow_with_the_context(backend: Elsewhere, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,9 +92,77 @@ def test_chunks_grow_with_the_context(backend: Elsewhere, monkeypatch: pytest.Mo
         torch.testing.assert_close(torch.cat(outputs).double(), expected, rtol=1e-5, atol=1e-5)
 
 
+class Watched:
+    """Notes the grids that a kernel is launched over."""
+
+    def __init__(self, kernel: object) -> None:
+        self.kernel, self.grids = kernel, []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> object:
+        self.grids.append(grid)
+        return self.kernel[grid]
+
+
+def test_rows_share_a_small_scratch_in_turn_and_keep_their_bits(
+    backend: Elsewhere, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [(300, 1), (520, 2), (20, 1), (257, 3), (270, 30), (600, 1), (5, 1), (400, 4), (290, 1), (310, 2)]
+    case = PagedCase(rows, heads=6, layout=block_major, seed=34)
+    case.write_all(backend)
+    query, batch = case.whole()
+    starts = torch.arange(len(rows), dtype=torch.int32)
+    options = {"window": 500, "key_start": starts, "key_end": batch.context_lens - starts, "return_lse": True}
+    expected = backend.attend(query, case.cache, batch, 0, scale=0.125, **options)
+    watched = Watched(triton_backend.merge_chunks)
+    monkeypatch.setattr(triton_backend, "merge_chunks", watched)
+    monkeypatch.setattr(triton_backend, "SCRATCH_BYTES", 1)
+    results = backend.attend(query, case.cache, batch, 0, scale=0.125, **options)
+    assert watched.grids == [(16, 6), (16, 6), (8, 6)], "4, 4 and 2 rows of at most 4 queries"
+    for result, one in zip(results, expected, strict=True):
+        assert torch.equal(result, one)
+
+
+def test_the_scratch_is_bounded() -> None:
+    assert rows_at_once(300, 1 << 19) == 300
+    assert rows_at_once(600, 1 << 19) == 512
+    assert rows_at_once(600, 3_000_000) == 88
+    assert rows_at_once(3, 1 << 40) == 3
+    assert rows_at_once(6, 1 << 40) == 4
+
+
+def test_kernels_start_on_the_device_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    current, started = [], []
+
+    @contextlib.contextmanager
+    def device_of(tensor: torch.Tensor) -> Iterator[None]:
+        current.append(tensor.device.type)
+        yield
+        current.pop()
+
+    def start(name: str, *_: object, **settings: object) -> None:
+        started.append((name, *current))
+
+    monkeypatch.setattr(torch.cuda, "device_of", device_of)
+    for name in ("write_tokens", "attend", "merge_chunks"):
+        monkeypatch.setattr(triton_backend, name, defaultdict(lambda name=name: functools.partial(start, name)))
+    attention, case = TritonAttention(CAPABILITY), PagedCase([(600, 1), (77, 33)], layout=block_major)
+    case.write_all(attention)
+    query, batch = case.whole()
+    attention.attend(query, case.cache, batch, 0, scale=0.125)
+    kernels = ["write_tokens", "write_tokens", "attend", "attend", "merge_chunks"]
+    assert started == [(kernel, "cpu") for kernel in kernels]
+
+
+def test_names_tell_gpus_and_kernels_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = {TritonAttention(capability).name for capability in ((8, 0), (8, 9), (9, 0))}
+    monkeypatch.setattr(triton_backend, "KERNEL_VERSION", triton_backend.KERNEL_VERSION + 1)
+    assert len(names | {TritonAttention((9, 0)).name}) == 4
+
+
 @pytest.mark.skipif(DEVICE == "cpu", reason="no GPU")
 def test_nothing_waits_for_the_gpu() -> None:
-    backend, case = TritonAttention(), PagedCase([(600, 1), (77, 33)], layout=block_major, device=DEVICE)
+    backend = TritonAttention(CAPABILITY)
+    case = PagedCase([(600, 1), (77, 33)], layout=block_major, device=DEVICE)
     query, batch = case.whole()
     key, value = (torch.cat(rows).to(DEVICE) for rows in (case.keys, case.values))
     slots = torch.cat([case.slots(0, 0, 600), case.slots(1, 0, 77)]).to(DEVICE)
@@ -95,7 +177,7 @@ def test_nothing_waits_for_the_gpu() -> None:
 
 
 def test_what_cannot_be_attended_is_refused() -> None:
-    case, backend = PagedCase([(20, 1)], dtype=torch.bfloat16), TritonAttention()
+    case, backend = PagedCase([(20, 1)], dtype=torch.bfloat16), TritonAttention(CAPABILITY)
     query, batch = case.whole()
     with pytest.raises(ValueError, match="in pairs"):
         backend.attend(query, case.cache, batch, 0, scale=0.1)
@@ -105,8 +187,19 @@ def test_what_cannot_be_attended_is_refused() -> None:
         backend.attend(query[:, :3], case.cache, batch, 0, scale=0.1)
     with pytest.raises(ValueError, match="scale is 0"):
         backend.attend(query, case.cache, batch, 0, scale=0.0)
-    with pytest.raises(ValueError, match="last dimension contiguous"):
-        backend.write(query[:, :2, ::2], query[:, :2, ::2], case.cache, torch.tensor([0]))
+    slots = batch.groups[0].slots
+    apart = query.repeat_interleave(2, 2)[..., ::2]
+    with pytest.raises(ValueError, match=r"head_dim must be 64 and contiguous"):
+        backend.attend(apart, case.cache, batch, 0, scale=0.1)
+    for key, value in ((apart, query), (query, apart)):
+        with pytest.raises(ValueError, match="last dimension contiguous"):
+            backend.write(key[:, :2], value[:, :2], case.cache, slots)
+    with pytest.raises(ValueError, match=r"slots must be contiguous torch.int64 \(1,\), not torch.int32"):
+        backend.write(query[:, :2], query[:, :2], case.cache, slots.int())
+    tables = batch.groups[0].tables
+    for wrong in (tables.repeat_interleave(2, 1)[:, ::2], tables.long()):
+        with pytest.raises(ValueError, match="tables must be int32"):
+            backend.attend(query, case.cache, replace(batch, groups=(GroupBatch(wrong, slots),)), 0, scale=0.1)
 
 
 def test_kernels_compile_for_every_gpu_and_fit() -> None:

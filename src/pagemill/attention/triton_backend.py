@@ -15,7 +15,10 @@ from torch import Tensor
 
 from pagemill.attention.interface import AttentionBatch, LayerCache
 from pagemill.attention.triton_kernels import attend, merge_chunks, write_tokens
+from pagemill.ops.quantized import check_contiguous
 
+KERNEL_VERSION = 1
+"""Raised whenever the kernels' arithmetic, tiles or chunks change: stored K/V of other bits must not be found."""
 SHORT_TILE, SHORT_QUERIES = 16, 4
 """Rows of at most SHORT_QUERIES tokens, whose heads of one KV head fit into SHORT_TILE, are attended in chunks.
 Matrix products take no fewer than 16 queries."""
@@ -26,6 +29,11 @@ VECTORS = 8
 """Keys, and as many values, that are written at a time."""
 BLOCK_CHUNKS = 16
 """Results that are merged at a time."""
+SCRATCH_BYTES = 256 << 20
+"""Room for the results of chunks. Rows whose results need more are attended some at a time."""
+ROW_STEP = 4
+"""Rows begin at multiples of it where they are attended some at a time: the code that is compiled depends on whether
+pointers are multiples of 16 bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +49,7 @@ class Tile:
 def long_tile(head_dim: int, matrix_units: bool, major: int, widened: bool) -> Tile:
     """Returns the tile of rows with many queries.
 
-    major: of the GPU's compute capability. widened: keys and values are int8, and products are not.
+    major: of the GPU's compute capability. widened: keys and values have another dtype than products.
     """
     if not matrix_units:  # every operand of a product takes a register, and so does what is widened ahead
         stages = 1 if widened else 2
@@ -67,6 +75,11 @@ def most_chunks(max_context: int, window: int | None) -> int:
     return count if span == max_context else count + 2  # a window begins and ends within chunks
 
 
+def rows_at_once(rows: int, row_bytes: int) -> int:
+    """Returns how many rows SCRATCH_BYTES hold, where each takes `row_bytes`: all, or a multiple of ROW_STEP."""
+    return min(rows, max(1, SCRATCH_BYTES // (row_bytes * ROW_STEP)) * ROW_STEP)
+
+
 class TritonAttention:
     """Implements `AttentionBackend` for GPUs of compute capability 7.5 or higher, and for Triton's interpreter.
 
@@ -75,9 +88,8 @@ class TritonAttention:
     A query's bits depend on its own row alone: on its query length, context and window, never on other rows.
     """
 
-    name = f"triton-{triton.__version__}"
-
-    def __init__(self, capability: tuple[int, int] = (8, 0)) -> None:
+    def __init__(self, capability: tuple[int, int]) -> None:
+        self.name = f"triton-{triton.__version__}-{capability[0]}.{capability[1]}-{KERNEL_VERSION}"
         self._major = capability[0]
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
@@ -88,15 +100,17 @@ class TritonAttention:
             raise ValueError(
                 f"key {tuple(key.shape)} and value {tuple(value.shape)} must be {expected}, last dimension contiguous"
             )
+        check_contiguous("slots", slots, torch.int64, (tokens,))
         if not tokens:
             return
-        write_tokens[(triton.cdiv(tokens * kv_heads, VECTORS),)](
-            key, value, slots, cache.key, cache.value, cache.key_scale, cache.value_scale, tokens,
-            key.stride(0), key.stride(1), value.stride(0), value.stride(1),
-            *cache.key.stride(), *cache.value.stride(), *_scale_strides(cache),
-            KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIMS=_padded(head_dim), BLOCK_SIZE=block_size, VECTORS=VECTORS,
-            enable_fp_fusion=False,
-        )  # fmt: skip
+        with torch.cuda.device_of(slots):  # type: ignore[no-untyped-call]  # kernels start on the current device
+            write_tokens[(triton.cdiv(tokens * kv_heads, VECTORS),)](
+                key, value, slots, cache.key, cache.value, cache.key_scale, cache.value_scale, tokens,
+                key.stride(0), key.stride(1), value.stride(0), value.stride(1),
+                *cache.key.stride(), *cache.value.stride(), *_scale_strides(cache),
+                KV_HEADS=kv_heads, HEAD_DIM=head_dim, DIMS=_padded(head_dim), BLOCK_SIZE=block_size, VECTORS=VECTORS,
+                enable_fp_fusion=False,
+            )  # fmt: skip
 
     def attend(
         self,
@@ -121,27 +135,34 @@ class TritonAttention:
             )
         if scale <= 0:
             raise ValueError(f"scale is {scale}; it must be positive")
+        tables, rows, size = batch.groups[group].tables, batch.context_lens.shape[0], heads // kv_heads
+        if tables.dtype != torch.int32 or tables.shape[0] < rows or tables.stride(1) != 1:
+            raise ValueError(
+                f"tables must be int32 [{rows}, entries], entries side by side, not {tables.dtype} "
+                f"{tuple(tables.shape)} with strides {tables.stride()}"
+            )
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         lse = torch.empty(tokens, heads, device=query.device) if return_lse else None
         if not tokens:
             return output, lse
-        tables, rows, size = batch.groups[group].tables, batch.context_lens.shape[0], heads // kv_heads
         dot = query.dtype if cache.key.dtype in (query.dtype, torch.int8) else torch.float32
-        matrix_units, widened = self._major >= 8 and dot != torch.float32, cache.key.dtype == torch.int8
+        matrix_units, widened = self._major >= 8 and dot != torch.float32, cache.key.dtype != dot
         at_least = triton.next_power_of_2(size)
         short = max(1, min(SHORT_QUERIES, SHORT_TILE // size))
         few = min(short, batch.max_query_len)
         chunks = most_chunks(batch.max_context_len, window)
-        chunk_output = chunk_lse = None
+        at_once, chunk_output, chunk_lse = rows, None, None
         if chunks > 1:
-            chunk_output = torch.empty(rows * few, heads, chunks, head_dim, device=query.device)
-            chunk_lse = torch.empty(rows * few, heads, chunks, device=query.device)
+            at_once = rows_at_once(rows, few * heads * chunks * (head_dim + 1) * 4)
+            chunk_output = torch.empty(at_once * few, heads, chunks, head_dim, device=query.device)
+            chunk_lse = torch.empty(at_once * few, heads, chunks, device=query.device)
 
-        def launch(grid: tuple[int, ...], tile: Tile, *, in_chunks: bool) -> None:
+        def launch(grid: tuple[int, ...], tile: Tile, first: int = 0, *, in_chunks: bool) -> None:
             attend[grid](
                 query, output, lse, chunk_output if in_chunks else None, chunk_lse if in_chunks else None,
                 cache.key, cache.value, cache.key_scale, cache.value_scale,
-                tables, batch.query_start, batch.context_lens, batch.positions, key_start, key_end,
+                _from(first, tables), _from(first, batch.query_start), _from(first, batch.context_lens),
+                batch.positions, _from(first, key_start), _from(first, key_end),
                 rows, few, chunks, scale, soft_cap, window,
                 query.stride(0), query.stride(1), *cache.key.stride(), *cache.value.stride(), *_scale_strides(cache),
                 tables.stride(0),
@@ -151,20 +172,28 @@ class TritonAttention:
                 num_warps=tile.warps, num_stages=tile.stages,
             )  # fmt: skip
 
-        if batch.max_query_len > short:
-            tile = long_tile(head_dim, matrix_units, self._major, widened)
-            launch((tokens // (max(tile.queries, at_least) // size) + rows, kv_heads), tile, in_chunks=False)
-        if rows > 1 or batch.max_query_len <= short:
-            launch((rows, kv_heads, chunks), short_tile(head_dim, matrix_units, widened), in_chunks=True)
-            if chunks > 1:
-                merge_chunks[(rows * few, heads)](
-                    chunk_output, chunk_lse, output, lse, batch.query_start, few, chunks,
-                    SHORT=short, HEAD_DIM=head_dim, DIMS=_padded(head_dim), BLOCK_CHUNKS=BLOCK_CHUNKS,
-                )  # fmt: skip
+        with torch.cuda.device_of(query):  # type: ignore[no-untyped-call]  # kernels start on the current device
+            if batch.max_query_len > short:
+                tile = long_tile(head_dim, matrix_units, self._major, widened)
+                launch((tokens // (max(tile.queries, at_least) // size) + rows, kv_heads), tile, in_chunks=False)
+            if rows > 1 or batch.max_query_len <= short:
+                tile = short_tile(head_dim, matrix_units, widened)
+                for first in range(0, rows, at_once):
+                    count = min(at_once, rows - first)
+                    launch((count, kv_heads, chunks), tile, first, in_chunks=True)
+                    if chunks > 1:
+                        merge_chunks[(count * few, heads)](
+                            chunk_output, chunk_lse, output, lse, _from(first, batch.query_start), few, chunks,
+                            SHORT=short, HEAD_DIM=head_dim, DIMS=_padded(head_dim), BLOCK_CHUNKS=BLOCK_CHUNKS,
+                        )  # fmt: skip
         return output, lse
 
 
 _TRITON = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+
+
+def _from(row: int, by_row: Tensor | None) -> Tensor | None:
+    return by_row if by_row is None or row == 0 else by_row[row:]
 
 
 def _padded(head_dim: int) -> int:
