@@ -1,11 +1,13 @@
 """generate, chat, bench and serve as a user runs them: separate processes, the default model."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import pty
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
@@ -13,6 +15,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from pagemill.namespace import Namespace
+from pagemill.sessions.store import SessionStore
 
 MODEL = "smollm2-135m"
 SMALL = ["--max-model-len", "256", "--kv-memory", "32MiB", "--max-num-seqs", "8"]
@@ -186,6 +191,21 @@ def test_a_conversation_with_a_name_goes_on_after_a_restart(tmp_path):
     gone = run("sessions", "rm", "ada", *kept)
     assert (gone.returncode, gone.stderr.count("\n")) == (1, 1)
     assert "there is no session 'ada'" in gone.stderr
+
+
+def test_a_damaged_session_is_listed_and_can_be_deleted(tmp_path):
+    path = tmp_path / "sessions"
+    store = SessionStore(path, max_sessions=2, timeout_s=None)
+    for name in ("ada", "bob"):
+        store.commit(store.begin(name, Namespace(), model="m", tokenizer="t"), [1], None)
+    store.close()
+    with contextlib.closing(sqlite3.connect(path)) as db, db:
+        db.execute("UPDATE sessions SET num_turns = 7 WHERE name = 'ada'")
+    kept = ["--session-path", str(path)]
+    listed = run("sessions", "ls", *kept).stdout.splitlines()
+    assert ["damaged" in line for line in listed if line.startswith((" ada", " bob"))] == [False, True]
+    assert run("sessions", "rm", "ada", *kept).returncode == 0
+    assert "damaged" not in run("sessions", "ls", *kept).stdout
 
 
 def test_serve_pins_a_file_of_prefixes_before_it_is_ready(tmp_path):

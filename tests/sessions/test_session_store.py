@@ -302,8 +302,8 @@ def test_a_file_of_version_2_gets_checksums(tmp_path):
     assert (record.token_ids, record.messages, record.num_turns) == ([5], [], 3)
 
 
-@pytest.mark.parametrize("place", ["token", "word"])
-def test_a_bit_that_has_flipped_is_said_so_and_the_session_can_be_deleted(tmp_path, place):
+@pytest.mark.parametrize(("place", "bit"), [("token", 2), ("word", 2), ("word", 128)])
+def test_a_bit_that_has_flipped_is_said_so_and_the_session_can_be_deleted(tmp_path, place, bit):
     path = tmp_path / "sessions.sqlite"
     store = store_of(path)
     turn(store, "a", [1, 2, 0x12345678], [{"role": "user", "content": "a word"}])
@@ -311,14 +311,21 @@ def test_a_bit_that_has_flipped_is_said_so_and_the_session_can_be_deleted(tmp_pa
     store.close()
     content = bytearray(path.read_bytes())
     at = content.index(b"\x78\x56\x34\x12" if place == "token" else b"a word")
-    content[at] ^= 2
+    content[at] ^= bit
     path.write_bytes(content)
     store = store_of(path)
     for use in (store.get, lambda name, space: store.begin(name, space, **OF)):
         with pytest.raises(errors.SessionStoreError, match="session 'a' is damaged"):
             use("a", HERE)
     assert store.get("b", HERE).token_ids == [5]
-    store.delete("a", HERE)
+    for space in (HERE, None):
+        listed = store.list(space)
+        assert [(record.name, record.token_ids, record.damaged) for record in listed] == [
+            ("b", [5], False),
+            ("a", [], True),
+        ]
+    damaged = listed[1]
+    store.delete(damaged.name, damaged.space)
     turn(store, "a", [7])
     assert store.get("a", HERE).token_ids == [7]
 

@@ -33,7 +33,7 @@ def ls(session_path: SessionPath = None) -> None:
         return
     table = Table("session", "model", "turns", "tokens", "last used", "tenant", "cache_salt", box=None)
     for record in records:
-        age = f"{(time.time() - record.used_s) / 3600:.1f} h ago"
+        age = "damaged" if record.damaged else f"{(time.time() - record.used_s) / 3600:.1f} h ago"
         table.add_row(record.name, record.model, str(record.num_turns), f"{len(record.token_ids):,}", age,
                       *record.space)  # fmt: skip
     Console().print(table)

@@ -24,6 +24,8 @@ class SessionCard(BaseModel):
     num_messages: int | None
     """Messages so far; None for a session of plain prompts."""
     num_tokens: int
+    damaged: bool
+    """Whether its content is lost, so that it can only be deleted."""
 
 
 class SessionContent(SessionCard):
@@ -86,4 +88,5 @@ def _card(record: SessionRecord) -> SessionCard:
         num_turns=record.num_turns,
         num_messages=None if record.messages is None else len(record.messages),
         num_tokens=len(record.token_ids),
+        damaged=record.damaged,
     )

@@ -59,6 +59,7 @@ class SessionRecord:
     space:     its namespace: sessions of another one have names of their own, and cannot be seen.
     tokenizer: fingerprint of the tokenizer that gives the ids their meaning; model: its name, for people.
     state:     changes with every turn; "" for a session that has none yet.
+    damaged:   its content is lost, and not here: it can be deleted.
     """
 
     name: str
@@ -71,6 +72,7 @@ class SessionRecord:
     created_s: float
     used_s: float
     state: str
+    damaged: bool = False
 
 
 class SessionStore:
@@ -98,6 +100,7 @@ class SessionStore:
             self._db = sqlite3.connect(
                 self.path or ":memory:", timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
             )
+            self._db.text_factory = lambda text: text.decode(errors="replace")  # checksums find what is damaged
             with self._transaction():
                 (version,) = self._db.execute("PRAGMA user_version").fetchone()
                 if version < VERSION:
@@ -208,12 +211,12 @@ class SessionStore:
             return self._found(name, space)
 
     def list(self, space: Namespace | None) -> list[SessionRecord]:
-        """Returns the sessions of one namespace, or of all (None), the last used first."""
+        """Returns the sessions of one namespace, or of all (None), the last used first; damaged ones by name only."""
         with self._lock:
             self._expire(time.time())
             where = "" if space is None else "WHERE tenant = ? AND cache_salt = ? "
             query = f"SELECT * FROM sessions {where}ORDER BY used_s DESC"
-            return [_record(row) for row in self._rows(query, space or ())]
+            return [_listed(row) for row in self._rows(query, space or ())]
 
     def fork(self, name: str, space: Namespace, new_name: str) -> SessionRecord:
         """Makes and returns another session, which begins as this one is now and shares all its blocks.
@@ -362,3 +365,12 @@ def _record(row: tuple[Any, ...]) -> SessionRecord:
     space, token_ids = Namespace(tenant, cache_salt), list(struct.unpack(f"<{len(packed) // 4}I", packed))
     messages = None if written is None else json.loads(written)
     return SessionRecord(name, space, model, tokenizer, token_ids, messages, num_turns, created_s, used_s, state)
+
+
+def _listed(row: tuple[Any, ...]) -> SessionRecord:
+    """Returns a row of the table as a session, without its content if it is damaged."""
+    try:
+        return _record(row)
+    except errors.SessionStoreError:
+        tenant, cache_salt, name, *_ = row
+        return SessionRecord(name, Namespace(tenant, cache_salt), "", "", [], None, 0, 0.0, 0.0, "", damaged=True)
