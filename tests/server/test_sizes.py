@@ -11,9 +11,16 @@ from pagemill.namespace import MAX_LENGTH, Namespace
 from pagemill.sampling.params import MAX_BIASES, MAX_CHARACTERS, MAX_TOKEN_IDS, MAX_WORDS
 from pagemill.server.errors import LONGEST_MESSAGE, error_response
 from pagemill.server.pins import PinBody
-from pagemill.server.protocol import MAX_CHOICES, MAX_PARTS, MAX_PROMPTS, ChatCompletionRequest, CompletionRequest
+from pagemill.server.protocol import (
+    MAX_CHOICES,
+    MAX_MESSAGES,
+    MAX_PARTS,
+    MAX_PROMPTS,
+    ChatCompletionRequest,
+    CompletionRequest,
+)
 from pagemill.tenant_limits import MAX_NAME, TenantLimits
-from pagemill.text.chat_template import MAX_MESSAGES
+from pagemill.text.chat_template import check_messages
 
 MESSAGE = {"role": "user", "content": "x"}
 PART = {"type": "text", "text": "x"}
@@ -65,6 +72,16 @@ def test_sizes_have_limits(kind, body, param, limit):
     found, message = refusal(kind, body)
     assert (found, str(limit) in message) == (param, True), message
     assert len(message) < 1000
+
+
+def test_many_prompts_are_to_be_sent_in_several_requests():
+    assert MAX_PROMPTS == MAX_CHOICES
+    assert "send them in several requests" in refusal(CompletionRequest, {"prompt": ["x"] * (MAX_PROMPTS + 1)})[1]
+    assert "send them in several requests" in refusal(CompletionRequest, {"prompt": ["x"] * MAX_PROMPTS, "n": 2})[1]
+
+
+def test_python_takes_longer_conversations():
+    check_messages([MESSAGE] * (4 * MAX_MESSAGES))
 
 
 def test_the_largest_sizes_are_taken():

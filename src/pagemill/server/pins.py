@@ -12,9 +12,8 @@ from pagemill.engine.messages import PinInfo
 from pagemill.errors import ConfigError, InvalidRequestError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import Prompt
-from pagemill.server.protocol import Body, ChatMessage, Ids, Listing
+from pagemill.server.protocol import MAX_MESSAGES, Body, ChatMessage, Ids, Listing
 from pagemill.tenant_limits import DEFAULT_TENANT
-from pagemill.text.chat_template import MAX_MESSAGES
 from pagemill.text.tokenizer import Tokenizer
 
 

@@ -30,7 +30,6 @@ from pagemill.errors import (
     UnknownArgumentError,
 )
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
-from pagemill.text.chat_template import MAX_MESSAGES
 
 WITHOUT_EFFECT = frozenset(
     {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"}
@@ -69,10 +68,12 @@ IN_JSON: dict[str, tuple[Any, str]] = {
 """Types and descriptions of parameters that have another form in JSON."""
 
 
-MAX_PROMPTS = 1024
-"""Prompts of one completion."""
 MAX_CHOICES = 4096
 """Sequences that one completion may ask for, over all its prompts."""
+MAX_PROMPTS = MAX_CHOICES
+"""Prompts of one completion."""
+MAX_MESSAGES = 4096
+"""Messages of one request."""
 MAX_PARTS = 16384
 """Content parts of a conversation, over all its messages."""
 
@@ -82,10 +83,10 @@ FIRST_ERROR = Field(fail_fast=True)
 Ids = Annotated[list[int], FIRST_ERROR]
 
 
-def check_length(name: str, entries: Any, limit: int | None) -> None:
+def check_length(name: str, entries: Any, limit: int | None, way_out: str = "") -> None:
     """Raises `InvalidRequestError` for a list or a dict of too many entries, before anybody looks at each."""
     if limit is not None and isinstance(entries, (list, dict)) and len(entries) > limit:
-        raise InvalidRequestError(f"{name} has {len(entries)} entries; give at most {limit}", param=name)
+        raise InvalidRequestError(f"{name} has {len(entries)} entries; give at most {limit}{way_out}", param=name)
 
 
 class Body(BaseModel):
@@ -277,7 +278,7 @@ class CompletionRequest(GenerationRequest):
     def _check_prompts(cls, body: Any) -> Any:
         prompt = body.get("prompt") if isinstance(body, dict) else None
         if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            check_length("prompt", prompt, MAX_PROMPTS)
+            check_length("prompt", prompt, MAX_PROMPTS, "; send them in several requests")
         return body
 
     @model_validator(mode="after")
@@ -287,7 +288,7 @@ class CompletionRequest(GenerationRequest):
         if count * each > MAX_CHOICES and count > 1:
             raise InvalidRequestError(
                 f"{count} prompts with {each} sequences each make {count * each}; ask for at most {MAX_CHOICES} in one "
-                f"request",
+                f"request, and send them in several requests",
                 param="n",
             )
         return self

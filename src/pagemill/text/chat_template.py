@@ -20,7 +20,7 @@ import jinja2.sandbox
 
 from pagemill.errors import InvalidRequestError, shown
 
-MAX_MESSAGES = 4096
+MAX_MESSAGES = 16384
 """Messages of one conversation."""
 
 _REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")
