@@ -37,6 +37,8 @@ LONGEST_GAP_S = 2.0
 """Between two parts of the stream. Reading 8 MB of lists takes the front end a third of a second on a quiet core."""
 MOST_LOG = 64 << 10
 LONGEST_END_S = 20.0
+REFUSALS = ("400", "413")
+"""Statuses that some of the attacks bring, if they arrive."""
 
 ITEMS = ["[]", "{}", "1", '""', '"a"', '"\\ud800"', "null", "[[]]", "1e999", '{"role":"user","content":"x"}']
 FIELDS = ["stop", "bad_words", "allowed_token_ids", "stop_token_ids", "logit_bias", "prompt", "metadata", "tools"]
@@ -66,7 +68,7 @@ class Attack:
     def step(self) -> None:
         """Does one of them."""
         ways = [self.half_open, self.slow_body, self.lists, self.large_text, self.deep, self.odd_value, self.control]
-        ways += [self.broken_http, self.hang_up, self.unread]
+        ways += [self.broken_http, self.hang_up, self.unread, self.too_long]
         way = self._random.choice(ways)
         with contextlib.suppress(OSError, httpx.HTTPError):
             way()
@@ -87,6 +89,11 @@ class Attack:
             b"Content-Length: 8000000\r\n\r\n" if self._random.random() < 0.5 else b"Transfer-Encoding: chunked\r\n\r\n"
         )
         self._hold(head + length + b"{" * self._random.randrange(300_000))
+
+    def too_long(self) -> None:
+        with socket.create_connection(self._address, timeout=5) as connection:
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9000000\r\n\r\n{")
+            self.statuses[connection.recv(100).split()[1].decode()] += 1
 
     def lists(self) -> None:
         item, field = self._random.choice(ITEMS), self._random.choice(FIELDS)
@@ -232,6 +239,7 @@ def run(seconds: float, seed: int, num_threads: int) -> dict[str, object]:
         "ended_s": LONGEST_END_S,
     }
     failed += [f"{name} is over {limit}" for name, limit in limits.items() if found[name] > limit]
+    failed += [f"no attack was refused with {status}" for status in REFUSALS if not statuses[status]]
     failed += ["there were answers of status 500"] * bool(statuses["500"]) + ["status"] * (server.returncode != 0)
     return {**found, "failed": failed, "log": written[-2000:] if failed else ""}
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import resource
 import socket
@@ -9,19 +10,33 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from pagemill.server import limits as server_limits
+from pagemill.server.connections import client_of
 from pagemill.server.limits import OTHER_DESCRIPTORS, ServerLimits, room_for
 from pagemill.server.run import server_config
 
 HEAD = b"GET / HTTP/1.1\r\nHost: here\r\n"
+LARGE = 20 << 20
+SMALL_BUFFER = 4096
+BUFFER = 256 << 10
 
 
 async def app(scope, receive, send):
-    """Answers with two bytes; under /endless, until the client goes; under /slow, after half a second."""
+    """Answers with two bytes; under /endless, until the client goes; under /slow, after half a second; under /large,
+    with many; under /broken, with more than small buffers hold and too little to wait, then fails."""
     await send({"type": "http.response.start", "status": 200, "headers": []})
+    if scope["path"] == "/large":
+        await send({"type": "http.response.body", "body": b"x" * LARGE})
+        return
+    if scope["path"] == "/broken":
+        await send({"type": "http.response.body", "body": b"x" * 60_000, "more_body": True})
+        raise RuntimeError("broken")
     if scope["path"] == "/slow":
         await asyncio.sleep(0.5)
     while scope["path"] == "/endless":
@@ -31,10 +46,12 @@ async def app(scope, receive, send):
 
 
 @contextlib.contextmanager
-def listening(**limits):
+def listening(*, send_buffer=None, **limits):
     """A server of the small application with these limits: its port, and uvicorn's state."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
-        server = uvicorn.Server(server_config(app, ServerLimits(**limits)))
+        if send_buffer is not None:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        server = uvicorn.Server(server_config(app, ServerLimits(**limits), print))
         thread = threading.Thread(target=asyncio.run, args=(server.serve(sockets=[sock]),))
         thread.start()
         while not server.started:
@@ -49,6 +66,24 @@ def listening(**limits):
 
 def connect(port):
     return socket.create_connection(("127.0.0.1", port), timeout=10)
+
+
+@contextlib.contextmanager
+def asking(port, path, room=SMALL_BUFFER):
+    """A connection with little room on which a request has been sent."""
+    with socket.socket() as connection:
+        connection.settimeout(10)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, room)
+        connection.connect(("127.0.0.1", port))
+        connection.sendall(HEAD.replace(b" / ", f" {path} ".encode()) + b"\r\n")
+        yield connection
+
+
+def wait_until(reached, message):
+    deadline = time.monotonic() + 10
+    while not reached():
+        time.sleep(0.02)
+        assert time.monotonic() < deadline, message
 
 
 def status(port, path="/"):
@@ -121,16 +156,95 @@ def test_a_client_has_a_share_and_busy_connections_keep_theirs():
         assert answer.startswith(b"HTTP/1.1 503 ")
         assert b"Retry-After" in answer
         assert b'"service_unavailable_error"' in answer
+        assert b"127.0.0.1 has 2 of at most 2 connections of one address open;" in answer
+        assert b"--max-connections-per-client" in answer
         assert busy.recv(100)
+
+
+def test_a_refusal_for_want_of_places_for_all_says_so_and_is_logged(monkeypatch):
+    lines = []
+    monkeypatch.setattr(logging.getLogger("uvicorn.error"), "warning", lines.append)
+    with listening(max_connections=1, max_connections_per_client=9) as (port, _), asking(port, "/endless") as busy:
+        assert busy.recv(100)
+        with connect(port) as refused:
+            answer = read_all(refused)
+    assert b"all clients together have 1 of at most 1 connections open;" in answer
+    assert b"--max-connections and" in answer
+    assert ["A connection was refused: all clients together have 1 of" in line for line in lines] == [True]
 
 
 def test_a_client_that_does_not_read_is_left():
     with listening(reading_timeout_s=0.3) as (port, state), connect(port) as connection:
         connection.sendall(HEAD.replace(b" / ", b" /endless ") + b"\r\n")
-        deadline = time.monotonic() + 10
-        while state.connections:
-            time.sleep(0.05)
-            assert time.monotonic() < deadline, "it is still connected"
+        wait_until(lambda: not state.connections, "it is still connected")
+
+
+def test_a_slow_client_gets_all_of_an_answer():
+    with (
+        listening(request_timeout_s=0.3, reading_timeout_s=1) as (port, _),
+        asking(port, "/large", BUFFER) as connection,
+    ):
+        connection.settimeout(30)
+        began, received = time.monotonic(), 0
+        while received < LARGE:
+            part = connection.recv(256 << 10)
+            assert part, f"it was cut after {received} bytes"
+            received += len(part)
+            time.sleep(max(0, began + 3 * received / LARGE - time.monotonic()))
+        assert time.monotonic() - began > 2
+
+
+@pytest.mark.parametrize("path", ["/large", "/broken"])
+def test_an_answer_that_has_ended_is_not_kept_for_a_client_that_does_not_read(path):
+    with (
+        listening(send_buffer=SMALL_BUFFER, request_timeout_s=60, reading_timeout_s=0.5) as (port, state),
+        asking(port, path),
+    ):
+        wait_until(lambda: state.connections, "it was not connected")
+        time.sleep(0.2)
+        assert state.connections, "nothing was left to send"
+        wait_until(lambda: not state.connections, "it is still connected")
+
+
+def test_a_connection_gives_way_when_its_answer_has_been_read():
+    limits = {"max_connections": 1, "max_connections_per_client": 1, "reading_timeout_s": 2}
+    with listening(**limits) as (port, _), asking(port, "/large", BUFFER) as reader:
+        received = len(reader.recv(100))
+        time.sleep(0.2)
+        assert status(port) == b"503"
+        while received < LARGE:
+            received += len(reader.recv(1 << 20))
+        wait_until(lambda: status(port) == b"200", "there is no place")
+
+
+def test_a_place_is_given_back_even_if_the_end_fails(monkeypatch):
+    ends = H11Protocol.connection_lost
+
+    def failing(connection, error):
+        ends(connection, error)
+        raise RuntimeError("the end fails")
+
+    monkeypatch.setattr(H11Protocol, "connection_lost", failing)
+    with listening(max_connections=2, max_connections_per_client=2) as (port, _):
+        for _ in range(2):
+            with asking(port, "/endless") as gone:
+                assert gone.recv(100)
+        wait_until(lambda: status(port) == b"200", "there is no place")
+
+
+@pytest.mark.parametrize(
+    ("address", "client"),
+    [
+        ("10.0.0.1", "10.0.0.1"),
+        ("::ffff:10.0.0.1", "10.0.0.1"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("2001:db8:1:2::9", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("", ""),
+    ],
+)
+def test_whom_an_address_counts_for(address, client):
+    assert client_of(address) == client
 
 
 def test_few_descriptors_are_shared_out():
@@ -150,6 +264,7 @@ with listening() as (port, state):
         ) as process,
         contextlib.ExitStack() as stack,
     ):
+        assert b"the system allows 48 of 8192 connections" in process.stdout.readline()
         port = int(process.stdout.readline())
         for _ in range(90):
             stack.enter_context(connect(port))
@@ -167,3 +282,19 @@ def test_the_limit_on_descriptors_is_raised_as_far_as_needed():
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 500 + room.queue + OTHER_DESCRIPTORS
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize(("most", "reached"), [(10240, 10240), (3000, 2560), (100, 200)])
+def test_where_the_system_refuses_descriptors_fewer_are_asked_for(monkeypatch, most, reached):
+    taken = [200]
+
+    def setrlimit(_, limits):
+        if limits[0] > most:
+            raise ValueError("current limit exceeds maximum limit")
+        taken[0] = limits[0]
+
+    system = {"RLIMIT_NOFILE": 0, "RLIM_INFINITY": -1, "setrlimit": setrlimit, "getrlimit": lambda _: (taken[0], -1)}
+    monkeypatch.setattr(server_limits, "resource", SimpleNamespace(**system))
+    room = room_for(100_000)
+    assert taken == [reached]
+    assert room.connections + room.queue + OTHER_DESCRIPTORS <= reached

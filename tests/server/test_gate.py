@@ -7,6 +7,7 @@ import socket
 import httpx
 import pytest
 
+from pagemill.errors import ConfigError
 from pagemill.server.gate import SMALL_BODY_BYTES, ApiKeys, Gate
 from pagemill.server.limits import ServerLimits
 from pagemill.tenant_limits import read_tenants_file
@@ -95,7 +96,7 @@ def test_all_large_bodies_together_have_a_limit_and_small_ones_none():
                 await leave.wait()
             await served_path(scope, receive, send)
 
-        gated = gate(slow, max_bodies_bytes=2 * SMALL_BODY_BYTES)
+        gated = gate(slow, max_body_bytes=2 * SMALL_BODY_BYTES, max_bodies_bytes=2 * SMALL_BODY_BYTES)
         first = asyncio.ensure_future(through(gated, body=large))
         await reached.wait()
         status, answer = await through(gated, body=body)
@@ -106,17 +107,21 @@ def test_all_large_bodies_together_have_a_limit_and_small_ones_none():
 
     status, answer = asyncio.run(beside_a_large_one(large))
     assert status == 503
-    assert "--max-bodies-bytes" in json.loads(answer)["error"]["message"]
+    message = json.loads(answer)["error"]["message"]
+    assert "--max-bodies-bytes" in message
+    assert f"this body has {SMALL_BODY_BYTES + 1} bytes or more, those of other open" in message
+    assert f"requests have {SMALL_BODY_BYTES + 1}, and all together may have {2 * SMALL_BODY_BYTES};" in message
     assert asyncio.run(beside_a_large_one(small))[0] == 200
 
 
 def test_bodies_that_break_off_are_no_longer_counted():
     async def refused_then_taken():
-        gated = gate(max_bodies_bytes=2 * SMALL_BODY_BYTES, request_timeout_s=0.05)
+        most = 2 * SMALL_BODY_BYTES
+        gated = gate(max_body_bytes=most, max_bodies_bytes=most, request_timeout_s=0.05)
         part = b"x" * (SMALL_BODY_BYTES + 1)
         assert (await through(gated, body=[part], whole=False))[0] == 408
-        assert (await through(gated, body=[part, part]))[0] == 503
-        return (await through(gated, body=[part]))[0]
+        assert (await through(gated, body=[part, part]))[0] == 413
+        return (await through(gated, body=[b"x" * most]))[0]
 
     assert asyncio.run(refused_then_taken()) == 200
 
@@ -124,7 +129,16 @@ def test_bodies_that_break_off_are_no_longer_counted():
 def test_a_body_that_does_not_come_is_not_waited_for():
     status, body = asyncio.run(through(gate(request_timeout_s=0.05), body=[b"abc"], whole=False))
     assert status == 408
-    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    error = json.loads(body)["error"]
+    assert error["type"] == "invalid_request_error"
+    assert "0.05 s, but 3 bytes" in error["message"]
+    assert "--request-timeout-s" in error["message"]
+
+
+def test_one_body_may_not_be_longer_than_all_together():
+    with pytest.raises(ConfigError, match=r"max_bodies_bytes is 99, less than the 100 of one body \(max_body_bytes\)"):
+        ServerLimits(max_body_bytes=100, max_bodies_bytes=99)
+    ServerLimits(max_body_bytes=100, max_bodies_bytes=100)
 
 
 def gate(app=None, **limits) -> Gate:

@@ -4,10 +4,13 @@ import asyncio
 import json
 from types import SimpleNamespace
 
+import httpx
 import pytest
 
 from pagemill.errors import EngineDeadError
 from pagemill.server import health
+from pagemill.server.app import create_app
+from pagemill.server.limits import ServerLimits
 
 
 @pytest.fixture
@@ -25,9 +28,9 @@ def test_what_does_not_answer_is_stuck_until_it_does(clock):
             questions.append(clock[0])
             await answers.wait()
 
-        asking = health.Health(SimpleNamespace(error=None, is_ready=True, respond=respond))
+        asking = health.Health(SimpleNamespace(error=None, is_ready=True, respond=respond), stuck_after_s=100)
         statuses = []
-        for clock[0] in (0, 0, 10, health.STUCK_S + 1):
+        for clock[0] in (0, 0, 99, 101):
             statuses.append(asking.answer().status_code)
             await asyncio.sleep(0)
         assert len(questions) == 1, "a flood of questions about health is none to the engine"
@@ -39,5 +42,24 @@ def test_what_does_not_answer_is_stuck_until_it_does(clock):
 
 
 def test_an_engine_that_is_gone_is_dead(clock):
-    answer = health.Health(SimpleNamespace(error=EngineDeadError("gone"), is_ready=False)).answer()
+    answer = health.Health(SimpleNamespace(error=EngineDeadError("gone"), is_ready=False), 1).answer()
     assert (answer.status_code, json.loads(answer.body)) == (503, {"status": "dead", "error": "gone"})
+
+
+def test_a_busy_server_has_minutes_and_another_time_can_be_set():
+    assert ServerLimits().stuck_after_s >= 300
+
+    async def never():
+        await asyncio.Event().wait()
+
+    llm = SimpleNamespace(error=None, is_ready=True, respond=never)
+    app = create_app(llm, "m", limits=ServerLimits(stuck_after_s=0.05))
+
+    async def asked_twice():
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://here") as http:
+            first = (await http.get("/health")).status_code
+            await asyncio.sleep(0.1)
+            return first, (await http.get("/health")).json()["status"]
+
+    assert asyncio.run(asked_twice()) == (200, "stuck")

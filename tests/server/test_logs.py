@@ -51,3 +51,18 @@ def test_different_failures_are_all_written_without_their_words(log):
     assert text.count("Traceback") == 2
     assert "ValueError" in text
     assert "in second" in text
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        ("Exception in callback Connection.read(b'secret prompt')", "Exception in callback Connection.read"),
+        ("ASGI callable should return None, but returned '%s'.", "ASGI callable should return None, but returned"),
+        ("Executing %s took %.3f seconds", "Executing"),
+        ("Invalid HTTP request received (again).", "Invalid HTTP request received (again)."),
+    ],
+)
+def test_a_line_ends_where_an_object_would_stand(log, message, line):
+    logger, written, _ = log
+    logger.error(message, *[WORDS] * message.count("%"))
+    assert written.getvalue() == f"{line}\n"

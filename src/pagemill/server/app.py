@@ -48,7 +48,8 @@ def create_app(
         version=pagemill.__version__,
         responses={"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}},
     )
-    app.add_middleware(Gate, keys=ApiKeys(tenants), limits=limits or ServerLimits())
+    limits = limits or ServerLimits()
+    app.add_middleware(Gate, keys=ApiKeys(tenants), limits=limits)
     install_error_handlers(app)
     created = int(time.time())
 
@@ -90,8 +91,9 @@ def create_app(
         """Answers a conversation through the model's chat template."""
         return await answer(ChatCall, body, request)
 
-    for routes in (engine_routes, session_routes, pin_routes, health_routes):
+    for routes in (engine_routes, session_routes, pin_routes):
         app.include_router(routes(llm))
+    app.include_router(health_routes(llm, limits.stuck_after_s))
     metrics = Metrics()
     llm.on_request_end = metrics.observe
 

@@ -1,25 +1,42 @@
 """Connections: a bounded number of them, in all and for each client, none of which waits for ever.
 
-A connection is idle while no request has begun on it. An idle one gives way where a newcomer would find no place, and
-is closed when the head of a request does not come in time. So half-open connections cost a place only until it is
-needed.
+A connection is idle while no request has begun on it and nothing is left to send. An idle one gives way where a
+newcomer would find no place, and is closed when the head of a request does not come in time. So half-open connections
+cost a place only until it is needed. Whatever is left to send, the client must go on taking it.
 """
 
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 from dataclasses import dataclass, field
 from typing import Any
 
+import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pagemill.errors import ServerBusyError
 from pagemill.server.errors import RETRY_AFTER_S, error_response
 
+MAX_HEAD_BYTES = 16 << 10
+LOOKS = 4
+"""How often in its time a client is looked at, whether it has taken something."""
 
-def _full() -> bytes:
-    refused = error_response(ServerBusyError("the server has no place for another connection; try again later"))
-    body = refused.model_dump_json().encode()
+
+def client_of(address: str) -> str:
+    """Returns whom an address counts for: an IPv4 address for itself, an IPv6 address for its network of 64 bits, which
+    one client may have to itself."""
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return address
+    if isinstance(found, ipaddress.IPv6Address):
+        return str(found.ipv4_mapped or ipaddress.IPv6Network((int(found) >> 64 << 64, 64)))
+    return address
+
+
+def _refusal(error: ServerBusyError) -> bytes:
+    body = error_response(error).model_dump_json().encode()
     head = (
         f"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n"
         f"Retry-After: {RETRY_AFTER_S}\r\nConnection: close\r\n\r\n"
@@ -27,12 +44,9 @@ def _full() -> bytes:
     return head.encode() + body
 
 
-_FULL = _full()
-
-
 @dataclass
 class _Client:
-    """The connections of one address. idle: in the order in which they became so."""
+    """The connections of one client. idle: in the order in which they became so."""
 
     open: int = 0
     idle: dict[Connection, None] = field(default_factory=dict)
@@ -50,20 +64,25 @@ class Places:
         self._idle: dict[Connection, None] = {}
         self._clients: dict[str, _Client] = {}
 
-    def take(self, connection: Connection) -> bool:
-        """Takes a place for a new connection, another idle one's if need be. Returns False if there is none."""
+    def take(self, connection: Connection) -> None:
+        """Takes a place for a new connection, an idle one's if need be. Raises ServerBusyError if there is none."""
         client = self._clients.get(connection.address)
         if client is not None and client.open >= self._per_client:
             if not client.idle:
-                return False
+                raise ServerBusyError(
+                    f"{connection.address} has {client.open} of at most {self._per_client} connections of one address "
+                    f"open; close one, or start the server with a higher --max-connections-per-client"
+                )
             next(iter(client.idle)).give_up()
         elif self._open >= self._limit:
             if not self._idle:
-                return False
+                raise ServerBusyError(
+                    f"all clients together have {self._open} of at most {self._limit} connections open; try again "
+                    f"later, or start the server with a higher --max-connections and limit on descriptors (ulimit -n)"
+                )
             next(iter(self._idle)).give_up()
         self._clients.setdefault(connection.address, _Client()).open += 1
         self._open += 1
-        return True
 
     def leave(self, connection: Connection) -> None:
         """Gives a place back."""
@@ -84,26 +103,44 @@ class Places:
         self._clients[connection.address].idle.pop(connection, None)
 
 
+class _Counted(h11.Connection):
+    """The state of HTTP/1.1, which counts the bytes that are to be sent."""
+
+    num_bytes = 0
+
+    def send_with_data_passthrough(self, event: h11.Event) -> list[bytes] | None:
+        parts = super().send_with_data_passthrough(event)
+        self.num_bytes += sum(map(len, parts or ()))
+        return parts
+
+
 class Connection(H11Protocol):
     """uvicorn's connection, with a place among others and limits on what it may wait for."""
 
     def __init__(self, places: Places, **how: Any) -> None:
         super().__init__(**how)
+        self.conn: _Counted = _Counted(h11.SERVER, MAX_HEAD_BYTES)
         self.address = ""
         self._places = places
         self._has_place = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._reading_timer: asyncio.TimerHandle | None = None
+        self._num_taken = 0
+        self._taken_s = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.address = self.client[0] if self.client else ""
-        self._has_place = self._places.take(self)
-        if self._has_place:
-            self._follow()
-        else:
-            transport.write(_FULL)
+        self.address = client_of(self.client[0]) if self.client else ""
+        try:
+            self._places.take(self)
+        except ServerBusyError as refused:
+            self.logger.warning(f"A connection was refused: {refused.message}")
+            transport.write(_refusal(refused))
             transport.close()
+        else:
+            self._has_place = True
+        self._taken_s = self.loop.time()
+        self._look()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -113,29 +150,37 @@ class Connection(H11Protocol):
         super().on_response_complete()
         self._follow()
 
-    def pause_writing(self) -> None:
-        super().pause_writing()
-        self._reading_timer = self.loop.call_later(self._places.reading_timeout_s, self.transport.abort)
-
-    def resume_writing(self) -> None:
-        super().resume_writing()
-        self._cancel_reading_timer()
-
     def connection_lost(self, exc: Exception | None) -> None:
-        super().connection_lost(exc)
-        self._cancel_reading_timer()
-        self._give_back()
+        try:
+            super().connection_lost(exc)
+        finally:
+            if self._reading_timer is not None:
+                self._reading_timer.cancel()
+            self._give_back()
 
     def give_up(self) -> None:
         """Closes an idle connection at once, and gives its place back."""
         self._give_back()
         self.transport.abort()
 
+    def _look(self) -> None:
+        """Ends the connection if its client has taken nothing for too long of what waits for it. Looks again later."""
+        unsent, now = self.transport.get_write_buffer_size(), self.loop.time()
+        num_taken = self.conn.num_bytes - unsent
+        if not unsent or num_taken > self._num_taken:
+            self._num_taken, self._taken_s = num_taken, now
+        elif now - self._taken_s >= self._places.reading_timeout_s:
+            self.transport.abort()
+            return
+        self._follow()
+        self._reading_timer = self.loop.call_later(self._places.reading_timeout_s / LOOKS, self._look)
+
     def _follow(self) -> None:
-        """Notes whether a request runs here, and limits the time until the next one does."""
+        """Notes whether a request runs here or its answer is still sent, and limits the time until the next one."""
         if not self._has_place:
             return
-        if self.cycle is not None and not self.cycle.response_complete:
+        runs = self.cycle is not None and not self.cycle.response_complete
+        if runs or self.transport.get_write_buffer_size():
             self._cancel_head_timer()
             self._places.busy(self)
         elif self._head_timer is None:
@@ -152,8 +197,3 @@ class Connection(H11Protocol):
         if self._head_timer is not None:
             self._head_timer.cancel()
             self._head_timer = None
-
-    def _cancel_reading_timer(self) -> None:
-        if self._reading_timer is not None:
-            self._reading_timer.cancel()
-            self._reading_timer = None

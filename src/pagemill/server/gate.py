@@ -76,24 +76,26 @@ class Gate:
             return
         if scope["method"] == "HEAD":
             scope = {**scope, "method": "GET"}  # the HTTP server, which has its own scope, leaves the body out
-        headers = Headers(scope=scope)
+        headers, body = Headers(scope=scope), bytearray()
         try:
             tenant = self._keys.tenant(scope["method"], scope["path"], headers)
             scope.setdefault("state", {})["tenant"] = tenant
             self._check_size(int(headers.get("content-length", 0)))
-            body = await asyncio.wait_for(self._read(receive), self._limits.request_timeout_s)
+            await asyncio.wait_for(self._read(receive, body), self._limits.request_timeout_s)
         except ClientGone:
             return
         except asyncio.TimeoutError:
             error: PagemillError = SlowBodyError(
-                f"the body had not come after {self._limits.request_timeout_s:g} s; send it without a pause"
+                f"the body had not come after {self._limits.request_timeout_s:g} s, but {len(body)} bytes of it; send "
+                f"it without a pause, or start the server with a higher --request-timeout-s"
             )
         except PagemillError as refused:
             error = refused
         else:
-            size = len(body)
+            size, replay = len(body), _replay(bytes(body), receive)
+            body.clear()
             try:
-                await self._app(scope, _replay(body, receive), send)
+                await self._app(scope, replay, send)
             finally:
                 self._large_bytes -= _large(size)
             return
@@ -101,14 +103,13 @@ class Gate:
         answer.headers["Connection"] = "close"  # the rest of the body may still be on its way
         await answer(scope, receive, send)
 
-    async def _read(self, receive: Receive) -> bytes:
-        """Returns the whole body, which is counted if it is large.
+    async def _read(self, receive: Receive, body: bytearray) -> None:
+        """Appends the whole body, which is counted if it is large.
 
         Raises BodyTooLargeError as soon as it is too long, ServerBusyError where there is no room for it now,
         ClientGone if it breaks off.
         """
-        body, size = bytearray(), 0
-        more = True
+        size, more = 0, True
         try:
             while more:
                 message = await receive()
@@ -116,13 +117,12 @@ class Gate:
                     raise ClientGone
                 body += message.get("body", b"")
                 self._check_size(len(body))
-                self._count(_large(len(body)) - _large(size))
+                self._count(size, len(body))
                 size = len(body)
                 more = message.get("more_body", False)
         except BaseException:
             self._large_bytes -= _large(size)
             raise
-        return bytes(body)
 
     def _check_size(self, size: int) -> None:
         limit = self._limits.max_body_bytes
@@ -132,14 +132,15 @@ class Gate:
                 f"start the server with a higher --max-body-bytes"
             )
 
-    def _count(self, more: int) -> None:
-        limit = self._limits.max_bodies_bytes
-        if more and self._large_bytes + more > limit:
+    def _count(self, before: int, size: int) -> None:
+        """Counts a body that has `size` bytes now. before: as many have been counted."""
+        limit, others = self._limits.max_bodies_bytes, self._large_bytes - _large(before)
+        if others + _large(size) > limit:
             raise ServerBusyError(
-                f"the bodies of open requests have {self._large_bytes} bytes, and all together may have {limit}; try "
-                f"again later, or start the server with a higher --max-bodies-bytes"
+                f"this body has {size} bytes or more, those of other open requests have {others}, and all together may "
+                f"have {limit}; try again later, or start the server with a higher --max-bodies-bytes"
             )
-        self._large_bytes += more
+        self._large_bytes = others + _large(size)
 
 
 def _large(size: int) -> int:

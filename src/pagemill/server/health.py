@@ -12,8 +12,6 @@ from fastapi.responses import JSONResponse
 from pagemill.errors import PagemillError
 from pagemill.frontend.async_llm import AsyncLLM
 
-STUCK_S = 30.0
-"""Seconds without an answer after which engine or tokenizer count as stuck: longer than any step."""
 PERIOD_S = 1.0
 """Seconds between two questions at least, however many ask for health."""
 
@@ -22,8 +20,10 @@ class Health:
     """Asks the engine and the tokenizer one question at a time, and waits for no answer: who asks for health gets what
     is known."""
 
-    def __init__(self, llm: AsyncLLM) -> None:
+    def __init__(self, llm: AsyncLLM, stuck_after_s: float) -> None:
+        """stuck_after_s: without an answer for so long, engine or tokenizer count as stuck."""
         self._llm = llm
+        self._stuck_after_s = stuck_after_s
         self._question: asyncio.Task[None] | None = None
         self._asked_s = -PERIOD_S
 
@@ -38,7 +38,7 @@ class Health:
                 {"status": "loading", "progress": round(done / total, 3) if total else 0.0}, status_code=503
             )
         silent_s = self._silent_s()
-        if silent_s > STUCK_S:
+        if silent_s > self._stuck_after_s:
             return JSONResponse({"status": "stuck", "silent_s": round(silent_s, 1)}, status_code=503)
         return JSONResponse({"status": "ok"})
 
@@ -56,9 +56,9 @@ class Health:
             await self._llm.respond()
 
 
-def health_routes(llm: AsyncLLM) -> APIRouter:
+def health_routes(llm: AsyncLLM, stuck_after_s: float) -> APIRouter:
     """Returns the route."""
-    routes, health = APIRouter(), Health(llm)
+    routes, health = APIRouter(), Health(llm, stuck_after_s)
 
     @routes.get("/health")
     async def get_health() -> JSONResponse:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import resource
 from dataclasses import dataclass
 from typing import Annotated
@@ -12,6 +11,8 @@ from pagemill.errors import ConfigError
 
 OTHER_DESCRIPTORS = 64
 """Descriptors that are left for everything beside connections: files, the engine, logs."""
+MACOS_DESCRIPTORS = 10240
+"""What macOS lets a process have where it says that there is no limit."""
 LONGEST_QUEUE = 2048
 """Connections that the system may keep for the server to accept; all of them may be accepted at once."""
 
@@ -29,18 +30,28 @@ class ServerLimits:
         Count, about("Connections that may be open; fewer where the system allows fewer descriptors (ulimit -n).")
     ] = 8192
     max_connections_per_client: Annotated[
-        Count | None, about("Connections that one address may have open. Default: half of max_connections.")
+        Count | None,
+        about("Connections that one address (of IPv6: 64 bits) may have open. Default: half of max_connections."),
     ] = None
     request_timeout_s: Annotated[
         Positive, about("Seconds that a client may take to send a request's head, and as many to send its body.")
     ] = 30.0
     reading_timeout_s: Annotated[
         Positive,
-        about("Seconds that a client may leave what is sent to it unread, before its connection is closed."),
+        about("Seconds in which a client must take some of what waits for it, before its connection is closed."),
     ] = 60.0
+    stuck_after_s: Annotated[
+        Positive, about("Seconds without an answer from engine or tokenizer after which /health calls them stuck.")
+    ] = 300.0
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
+        if self.max_bodies_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"max_bodies_bytes is {self.max_bodies_bytes}, less than the {self.max_body_bytes} of one body "
+                f"(max_body_bytes); raise max_bodies_bytes, or lower max_body_bytes",
+                param="max_bodies_bytes",
+            )
 
 
 @dataclass(frozen=True)
@@ -55,14 +66,29 @@ def room_for(connections: int) -> Room:
     """Raises the process's limit on descriptors as far as so many connections need and the system lets it, and returns
     what that suffices for."""
     wanted = connections + LONGEST_QUEUE + OTHER_DESCRIPTORS
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if 0 <= soft < wanted:
-        with contextlib.suppress(ValueError, OSError):  # macOS says "infinity" and takes less
-            more = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (more, hard))
-            soft = more
+    soft = _raise_descriptors(wanted)
     if soft >= wanted or soft == resource.RLIM_INFINITY:
         return Room(connections, LONGEST_QUEUE)
     left = max(soft - OTHER_DESCRIPTORS, 2)
     queue = min(LONGEST_QUEUE, max(left // 4, 1))
     return Room(min(connections, left - queue), queue)
+
+
+def _raise_descriptors(wanted: int) -> int:
+    """Raises the limit on descriptors towards `wanted`, by less where the system refuses more. Returns what it is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return soft
+    more = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    while more > soft and not _set_descriptors(more, hard):
+        more = MACOS_DESCRIPTORS if more > MACOS_DESCRIPTORS else more // 2
+    return max(more, soft)
+
+
+def _set_descriptors(soft: int, hard: int) -> bool:
+    """Returns False if the system refuses that."""
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    except (ValueError, OSError):
+        return False
+    return True

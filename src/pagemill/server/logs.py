@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 import traceback
 
@@ -10,6 +11,8 @@ PERIOD_S = 10.0
 """Seconds in which each place in the code writes one line about errors; the next one says how many were left out."""
 
 LOGGERS = ("uvicorn.error", "asyncio")
+
+_PLACEHOLDER = re.compile(r"(?:^|\s)\S*%")
 
 
 class Quiet(logging.Filter):
@@ -35,13 +38,19 @@ class Quiet(logging.Filter):
             self._left_out[kind] = self._left_out.get(kind, 0) + 1
             return False
         self._written[kind] = now
-        record.msg, record.args = str(record.msg).partition("\n")[0], ()  # objects may quote a request too
+        record.msg, record.args = _wordless(str(record.msg)), ()
         if left_out := self._left_out.pop(kind, 0):
             record.msg += f" (and {left_out} more like this)"
         if error is not None:
             wordless = RuntimeError(f"{type(error).__name__}; what it says is left out, for it may quote a request")
             record.exc_info = (RuntimeError, wordless, error.__traceback__)
         return True
+
+
+def _wordless(message: str) -> str:
+    """Returns a message up to where it shows an object: that may quote a request."""
+    line = _PLACEHOLDER.split(message.partition("\n")[0], maxsplit=1)[0]
+    return line.partition("(")[0] if line.startswith("Exception in callback") else line
 
 
 _QUIET = Quiet()

@@ -45,14 +45,15 @@ async def run_server(
     """Serves on a socket that already listens, until SIGINT or SIGTERM, or until the engine is gone.
 
     SIGUSR1 gives back the KV memory that running requests do not need, SIGUSR2 takes as much as at the start again.
-    `on_ready` is called when the model is loaded and `pins` are computed, `say` with what came of these signals.
+    `on_ready` is called when the model is loaded and `pins` are computed, `say` with what came of these signals, and
+    where the system allows fewer connections than the limits.
     Raises what kept it from being ready, or `EngineDeadError`; returns after a signal to stop.
     """
     limits = limits or ServerLimits()
     # Connections inherit it. Without it the system holds small parts back until the client, which waits 40 ms, has
     # acknowledged those before; asyncio sets it only where a socket names its protocol, and this one need not.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    server = _Server(server_config(create_app(llm, served_model_name, tenants, limits), limits), llm)
+    server = _Server(server_config(create_app(llm, served_model_name, tenants, limits), limits, say), llm)
 
     async def watch() -> PagemillError:
         try:
@@ -92,9 +93,17 @@ async def run_server(
                 await watcher
 
 
-def server_config(app: ASGIApp, limits: ServerLimits) -> uvicorn.Config:
-    """Returns uvicorn's settings: its switches where it has them, `Connection` for the other limits."""
+def server_config(app: ASGIApp, limits: ServerLimits, say: Callable[[str], None]) -> uvicorn.Config:
+    """Returns uvicorn's settings: its switches where it has them, `Connection` for the other limits.
+
+    `say` is called where the system allows fewer connections.
+    """
     room = room_for(limits.max_connections)
+    if room.connections < limits.max_connections:
+        say(
+            f"the system allows {room.connections} of {limits.max_connections} connections (max_connections); raise "
+            f"its limit on descriptors (ulimit -n) for more"
+        )
     per_client = limits.max_connections_per_client or max(room.connections // 2, 1)
     places = Places(room.connections, per_client, limits.request_timeout_s, limits.reading_timeout_s)
     config = uvicorn.Config(
