@@ -10,7 +10,7 @@ import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 CAPABILITY = torch.cuda.get_device_capability() if DEVICE == "cuda" else (8, 0)
-"""What tests make `TritonAttention` for: tiles are then this GPU's own."""
+"""The compute capability that tests give to `TritonAttention`: this GPU's, so that its own tiles run."""
 
 
 def mend() -> None:

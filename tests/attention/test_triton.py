@@ -1,5 +1,5 @@
-"""What Triton's kernels promise beside right results: bits that depend on a query's own row only, no waiting for the
-device, and code that fits every GPU they are meant for."""
+"""Tests what Triton's kernels promise beside right results: bits that depend on a query's own row only, no waiting for
+the device, and code that fits every GPU they are meant for."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def biases(count):
 
 
 def refusal(kind, body):
-    """What is said to a body that is refused: the parameter and the message."""
+    """Returns what is said to a body that is refused: the parameter and the message."""
     try:
         kind.model_validate(body).params()
     except ValidationError as error:

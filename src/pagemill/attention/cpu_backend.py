@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from pagemill import _kernels
+from pagemill.attention.checks import check_attend, check_write
 from pagemill.attention.interface import AttentionBatch, LayerCache
 from pagemill.ops.cpu_ops import dtype_code, kernel_name
-from pagemill.ops.quantized import check_contiguous
 
 
 class CpuAttention:
@@ -27,19 +27,10 @@ class CpuAttention:
         go."""
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
-        tokens = slots.shape[0]
-        kv_heads, _, head_dim = cache.block_shape
-        expected = (tokens, kv_heads, head_dim)
-        if key.shape != expected or value.shape != expected or key.stride(2) != 1 or value.stride(2) != 1:
-            raise ValueError(
-                f"key {tuple(key.shape)} and value {tuple(value.shape)} must be {expected}, last dimension contiguous"
-            )
-        if value.dtype != key.dtype:
-            raise TypeError(f"key is {key.dtype} and value {value.dtype}; they must be equal")
-        check_contiguous("slots", slots, torch.int64, (tokens,))
+        check_write(key, value, cache, slots)
         self.native(cache).write(
             key.data_ptr(), key.stride(0), key.stride(1), value.data_ptr(), value.stride(0), value.stride(1),
-            dtype_code(key), slots.data_ptr(), tokens,
+            dtype_code(key), slots.data_ptr(), slots.shape[0],
         )  # fmt: skip
 
     def attend(
@@ -56,23 +47,9 @@ class CpuAttention:
         key_end: Tensor | None = None,
         return_lse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        tokens, heads, head_dim = query.shape
-        tables = batch.groups[group].tables
-        rows = batch.context_lens.shape[0]
-        kv_heads, _, cached_dim = cache.block_shape
-        if head_dim != cached_dim or heads % kv_heads or query.stride(2) != 1:
-            raise ValueError(
-                f"query is {tuple(query.shape)}; heads must be a multiple of {kv_heads}, head_dim must be {cached_dim} "
-                "and contiguous"
-            )
-        if tables.dtype != torch.int32 or tables.shape[0] < rows or tables.stride(1) != 1:
-            raise ValueError(f"tables must be int32 [{rows}, entries], not {tables.dtype} {tuple(tables.shape)}")
-        check_contiguous("query_start", batch.query_start, torch.int32, (rows + 1,))
-        check_contiguous("context_lens", batch.context_lens, torch.int32, (rows,))
-        check_contiguous("positions", batch.positions, torch.int64, (tokens,))
-        for name, limit in (("key_start", key_start), ("key_end", key_end)):
-            if limit is not None:
-                check_contiguous(name, limit, torch.int32, (rows,))
+        check_attend(query, cache, batch, group, key_start, key_end)
+        tokens, heads, _ = query.shape
+        tables, rows = batch.groups[group].tables, batch.context_lens.shape[0]
         output = torch.empty(query.shape, dtype=query.dtype)
         lse = torch.empty(tokens, heads) if return_lse else None
         self.native(cache).attend(

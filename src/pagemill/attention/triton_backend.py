@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from pagemill.attention.checks import check_attend, check_write
 from pagemill.attention.interface import AttentionBatch, LayerCache
 from pagemill.attention.triton_kernels import attend, merge_chunks, write_tokens
-from pagemill.ops.quantized import check_contiguous
 
 KERNEL_VERSION = 1
 """Raised whenever the kernels' arithmetic, tiles or chunks change: stored K/V of other bits must not be found."""
@@ -94,13 +94,8 @@ class TritonAttention:
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         kv_heads, block_size, head_dim = _block_shape(cache)
+        check_write(key, value, cache, slots)
         tokens = slots.shape[0]
-        expected = (tokens, kv_heads, head_dim)
-        if key.shape != expected or value.shape != expected or key.stride(2) != 1 or value.stride(2) != 1:
-            raise ValueError(
-                f"key {tuple(key.shape)} and value {tuple(value.shape)} must be {expected}, last dimension contiguous"
-            )
-        check_contiguous("slots", slots, torch.int64, (tokens,))
         if not tokens:
             return
         with torch.cuda.device_of(slots):  # type: ignore[no-untyped-call]  # kernels start on the current device
@@ -126,21 +121,12 @@ class TritonAttention:
         key_end: Tensor | None = None,
         return_lse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        tokens, heads, head_dim = query.shape
-        kv_heads, block_size, cached_dim = _block_shape(cache)
-        if head_dim != cached_dim or heads % kv_heads or query.stride(2) != 1:
-            raise ValueError(
-                f"query is {tuple(query.shape)}; heads must be a multiple of {kv_heads}, head_dim must be {cached_dim} "
-                "and contiguous"
-            )
+        kv_heads, block_size, head_dim = _block_shape(cache)
+        check_attend(query, cache, batch, group, key_start, key_end)
+        tokens, heads, _ = query.shape
         if scale <= 0:
             raise ValueError(f"scale is {scale}; it must be positive")
         tables, rows, size = batch.groups[group].tables, batch.context_lens.shape[0], heads // kv_heads
-        if tables.dtype != torch.int32 or tables.shape[0] < rows or tables.stride(1) != 1:
-            raise ValueError(
-                f"tables must be int32 [{rows}, entries], entries side by side, not {tables.dtype} "
-                f"{tuple(tables.shape)} with strides {tables.stride()}"
-            )
         output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         lse = torch.empty(tokens, heads, device=query.device) if return_lse else None
         if not tokens:

@@ -17,7 +17,7 @@ from pagemill.errors import EngineDeadError
 T = TypeVar("T")
 
 Work: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]"
-"""What a thread has to do, in order; None ends it."""
+"""Holds what a thread has to do, in order; None ends it."""
 
 
 class Worker(Protocol):

@@ -31,7 +31,7 @@ class CompletionCall(Call[CompletionRequest]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._offsets: dict[int, int] = {}
-        """Where the text of the next token begins, for each choice that has begun."""
+        """Positions at which the text of the next token begins, by choice, kept from its first token on."""
         self._echoes: dict[int, Echo] = {}
         """Prompts that have been decoded, by position."""
 

@@ -12,7 +12,7 @@ from pagemill.errors import ConfigError
 OTHER_DESCRIPTORS = 64
 """Descriptors that are left for everything beside connections: files, the engine, logs."""
 MACOS_DESCRIPTORS = 10240
-"""What macOS lets a process have where it says that there is no limit."""
+"""Descriptors that macOS grants a process, although it says that there is no limit."""
 LONGEST_QUEUE = 2048
 """Connections that the system may keep for the server to accept; all of them may be accepted at once."""
 
@@ -56,7 +56,7 @@ class ServerLimits:
 
 @dataclass(frozen=True)
 class Room:
-    """What the system's descriptors suffice for. queue: connections that wait to be accepted."""
+    """Counts what the system's descriptors suffice for. queue: connections that wait to be accepted."""
 
     connections: int
     queue: int

@@ -10,16 +10,7 @@ from abc import abstractmethod
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar, Union, get_args, get_origin
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    StrictFloat,
-    StrictInt,
-    StrictStr,
-    create_model,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, create_model, model_validator
 
 from pagemill.arguments import Argument, arguments_of
 from pagemill.errors import (

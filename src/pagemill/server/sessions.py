@@ -25,7 +25,7 @@ class SessionCard(BaseModel):
     """Messages so far; None for a session of plain prompts."""
     num_tokens: int
     damaged: bool
-    """Whether its content is lost, so that it can only be deleted."""
+    """True if its content is lost, so that it can only be deleted."""
 
 
 class SessionContent(SessionCard):

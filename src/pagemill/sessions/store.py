@@ -89,7 +89,7 @@ class SessionStore:
         self._limits: dict[str, int | None] = {}
         self._timeout_s = timeout_s
         self._opening = True
-        """Whether what is said of the file may name it: later, callers of other machines hear it."""
+        """True while errors may name the file. Later they reach callers who must not learn its path."""
         self._lock = threading.RLock()
         self._in_use: dict[tuple[Namespace, str], SessionRecord] = {}  # as its turn has begun
         with self._errors():

@@ -1,0 +1,53 @@
+"""Checks of what attention is given, for backends whose kernels take addresses and strides."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pagemill.attention.interface import AttentionBatch, LayerCache
+from pagemill.ops.quantized import check_contiguous
+
+
+def check_write(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+    """Raises ValueError for shapes, strides and dtypes that `AttentionBackend.write` does not take, TypeError where key
+    and value have different dtypes."""
+    tokens, (kv_heads, _, head_dim) = slots.shape[0], cache.block_shape
+    expected = (tokens, kv_heads, head_dim)
+    if key.shape != expected or value.shape != expected or key.stride(2) != 1 or value.stride(2) != 1:
+        raise ValueError(
+            f"key {tuple(key.shape)} and value {tuple(value.shape)} must be {expected}, last dimension contiguous"
+        )
+    if value.dtype != key.dtype:
+        raise TypeError(f"key is {key.dtype} and value {value.dtype}; they must be equal")
+    check_contiguous("slots", slots, torch.int64, (tokens,))
+
+
+def check_attend(
+    query: Tensor,
+    cache: LayerCache,
+    batch: AttentionBatch,
+    group: int,
+    key_start: Tensor | None,
+    key_end: Tensor | None,
+) -> None:
+    """Raises ValueError for shapes, strides and dtypes that `AttentionBackend.attend` does not take."""
+    tokens, heads, head_dim = query.shape
+    tables, rows = batch.groups[group].tables, batch.context_lens.shape[0]
+    kv_heads, _, cached_dim = cache.block_shape
+    if head_dim != cached_dim or heads % kv_heads or query.stride(2) != 1:
+        raise ValueError(
+            f"query is {tuple(query.shape)}; heads must be a multiple of {kv_heads}, head_dim must be {cached_dim} "
+            "and contiguous"
+        )
+    if tables.dtype != torch.int32 or tables.shape[0] < rows or tables.stride(1) != 1:
+        raise ValueError(
+            f"tables must be int32 [{rows}, entries], entries side by side, not {tables.dtype} {tuple(tables.shape)} "
+            f"with strides {tables.stride()}"
+        )
+    check_contiguous("query_start", batch.query_start, torch.int32, (rows + 1,))
+    check_contiguous("context_lens", batch.context_lens, torch.int32, (rows,))
+    check_contiguous("positions", batch.positions, torch.int64, (tokens,))
+    for name, limit in (("key_start", key_start), ("key_end", key_end)):
+        if limit is not None:
+            check_contiguous(name, limit, torch.int32, (rows,))
