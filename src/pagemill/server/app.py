@@ -22,16 +22,10 @@ from pagemill.server.health import health_routes
 from pagemill.server.limits import ServerLimits
 from pagemill.server.metrics import CONTENT_TYPE, Metrics
 from pagemill.server.pins import pin_routes
-from pagemill.server.protocol import (
-    Answer,
-    ChatCompletion,
-    ChatCompletionRequest,
-    Completion,
-    CompletionRequest,
-    ErrorResponse,
-    Listing,
-    ModelCard,
-)
+from pagemill.server.protocol.body import ErrorResponse, Listing, ModelCard
+from pagemill.server.protocol.chat import ChatCompletion, ChatCompletionRequest
+from pagemill.server.protocol.completions import Completion, CompletionRequest
+from pagemill.server.protocol.generation import Answer
 from pagemill.server.sessions import session_routes
 from pagemill.tenant_limits import TenantsFile
 

@@ -22,7 +22,7 @@ from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.errors import error_response
 from pagemill.server.events import DONE, event
-from pagemill.server.protocol import Answer, GenerationRequest, PromptTokensDetails, Usage
+from pagemill.server.protocol.generation import Answer, GenerationRequest, PromptTokensDetails, Usage
 from pagemill.text.detokenizer import Detokenizer
 
 R = TypeVar("R", bound=GenerationRequest)

@@ -11,7 +11,7 @@ from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
 from pagemill.sampling.params import SamplingParams
 from pagemill.server.call import Call
-from pagemill.server.protocol import (
+from pagemill.server.protocol.chat import (
     AnswerMessage,
     ChatChoice,
     ChatCompletion,

@@ -12,7 +12,7 @@ from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
 from pagemill.sampling.params import SamplingParams
 from pagemill.server.call import Call
-from pagemill.server.protocol import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from pagemill.server.protocol.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 
 
 class Echo(NamedTuple):

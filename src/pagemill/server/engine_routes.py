@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.errors import asked_by_client
-from pagemill.server.protocol import KVMemory, Listing
+from pagemill.server.protocol.body import KVMemory, Listing
 from pagemill.tenant_limits import TenantLimits
 
 

@@ -23,7 +23,7 @@ from pagemill.errors import (
     TooManyWaitingError,
 )
 from pagemill.server.events import ClientGone
-from pagemill.server.protocol import ErrorBody, ErrorResponse
+from pagemill.server.protocol.body import ErrorBody, ErrorResponse
 
 CODES: dict[type[PagemillError], str] = {
     PromptTooLongError: "context_length_exceeded",

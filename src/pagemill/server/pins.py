@@ -12,7 +12,9 @@ from pagemill.engine.messages import PinInfo
 from pagemill.errors import ConfigError, InvalidRequestError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import Prompt
-from pagemill.server.protocol import MAX_MESSAGES, Body, ChatMessage, Ids, Listing
+from pagemill.server.protocol.body import Body, Ids, Listing
+from pagemill.server.protocol.chat import ChatMessage
+from pagemill.server.protocol.generation import MAX_MESSAGES
 from pagemill.tenant_limits import DEFAULT_TENANT
 from pagemill.text.tokenizer import Tokenizer
 

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
 from pagemill.frontend.async_llm import AsyncLLM
-from pagemill.server.protocol import Body, Listing
+from pagemill.server.protocol.body import Body, Listing
 from pagemill.sessions.store import SessionRecord
 
 

@@ -1,4 +1,4 @@
-"""Bodies of HTTP: OpenAI's requests and responses for models, completions and chat, with vLLM's extra fields.
+"""What completions and chat have in common: the request's fields, and the answer around its choices.
 
 A field that cannot be served is refused by name, never ignored; `WITHOUT_EFFECT` lists those that clients send
 out of habit and that change nothing in any answer.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from types import UnionType
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, TypeVar, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Union, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr, create_model, model_validator
+from pydantic import BaseModel, Field, create_model, model_validator
 
 from pagemill.arguments import Argument, arguments_of
 from pagemill.errors import (
@@ -21,6 +21,7 @@ from pagemill.errors import (
     UnknownArgumentError,
 )
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
+from pagemill.server.protocol.body import FIRST_ERROR, Body, C, Name, check_length
 
 WITHOUT_EFFECT = frozenset(
     {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"}
@@ -67,30 +68,6 @@ MAX_MESSAGES = 4096
 """Messages of one request."""
 MAX_PARTS = 16384
 """Content parts of a conversation, over all its messages."""
-
-Name = Annotated[str, Field(max_length=256)]
-FIRST_ERROR = Field(fail_fast=True)
-"""For a list of which the first wrong entry is enough for a refusal: there may be a million."""
-Ids = Annotated[list[int], FIRST_ERROR]
-
-
-def check_length(name: str, entries: Any, limit: int | None, way_out: str = "") -> None:
-    """Raises `InvalidRequestError` for a list or a dict of too many entries, before anybody looks at each."""
-    if limit is not None and isinstance(entries, (list, dict)) and len(entries) > limit:
-        raise InvalidRequestError(f"{name} has {len(entries)} entries; give at most {limit}{way_out}", param=name)
-
-
-class Body(BaseModel):
-    """A request's body, or an object in it: these fields and no other."""
-
-    model_config = ConfigDict(extra="forbid")
-
-
-class KVMemory(Body):
-    """The KV pool's size. In a request: what the setting `kv_memory` may be, "used", or null for the size at the start;
-    in an answer: bytes."""
-
-    kv_memory: StrictInt | StrictFloat | StrictStr | None
 
 
 class StreamOptions(Body):
@@ -255,137 +232,6 @@ class GenerationRequest(Parameters):
         return BeamSearchParams(beam_width=width, **given)
 
 
-class CompletionRequest(GenerationRequest):
-    """`POST /v1/completions`. `max_tokens` defaults to 16, as OpenAI's does."""
-
-    _BEGINNING = "prompt"
-
-    prompt: str | Ids | Annotated[list[str], FIRST_ERROR] | Annotated[list[Ids], FIRST_ERROR] | None = None
-    logprobs: int | None = None
-    echo: bool | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_prompts(cls, body: Any) -> Any:
-        prompt = body.get("prompt") if isinstance(body, dict) else None
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            check_length("prompt", prompt, MAX_PROMPTS, "; send them in several requests")
-        return body
-
-    @model_validator(mode="after")
-    def _check_choices(self) -> CompletionRequest:
-        each = max(self.num_choices, int(self.given.get("best_of", 1)))
-        count = len(self.prompts()) if self.prompt else 1
-        if count * each > MAX_CHOICES and count > 1:
-            raise InvalidRequestError(
-                f"{count} prompts with {each} sequences each make {count * each}; ask for at most {MAX_CHOICES} in one "
-                f"request, and send them in several requests",
-                param="n",
-            )
-        return self
-
-    def prompts(self) -> list[str | list[int]]:
-        """Returns one entry per prompt: its text or its token ids."""
-        assert self.prompt is not None
-        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
-            return [self.prompt]
-        return list(self.prompt)
-
-    def params(self) -> SamplingParams | BeamSearchParams:
-        return self._params(
-            max_tokens=SamplingParams.max_tokens if self.max_tokens is None else self.max_tokens,
-            logprobs=self.logprobs,
-            prompt_logprobs=self.logprobs if self.echo else None,
-        )
-
-
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Body):
-    """One turn. `developer` is OpenAI's newer name for `system` and is given to the template as `system`."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], FIRST_ERROR]
-    name: Name | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _screen(cls, message: Any) -> Any:
-        """Drops what is empty (clients send answers back with all their fields) and refuses what is not text."""
-        if not isinstance(message, dict):
-            return message
-        kept = {name: value for name, value in message.items() if value not in (None, [])}
-        unknown = next((name for name in kept if name not in cls.model_fields), None)
-        if unknown is not None or kept.get("role") in ("tool", "function"):
-            what = repr(unknown) if unknown is not None else f"the role {kept['role']!r}"
-            raise InvalidRequestError(f"this server does not serve {what} in a message; leave it out", param="messages")
-        content = kept.get("content")
-        for part in content if isinstance(content, list) else ():
-            if isinstance(part, dict) and part.get("type") != "text":
-                raise InvalidRequestError(
-                    f"this server takes text only, not a content part of type {part.get('type')!r}; leave it out",
-                    param="messages",
-                )
-        return kept
-
-    def for_template(self) -> dict[str, str]:
-        """Returns the turn as chat templates take it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        return message if self.name is None else {**message, "name": self.name}
-
-
-class ChatCompletionRequest(GenerationRequest):
-    """`POST /v1/chat/completions`. Without a maximum, an answer may fill what is left of `max_model_len`."""
-
-    _BEGINNING = "messages"
-
-    messages: Annotated[list[ChatMessage], FIRST_ERROR] | None = None
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_parts(cls, body: Any) -> Any:
-        messages = body.get("messages") if isinstance(body, dict) else None
-        if isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
-            contents = [message.get("content") for message in messages if isinstance(message, dict)]
-            parts = sum(len(content) for content in contents if isinstance(content, list))
-            if parts > MAX_PARTS:
-                raise InvalidRequestError(
-                    f"messages have {parts} content parts; give at most {MAX_PARTS}", param="messages"
-                )
-        return body
-
-    def for_template(self) -> list[dict[str, str]]:
-        """Returns the conversation as chat templates take it."""
-        return [message.for_template() for message in self.messages or ()]
-
-    def params(self) -> SamplingParams | BeamSearchParams:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidRequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
-        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
-            raise InvalidRequestError(
-                f"max_tokens is {self.max_tokens} and max_completion_tokens is {self.max_completion_tokens}; "
-                f"they mean the same, give one",
-                param="max_tokens",
-            )
-        return self._params(
-            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-        )
-
-    def _own_names(self) -> dict[str, str]:
-        names = {**super()._own_names(), "logprobs": "top_logprobs"}
-        if self.max_tokens is None and self.max_completion_tokens is not None:
-            names["max_tokens"] = "max_completion_tokens"
-        return names
-
-
 class PromptTokensDetails(BaseModel):
     cached_tokens: int = 0
 
@@ -397,9 +243,6 @@ class Usage(BaseModel):
     prompt_tokens_details: PromptTokensDetails = PromptTokensDetails()
 
 
-C = TypeVar("C")
-
-
 class Answer(BaseModel, Generic[C]):
     """A whole answer, or one chunk of a stream, with fewer things in it."""
 
@@ -409,102 +252,3 @@ class Answer(BaseModel, Generic[C]):
     model: str
     choices: list[C]
     usage: Usage | None = None
-
-
-class CompletionLogprobs(BaseModel):
-    """Parallel lists over tokens. An echoed prompt's first token has no log probability."""
-
-    tokens: list[str] = []
-    token_logprobs: list[float | None] = []
-    top_logprobs: list[dict[str, float] | None] = []
-    text_offset: list[int] = []
-
-
-class CompletionChoice(BaseModel):
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class Completion(Answer[CompletionChoice]):
-    """OpenAI gives whole answers and chunks the same shape."""
-
-    object: Literal["text_completion"] = "text_completion"
-
-
-class TopLogprob(BaseModel):
-    token: str
-    logprob: float
-    bytes: list[int] | None
-    """The token's UTF-8; None for a token that is not whole UTF-8 by itself."""
-
-
-class TokenLogprob(TopLogprob):
-    top_logprobs: list[TopLogprob] = []
-
-
-class ChatLogprobs(BaseModel):
-    content: list[TokenLogprob]
-    refusal: None = None
-
-
-class AnswerMessage(BaseModel):
-    role: Literal["assistant"] = "assistant"
-    content: str
-    refusal: None = None
-
-
-class ChatChoice(BaseModel):
-    index: int
-    message: AnswerMessage
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class ChatCompletion(Answer[ChatChoice]):
-    object: Literal["chat.completion"] = "chat.completion"
-
-
-class Delta(BaseModel):
-    role: Literal["assistant"] | None = None
-    content: str | None = None
-
-
-class ChunkChoice(BaseModel):
-    index: int
-    delta: Delta
-    logprobs: ChatLogprobs | None = None
-    finish_reason: str | None = None
-    stop_reason: int | str | None = None
-
-
-class ChatCompletionChunk(Answer[ChunkChoice]):
-    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
-
-
-class ModelCard(BaseModel):
-    id: str
-    object: Literal["model"] = "model"
-    created: int
-    owned_by: str = "pagemill"
-    max_model_len: int | None = None
-    """Tokens of a prompt and its answer, or fewer where the KV pool holds no more; None until the model is loaded."""
-
-
-class Listing(BaseModel, Generic[C]):
-    object: Literal["list"] = "list"
-    data: list[C]
-
-
-class ErrorBody(BaseModel):
-    message: str
-    type: str
-    param: str | None = None
-    code: str | None = None
-
-
-class ErrorResponse(BaseModel):
-    error: ErrorBody

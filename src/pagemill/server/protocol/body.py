@@ -1,0 +1,61 @@
+"""What all bodies of HTTP have in common, and the small ones: models, the KV pool's size, errors."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, StrictStr
+
+from pagemill.errors import InvalidRequestError
+
+Name = Annotated[str, Field(max_length=256)]
+FIRST_ERROR = Field(fail_fast=True)
+"""For a list of which the first wrong entry is enough for a refusal: there may be a million."""
+Ids = Annotated[list[int], FIRST_ERROR]
+
+
+def check_length(name: str, entries: Any, limit: int | None, way_out: str = "") -> None:
+    """Raises `InvalidRequestError` for a list or a dict of too many entries, before anybody looks at each."""
+    if limit is not None and isinstance(entries, (list, dict)) and len(entries) > limit:
+        raise InvalidRequestError(f"{name} has {len(entries)} entries; give at most {limit}{way_out}", param=name)
+
+
+class Body(BaseModel):
+    """A request's body, or an object in it: these fields and no other."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class KVMemory(Body):
+    """The KV pool's size. In a request: what the setting `kv_memory` may be, "used", or null for the size at the start;
+    in an answer: bytes."""
+
+    kv_memory: StrictInt | StrictFloat | StrictStr | None
+
+
+C = TypeVar("C")
+
+
+class ModelCard(BaseModel):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "pagemill"
+    max_model_len: int | None = None
+    """Tokens of a prompt and its answer, or fewer where the KV pool holds no more; None until the model is loaded."""
+
+
+class Listing(BaseModel, Generic[C]):
+    object: Literal["list"] = "list"
+    data: list[C]
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(BaseModel):
+    error: ErrorBody

@@ -1,0 +1,79 @@
+"""Bodies of `/v1/completions`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, model_validator
+
+from pagemill.errors import InvalidRequestError
+from pagemill.sampling.params import BeamSearchParams, SamplingParams
+from pagemill.server.protocol.body import FIRST_ERROR, Ids, check_length
+from pagemill.server.protocol.generation import MAX_CHOICES, MAX_PROMPTS, Answer, GenerationRequest
+
+
+class CompletionRequest(GenerationRequest):
+    """`POST /v1/completions`. `max_tokens` defaults to 16, as OpenAI's does."""
+
+    _BEGINNING = "prompt"
+
+    prompt: str | Ids | Annotated[list[str], FIRST_ERROR] | Annotated[list[Ids], FIRST_ERROR] | None = None
+    logprobs: int | None = None
+    echo: bool | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_prompts(cls, body: Any) -> Any:
+        prompt = body.get("prompt") if isinstance(body, dict) else None
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            check_length("prompt", prompt, MAX_PROMPTS, "; send them in several requests")
+        return body
+
+    @model_validator(mode="after")
+    def _check_choices(self) -> CompletionRequest:
+        each = max(self.num_choices, int(self.given.get("best_of", 1)))
+        count = len(self.prompts()) if self.prompt else 1
+        if count * each > MAX_CHOICES and count > 1:
+            raise InvalidRequestError(
+                f"{count} prompts with {each} sequences each make {count * each}; ask for at most {MAX_CHOICES} in one "
+                f"request, and send them in several requests",
+                param="n",
+            )
+        return self
+
+    def prompts(self) -> list[str | list[int]]:
+        """Returns one entry per prompt: its text or its token ids."""
+        assert self.prompt is not None
+        if isinstance(self.prompt, str) or isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+    def params(self) -> SamplingParams | BeamSearchParams:
+        return self._params(
+            max_tokens=SamplingParams.max_tokens if self.max_tokens is None else self.max_tokens,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.logprobs if self.echo else None,
+        )
+
+
+class CompletionLogprobs(BaseModel):
+    """Parallel lists over tokens. An echoed prompt's first token has no log probability."""
+
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float] | None] = []
+    text_offset: list[int] = []
+
+
+class CompletionChoice(BaseModel):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+
+
+class Completion(Answer[CompletionChoice]):
+    """OpenAI gives whole answers and chunks the same shape."""
+
+    object: Literal["text_completion"] = "text_completion"
