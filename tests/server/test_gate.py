@@ -8,7 +8,8 @@ import httpx
 import pytest
 
 from pagemill.errors import ConfigError
-from pagemill.server.gate import SMALL_BODY_BYTES, ApiKeys, Gate
+from pagemill.server.api_keys import ApiKeys
+from pagemill.server.gate import SMALL_BODY_BYTES, Gate
 from pagemill.server.limits import ServerLimits
 from pagemill.tenant_limits import read_tenants_file
 

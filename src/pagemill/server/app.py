@@ -11,13 +11,14 @@ from fastapi.responses import Response
 import pagemill
 from pagemill.errors import ModelNotServedError
 from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.server.api_keys import ApiKeys
 from pagemill.server.call import Call, R
 from pagemill.server.chat import ChatCall
 from pagemill.server.completions import CompletionCall
 from pagemill.server.engine_routes import engine_routes
 from pagemill.server.errors import install_error_handlers
 from pagemill.server.events import EventStream, until_disconnect
-from pagemill.server.gate import ApiKeys, Gate
+from pagemill.server.gate import Gate
 from pagemill.server.health import health_routes
 from pagemill.server.limits import ServerLimits
 from pagemill.server.metrics import CONTENT_TYPE, Metrics

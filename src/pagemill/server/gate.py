@@ -1,58 +1,20 @@
-"""Decides about a request before its body is read: whose it is, by its API key, and how large its body may be."""
+"""Decides about a request before its body is read: whether its key is known, and how large its body may be."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-from collections.abc import Iterable
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagemill.errors import (
-    AuthenticationError,
-    BodyTooLargeError,
-    PagemillError,
-    PermissionDeniedError,
-    ServerBusyError,
-    SlowBodyError,
-)
+from pagemill.errors import BodyTooLargeError, PagemillError, ServerBusyError, SlowBodyError
+from pagemill.server.api_keys import ApiKeys
 from pagemill.server.errors import error_answer
 from pagemill.server.events import ClientGone
 from pagemill.server.limits import ServerLimits
-from pagemill.tenant_limits import DEFAULT_TENANT, TenantsFile, key_digest
 
 SMALL_BODY_BYTES = 64 << 10
 """A body of at most so many bytes is always taken, so that large ones cannot shut out everybody."""
-
-
-class ApiKeys:
-    """Finds whose a request is, by the keys of a tenants file.
-
-    Without keys every request is the default tenant's, and nobody needs to be an admin.
-    """
-
-    def __init__(self, file: TenantsFile | None) -> None:
-        self._tenants = {} if file is None else file.keys
-        self._admins = dict.fromkeys([] if file is None else file.admin_keys, "")
-
-    def tenant(self, method: str, path: str, headers: Headers) -> str:
-        """Returns the request's tenant.
-
-        Raises AuthenticationError for a `/v1` path without a known key, PermissionDeniedError for a path that concerns
-        all tenants without an admin's key.
-        """
-        if not (self._tenants or self._admins) or not path.startswith("/v1/"):
-            return DEFAULT_TENANT
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = key_digest(key.strip() if scheme.lower() == "bearer" else "")
-        tenant, admin = _find(digest, self._tenants.items()), _find(digest, self._admins.items())
-        concerns_all = path.startswith("/v1/tenants") or (path == "/v1/kv_memory" and method != "GET")
-        if tenant is None and admin is None and (self._tenants or concerns_all):
-            raise AuthenticationError("no known API key; send one as 'Authorization: Bearer KEY'")
-        if concerns_all and admin is None:
-            raise PermissionDeniedError(f"{method} {path} needs one of the admin keys")
-        return tenant or DEFAULT_TENANT
 
 
 class Gate:
@@ -156,12 +118,3 @@ def _replay(body: bytes, receive: Receive) -> Receive:
         return unread.pop() if unread else await receive()
 
     return replayed
-
-
-def _find(digest: bytes, known: Iterable[tuple[bytes, str]]) -> str | None:
-    """Returns what stands beside a digest. Takes equally long wherever it stands, and if it is not there."""
-    found = None
-    for each, name in known:
-        if hmac.compare_digest(digest, each):
-            found = name
-    return found
