@@ -2,15 +2,20 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import threading
 import time
 
+import filelock
 import pytest
+import torch
 from hypothesis import HealthCheck, settings
+from transformers import AutoModelForCausalLM
 
 from pagemill import AsyncLLM
+from pagemill.hub import resolve_model
 from pagemill.ops.prepare import settle_vector_math
 from pagemill.server.run import run_server
 from pagemill.tenant_limits import read_tenants_file
@@ -90,6 +95,19 @@ def _serving(**settings):
         yield server
     finally:
         server.close()
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory):
+    """transformers' model, dense and in fp32. It reads its GGUF file once for all workers: that takes half a minute."""
+    own = tmp_path_factory.getbasetemp()
+    kept = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "reference.pt"
+    with filelock.FileLock(kept.with_suffix(".lock")):
+        if not kept.is_file():
+            path, kinds = resolve_model(MODEL), {"dtype": torch.float32, "attn_implementation": "eager"}
+            made = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, **kinds)
+            torch.save(made.eval(), kept)
+    return torch.load(kept, weights_only=False, mmap=True)
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import AutoModelForCausalLM
 
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
@@ -34,14 +32,6 @@ def tokenizer(model_path):
 def prompts(tokenizer) -> list[list[int]]:
     texts = [line.replace("\\n", "\n") for line in PROMPTS.read_text().splitlines()]
     return [tokenizer.encode(text) for text in texts]
-
-
-@pytest.fixture(scope="session")
-def reference(model_path):
-    """transformers' model, dense and in fp32."""
-    return AutoModelForCausalLM.from_pretrained(
-        model_path.parent, gguf_file=model_path.name, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
 
 
 @pytest.fixture(scope="session")

@@ -57,7 +57,7 @@ def searches(prompts_of_search):
         search(f"{case}-{i}", prompt, BeamSearchParams(max_tokens=MAX_TOKENS, **params))
         for case, params in enumerate(CASES)
         for i, prompt in enumerate(prompts_of_search)
-        if i in (0, 1 + case % 3)
+        if i == case % len(TEXTS)
     ]
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from harness import PagedSequences, load_on
 from pagemill.hub.registry import REGISTRY
@@ -26,14 +26,12 @@ pytestmark = pytest.mark.skipif(not MODEL.is_file(), reason=f"{MODEL} is not the
 
 
 @pytest.fixture(scope="module")
-def reference():
+def expected(reference):
     """Token ids of the prompts and their logits."""
-    where = {"pretrained_model_name_or_path": MODEL.parent, "gguf_file": MODEL.name}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL.parent, gguf_file=MODEL.name)
     prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
-    model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
-        return prompts, [model(torch.tensor([ids]), use_cache=False).logits[0] for ids in prompts]
+        return prompts, [reference(torch.tensor([ids]), use_cache=False).logits[0] for ids in prompts]
 
 
 @pytest.fixture(scope="module")
@@ -41,19 +39,19 @@ def model():
     return load_on("cpu", MODEL)
 
 
-def test_logits(reference, model):
-    prompts, expected = reference
+def test_logits(expected, model):
+    prompts, logits = expected
     assert model.dtype == torch.float32
     assert model.eos_token_ids == (2,)
-    assert torch.cat(expected).std() > 1
+    assert torch.cat(logits).std() > 1
     ours = PagedSequences(model.decoder, prompts).run_mixed()
-    for a, b in zip(ours, expected, strict=True):
+    for a, b in zip(ours, logits, strict=True):
         assert (a - b).abs().max() <= TOLERANCE
 
 
-def test_it_predicts_the_text(reference, model):
+def test_it_predicts_the_text(expected, model):
     """The model reads: a wrong RoPE or a permuted head would still give plausible logits, but not this likelihood."""
-    prompts, _ = reference
+    prompts, _ = expected
     logits = PagedSequences(model.decoder, prompts[-1:]).run()[0]
     chances = torch.log_softmax(logits[:-1], -1).gather(1, torch.tensor(prompts[-1][1:]).unsqueeze(1))
     assert -chances.mean() < 0.5 * math.log(model.spec.vocab_size)

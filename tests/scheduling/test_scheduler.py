@@ -339,7 +339,7 @@ scripts = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     loads=requests,
     script=scripts,

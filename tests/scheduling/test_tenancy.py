@@ -46,7 +46,7 @@ floods = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @example(  # calm has blocks beyond its guarantee, cached only, when the flood lacks some
     flood=[("add", 0, 1, 1, 1, 0)] * 2 + [("add", 1, 1, 1, 1, 0), ("add", 21, 1, 1, 1, 0), ("add", 12, 44, 4, 2, 0)],
     frames=41,
