@@ -53,7 +53,10 @@ def test_what_is_served(client, http):
         assert not re.search("must be|several times", fields[name]["description"])
 
 
-@pytest.mark.parametrize("path", ["/v1/models", f"/v1/models/{MODEL}", "/health", "/metrics", "/v1/sessions"])
+READ = ("/v1/models", f"/v1/models/{MODEL}", "/health", "/ready", "/live", "/version", "/metrics", "/v1/sessions")
+
+
+@pytest.mark.parametrize("path", READ)
 def test_head_is_served_where_get_is(http, path):
     got, head = http.get(path), http.head(path)
     assert (head.status_code, head.content) == (got.status_code, b"")

@@ -13,6 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import pagemill
+from pagemill.cli.several_values import SeveralValues
 
 # The function, or group of commands, COMMAND in pagemill.cli.COMMAND, and its line in `pagemill --help` (the first line
 # of its docstring).
@@ -54,7 +55,7 @@ def load_command(name: str | None) -> Any:
     if isinstance(function, typer.Typer):
         return typer.main.get_command(function)
     single = typer.Typer(add_completion=False, context_settings=HELP_FLAGS)
-    single.command(name)(function)
+    single.command(name, cls=SeveralValues)(function)
     return typer.main.get_command(single)
 
 

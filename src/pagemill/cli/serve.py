@@ -29,7 +29,8 @@ def serve(
         int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 takes any free one.")
     ] = 8000,
     served_model_name: Annotated[
-        str | None, typer.Option("--served-model-name", help="The model's name in the API. Default: MODEL.")
+        list[str] | None,
+        typer.Option("--served-model-name", help="The model's name in the API; several may be given. Default: MODEL."),
     ] = None,
     pin_file: Annotated[
         Path | None,
@@ -40,17 +41,21 @@ def serve(
     limits: ServerLimits,
 ) -> None:
     """Serve a model through OpenAI's API."""
+    from pagemill.server.models import check_served_names
+
     if pin_file is not None and not pin_file.is_file():
         raise ConfigError(f"pin_file is {str(pin_file)!r}, which is no file; name one", param="pin_file")
+    names = served_model_name or [model]
+    check_served_names(names)
     require_free_port(host, port)
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     with socket.create_server((host, port), family=family) as sock:
-        run(_serve(model, served_model_name or model, sock, settings, pin_file, limits))
+        run(_serve(model, names, sock, settings, pin_file, limits))
 
 
 async def _serve(
     model: str,
-    name: str,
+    names: list[str],
     sock: socket.socket,
     settings: dict[str, Any],
     pin_file: Path | None,
@@ -66,17 +71,17 @@ async def _serve(
 
     host, port = sock.getsockname()[:2]
     address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    messages.print(f"listening on {address}, loading {name} …")
+    messages.print(f"listening on {address}, loading {names[0]} …")
 
-    with LoadingBar(name) as bar:
+    with LoadingBar(names[0]) as bar:
 
         def announce(ready: EngineReady) -> None:
             bar.stop()
             _settle_collector()
             messages.print(ready.description, style="dim")
-            question = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello!"}]})
+            question = json.dumps({"model": names[0], "messages": [{"role": "user", "content": "Hello!"}]})
             messages.print(
-                f"\n[bold]{name}[/bold] is served at [bold]{address}/v1[/bold]. Try it:\n\n"
+                f"\n[bold]{names[0]}[/bold] is served at [bold]{address}/v1[/bold]. Try it:\n\n"
                 f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{question}'\n\n"
                 "Ctrl-C stops the server.",
                 soft_wrap=True,
@@ -85,7 +90,7 @@ async def _serve(
         tenants = read_tenants_file(settings["tenants"]) if "tenants" in settings else None
         llm = AsyncLLM(model, on_progress=bar, **settings)
         say = partial(messages.print, markup=False, soft_wrap=True)
-        await run_server(llm, name, sock, announce, say, pins, tenants, limits)
+        await run_server(llm, names, sock, announce, say, pins, tenants, limits)
 
 
 def _settle_collector() -> None:

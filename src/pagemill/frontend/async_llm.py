@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pagemill.config import Settings, config_for, takes_settings
 from pagemill.engine.messages import EngineReady, PinInfo
@@ -31,6 +31,8 @@ from pagemill.namespace import Namespace
 from pagemill.sessions.store import SessionRecord, SessionStore
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 from pagemill.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 @dataclass(kw_only=True)
@@ -52,6 +54,8 @@ class AsyncLLM:
     @takes_settings(_Arguments)
     def __init__(self, model: str, *, on_progress: Callable[[int, int], None] | None = None, **settings: Any) -> None:
         self.config = config_for("AsyncLLM", model, settings)
+        self.model = model
+        """The model as the caller named it."""
         self.config.model = str(resolve_model(model))
         self.load_progress: tuple[int, int] | None = None
         self.on_request_end: Callable[[RequestState], None] | None = None
@@ -209,6 +213,10 @@ class AsyncLLM:
     async def tokenizer(self) -> Tokenizer:
         """Returns the one that this engine uses."""
         return (await self._ready()).inputs.tokenizer
+
+    async def in_tokenizer_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """Returns what a function returns that would hold up everybody's events; it waits behind others' texts."""
+        return await (await self._ready()).worker.run(function, *args)
 
     # --- sessions and pins ---
 

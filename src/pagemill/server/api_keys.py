@@ -10,6 +10,9 @@ from starlette.datastructures import Headers
 from pagemill.errors import AuthenticationError, PermissionDeniedError
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantsFile, key_digest
 
+WITH_KEY = ("/v1/", "/tokenize", "/detokenize")
+"""How paths begin that need a key, where the server has keys."""
+
 
 class ApiKeys:
     """Finds whose a request is, by the keys of a tenants file.
@@ -24,10 +27,10 @@ class ApiKeys:
     def tenant(self, method: str, path: str, headers: Headers) -> str:
         """Returns the request's tenant.
 
-        Raises AuthenticationError for a `/v1` path without a known key, PermissionDeniedError for a path that concerns
-        all tenants without an admin's key.
+        Raises AuthenticationError for a path of `WITH_KEY` without a known key, PermissionDeniedError for a path that
+        concerns all tenants without an admin's key.
         """
-        if not (self._tenants or self._admins) or not path.startswith("/v1/"):
+        if not (self._tenants or self._admins) or not path.startswith(WITH_KEY):
             return DEFAULT_TENANT
         scheme, _, key = headers.get("authorization", "").partition(" ")
         digest = key_digest(key.strip() if scheme.lower() == "bearer" else "")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
 import pagemill
-from pagemill.errors import ModelNotServedError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.api_keys import ApiKeys
 from pagemill.server.call import Call, R
@@ -22,21 +21,27 @@ from pagemill.server.gate import Gate
 from pagemill.server.health import health_routes
 from pagemill.server.limits import ServerLimits
 from pagemill.server.metrics import CONTENT_TYPE, Metrics
+from pagemill.server.models import ServedModels, model_routes
 from pagemill.server.pins import pin_routes
-from pagemill.server.protocol.body import ErrorResponse, Listing, ModelCard
+from pagemill.server.protocol.body import ErrorResponse
 from pagemill.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from pagemill.server.protocol.completions import Completion, CompletionRequest
 from pagemill.server.protocol.generation import Answer
 from pagemill.server.sessions import session_routes
+from pagemill.server.tokens import token_routes
 from pagemill.tenant_limits import TenantsFile
 
 
 def create_app(
-    llm: AsyncLLM, served_model_name: str, tenants: TenantsFile | None = None, limits: ServerLimits | None = None
+    llm: AsyncLLM,
+    served_model_name: str | Sequence[str],
+    tenants: TenantsFile | None = None,
+    limits: ServerLimits | None = None,
 ) -> FastAPI:
     """Returns the application. It answers while the model still loads: generation waits, `/health` says 503.
 
-    tenants: whose each API key is. limits: None for the defaults.
+    served_model_name: one, or several for the same model. tenants: whose each API key is. limits: None for the
+    defaults.
     """
     app = FastAPI(
         title="pagemill",
@@ -46,35 +51,13 @@ def create_app(
     limits = limits or ServerLimits()
     app.add_middleware(Gate, keys=ApiKeys(tenants), limits=limits)
     install_error_handlers(app)
-    created = int(time.time())
-
-    def check_model(name: str | None) -> None:
-        if name is not None and name != served_model_name:
-            raise ModelNotServedError(
-                f"the model {name!r} is not served here; this server has {served_model_name!r}", param="model"
-            )
-
-    def card() -> ModelCard:
-        longest = None if llm.facts is None else llm.facts.longest_sequence
-        return ModelCard(id=served_model_name, created=created, max_model_len=longest)
+    served = ServedModels(llm, served_model_name)
 
     async def answer(kind: type[Call[R]], body: R, request: Request) -> Answer[Any] | Response:
-        check_model(body.model)
-        call = kind(llm, body, served_model_name, request.state.tenant)
+        call = kind(llm, body, served.name_for(body.model), request.state.tenant)
         if body.stream:
             return EventStream(await until_disconnect(request.receive, call.events()))
         return await until_disconnect(request.receive, call.answer())
-
-    @app.get("/v1/models")
-    async def models() -> Listing[ModelCard]:
-        """Lists the model that is served."""
-        return Listing(data=[card()])
-
-    @app.get("/v1/models/{name:path}")
-    async def model(name: str) -> ModelCard:
-        """Describes the model that is served."""
-        check_model(name)
-        return card()
 
     @app.post("/v1/completions", response_model=Completion)
     async def completions(body: CompletionRequest, request: Request) -> Answer[Any] | Response:
@@ -86,6 +69,8 @@ def create_app(
         """Answers a conversation through the model's chat template."""
         return await answer(ChatCall, body, request)
 
+    app.include_router(model_routes(served))
+    app.include_router(token_routes(llm, served))
     for routes in (engine_routes, session_routes, pin_routes):
         app.include_router(routes(llm))
     app.include_router(health_routes(llm, limits.stuck_after_s))

@@ -1,4 +1,4 @@
-"""`/health`: whether a request that came now would be answered."""
+"""`/health` and `/ready`: whether a request that came now would be answered; `/live`: whether a restart would help."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Health:
         self._question: asyncio.Task[None] | None = None
         self._asked_s = -PERIOD_S
 
-    def answer(self) -> JSONResponse:
-        """Returns 200 if requests are answered; 503 while loading, when the engine is gone, and when it is stuck."""
+    def answer(self, while_loading: int = 503) -> JSONResponse:
+        """Returns 200 if requests are answered; 503 when the engine is gone, and when it is stuck."""
         llm = self._llm
         if llm.error is not None:
             return JSONResponse({"status": "dead", "error": llm.error.message}, status_code=503)
         if not llm.is_ready:
             done, total = llm.load_progress or (0, 0)
             return JSONResponse(
-                {"status": "loading", "progress": round(done / total, 3) if total else 0.0}, status_code=503
+                {"status": "loading", "progress": round(done / total, 3) if total else 0.0}, status_code=while_loading
             )
         silent_s = self._silent_s()
         if silent_s > self._stuck_after_s:
@@ -57,12 +57,18 @@ class Health:
 
 
 def health_routes(llm: AsyncLLM, stuck_after_s: float) -> APIRouter:
-    """Returns the route."""
+    """Returns the routes."""
     routes, health = APIRouter(), Health(llm, stuck_after_s)
 
+    @routes.get("/ready")
     @routes.get("/health")
     async def get_health() -> JSONResponse:
         """Answers 200 when a request would be answered now; 503 while loading, and when the engine is gone or stuck."""
         return health.answer()
+
+    @routes.get("/live")
+    async def get_live() -> JSONResponse:
+        """Answers 503 when only a restart helps: the engine is gone or stuck; 200 otherwise, also while loading."""
+        return health.answer(while_loading=200)
 
     return routes

@@ -34,7 +34,7 @@ ANSWER_S = 2.0
 
 async def run_server(
     llm: AsyncLLM,
-    served_model_name: str,
+    served_model_name: str | Sequence[str],
     sock: socket.socket,
     on_ready: Callable[[EngineReady], None],
     say: Callable[[str], None],

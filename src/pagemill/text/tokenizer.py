@@ -100,6 +100,10 @@ class Tokenizer:
         """Returns the text of tokens at the beginning of a text. Ids that the tokenizer does not have give nothing."""
         return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
 
+    def names_of(self, token_ids: Sequence[int]) -> list[str]:
+        """Returns each token as the vocabulary has it."""
+        return [str(self._backend.id_to_token(token_id)) for token_id in token_ids]
+
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **options: Any
     ) -> str:

@@ -8,7 +8,8 @@ from pydantic import BaseModel, ConfigDict, Field, StrictFloat, StrictInt, Stric
 
 from pagemill.errors import InvalidRequestError
 
-Name = Annotated[str, Field(max_length=256)]
+LONGEST_NAME = 256
+Name = Annotated[str, Field(max_length=LONGEST_NAME)]
 FIRST_ERROR = Field(fail_fast=True)
 """For a list of which the first wrong entry is enough for a refusal: there may be a million."""
 Ids = Annotated[list[int], FIRST_ERROR]
@@ -41,6 +42,9 @@ class ModelCard(BaseModel):
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "pagemill"
+    root: str
+    """The model as the server was told it."""
+    parent: None = None
     max_model_len: int | None = None
     """Tokens of a prompt and its answer, or fewer where the KV pool holds no more; None until the model is loaded."""
 

@@ -1,0 +1,71 @@
+"""`/v1/models`: the names under which the model is served."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from fastapi import APIRouter
+
+from pagemill.errors import ConfigError, ModelNotServedError, shown
+from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.server.protocol.body import LONGEST_NAME, Listing, ModelCard
+
+
+class ServedModels:
+    """Knows the names of one model; the first one is in answers to requests that name none.
+
+    Raises ConfigError for a name that no request could have, and for one that is given twice.
+    """
+
+    def __init__(self, llm: AsyncLLM, names: str | Sequence[str]) -> None:
+        self.names = [names] if isinstance(names, str) else [*names]
+        self._llm = llm
+        self._created = int(time.time())
+        check_served_names(self.names)
+
+    def name_for(self, asked: str | None) -> str:
+        """Returns the name that an answer has. Raises `ModelNotServedError` for a name that is not served."""
+        if asked is None:
+            return self.names[0]
+        if asked not in self.names:
+            served = " and ".join(map(repr, self.names))
+            raise ModelNotServedError(
+                f"the model {asked!r} is not served here; this server has {served}", param="model"
+            )
+        return asked
+
+    def card(self, name: str) -> ModelCard:
+        """Returns what `/v1/models` says of the model under one of its names."""
+        facts = self._llm.facts
+        longest = None if facts is None else facts.longest_sequence
+        return ModelCard(id=name, created=self._created, root=str(self._llm.model), max_model_len=longest)
+
+
+def check_served_names(names: Sequence[str]) -> None:
+    """Raises ConfigError for a name that no request could have, and for one that is given twice."""
+    for name in names:
+        if not 0 < len(name) <= LONGEST_NAME:
+            raise ConfigError(
+                f"a served_model_name is {shown(name)}; it must have 1 to {LONGEST_NAME} characters",
+                param="served_model_name",
+            )
+        if names.count(name) > 1:
+            raise ConfigError(f"served_model_name has {name!r} twice; give each once", param="served_model_name")
+
+
+def model_routes(served: ServedModels) -> APIRouter:
+    """Returns the routes."""
+    routes = APIRouter(prefix="/v1/models")
+
+    @routes.get("")
+    async def models() -> Listing[ModelCard]:
+        """Lists the model that is served, once for each of its names."""
+        return Listing(data=[served.card(name) for name in served.names])
+
+    @routes.get("/{name:path}")
+    async def model(name: str) -> ModelCard:
+        """Describes the model that is served."""
+        return served.card(served.name_for(name))
+
+    return routes
