@@ -36,9 +36,10 @@ MAX_MODEL_LEN = 2048
 class Served:
     """A server on a port of its own, its event loop in a thread. `run` executes a coroutine in that loop."""
 
-    def __init__(self, tenants=None, **settings):
+    def __init__(self, tenants=None, access=None, **settings):
         """tenants: a tenants file; settings: of the engine, beside or instead of the usual ones."""
         self.tenants = tenants
+        self.access = access
         self.settings = {"max_model_len": MAX_MODEL_LEN, "kv_memory": "128MiB", "max_num_seqs": 32, **settings}
         self.loop = asyncio.new_event_loop()
         self.llm = None
@@ -59,7 +60,9 @@ class Served:
     async def _main(self):
         tenants = None if self.tenants is None else read_tenants_file(self.tenants)
         self.llm = AsyncLLM(MODEL, **self.settings, **({} if tenants is None else {"tenants": tenants.limits}))
-        serving = run_server(self.llm, MODEL, self.sock, lambda _: self.ready.set(), print, tenants=tenants)
+        serving = run_server(
+            self.llm, MODEL, self.sock, lambda _: self.ready.set(), print, tenants=tenants, access=self.access
+        )
         self.serving = asyncio.ensure_future(serving)
         with contextlib.suppress(asyncio.CancelledError):
             await self.serving

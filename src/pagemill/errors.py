@@ -107,6 +107,13 @@ class PermissionDeniedError(InvalidRequestError):
     kind: ClassVar[str] = "permission_error"
 
 
+class HostNotAllowedError(InvalidRequestError):
+    """An HTTP request under a name, or from a web page of a site, that the server does not know."""
+
+    http_status: ClassVar[int] = 403
+    kind: ClassVar[str] = "permission_error"
+
+
 class BodyTooLargeError(InvalidRequestError):
     """An HTTP request whose body is longer than the server takes."""
 

@@ -14,6 +14,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -26,6 +27,9 @@ from pagemill.errors import ConfigError, shown
 DEFAULT_TENANT = "default"
 MAX_NAME = 128
 """Characters of a tenant's name."""
+
+_KEY = re.compile(r"[!-~]+")
+"""What a client can send in a header."""
 
 PoolShare = Annotated[
     str, Meta(pattern=r"^(100(\.0*)?|\d{1,2}(\.\d*)?)%$", title="a share of the pool from '0%' to '100%'")
@@ -136,17 +140,19 @@ def _read_tenants(content: Any) -> TenantsFile:
     keys: dict[bytes, str] = {}
     for name, values in content["tenants"].items():
         values = dict(values) if isinstance(values, dict) else values
-        for key in _keys(name, values.pop("api_keys", []) if isinstance(values, dict) else []):
+        for key in key_digests(name, values.pop("api_keys", []) if isinstance(values, dict) else []):
             if keys.setdefault(key, name) != name:
                 raise ConfigError(f"tenants {keys[key]!r} and {name!r} have the same key; give each its own")
         limits[name] = values
-    return TenantsFile(read_limits(limits), keys, _keys("admin_keys", content.get("admin_keys", [])))
+    return TenantsFile(read_limits(limits), keys, key_digests("admin_keys", content.get("admin_keys", [])))
 
 
-def _keys(owner: str, keys: Any) -> list[bytes]:
-    """Returns the digests of keys as a file has them. Raises ConfigError, which names the owner."""
-    if not isinstance(keys, list) or not all(isinstance(key, str) and key for key in keys):
-        raise ConfigError(f"{owner}: its keys must be a list of texts")
+def key_digests(owner: str, keys: Any) -> list[bytes]:
+    """Returns the digests of keys as files and flags have them. Raises ConfigError, which names the owner, no key."""
+    if not isinstance(keys, list) or not all(isinstance(key, str) and _KEY.fullmatch(key) for key in keys):
+        raise ConfigError(
+            f"{owner}: its keys must be a list of texts, each of printable ASCII characters without spaces"
+        )
     digests = []
     for key in keys:
         if key.startswith("sha256:"):

@@ -30,7 +30,7 @@ import psutil
 
 MODEL = "smollm2-135m"
 SETTINGS = ["--max-model-len", "2048", "--kv-memory", "128MiB", "--max-num-seqs", "16", "--request-timeout-s", "3"]
-LIMITS = ["--max-connections", "512", "--max-bodies-bytes", str(64 << 20)]
+LIMITS = ["--allowed-hosts", "x", "--max-connections", "512", "--max-bodies-bytes", str(64 << 20)]
 MOST_MEMORY = 2 << 30
 """Bytes that the front end may have had resident."""
 LONGEST_GAP_S = 2.0

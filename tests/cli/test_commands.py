@@ -74,6 +74,11 @@ def test_generate_searches_with_beams():
         (["generate", "no-such-model", "x"], "no-such-model"),
         (["generate", MODEL, "x", "--block-size", "17"], "block_size is 17"),
         (["generate", MODEL, "x", "--temperature", "-1"], "temperature is -1"),
+        (["serve", "no-such-model", "--port", "0"], "no-such-model"),
+        (
+            ["serve", MODEL, "--port", "0", "--host", "0.0.0.0"],
+            "0.0.0.0 can be reached from elsewhere",
+        ),
         (["generate", MODEL, "x", "--kv-disk-memory", "9GiB", "--kv-disk-path", "/proc/x"], "path is '/proc/x'"),
     ],
 )
@@ -301,7 +306,7 @@ def test_a_signal_ends_open_requests_with_an_error(stop, num_signals):
             socket.create_connection((address.host, address.port)) as silent,
             httpx.stream("POST", f"{url}/completions", json={**body, "stream": True}, timeout=60) as stream,
         ):
-            silent.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\n{")
+            silent.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
             lines = (line for line in stream.iter_lines() if line)
             assert json.loads(next(lines).removeprefix("data: "))["choices"]
             time.sleep(0.5)  # the other thread's request is under way as well

@@ -23,6 +23,7 @@ FILE = {
         "wild": {"api_keys": ["sk-wild", "sk-wild-2"], "max_waiting": 30},
     },
 }
+ADMIN = {"Authorization": "Bearer sk-admin"}
 PROMPTS = [f"{number}. The history of paging begins with the Atlas computer, which" for number in range(3)]
 
 
@@ -66,11 +67,11 @@ def test_beside_a_flood_a_tenant_gets_its_own_answers(server):
         assert all(one.result() for one in flood)
     assert beside == alone
     assert behind > 0, "the flood had ended before the others were served"
-    figures = httpx.get(f"{server.url}/v1/tenants", headers={"Authorization": "Bearer sk-admin"}).json()
+    figures = httpx.get(f"{server.url}/v1/tenants", headers=ADMIN).json()
     assert figures["calm"]["preemptions"] == 0
     assert figures["calm"]["prefix_hit_tokens"] > 0
     assert figures["wild"]["blocks_cached"] > 0
-    metrics = httpx.get(f"{server.url}/metrics").text
+    metrics = httpx.get(f"{server.url}/metrics", headers=ADMIN).text
     assert 'pagemill:tenant_guaranteed_blocks{tenant="calm"} ' in metrics
     assert 'pagemill:tenant_kv_blocks{state="cached",tenant="wild"} ' in metrics
 
@@ -195,7 +196,9 @@ def test_an_idle_engine_gives_back_what_its_time_has_come_for(server):
         complete(server, "sk-wild", "Something of which nobody asks again, but which is longer than one block", 4)
         time.sleep(1)
         assert admin.get("/tenants").json()["wild"]["blocks_cached"] == 0
-        (below,) = re.findall(r'kv_tier_blocks\{tier="host"\} (\d+)', httpx.get(f"{server.url}/metrics").text)
+        (below,) = re.findall(
+            r'kv_tier_blocks\{tier="host"\} (\d+)', httpx.get(f"{server.url}/metrics", headers=ADMIN).text
+        )
         assert int(below) > 0, "they went down a tier"
         assert admin.put("/tenants/wild", json={"max_waiting": 30}).status_code == 200
         card = wild.post("/pins", json={"name": "short", "prompt": "A prefix. " * 20, "expires_s": 0.5}).json()
@@ -211,6 +214,7 @@ def test_an_idle_engine_gives_back_what_its_time_has_come_for(server):
         ('{"acme": {}}', 'must be an object with "tenants"'),
         ('{"tenants": {"a": {"api_keys": ["k"]}, "b": {"api_keys": ["k"]}}}', "have the same key"),
         ('{"tenants": {"a": {"api_keys": "k"}}}', "must be a list of texts"),
+        ('{"tenants": {"a": {"api_keys": ["k y"]}}}', "printable ASCII characters without spaces"),
         ('{"tenants": {"a": {"api_keys": ["sha256:12"]}}}', "64 hexadecimal digits"),
         ('{"tenants": {"a": {"max_blocks": "120%"}}}', "max_blocks is '120%'"),
         ('{"tenants": {"a": {"max_running": 0}}}', "max_running is 0"),

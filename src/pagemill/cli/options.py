@@ -1,5 +1,5 @@
-"""Shared by the commands: flags, made from the declarations of `EngineConfig`, `SamplingParams` and
-`ServerLimits`, and how they run.
+"""Shared by the commands: flags, made from the declarations of `EngineConfig`, `SamplingParams`, `ServerLimits` and
+`ServerAccess`, and how they run.
 
 So each setting is a flag of every command that starts an engine.
 """
@@ -10,6 +10,7 @@ import asyncio
 import dataclasses
 import functools
 import inspect
+import os
 import typing
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -21,6 +22,7 @@ from pagemill.arguments import Argument, arguments_of
 from pagemill.config import FIXED, EngineConfig
 from pagemill.errors import ConfigError
 from pagemill.sampling.params import SamplingParams
+from pagemill.server.access import ServerAccess
 from pagemill.server.limits import ServerLimits
 
 ModelArgument = Annotated[
@@ -62,6 +64,15 @@ def server_options(command: Command) -> Command:
     return _with_options(
         command, "limits", arguments_of(ServerLimits), "Server", lambda given: ServerLimits(**given), {}
     )
+
+
+def access_options(command: Command) -> Command:
+    """Gives a command a flag for each thing that decides who may ask a server; they arrive as `access`."""
+
+    def collect(given: dict[str, Any]) -> ServerAccess:
+        return ServerAccess.read(given, os.environ)
+
+    return _with_options(command, "access", arguments_of(ServerAccess), "Access", collect, {})
 
 
 def sampling_options(**defaults: Any) -> Callable[[Command], Command]:

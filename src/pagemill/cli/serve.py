@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import ipaddress
 import json
 import socket
 from functools import partial
@@ -12,19 +13,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagemill.cli.options import ModelArgument, engine_options, run, server_options
+from pagemill.cli.options import ModelArgument, access_options, engine_options, run, server_options
 from pagemill.errors import ConfigError
+from pagemill.server.access import ServerAccess
 from pagemill.server.limits import ServerLimits
+from pagemill.tenant_limits import TenantsFile, read_tenants_file
 
 if TYPE_CHECKING:
     from pagemill.engine.messages import EngineReady
 
 
+@access_options
 @server_options
 @engine_options
 def serve(
     model: ModelArgument,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for all. Others than loopback want API keys.")
+    ] = "127.0.0.1",
     port: Annotated[
         int, typer.Option("--port", min=0, max=65535, help="Port to listen on; 0 takes any free one.")
     ] = 8000,
@@ -39,6 +45,7 @@ def serve(
     *,
     settings: dict[str, Any],
     limits: ServerLimits,
+    access: ServerAccess,
 ) -> None:
     """Serve a model through OpenAI's API."""
     from pagemill.server.models import check_served_names
@@ -47,32 +54,33 @@ def serve(
         raise ConfigError(f"pin_file is {str(pin_file)!r}, which is no file; name one", param="pin_file")
     names = served_model_name or [model]
     check_served_names(names)
+    tenants = read_tenants_file(settings["tenants"]) if "tenants" in settings else None
     require_free_port(host, port)
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    access.check_address(str(address[0]), tenants)
     with socket.create_server((host, port), family=family) as sock:
-        run(_serve(model, names, sock, settings, pin_file, limits))
+        run(_serve(model, names, sock, host, settings, pin_file, tenants, limits, access))
 
 
 async def _serve(
     model: str,
     names: list[str],
     sock: socket.socket,
+    host: str,
     settings: dict[str, Any],
     pin_file: Path | None,
+    tenants: TenantsFile | None,
     limits: ServerLimits,
+    access: ServerAccess,
 ) -> None:
     from pagemill.cli.loading import LoadingBar, messages
     from pagemill.frontend.async_llm import AsyncLLM
     from pagemill.server.pins import read_pins
     from pagemill.server.run import run_server
-    from pagemill.tenant_limits import read_tenants_file
 
     pins = [] if pin_file is None else read_pins(pin_file)
 
-    host, port = sock.getsockname()[:2]
-    address = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-    messages.print(f"listening on {address}, loading {names[0]} …")
-
+    listening, address = (_url(*sock.getsockname()[:2], here=here) for here in (False, True))
     with LoadingBar(names[0]) as bar:
 
         def announce(ready: EngineReady) -> None:
@@ -80,17 +88,28 @@ async def _serve(
             _settle_collector()
             messages.print(ready.description, style="dim")
             question = json.dumps({"model": names[0], "messages": [{"role": "user", "content": "Hello!"}]})
+            has_keys = access.api_key or (tenants is not None and tenants.keys)
+            key = " -H 'Authorization: Bearer KEY'" if has_keys else ""
             messages.print(
                 f"\n[bold]{names[0]}[/bold] is served at [bold]{address}/v1[/bold]. Try it:\n\n"
-                f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json' -d '{question}'\n\n"
+                f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{question}'\n\n"
                 "Ctrl-C stops the server.",
                 soft_wrap=True,
             )
 
-        tenants = read_tenants_file(settings["tenants"]) if "tenants" in settings else None
+        if tenants is not None:
+            settings = {**settings, "tenants": tenants.limits}
         llm = AsyncLLM(model, on_progress=bar, **settings)
+        messages.print(f"listening on {listening}, loading {names[0]} …")
         say = partial(messages.print, markup=False, soft_wrap=True)
-        await run_server(llm, names, sock, announce, say, pins, tenants, limits)
+        await run_server(llm, names, sock, announce, say, pins, tenants, limits, access, host)
+
+
+def _url(host: str, port: int, *, here: bool) -> str:
+    """Returns a listening address as a URL. here: as this machine reaches it, if it stands for all addresses."""
+    if here and ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
+        host = "::1" if ":" in host else "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _settle_collector() -> None:

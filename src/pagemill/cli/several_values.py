@@ -6,7 +6,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-FLAGS = ("--served-model-name",)
+FLAGS = ("--api-key", "--served-model-name")
 
 
 class SeveralValues(TyperCommand):

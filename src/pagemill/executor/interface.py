@@ -32,7 +32,7 @@ class ExecutorFacts:
     streams: True if attention can read frames outside the pool.
     compacts: True if attention gains from frames that are neighbours.
     locks_pages: True if host memory must be page-locked to be copied by the device itself.
-    description: family, device, weights, operators, attention and layers, for people.
+    description: family, device, weights and kernels, for people.
     """
 
     vocab_size: int

@@ -65,8 +65,8 @@ def open_executor(
         compacts=on_cpu,
         locks_pages=not on_cpu,
         description=(
-            f"{spec.family} on {backend.device}, weights {weights}, operators {backend.ops.name}, attention "
-            f"{backend.attention.name}, layers {model.decoder.executor}"
+            f"{spec.family} on {backend.device}, weights {weights}, kernels "
+            + " and ".join(dict.fromkeys([backend.ops.name, backend.attention.name]))
         ),
     )
     return LocalExecutor(model.decoder, backend, facts, shape, config.max_num_seqs)

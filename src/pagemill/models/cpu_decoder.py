@@ -29,8 +29,6 @@ class CpuDecoder(Decoder):
 
     attention: CpuAttention
 
-    executor = "one call per step"
-
     def __post_init__(self) -> None:
         super().__post_init__()
         spec, weights = self.spec, self.weights

@@ -82,7 +82,6 @@ class Decoder:
     """Runs one step: token ids in, hidden states out, K/V written to and read from the pool's frames.
 
     groups: the layer groups that `AttentionBatch.groups` and the pool must follow.
-    executor: how the layers are run, for people to read.
     """
 
     spec: DecoderSpec
@@ -90,8 +89,6 @@ class Decoder:
     ops: Ops
     attention: AttentionBackend
     dtype: torch.dtype
-
-    executor = "operator by operator"
 
     def __post_init__(self) -> None:
         spec, self.device = self.spec, self.weights.final_norm.device

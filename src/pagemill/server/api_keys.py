@@ -1,46 +1,115 @@
-"""Decides whose a request is, by its API key."""
+"""Decides by its API key whose a request is, and what it may do."""
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import hmac
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from starlette.datastructures import Headers
 
-from pagemill.errors import AuthenticationError, PermissionDeniedError
-from pagemill.tenant_limits import DEFAULT_TENANT, TenantsFile, key_digest
+from pagemill.errors import AuthenticationError, ConfigError, PermissionDeniedError
+from pagemill.server.access import ServerAccess
+from pagemill.tenant_limits import DEFAULT_TENANT, TenantsFile, key_digest, key_digests
 
-WITH_KEY = ("/v1/", "/tokenize", "/detokenize")
-"""How paths begin that need a key, where the server has keys."""
+OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready", "/version"})
+"""Paths that never need a key: what is there says nothing of any request. All others do, also those to come."""
+OPEN_FOLDER = "/page/"
+"""The files of the page at `/`, which asks for the key itself."""
+
+METRICS = "/metrics"
+BROWSER_PATHS = frozenset({METRICS, "/docs", "/openapi.json"})
+"""Paths that people open in a browser, which asks for a key as for a password, with any name."""
+
+
+class Caller(NamedTuple):
+    """Who asks. is_admin: may see and change what concerns all tenants."""
+
+    tenant: str
+    is_admin: bool
 
 
 class ApiKeys:
-    """Finds whose a request is, by the keys of a tenants file.
+    """Finds who asks, by the keys of a tenants file and those given at the start.
 
-    Without keys every request is the default tenant's, and nobody needs to be an admin.
+    Without keys every request is the default tenant's, and everybody is an admin of a server that only this machine can
+    reach, nobody of any other.
     """
 
-    def __init__(self, file: TenantsFile | None) -> None:
-        self._tenants = {} if file is None else file.keys
-        self._admins = dict.fromkeys([] if file is None else file.admin_keys, "")
+    def __init__(
+        self, file: TenantsFile | None = None, access: ServerAccess | None = None, *, on_loopback: bool = True
+    ) -> None:
+        """Raises ConfigError for a key of two tenants."""
+        self._own = ServerAccess() if access is None else access
+        self._on_loopback = on_loopback
+        self._tenants: dict[bytes, str] = {}
+        self._admins: dict[bytes, str] = {}
+        self.take(file)
 
-    def tenant(self, method: str, path: str, headers: Headers) -> str:
-        """Returns the request's tenant.
+    @property
+    def are_there(self) -> bool:
+        """Whether requests need a key."""
+        return bool(self._tenants)
 
-        Raises AuthenticationError for a path of `WITH_KEY` without a known key, PermissionDeniedError for a path that
-        concerns all tenants without an admin's key.
+    def take(self, file: TenantsFile | None) -> None:
+        """Replaces the keys of the tenants file. Raises ConfigError for a key of two tenants, and changes nothing."""
+        tenants = {} if file is None else dict(file.keys)
+        for digest in key_digests("api_key", self._own.api_key):
+            if tenants.setdefault(digest, DEFAULT_TENANT) != DEFAULT_TENANT:
+                raise ConfigError(
+                    f"a key given with --api-key is also one of tenant {tenants[digest]!r}; give each its own",
+                    param="api_key",
+                )
+        admins = [*key_digests("admin_api_key", self._own.admin_api_key), *([] if file is None else file.admin_keys)]
+        self._tenants, self._admins = tenants, dict.fromkeys(admins, "")
+
+    def caller(self, method: str, path: str, headers: Headers) -> Caller:
+        """Returns who asks.
+
+        Raises AuthenticationError for a path that needs a known key, PermissionDeniedError for one that needs an
+        admin's.
         """
-        if not (self._tenants or self._admins) or not path.startswith(WITH_KEY):
-            return DEFAULT_TENANT
-        scheme, _, key = headers.get("authorization", "").partition(" ")
-        digest = key_digest(key.strip() if scheme.lower() == "bearer" else "")
-        tenant, admin = _find(digest, self._tenants.items()), _find(digest, self._admins.items())
-        concerns_all = path.startswith("/v1/tenants") or (path == "/v1/kv_memory" and method != "GET")
-        if tenant is None and admin is None and (self._tenants or concerns_all):
-            raise AuthenticationError("no known API key; send one as 'Authorization: Bearer KEY'")
-        if concerns_all and admin is None:
-            raise PermissionDeniedError(f"{method} {path} needs one of the admin keys")
-        return tenant or DEFAULT_TENANT
+        if path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
+            return Caller(DEFAULT_TENANT, False)
+        digest = key_digest(_sent_key(path, headers))
+        tenant, is_admin = _find(digest, self._tenants.items()), _find(digest, self._admins.items()) is not None
+        for_admins = _for_admins(method, path)
+        if tenant is None and not is_admin:
+            if self._tenants or (self._admins and for_admins):
+                raise AuthenticationError("no known API key; send one as 'Authorization: Bearer KEY'")
+            is_admin = self._on_loopback and not self._admins
+            if path == METRICS:
+                return Caller(DEFAULT_TENANT, is_admin)
+        if for_admins and not is_admin and not (path == METRICS and self._shows_one_tenant()):
+            way_out = "send one of the admin keys" if self._admins else "start the server with --admin-api-key"
+            raise PermissionDeniedError(f"{method} {path} concerns all tenants and needs an admin key; {way_out}")
+        return Caller(tenant or DEFAULT_TENANT, is_admin)
+
+    def _shows_one_tenant(self) -> bool:
+        """Returns True where figures by tenant tell no tenant of another: one has all keys, and nobody is admin."""
+        return not self._admins and len(set(self._tenants.values())) == 1
+
+
+def challenge(path: str) -> str:
+    """Returns what a refusal for want of a key says how to send it (`WWW-Authenticate`)."""
+    return 'Basic realm="pagemill: any name, an API key as the password"' if path in BROWSER_PATHS else "Bearer"
+
+
+def _sent_key(path: str, headers: Headers) -> str:
+    """Returns the key that came with a request, "" for none."""
+    scheme, _, sent = headers.get("authorization", "").partition(" ")
+    if scheme.lower() == "bearer":
+        return sent.strip()
+    if scheme.lower() == "basic" and path in BROWSER_PATHS:
+        with contextlib.suppress(ValueError):
+            return base64.b64decode(sent, validate=True).decode().partition(":")[2]
+    return ""
+
+
+def _for_admins(method: str, path: str) -> bool:
+    return path.startswith("/v1/tenants") or path == METRICS or (path == "/v1/kv_memory" and method != "GET")
 
 
 def _find(digest: bytes, known: Iterable[tuple[bytes, str]]) -> str | None:

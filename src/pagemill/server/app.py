@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
+from starlette.middleware.cors import CORSMiddleware
 
 import pagemill
 from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.server.access import ServerAccess
+from pagemill.server.api_docs import docs_routes
 from pagemill.server.api_keys import ApiKeys
 from pagemill.server.call import Call, R
 from pagemill.server.chat import ChatCall
@@ -19,6 +22,7 @@ from pagemill.server.errors import install_error_handlers
 from pagemill.server.events import EventStream, until_disconnect
 from pagemill.server.gate import Gate
 from pagemill.server.health import health_routes
+from pagemill.server.hosts import AllowedHosts
 from pagemill.server.limits import ServerLimits
 from pagemill.server.metrics import CONTENT_TYPE, Metrics
 from pagemill.server.models import ServedModels, model_routes
@@ -29,27 +33,47 @@ from pagemill.server.protocol.completions import Completion, CompletionRequest
 from pagemill.server.protocol.generation import Answer
 from pagemill.server.sessions import session_routes
 from pagemill.server.tokens import token_routes
-from pagemill.tenant_limits import TenantsFile
+
+EXPOSED_HEADERS = ["Retry-After"]
+"""Headers of answers that pages of other sites may read, beside those that browsers always show."""
 
 
 def create_app(
     llm: AsyncLLM,
     served_model_name: str | Sequence[str],
-    tenants: TenantsFile | None = None,
+    keys: ApiKeys | None = None,
     limits: ServerLimits | None = None,
+    access: ServerAccess | None = None,
+    hosts: AllowedHosts | None = None,
 ) -> FastAPI:
     """Returns the application. It answers while the model still loads: generation waits, `/health` says 503.
 
-    served_model_name: one, or several for the same model. tenants: whose each API key is. limits: None for the
-    defaults.
+    served_model_name: one, or several for the same model. keys: None asks for none. limits, access: None for the
+    defaults. hosts: None lets it be asked under any name.
     """
     app = FastAPI(
         title="pagemill",
         version=pagemill.__version__,
+        description=(
+            "Where the server has API keys, send one as 'Authorization: Bearer KEY'. A field that is not named here is "
+            "refused."
+        ),
+        openapi_url=None,
+        docs_url=None,
+        redoc_url=None,
         responses={"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}},
     )
     limits = limits or ServerLimits()
-    app.add_middleware(Gate, keys=ApiKeys(tenants), limits=limits)
+    app.add_middleware(Gate, keys=keys or ApiKeys(), limits=limits, hosts=hosts)
+    if access is not None and access.allowed_origins:
+        app.add_middleware(  # around the gate: a page can read a refusal, and asks without a key whether it may ask
+            CORSMiddleware,
+            allow_origins=access.allowed_origins,
+            allow_methods=access.allowed_methods,
+            allow_headers=access.allowed_headers,
+            allow_credentials=access.allow_credentials,
+            expose_headers=EXPOSED_HEADERS,
+        )
     install_error_handlers(app)
     served = ServedModels(llm, served_model_name)
 
@@ -74,10 +98,11 @@ def create_app(
     for routes in (engine_routes, session_routes, pin_routes):
         app.include_router(routes(llm))
     app.include_router(health_routes(llm, limits.stuck_after_s))
+    app.include_router(docs_routes(app))
     metrics = Metrics()
     llm.on_request_end = metrics.observe
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """Gives counters and times in Prometheus' text format."""
         stats = await llm.stats() if llm.is_ready else None

@@ -7,10 +7,11 @@ import asyncio
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagemill.errors import BodyTooLargeError, PagemillError, ServerBusyError, SlowBodyError
-from pagemill.server.api_keys import ApiKeys
+from pagemill.errors import AuthenticationError, BodyTooLargeError, PagemillError, ServerBusyError, SlowBodyError
+from pagemill.server.api_keys import ApiKeys, challenge
 from pagemill.server.errors import error_answer
 from pagemill.server.events import ClientGone
+from pagemill.server.hosts import AllowedHosts
 from pagemill.server.limits import ServerLimits
 
 SMALL_BODY_BYTES = 64 << 10
@@ -18,16 +19,18 @@ SMALL_BODY_BYTES = 64 << 10
 
 
 class Gate:
-    """ASGI middleware. Sets `request.state.tenant`, or answers at once what it refuses; reads the body for the
-    application, up to a limit and within a time; makes HEAD work where GET does. A large body counts until its request
-    is answered.
+    """ASGI middleware. Sets `request.state.tenant` and `is_admin`, or answers at once what it refuses; reads the body
+    for the application, up to a limit and within a time; makes HEAD work where GET does. A large body counts until its
+    request is answered.
 
     The path is the one that routes see (`scope["path"]`): `request.url` is made of what the client says its host is.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, limits: ServerLimits) -> None:
+    def __init__(self, app: ASGIApp, keys: ApiKeys, limits: ServerLimits, hosts: AllowedHosts | None = None) -> None:
+        """hosts: None lets the server be asked under any name."""
         self._app = app
         self._keys = keys
+        self._hosts = hosts
         self._limits = limits
         self._large_bytes = 0
         """Bytes of the large bodies of all open requests."""
@@ -40,8 +43,10 @@ class Gate:
             scope = {**scope, "method": "GET"}  # the HTTP server, which has its own scope, leaves the body out
         headers, body = Headers(scope=scope), bytearray()
         try:
-            tenant = self._keys.tenant(scope["method"], scope["path"], headers)
-            scope.setdefault("state", {})["tenant"] = tenant
+            if self._hosts is not None:
+                self._hosts.check(scope["method"], headers)
+            caller = self._keys.caller(scope["method"], scope["path"], headers)
+            scope.setdefault("state", {}).update(caller._asdict())
             self._check_size(int(headers.get("content-length", 0)))
             await asyncio.wait_for(self._read(receive, body), self._limits.request_timeout_s)
         except ClientGone:
@@ -62,6 +67,8 @@ class Gate:
                 self._large_bytes -= _large(size)
             return
         answer = error_answer(error)
+        if isinstance(error, AuthenticationError):
+            answer.headers["WWW-Authenticate"] = challenge(scope["path"])
         answer.headers["Connection"] = "close"  # the rest of the body may still be on its way
         await answer(scope, receive, send)
 

@@ -18,8 +18,11 @@ from starlette.types import ASGIApp
 from pagemill.engine.messages import EngineReady
 from pagemill.errors import PagemillError
 from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.server.access import ServerAccess, is_loopback
+from pagemill.server.api_keys import ApiKeys
 from pagemill.server.app import create_app
 from pagemill.server.connections import Connection, Places
+from pagemill.server.hosts import AllowedHosts
 from pagemill.server.limits import ServerLimits, room_for
 from pagemill.server.logs import quieten
 from pagemill.server.pins import FilePin, pin
@@ -41,19 +44,27 @@ async def run_server(
     pins: Sequence[FilePin] = (),
     tenants: TenantsFile | None = None,
     limits: ServerLimits | None = None,
+    access: ServerAccess | None = None,
+    host: str = "",
 ) -> None:
     """Serves on a socket that already listens, until SIGINT or SIGTERM, or until the engine is gone.
 
     SIGUSR1 gives back the KV memory that running requests do not need, SIGUSR2 takes as much as at the start again.
+    host: the name that the address was given by.
     `on_ready` is called when the model is loaded and `pins` are computed, `say` with what came of these signals, and
     where the system allows fewer connections than the limits.
     Raises what kept it from being ready, or `EngineDeadError`; returns after a signal to stop.
     """
     limits = limits or ServerLimits()
+    access, on_loopback = access or ServerAccess(), is_loopback(sock.getsockname()[0])
+    keys = ApiKeys(tenants, access, on_loopback=on_loopback)
+    any_name = not access.allowed_hosts and (keys.are_there or not on_loopback)
+    hosts = None if any_name else AllowedHosts([host, *access.allowed_hosts], access.allowed_origins)
     # Connections inherit it. Without it the system holds small parts back until the client, which waits 40 ms, has
     # acknowledged those before; asyncio sets it only where a socket names its protocol, and this one need not.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    server = _Server(server_config(create_app(llm, served_model_name, tenants, limits), limits, say), llm)
+    app = create_app(llm, served_model_name, keys, limits, access, hosts)
+    server = _Server(server_config(app, limits, say), llm)
 
     async def watch() -> PagemillError:
         try:
