@@ -5,7 +5,8 @@ A tenants file is JSON:
     {"admin_keys": ["sha256:…"],
      "tenants": {"acme": {"api_keys": ["sk-…", "sha256:…"], "guaranteed_blocks": "25%", "max_running": 8}}}
 
-A key is given as it is, or as the SHA-256 of its UTF-8 bytes, in hexadecimal.
+A key is given as it is, or as the SHA-256 of its UTF-8 bytes, in hexadecimal. What the file does not say of a tenant is
+as `safe_defaults` says; null is no limit.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -31,12 +34,21 @@ MAX_NAME = 128
 _KEY = re.compile(r"[!-~]+")
 """What a client can send in a header."""
 
-PoolShare = Annotated[
-    str, Meta(pattern=r"^(100(\.0*)?|\d{1,2}(\.\d*)?)%$", title="a share of the pool from '0%' to '100%'")
+_SHARE = r"^(100(\.0*)?|\d{1,2}(\.\d*)?)%$"
+PoolShare = Annotated[str, Meta(pattern=_SHARE, title="a share of the pool from '0%' to '100%'")]
+RowShare = Annotated[str, Meta(pattern=_SHARE, title="a share of max_num_seqs from '0%' to '100%'")]
+SessionShare = Annotated[str, Meta(pattern=_SHARE, title="a share of the engine's max_sessions from '0%' to '100%'")]
+PinShare = Annotated[
+    str, Meta(pattern=_SHARE, title="a share of what may be pinned (max_pinned_share) from '0%' to '100%'")
 ]
 Blocks = Annotated[int, Meta(ge=1)] | PoolShare
 """A number of KV blocks, or a share of the pool such as "25%"."""
 Most = Annotated[int, Meta(ge=0)]
+
+SAFE_MAX_RUNNING = "75%"
+SAFE_MAX_WAITING = 1000
+SAFE_GUARANTEED_PERCENT = 50
+"""The part of what no tenant of a file is guaranteed by name that its other tenants are guaranteed together."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -58,7 +70,10 @@ class TenantLimits:
         Positive | None,
         about("Cached blocks that nobody used for so long leave the pool, for a lower tier where there is one."),
     ] = None
-    max_running: Annotated[Count | None, about("Sequences that run at once.")] = None
+    max_pinned_blocks: Annotated[
+        Most | PinShare | None, about("The most blocks that its pins may hold; it may have no more pins than that.")
+    ] = None
+    max_running: Annotated[Count | RowShare | None, about("Sequences that run at once, at least one.")] = None
     max_waiting: Annotated[
         Most | None,
         about(
@@ -66,7 +81,9 @@ class TenantLimits:
             "not counted; with 0, every request is refused."
         ),
     ] = None
-    max_sessions: Annotated[Most | None, about("Sessions that are kept; one more is refused.")] = None
+    max_sessions: Annotated[
+        Most | SessionShare | None, about("Sessions that are kept; one more is refused. A share is at least one.")
+    ] = None
     weight: Annotated[Positive, about("Its share of the service when several tenants wait.")] = 1.0
 
     def __post_init__(self) -> None:
@@ -75,14 +92,17 @@ class TenantLimits:
         except ConfigError as error:
             raise ConfigError(error.message, param="tenants") from None
 
-    def blocks(self, name: str, num_frames: int) -> int | None:
-        """Returns one of the limits on blocks, in blocks of a pool of `num_frames`; a share is rounded down."""
+    def number(self, name: str, whole: int, least: int = 0) -> int | None:
+        """Returns one of the limits as a number; a share of `whole` is rounded down, to `least` or more."""
         value: int | str | None = getattr(self, name)
-        return int(float(value[:-1]) / 100 * num_frames) if isinstance(value, str) else value
+        return max(int(_percent(value) / 100 * whole), least) if isinstance(value, str) else value
 
     @classmethod
-    def read(cls, tenant: str, values: Any) -> TenantLimits:
-        """Reads a tenant's limits from a dict, as files and HTTP bodies have it. Raises ConfigError, which names it."""
+    def read(cls, tenant: str, values: Any, defaults: Mapping[str, Any] | None = None) -> TenantLimits:
+        """Reads a tenant's limits from a dict, as files and HTTP bodies have it. Raises ConfigError, which names it.
+
+        defaults: instead of none; see `safe_defaults`.
+        """
         if not isinstance(tenant, str) or not 0 < len(tenant) <= MAX_NAME or not tenant.isprintable():
             raise ConfigError(
                 f"a tenant's name is {shown(tenant)}; a name must be 1 to {MAX_NAME} printable characters",
@@ -99,28 +119,71 @@ class TenantLimits:
                     f"tenant {tenant!r} has no limit {name!r}; known limits: {', '.join(known)}", param="tenants"
                 )
         try:
-            return cls(**values)
+            return cls(**_with_defaults(values, defaults or {}))
         except ConfigError as error:
             raise ConfigError(f"tenant {tenant!r}: {error.message}", param="tenants") from None
 
 
-def read_limits(tenants: Any) -> dict[str, TenantLimits]:
-    """Reads limits by the tenant's name. Raises ConfigError."""
+def safe_defaults(tenants: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the limits of a file's tenants of which it says nothing: with them, none can shut out the others.
+
+    Rows come back with time, so one tenant may use most of them. Sessions and pins do not, so each tenant has an equal
+    part of them, "default" included, which admins are. Guaranteed are equal parts of half of what is guaranteed to none
+    by name, so that the other half, and whatever is unused, can be borrowed. A guarantee in blocks has no such rest.
+
+    tenants: limits by tenant, as the file has them.
+    """
+    named = [values["guaranteed_blocks"] for values in tenants.values() if "guaranteed_blocks" in values]
+    can_share = all(isinstance(value, str) or value == 0 for value in named)
+    rest = 100 - sum(_percent(value) for value in named if isinstance(value, str)) if can_share else 0
+    guaranteed = rest * SAFE_GUARANTEED_PERCENT / 100 / max(len(tenants) - len(named), 1)
+    part = _share(100 / len({DEFAULT_TENANT, *tenants}))
+    return {
+        "guaranteed_blocks": _share(guaranteed),
+        "max_pinned_blocks": part,
+        "max_running": SAFE_MAX_RUNNING,
+        "max_waiting": SAFE_MAX_WAITING,
+        "max_sessions": part,
+    }
+
+
+def _with_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns limits with defaults beside them; the default guarantee is never over a quota."""
+    whole = {**defaults, **values}
+    quota = whole.get("max_blocks")
+    if "guaranteed_blocks" in defaults and "guaranteed_blocks" not in values and quota is not None:
+        is_share = isinstance(quota, str) and quota.endswith("%") and quota[:-1].replace(".", "", 1).isdecimal()
+        whole["guaranteed_blocks"] = min(defaults["guaranteed_blocks"], quota, key=_percent) if is_share else 0
+    return whole
+
+
+def _percent(share: str) -> float:
+    return float(share[:-1])
+
+
+def _share(percent: float) -> str:
+    """Returns a share as limits have it, rounded down to hundredths of a percent."""
+    return f"{math.floor(max(percent, 0) * 100) / 100:g}%"
+
+
+def read_limits(tenants: Any, defaults: Mapping[str, Any] | None = None) -> dict[str, TenantLimits]:
+    """Reads limits by the tenant's name, see `TenantLimits.read`. Raises ConfigError."""
     if not isinstance(tenants, dict):
         raise ConfigError(f"tenants is {shown(tenants)}; it must be a dict of limits by tenant", param="tenants")
-    return {name: TenantLimits.read(name, limits) for name, limits in tenants.items()}
+    return {name: TenantLimits.read(name, limits, defaults) for name, limits in tenants.items()}
 
 
 class TenantsFile(NamedTuple):
     """A tenants file that was read.
 
     limits: by tenant. keys: the tenant by the SHA-256 of each of its keys. admin_keys: SHA-256 of keys that may change
-    limits.
+    limits. defaults: limits where none are given, here and when they are changed.
     """
 
     limits: dict[str, TenantLimits]
     keys: dict[bytes, str]
     admin_keys: list[bytes]
+    defaults: Mapping[str, Any] = {}
 
 
 def read_tenants_file(path: str | os.PathLike[str]) -> TenantsFile:
@@ -144,7 +207,10 @@ def _read_tenants(content: Any) -> TenantsFile:
             if keys.setdefault(key, name) != name:
                 raise ConfigError(f"tenants {keys[key]!r} and {name!r} have the same key; give each its own")
         limits[name] = values
-    return TenantsFile(read_limits(limits), keys, key_digests("admin_keys", content.get("admin_keys", [])))
+    read_limits(limits)  # so that the defaults are made of valid limits
+    defaults = safe_defaults(limits)
+    admin_keys = key_digests("admin_keys", content.get("admin_keys", []))
+    return TenantsFile(read_limits(limits, defaults), keys, admin_keys, defaults)
 
 
 def key_digests(owner: str, keys: Any) -> list[bytes]:

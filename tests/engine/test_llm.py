@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from pagemill import LLM, BeamSearchParams, SamplingParams, TenantLimits, errors
+from pagemill import LLM, BeamSearchParams, SamplingParams, errors
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
 
@@ -265,12 +265,12 @@ def test_what_can_never_run_ends_with_an_error(llm):
     tenant = core.scheduler.tenants["default"]
     item = llm.frontend.inputs.process("Hello", SamplingParams(n=2, max_tokens=3), "stuck")
     core.add_request(item.asked)
-    allowed, tenant.limits = tenant.limits, TenantLimits(max_running=1)
+    allowed, tenant.max_rows = tenant.max_rows, 1
     try:
         assert core.step() == [], "the next step may find what this one has left"
         outputs = core.step()
     finally:
-        tenant.limits = allowed
+        tenant.max_rows = allowed
     assert [(output.index, output.finish_reason, output.error.error_type) for output in outputs] == [
         (0, "error", "StepFailedError"),
         (1, "error", "StepFailedError"),

@@ -84,7 +84,10 @@ def test_an_admin_changes_limits_and_others_do_not(server):
         body, headers = {"kv_memory": "used"}, {"Authorization": f"Bearer {key}"}
         assert httpx.post(f"{server.url}/v1/kv_memory", json=body, headers=headers).status_code == 403
     with httpx.Client(base_url=f"{server.url}/v1/tenants", headers={"Authorization": "Bearer sk-admin"}) as admin:
-        assert admin.put("/wild", json={"max_waiting": 0}).json()["limits"]["max_waiting"] == 0
+        assert admin.get(f"{server.url}/v1/tenants").json()["calm"]["limits"]["max_running"] == "75%"
+        limits = admin.put("/wild", json={"max_waiting": 0, "max_sessions": None}).json()["limits"]
+        safe = [limits[name] for name in ("max_running", "max_pinned_blocks", "guaranteed_blocks")]
+        assert (limits["max_waiting"], limits["max_sessions"], *safe) == (0, None, "75%", "33.33%", "25%")
         with pytest.raises(openai.RateLimitError) as caught:
             complete(server, "sk-wild-2", "Hello")
         assert caught.value.response.headers["retry-after"] == "1"
@@ -93,7 +96,7 @@ def test_an_admin_changes_limits_and_others_do_not(server):
         assert admin.put("/wild", json={"max_running": 1, "max_blocks_per_request": 3}).status_code == 200
         with client(server, "sk-wild") as caller:
             for param, limit, ask in (
-                ("n", "max_running", {"n": 2, "max_tokens": 1}),
+                ("n", "max_running lets 1", {"n": 2, "max_tokens": 1}),
                 ("max_tokens", "max_blocks_per_request", {"max_tokens": 99}),
             ):
                 with pytest.raises(openai.BadRequestError, match=limit) as too_large:
@@ -106,7 +109,9 @@ def test_an_admin_changes_limits_and_others_do_not(server):
                 caller.completions.create(model=MODEL, prompt="Hello", max_tokens=max_tokens, n=n)
             assert f"{next(iter(limits))} " in over_quota.value.body["message"]
             assert (over_quota.value.code, over_quota.value.param) == (None, "max_tokens")
-        assert admin.put("/wild", json={"max_waiting": 30}).status_code == 200
+        assert admin.put("/wild", json={}).status_code == 200
+        with client(server, "sk-wild") as caller, pytest.raises(openai.BadRequestError, match="max_running lets 3"):
+            caller.completions.create(model=MODEL, prompt="Hello", n=4)
         refused = admin.put("/wild", json={"guaranteed_blocks": "60%"})
         assert refused.status_code == 400
         assert "blocks would be guaranteed" in refused.json()["error"]["message"]
@@ -141,6 +146,10 @@ def test_a_session_is_its_tenants(server):
 def test_a_pin_is_its_tenants_and_charged_to_it(server):
     prompt = "A prefix that its owner pins, and nobody else can find. " * 8
     with api(server, "sk-calm") as calm, api(server, "sk-wild") as wild, api(server, "sk-admin") as admin:
+        refused = wild.post("/pins", json={"name": "p", "prompt": prompt})
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "prompt")
+        assert "over its max_pinned_blocks, 5; unpin something" in refused.json()["error"]["message"]
+        admin.put("/tenants/wild", json={"max_waiting": 30, "max_pinned_blocks": None})
         before = admin.get("/tenants").json()["wild"]["blocks_active"]
         card = wild.post("/pins", json={"name": "p", "prompt": prompt}).json()
         assert wild.post("/pins", json={"name": "p", "prompt": prompt, "tenant": "calm"}).status_code == 400

@@ -192,7 +192,7 @@ def test_one_session_too_many_is_refused_and_counts_those_in_their_first_turn():
 def test_a_tenant_has_a_limit_of_its_own_beside_that_of_all():
     store = store_of(max_sessions=4)
     wild, other = Namespace("wild", ""), Namespace("wild", "another salt")
-    store.set_limit("wild", 2)
+    store.set_limit("wild", TenantLimits(max_sessions="50%"))
     turn(store, "a", [1], space=wild)
     begun = store.begin("a", other, **OF)
     for more in (lambda: store.begin("b", wild, **OF), lambda: store.fork("a", wild, "b")):
@@ -202,7 +202,7 @@ def test_a_tenant_has_a_limit_of_its_own_beside_that_of_all():
     turn(store, "b", [1])
     store.release(begun)
     turn(store, "b", [1], space=wild)
-    store.set_limit("wild", None)
+    store.set_limit("wild", TenantLimits())
     with pytest.raises(errors.SessionLimitError, match="number 5, and max_sessions is 4"):
         store.begin("c", wild, **OF)
 

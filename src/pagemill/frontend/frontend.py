@@ -288,4 +288,4 @@ class Frontend:
                 param="tenants",
             )
         await self.client.ask(queries.SetTenant(name, limits))
-        self.turns.store.set_limit(name, limits.max_sessions)
+        self.turns.store.set_limit(name, limits)

@@ -44,12 +44,19 @@ class Pins:
         self.share = share
         self._pins: dict[tuple[Namespace, str], Pin] = {}
         self._coming: dict[Hashable, Pin] = {}
+        self._due = math.inf
+        """No pin ends before."""
         self._blocks: defaultdict[str, Counter[tuple[bytes, int]]] = defaultdict(Counter)
 
     @property
     def num_frames(self) -> int:
         """Returns how many frames the pins hold, or will hold when they have been computed."""
         return sum(map(len, self._blocks.values()))
+
+    @property
+    def pinnable(self) -> int:
+        """Returns how many frames all pins together may hold."""
+        return int(self.share * self._memory.num_frames)
 
     def held(self, tenant: str) -> int:
         """Returns how many of these frames hold one tenant's blocks; no two tenants have a block in common."""
@@ -73,11 +80,18 @@ class Pins:
         return max(map(len, begun), default=0) if behind else 0
 
     def reserve(
-        self, owner: Hashable, name: str, space: Namespace, digests: Sequence[bytes], expires_s: float | None
+        self,
+        owner: Hashable,
+        name: str,
+        space: Namespace,
+        digests: Sequence[bytes],
+        expires_s: float | None,
+        most: int | None = None,
     ) -> None:
         """Makes room for a pin of the blocks with these digests, which `owner` is going to compute.
 
-        Raises PinLimitError, and changes nothing, beyond the share of the pool, or of the tenant's quota.
+        most: the tenant's own limit, of blocks and of pins. Raises PinLimitError, and changes nothing, beyond that, the
+        share of the pool, or of the tenant's quota.
         """
         memory = self._memory
         length = len(digests) * memory.block_size
@@ -88,7 +102,7 @@ class Pins:
         ]
         pinned, quota = self._blocks[space.tenant], memory.tenants[space.tenant].max_blocks
         more = len(set(blocks) - pinned.keys())
-        frames, limit = self.num_frames + more, int(self.share * memory.num_frames)
+        frames, limit = self.num_frames + more, self.pinnable
         if frames > limit:
             raise PinLimitError(
                 f"pin {name!r} takes {len(blocks)} KV blocks; with it {frames} would be pinned, over max_pinned_share "
@@ -103,6 +117,19 @@ class Pins:
                 f"{quota}; unpin something, or raise the tenant's limit",
                 param="prompt",
             )
+        if most is not None and len(pinned) + more > most:
+            raise PinLimitError(
+                f"pin {name!r} takes {len(blocks)} KV blocks; with it tenant {space.tenant!r} would have "
+                f"{len(pinned) + more} pinned, over its max_pinned_blocks, {most}; unpin something, or raise it",
+                param="prompt",
+            )
+        pins, limit = self._count(space.tenant) + 1, limit if most is None else most
+        if pins > limit:
+            raise PinLimitError(
+                f"pin {name!r} would be number {pins} of tenant {space.tenant!r}, which can have no more pins than "
+                f"pinned blocks, {limit}; unpin something, or raise that limit",
+                param="name",
+            )
         pinned.update(blocks)
         self._coming[owner] = Pin(name, space, length, digests, expires_s, blocks)
 
@@ -116,6 +143,7 @@ class Pins:
         pin.expires_s = None if pin.expires_s is None else now + pin.expires_s
         self.unpin(pin.name, pin.space, now)
         self._pins[pin.space, pin.name] = pin
+        self._due = min(self._due, math.inf if pin.expires_s is None else pin.expires_s)
 
     def drop(self, owner: Hashable) -> None:
         """Gives up the pin that this owner was to compute, if there is one: the owner has ended."""
@@ -137,10 +165,13 @@ class Pins:
 
     def expire(self, now: float) -> float:
         """Ends the pins whose time is over. Returns when the next one ends (inf: never)."""
+        if self._due > now:
+            return self._due
         for pin in self.list():
             if pin.expires_s is not None and pin.expires_s <= now:
                 self.unpin(pin.name, pin.space, now)
-        return min((pin.expires_s for pin in self.list() if pin.expires_s is not None), default=math.inf)
+        self._due = min((pin.expires_s for pin in self.list() if pin.expires_s is not None), default=math.inf)
+        return self._due
 
     def lose(self, frames: Set[int], now: float) -> None:
         """Ends the pins that have blocks in these frames."""
@@ -156,6 +187,10 @@ class Pins:
     def list(self) -> list[Pin]:
         """Returns the pins, in the order in which they came."""
         return list(self._pins.values())
+
+    def _count(self, tenant: str) -> int:
+        """Returns how many pins a tenant has, those that are being computed included."""
+        return sum(pin.space.tenant == tenant for pins in (self._pins, self._coming) for pin in pins.values())
 
     def _forget(self, pin: Pin) -> None:
         left = self._blocks[pin.space.tenant]

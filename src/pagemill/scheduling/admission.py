@@ -53,7 +53,7 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
             state.waiting.pop(tenant)
             continue
         limit = _open(state, sequence, tenant, guaranteed, draft.budget, now)
-        while limit is Limit.POOL and _make_room(state, tenant, guaranteed, passed, draft, now):
+        while limit is Limit.POOL and _make_room(state, turn, guaranteed, passed, draft, now):
             limit = _open(state, sequence, tenant, guaranteed, draft.budget, now)
         if limit is None:
             _begin(state, sequence, tenant, draft, now)
@@ -82,17 +82,27 @@ def frames_wanted(state: SchedulerState, sequence: Sequence, found: int = 0) -> 
 
 
 def _make_room(
-    state: SchedulerState, tenant: TenantState, guaranteed: bool, passed: set[TenantState], draft: StepDraft, now: float
+    state: SchedulerState,
+    turn: tuple[Sequence, TenantState],
+    guaranteed: bool,
+    passed: set[TenantState],
+    draft: StepDraft,
+    now: float,
 ) -> bool:
-    """Takes frames of the pool from running sequences for a waiting one; returns False if it may take none.
+    """Takes frames of the pool, or rows, from running sequences for a waiting one; returns False if it may take none.
 
-    The largest sequence streams; else, for what is guaranteed, a borrower is preempted, and its tenant passed over.
+    The largest sequence streams; else, for what is guaranteed, a borrower is preempted, and its tenant passed over. For
+    the tenant's part of the rows, so is a sequence of a tenant that has more than its part.
     """
     if preemption.stream_largest(state):
         return True
     if state.batch.flights or not guaranteed:
         return False
+    sequence, tenant = turn
     loser = preemption.borrower(state.running, tenant.account)
+    lacks_rows = state.batch.num_free < sequence.num_rows
+    if loser is None and lacks_rows and tenant.rows + sequence.num_rows <= state.tenants.row_part:
+        loser = preemption.crowding(state)
     if loser is None:
         return False
     passed.add(state.tenants[loser.request.tenant])

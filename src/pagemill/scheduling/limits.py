@@ -29,7 +29,7 @@ def accept(state: SchedulerState, sequence: Sequence) -> None:
         raise RequestTooLargeError.of_width(name, count, state.max_num_seqs)
     if request.params.max_tokens is None:
         request.max_len = _longest(state, sequence)
-    state.tenants.check(request, *_most_blocks(state, sequence), state.max_num_seqs)
+    state.tenants.check(request, *_most_blocks(state, sequence))
     if request.pin is not None:
         _reserve_pin(state, request, request.pin)
 
@@ -108,7 +108,8 @@ def _reserve_pin(state: SchedulerState, request: Request, pin: Pinning) -> None:
         )
     digests: list[bytes] = []
     extend_chain(digests, request.root, request.prompt_token_ids, state.memory.block_size)
-    state.pins.reserve(request.request_id, pin.name, pin.space, digests, pin.expires_s)
+    most = state.tenants.max_pinned(request.tenant, state.pins.pinnable)
+    state.pins.reserve(request.request_id, pin.name, pin.space, digests, pin.expires_s, most)
     refusal = state.tenants.refusal(state.memory.num_frames, _live(state))
     if refusal is not None:
         state.pins.drop(request.request_id)

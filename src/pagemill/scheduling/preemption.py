@@ -75,6 +75,12 @@ def borrower(running: abc.Sequence[Sequence], tenant: Tenant | None = None) -> S
     return None
 
 
+def crowding(state: SchedulerState) -> Sequence | None:
+    """Returns the running sequence of the worst rank of a tenant that uses more than its part of the rows."""
+    part, tenants = state.tenants.row_part, state.tenants
+    return next((one for one in reversed(state.running) if tenants[one.request.tenant].rows > part), None)
+
+
 def _stream(state: SchedulerState, sequence: Sequence, loser: Sequence, count: int) -> bool:
     """Makes `count` frames free for a sequence without preempting the loser, which may be itself. Returns whether.
 

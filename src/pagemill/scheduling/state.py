@@ -42,7 +42,7 @@ class SchedulerState:
     recomputed_tokens: int = 0
 
     def __post_init__(self, stored: Stored | None) -> None:
-        self.tenants = Tenancy(self.memory, self.pins)
+        self.tenants = Tenancy(self.memory, self.pins, self.max_num_seqs)
         self.waiting = WaitingQueue(self.chunk)
         self.loading = Loading(self.memory, self.chunk, stored)
 

@@ -30,11 +30,13 @@ class TenantState:
     running: its running sequences. waiting: its waiting ones.
     fresh:   those that began to wait since the last step was planned.
     rows:    rows of the persistent batch that it uses, those kept for forks included.
+    max_rows: the most rows that it may use; NO_QUOTA if only those of all limit it.
     service: tokens computed for it, over its weight, see `WaitingQueue`.
     """
 
     account: Tenant
     limits: TenantLimits
+    max_rows: int
     running: int = 0
     waiting: int = 0
     fresh: int = 0
@@ -49,12 +51,12 @@ class TenantState:
 
         Once a step has left one waiting, that is all; else there may be blocks for as many as have a row.
         """
-        own = free_rows if self.limits.max_running is None else min(free_rows, self.limits.max_running - self.rows)
+        own = min(free_rows, self.max_rows - self.rows)
         return self.waiting if self.waiting > self.fresh else max(0, self.waiting - max(0, own))
 
     def may_run(self, rows: int) -> bool:
         """Returns whether its own limit lets so many more sequences run."""
-        return self.limits.max_running is None or self.rows + rows <= self.limits.max_running
+        return self.rows + rows <= self.max_rows
 
     def has_right_to(self, blocks: int) -> bool:
         """Returns whether so many more active blocks, and one for each running sequence to grow, are guaranteed."""
@@ -73,10 +75,12 @@ rows that it needs to begin, or to begin again."""
 class Tenancy:
     """The tenants of one scheduler. One named "default" is always there."""
 
-    def __init__(self, memory: MemoryManager, pins: Pins) -> None:
+    def __init__(self, memory: MemoryManager, pins: Pins, max_num_seqs: int) -> None:
+        """max_num_seqs: rows of all tenants."""
         self._memory = memory
         self._pins = pins
-        self._states = {DEFAULT_TENANT: TenantState(memory.tenants[DEFAULT_TENANT], TenantLimits())}
+        self._max_num_seqs = max_num_seqs
+        self._states = {DEFAULT_TENANT: TenantState(memory.tenants[DEFAULT_TENANT], TenantLimits(), NO_QUOTA)}
 
     def __iter__(self) -> Iterator[TenantState]:
         return iter(self._states.values())
@@ -102,9 +106,9 @@ class Tenancy:
         self._memory.tenants[name].set_idle_timeout(limits.idle_timeout_s)
         state = self._states.get(name)
         if state is None:
-            self._states[name] = TenantState(self._memory.tenants[name], limits)
+            self._states[name] = TenantState(self._memory.tenants[name], limits, self._rows(limits))
         else:
-            state.limits = limits
+            state.limits, state.max_rows = limits, self._rows(limits)
 
     def refusal(self, num_frames: int, live: Live, changed: abc.Mapping[str, TenantLimits] | None = None) -> str | None:
         """Returns why a pool of `num_frames` could not keep the limits beside `live`, and the way out; None if it can.
@@ -119,8 +123,8 @@ class Tenancy:
             return reason
         total = promised(quotas, pinned)
         for request, need, rows in live:
-            most_rows = limits[request.tenant].max_running
-            if most_rows is not None and rows > most_rows:
+            most_rows = self._rows(limits[request.tenant])
+            if rows > most_rows:
                 return (
                     f"the request {request.request_id!r} needs {rows} sequences to run at once, and max_running of its "
                     f"tenant {request.tenant!r} would be {most_rows}; wait for its end, or allow so many"
@@ -149,14 +153,14 @@ class Tenancy:
         """
         state, frames = self[request.tenant], self._memory.num_frames
         own = ["max_blocks_per_request", "max_blocks_per_session"][: 1 + request.in_session]
-        limits = [state.limits.blocks(which, frames) for which in own]
+        limits = [state.limits.number(which, frames) for which in own]
         return need - pinned <= self._countable(state) and all(limit is None or need <= limit for limit in limits)
 
-    def check(self, request: Request, need: int, pinned: int, max_num_seqs: int) -> None:
+    def check(self, request: Request, need: int, pinned: int) -> None:
         """Refuses a request that can never run, or may not wait now.
 
         need: blocks that one of its sequences may take (of a search: all beams together); pins hold `pinned` of them.
-        max_num_seqs: rows of all tenants. Raises UnknownTenantError, RequestTooLargeError or TooManyWaitingError.
+        Raises UnknownTenantError, RequestTooLargeError or TooManyWaitingError.
         """
         state, frames, name = self[request.tenant], self._memory.num_frames, request.tenant
         limits, size, n = state.limits, self._memory.block_size, request.params.n
@@ -179,7 +183,7 @@ class Tenancy:
                 f"guaranteed to others{self._pinned}); {shorter}, or raise the tenant's limit",
                 param="max_tokens",
             )
-        per_request = limits.blocks("max_blocks_per_request", frames)
+        per_request = limits.number("max_blocks_per_request", frames)
         shared = self._memory.windows.count(None) * (len(request.prompt_token_ids) // size)
         total = need + apart * (need - shared)
         if per_request is not None and total > per_request:
@@ -188,7 +192,7 @@ class Tenancy:
                 f"is {per_request}; {shorter}, ask for fewer sequences, or raise the tenant's limit",
                 param="max_tokens",
             )
-        per_session = limits.blocks("max_blocks_per_session", frames) if request.in_session else None
+        per_session = limits.number("max_blocks_per_session", frames) if request.in_session else None
         if per_session is not None and need > per_session:
             raise RequestTooLargeError(
                 f"the session may grow to {request.max_len} tokens, which takes {need} KV blocks of {size} tokens, but "
@@ -196,15 +200,15 @@ class Tenancy:
                 f"or raise the tenant's limit",
                 param="max_tokens",
             )
-        if limits.max_running is not None and width > limits.max_running:
+        if width > state.max_rows:
             raise RequestTooLargeError(
-                f"{asked} is {width}, but max_running lets {limits.max_running} sequences of tenant {name!r} run at "
+                f"{asked} is {width}, but max_running lets {state.max_rows} sequences of tenant {name!r} run at "
                 f"once; ask for fewer or raise it",
                 param=asked,
             )
         if limits.max_waiting is None:
             return
-        waiting = state.must_wait(max_num_seqs - sum(each.rows for each in self))
+        waiting = state.must_wait(self._max_num_seqs - sum(each.rows for each in self))
         if waiting >= limits.max_waiting:
             raise TooManyWaitingError(
                 f"{waiting} sequences of tenant {name!r} wait, and max_waiting is {limits.max_waiting}; try again "
@@ -212,12 +216,28 @@ class Tenancy:
                 param="tenant",
             )
 
+    @property
+    def row_part(self) -> int:
+        """Returns how many rows a tenant whose blocks are guaranteed may take from tenants that have more than that.
+
+        All such parts are a quarter of the rows.
+        """
+        return max(1, self._max_num_seqs // (4 * len(self._states)))
+
+    def max_pinned(self, name: str, pinnable: int) -> int | None:
+        """Returns how many of the blocks that may be pinned a tenant's pins may hold. Raises UnknownTenantError."""
+        return self[name].limits.number("max_pinned_blocks", pinnable)
+
     def serve(self, planned: abc.Mapping[Sequence, int]) -> None:
         """Counts the tokens of a step as service. planned: how many of each sequence."""
         if len(self._states) > 1:
             for sequence, count in planned.items():
                 state = self._states[sequence.request.tenant]
                 state.service += count / state.limits.weight
+
+    def _rows(self, limits: TenantLimits) -> int:
+        rows = limits.number("max_running", self._max_num_seqs, least=1)
+        return NO_QUOTA if rows is None else rows
 
     @property
     def _pinned(self) -> str:
@@ -237,5 +257,5 @@ class Tenancy:
 
 def _quota(limits: TenantLimits, num_frames: int) -> Quota:
     """Returns a tenant's quota in a pool of so many frames."""
-    most = limits.blocks("max_blocks", num_frames)
-    return Quota(limits.blocks("guaranteed_blocks", num_frames) or 0, NO_QUOTA if most is None else most)
+    most = limits.number("max_blocks", num_frames)
+    return Quota(limits.number("guaranteed_blocks", num_frames) or 0, NO_QUOTA if most is None else most)

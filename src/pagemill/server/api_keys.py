@@ -5,8 +5,8 @@ from __future__ import annotations
 import base64
 import contextlib
 import hmac
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
 
 from starlette.datastructures import Headers
 
@@ -46,6 +46,8 @@ class ApiKeys:
         self._on_loopback = on_loopback
         self._tenants: dict[bytes, str] = {}
         self._admins: dict[bytes, str] = {}
+        self.tenant_defaults: Mapping[str, Any] = {}
+        """Limits of tenants where none are given, as the tenants file has it."""
         self.take(file)
 
     @property
@@ -54,7 +56,7 @@ class ApiKeys:
         return bool(self._tenants)
 
     def take(self, file: TenantsFile | None) -> None:
-        """Replaces the keys of the tenants file. Raises ConfigError for a key of two tenants, and changes nothing."""
+        """Replaces what is of the tenants file. Raises ConfigError for a key of two tenants, and changes nothing."""
         tenants = {} if file is None else dict(file.keys)
         for digest in key_digests("api_key", self._own.api_key):
             if tenants.setdefault(digest, DEFAULT_TENANT) != DEFAULT_TENANT:
@@ -64,6 +66,7 @@ class ApiKeys:
                 )
         admins = [*key_digests("admin_api_key", self._own.admin_api_key), *([] if file is None else file.admin_keys)]
         self._tenants, self._admins = tenants, dict.fromkeys(admins, "")
+        self.tenant_defaults = {} if file is None else file.defaults
 
     def caller(self, method: str, path: str, headers: Headers) -> Caller:
         """Returns who asks.

@@ -64,7 +64,8 @@ def create_app(
         responses={"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}},
     )
     limits = limits or ServerLimits()
-    app.add_middleware(Gate, keys=keys or ApiKeys(), limits=limits, hosts=hosts)
+    keys = keys or ApiKeys()
+    app.add_middleware(Gate, keys=keys, limits=limits, hosts=hosts)
     if access is not None and access.allowed_origins:
         app.add_middleware(  # around the gate: a page can read a refusal, and asks without a key whether it may ask
             CORSMiddleware,
@@ -95,7 +96,8 @@ def create_app(
 
     app.include_router(model_routes(served))
     app.include_router(token_routes(llm, served))
-    for routes in (engine_routes, session_routes, pin_routes):
+    app.include_router(engine_routes(llm, keys))
+    for routes in (session_routes, pin_routes):
         app.include_router(routes(llm))
     app.include_router(health_routes(llm, limits.stuck_after_s))
     app.include_router(docs_routes(app))

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Body, Request
 from pydantic import BaseModel
 
 from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.server.api_keys import ApiKeys
 from pagemill.server.errors import asked_by_client
 from pagemill.server.protocol.body import KVMemory, Listing
 from pagemill.tenant_limits import TenantLimits
@@ -29,7 +30,7 @@ class RequestCard(BaseModel):
     sequences: list[SequenceCard]
 
 
-def engine_routes(llm: AsyncLLM) -> APIRouter:
+def engine_routes(llm: AsyncLLM, keys: ApiKeys) -> APIRouter:
     """Returns the routes. Where there are keys, those that concern all tenants need an admin's."""
     routes = APIRouter(prefix="/v1")
 
@@ -61,7 +62,7 @@ def engine_routes(llm: AsyncLLM) -> APIRouter:
     async def set_tenant(name: str, limits: dict[str, Any] = Body()) -> dict[str, Any]:  # noqa: B008
         """Makes a tenant known, or gives it other limits; those that are left out are the defaults."""
         with asked_by_client():
-            await llm.set_tenant(name, TenantLimits.read(name, limits))
+            await llm.set_tenant(name, TenantLimits.read(name, limits, keys.tenant_defaults))
         shown: dict[str, Any] = msgspec.to_builtins((await llm.stats()).tenants[name])
         return shown
 

@@ -27,6 +27,7 @@ from pagemill import errors
 from pagemill.config import EngineConfig
 from pagemill.hub.registry import cache_dir
 from pagemill.namespace import Namespace
+from pagemill.tenant_limits import TenantLimits
 
 VERSION = 3
 BUSY_TIMEOUT_S = 10.0
@@ -129,7 +130,7 @@ class SessionStore:
         """Returns the store that an engine's settings ask for, with its tenants' own limits."""
         store = cls(config.session_path, config.max_sessions, config.session_timeout_s)
         for tenant, limits in config.tenants.items():
-            store.set_limit(tenant, limits.max_sessions)
+            store.set_limit(tenant, limits)
         return store
 
     # A turn: begin, then commit or release
@@ -199,10 +200,10 @@ class SessionStore:
 
     # Upkeep
 
-    def set_limit(self, tenant: str, max_sessions: int | None) -> None:
-        """Limits a tenant's sessions; None is no limit of its own. Those that are there stay, however many."""
+    def set_limit(self, tenant: str, limits: TenantLimits) -> None:
+        """Limits a tenant's sessions. Those that are there stay, however many."""
         with self._lock:
-            self._limits[tenant] = max_sessions
+            self._limits[tenant] = limits.number("max_sessions", self._max_sessions, least=1)
 
     def get(self, name: str, space: Namespace) -> SessionRecord:
         """Returns a session. Raises SessionNotFoundError."""
