@@ -34,7 +34,7 @@ WRONG = {
     "ignore_eos": [0],
     "detokenize": ["no"],
     "skip_special_tokens": [None],
-    "max_tokens": [0, -1, 1.0, "16", True],
+    "max_tokens": [-1, 1.0, "16", True],
     "min_tokens": [-1, 1.0, None],
     "logprobs": [-1, MAX_LOGPROBS + 1, True, 1.0],
     "prompt_logprobs": [-1, MAX_LOGPROBS + 1, True],

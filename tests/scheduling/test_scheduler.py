@@ -56,7 +56,7 @@ def make_request(
         priority=priority,
         arrival_s=arrival_s,
         root=root_digest(b"model", "f32", "sim", str(Namespace(tenant, salt))),
-        max_len=len(prompt) + max_tokens,
+        max_len=len(prompt) + max(max_tokens, 1),
         pin=None if pin is None else Pinning(pin, Namespace(tenant, salt), 30.0),
         tenant=tenant,
         in_session=in_session,
@@ -65,7 +65,7 @@ def make_request(
 
 def expected(request: Request, index: int) -> list[int]:
     tokens = list(request.prompt_token_ids)
-    while len(tokens) < request.max_len:
+    while request.samples and len(tokens) < request.max_len:
         tokens.append(next_token(sequence_seed(request.seed, index), tokens))
         if tokens[-1] == EOS and not request.params.ignore_eos:
             break
@@ -288,7 +288,7 @@ prompts = st.builds(lambda a, b: (a + b) or [5], prefixes, st.lists(st.integers(
 requests = st.lists(
     st.tuples(
         prompts,
-        st.integers(1, 20),
+        st.integers(0, 20),
         st.integers(1, 3),
         st.integers(0, 3),
         st.integers(0, 2),
@@ -373,10 +373,10 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
     max_accepted,
 ):
     """Same request, same tokens: beside others, of other tenants too, with preemptions, prefix hits, forks, beams,
-    several tokens accepted in a step, faults, aborts, steps ahead, pins, turns of sessions, limits that change, idle
-    blocks that go, a pool that shrinks and grows, blocks that are streamed or moved together, and blocks that go to a
-    lower tier and come back or get lost, lower frames that lose what they hold, a device that fails between steps. In
-    the end every block is free."""
+    requests that sample nothing, several tokens accepted in a step, faults, aborts, steps ahead, pins, turns of
+    sessions, limits that change, idle blocks that go, a pool that shrinks and grows, blocks that are streamed or moved
+    together, and blocks that go to a lower tier and come back or get lost, lower frames that lose what they hold, a
+    device that fails between steps. In the end every block is free."""
     bench = Bench(
         frames=frames * len(windows),
         windows=windows,
@@ -391,10 +391,10 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
         max_accepted=max_accepted,
     )
     waiting = [
-        make_request(f"r{i}", prompt, max_tokens, n=n, seed=seed, priority=priority, salt=salt, tenant=tenant)
-        if stopping is None
-        else make_search(f"r{i}", prompt, min(max_tokens, 9), n, salt=salt, tenant=tenant, early_stopping=stopping)
-        for i, (prompt, max_tokens, n, seed, priority, salt, stopping, tenant) in enumerate(loads)
+        make_request(f"r{i}", prompt, most, n=n if most else 1, seed=seed, priority=priority, salt=salt, tenant=tenant)
+        if stopping is None or not most
+        else make_search(f"r{i}", prompt, min(most, 9), n, salt=salt, tenant=tenant, early_stopping=stopping)
+        for i, (prompt, most, n, seed, priority, salt, stopping, tenant) in enumerate(loads)
     ]
     names = ("one", "other")
     for name, each in zip(names, limits, strict=True):
@@ -514,7 +514,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
                 assert tokens == want[: len(tokens)]
             else:
                 assert tokens == want
-                assert bench.reasons[request.request_id, index] == ("stop" if want[-1] == EOS else "length")
+                assert bench.reasons[request.request_id, index] == ("stop" if want[-1:] == [EOS] else "length")
 
 
 def test_a_device_that_fails_while_frames_go_ends_what_was_being_moved_and_nothing_else():

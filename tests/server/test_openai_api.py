@@ -242,6 +242,47 @@ def test_echo_with_logprobs_covers_prompt_and_answer(client, stream):
     assert [text[offset : offset + len(token)] for offset, token in zip(offsets, tokens, strict=True)] == tokens
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_is_scored_without_an_answer(client, stream):
+    """As lm-eval-harness does."""
+    asked = {"model": MODEL, "prompt": ["The capital of France", [504, 2933]], "echo": True, "logprobs": 2}
+    answers = client.completions.create(**asked, max_tokens=0, stream=stream)
+    choices = [chunk.choices[0] for chunk in answers] if stream else answers.choices
+    longer = client.completions.create(**asked, max_tokens=1, temperature=0).choices
+    for choice, other in zip(sorted(choices, key=lambda choice: choice.index), longer, strict=True):
+        count = len(choice.logprobs.tokens)
+        assert "".join(choice.logprobs.tokens) == choice.text
+        assert choice.finish_reason == "length"
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
+            assert getattr(choice.logprobs, name) == getattr(other.logprobs, name)[:count]
+    if not stream:
+        assert (answers.usage.prompt_tokens, answers.usage.completion_tokens) == (6, 0)
+    plain = client.completions.create(model=MODEL, prompt="The capital", echo=True, max_tokens=0).choices[0]
+    assert (plain.text, plain.logprobs) == ("The capital", None)
+
+
+def test_prompt_logprobs_have_vllms_shape(client):
+    ask = {"model": MODEL, "max_tokens": 0, "extra_body": {"prompt_logprobs": 1}}
+    scored = client.completions.create(prompt="The capital of France", **ask).choices[0]
+    echoed = client.completions.create(
+        model=MODEL, prompt="The capital of France", max_tokens=0, echo=True, logprobs=1
+    ).choices[0]
+    first, *positions = scored.prompt_logprobs
+    assert (first, scored.text) == (None, "")
+    for position, value, token in zip(
+        positions, echoed.logprobs.token_logprobs[1:], echoed.logprobs.tokens[1:], strict=True
+    ):
+        entry = next(iter(position.values()))
+        assert entry["logprob"] == value
+        assert entry["decoded_token"] == token
+        assert 1 <= len(position) <= 2
+        assert [entry["rank"] for entry in position.values()][-1] == 1
+    chat = client.chat.completions.create(messages=CHAT["messages"], **ask)
+    assert chat.prompt_logprobs[0] is None
+    assert len(chat.prompt_logprobs) == chat.usage.prompt_tokens
+    assert chat.choices[0].message.content == ""
+
+
 def test_an_echoed_prompt_is_made_out_once_for_all_choices(client, monkeypatch):
     made, whole = [], RequestStream.whole
     monkeypatch.setattr(RequestStream, "whole", lambda stream: made.append(stream) or whole(stream))
@@ -343,6 +384,14 @@ def test_habits_of_clients_change_nothing(client):
         ("chat/completions", {"temperature": -1}, 400, "temperature", "at least 0"),
         ("chat/completions", {"temprature": 1}, 400, "temprature", "did you mean 'temperature'"),
         ("chat/completions", {"n": "two"}, 400, "n", "integer"),
+        ("completions", {"max_tokens": 0}, 400, "max_tokens", "set echo or prompt_logprobs"),
+        ("completions", {"max_tokens": 0, "echo": True, "n": 2}, 400, "n", "nothing is sampled"),
+        ("completions", {"prompt_logprobs": 21}, 400, "prompt_logprobs", "from 0 to 20"),
+        ("completions", {"prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs", "stream"),
+        ("completions", {"prompt_logprobs": 1, "echo": True, "logprobs": 2}, 400, "prompt_logprobs", "leave it out"),
+        ("completions", {"prompt_logprobs": 1, "use_beam_search": True}, 400, "prompt_logprobs", "no meaning"),
+        ("chat/completions", {"max_tokens": 0}, 400, "max_tokens", "set prompt_logprobs"),
+        ("chat/completions", {"max_tokens": 0, "prompt_logprobs": 1, "session_id": "s"}, 400, "max_tokens", "session"),
         ("chat/completions", {"max_tokens": 5000}, 400, "max_tokens", "max_model_len (2048)"),
         ("chat/completions", {"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_tokens", "the same"),
         ("chat/completions", {"max_completion_tokens": 0}, 400, "max_completion_tokens", "max_completion_tokens is 0"),

@@ -95,7 +95,7 @@ class EngineCore:
                 priority=request.priority,
                 arrival_s=request.arrival_s,
                 root=self.root(request),
-                max_len=limit if params.max_tokens is None else min(prompt_len + params.max_tokens, limit),
+                max_len=limit if params.max_tokens is None else min(prompt_len + max(params.max_tokens, 1), limit),
                 beam=beam,
                 pin=None
                 if request.pin is None
@@ -388,10 +388,9 @@ class EngineCore:
             output.kv_blocks = sequence.residency
         elif streams:
             output.kv_blocks = self.memory.residency(sequence.table)
-        if tokens:
-            self._generated_tokens += len(tokens)
-            if sequence.prompt_logprobs and sequence.num_output_tokens == len(tokens):
-                output.prompt_logprobs = sequence.prompt_logprobs
+        self._generated_tokens += len(tokens)
+        if sequence.prompt_logprobs and sequence.num_output_tokens == len(tokens) and update.error is None:
+            output.prompt_logprobs = sequence.prompt_logprobs
         if (hypothesis := update.hypothesis) is not None:
             output.new_token_ids, output.cumulative_logprob = hypothesis.token_ids, hypothesis.cum_logprob
             self._generated_tokens += len(hypothesis.token_ids)

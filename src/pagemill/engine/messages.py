@@ -94,7 +94,7 @@ class SequenceOutput(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True,
     kv_blocks: tuple[int, int] | None = None
     """Its blocks in the pool, and those that are streamed: with the end, and whenever any are streamed."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """Sent once, with the first token. The first position has none."""
+    """Sent once, with the first token, or the end of a request for none. The first position has none."""
     cumulative_logprob: float | None = None
     """The score of a beam search's result, which comes with all of its tokens."""
     scheduled_s: float = 0.0

@@ -124,6 +124,10 @@ def _for_one_answer(params: SamplingParams | None) -> SamplingParams:
         raise SamplingParamsError(
             f"a session goes on from one answer, by SamplingParams, not {type(params).__name__}", param="params"
         )
+    if params.max_tokens == 0:
+        raise InvalidRequestError(
+            "max_tokens is 0, but a session goes on from an answer; ask for one token at least", param="max_tokens"
+        )
     if params.n != 1:
         raise InvalidRequestError(
             f"n is {params.n}, but a session goes on from one answer; ask for one, or fork the session", param="n"

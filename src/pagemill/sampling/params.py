@@ -122,8 +122,11 @@ class SamplingParams:
     include_stop_str_in_output: Annotated[bool, about("Keep in the answer what ended it.", _FLAG)] = False
     ignore_eos: Annotated[bool, about("Go on behind the end-of-sequence token.", _FLAG)] = False
     max_tokens: Annotated[
-        Count | None,
-        about("Longest answer in tokens. Default: what is left of max_model_len.", "None goes on as far as fits"),
+        Annotated[int, Meta(ge=0)] | None,
+        about(
+            "Longest answer in tokens; 0 only computes the prompt. Default: what is left of max_model_len.",
+            "None goes on as far as fits",
+        ),
     ] = 16
     min_tokens: Annotated[
         Annotated[int, Meta(ge=0)], about("Tokens before which the answer does not end.", _OFF_AT_0)
@@ -192,6 +195,11 @@ class SamplingParams:
                 param="min_tokens",
             )
         name, count = ("n", self.n) if self.best_of is None else ("best_of", self.best_of)
+        if self.max_tokens == 0 and count > 1:
+            raise SamplingParamsError(
+                f"{name} is {count} with max_tokens 0: nothing is sampled; leave {name} out, or raise max_tokens",
+                param=name,
+            )
         if self.greedy and count > 1:
             raise SamplingParamsError(
                 f"{name} is {count} with temperature {self.temperature:g}: all {count} sequences would be the same; "

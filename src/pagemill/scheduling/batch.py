@@ -26,12 +26,14 @@ class Entry(msgspec.Struct, gc=False):
 class Flight(NamedTuple):
     """Holds a step that has been planned and not yet committed.
 
-    samples: (index of the entry, index of the sequence) of each.
+    samples: (index of the entry, index of the sequence) of each. computed: indices of entries that complete a prompt
+    behind which nothing is sampled.
     """
 
     step: int
     entries: list[Entry]
     samples: list[tuple[int, int]]
+    computed: list[int]
 
 
 class Batch:
@@ -90,6 +92,7 @@ class Batch:
         max_accepted: list[int] = []
         new_rows: list[NewRow] = []
         prompt_logprobs: list[int] = []
+        computed: list[int] = []
         forks, most = False, self._max_accepted
         for position, (sequence, count) in enumerate(planned.items()):
             assert sequence.table is not None
@@ -116,7 +119,9 @@ class Batch:
                         sample_index.append(index)
                         sample_to.append(child_row)
                         max_accepted.append(limit)
-            if end == known:
+            if end == known and not sequence.request.samples:
+                computed.append(position)
+            elif end == known:
                 sample_from.append(position)
                 sample_index.append(sequence.index)
                 sample_to.append(row)
@@ -124,7 +129,7 @@ class Batch:
                 sequence.in_flight += sequence.group is None
                 sequence.open_ended = limit > 1
         self._step += 1
-        self.flights.append(Flight(self._step, entries, list(zip(sample_from, sample_index, strict=True))))
+        self.flights.append(Flight(self._step, entries, list(zip(sample_from, sample_index, strict=True)), computed))
         freed, self._freed = self._freed, []
         chosen = list(self._chosen.values())
         self._chosen.clear()

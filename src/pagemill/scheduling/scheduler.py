@@ -359,6 +359,11 @@ class Scheduler:
                 state.finish(sequence, now)
             logprobs = None if logprobs is None else logprobs[: len(accepted)]
             updates.append(SequenceUpdate(sequence, accepted, logprobs, reason, stop_reason))
+        for position in flight.computed:
+            sequence = entries[position].sequence
+            if sequence.status is not finished and position not in failed:
+                state.finish(sequence, now)
+                updates.append(SequenceUpdate(sequence, [], None, "length"))
         return updates
 
     def _fail(self, sequence: Sequence, error: Exception, now: float) -> list[SequenceUpdate]:

@@ -50,7 +50,8 @@ class Request:
     """One prompt. `seed` is never None; `sequence_seed` makes those of its `params.n` sequences from it.
 
     `root` is the digest at the start of its prefix chain: model, KV format, numerics and namespace.
-    `max_len` is the most tokens, prompt included, that one of its sequences can reach.
+    `max_len` is the most tokens, prompt included, that one of its sequences can reach; one more than the prompt has if
+    nothing is sampled, for then the last one needs its place.
     `beam` makes it a search, and `params` what its rows ask of the sampler (`beam.row_params`).
     """
 
@@ -66,9 +67,12 @@ class Request:
     pin: Pinning | None = None
     tenant: str = DEFAULT_TENANT
     in_session: bool = False
+    samples: bool = field(init=False)
+    """False: it ends when its prompt has been computed."""
     stop_token_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.samples = self.params.max_tokens != 0
         self.stop_token_ids = frozenset(self.params.stop_token_ids)
 
     @property

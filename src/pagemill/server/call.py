@@ -64,7 +64,7 @@ class Call(ABC, Generic[R]):
             self._close()
         results = self._results()
         choices = [self._choice(at, output) for at, result in enumerate(results) for output in result.outputs]
-        return self.WHOLE(**self._head, choices=choices, usage=_usage(results))
+        return self.WHOLE(**self._head, choices=choices, usage=_usage(results), **self._beside(results))
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Returns the answer's server-sent events once its first part is there; what is refused until then is raised.
@@ -141,6 +141,10 @@ class Call(ABC, Generic[R]):
     @abstractmethod
     def _chunks(self, position: int, new: CompletionOutput) -> Iterable[BaseModel]:
         """Returns the choices of the chunks that say what is new."""
+
+    def _beside(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
+        """Returns what a whole answer has beside its choices."""
+        return {}
 
     async def _deltas(self) -> AsyncGenerator[tuple[int, RequestOutput], None]:
         """Yields what is new of each prompt, with the prompt's position, as it comes."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pagemill.frontend.input_processor import Prompt
-from pagemill.frontend.outputs import CompletionOutput, Logprob, LogprobsOfPosition
+from pagemill.frontend.outputs import CompletionOutput, Logprob, LogprobsOfPosition, RequestOutput
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
 from pagemill.sampling.params import SamplingParams
@@ -50,6 +50,9 @@ class ChatCall(Call[ChatCompletionRequest]):
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
         )
+
+    def _beside(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
+        return {"prompt_logprobs": results[0].prompt_logprobs}
 
     def _chunks(self, position: int, new: CompletionOutput) -> Iterator[ChunkChoice]:
         if new.index not in self._begun:

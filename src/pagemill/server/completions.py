@@ -13,6 +13,7 @@ from pagemill.frontend.session import AsyncSession
 from pagemill.sampling.params import SamplingParams
 from pagemill.server.call import Call
 from pagemill.server.protocol.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
+from pagemill.server.protocol.generation import PromptLogprobs
 
 
 class Echo(NamedTuple):
@@ -72,7 +73,12 @@ class CompletionCall(Call[CompletionRequest]):
             logprobs=None if self.request.logprobs is None else self._logprobs(index, positions, first_token),
             finish_reason=output.finish_reason,
             stop_reason=output.stop_reason,
+            prompt_logprobs=self._prompt_logprobs(position),
         )
+
+    def _prompt_logprobs(self, position: int) -> PromptLogprobs | None:
+        """Returns what the request asks of the prompt at `position` beside an echo."""
+        return None if self.request.prompt_logprobs is None else self._streams[position].whole().prompt_logprobs
 
     def _echo(self, position: int) -> Echo:
         """Returns the prompt at `position`, which is decoded once for all its choices."""

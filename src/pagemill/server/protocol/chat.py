@@ -9,7 +9,7 @@ from pydantic import BaseModel, model_validator
 from pagemill.errors import InvalidRequestError
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Name
-from pagemill.server.protocol.generation import MAX_MESSAGES, MAX_PARTS, Answer, GenerationRequest
+from pagemill.server.protocol.generation import MAX_MESSAGES, MAX_PARTS, Answer, GenerationRequest, PromptLogprobs
 
 
 class TextPart(Body):
@@ -87,8 +87,15 @@ class ChatCompletionRequest(GenerationRequest):
                 f"they mean the same, give one",
                 param="max_tokens",
             )
+        longest = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        if longest == 0 and self.prompt_logprobs is None:
+            raise InvalidRequestError(
+                "max_tokens is 0, so there would be no answer; set prompt_logprobs to get the prompt's log "
+                "probabilities, or ask for one token at least",
+                param="max_tokens",
+            )
         return self._params(
-            max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
+            max_tokens=longest,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
         )
 
@@ -131,6 +138,7 @@ class ChatChoice(BaseModel):
 
 class ChatCompletion(Answer[ChatChoice]):
     object: Literal["chat.completion"] = "chat.completion"
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Delta(BaseModel):

@@ -9,7 +9,13 @@ from pydantic import BaseModel, model_validator
 from pagemill.errors import InvalidRequestError
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.protocol.body import FIRST_ERROR, Ids, check_length
-from pagemill.server.protocol.generation import MAX_CHOICES, MAX_PROMPTS, Answer, GenerationRequest
+from pagemill.server.protocol.generation import (
+    MAX_CHOICES,
+    MAX_PROMPTS,
+    Answer,
+    GenerationRequest,
+    PromptLogprobs,
+)
 
 
 class CompletionRequest(GenerationRequest):
@@ -49,10 +55,23 @@ class CompletionRequest(GenerationRequest):
         return list(self.prompt)
 
     def params(self) -> SamplingParams | BeamSearchParams:
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise InvalidRequestError(
+                "max_tokens is 0, so there would be no answer; set echo or prompt_logprobs to get the prompt's log "
+                "probabilities, or ask for one token at least",
+                param="max_tokens",
+            )
+        echoed = self.logprobs if self.echo else None
+        if None not in (echoed, self.prompt_logprobs) and echoed != self.prompt_logprobs:
+            raise InvalidRequestError(
+                f"with echo, logprobs ({echoed}) is for the prompt too, and prompt_logprobs is {self.prompt_logprobs}; "
+                f"leave it out",
+                param="prompt_logprobs",
+            )
         return self._params(
             max_tokens=SamplingParams.max_tokens if self.max_tokens is None else self.max_tokens,
             logprobs=self.logprobs,
-            prompt_logprobs=self.logprobs if self.echo else None,
+            prompt_logprobs=self.prompt_logprobs if echoed is None else echoed,
         )
 
 
@@ -71,6 +90,7 @@ class CompletionChoice(BaseModel):
     logprobs: CompletionLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 class Completion(Answer[CompletionChoice]):

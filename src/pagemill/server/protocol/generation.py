@@ -20,6 +20,7 @@ from pagemill.errors import (
     PromptTooLongError,
     UnknownArgumentError,
 )
+from pagemill.frontend.outputs import LogprobsOfPosition
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.protocol.body import FIRST_ERROR, Body, C, Name, check_length
 
@@ -109,6 +110,7 @@ class GenerationRequest(Parameters):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
+    prompt_logprobs: int | None = Field(None, description=DECLARED["prompt_logprobs"].description)
     use_beam_search: bool | None = None
     cache_salt: str | None = None
     session_id: str | None = None
@@ -147,6 +149,15 @@ class GenerationRequest(Parameters):
                 f"{what} with n {self.num_choices}: which are the best is known at the end, so they cannot be "
                 f"streamed; set stream to false, or leave {what.split()[0]} out",
                 param="stream",
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_prompt_logprobs(self) -> GenerationRequest:
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequestError(
+                "prompt_logprobs come with the whole answer; set stream to false, or leave prompt_logprobs out",
+                param="prompt_logprobs",
             )
         return self
 
@@ -205,7 +216,7 @@ class GenerationRequest(Parameters):
 
     def _params(self, **more: Any) -> SamplingParams | BeamSearchParams:
         """more: what the request says in words of its own."""
-        given = {**self.given, **more}
+        given = {"prompt_logprobs": self.prompt_logprobs, **self.given, **more}
         if self.use_beam_search:
             return self._search_params(given)
         for name in ONLY_SEARCHED:
@@ -230,6 +241,10 @@ class GenerationRequest(Parameters):
             if name not in arguments_of(BeamSearchParams):
                 raise InvalidRequestError(f"{name} has no meaning with use_beam_search; leave it out", param=name)
         return BeamSearchParams(beam_width=width, **given)
+
+
+PromptLogprobs = list[LogprobsOfPosition | None]
+"""A prompt's log probabilities in vLLM's form: by position, then by token id. The first position has none."""
 
 
 class PromptTokensDetails(BaseModel):
