@@ -17,8 +17,11 @@ if TYPE_CHECKING:
     from pagemill.frontend.outputs import Logprob as Logprob
     from pagemill.frontend.outputs import RequestMetrics as RequestMetrics
     from pagemill.frontend.outputs import RequestOutput as RequestOutput
+    from pagemill.frontend.pooling import EmbeddingOutput as EmbeddingOutput
+    from pagemill.frontend.pooling import EmbeddingRequestOutput as EmbeddingRequestOutput
     from pagemill.sampling.params import BeamSearchParams as BeamSearchParams
     from pagemill.sampling.params import SamplingParams as SamplingParams
+    from pagemill.sampling.pooling_params import PoolingParams as PoolingParams
     from pagemill.tenant_limits import TenantLimits as TenantLimits
 
 __version__ = "0.1.0"
@@ -34,9 +37,12 @@ _HOMES = {
     "BeamSearchParams": "pagemill.sampling.params",
     "BeamSearchSequence": "pagemill.frontend.outputs",
     "CompletionOutput": "pagemill.frontend.outputs",
+    "EmbeddingOutput": "pagemill.frontend.pooling",
+    "EmbeddingRequestOutput": "pagemill.frontend.pooling",
     "EngineConfig": "pagemill.config",
     "Logprob": "pagemill.frontend.outputs",
     "PagemillError": "pagemill.errors",
+    "PoolingParams": "pagemill.sampling.pooling_params",
     "RequestMetrics": "pagemill.frontend.outputs",
     "RequestOutput": "pagemill.frontend.outputs",
     "SamplingParams": "pagemill.sampling.params",

@@ -240,7 +240,14 @@ class ResizeFailedError(PagemillError):
 
 
 class NonFiniteLogitsError(StepFailedError):
-    """The model gave NaN or infinite logits for this request."""
+    """The model gave NaN or infinite logits, or hidden states, for this request."""
+
+    @classmethod
+    def of(cls, what: str) -> NonFiniteLogitsError:
+        return cls(
+            f"the model's {what} for this request are not finite (NaN or infinite); its weights may be damaged, or "
+            f"dtype too narrow for them: try dtype='float32'"
+        )
 
 
 class EngineDeadError(PagemillError):

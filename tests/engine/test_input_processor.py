@@ -27,6 +27,7 @@ def inputs():
         num_frames=4,
         kv_bytes=4096,
         eos_token_ids=[2],
+        hidden_size=576,
         model="",
         kv_format="",
     )

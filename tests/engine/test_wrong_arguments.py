@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from pagemill import LLM, BeamSearchParams, SamplingParams
+from pagemill import LLM, BeamSearchParams, PoolingParams, SamplingParams
 from pagemill.arguments import arguments_of
 from pagemill.config import EngineConfig, config_for
 from pagemill.errors import InvalidRequestError, PagemillError, SamplingParamsError
@@ -77,6 +77,8 @@ def calls(llm):
         (lambda **given: config_for("LLM", MODEL, given), defaults(EngineConfig), None),
         (SamplingParams, defaults(SamplingParams), None),
         (BeamSearchParams, {"beam_width": 2, "max_tokens": 1, "length_penalty": 1.0, "early_stopping": False}, None),
+        (PoolingParams, defaults(PoolingParams), None),
+        (llm.embed, {"prompts": IDS, "pooling_params": PoolingParams(), "use_tqdm": False, **how}, None),
         (TenantLimits, defaults(TenantLimits), None),
         *[(llm.generate, generate, ["prompts", "sampling_params", "priority", "tenant"])] * 3,
         (llm.beam_search, {"prompts": IDS, "params": SEARCH, **how}, None),

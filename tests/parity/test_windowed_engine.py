@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
+import torch
 from random_models import CASES, VOCAB, WINDOW, reference_logits
+from transformers import AutoModelForCausalLM
 
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
@@ -11,6 +14,7 @@ from pagemill.engine.messages import EngineRequest, SequenceOutput
 from pagemill.executor import load
 from pagemill.models.loading import load_model
 from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.pooling_params import PoolingParams
 
 BLOCK, LENGTH, TOKENS, PROMPTS = 8, 89, 5, 5
 GROUPS = {"mistral": (0, 1), "qwen2": (1, 1), "gemma3": (1, 2)}
@@ -80,4 +84,24 @@ def test_of_a_stored_prompt_what_its_next_token_sees_is_loaded_and_not_a_bit_dif
     seen = found - (found * BLOCK - WINDOW + 1) // BLOCK
     assert core.stats().blocks_loaded == full * found + windowed * seen
     assert core.stats().blocks_missed == core.stats().frames_active == 0
+    core.close()
+
+
+@pytest.mark.parametrize("way", ["MEAN", "LAST"])
+def test_embeddings_are_transformers(model, prompts, way):
+    _, path = model
+    core, reference = make(path, kv_memory="64MiB"), AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    pooling = PoolingParams(pooling_type=way, normalize=False)
+    for prompt in prompts[:2]:
+        params = SamplingParams(max_tokens=0, detokenize=False)
+        core.add_request(
+            EngineRequest(request_id="r", prompt_token_ids=prompt, params=params, pooling=pooling, arrival_s=0.0)
+        )
+        outputs = []
+        while core.has_work():
+            outputs += core.step()
+        with torch.no_grad():
+            states = reference.eval().model(torch.tensor([prompt])).last_hidden_state[0]
+        wanted = states.mean(0) if way == "MEAN" else states[-1]
+        assert np.abs(np.frombuffer(outputs[-1].pooled, np.float32) - wanted.numpy()).max() <= 1e-4
     core.close()

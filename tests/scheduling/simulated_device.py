@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 
+import numpy as np
+
 from pagemill.sampling.params import TokenLogprobs
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
@@ -25,6 +27,11 @@ def likeliest(tokens: list[int], count: int) -> TokenLogprobs:
     digest = hashlib.blake2b(repr(tokens).encode(), digest_size=VOCAB).digest()
     ranked = sorted((byte * VOCAB + token, token) for token, byte in enumerate(digest))[:count]
     return TokenLogprobs([0, *(token for _, token in ranked)], [0.0, *(-value / 1000 for value, _ in ranked)], 1)
+
+
+def hidden_sum(tokens: list[int], first: int, end: int) -> np.ndarray:
+    """The sum of the hidden states from `first` to `end`, each of which is a function of all tokens up to its own."""
+    return np.array([float(sum(next_token(9, tokens[: at + 1]) for at in range(first, end)))])
 
 
 def content(tokens: list[int]) -> bytes:
@@ -87,6 +94,11 @@ class SimulatedDevice:
         for row, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.query_lens.tolist(), strict=True):
             for position in range(start, start + count):
                 self._read(row, position)
+        for at, all_tokens in zip(plan.pooled.tolist(), plan.pools_all.tolist(), strict=True):
+            start, count = int(plan.starts[at]), int(plan.query_lens[at])
+            first = start if all_tokens else start + count - 1
+            if at not in result.failed:
+                result.pooled[at] = hidden_sum(self.tokens[int(plan.rows[at])], first, start + count)
         samples = zip(plan.sample_from.tolist(), plan.sample_to.tolist(), plan.max_accepted.tolist(), strict=True)
         for at, to, limit in samples:
             end = int(plan.starts[at] + plan.query_lens[at])

@@ -8,10 +8,11 @@ import random
 from collections import deque
 from itertools import chain, combinations, count, repeat
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated_device import VOCAB, SimulatedDevice, likeliest, next_token
+from simulated_device import VOCAB, SimulatedDevice, hidden_sum, likeliest, next_token
 
 from pagemill.errors import ConfigError, InvalidRequestError, KVMemoryError, PinLimitError, RequestTooLargeError
 from pagemill.memory.digest import extend_chain, root_digest
@@ -20,6 +21,7 @@ from pagemill.memory.manager import MemoryManager
 from pagemill.memory.work import Load
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams, TokenLogprobs
+from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.sampling.random import sequence_seed
 from pagemill.scheduling import preemption
 from pagemill.scheduling.beam import BeamSearch, Hypothesis, row_params
@@ -47,6 +49,7 @@ def make_request(
     pin=None,
     tenant="default",
     in_session=False,
+    pooling=None,
 ):
     return Request(
         request_id=name,
@@ -60,7 +63,16 @@ def make_request(
         pin=None if pin is None else Pinning(pin, Namespace(tenant, salt), 30.0),
         tenant=tenant,
         in_session=in_session,
+        pooling=None if pooling is None else PoolingParams(pooling_type=pooling, normalize=False),
     )
+
+
+def expected_vector(request: Request) -> float:
+    """Of the simulated device."""
+    tokens = request.prompt_token_ids
+    if request.pooling.reads_all_tokens:
+        return np.float32(hidden_sum(tokens, 0, len(tokens))[0] / len(tokens))
+    return hidden_sum(tokens, len(tokens) - 1, len(tokens))[0]
 
 
 def expected(request: Request, index: int) -> list[int]:
@@ -170,6 +182,7 @@ class Bench:
         self.outputs: dict[tuple[str, int], list[int]] = {}
         self.reasons: dict[tuple[str, int], str] = {}
         self.found: dict[str, list[Hypothesis]] = {}
+        self.vectors: dict[str, float] = {}
         self.first_step: dict[str, int] = {}
         self.digests: set[bytes] = set()
         self.steps = 0
@@ -228,6 +241,8 @@ class Bench:
             if update.finish_reason is not None:
                 assert key not in self.reasons
                 self.reasons[key] = update.finish_reason
+                if update.finish_reason == "stop" and update.sequence.request.pooling is not None:
+                    (self.vectors[key[0]],) = update.sequence.embedding
 
     def resize(self, frames, *, fails=False) -> None:
         """When all that is under way has ended. What lies in frames that go is lost. fails: the device does."""
@@ -373,10 +388,10 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
     max_accepted,
 ):
     """Same request, same tokens: beside others, of other tenants too, with preemptions, prefix hits, forks, beams,
-    requests that sample nothing, several tokens accepted in a step, faults, aborts, steps ahead, pins, turns of
-    sessions, limits that change, idle blocks that go, a pool that shrinks and grows, blocks that are streamed or moved
-    together, and blocks that go to a lower tier and come back or get lost, lower frames that lose what they hold, a
-    device that fails between steps. In the end every block is free."""
+    requests that sample nothing, embeddings, several tokens accepted in a step, faults, aborts, steps ahead, pins,
+    turns of sessions, limits that change, idle blocks that go, a pool that shrinks and grows, blocks that are streamed
+    or moved together, and blocks that go to a lower tier and come back or get lost, lower frames that lose what they
+    hold, a device that fails between steps. In the end every block is free."""
     bench = Bench(
         frames=frames * len(windows),
         windows=windows,
@@ -391,7 +406,17 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
         max_accepted=max_accepted,
     )
     waiting = [
-        make_request(f"r{i}", prompt, most, n=n if most else 1, seed=seed, priority=priority, salt=salt, tenant=tenant)
+        make_request(
+            f"r{i}",
+            prompt,
+            most,
+            n=n if most else 1,
+            seed=seed,
+            priority=priority,
+            salt=salt,
+            tenant=tenant,
+            pooling=None if most else (None, "MEAN", "LAST")[n - 1],
+        )
         if stopping is None or not most
         else make_search(f"r{i}", prompt, min(most, 9), n, salt=salt, tenant=tenant, early_stopping=stopping)
         for i, (prompt, most, n, seed, priority, salt, stopping, tenant) in enumerate(loads)
@@ -514,6 +539,10 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
                 assert tokens == want[: len(tokens)]
             else:
                 assert tokens == want
+                if request.pooling is not None:
+                    assert bench.reasons[request.request_id, 0] == "stop"
+                    assert bench.vectors[request.request_id] == expected_vector(request)
+                    continue
                 assert bench.reasons[request.request_id, index] == ("stop" if want[-1:] == [EOS] else "length")
 
 

@@ -245,7 +245,7 @@ def test_echo_with_logprobs_covers_prompt_and_answer(client, stream):
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_prompt_is_scored_without_an_answer(client, stream):
     """As lm-eval-harness does."""
-    asked = {"model": MODEL, "prompt": ["The capital of France", [504, 2933]], "echo": True, "logprobs": 2}
+    asked = {"model": MODEL, "prompt": ["The capital of France", "Once upon"], "echo": True, "logprobs": 2}
     answers = client.completions.create(**asked, max_tokens=0, stream=stream)
     choices = [chunk.choices[0] for chunk in answers] if stream else answers.choices
     longer = client.completions.create(**asked, max_tokens=1, temperature=0).choices
@@ -259,6 +259,22 @@ def test_a_prompt_is_scored_without_an_answer(client, stream):
         assert (answers.usage.prompt_tokens, answers.usage.completion_tokens) == (6, 0)
     plain = client.completions.create(model=MODEL, prompt="The capital", echo=True, max_tokens=0).choices[0]
     assert (plain.text, plain.logprobs) == ("The capital", None)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20"),
+        ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "set stream to false"),
+        ({"prompt_logprobs": 1, "echo": True, "logprobs": 2}, "prompt_logprobs", "leave it out"),
+        ({"prompt_logprobs": 1, "use_beam_search": True}, "prompt_logprobs", "no meaning"),
+        ({"prompt_logprobs": 1, "max_tokens": 0, "session_id": "s"}, "max_tokens", "goes on from an answer"),
+    ],
+)
+def test_prompt_logprobs_that_cannot_be_are_refused(http, body, param, words):
+    response = http.post("/v1/completions", json={"prompt": "Hello", **body})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    assert words in response.json()["error"]["message"]
 
 
 def test_prompt_logprobs_have_vllms_shape(client):
@@ -384,14 +400,9 @@ def test_habits_of_clients_change_nothing(client):
         ("chat/completions", {"temperature": -1}, 400, "temperature", "at least 0"),
         ("chat/completions", {"temprature": 1}, 400, "temprature", "did you mean 'temperature'"),
         ("chat/completions", {"n": "two"}, 400, "n", "integer"),
-        ("completions", {"max_tokens": 0}, 400, "max_tokens", "set echo or prompt_logprobs"),
-        ("completions", {"max_tokens": 0, "echo": True, "n": 2}, 400, "n", "nothing is sampled"),
-        ("completions", {"prompt_logprobs": 21}, 400, "prompt_logprobs", "from 0 to 20"),
-        ("completions", {"prompt_logprobs": 1, "stream": True}, 400, "prompt_logprobs", "stream"),
-        ("completions", {"prompt_logprobs": 1, "echo": True, "logprobs": 2}, 400, "prompt_logprobs", "leave it out"),
-        ("completions", {"prompt_logprobs": 1, "use_beam_search": True}, 400, "prompt_logprobs", "no meaning"),
+        ("completions", {"prompt": "x", "max_tokens": 0}, 400, "max_tokens", "set echo or prompt_logprobs"),
+        ("completions", {"prompt": "x", "max_tokens": 0, "echo": True, "n": 2}, 400, "n", "nothing is sampled"),
         ("chat/completions", {"max_tokens": 0}, 400, "max_tokens", "set prompt_logprobs"),
-        ("chat/completions", {"max_tokens": 0, "prompt_logprobs": 1, "session_id": "s"}, 400, "max_tokens", "session"),
         ("chat/completions", {"max_tokens": 5000}, 400, "max_tokens", "max_model_len (2048)"),
         ("chat/completions", {"max_tokens": 5, "max_completion_tokens": 6}, 400, "max_tokens", "the same"),
         ("chat/completions", {"max_completion_tokens": 0}, 400, "max_completion_tokens", "max_completion_tokens is 0"),

@@ -85,7 +85,7 @@ class EngineCore:
         params, beam = request.params, request.beam
         limit = self.ready.max_model_len
         prompt_len = len(request.prompt_token_ids)
-        self.ready.check_prompt_length(prompt_len)
+        self.ready.check_prompt_length(prompt_len, answered=params.max_tokens != 0)
         self.scheduler.add(
             Request(
                 request_id=request.request_id,
@@ -95,8 +95,9 @@ class EngineCore:
                 priority=request.priority,
                 arrival_s=request.arrival_s,
                 root=self.root(request),
-                max_len=limit if params.max_tokens is None else min(prompt_len + max(params.max_tokens, 1), limit),
+                max_len=_most_tokens(prompt_len, params.max_tokens, limit),
                 beam=beam,
+                pooling=request.pooling,
                 pin=None
                 if request.pin is None
                 else Pinning(request.pin, Namespace(request.tenant, request.cache_salt), request.pin_expires_s),
@@ -356,6 +357,7 @@ class EngineCore:
             num_frames=num_frames,
             kv_bytes=num_frames * facts.frame_bytes,
             eos_token_ids=sorted(facts.eos_token_ids),
+            hidden_size=facts.hidden_size,
             model=facts.description,
             kv_format=f"{facts.kv.element}{self._streamed.description}",
         )
@@ -391,12 +393,21 @@ class EngineCore:
         self._generated_tokens += len(tokens)
         if sequence.prompt_logprobs and sequence.num_output_tokens == len(tokens) and update.error is None:
             output.prompt_logprobs = sequence.prompt_logprobs
+        if update.finish_reason is not None and (embedding := sequence.embedding) is not None:
+            output.pooled = embedding.tobytes()
         if (hypothesis := update.hypothesis) is not None:
             output.new_token_ids, output.cumulative_logprob = hypothesis.token_ids, hypothesis.cum_logprob
             self._generated_tokens += len(hypothesis.token_ids)
         if update.error is not None:
             output.error = Failure.of(update.error)
         return output
+
+
+def _most_tokens(prompt_len: int, max_tokens: int | None, limit: int) -> int:
+    """Returns `Request.max_len` of a request."""
+    if max_tokens is None:
+        return limit
+    return prompt_len + 1 if max_tokens == 0 else min(prompt_len + max_tokens, limit)
 
 
 def _tenant_stats(tenant: TenantState) -> TenantStats:

@@ -11,6 +11,7 @@ import msgspec
 from pagemill.config import EngineConfig
 from pagemill.errors import EmptyPromptError, PagemillError, PromptTooLongError, error_of
 from pagemill.sampling.params import BeamSearchParams, SamplingParams, TokenLogprobs
+from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.tenant_limits import DEFAULT_TENANT
 
 
@@ -37,6 +38,8 @@ class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
     """True for a turn of a session, for which a tenant may have a limit of its own."""
     beam: BeamSearchParams | None = None
     """Makes it a beam search; `params` then say how many sequences come back, and how they become text."""
+    pooling: PoolingParams | None = None
+    """Asks for an embedding of the prompt; `params` then ask for no token."""
     tenant: str = DEFAULT_TENANT
     pin: str | None = None
     """Name of the pin that its whole prompt becomes; None: it is an ordinary request."""
@@ -95,6 +98,8 @@ class SequenceOutput(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True,
     """Its blocks in the pool, and those that are streamed: with the end, and whenever any are streamed."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     """Sent once, with the first token, or the end of a request for none. The first position has none."""
+    pooled: bytes | None = None
+    """The embedding that was asked for, float32. It comes with the end."""
     cumulative_logprob: float | None = None
     """The score of a beam search's result, which comes with all of its tokens."""
     scheduled_s: float = 0.0
@@ -161,6 +166,8 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     num_frames: int
     kv_bytes: int
     eos_token_ids: list[int]
+    hidden_size: int
+    """Numbers of an embedding."""
     model: str
     """Family, device, dtype of the weights and kernels, in words for people."""
     kv_format: str
@@ -175,11 +182,20 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
             f"tokens in {self.kv_format}{'' if self.longest_sequence == self.max_model_len else fit}"
         )
 
-    def check_prompt_length(self, num_tokens: int) -> None:
-        """Raises `EmptyPromptError` for no token, `PromptTooLongError` where none is left for the answer."""
+    def check_prompt_length(self, num_tokens: int, *, answered: bool = True) -> None:
+        """Raises `EmptyPromptError` for no token, `PromptTooLongError` for too many.
+
+        answered: whether one must be left for the answer.
+        """
         if num_tokens == 0:
             raise EmptyPromptError("the prompt has no tokens; give it at least one", param="prompt")
-        if num_tokens >= self.max_model_len:
+        if num_tokens > self.max_model_len and not answered:
+            raise PromptTooLongError(
+                f"the prompt has {num_tokens} tokens; max_model_len is {self.max_model_len}; shorten the prompt or "
+                f"raise max_model_len",
+                param="prompt",
+            )
+        if num_tokens >= self.max_model_len and answered:
             raise PromptTooLongError(
                 f"the prompt has {num_tokens} tokens; max_model_len is {self.max_model_len}, and one must be for the "
                 f"answer; shorten the prompt to {self.max_model_len - 1} tokens or raise max_model_len",

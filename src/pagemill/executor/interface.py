@@ -38,6 +38,7 @@ class ExecutorFacts:
     vocab_size: int
     max_model_len: int
     eos_token_ids: tuple[int, ...]
+    hidden_size: int
     windows: tuple[int | None, ...]
     attention_share: float
     fingerprint: bytes

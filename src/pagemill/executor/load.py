@@ -53,6 +53,7 @@ def open_executor(
         vocab_size=spec.vocab_size,
         max_model_len=model.max_model_len,
         eos_token_ids=model.eos_token_ids,
+        hidden_size=spec.hidden_size,
         windows=tuple(group.window for group in groups.groups),
         attention_share=spec.attention_share(config.block_size),
         fingerprint=model.fingerprint,

@@ -139,9 +139,11 @@ class LocalExecutor:
             first, last = int(query_start[index]), int(query_start[index + 1])
             start, row = int(plan.starts[index]), int(plan.rows[index])
             of_prompts[index] = self._prompt_logprobs(hidden[first:last], start, row)
+        pooled, not_finite = _pool(plan, hidden, query_start)
         # Sampling comes last: the sampler remembers what it chose, and a step that fails before may be run again.
         output = self._sample(plan, hidden, query_start, ends, only_argmax)
-        output.prompt_logprobs = of_prompts
+        output.prompt_logprobs, output.pooled = of_prompts, pooled
+        output.failed |= not_finite
         return output
 
     def close(self) -> None:
@@ -205,10 +207,7 @@ class LocalExecutor:
         self._tokens[plan.sample_to, ends] = sampled.token_ids
         failed: dict[int, Exception] = {}
         for i in sampled.not_finite:
-            failed[int(plan.sample_from[i])] = NonFiniteLogitsError(
-                "the model's logits for this request are not finite (NaN or infinite); its weights may be damaged, or "
-                "dtype too narrow for them: try dtype='float32'"
-            )
+            failed[int(plan.sample_from[i])] = NonFiniteLogitsError.of("logits")
         for i in sampled.exhausted:
             failed[int(plan.sample_from[i])] = SamplingParamsError(
                 "allowed_token_ids, bad_words and min_tokens together forbid every token here; loosen one of them",
@@ -243,6 +242,23 @@ class LocalExecutor:
     def _to_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
         tensor = torch.from_numpy(array)
         return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
+
+
+def _pool(
+    plan: StepPlan, hidden: Tensor, query_start: NDArray[np.int32]
+) -> tuple[dict[int, NDArray[np.float64]], dict[int, Exception]]:
+    """Returns the vectors that the plan asks for, by row, and an error for each row that has NaN or infinity in it."""
+    pooled: dict[int, NDArray[np.float64]] = {}
+    failed: dict[int, Exception] = {}
+    for index, all_tokens in zip(plan.pooled.tolist(), plan.pools_all.tolist(), strict=True):
+        end = int(query_start[index + 1])
+        first = int(query_start[index]) if all_tokens else end - 1
+        vector = hidden[first:end].float().cpu().numpy().sum(axis=0, dtype=np.float64)
+        if np.isfinite(vector).all():
+            pooled[index] = vector
+        else:
+            failed[index] = NonFiniteLogitsError.of("hidden states")
+    return pooled, failed
 
 
 def _take_rows(x: Tensor, index: NDArray[np.integer[Any]]) -> Tensor:

@@ -21,6 +21,7 @@ from pagemill.errors import EngineDeadError, InvalidRequestError, PagemillError,
 from pagemill.frontend.frontend import Frontend, Params
 from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.outputs import RequestOutput, RunningRequest
+from pagemill.frontend.pooling import EmbeddingRequestOutput, embedding_of
 from pagemill.frontend.process_client import ProcessClient
 from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.request_stream import RequestStream
@@ -28,6 +29,7 @@ from pagemill.frontend.session import AsyncSession
 from pagemill.frontend.worker import WorkerThread
 from pagemill.hub import resolve_model
 from pagemill.namespace import Namespace
+from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.sessions.store import SessionRecord, SessionStore
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 from pagemill.text.tokenizer import Tokenizer
@@ -166,6 +168,25 @@ class AsyncLLM:
         how = {"priority": priority, "tenant": tenant, "arrival_s": time.monotonic()}
         frontend = await self._ready()
         return RequestStream(frontend, await frontend.prepare(prompt, sampling_params, request_id, **how))
+
+    async def embed(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = DEFAULT_TENANT,
+    ) -> EmbeddingRequestOutput:
+        """Returns the embedding of a prompt; see `LLM.embed`. Raises what `generate` raises."""
+        how = {"priority": priority, "tenant": tenant, "arrival_s": time.monotonic()}
+        frontend = await self._ready()
+        pooling = PoolingParams() if pooling_params is None else pooling_params
+        request = await frontend.prepare(prompt, None, request_id, pooling=pooling, **how)
+        with contextlib.closing(RequestStream(frontend, request)) as stream:
+            async for _ in stream:
+                pass
+        return embedding_of(request)
 
     async def fork(
         self,

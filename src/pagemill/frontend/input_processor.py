@@ -19,6 +19,7 @@ from pagemill.errors import shown
 from pagemill.frontend.request_state import BestOf, RequestState
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams, check_vocabulary
+from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.tenant_limits import DEFAULT_TENANT
 from pagemill.text.tokenizer import Tokenizer
 
@@ -51,10 +52,12 @@ class InputProcessor:
         arrival_s: float | None = None,
         tenant: str = DEFAULT_TENANT,
         in_session: bool = False,
+        pooling: PoolingParams | None = None,
     ) -> RequestState:
         """Returns a checked request. `params` (default `SamplingParams()`) is never changed.
 
-        arrival_s: seconds of `time.monotonic()`, None for now. Raises `InvalidRequestError` or one of its children.
+        pooling: asks for an embedding instead, whatever `params` is. arrival_s: seconds of `time.monotonic()`, None for
+        now. Raises `InvalidRequestError` or one of its children.
         """
         if not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
             raise errors.InvalidRequestError(
@@ -66,7 +69,10 @@ class InputProcessor:
         facts = self.facts()
         if tenant not in facts.tenants:
             raise errors.UnknownTenantError.of(tenant, facts.tenants)
-        _check_token_ids(token_ids, facts)
+        if pooling is not None:
+            pooling = _own_pooling(pooling)
+            params = SamplingParams(temperature=0.0, max_tokens=0, detokenize=False)
+        _check_token_ids(token_ids, facts, answered=getattr(params, "max_tokens", None) != 0)
         beam = None
         if isinstance(params, BeamSearchParams):
             beam = dataclasses.replace(params)
@@ -84,6 +90,7 @@ class InputProcessor:
             priority=priority,
             cache_salt=salt,
             beam=beam,
+            pooling=pooling,
             tenant=tenant,
             in_session=in_session,
         )
@@ -166,8 +173,17 @@ class InputProcessor:
         return params
 
 
-def _check_token_ids(token_ids: list[int], facts: EngineReady) -> None:
-    facts.check_prompt_length(len(token_ids))
+def _own_pooling(params: PoolingParams) -> PoolingParams:
+    """Returns a copy, which is checked once more: the caller may have changed the parameters since they were made."""
+    if not isinstance(params, PoolingParams):
+        raise errors.SamplingParamsError(
+            f"pooling_params is {shown(params)}; it must be PoolingParams(...)", param="pooling_params"
+        )
+    return dataclasses.replace(params)
+
+
+def _check_token_ids(token_ids: list[int], facts: EngineReady, *, answered: bool) -> None:
+    facts.check_prompt_length(len(token_ids), answered=answered)
     for token_id in (min(token_ids), max(token_ids)):
         if not 0 <= token_id < facts.vocab_size:
             raise errors.TokenOutOfVocabularyError(

@@ -23,12 +23,14 @@ from pagemill.frontend.client import InlineClient
 from pagemill.frontend.frontend import Frontend
 from pagemill.frontend.input_processor import Prompt, as_list_of_prompts, one_per_prompt
 from pagemill.frontend.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
+from pagemill.frontend.pooling import EmbeddingRequestOutput, embedding_of
 from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.session import Session
 from pagemill.frontend.worker import Inline, immediately
 from pagemill.hub import resolve_model
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
+from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.sessions.store import SessionRecord, SessionStore
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 from pagemill.text.tokenizer import Tokenizer
@@ -145,6 +147,37 @@ class LLM:
             for conversation in conversations
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, tenant=tenant)
+
+    @suggest_keywords
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        *,
+        pooling_params: PoolingParams | Sequence[PoolingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: int | Sequence[int] = 0,
+        tenant: str | Sequence[str] = DEFAULT_TENANT,
+    ) -> list[EmbeddingRequestOutput]:
+        """Returns an embedding of each prompt, in their order: hidden states after the model's last norm, pooled.
+
+        Parameters are one for all prompts or one each (default `PoolingParams()`); the others are those of `generate`,
+        and so is what is raised. The mean over all tokens computes each prompt whole; with the last token, cached
+        prefixes are skipped.
+        """
+        listed = as_list_of_prompts(prompts)
+        pooling = one_per_prompt(pooling_params, len(listed), "pooling_params")
+        priorities = one_per_prompt(priority, len(listed), "priorities")
+        tenants = one_per_prompt(tenant, len(listed), "tenants")
+        requests = [
+            immediately(
+                self.frontend.prepare(
+                    prompt, None, pooling=PoolingParams() if each is None else each, priority=rank, tenant=owner
+                )
+            )
+            for prompt, each, rank, owner in zip(listed, pooling, priorities, tenants, strict=True)
+        ]
+        self._run(requests, use_tqdm)
+        return [embedding_of(request) for request in requests]
 
     def pin(
         self,

@@ -142,7 +142,9 @@ class RequestState:
         self._best_of = best_of
         self._prompt = prompt
         self._tokenizer = tokenizer
-        self._num_cached_tokens = 0
+        self.num_cached_tokens = 0
+        self.pooled: bytes | None = None
+        """The embedding, float32, if the request asked for one and has ended well."""
         self._prompt_logprobs: list[LogprobsOfPosition | None] | None = None
         self._prompt_logprobs_given = False
 
@@ -174,11 +176,12 @@ class RequestState:
         sequence, metrics = self.sequences[new.index], self.metrics
         if sequence.finished:
             return False
-        self._num_cached_tokens = max(self._num_cached_tokens, new.num_cached_tokens)
+        self.num_cached_tokens = max(self.num_cached_tokens, new.num_cached_tokens)
         if new.prompt_logprobs is not None and self._prompt_logprobs is None:
             self._prompt_logprobs = [
                 None if entry is None else decode_logprobs(entry, self._tokenizer) for entry in new.prompt_logprobs
             ]
+        self.pooled = new.pooled or self.pooled
         if new.scheduled_s and metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = new.scheduled_s
         if new.new_token_ids:
@@ -235,7 +238,7 @@ class RequestState:
             outputs=outputs,
             finished=self.finished,
             metrics=self.metrics,
-            num_cached_tokens=self._num_cached_tokens,
+            num_cached_tokens=self.num_cached_tokens,
         )
 
 

@@ -93,6 +93,8 @@ class Batch:
         new_rows: list[NewRow] = []
         prompt_logprobs: list[int] = []
         computed: list[int] = []
+        pooled: list[int] = []
+        pools_all: list[bool] = []
         forks, most = False, self._max_accepted
         for position, (sequence, count) in enumerate(planned.items()):
             assert sequence.table is not None
@@ -119,8 +121,13 @@ class Batch:
                         sample_index.append(index)
                         sample_to.append(child_row)
                         max_accepted.append(limit)
-            if end == known and not sequence.request.samples:
-                computed.append(position)
+            if not sequence.request.samples:
+                if end == known:
+                    computed.append(position)
+                pooling = sequence.request.pooling
+                if pooling is not None and (pooling.reads_all_tokens or end == known):
+                    pooled.append(position)
+                    pools_all.append(pooling.reads_all_tokens)
             elif end == known:
                 sample_from.append(position)
                 sample_index.append(sequence.index)
@@ -147,6 +154,8 @@ class Batch:
             new_rows=new_rows,
             freed_rows=freed,
             chosen_tokens=chosen,
+            pooled=np.fromiter(pooled, np.int32, len(pooled)),
+            pools_all=np.fromiter(pools_all, np.bool_, len(pooled)),
             forks=forks,
         )
 

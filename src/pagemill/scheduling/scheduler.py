@@ -338,6 +338,8 @@ class Scheduler:
             if entries[position].start == 0:
                 sequence.prompt_logprobs = [None]
             sequence.prompt_logprobs += of_prompt
+        for position, hidden in result.pooled.items():
+            entries[position].sequence.pool(hidden, entries[position].start)
         for (position, index), tokens, logprobs in zip(flight.samples, result.tokens, result.logprobs, strict=True):
             sequence = entries[position].sequence
             if sequence.status is finished or (failed and position in failed):
@@ -363,7 +365,7 @@ class Scheduler:
             sequence = entries[position].sequence
             if sequence.status is not finished and position not in failed:
                 state.finish(sequence, now)
-                updates.append(SequenceUpdate(sequence, [], None, "length"))
+                updates.append(SequenceUpdate(sequence, [], None, "length" if sequence.pooled is None else "stop"))
         return updates
 
     def _fail(self, sequence: Sequence, error: Exception, now: float) -> list[SequenceUpdate]:

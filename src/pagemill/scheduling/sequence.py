@@ -7,15 +7,22 @@ from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from pagemill.memory.block_table import BlockTable
 from pagemill.memory.manager import Residency
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams, TokenLogprobs
+from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.tenant_limits import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from pagemill.scheduling.beam import BeamGroup, Hypothesis
+
+
+LEAST_NORM = 1e-12
+"""An embedding that is shorter than this is not made longer than it."""
 
 
 class Rank(NamedTuple):
@@ -64,6 +71,7 @@ class Request:
     root: bytes
     max_len: int
     beam: BeamSearchParams | None = None
+    pooling: PoolingParams | None = None
     pin: Pinning | None = None
     tenant: str = DEFAULT_TENANT
     in_session: bool = False
@@ -108,6 +116,8 @@ class Sequence:
     prefill_len: int = 0
     num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
+    pooled: NDArray[np.float64] | None = None
+    """What its request's pooling has of the tokens computed so far: their sum, or the last one's hidden state."""
     scheduled_s: float | None = None
     """When it first entered a step."""
     group: BeamGroup | None = None
@@ -149,6 +159,22 @@ class Sequence:
     @property
     def forks_after_prompt(self) -> bool:
         return self.index == 0 and self.request.params.n > 1 and self.num_output_tokens + self.in_flight == 0
+
+    @property
+    def embedding(self) -> NDArray[np.float32] | None:
+        """Returns what was pooled, once the prompt has been computed; None if its request asks for nothing."""
+        if self.pooled is None or self.request.pooling is None:
+            return None
+        vector = self.pooled / (self.prompt_len if self.request.pooling.reads_all_tokens else 1)
+        if self.request.pooling.normalize:
+            vector /= max(float(np.linalg.norm(vector)), LEAST_NORM)
+        return vector.astype(np.float32)
+
+    def pool(self, hidden: NDArray[np.float64], start: int) -> None:
+        """Takes in what a step has pooled of the tokens from `start` on."""
+        assert self.request.pooling is not None
+        adds = self.request.pooling.reads_all_tokens and start > 0
+        self.pooled = hidden if self.pooled is None or not adds else self.pooled + hidden
 
     def accept(self, tokens: list[int], eos_token_ids: frozenset[int]) -> tuple[list[int], str | None, int | None]:
         """Appends tokens up to the one that ends it. Returns those appended, and the end as `ending` does."""

@@ -97,7 +97,9 @@ class SchedulerState:
 
     def shares_prefixes(self, sequence: Sequence) -> bool:
         """Returns whether its blocks are published, and looked up."""
-        return self.caches_prefixes and sequence.request.params.prompt_logprobs is None
+        request = sequence.request
+        needs_all = request.pooling is not None and request.pooling.reads_all_tokens
+        return self.caches_prefixes and request.params.prompt_logprobs is None and not needs_all
 
     def name_blocks(self, sequence: Sequence) -> None:
         """Computes digests for its full blocks that have none yet, if it shares them."""

@@ -48,6 +48,8 @@ class StepPlan:
     sample_to   int32 [m]  persistent row that gets the sampled tokens (not rows[sample_from] for a forked child)
     max_accepted int32 [m] how many tokens the sample may accept, at least 1
     prompt_logprobs int32 [k]  indices into `rows` whose every query token needs log probabilities
+    pooled      int32 [p]  indices into `rows` whose hidden states are wanted: of each a vector
+    pools_all   bool  [p]  whether that is the sum over all query tokens; else it is the last one's
     forks       whether several samples may be of one row; if not, `sample_from` rises
 
     Edits (`new_rows`, `freed_rows`, `chosen_tokens`, `work`) are applied once, in the order freed, new, chosen, work;
@@ -67,6 +69,8 @@ class StepPlan:
     new_rows: list[NewRow] = field(default_factory=list)
     freed_rows: list[int] = field(default_factory=list)
     chosen_tokens: list[ChosenTokens] = field(default_factory=list)
+    pooled: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    pools_all: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     forks: bool = False
 
     @property
@@ -82,6 +86,7 @@ class StepPlan:
         """Returns the part of this step that runs rows[begin:end], without edits, which have been applied by then."""
         samples = (self.sample_from >= begin) & (self.sample_from < end)
         logprobs = (self.prompt_logprobs >= begin) & (self.prompt_logprobs < end)
+        pooled = (self.pooled >= begin) & (self.pooled < end)
         return replace(
             self,
             rows=self.rows[begin:end],
@@ -92,6 +97,8 @@ class StepPlan:
             sample_to=self.sample_to[samples],
             max_accepted=self.max_accepted[samples],
             prompt_logprobs=self.prompt_logprobs[logprobs] - begin,
+            pooled=self.pooled[pooled] - begin,
+            pools_all=self.pools_all[pooled],
             work=MemoryWork.none(),
             new_rows=[],
             freed_rows=[],
@@ -108,12 +115,14 @@ class StepResult:
     logprobs: by sample, one entry for each accepted token; None where the row did not ask for any.
     failed: by row, what went wrong with that row alone.
     prompt_logprobs: by row, for each query token that another prompt token follows, log probabilities of that token.
+    pooled: by row, the vector that the plan asks for, [hidden].
     """
 
     tokens: list[list[int]] = field(default_factory=list)
     logprobs: list[list[TokenLogprobs] | None] = field(default_factory=list)
     failed: dict[int, Exception] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    pooled: dict[int, NDArray[np.float64]] = field(default_factory=dict)
 
     @classmethod
     def failure(cls, plan: StepPlan, error: Exception) -> StepResult:
@@ -140,4 +149,5 @@ class StepResult:
             self.logprobs + other.logprobs,
             self.failed | {rows + row: error for row, error in other.failed.items()},
             self.prompt_logprobs | {rows + row: found for row, found in other.prompt_logprobs.items()},
+            self.pooled | {rows + row: vector for row, vector in other.pooled.items()},
         )

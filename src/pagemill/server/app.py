@@ -17,6 +17,7 @@ from pagemill.server.api_keys import ApiKeys
 from pagemill.server.call import Call, R
 from pagemill.server.chat import ChatCall
 from pagemill.server.completions import CompletionCall
+from pagemill.server.embeddings import embedding_routes
 from pagemill.server.engine_routes import engine_routes
 from pagemill.server.errors import install_error_handlers
 from pagemill.server.events import EventStream, until_disconnect
@@ -96,6 +97,7 @@ def create_app(
 
     app.include_router(model_routes(served))
     app.include_router(token_routes(llm, served))
+    app.include_router(embedding_routes(llm, served))
     app.include_router(engine_routes(llm, keys))
     for routes in (session_routes, pin_routes):
         app.include_router(routes(llm))

@@ -1,0 +1,144 @@
+"""`/v1/embeddings`: texts or token ids in, one vector for each out, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+import uuid
+from array import array
+from typing import Annotated, Any, Literal
+
+import msgspec
+from fastapi import APIRouter, Request
+from fastapi.responses import Response
+from pydantic import BaseModel, Field, model_validator
+
+from pagemill.errors import InvalidRequestError, PagemillError
+from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.frontend.input_processor import Prompt
+from pagemill.frontend.pooling import EmbeddingRequestOutput
+from pagemill.sampling.pooling_params import PoolingParams
+from pagemill.server.events import until_disconnect
+from pagemill.server.models import ServedModels
+from pagemill.server.protocol.body import FIRST_ERROR, Body, Ids, Name, check_length
+
+MAX_INPUTS = 2048
+"""Inputs of one request."""
+AT_ONCE = 64
+"""Inputs of one request that wait or run at the same time: more than a step takes."""
+
+
+class EmbeddingRequest(Body):
+    """`POST /v1/embeddings`. `pooling_type` and `normalize` are those of `PoolingParams`."""
+
+    model: Name | None = None
+    input: str | Ids | Annotated[list[str], FIRST_ERROR] | Annotated[list[Ids], FIRST_ERROR]
+    encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, description="Only the model's own number is taken.")
+    user: str | None = Field(None, description="It has no effect.")
+    pooling_type: str = PoolingParams.pooling_type
+    normalize: bool = PoolingParams.normalize
+    cache_salt: str = ""
+    priority: int = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_inputs(cls, body: Any) -> Any:
+        given = body.get("input") if isinstance(body, dict) else None
+        if isinstance(given, list) and given and not isinstance(given[0], int):
+            check_length("input", given, MAX_INPUTS, "; send them in several requests")
+        if given in (None, []):
+            raise InvalidRequestError("input is missing or empty; give at least one text", param="input")
+        return body
+
+    def prompts(self) -> list[Prompt]:
+        """Returns one prompt for each input."""
+        single = isinstance(self.input, str) or isinstance(self.input[0], int)
+        inputs: Any = [self.input] if single else self.input
+        return [
+            {"prompt" if isinstance(one, str) else "prompt_token_ids": one, "cache_salt": self.cache_salt}
+            for one in inputs
+        ]
+
+
+class Embedding(BaseModel):
+    object: Literal["embedding"] = "embedding"
+    index: int
+    embedding: list[float] | str
+    """Numbers, or the base64 of their float32."""
+
+
+class EmbeddingUsage(BaseModel):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingList(BaseModel):
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[Embedding]
+    usage: EmbeddingUsage
+
+
+def embedding_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
+    """Returns the route. Each vector becomes JSON as it comes: thousands at once would hold up everybody's events."""
+    routes = APIRouter(prefix="/v1")
+
+    @routes.post("/embeddings", response_model=EmbeddingList)
+    async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
+        """Returns an embedding of each input."""
+        name = served.name_for(body.model)
+        return await until_disconnect(request.receive, _answer(llm, body, name, request.state.tenant))
+
+    return routes
+
+
+async def _answer(llm: AsyncLLM, body: EmbeddingRequest, model: str, tenant: str) -> Response:
+    width = (await llm.ready()).hidden_size
+    if body.dimensions not in (None, width):
+        raise InvalidRequestError(
+            f"dimensions is {body.dimensions}; this model's embeddings have {width} numbers, and no fewer of them "
+            f"would stand for the text; leave it out",
+            param="dimensions",
+        )
+    params = PoolingParams(pooling_type=body.pooling_type, normalize=body.normalize)  # type: ignore[arg-type]
+    prompts = body.prompts()
+    written = [msgspec.Raw()] * len(prompts)
+    todo, num_tokens = iter(enumerate(prompts)), 0
+
+    async def work() -> None:
+        nonlocal num_tokens
+        for index, prompt in todo:
+            found = await llm.embed(prompt, params, priority=body.priority, tenant=tenant)
+            written[index] = msgspec.Raw(_entry(found, index, body.encoding_format))
+            num_tokens += len(found.prompt_token_ids)
+
+    workers = [asyncio.ensure_future(work()) for _ in range(min(AT_ONCE, len(prompts)))]
+    try:
+        await asyncio.gather(*workers)
+    except PagemillError as error:
+        error.param = "input" if error.param == "prompt" else error.param
+        raise
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+    answer = {
+        "id": f"embd-{uuid.uuid4().hex}",
+        "object": "list",
+        "created": int(time.time()),
+        "model": model,
+        "data": written,
+        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+    }
+    return Response(msgspec.json.encode(answer), media_type="application/json")
+
+
+def _entry(found: EmbeddingRequestOutput, index: int, encoding: str) -> bytes:
+    numbers: Any = found.outputs.embedding
+    if encoding == "base64":
+        numbers = base64.b64encode(array("f", numbers).tobytes()).decode()
+    return msgspec.json.encode({"object": "embedding", "index": index, "embedding": numbers})
