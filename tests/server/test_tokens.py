@@ -96,8 +96,10 @@ def test_a_key_is_needed_where_there_are_keys():
     keys = ApiKeys(TenantsFile({}, {key_digest("secret"): "a"}, []))
     for path in ("/tokenize", "/detokenize", "/v1/models"):
         with pytest.raises(AuthenticationError):
-            keys.tenant("POST", path, Headers({}))
-    assert keys.tenant("POST", "/tokenize", Headers({"authorization": "Bearer secret"})) == "a"
+            keys.caller("POST", path, Headers({}))
+    assert keys.caller("POST", "/tokenize", Headers({"authorization": "Bearer secret"})).tenant == "a"
+    for path in ("/health", "/ready", "/live"):
+        keys.caller("GET", path, Headers({}))
 
 
 def test_a_model_has_several_names(served):

@@ -187,7 +187,7 @@ def _check_token_ids(token_ids: list[int], facts: EngineReady, *, answered: bool
     for token_id in (min(token_ids), max(token_ids)):
         if not 0 <= token_id < facts.vocab_size:
             raise errors.TokenOutOfVocabularyError(
-                f"the prompt has the token id {token_id}; this model's are 0 to {facts.vocab_size - 1}; "
+                f"the prompt has the token id {shown(token_id)}; this model's are 0 to {facts.vocab_size - 1}; "
                 f"take them from this model's tokenizer",
                 param="prompt",
             )

@@ -18,7 +18,7 @@ from pagemill.arguments import suggest_keywords
 from pagemill.config import Settings, config_for, takes_settings
 from pagemill.engine.messages import EngineReady, PinInfo
 from pagemill.engine.stats import EngineStats
-from pagemill.errors import SamplingParamsError
+from pagemill.errors import SamplingParamsError, shown
 from pagemill.frontend.client import InlineClient
 from pagemill.frontend.frontend import Frontend
 from pagemill.frontend.input_processor import Prompt, as_list_of_prompts, one_per_prompt
@@ -106,7 +106,7 @@ class LLM:
         search that fails while it runs has an `error` and no sequences; the others go on.
         """
         if not isinstance(params, BeamSearchParams):
-            raise SamplingParamsError(f"params is {params!r}; it must be BeamSearchParams(...)", param="params")
+            raise SamplingParamsError(f"params is {shown(params)}; it must be BeamSearchParams(...)", param="params")
         outputs = self.generate(prompts, params, use_tqdm=use_tqdm, priority=priority, tenant=tenant)
         return [self._searched(output, params) for output in outputs]
 

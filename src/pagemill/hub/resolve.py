@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagemill.errors import ModelNotFoundError
+from pagemill.errors import ModelNotFoundError, shown
 from pagemill.hub import huggingface, package_index
 from pagemill.hub.registry import REGISTRY
 
@@ -30,7 +30,7 @@ def resolve_model(name_or_path: str | os.PathLike[str]) -> Path:
     """
     name = os.fspath(name_or_path)
     path = Path(name).expanduser()
-    if name and path.exists():
+    if name and _exists(path):
         return path
     if name in REGISTRY:
         found = REGISTRY[name].file if REGISTRY[name].is_pulled() else None
@@ -58,11 +58,18 @@ def pull_model(name: str) -> Pulled:
     raise _no_such_model(name)
 
 
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # a name too long for the file system, or a folder that may not be read
+        return False
+
+
 def _no_such_model(name: str) -> ModelNotFoundError:
     if name.startswith((".", "/", "~")) or name.endswith((".gguf", "/")) or name.count("/") > 1:
-        return ModelNotFoundError(f"there is no file or folder {name!r}; check the path", param="model")
+        return ModelNotFoundError(f"there is no file or folder {shown(name)}; check the path", param="model")
     near = difflib.get_close_matches(name, REGISTRY, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known names: {', '.join(REGISTRY)};"
     return ModelNotFoundError(
-        f"there is no model {name!r}; {hint} a path or a Hugging Face id (org/name) works too", param="model"
+        f"there is no model {shown(name)}; {hint} a path or a Hugging Face id (org/name) works too", param="model"
     )
