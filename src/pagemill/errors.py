@@ -94,6 +94,20 @@ class TooManyWaitingError(InvalidRequestError):
     kind: ClassVar[str] = "rate_limit_error"
 
 
+class RateLimitError(InvalidRequestError):
+    """More requests, tokens or wrong API keys in a minute than are allowed; it can be sent again later.
+
+    `retry_after_s` says when.
+    """
+
+    http_status: ClassVar[int] = 429
+    kind: ClassVar[str] = "rate_limit_error"
+
+    def __init__(self, message: str, *, retry_after_s: float, param: str | None = None) -> None:
+        super().__init__(message, param=param)
+        self.retry_after_s = retry_after_s
+
+
 class AuthenticationError(InvalidRequestError):
     """An HTTP request without a known API key, where the server has keys."""
 

@@ -84,6 +84,17 @@ class TenantLimits:
     max_sessions: Annotated[
         Most | SessionShare | None, about("Sessions that are kept; one more is refused. A share is at least one.")
     ] = None
+    requests_per_minute: Annotated[
+        Count | None,
+        about("Requests in a minute; one more is refused (HTTP 429). Each prompt of a completion counts as one."),
+    ] = None
+    tokens_per_minute: Annotated[
+        Count | None,
+        about(
+            "Tokens of prompts and answers in a minute; while none is left, requests are refused (HTTP 429). An "
+            "answer's tokens count at its end."
+        ),
+    ] = None
     weight: Annotated[Positive, about("Its share of the service when several tenants wait.")] = 1.0
 
     def __post_init__(self) -> None:
@@ -176,10 +187,11 @@ def read_limits(tenants: Any, defaults: Mapping[str, Any] | None = None) -> dict
 class TenantsFile(NamedTuple):
     """A tenants file that was read.
 
-    limits: by tenant. keys: the tenant by the SHA-256 of each of its keys. admin_keys: SHA-256 of keys that may change
-    limits. defaults: limits where none are given, here and when they are changed.
+    path: where it lies. limits: by tenant. keys: the tenant by the SHA-256 of each of its keys. admin_keys: SHA-256 of
+    keys that may change limits. defaults: limits where none are given, here and when they are changed.
     """
 
+    path: Path
     limits: dict[str, TenantLimits]
     keys: dict[bytes, str]
     admin_keys: list[bytes]
@@ -189,13 +201,14 @@ class TenantsFile(NamedTuple):
 def read_tenants_file(path: str | os.PathLike[str]) -> TenantsFile:
     """Reads a tenants file. Raises ConfigError, which names the file."""
     try:
-        return _read_tenants(json.loads(Path(path).expanduser().read_text(encoding="utf-8")))
+        place = Path(path).expanduser()
+        return _read_tenants(place, json.loads(place.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         why = error.message if isinstance(error, ConfigError) else str(error)
         raise ConfigError(f"tenants file {os.fspath(path)!r}: {why}", param="tenants") from error
 
 
-def _read_tenants(content: Any) -> TenantsFile:
+def _read_tenants(path: Path, content: Any) -> TenantsFile:
     parts = {"tenants", "admin_keys"}
     if not isinstance(content, dict) or not set(content) <= parts or not isinstance(content.get("tenants"), dict):
         raise ConfigError('it must be an object with "tenants" and, if limits may be changed over HTTP, "admin_keys"')
@@ -210,7 +223,7 @@ def _read_tenants(content: Any) -> TenantsFile:
     read_limits(limits)  # so that the defaults are made of valid limits
     defaults = safe_defaults(limits)
     admin_keys = key_digests("admin_keys", content.get("admin_keys", []))
-    return TenantsFile(read_limits(limits, defaults), keys, admin_keys, defaults)
+    return TenantsFile(path, read_limits(limits, defaults), keys, admin_keys, defaults)
 
 
 def key_digests(owner: str, keys: Any) -> list[bytes]:

@@ -230,14 +230,27 @@ def test_serve_pins_a_file_of_prefixes_before_it_is_ready(tmp_path):
         server.communicate()
 
 
-def test_serve_listens_at_once_and_ends_without_a_trace():
+def test_serve_listens_at_once_and_ends_without_a_trace(tmp_path):
+    tenants = str(tmp_path / "tenants.json")
+    Path(tenants).write_text('{"tenants": {"one": {}}}')
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
     pool = concurrent.futures.ThreadPoolExecutor(1)
     server = subprocess.Popen(
-        [*COMMAND, "serve", MODEL, "--port", str(port), "--served-model-name", "small", *SMALL],
+        [
+            *COMMAND,
+            "serve",
+            MODEL,
+            "--port",
+            str(port),
+            "--served-model-name",
+            "small",
+            "--tenants",
+            str(tenants),
+            *SMALL,
+        ],
         stderr=subprocess.PIPE,
         text=True,
     )
@@ -271,6 +284,7 @@ def test_serve_listens_at_once_and_ends_without_a_trace():
                 time.sleep(0.02)
                 sizes.append(httpx.get(f"{url}/v1/kv_memory").json()["kv_memory"])
         assert min(sizes) < sizes[0] == sizes[-1]
+        server.send_signal(signal.SIGHUP)
         endless = {**body, "max_tokens": 200, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=endless, timeout=30) as response:
             next(response.iter_lines())
@@ -279,6 +293,7 @@ def test_serve_listens_at_once_and_ends_without_a_trace():
         assert server.returncode == 0
         assert f"curl {url}/v1/chat/completions" in messages
         assert "Ctrl-C stops the server" in messages
+        assert "was read again; tenants: 1, keys: 0" in messages
         assert f"the KV pool has 1 block now, {min(sizes) / 2**20:.1f} MiB" in messages
         assert f" blocks now, {sizes[-1] / 2**20:.1f} MiB" in messages
         assert "Traceback" not in messages

@@ -30,7 +30,7 @@ class Running:
     def __init__(self, tokenizer, **params):
         request = EngineRequest(request_id="r", prompt_token_ids=[5, 6], params=SamplingParams(**params), arrival_s=1.0)
         self.state = RequestState(request, tokenizer, "prompt")
-        self.frontend = Frontend(self, tokenizer, SessionStore(None, 1, None), "model", Inline())
+        self.frontend = Frontend(self, tokenizer, SessionStore(None, 1, None), "model", Inline(), {})
         self.stopped = []
         self.frontend.start(self.state)
 

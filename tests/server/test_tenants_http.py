@@ -260,3 +260,32 @@ def test_a_running_request_is_its_tenants(server):
         assert (refused.status_code, refused.json()["error"]["type"]) == (404, "not_found_error")
         assert calm.post("/completions", json={"fork_of": name, "max_tokens": 1}).status_code == 200
     assert httpx.get(f"{server.url}/v1/requests").status_code == 401
+
+
+def test_a_minute_allows_so_many_requests_and_tokens(server):
+    limits = {"requests_per_minute": 3, "tokens_per_minute": 1000, "max_waiting": 30}
+    with api(server, "sk-wild") as wild, api(server, "sk-admin") as admin:
+        assert admin.put("/tenants/wild", json=limits).status_code == 200
+        body = {"prompt": "Hello there", "max_tokens": 5, "ignore_eos": True}
+        first = wild.post("/completions", json=body)
+        headers = {name: value for name, value in first.headers.items() if name.startswith("x-ratelimit")}
+        used = first.json()["usage"]["total_tokens"]
+        assert headers["x-ratelimit-limit-requests"] == "3"
+        assert headers["x-ratelimit-remaining-requests"] == "2"
+        assert headers["x-ratelimit-limit-tokens"] == "1000"
+        assert 1000 - used <= int(headers["x-ratelimit-remaining-tokens"]) <= 1000
+        assert re.fullmatch(r"\d+(s|ms)", headers["x-ratelimit-reset-requests"])
+        with wild.stream("POST", "/completions", json={**body, "stream": True}) as stream:
+            assert stream.headers["x-ratelimit-remaining-requests"] == "1"
+            stream.read()
+        refused = wild.post("/completions", json={**body, "prompt": ["one", "two", "three"]})
+        assert (refused.status_code, refused.json()["error"]["code"]) == (429, "rate_limit_exceeded")
+        assert 1 <= int(refused.headers["retry-after"]) <= 21
+        assert refused.headers["x-ratelimit-remaining-requests"] == "0"
+        assert "requests_per_minute" in refused.json()["error"]["message"]
+        assert admin.put("/tenants/wild", json={"max_waiting": 30, "tokens_per_minute": 10}).status_code == 200
+        assert wild.post("/completions", json={**body, "max_tokens": 20}).status_code == 200
+        refused = wild.post("/chat/completions", json={"messages": [{"role": "user", "content": "Hi"}]})
+        assert "the 10 of its tokens_per_minute" in refused.json()["error"]["message"]
+        assert admin.put("/tenants/wild", json={"max_waiting": 30}).status_code == 200
+        assert "x-ratelimit-limit-requests" not in wild.post("/completions", json=body).headers

@@ -23,6 +23,7 @@ from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.outputs import RequestOutput, RunningRequest
 from pagemill.frontend.pooling import EmbeddingRequestOutput, embedding_of
 from pagemill.frontend.process_client import ProcessClient
+from pagemill.frontend.rates import RateStatus
 from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
@@ -292,6 +293,10 @@ class AsyncLLM:
         """
         await (await self._ready()).set_tenant(name, limits)
 
+    def rates(self, tenant: str) -> dict[str, RateStatus]:
+        """Returns a tenant's limits on requests and tokens per minute as they stand, those that it has."""
+        return {} if self._frontend is None else self._frontend.rates.status(tenant)
+
     # --- inside ---
 
     async def _ready(self) -> Frontend:
@@ -314,7 +319,8 @@ class AsyncLLM:
         try:
             await self._client.load(self._progress)
             tokenizer = await asyncio.wrap_future(self._loading_tokenizer)
-            frontend = Frontend(self._client, tokenizer, self._sessions, Path(self.config.model).stem, self._worker)
+            name, tenants = Path(self.config.model).stem, self.config.tenants
+            frontend = Frontend(self._client, tokenizer, self._sessions, name, self._worker, tenants)
             frontend.on_request_end = self._request_ended
             self._frontend = frontend
             self._loaded.set()

@@ -26,13 +26,14 @@ from pagemill.errors import (
 from pagemill.frontend.client import EngineClient
 from pagemill.frontend.input_processor import InputProcessor, Prompt, as_mapping
 from pagemill.frontend.outputs import RunningRequest
+from pagemill.frontend.rates import Rates
 from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.session_turns import SessionTurns
 from pagemill.frontend.worker import Worker
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.sessions.store import SessionStore
-from pagemill.tenant_limits import TenantLimits
+from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 from pagemill.text.tokenizer import Tokenizer
 
 MAX_PIN_NAME = 128
@@ -46,13 +47,20 @@ class Frontend:
     """One loaded engine's front end. All methods belong to one thread; `worker` runs what takes long."""
 
     def __init__(
-        self, client: EngineClient, tokenizer: Tokenizer, store: SessionStore, model: str, worker: Worker
+        self,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        store: SessionStore,
+        model: str,
+        worker: Worker,
+        tenants: Mapping[str, TenantLimits],
     ) -> None:
-        """model: its name, which sessions keep."""
+        """model: its name, which sessions keep. tenants: limits at the start."""
         self.client = client
         self.worker = worker
         self.inputs = InputProcessor(tokenizer, lambda: client.facts)
         self.turns = SessionTurns(store, self.inputs, model)
+        self.rates = Rates(tenants)
         self.on_request_end: Callable[[RequestState], None] = lambda request: None
         """Called with each request when it has ended."""
         self._running: dict[str, RequestState] = {}
@@ -73,7 +81,9 @@ class Frontend:
     async def prepare(
         self, prompt: Prompt, params: Params | None, request_id: str | None = None, **how: Any
     ) -> RequestState:
-        """Returns a request that can be started. Takes and raises what `InputProcessor.process` does."""
+        """Returns a request that can be started. Takes and raises what `InputProcessor.process` does, and raises
+        `RateLimitError`."""
+        self.rates.check(how.get("tenant", DEFAULT_TENANT))
         return await self.worker.run(self.inputs.process, prompt, params, self.new_request_id(request_id), **how)
 
     async def prepare_fork(
@@ -109,6 +119,7 @@ class Frontend:
 
         Takes and raises what `SessionTurns.begin` does.
         """
+        self.rates.check(space.tenant)
         begun: list[RequestState] = []
 
         def begin() -> None:
@@ -129,6 +140,7 @@ class Frontend:
     def start(self, request: RequestState) -> None:
         """Sends a prepared request to the engine. Raises `InvalidRequestError` or `EngineDeadError`."""
         try:
+            self.rates.begin(request.space.tenant, len(request.prompt_token_ids))
             name = self.new_request_id(request.request_id)
             # Steps under way may still bring tokens of an earlier request of this name: the engine's is used once.
             request.asked.request_id = f"{name}#{next(self._numbers)}"
@@ -164,6 +176,8 @@ class Frontend:
         if self._running.get(request.request_id) is not request:
             return
         del self._running[request.request_id], self._by_engine_id[request.engine_id]
+        answered = sum(len(sequence.output.token_ids) for sequence in request.sequences)
+        self.rates.spend(request.space.tenant, answered)
         self.on_request_end(request)
         if not request.finished:
             self.client.abort([request.engine_id])
@@ -289,3 +303,4 @@ class Frontend:
             )
         await self.client.ask(queries.SetTenant(name, limits))
         self.turns.store.set_limit(name, limits)
+        self.rates.set_limits(name, limits)

@@ -58,7 +58,8 @@ class LLM:
                 bar.update(done - bar.n)
 
             self.client = InlineClient(self.config, progress)
-        self.frontend = Frontend(self.client, tokenizer, store, Path(self.config.model).stem, Inline())
+        name, tenants = Path(self.config.model).stem, self.config.tenants
+        self.frontend = Frontend(self.client, tokenizer, store, name, Inline(), tenants)
         sys.stderr.write(f"pagemill: {self.client.facts.description}\n")
 
     @suggest_keywords

@@ -55,8 +55,19 @@ class ApiKeys:
         """Whether requests need a key."""
         return bool(self._tenants)
 
+    def check(self, file: TenantsFile | None) -> None:
+        """Raises ConfigError for a file with another tenant's key."""
+        self._merged(file)
+
     def take(self, file: TenantsFile | None) -> None:
-        """Replaces what is of the tenants file. Raises ConfigError for a key of two tenants, and changes nothing."""
+        """Replaces what is of the tenants file. Raises what `check` raises, and changes nothing."""
+        self._tenants = self._merged(file)
+        admins = [*key_digests("admin_api_key", self._own.admin_api_key), *([] if file is None else file.admin_keys)]
+        self._admins = dict.fromkeys(admins, "")
+        self.tenant_defaults = {} if file is None else file.defaults
+
+    def _merged(self, file: TenantsFile | None) -> dict[bytes, str]:
+        """Returns the tenant by each key."""
         tenants = {} if file is None else dict(file.keys)
         for digest in key_digests("api_key", self._own.api_key):
             if tenants.setdefault(digest, DEFAULT_TENANT) != DEFAULT_TENANT:
@@ -64,9 +75,7 @@ class ApiKeys:
                     f"a key given with --api-key is also one of tenant {tenants[digest]!r}; give each its own",
                     param="api_key",
                 )
-        admins = [*key_digests("admin_api_key", self._own.admin_api_key), *([] if file is None else file.admin_keys)]
-        self._tenants, self._admins = tenants, dict.fromkeys(admins, "")
-        self.tenant_defaults = {} if file is None else file.defaults
+        return tenants
 
     def caller(self, method: str, path: str, headers: Headers) -> Caller:
         """Returns who asks.
@@ -74,7 +83,7 @@ class ApiKeys:
         Raises AuthenticationError for a path that needs a known key, PermissionDeniedError for one that needs an
         admin's.
         """
-        if path in OPEN_PATHS or path.startswith(OPEN_FOLDER):
+        if is_open(path):
             return Caller(DEFAULT_TENANT, False)
         digest = key_digest(_sent_key(path, headers))
         tenant, is_admin = _find(digest, self._tenants.items()), _find(digest, self._admins.items()) is not None
@@ -93,6 +102,11 @@ class ApiKeys:
     def _shows_one_tenant(self) -> bool:
         """Returns True where figures by tenant tell no tenant of another: one has all keys, and nobody is admin."""
         return not self._admins and len(set(self._tenants.values())) == 1
+
+
+def is_open(path: str) -> bool:
+    """Returns True for a path that never needs a key."""
+    return path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
 
 
 def challenge(path: str) -> str:

@@ -10,6 +10,7 @@ from fastapi.responses import PlainTextResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 
 import pagemill
+from pagemill.errors import RateLimitError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.access import ServerAccess
 from pagemill.server.api_docs import docs_routes
@@ -19,7 +20,7 @@ from pagemill.server.chat import ChatCall
 from pagemill.server.completions import CompletionCall
 from pagemill.server.embeddings import embedding_routes
 from pagemill.server.engine_routes import engine_routes
-from pagemill.server.errors import install_error_handlers
+from pagemill.server.errors import error_answer, install_error_handlers
 from pagemill.server.events import EventStream, until_disconnect
 from pagemill.server.gate import Gate
 from pagemill.server.health import health_routes
@@ -32,10 +33,11 @@ from pagemill.server.protocol.body import ErrorResponse
 from pagemill.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from pagemill.server.protocol.completions import Completion, CompletionRequest
 from pagemill.server.protocol.generation import Answer
+from pagemill.server.rate_headers import RATE_HEADERS, rate_headers
 from pagemill.server.sessions import session_routes
 from pagemill.server.tokens import token_routes
 
-EXPOSED_HEADERS = ["Retry-After"]
+EXPOSED_HEADERS = ["Retry-After", *RATE_HEADERS]
 """Headers of answers that pages of other sites may read, beside those that browsers always show."""
 
 
@@ -79,21 +81,32 @@ def create_app(
     install_error_handlers(app)
     served = ServedModels(llm, served_model_name)
 
-    async def answer(kind: type[Call[R]], body: R, request: Request) -> Answer[Any] | Response:
-        call = kind(llm, body, served.name_for(body.model), request.state.tenant)
-        if body.stream:
-            return EventStream(await until_disconnect(request.receive, call.events()))
-        return await until_disconnect(request.receive, call.answer())
+    async def answer(kind: type[Call[R]], body: R, request: Request, response: Response) -> Answer[Any] | Response:
+        tenant: str = request.state.tenant
+        call = kind(llm, body, served.name_for(body.model), tenant)
+        try:
+            if body.stream:
+                events = await until_disconnect(request.receive, call.events())
+                return EventStream(events, rate_headers(llm.rates(tenant)))
+            whole = await until_disconnect(request.receive, call.answer())
+        except RateLimitError as refused:
+            refusal = error_answer(refused)
+            refusal.headers.update(rate_headers(llm.rates(tenant)))
+            return refusal
+        response.headers.update(rate_headers(llm.rates(tenant)))
+        return whole
 
     @app.post("/v1/completions", response_model=Completion)
-    async def completions(body: CompletionRequest, request: Request) -> Answer[Any] | Response:
+    async def completions(body: CompletionRequest, request: Request, response: Response) -> Answer[Any] | Response:
         """Continues a prompt, or each of several: text or token ids."""
-        return await answer(CompletionCall, body, request)
+        return await answer(CompletionCall, body, request, response)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion)
-    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Answer[Any] | Response:
+    async def chat_completions(
+        body: ChatCompletionRequest, request: Request, response: Response
+    ) -> Answer[Any] | Response:
         """Answers a conversation through the model's chat template."""
-        return await answer(ChatCall, body, request)
+        return await answer(ChatCall, body, request, response)
 
     app.include_router(model_routes(served))
     app.include_router(token_routes(llm, served))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -19,6 +20,7 @@ from pagemill.errors import (
     NotFoundError,
     PagemillError,
     PromptTooLongError,
+    RateLimitError,
     ServerBusyError,
     TooManyWaitingError,
 )
@@ -29,6 +31,7 @@ CODES: dict[type[PagemillError], str] = {
     PromptTooLongError: "context_length_exceeded",
     AuthenticationError: "invalid_api_key",
     TooManyWaitingError: "rate_limit_exceeded",
+    RateLimitError: "rate_limit_exceeded",
     ModelNotServedError: "model_not_found",
 }
 """OpenAI's machine-readable codes, where it has one."""
@@ -79,6 +82,8 @@ def error_answer(error: PagemillError, status: int | None = None) -> JSONRespons
     response = JSONResponse(error_response(error).model_dump(), status_code=status or error.http_status)
     if isinstance(error, (TooManyWaitingError, ServerBusyError)):
         response.headers["Retry-After"] = RETRY_AFTER_S
+    elif isinstance(error, RateLimitError):
+        response.headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     return response
 
 

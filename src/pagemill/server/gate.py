@@ -8,9 +8,11 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagemill.errors import AuthenticationError, BodyTooLargeError, PagemillError, ServerBusyError, SlowBodyError
-from pagemill.server.api_keys import ApiKeys, challenge
+from pagemill.server.api_keys import ApiKeys, Caller, challenge, is_open
+from pagemill.server.connections import client_of
 from pagemill.server.errors import error_answer
 from pagemill.server.events import ClientGone
+from pagemill.server.failed_keys import FailedKeys
 from pagemill.server.hosts import AllowedHosts
 from pagemill.server.limits import ServerLimits
 
@@ -31,6 +33,7 @@ class Gate:
         self._app = app
         self._keys = keys
         self._hosts = hosts
+        self._failed = FailedKeys(limits.max_failed_keys)
         self._limits = limits
         self._large_bytes = 0
         """Bytes of the large bodies of all open requests."""
@@ -45,8 +48,7 @@ class Gate:
         try:
             if self._hosts is not None:
                 self._hosts.check(scope["method"], headers)
-            caller = self._keys.caller(scope["method"], scope["path"], headers)
-            scope.setdefault("state", {}).update(caller._asdict())
+            scope.setdefault("state", {}).update(self._caller(scope, headers)._asdict())
             self._check_size(int(headers.get("content-length", 0)))
             await asyncio.wait_for(self._read(receive, body), self._limits.request_timeout_s)
         except ClientGone:
@@ -71,6 +73,18 @@ class Gate:
             answer.headers["WWW-Authenticate"] = challenge(scope["path"])
         answer.headers["Connection"] = "close"  # the rest of the body may still be on its way
         await answer(scope, receive, send)
+
+    def _caller(self, scope: Scope, headers: Headers) -> Caller:
+        """Does what `ApiKeys.caller` does, and raises RateLimitError for an address that guesses."""
+        path, address = scope["path"], client_of((scope.get("client") or ("",))[0])
+        if not is_open(path):
+            self._failed.check(address)
+        try:
+            return self._keys.caller(scope["method"], path, headers)
+        except AuthenticationError:
+            if "authorization" in headers:
+                self._failed.note(address)
+            raise
 
     async def _read(self, receive: Receive, body: bytearray) -> None:
         """Appends the whole body, which is counted if it is large.

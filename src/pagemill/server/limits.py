@@ -40,6 +40,13 @@ class ServerLimits:
         Positive,
         about("Seconds in which a client must take some of what waits for it, before its connection is closed."),
     ] = 60.0
+    max_failed_keys: Annotated[
+        Count,
+        about(
+            "Wrong API keys that one address (of IPv6: 64 bits) may send in a minute; beyond, all its requests are "
+            "refused for the rest of that."
+        ),
+    ] = 30
     stuck_after_s: Annotated[
         Positive, about("Seconds without an answer from engine or tokenizer after which /health calls them stuck.")
     ] = 300.0

@@ -8,9 +8,10 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -26,6 +27,7 @@ from pagemill.server.hosts import AllowedHosts
 from pagemill.server.limits import ServerLimits, room_for
 from pagemill.server.logs import quieten
 from pagemill.server.pins import FilePin, pin
+from pagemill.server.reload import TenantsReload
 from pagemill.tenant_limits import TenantsFile
 
 GRACE_S = 5.0
@@ -49,7 +51,8 @@ async def run_server(
 ) -> None:
     """Serves on a socket that already listens, until SIGINT or SIGTERM, or until the engine is gone.
 
-    SIGUSR1 gives back the KV memory that running requests do not need, SIGUSR2 takes as much as at the start again.
+    The tenants file is read again when it changes, and on SIGHUP. SIGUSR1 gives back the KV memory that running
+    requests do not need, SIGUSR2 takes as much as at the start again.
     host: the name that the address was given by.
     `on_ready` is called when the model is loaded and `pins` are computed, `say` with what came of these signals, and
     where the system allows fewer connections than the limits.
@@ -88,17 +91,27 @@ async def run_server(
 
     async with llm:
         watcher = asyncio.create_task(watch())
-        resizing: set[asyncio.Task[None]] = set()
-        for name, kv_memory in (("SIGUSR1", "used"), ("SIGUSR2", None)):
+        work: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
+            "SIGUSR1": partial(resize, "used"),
+            "SIGUSR2": partial(resize, None),
+        }
+        tasks: set[asyncio.Task[None]] = set()
+        if tenants is not None:
+            reload = TenantsReload(tenants, keys, llm, say)
+            work["SIGHUP"] = reload.reload
+            tasks.add(asyncio.create_task(reload.watch()))
+        for name, begin in work.items():
             with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):  # no such signals, or a thread
                 asyncio.get_running_loop().add_signal_handler(
-                    getattr(signal, name), lambda size: resizing.add(asyncio.create_task(resize(size))), kv_memory
+                    getattr(signal, name), lambda begin: tasks.add(asyncio.create_task(begin())), begin
                 )
         try:
             await server.serve(sockets=[sock])
             if watcher.done() and not server.num_signals:
                 raise watcher.result()
         finally:
+            for task in tasks:
+                task.cancel()
             watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher

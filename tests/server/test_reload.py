@@ -1,0 +1,125 @@
+"""The tenants file is read again while the server runs: keys and limits change, a broken file changes nothing."""
+
+import asyncio
+import dataclasses
+import json
+import time
+from types import SimpleNamespace
+
+import httpx
+import pytest
+
+from pagemill.errors import ConfigError
+from pagemill.server import reload as reloading
+from pagemill.server.access import ServerAccess
+from pagemill.server.api_keys import ApiKeys
+from pagemill.server.reload import TenantsReload
+from pagemill.tenant_limits import TenantLimits, key_digest, read_tenants_file
+
+NO_LIMITS = {field.name: field.default for field in dataclasses.fields(TenantLimits)}
+
+
+class Reloaded:
+    """A tenants file, what an engine was told of it, and what was said. `share`: guarantees that fit in all."""
+
+    def __init__(self, path, **tenants):
+        self.path, self.said, self.limits, self.share = path, [], {}, 100
+        self.write(**tenants)
+        file = read_tenants_file(path)
+        self.limits.update(file.limits)
+        self.keys = ApiKeys(file, ServerAccess(api_key=["sk-own"]))
+        self.reload = TenantsReload(file, self.keys, SimpleNamespace(set_tenant=self.set_tenant), self.said.append)
+
+    def write(self, **tenants):
+        self.path.write_text(json.dumps({"tenants": {name: NO_LIMITS | own for name, own in tenants.items()}}))
+
+    async def set_tenant(self, name, limits):
+        promised = {**self.limits, name: limits}
+        if sum(int(str(each.guaranteed_blocks).rstrip("%")) for each in promised.values()) > self.share:
+            raise ConfigError(f"too much for {name}")
+        self.limits = promised
+
+    def again(self, **tenants):
+        self.write(**tenants)
+        asyncio.run(self.reload.reload())
+
+
+def test_limits_change_in_an_order_that_fits(tmp_path):
+    reloaded = Reloaded(tmp_path / "t.json", a={"guaranteed_blocks": "75%"}, b={"guaranteed_blocks": "25%"}, c={})
+    reloaded.again(b={"guaranteed_blocks": "75%"}, a={"guaranteed_blocks": "20%"}, d={"max_running": 3})
+    assert reloaded.limits == {
+        "a": TenantLimits(guaranteed_blocks="20%"),
+        "b": TenantLimits(guaranteed_blocks="75%"),
+        "c": TenantLimits(),
+        "d": TenantLimits(max_running=3),
+    }
+    assert reloaded.said[-1].endswith("tenants: 3, keys: 0, admin keys: 0, changed: 'a', 'b', 'd', gone: 'c'")
+
+
+def test_a_tenant_that_is_gone_has_no_guarantee(tmp_path):
+    reloaded = Reloaded(tmp_path / "t.json", a={"guaranteed_blocks": "75%", "api_keys": ["sk-a"]})
+    reloaded.again()
+    assert reloaded.limits["a"].guaranteed_blocks == 0
+
+
+def test_what_the_engine_refuses_is_tried_again_with_the_next_reading(tmp_path):
+    reloaded = Reloaded(tmp_path / "t.json", a={"guaranteed_blocks": "50%"}, b={"guaranteed_blocks": "40%"})
+    wanted = {"b": {"guaranteed_blocks": "51%"}, "c": {"guaranteed_blocks": "20%"}}
+    reloaded.again(a={"guaranteed_blocks": "50%"}, **wanted)
+    assert reloaded.said[:2] == [
+        "tenant 'b' keeps its limits: too much for b",
+        "tenant 'c' keeps its limits: too much for c",
+    ]
+    assert reloaded.limits["b"] == TenantLimits(guaranteed_blocks="40%")
+    reloaded.again(a={"guaranteed_blocks": "29%"}, **wanted)
+    assert reloaded.limits == {
+        name: TenantLimits(guaranteed_blocks=share) for name, share in zip("abc", ("29%", "51%", "20%"), strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    "content", ["{", '{"tenants": {"a": {"no_limit": 1}}}', '{"tenants": {"b": {"api_keys": ["sk-own"]}}}']
+)
+def test_a_file_that_cannot_be_used_changes_nothing(tmp_path, content):
+    reloaded = Reloaded(tmp_path / "t.json", a={"max_running": 2, "api_keys": ["sk-a"]})
+    reloaded.path.write_text(content)
+    asyncio.run(reloaded.reload.reload())
+    assert reloaded.limits == {"a": TenantLimits(max_running=2)}
+    (said,) = reloaded.said
+    assert said.startswith("keys and limits stay as they were: ")
+    assert "sk-" not in said
+    reloaded.path.unlink()
+    asyncio.run(reloaded.reload.reload())
+    assert reloaded.limits == {"a": TenantLimits(max_running=2)}
+    assert reloaded.keys.are_there
+
+
+def test_keys_change_while_a_server_runs(serving, tmp_path, monkeypatch):
+    monkeypatch.setattr(reloading, "LOOK_S", 0.05)
+    path = tmp_path / "tenants.json"
+
+    def write(**tenants):
+        path.write_text(json.dumps({"admin_keys": [f"sha256:{key_digest('sk-admin').hex()}"], "tenants": tenants}))
+
+    write(one={"api_keys": ["sk-old"], "max_running": 2})
+    with (
+        serving(tenants=path, max_model_len=128, max_num_seqs=4, kv_memory="8MiB") as server,
+        httpx.Client(base_url=f"{server.url}/v1", timeout=60) as http,
+    ):
+
+        def status(key, body=None):
+            headers = {"Authorization": f"Bearer {key}"}
+            if body is None:
+                return http.get("/models", headers=headers).status_code
+            return http.post("/completions", json=body, headers=headers).status_code
+
+        assert (status("sk-old"), status("sk-new")) == (200, 401)
+        write(one={"api_keys": ["sk-new"], "max_running": 1}, two={"api_keys": ["sk-two"]})
+        deadline = time.monotonic() + 20
+        while status("sk-new") != 200:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert status("sk-old") == 401
+        assert status("sk-two", {"prompt": "Hi", "max_tokens": 1}) == 200
+        tenants = http.get("/tenants", headers={"Authorization": "Bearer sk-admin"}).json()
+        assert tenants["one"]["limits"]["max_running"] == 1
