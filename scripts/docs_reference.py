@@ -18,6 +18,7 @@ from pagemill import BeamSearchParams, EngineConfig, PoolingParams, SamplingPara
 from pagemill.arguments import arguments_of
 from pagemill.cli.app import app
 from pagemill.engine.stats import EngineStats, TenantStats
+from pagemill.fixed_arguments import OF_CALLS, OF_ENGINES, OF_SAMPLING
 from pagemill.server.metrics import Metrics
 
 
@@ -97,6 +98,16 @@ def settings() -> Iterator[str]:
     yield "`chat`, `generate` and `bench` take them as flags: `--max-model-len` is `max_model_len`. A wrong value"
     yield "raises `ConfigError`.\n"
     yield from arguments_table(EngineConfig)
+    yield "## vLLM's arguments that leave no choice\n"
+    yield "They are accepted with these values, which ask for what pagemill does anyway, so that snippets run as they"
+    yield "are. A value in the last column is accepted with a warning; any other is refused.\n"
+    for title, fixed in (("Settings", OF_ENGINES), ("`SamplingParams`", OF_SAMPLING), ("Calls", OF_CALLS)):
+        yield f"### {title}\n"
+        rows = [
+            (code(name), f"pagemill {one.what}", *(", ".join(map(code, map(repr, values))) for values in one[::2]))
+            for name, one in fixed.items()
+        ]
+        yield from table("name|because|accepted|with a warning", rows)
     yield "## Limits of a tenant\n"
     yield "`tenants` maps a tenant's name to these; `--tenants` names a file with them (see"
     yield "[Serve several tenants](../guide/tenants.md)).\n"

@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from pagemill import LLM, AsyncLLM
-from pagemill.config import FIXED, EngineConfig, config_for
-from pagemill.errors import ConfigError
+import pagemill
+from pagemill import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, SamplingParams, fixed_arguments
+from pagemill.config import EngineConfig, config_for
+from pagemill.errors import ConfigError, InvalidRequestError, SamplingParamsError, UnknownArgumentError
+from pagemill.fixed_arguments import OF_CALLS, OF_ENGINES, OF_SAMPLING
 
 
 @pytest.mark.parametrize(
@@ -84,21 +86,69 @@ def test_no_overrides_may_be_said_with_none():
     assert EngineConfig(model="m", hf_overrides=None).hf_overrides == {}
 
 
-@pytest.mark.parametrize("name", FIXED)
-def test_an_argument_without_a_choice_is_accepted_as_it_is_and_refused_otherwise(name):
-    accepted, _ = FIXED[name]
-    for value in accepted:
+@pytest.mark.parametrize("name", OF_ENGINES)
+def test_an_argument_without_a_choice_is_accepted_as_it_is_and_refused_otherwise(name, caplog):
+    fixed = OF_ENGINES[name]
+    for value in fixed.accepted:
         assert config_for("LLM", "m", {name: value, "seed": 3}) == EngineConfig(model="m", seed=3)
-    other = {bool: "yes", int: 2, str: "other"}[type(accepted[0])]
-    for value in (other, None, not accepted[0]):
-        if value not in accepted or type(value) is not type(accepted[0]):
-            with pytest.raises(ConfigError, match=f"^{name} is {value!r}; .*leave it out$") as caught:
-                config_for("LLM", "m", {name: value})
-            assert caught.value.param == name
+    assert not caplog.records
+    for value in ("yes", 2, "other", object(), ["x"]):
+        with pytest.raises(
+            ConfigError, match=f"^{name} is .*pagemill {re.escape(fixed.what)}.*leave it out$"
+        ) as caught:
+            config_for("LLM", "m", {name: value})
+        assert caught.value.param == name
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("swap_space", 4), ("trust_remote_code", True), ("generation_config", "auto")]
+)
+def test_what_could_be_expected_to_do_something_is_accepted_with_one_warning(name, value, caplog):
+    fixed_arguments.warn_once.cache_clear()
+    for _ in range(3):
+        assert config_for("LLM", "m", {name: value}) == EngineConfig(model="m")
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{name}={value!r} changes nothing: pagemill ")
+
+
+def test_other_calls_take_vllms_arguments_without_a_choice_too():
+    plain = SamplingParams(max_tokens=3)
+    taken = SamplingParams(
+        max_tokens=3, spaces_between_special_tokens=True, truncate_prompt_tokens=None, extra_args=None
+    )
+    assert taken == plain
+    with pytest.raises(SamplingParamsError, match="truncate_prompt_tokens is 5; pagemill shortens no prompt") as caught:
+        SamplingParams(truncate_prompt_tokens=5)
+    assert caught.value.param == "truncate_prompt_tokens"
+    assert not OF_SAMPLING.keys() & {argument.name for argument in dataclasses.fields(SamplingParams)}
+    for name in OF_CALLS:
+        assert name not in inspect.signature(LLM.generate).parameters
+
+
+def test_engine_args_are_settings():
+    args = EngineArgs("m", max_num_seqs=4, swap_space=0)
+    assert EngineConfig(**dataclasses.asdict(args)) == EngineConfig("m", max_num_seqs=4)
+    assert (args.model, AsyncEngineArgs(model="m").max_num_seqs) == ("m", EngineConfig("m").max_num_seqs)
+    with pytest.raises(UnknownArgumentError, match="AsyncEngineArgs has no argument 'max_seqs'"):
+        AsyncEngineArgs("m", max_seqs=4)
+    with pytest.raises(ConfigError, match="max_num_seqs is 0"):
+        EngineArgs("m", max_num_seqs=0)
+
+
+@pytest.mark.parametrize("name", ["score", "classify", "reward", "encode"])
+def test_methods_that_are_not_served_say_what_to_do(name):
+    with pytest.raises(InvalidRequestError, match=f"LLM.{name} is not served: .*[,;] "):
+        getattr(LLM, name)(None, "a", b=1)
+
+
+def test_all_that_is_exported_shows():
+    assert set(pagemill.__all__) <= set(dir(pagemill))
+    for name in pagemill.__all__:
+        assert getattr(pagemill, name) is not None
 
 
 def test_no_setting_is_also_fixed():
-    assert not FIXED.keys() & {setting.name for setting in dataclasses.fields(EngineConfig)}
+    assert not OF_ENGINES.keys() & {setting.name for setting in dataclasses.fields(EngineConfig)}
 
 
 @pytest.mark.parametrize("name", ["dtype", "eviction_policy", "max_num_seqs"])

@@ -7,6 +7,8 @@ import os
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pagemill.config import AsyncEngineArgs as AsyncEngineArgs
+    from pagemill.config import EngineArgs as EngineArgs
     from pagemill.config import EngineConfig as EngineConfig
     from pagemill.errors import PagemillError as PagemillError
     from pagemill.frontend.async_llm import AsyncLLM as AsyncLLM
@@ -39,6 +41,8 @@ _HOMES = {
     "CompletionOutput": "pagemill.frontend.outputs",
     "EmbeddingOutput": "pagemill.frontend.pooling",
     "EmbeddingRequestOutput": "pagemill.frontend.pooling",
+    "AsyncEngineArgs": "pagemill.config",
+    "EngineArgs": "pagemill.config",
     "EngineConfig": "pagemill.config",
     "Logprob": "pagemill.frontend.outputs",
     "PagemillError": "pagemill.errors",

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, ParamSpe
 from msgspec import Meta
 
 from pagemill.arguments import Count, Positive, about, check_fields, suggest_arguments
-from pagemill.errors import ConfigError, UnknownArgumentError, shown
+from pagemill.errors import ConfigError, UnknownArgumentError
+from pagemill.fixed_arguments import OF_ENGINES, without_fixed
 from pagemill.tenant_limits import TenantLimits, read_limits, read_tenants_file
 
 P = ParamSpec("P")
@@ -23,25 +24,6 @@ Threads = Annotated[int, Meta(ge=1, le=1024)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Model = Annotated[str, Meta(min_length=1, title="a path, a name such as 'smollm2-135m', or a Hugging Face id")]
 Size = Annotated[int | float | str, Meta(title="bytes, a size such as '4GiB', or a share")]
-
-FIXED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "tensor_parallel_size": ((1,), "runs on one device"),
-    "pipeline_parallel_size": ((1,), "runs on one device"),
-    "data_parallel_size": ((1,), "runs on one device"),
-    "enforce_eager": ((True, False), "captures no graphs"),
-    "trust_remote_code": ((False,), "runs no code of a model's"),
-    "enable_chunked_prefill": ((True,), "always computes long prompts in chunks"),
-    "disable_sliding_window": ((False,), "keeps a model's windows"),
-    "disable_log_stats": ((True,), "logs no statistics; stats() returns them"),
-    "enable_lora": ((False,), "has no adapters"),
-    "skip_tokenizer_init": ((False,), "always loads the tokenizer"),
-    "swap_space": ((0,), "sends evicted blocks to kv_host_memory and kv_disk_memory instead"),
-    "cpu_offload_gb": ((0,), "keeps all weights on the device"),
-    "tokenizer_mode": (("auto",), "has one tokenizer for each model"),
-    "load_format": (("auto",), "tells a model's format from its files"),
-    "runner": (("auto", "generate"), "generates text"),
-}
-"""vLLM's arguments that leave no choice here: the values that ask for what pagemill does anyway, and what that is."""
 
 
 @suggest_arguments
@@ -213,7 +195,7 @@ def takes_settings(
     config: Callable[P, EngineConfig],
 ) -> Callable[[Callable[Concatenate[S, ...], None]], Callable[Concatenate[S, P], None]]:
     """Gives an `__init__(self, model, **settings)` the signature of a config class: type checkers, editors and `help`
-    know every setting by its name and type. Arguments in `FIXED` are accepted, but not part of it."""
+    know every setting by its name and type. Arguments in `OF_ENGINES` are accepted, but not part of it."""
 
     def decorate(init: Callable[Concatenate[S, ...], None]) -> Callable[Concatenate[S, P], None]:
         itself, *_ = inspect.signature(init).parameters.values()
@@ -224,25 +206,26 @@ def takes_settings(
     return decorate
 
 
+class EngineArgs(EngineConfig):
+    """vLLM's name for the settings of an engine, with those that leave no choice here (`OF_ENGINES`)."""
+
+    @takes_settings(Settings)
+    def __init__(self, model: str, **settings: Any) -> None:
+        vars(self).update(vars(config_for(type(self).__name__, model, settings)))
+
+
+class AsyncEngineArgs(EngineArgs):
+    """The same for `AsyncLLM.from_engine_args`."""
+
+
 def config_for(owner: str, model: str, settings: dict[str, Any]) -> EngineConfig:
     """Returns the config from an entry point's keyword arguments; an unknown one is reported under that name.
 
-    Arguments in `FIXED` are accepted with the values that change nothing.
+    Arguments in `OF_ENGINES` are accepted with the values that change nothing.
     """
+    settings = without_fixed(settings, OF_ENGINES, ConfigError)
     known = [setting.name for setting in fields(EngineConfig)]
-    for name, value in settings.items():
-        if name in FIXED:
-            _check_fixed(name, value)
-        elif name not in known:
+    for name in settings:
+        if name not in known:
             raise UnknownArgumentError.of(owner, name, known)
-    return EngineConfig(model=model, **{name: value for name, value in settings.items() if name not in FIXED})
-
-
-def _check_fixed(name: str, value: Any) -> None:
-    accepted, what = FIXED[name]
-    if not any(type(value) is type(other) and value == other for other in accepted):
-        raise ConfigError(
-            f"{name} is {shown(value)}; pagemill {what}, so it can only be {' or '.join(map(repr, accepted))}; "
-            f"leave it out",
-            param=name,
-        )
+    return EngineConfig(model=model, **settings)

@@ -19,8 +19,9 @@ import msgspec
 import typer
 
 from pagemill.arguments import Argument, arguments_of
-from pagemill.config import FIXED, EngineConfig
+from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError
+from pagemill.fixed_arguments import OF_ENGINES, Fixed
 from pagemill.sampling.params import SamplingParams
 from pagemill.server.access import ServerAccess
 from pagemill.server.limits import ServerLimits
@@ -56,7 +57,7 @@ def engine_options(command: Command) -> Command:
         return given
 
     declared = {name: argument for name, argument in arguments_of(EngineConfig).items() if name != "model"}
-    return _with_options(command, "settings", declared, "Engine", collect, FIXED)
+    return _with_options(command, "settings", declared, "Engine", collect, OF_ENGINES)
 
 
 def server_options(command: Command) -> Command:
@@ -92,12 +93,12 @@ def _with_options(
     declared: Mapping[str, Argument],
     panel: str,
     collect: Callable[[dict[str, Any]], Any],
-    hidden: Mapping[str, tuple[tuple[Any, ...], str]],
+    hidden: Mapping[str, Fixed],
 ) -> Command:
     """Replaces the command's parameter `target` by one flag for each declared argument, and by one that is not shown
     for each entry of `hidden`, typed as the values that it accepts."""
     flags = {name: _option(name, argument.kind, panel, argument) for name, argument in declared.items()}
-    flags |= {name: _option(name, type(values[0]), panel) for name, (values, _) in hidden.items()}
+    flags |= {name: _option(name, _kind_of(fixed), panel) for name, fixed in hidden.items()}
     options = [
         inspect.Parameter(
             f"{panel.lower()}_{name}", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation
@@ -116,6 +117,11 @@ def _with_options(
     with_flags.__signature__ = signature.replace(parameters=[*kept, *options])  # type: ignore[attr-defined]
     with_flags.__annotations__ = {parameter.name: parameter.annotation for parameter in [*kept, *options]}
     return with_flags
+
+
+def _kind_of(fixed: Fixed) -> Any:
+    """Returns the type of a flag's values: a text where None is the only one accepted, which no flag can say."""
+    return next((type(value) for value in fixed.accepted if value is not None), str)
 
 
 def _option(name: str, hint: Any, panel: str, argument: Argument | None = None) -> Any:

@@ -228,6 +228,12 @@ class EngineCore:
         self._ended += self._end_lost(set(lost), now) + self.scheduler.commit(StepResult(), now)
         return self._refresh()
 
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached blocks of the pool, which go nowhere. Returns False, and does nothing, while requests or
+        pins hold blocks."""
+        self._save_evicted()
+        return self.memory.reset()
+
     def pins(self) -> PinList:
         """Returns what is pinned now."""
         now, pins = time.monotonic(), self.scheduler.pins

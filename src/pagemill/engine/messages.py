@@ -139,6 +139,12 @@ class KVBlocks(msgspec.Struct, tag=True):
     by_tier: dict[str, int]
 
 
+class Done(msgspec.Struct, tag=True):
+    """Says whether something was done."""
+
+    done: bool
+
+
 class StepOutputs(msgspec.Struct, tag=True):
     """Carries the outputs of one step."""
 

@@ -8,6 +8,7 @@ import msgspec
 
 from pagemill.engine.messages import (
     AbortRequests,
+    Done,
     EngineReady,
     EngineRequest,
     Failure,
@@ -82,6 +83,13 @@ class Unpin(Query[PinList], tag=True):
         return core.unpin(self.name, Namespace(self.tenant, self.cache_salt))
 
 
+class ResetPrefixCache(Query[Done], tag=True):
+    """Makes the engine forget what is cached, see `EngineCore.reset_prefix_cache`."""
+
+    def answer(self, core: EngineCore) -> Done:
+        return Done(core.reset_prefix_cache())
+
+
 class SequencesQuery(Query[SequenceList], tag=True):
     """Asks for all sequences that have not finished."""
 
@@ -104,14 +112,14 @@ class Question(msgspec.Struct, tag=True):
     """A query under a number that is used once."""
 
     id: int
-    query: StatsQuery | ResizePool | SetTenant | PinsQuery | Unpin | SequencesQuery | BlocksQuery
+    query: StatsQuery | ResizePool | SetTenant | PinsQuery | Unpin | ResetPrefixCache | SequencesQuery | BlocksQuery
 
 
 class Answer(msgspec.Struct, tag=True):
     """The answer to the `Question` of this number."""
 
     id: int
-    answer: EngineStats | EngineReady | PinList | SequenceList | KVBlocks | Failure
+    answer: EngineStats | EngineReady | PinList | SequenceList | KVBlocks | Done | Failure
 
 
 ToEngine = Start | EngineRequest | AbortRequests | FinishSequences | Question | Shutdown

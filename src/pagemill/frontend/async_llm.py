@@ -10,14 +10,15 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pagemill.config import Settings, config_for, takes_settings
+from pagemill.config import EngineConfig, Settings, config_for, takes_settings
 from pagemill.engine.messages import EngineReady, PinInfo
 from pagemill.engine.stats import EngineStats
 from pagemill.errors import EngineDeadError, InvalidRequestError, PagemillError, RequestNotFoundError
+from pagemill.fixed_arguments import OF_CALLS, takes_fixed
 from pagemill.frontend.frontend import Frontend, Params
 from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.outputs import RequestOutput, RunningRequest
@@ -73,6 +74,12 @@ class AsyncLLM:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._loaded = asyncio.Event()
         self._died = asyncio.Event()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineConfig) -> AsyncLLM:
+        """Returns what `AsyncLLM(model, ...)` does with these settings."""
+        settings = {field.name: getattr(engine_args, field.name) for field in fields(EngineConfig)}
+        return cls(settings.pop("model"), **settings)
 
     # --- life ---
 
@@ -137,6 +144,7 @@ class AsyncLLM:
 
     # --- requests ---
 
+    @takes_fixed(OF_CALLS, InvalidRequestError)
     async def generate(
         self,
         prompt: Prompt,
@@ -154,6 +162,26 @@ class AsyncLLM:
         stream = await self.submit(prompt, sampling_params, request_id, priority=priority, tenant=tenant)
         with contextlib.closing(stream):
             async for output in stream:
+                yield output
+
+    @takes_fixed(OF_CALLS, InvalidRequestError)
+    async def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        sampling_params: Params | None = None,
+        request_id: str | None = None,
+        *,
+        priority: int = 0,
+        tenant: str = DEFAULT_TENANT,
+        cache_salt: str = "",
+        **template: Any,
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Yields the answer to a conversation as `generate` does. `template` goes to the chat template, see
+        `LLM.chat`, and what is wrong with it is raised as there."""
+        prompt = await self.render_chat(messages, cache_salt=cache_salt, **template)
+        answer = self.generate(prompt, sampling_params, request_id, priority=priority, tenant=tenant)
+        async with contextlib.aclosing(answer):
+            async for output in answer:
                 yield output
 
     async def submit(
@@ -285,6 +313,21 @@ class AsyncLLM:
     async def resize_kv_memory(self, kv_memory: int | float | str | None) -> EngineReady:
         """See `LLM.resize_kv_memory`; happens between two steps, and requests go on."""
         return await (await self._ready()).resize_kv_memory(kv_memory)
+
+    async def sleep(self, level: int = 1) -> None:
+        """See `LLM.sleep`; happens between two steps."""
+        await (await self._ready()).sleep.begin(level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """See `LLM.wake_up`."""
+        await (await self._ready()).sleep.end(tags)
+
+    async def is_sleeping(self) -> bool:
+        return (await self._ready()).sleep.asleep
+
+    async def reset_prefix_cache(self) -> bool:
+        """See `LLM.reset_prefix_cache`; happens between two steps."""
+        return await (await self._ready()).reset_prefix_cache()
 
     async def set_tenant(self, name: str, limits: TenantLimits) -> None:
         """See `LLM.set_tenant`; happens between two steps.

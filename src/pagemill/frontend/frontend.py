@@ -29,6 +29,7 @@ from pagemill.frontend.outputs import RunningRequest
 from pagemill.frontend.rates import Rates
 from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.session_turns import SessionTurns
+from pagemill.frontend.sleep import Sleep
 from pagemill.frontend.worker import Worker
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
@@ -61,6 +62,7 @@ class Frontend:
         self.inputs = InputProcessor(tokenizer, lambda: client.facts)
         self.turns = SessionTurns(store, self.inputs, model)
         self.rates = Rates(tenants)
+        self.sleep = Sleep(client)
         self.on_request_end: Callable[[RequestState], None] = lambda request: None
         """Called with each request when it has ended."""
         self._running: dict[str, RequestState] = {}
@@ -140,6 +142,7 @@ class Frontend:
     def start(self, request: RequestState) -> None:
         """Sends a prepared request to the engine. Raises `InvalidRequestError` or `EngineDeadError`."""
         try:
+            self.sleep.check_awake()
             self.rates.begin(request.space.tenant, len(request.prompt_token_ids))
             name = self.new_request_id(request.request_id)
             # Steps under way may still bring tokens of an earlier request of this name: the engine's is used once.
@@ -288,8 +291,13 @@ class Frontend:
         """Returns a snapshot taken between two steps."""
         return await self.client.ask(queries.StatsQuery())
 
+    async def reset_prefix_cache(self) -> bool:
+        """See `LLM.reset_prefix_cache`."""
+        return (await self.client.ask(queries.ResetPrefixCache())).done
+
     async def resize_kv_memory(self, kv_memory: int | float | str | None) -> EngineReady:
         """See `LLM.resize_kv_memory`."""
+        self.sleep.check_awake()
         return await self.client.ask(queries.ResizePool(kv_memory))
 
     async def set_tenant(self, name: str, limits: TenantLimits) -> None:

@@ -18,10 +18,13 @@ from pagemill.arguments import suggest_keywords
 from pagemill.config import Settings, config_for, takes_settings
 from pagemill.engine.messages import EngineReady, PinInfo
 from pagemill.engine.stats import EngineStats
-from pagemill.errors import SamplingParamsError, shown
+from pagemill.errors import InvalidRequestError, SamplingParamsError, shown
+from pagemill.fixed_arguments import OF_CALLS, takes_fixed
 from pagemill.frontend.client import InlineClient
 from pagemill.frontend.frontend import Frontend
 from pagemill.frontend.input_processor import Prompt, as_list_of_prompts, one_per_prompt
+from pagemill.frontend.metrics import Metric, metrics_of
+from pagemill.frontend.not_served import not_served
 from pagemill.frontend.outputs import BeamSearchOutput, BeamSearchSequence, RequestOutput
 from pagemill.frontend.pooling import EmbeddingRequestOutput, embedding_of
 from pagemill.frontend.request_state import RequestState
@@ -62,6 +65,7 @@ class LLM:
         self.frontend = Frontend(self.client, tokenizer, store, name, Inline(), tenants)
         sys.stderr.write(f"pagemill: {self.client.facts.description}\n")
 
+    @takes_fixed(OF_CALLS, InvalidRequestError)
     @suggest_keywords
     def generate(
         self,
@@ -90,6 +94,7 @@ class LLM:
         ]
         return self._run(requests, use_tqdm)
 
+    @takes_fixed(OF_CALLS, InvalidRequestError)
     @suggest_keywords
     def beam_search(
         self,
@@ -124,6 +129,7 @@ class LLM:
             sequences.append(BeamSearchSequence(tokens, text, found.cumulative_logprob, found.finish_reason))
         return BeamSearchOutput(sequences)
 
+    @takes_fixed(OF_CALLS, InvalidRequestError)
     def chat(
         self,
         messages: Sequence[Mapping[str, Any]] | Sequence[Sequence[Mapping[str, Any]]],
@@ -149,6 +155,7 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, tenant=tenant)
 
+    @takes_fixed(OF_CALLS, InvalidRequestError)
     @suggest_keywords
     def embed(
         self,
@@ -237,6 +244,37 @@ class LLM:
         the device fails on the way.
         """
         return immediately(self.frontend.resize_kv_memory(kv_memory))
+
+    def sleep(self, level: int = 1) -> None:
+        """Gives the KV pool's memory back until `wake_up`: all but what pins keep. Sessions stay, and what was cached
+        goes to lower tiers, where there are any. The weights stay too, so only level 1 is known. Requests are refused
+        meanwhile."""
+        immediately(self.frontend.sleep.begin(level))
+
+    def wake_up(self, tags: list[str] | None = None) -> None:
+        """Ends `sleep`. Raises `KVMemoryError`, and sleeps on, where the memory is gone."""
+        immediately(self.frontend.sleep.end(tags))
+
+    def is_sleeping(self) -> bool:
+        return self.frontend.sleep.asleep
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached blocks of the pool; those in lower tiers stay. Returns False, and does nothing, while pins
+        or requests hold blocks."""
+        return immediately(self.frontend.reset_prefix_cache())
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """Returns what `generate` takes where none are given."""
+        return SamplingParams()
+
+    def get_metrics(self) -> list[Metric]:
+        """Returns the figures of `stats` under the names that they have in `/metrics`."""
+        return metrics_of(self.stats())
+
+    score = not_served("score", "models here give no scores of pairs; compare embeddings, see embed")
+    classify = not_served("classify", "models here have no classes; ask in words, with allowed_token_ids")
+    reward = not_served("reward", "models here have no head for rewards; score a prompt by prompt_logprobs")
+    encode = not_served("encode", "its raw outputs are not given; use embed")
 
     def set_tenant(self, name: str, limits: TenantLimits) -> None:
         """Makes a tenant known, or changes its limits. Raises `ConfigError`, and changes nothing, for what the pool can

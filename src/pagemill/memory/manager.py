@@ -232,6 +232,14 @@ class MemoryManager:
         """
         moving.forget_lost(self.core, frames)
 
+    def reset(self) -> bool:
+        """Makes all cached blocks unfindable, unsaved, so that every frame is free. Returns False, and changes nothing,
+        while any block is active, or a step in flight. O(blocks)."""
+        if self.core.in_flight or self.num_available < self.num_frames or self.streamed.active:
+            return False
+        self.forget_lost({*range(self.num_frames), *self.streamed.numbers})
+        return True
+
     # Account: tenants, and the pool's frames. See also `Pins`.
 
     def set_quotas(self, quotas: Mapping[str, Quota]) -> None:

@@ -14,6 +14,7 @@ from msgspec import Meta, Struct
 
 from pagemill.arguments import Count, about, as_list, check_fields, suggest_arguments
 from pagemill.errors import SamplingParamsError, TokenOutOfVocabularyError, shown
+from pagemill.fixed_arguments import OF_SAMPLING, takes_fixed
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
@@ -60,6 +61,7 @@ _OFF_AT_1 = "1 switches it off"
 _FLAG = "give True or False"
 
 
+@takes_fixed(OF_SAMPLING, SamplingParamsError)
 @suggest_arguments
 @dataclass(kw_only=True)
 class SamplingParams:

@@ -1,0 +1,111 @@
+"""Methods of vLLM's LLM and AsyncLLM beside generation: sleep, a fresh prefix cache, defaults, metrics, chat."""
+
+import asyncio
+
+import pytest
+
+from pagemill import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams
+from pagemill.errors import InvalidRequestError
+
+SETTINGS = {"max_model_len": 256, "kv_memory": "32MiB", "max_num_seqs": 4}
+GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
+PROMPT = "The capital of France is a city on a river, and it has had " * 2
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM("smollm2-135m", **SETTINGS) as llm:
+        yield llm
+
+
+def answer(llm, prompt=PROMPT, **given):
+    return llm.generate(prompt, GREEDY, use_tqdm=False, **given)[0]
+
+
+def test_sleep_gives_the_pool_back_and_keeps_sessions_and_pins(llm):
+    session = llm.session("talk")
+    session.generate("Once upon a time", GREEDY)
+    tokens = session.token_ids
+    pin = llm.pin(PROMPT, name="kept")
+    before, expected = llm.stats(), answer(llm)
+    llm.sleep()
+    llm.sleep()
+    assert llm.is_sleeping()
+    assert pin.num_blocks <= llm.stats().frames <= pin.num_blocks + 1 < before.frames
+    for refused in (lambda: answer(llm), lambda: llm.resize_kv_memory("16MiB"), lambda: llm.embed("x", use_tqdm=False)):
+        with pytest.raises(InvalidRequestError, match="wake_up"):
+            refused()
+    llm.wake_up()
+    llm.wake_up()
+    assert not llm.is_sleeping()
+    assert llm.stats().frames == before.frames
+    again = answer(llm)
+    assert again.outputs == expected.outputs
+    assert again.num_cached_tokens >= pin.num_tokens
+    assert session.token_ids == tokens
+    llm.unpin("kept")
+    session.delete()
+
+
+@pytest.mark.parametrize("level", [0, 2, True, None])
+def test_another_level_is_refused(llm, level):
+    with pytest.raises(InvalidRequestError, match="level 1 only") as caught:
+        llm.sleep(level)
+    assert caught.value.param == "level"
+    with pytest.raises(InvalidRequestError, match="as a whole"):
+        llm.wake_up(tags=["weights"])
+    assert not llm.is_sleeping()
+
+
+def test_the_prefix_cache_can_be_emptied(llm):
+    answer(llm)
+    assert answer(llm).num_cached_tokens > 0
+    llm.pin(PROMPT, name="held")
+    assert llm.reset_prefix_cache() is False
+    llm.unpin("held")
+    assert llm.reset_prefix_cache() is True
+    stats = llm.stats()
+    assert stats.frames_free == stats.frames
+    assert answer(llm).num_cached_tokens == 0
+
+
+def test_defaults_and_metrics(llm):
+    assert llm.get_default_sampling_params() == SamplingParams()
+    metrics = {(metric.name, *metric.labels.values()): metric for metric in llm.get_metrics()}
+    assert metrics["pagemill:generation_tokens",].value == llm.stats().generated_tokens
+    assert type(metrics["pagemill:generation_tokens",]).__name__ == "Counter"
+    assert metrics["pagemill:kv_blocks", "free"].value > 0
+    assert metrics["pagemill:tenant_running", "default"].value == 0
+
+
+def test_vllms_arguments_of_calls_are_taken_where_they_ask_for_nothing(llm):
+    expected = answer(llm).outputs
+    assert answer(llm, lora_request=None, tokenization_kwargs=None).outputs == expected
+    with pytest.raises(InvalidRequestError, match="has no adapters") as caught:
+        answer(llm, lora_request="adapter")
+    assert caught.value.param == "lora_request"
+    messages = [{"role": "user", "content": "Hi"}]
+    assert llm.chat(messages, GREEDY, use_tqdm=False, chat_template_content_format="auto", lora_request=None)
+
+
+def test_async_engines_have_them_too():
+    async def run():
+        async with AsyncLLM.from_engine_args(AsyncEngineArgs("smollm2-135m", **SETTINGS)) as llm:
+            messages = [{"role": "user", "content": "What is the capital of France?"}]
+            texts = [out.outputs[0].text async for out in llm.chat(messages, GREEDY, lora_request=None)]
+            with pytest.raises(InvalidRequestError, match="no place"):
+                async for _ in llm.chat(messages, GREEDY, documents=[{"text": "a"}]):
+                    pass
+            frames = (await llm.stats()).frames
+            await llm.sleep()
+            assert await llm.is_sleeping()
+            with pytest.raises(InvalidRequestError, match="wake_up"):
+                await llm.submit("x", GREEDY)
+            await llm.wake_up()
+            assert (await llm.stats()).frames == frames
+            assert await llm.reset_prefix_cache() is True
+            embedded = await llm.embed("Hello")
+            assert embedded.outputs.hidden_size == len(embedded.outputs.embedding) == 576
+            return "".join(texts)
+
+    assert "capital" in asyncio.run(run())
