@@ -38,6 +38,9 @@ from pagemill.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
+OUTPUTS_AT_ONCE = 64
+"""Outputs of one step that are taken before others may use the event loop."""
+
 
 @dataclass(kw_only=True)
 class _Arguments(Settings):
@@ -368,7 +371,10 @@ class AsyncLLM:
             self._frontend = frontend
             self._loaded.set()
             while True:
-                frontend.receive(await self._client.receive())
+                outputs = await self._client.receive()
+                for first in range(0, len(outputs), OUTPUTS_AT_ONCE):
+                    frontend.receive(outputs[first : first + OUTPUTS_AT_ONCE])
+                    await asyncio.sleep(0)
         except PagemillError as error:
             self._die(error)
             await self._client.close(now=self._frontend is None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import operator
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Integral
 from typing import Any, TypeAlias
@@ -135,6 +136,8 @@ class InputProcessor:
             raise errors.InvalidRequestError(
                 f"the prompt is of type {type(text).__name__}; it must be text", param="prompt"
             )
+        if isinstance(token_ids, (list, array)):
+            self.facts().check_prompt_length(len(token_ids))  # before anybody looks at a million of them
         tokens = self.encode(text or "") if token_ids is None else token_ids_of(token_ids)
         return text, tokens, "" if salt is None else salt
 

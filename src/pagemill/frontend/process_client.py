@@ -46,6 +46,7 @@ class ProcessClient:
         self._facts: EngineReady | None = None
         self._question_ids = itertools.count()
         self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._aborting: list[str] = []
         self._socket.sendall(frame(messages.Start(config)))
 
     @property
@@ -85,7 +86,9 @@ class ProcessClient:
         self._send(request)
 
     def abort(self, request_ids: list[str]) -> None:
-        self._send(messages.AbortRequests(request_ids))
+        if not self._aborting:  # those that end together, as the thousand prompts of one call, make one message
+            asyncio.get_running_loop().call_soon(self._send_aborts)
+        self._aborting += request_ids
 
     def finish(self, sequences: list[tuple[str, int]]) -> None:
         self._send(messages.FinishSequences(sequences))
@@ -124,6 +127,10 @@ class ProcessClient:
             with contextlib.suppress(OSError):
                 await self._writer.wait_closed()
         self._child.end()
+
+    def _send_aborts(self) -> None:
+        aborting, self._aborting = self._aborting, []
+        self._send(messages.AbortRequests(aborting))
 
     def _send(self, message: Any) -> None:
         """Queues a message, in order. Nothing happens if the process is gone: `receive` says so."""

@@ -145,6 +145,7 @@ class RequestState:
         self.num_cached_tokens = 0
         self.pooled: bytes | None = None
         """The embedding, float32, if the request asked for one and has ended well."""
+        self._undecoded: list[TokenLogprobs | None] | None = None
         self._prompt_logprobs: list[LogprobsOfPosition | None] | None = None
         self._prompt_logprobs_given = False
 
@@ -164,6 +165,13 @@ class RequestState:
         return all(sequence.finished for sequence in self.sequences)
 
     @property
+    def num_logprobs(self) -> int:
+        """How many positions there are with log probabilities, of the prompt and of what has come."""
+        return sum(
+            len(each or ()) for each in (self._prompt_logprobs, *(one.output.logprobs for one in self.sequences))
+        )
+
+    @property
     def error(self) -> PagemillError | None:
         """Why the engine is gone, or else the first failed sequence's error."""
         return self._failure or next((each.output.error for each in self.sequences if each.output.error), None)
@@ -178,9 +186,7 @@ class RequestState:
             return False
         self.num_cached_tokens = max(self.num_cached_tokens, new.num_cached_tokens)
         if new.prompt_logprobs is not None and self._prompt_logprobs is None:
-            self._prompt_logprobs = [
-                None if entry is None else decode_logprobs(entry, self._tokenizer) for entry in new.prompt_logprobs
-            ]
+            self._undecoded = new.prompt_logprobs
         self.pooled = new.pooled or self.pooled
         if new.scheduled_s and metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = new.scheduled_s
@@ -211,8 +217,22 @@ class RequestState:
         if self.on_news is not None and (self._best_of is None or self.finished or self._failure is not None):
             self.on_news()
 
+    @property
+    def has_undecoded_logprobs(self) -> bool:
+        """True if `take_delta` would look up the texts of a prompt's log probabilities, which may take long."""
+        return self._undecoded is not None
+
+    def decode_prompt_logprobs(self) -> None:
+        """Looks up the texts of the prompt's log probabilities, if they have come."""
+        undecoded, self._undecoded = self._undecoded, None
+        if undecoded is not None:
+            self._prompt_logprobs = [
+                None if entry is None else decode_logprobs(entry, self._tokenizer) for entry in undecoded
+            ]
+
     def take_delta(self) -> RequestOutput:
         """Returns what is new since the last call; prompt log probabilities come once."""
+        self.decode_prompt_logprobs()
         if self._best_of is not None:
             return self.whole()
         outputs = [sequence.take_delta() for sequence in self.sequences if sequence.has_news]
@@ -222,6 +242,7 @@ class RequestState:
 
     def whole(self) -> RequestOutput:
         """Returns all that has come."""
+        self.decode_prompt_logprobs()
         outputs = [replace(sequence.output) for sequence in self.sequences]
         if self._best_of is not None:
             outputs = _best(outputs, self._best_of)
@@ -255,7 +276,8 @@ def decode_logprobs(entry: TokenLogprobs, tokenizer: Tokenizer) -> LogprobsOfPos
     """Returns the token that stands there, under its own rank, then the most likely ones, ranked 1, 2, …"""
     ranked = [entry.rank, *range(1, len(entry.token_ids))]
     decoded: LogprobsOfPosition = {}
+    text = tokenizer.text_of_token
     for token_id, logprob, rank in zip(entry.token_ids, entry.logprobs, ranked, strict=True):
         if token_id not in decoded:
-            decoded[token_id] = Logprob(logprob, rank, tokenizer.decode([token_id]))
+            decoded[token_id] = Logprob(logprob, rank, text(token_id))
     return decoded

@@ -49,6 +49,8 @@ class RequestStream:
         if self.request.error is not None:
             self.close()
             raise self.request.error
+        if self.request.has_undecoded_logprobs:
+            await self._frontend.worker.run(self.request.decode_prompt_logprobs)
         output = self.request.take_delta()
         self._ended = output.finished
         if output.finished:

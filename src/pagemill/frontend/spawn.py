@@ -1,6 +1,7 @@
-"""Starts engine processes, on request ahead of their use. Imports little: it runs before anything else does.
+"""Starts child processes: engines, on request ahead of their use, and others. Imports little: it runs before anything
+else does.
 
-The child is started afresh (no fork of this process, no second import of `__main__`), so this process needs no torch.
+A child is started afresh (no fork of this process, no second import of `__main__`), so this process needs no torch.
 It has its own process session: a Ctrl-C in the terminal reaches the front end alone.
 """
 
@@ -15,12 +16,13 @@ from dataclasses import dataclass
 
 SOCKET_BUFFER_BYTES = 1 << 20
 
-_CHILD = "import sys; sys.path[:] = sys.argv[2:]; from pagemill.engine.process import run; run(int(sys.argv[1]))"
+ENGINE = "pagemill.engine.process"
+_CHILD = "import sys; sys.path[:] = sys.argv[2:]; from {} import run; run(int(sys.argv[1]))"
 
 
 @dataclass(eq=False)
 class Child:
-    """An engine process and this process's end of the socket to it. `end` kills it if it still runs, as does the
+    """A child process and this process's end of the socket to it. `end` kills it if it still runs, as does the
     interpreter's exit."""
 
     process: subprocess.Popen[bytes]
@@ -35,15 +37,16 @@ _ahead: list[Child] = []
 
 def spawn_ahead() -> None:
     """Starts the process that the next `spawn` will return: it imports torch while this one imports the rest."""
-    _ahead.append(_start())
+    _ahead.append(start_child(ENGINE))
 
 
 def spawn() -> Child:
     """An engine process that waits for its `Start`."""
-    return _ahead.pop() if _ahead else _start()
+    return _ahead.pop() if _ahead else start_child(ENGINE)
 
 
-def _start() -> Child:
+def start_child(module: str) -> Child:
+    """Starts a process that runs a module's `run(descriptor)`, with the descriptor of its end of the socket."""
     ours, theirs = socket.socketpair()
     with theirs:
         for end in (ours, theirs):
@@ -51,7 +54,13 @@ def _start() -> Child:
         # The child gets this process's module path, so that it finds the same package wherever it was started from.
         # What it prints goes to stderr: stdout may be somebody's JSON.
         process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD, str(theirs.fileno()), *(path or os.getcwd() for path in sys.path)],
+            [
+                sys.executable,
+                "-c",
+                _CHILD.format(module),
+                str(theirs.fileno()),
+                *(path or os.getcwd() for path in sys.path),
+            ],
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,
             stdout=2,
@@ -61,7 +70,7 @@ def _start() -> Child:
 
 
 def _end(process: subprocess.Popen[bytes], sock: socket.socket) -> None:
-    """Ends an engine that nobody closed, also at interpreter exit, and leaves neither orphan nor zombie."""
+    """Ends a child that nobody closed, also at interpreter exit, and leaves neither orphan nor zombie."""
     sock.close()
     if process.poll() is None:
         process.kill()

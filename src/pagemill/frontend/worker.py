@@ -57,11 +57,11 @@ class WorkerThread:
     It is a daemon, unlike those of concurrent.futures: whatever it is doing does not keep the process from ending.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, name: str = "tokenizer") -> None:
         self._work: Work = queue.SimpleQueue()
         self._closed = False
         weakref.finalize(self, self._work.put, None)
-        threading.Thread(target=_serve, args=(self._work,), name="tokenizer", daemon=True).start()
+        threading.Thread(target=_serve, args=(self._work,), name=name, daemon=True).start()
 
     def submit(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Future[T]:
         """Returns what the function will return; that is cancelled after `close`."""

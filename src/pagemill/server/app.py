@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
-from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
@@ -15,6 +15,7 @@ from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.access import ServerAccess
 from pagemill.server.api_docs import docs_routes
 from pagemill.server.api_keys import ApiKeys
+from pagemill.server.body_reader import BodyReader, BodyRoute
 from pagemill.server.call import Call, R
 from pagemill.server.chat import ChatCall
 from pagemill.server.completions import CompletionCall
@@ -32,7 +33,6 @@ from pagemill.server.pins import pin_routes
 from pagemill.server.protocol.body import ErrorResponse
 from pagemill.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from pagemill.server.protocol.completions import Completion, CompletionRequest
-from pagemill.server.protocol.generation import Answer
 from pagemill.server.rate_headers import RATE_HEADERS, rate_headers
 from pagemill.server.sessions import session_routes
 from pagemill.server.tokens import token_routes
@@ -79,9 +79,11 @@ def create_app(
             expose_headers=EXPOSED_HEADERS,
         )
     install_error_handlers(app)
+    app.router.route_class = BodyRoute
+    app.state.body_reader = BodyReader()
     served = ServedModels(llm, served_model_name)
 
-    async def answer(kind: type[Call[R]], body: R, request: Request, response: Response) -> Answer[Any] | Response:
+    async def answer(kind: type[Call[R]], body: R, request: Request) -> Response:
         tenant: str = request.state.tenant
         call = kind(llm, body, served.name_for(body.model), tenant)
         try:
@@ -93,20 +95,18 @@ def create_app(
             refusal = error_answer(refused)
             refusal.headers.update(rate_headers(llm.rates(tenant)))
             return refusal
-        response.headers.update(rate_headers(llm.rates(tenant)))
+        whole.headers.update(rate_headers(llm.rates(tenant)))
         return whole
 
     @app.post("/v1/completions", response_model=Completion)
-    async def completions(body: CompletionRequest, request: Request, response: Response) -> Answer[Any] | Response:
+    async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continues a prompt, or each of several: text or token ids."""
-        return await answer(CompletionCall, body, request, response)
+        return await answer(CompletionCall, body, request)
 
     @app.post("/v1/chat/completions", response_model=ChatCompletion)
-    async def chat_completions(
-        body: ChatCompletionRequest, request: Request, response: Response
-    ) -> Answer[Any] | Response:
+    async def chat_completions(body: ChatCompletionRequest, request: Request) -> Response:
         """Answers a conversation through the model's chat template."""
-        return await answer(ChatCall, body, request, response)
+        return await answer(ChatCall, body, request)
 
     app.include_router(model_routes(served))
     app.include_router(token_routes(llm, served))
@@ -116,14 +116,14 @@ def create_app(
         app.include_router(routes(llm))
     app.include_router(health_routes(llm, limits.stuck_after_s))
     app.include_router(docs_routes(app))
-    metrics = Metrics()
+    metrics = app.state.metrics = Metrics()
     llm.on_request_end = metrics.observe
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         """Gives counters and times in Prometheus' text format."""
         stats = await llm.stats() if llm.is_ready else None
-        return Response(metrics.render(stats), media_type=CONTENT_TYPE)
+        return Response(await asyncio.to_thread(metrics.render, stats), media_type=CONTENT_TYPE)
 
     @app.get("/version")
     async def version() -> dict[str, str]:

@@ -6,13 +6,14 @@ import asyncio
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence, Sized
 from contextlib import aclosing
 from typing import Any, ClassVar, Generic, TypeVar
 
+from fastapi.responses import Response
 from pydantic import BaseModel
 
-from pagemill.errors import PagemillError
+from pagemill.errors import InvalidRequestError, PagemillError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.outputs import CompletionOutput, RequestOutput
@@ -26,6 +27,13 @@ from pagemill.server.protocol.generation import Answer, GenerationRequest, Promp
 from pagemill.text.detokenizer import Detokenizer
 
 R = TypeVar("R", bound=GenerationRequest)
+T = TypeVar("T")
+
+MOST_HERE = 200
+"""Choices, and positions with log probabilities, that are written in the event loop; more take long enough to hold up
+running streams, and are written in a thread."""
+STREAMS_AT_ONCE = 64
+"""Streams of a call that are begun, or ended, before others may use the event loop."""
 
 
 class Call(ABC, Generic[R]):
@@ -51,7 +59,7 @@ class Call(ABC, Generic[R]):
         self._forked = ""
         """The text that a fork begins with."""
 
-    async def answer(self) -> Answer[Any]:
+    async def answer(self) -> Response:
         """Returns the whole answer."""
         try:
             await self._start()
@@ -61,10 +69,18 @@ class Call(ABC, Generic[R]):
         except PagemillError as error:
             raise self.request.in_own_words(error) from None
         finally:
-            self._close()
+            await self._close()
+        size = sum(len(stream.request.sequences) + stream.request.num_logprobs for stream in self._streams)
+        return Response(await _off_loop(size, self._whole), media_type="application/json")
+
+    def _whole(self) -> bytes:
+        """Returns the whole answer in JSON, written choice by choice: other threads may run between two."""
         results = self._results()
-        choices = [self._choice(at, output) for at, result in enumerate(results) for output in result.outputs]
-        return self.WHOLE(**self._head, choices=choices, usage=_usage(results), **self._beside(results))
+        choices = [
+            self._choice(at, output).model_dump_json() for at, result in enumerate(results) for output in result.outputs
+        ]
+        around = self.WHOLE(**self._head, choices=[], usage=_usage(results), **self._beside(results)).model_dump_json()
+        return around.replace('"choices":[]', f'"choices":[{",".join(choices)}]', 1).encode()
 
     async def events(self) -> AsyncGenerator[str, None]:
         """Returns the answer's server-sent events once its first part is there; what is refused until then is raised.
@@ -84,9 +100,10 @@ class Call(ABC, Generic[R]):
                     if not begun:
                         begun = True
                         yield ""  # for `events`
-                    for new in output.outputs:
-                        for choice in self._chunks(position, new):
-                            yield event(self.CHUNK(**self._head, choices=[choice]))
+                    size = sum(1 + len(new.logprobs or ()) for new in output.outputs)
+                    size += len(output.prompt_logprobs or ())
+                    for part in await _off_loop(size, self._parts, position, output):
+                        yield part
             if self.request.include_usage:
                 yield event(self.CHUNK(**self._head, choices=[], usage=_usage(self._results())))
         except PagemillError as error:
@@ -95,12 +112,26 @@ class Call(ABC, Generic[R]):
                 raise refused from None
             yield event(error_response(refused))
         finally:
-            self._close()
+            await self._close()
         yield DONE
+
+    def _parts(self, position: int, output: RequestOutput) -> list[str]:
+        """Returns the events that say what is new of the prompt at `position`."""
+        choices = (choice for new in output.outputs for choice in self._chunks(position, new))
+        return [event(self.CHUNK(**self._head, choices=[choice])) for choice in choices]
 
     async def _start(self) -> None:
         """Checks and submits every prompt; if one is refused, `_close` ends the others."""
-        request, params = self.request, self.request.params()
+        request, given = self.request, self.request.given
+        allowed, vocabulary = len(given.get("allowed_token_ids", ())), (await self._llm.ready()).vocab_size
+        if allowed > vocabulary:
+            raise InvalidRequestError(
+                f"allowed_token_ids has {allowed} entries; this model has {vocabulary} tokens; name each once",
+                param="allowed_token_ids",
+            )
+        params = await _off_loop(
+            sum(len(value) for value in given.values() if isinstance(value, Sized)), request.params
+        )
         if request.fork_of is not None:
             await self._fork(request.fork_of, params)
         elif request.session_id is not None:
@@ -162,8 +193,12 @@ class Call(ABC, Generic[R]):
             except Exception as error:
                 await outputs.put(error)
 
-        readers = [asyncio.ensure_future(read(position, stream)) for position, stream in enumerate(self._streams)]
+        readers: list[asyncio.Future[None]] = []
         try:
+            for position, stream in enumerate(self._streams):
+                readers.append(asyncio.ensure_future(read(position, stream)))
+                if not len(readers) % STREAMS_AT_ONCE:
+                    await asyncio.sleep(0)
             unended = len(readers)
             while unended:
                 found = await outputs.get()
@@ -174,9 +209,10 @@ class Call(ABC, Generic[R]):
                 else:
                     yield found
         finally:
-            for reader in readers:
+            unended_readers = [reader for reader in readers if not reader.done()]
+            for reader in unended_readers:
                 reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
+            await asyncio.gather(*unended_readers, return_exceptions=True)
 
     def _results(self) -> list[RequestOutput]:
         """Returns what each prompt has brought so far, in as many choices as were asked for."""
@@ -185,9 +221,21 @@ class Call(ABC, Generic[R]):
             del result.outputs[self._num_choices :]  # a search brings its whole width
         return results
 
-    def _close(self) -> None:
-        for stream in self._streams:
-            stream.close()
+    async def _close(self) -> None:
+        """Gives back all that has been started, even if it is cancelled on the way."""
+        try:
+            for number, stream in enumerate(self._streams, 1):
+                stream.close()
+                if not number % STREAMS_AT_ONCE:
+                    await asyncio.sleep(0)
+        finally:
+            for stream in self._streams:
+                stream.close()
+
+
+async def _off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
+    """Returns what a function returns, which is called in a thread if there is much for it to do."""
+    return await asyncio.to_thread(function, *args) if size > MOST_HERE else function(*args)
 
 
 def _usage(results: Sequence[RequestOutput]) -> Usage:

@@ -19,6 +19,7 @@ from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.pooling import EmbeddingRequestOutput
 from pagemill.sampling.pooling_params import PoolingParams
+from pagemill.server.body_reader import BodyRoute
 from pagemill.server.events import until_disconnect
 from pagemill.server.models import ServedModels
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Ids, Name, check_length
@@ -85,7 +86,7 @@ class EmbeddingList(BaseModel):
 
 def embedding_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
     """Returns the route. Each vector becomes JSON as it comes: thousands at once would hold up everybody's events."""
-    routes = APIRouter(prefix="/v1")
+    routes = APIRouter(prefix="/v1", route_class=BodyRoute)
 
     @routes.post("/embeddings", response_model=EmbeddingList)
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:

@@ -6,10 +6,12 @@ from typing import Any, Literal
 
 import msgspec
 from fastapi import APIRouter, Body, Request
+from fastapi.responses import Response
 from pydantic import BaseModel
 
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.api_keys import ApiKeys
+from pagemill.server.body_reader import BodyRoute
 from pagemill.server.errors import asked_by_client
 from pagemill.server.protocol.body import KVMemory, Listing
 from pagemill.tenant_limits import TenantLimits
@@ -32,7 +34,7 @@ class RequestCard(BaseModel):
 
 def engine_routes(llm: AsyncLLM, keys: ApiKeys) -> APIRouter:
     """Returns the routes. Where there are keys, those that concern all tenants need an admin's."""
-    routes = APIRouter(prefix="/v1")
+    routes = APIRouter(prefix="/v1", route_class=BodyRoute)
 
     @routes.get("/requests")
     async def requests(request: Request, cache_salt: str = "") -> Listing[RequestCard]:
@@ -53,10 +55,10 @@ def engine_routes(llm: AsyncLLM, keys: ApiKeys) -> APIRouter:
             ]
         )
 
-    @routes.get("/tenants")
-    async def tenants() -> dict[str, Any]:
+    @routes.get("/tenants", response_model=dict[str, Any])
+    async def tenants() -> Response:
         """Shows every tenant's blocks, sequences, counters and limits."""
-        return {name: msgspec.to_builtins(stats) for name, stats in (await llm.stats()).tenants.items()}
+        return Response(msgspec.json.encode((await llm.stats()).tenants), media_type="application/json")
 
     @routes.put("/tenants/{name}")
     async def set_tenant(name: str, limits: dict[str, Any] = Body()) -> dict[str, Any]:  # noqa: B008

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -23,6 +24,7 @@ from pagemill.errors import (
     RateLimitError,
     ServerBusyError,
     TooManyWaitingError,
+    shown,
 )
 from pagemill.server.events import ClientGone
 from pagemill.server.protocol.body import ErrorBody, ErrorResponse
@@ -93,28 +95,38 @@ async def _pagemill_error(_: Request, error: Exception) -> Response:
 
 
 async def _validation_error(_: Request, error: Exception) -> Response:
-    """Answers with the first of pydantic's findings; those raised by our own checks are typed already."""
+    """Answers with the first of pydantic's findings."""
     assert isinstance(error, RequestValidationError)
-    finding = error.errors()[0]
+    return error_answer(refusal_of(error.errors()[0]))
+
+
+def refusal_of(finding: Any) -> PagemillError:
+    """Returns one of pydantic's findings about a body as an error; those raised by our own checks are typed already."""
     typed = finding.get("ctx", {}).get("error")
-    if not isinstance(typed, PagemillError):
-        place = [str(part) for part in finding["loc"] if part != "body"]
-        if finding["type"] == "json_invalid":
-            typed = InvalidRequestError(f"the body is not JSON: {finding['ctx']['error']}")
-        else:
-            name = place[0] if place else None
-            if isinstance(finding.get("input"), bytes):
-                finding["msg"] = "it must be a JSON object, sent with Content-Type: application/json"
-            where = ".".join(place) or "the body"
-            typed = InvalidRequestError(f"{where}: {finding['msg']} (given: {finding.get('input')!r:.100})", param=name)
-    return error_answer(typed)
+    if isinstance(typed, PagemillError):
+        return typed
+    if finding["type"] == "json_invalid":
+        return not_json(finding["ctx"]["error"])
+    place = [str(part) for part in finding["loc"] if part != "body"]
+    if isinstance(finding.get("input"), bytes):
+        return InvalidRequestError("the body must be a JSON object, sent with Content-Type: application/json")
+    where, given = ".".join(place) or "the body", shown(finding.get("input"))
+    return InvalidRequestError(f"{where}: {finding['msg']} (given: {given:.100})", param=place[0] if place else None)
+
+
+def not_json(why: object) -> InvalidRequestError:
+    """Returns the refusal of a body that is no JSON. why: the parser's error, or its words."""
+    if isinstance(why, RecursionError):
+        why = "its lists and objects lie too deep in one another"
+    return InvalidRequestError(f"the body is not JSON: {why}; send a JSON object")
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     """Answers with 404, 405 and their like, from the router, and with why a body could not be read."""
     assert isinstance(error, HTTPException)
-    if error.status_code == HTTPStatus.BAD_REQUEST and error.__cause__ is not None:
-        return error_answer(InvalidRequestError(f"the body is not JSON: {error.__cause__}; send a JSON object"))
+    cause = error.__cause__
+    if error.status_code == HTTPStatus.BAD_REQUEST and cause is not None:
+        return error_answer(cause if isinstance(cause, PagemillError) else not_json(cause))
     kind = NotFoundError if error.status_code == HTTPStatus.NOT_FOUND else InvalidRequestError
     phrase = HTTPStatus(error.status_code).phrase
     refusal = kind(f"{request.method} {request.url.path}: {phrase}; see /docs for what is served")

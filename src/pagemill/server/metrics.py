@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -17,6 +17,7 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 FIRST_TOKEN_S = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100)
 PER_TOKEN_S = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2)
+LAG_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 REQUEST_S = (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50, 100, 200, 500)
 
 FAMILIES: dict[str, type[GaugeMetricFamily | CounterMetricFamily]] = {
@@ -45,6 +46,15 @@ class Metrics:
         self._ended = Counter(
             "pagemill:request_success", "Sequences by how they ended.", ["finished_reason"], registry=self._registry
         )
+        self._lag = self._histogram(
+            "event_loop_lag_seconds", "Seconds by which the front end's event loop was late, every 5 ms.", LAG_S
+        )
+        self._longest_lag = Gauge(
+            "pagemill:event_loop_lag_max_seconds",
+            "The longest such lag since the last time that these metrics were asked for.",
+            registry=self._registry,
+        )
+        self._longest_lag_s = 0.0
 
     def observe(self, request: RequestState) -> None:
         """Counts a request that has ended."""
@@ -61,8 +71,15 @@ class Metrics:
         if times.finished_time is not None:
             self._whole.observe(times.finished_time - times.arrival_time)
 
+    def observe_lag(self, lag_s: float) -> None:
+        """Counts by how many seconds the event loop was late."""
+        self._lag.observe(lag_s)
+        self._longest_lag_s = max(self._longest_lag_s, lag_s)
+
     def render(self, stats: EngineStats | None) -> bytes:
         """Returns all metrics in Prometheus' text format. stats: None while there is no engine to ask."""
+        self._longest_lag.set(self._longest_lag_s)
+        self._longest_lag_s = 0.0
         requests = generate_latest(self._registry)
         if stats is None:
             return requests

@@ -12,6 +12,7 @@ from pagemill.engine.messages import PinInfo
 from pagemill.errors import ConfigError, InvalidRequestError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import Prompt
+from pagemill.server.body_reader import BodyRoute
 from pagemill.server.protocol.body import Body, Ids, Listing
 from pagemill.server.protocol.chat import ChatMessage
 from pagemill.server.protocol.generation import MAX_MESSAGES
@@ -69,7 +70,7 @@ class PinDeleted(BaseModel):
 def pin_routes(llm: AsyncLLM) -> APIRouter:
     """Returns the routes. Requests of the namespace of the tenant and `cache_salt` in which a pin has its name find
     its blocks."""
-    routes = APIRouter(prefix="/v1/pins")
+    routes = APIRouter(prefix="/v1/pins", route_class=BodyRoute)
 
     @routes.get("")
     async def pins(request: Request, cache_salt: str = "") -> Listing[PinCard]:

@@ -26,6 +26,7 @@ from pagemill.server.connections import Connection, Places
 from pagemill.server.hosts import AllowedHosts
 from pagemill.server.limits import ServerLimits, room_for
 from pagemill.server.logs import quieten
+from pagemill.server.loop_lag import watch_loop_lag
 from pagemill.server.pins import FilePin, pin
 from pagemill.server.reload import TenantsReload
 from pagemill.tenant_limits import TenantsFile
@@ -95,7 +96,7 @@ async def run_server(
             "SIGUSR1": partial(resize, "used"),
             "SIGUSR2": partial(resize, None),
         }
-        tasks: set[asyncio.Task[None]] = set()
+        tasks = {asyncio.create_task(watch_loop_lag(app.state.metrics.observe_lag))}
         if tenants is not None:
             reload = TenantsReload(tenants, keys, llm, say)
             work["SIGHUP"] = reload.reload
@@ -115,6 +116,7 @@ async def run_server(
             watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await watcher
+            app.state.body_reader.close()
 
 
 def server_config(app: ASGIApp, limits: ServerLimits, say: Callable[[str], None]) -> uvicorn.Config:

@@ -8,6 +8,7 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
 from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.server.body_reader import BodyRoute
 from pagemill.server.protocol.body import Body, Listing
 from pagemill.sessions.store import SessionRecord
 
@@ -48,7 +49,7 @@ class ForkRequest(Body):
 
 def session_routes(llm: AsyncLLM) -> APIRouter:
     """Returns the routes. A session has its name in the namespace of the tenant and `cache_salt`."""
-    routes = APIRouter(prefix="/v1/sessions")
+    routes = APIRouter(prefix="/v1/sessions", route_class=BodyRoute)
 
     @routes.get("")
     async def sessions(request: Request, cache_salt: str = "") -> Listing[SessionCard]:

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, model_validator
 
 from pagemill.errors import InvalidRequestError
 from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.server.body_reader import BodyRoute
 from pagemill.server.models import ServedModels
 from pagemill.server.protocol.body import Body, Ids, Name, check_length
 from pagemill.server.protocol.chat import ChatMessage
@@ -87,7 +88,7 @@ class Text(BaseModel):
 
 def token_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
     """Returns the routes. Long texts and lists are worked on in the tokenizer's thread, answers to them written too."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=BodyRoute)
 
     @routes.post("/tokenize", response_model=Tokens)
     async def tokenize(body: TokenizeRequest) -> Response:

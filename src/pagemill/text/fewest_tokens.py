@@ -52,7 +52,9 @@ class FewestTokens:
         """Returns a number of tokens that the text has at least."""
         if not self._longest:
             return 0
-        heard = len(text) - sum(map(text.count, self._silent))
+        heard = len(text) - sum(
+            text.count(character) for character in self._silent
+        )  # not `map`: others may run between
         return -(-heard // self._longest)
 
 

@@ -104,6 +104,11 @@ class Tokenizer:
         """Returns each token as the vocabulary has it."""
         return [str(self._backend.id_to_token(token_id)) for token_id in token_ids]
 
+    @functools.cached_property
+    def text_of_token(self) -> Callable[[int], str]:
+        """Returns what `decode` gives for a single token, which is remembered."""
+        return functools.cache(lambda token_id: self.decode([token_id]))
+
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **options: Any
     ) -> str:

@@ -13,6 +13,7 @@ Name = Annotated[str, Field(max_length=LONGEST_NAME)]
 FIRST_ERROR = Field(fail_fast=True)
 """For a list of which the first wrong entry is enough for a refusal: there may be a million."""
 Ids = Annotated[list[int], FIRST_ERROR]
+"""Token ids: of a large body, an array."""
 
 
 def check_length(name: str, entries: Any, limit: int | None, way_out: str = "") -> None:

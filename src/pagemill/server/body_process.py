@@ -1,0 +1,74 @@
+"""The process that reads large bodies: parses and checks one after another, and sends back what is left of each.
+
+Started by `start_child`. It ends when the front end is gone, or a body could not be read; Ctrl-C is left to the front
+end.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import pickle
+import signal
+from array import array
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from pydantic import BaseModel, ValidationError
+
+from pagemill.engine.messages import Failure
+from pagemill.errors import PagemillError
+from pagemill.server.errors import not_json, refusal_of
+
+NICENESS = 5
+"""How far the process stands back behind running streams."""
+
+
+def run(descriptor: int) -> NoReturn:
+    """Answers until the other end is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.nice(NICENESS)
+    gc.disable()  # what is parsed has no cycles, and collections take most of its time
+    with Connection(descriptor) as connection:
+        while True:
+            try:
+                kind, body = pickle.loads(connection.recv_bytes()), connection.recv_bytes()
+            except (EOFError, OSError):
+                os._exit(0)
+            # Millions of small objects leave holes behind: a process of its own for each body gives all memory back.
+            reading = os.fork()
+            if not reading:
+                connection.send_bytes(pickle.dumps(_read(kind, body)))
+                os._exit(0)
+            if os.waitpid(reading, 0)[1]:
+                os._exit(1)
+
+
+def packed(value: Any) -> Any:
+    """Returns lists of integers, and lists of such lists, as arrays, which take no time to send; anything else as it
+    is."""
+    first = value[0] if type(value) is list and value else None
+    if type(first) is list:
+        return [packed(entry) for entry in value]
+    try:
+        return array("q", value) if type(first) is int else value
+    except (TypeError, OverflowError):
+        return value
+
+
+def _read(kind: type[BaseModel], body: bytes) -> dict[str, Any] | Failure:
+    """Returns the state of a checked body, packed, or why it is refused."""
+    try:
+        try:
+            state = kind.model_validate(json.loads(body), from_attributes=True).__getstate__()
+        except ValidationError as error:
+            raise refusal_of(error.errors()[0]) from None
+        except json.JSONDecodeError as error:
+            raise not_json(error.msg) from None
+        except (ValueError, RecursionError) as error:
+            raise not_json(error) from None
+    except PagemillError as refused:
+        return Failure.of(refused)
+    fields = {name: packed(value) for name, value in state["__dict__"].items()}
+    return {**state, "__dict__": fields}

@@ -1,0 +1,131 @@
+"""Reads large bodies beside the event loop: one of millions of short entries takes half a second to parse and check,
+in which no stream would go on.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import typing
+from collections.abc import Callable, Coroutine
+from multiprocessing.connection import Connection
+from typing import Any, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel
+
+from pagemill.engine.messages import Failure
+from pagemill.errors import BodyTooLargeError, ServerBusyError
+from pagemill.frontend.spawn import Child, start_child
+from pagemill.frontend.worker import WorkerThread
+from pagemill.server.gate import SMALL_BODY_BYTES
+
+B = TypeVar("B", bound=BaseModel)
+
+PROCESS = "pagemill.server.body_process"
+LARGE_BODY_BYTES = 1 << 20
+"""A body of more bytes takes long to parse whatever is in it."""
+MOST_MARKS = 5_000
+"""A body of more bytes than a small one is read here if it has at most so many marks."""
+MARKS = b",[{\\"
+"""Characters that parsing a body takes time for: each entry of a list or an object has one before it or behind it."""
+
+
+def is_large(body: bytes) -> bool:
+    """Returns whether reading a body may take more than some milliseconds."""
+    if len(body) <= SMALL_BODY_BYTES:
+        return False
+    return len(body) > LARGE_BODY_BYTES or sum(body.count(mark) for mark in MARKS) > MOST_MARKS
+
+
+class BodyReader:
+    """A child process that reads one large body after another. It is started when the first comes."""
+
+    def __init__(self) -> None:
+        self._worker = WorkerThread("large bodies")
+        self._child: Child | None = None
+        self._connection: Connection | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child; None while there is none."""
+        return None if self._child is None else self._child.process.pid
+
+    async def read(self, kind: type[B], body: bytes) -> B:
+        """Returns the checked body, whose lists of integers are arrays.
+
+        Raises why it is refused; `ServerBusyError` if the process ended over it.
+        """
+        return await self._worker.run(self._read, kind, body)
+
+    def close(self) -> None:
+        """Ends the process. Bodies that wait for it are dropped."""
+        self._worker.close()
+        self._end_child()
+
+    def _read(self, kind: type[B], body: bytes) -> B:
+        try:
+            if self._connection is None:
+                self._child = start_child(PROCESS)
+                self._connection = Connection(self._child.socket.detach())
+            self._connection.send_bytes(pickle.dumps(kind))
+            self._connection.send_bytes(body)
+            answer = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            self._end_child()
+            raise ServerBusyError(
+                f"the process that reads large bodies ended over one of {len(body)} bytes, perhaps for want of memory; "
+                f"send a shorter one, or try again"
+            ) from None
+        if isinstance(answer, Failure):
+            raise answer.to_error()
+        read = kind.__new__(kind)
+        read.__setstate__(answer)
+        return read
+
+    def _end_child(self) -> None:
+        connection, self._connection = self._connection, None
+        child, self._child = self._child, None
+        if connection is not None:
+            connection.close()
+        if child is not None:
+            child.end()
+
+
+class BodyRoute(APIRoute):
+    """A route whose large bodies are read by the application's `BodyReader`."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler, kind = super().get_route_handler(), _body_kind(self.endpoint)
+
+        async def handle(request: Request) -> Response:
+            return await handler(_BodyRequest(request, kind))
+
+        return handle
+
+
+class _BodyRequest(Request):
+    """A request whose `json` is the checked body already, if that is large."""
+
+    def __init__(self, request: Request, kind: type[BaseModel] | None) -> None:
+        super().__init__(request.scope, request.receive)
+        self._kind = kind
+
+    async def json(self) -> Any:
+        body = await self.body()
+        if not is_large(body):
+            return await super().json()
+        if self._kind is None:
+            raise BodyTooLargeError(
+                f"the body has {len(body)} bytes; {self.url.path} takes at most {SMALL_BODY_BYTES}; send a shorter one"
+            )
+        return await self.app.state.body_reader.read(self._kind, body)
+
+
+def _body_kind(endpoint: Callable[..., Any]) -> type[BaseModel] | None:
+    """Returns the class of the parameter that is a body, None where there is none."""
+    hints = typing.get_type_hints(endpoint)
+    kinds = (hints.get(name) for name in inspect.signature(endpoint).parameters)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)

@@ -1,0 +1,137 @@
+"""Large bodies: a process of their own reads them, with the same results, and streams go on meanwhile."""
+
+import asyncio
+import json
+import os
+import signal
+from types import SimpleNamespace
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute
+
+from pagemill.errors import ServerBusyError
+from pagemill.server.app import create_app
+from pagemill.server.body_process import packed
+from pagemill.server.body_reader import LARGE_BODY_BYTES, MOST_MARKS, BodyReader, BodyRoute, is_large
+from pagemill.server.gate import SMALL_BODY_BYTES
+from pagemill.server.protocol.completions import CompletionRequest
+
+JSON = {"Content-Type": "application/json"}
+PADDING = b" " * (LARGE_BODY_BYTES + 1)
+
+
+def test_every_body_may_be_large():
+    def routes(of):
+        for route in of:
+            yield from routes(route.original_router.routes) if hasattr(route, "original_router") else [route]
+
+    app = create_app(SimpleNamespace(), "m")
+    with_body = [route for route in routes(app.routes) if isinstance(route, APIRoute) and route.dependant.body_params]
+    assert len(with_body) > 4
+    assert [route.path for route in with_body if not isinstance(route, BodyRoute)] == []
+
+
+@pytest.mark.parametrize(
+    ("body", "large"),
+    [
+        (b"[]," * (SMALL_BODY_BYTES // 3), False),
+        (b"[]," * (SMALL_BODY_BYTES // 3 + 1), True),
+        (b"x" * LARGE_BODY_BYTES, False),
+        (b"x" * (LARGE_BODY_BYTES + 1), True),
+        (b"x" * SMALL_BODY_BYTES + b"\\" * MOST_MARKS, False),
+        (b"x" * SMALL_BODY_BYTES + b"\\" * (MOST_MARKS + 1), True),
+    ],
+)
+def test_a_body_is_large_by_its_bytes_or_by_what_is_in_it(body, large):
+    assert is_large(body) == large
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", {"prompt": [1, 2, 3], "max_tokens": 3, "temperature": 0, "logprobs": 1, "echo": True}),
+        ("completions", {"prompt": [[1, 2], [3]], "max_tokens": 3, "temperature": 0, "allowed_token_ids": [5, 6, 7]}),
+        ("completions", {"prompt": ["a", "b"], "max_tokens": 3, "seed": 1, "stop": ["x"], "logit_bias": {"5": 1}}),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "Hi"}]}], "seed": 1}),
+        ("completions", {"prompt": [5] * 3000}),
+        ("completions", {"prompt": [99999999]}),
+        ("completions", {"prompt": [2**70]}),
+        ("completions", {"prompt": [[]]}),
+        ("completions", {"prompt": "x", "no_such_field": 1}),
+        ("completions", {"prompt": "x", "max_tokens": "many"}),
+        ("completions", {"prompt": "\ud800"}),
+        ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}),
+        ("pins", {"name": "a", "prompt": [1, 2]}),
+        ("pins", {"name": "a", "prompt": [1] * 16}),
+        ("kv_memory", {"kv_memory": -1}),
+        ("completions", []),
+        ("completions", "{"),
+        ("completions", "[" * 100_000),
+    ],
+)  # fmt: skip
+def test_a_large_body_has_the_same_answer_as_a_small_one(v1, path, body):
+    text = body if isinstance(body, str) else json.dumps({**body, "max_tokens": 5} if "messages" in body else body)
+    answers = [v1.post(f"/{path}", content=text.encode() + padding, headers=JSON) for padding in (b"", PADDING)]
+    assert answers[0].status_code == answers[1].status_code
+    small, large = (answer.json() for answer in answers)
+    for changing in ("id", "created", "usage"):
+        small.pop(changing, None), large.pop(changing, None)
+    if "error" in small:
+        assert small["error"] == large["error"]
+    else:
+        assert small == large
+
+
+def test_a_body_that_is_no_object_of_known_fields_is_small(v1):
+    response = v1.put("/tenants/x", content=b'{"weight":1}' + PADDING, headers=JSON)
+    assert response.status_code == 413
+    assert "takes at most 65536" in response.json()["error"]["message"]
+
+
+def test_integers_are_sent_as_arrays_and_all_else_as_it_is():
+    assert packed([1, 2]).tolist() == [1, 2]
+    assert [entry.tolist() for entry in packed([[1], [2, 3]])] == [[1], [2, 3]]
+    for other in ([], ["a"], [2**70], [1, "a"], [[]], "text", None, {"a": [1]}):
+        assert packed(other) == other
+
+
+def test_the_process_may_end_and_is_started_again():
+    reader, body = BodyReader(), b'{"prompt":"x"}'
+
+    async def ask():
+        return await reader.read(CompletionRequest, body)
+
+    try:
+        assert asyncio.run(ask()).prompt == "x"
+        os.kill(reader.pid, signal.SIGKILL)
+        with pytest.raises(ServerBusyError, match="the process that reads large bodies ended over one of 14 bytes"):
+            asyncio.run(ask())
+        assert asyncio.run(ask()).prompt == "x"
+    finally:
+        reader.close()
+    assert reader.pid is None
+
+
+def test_allowed_tokens_are_named_once(v1, served):
+    size = served.llm.facts.vocab_size
+    body = {"prompt": "x", "max_tokens": 1, "allowed_token_ids": [5] * (size + 1)}
+    refused = v1.post("/completions", json=body).json()["error"]
+    assert refused["param"] == "allowed_token_ids"
+    assert f"has {size + 1} entries; this model has {size} tokens" in refused["message"]
+
+
+def test_a_large_body_does_not_hold_the_event_loop(v1, served):
+    """Parsed in the loop, it held it for half a second and more."""
+    body = b'{"prompt":[' + b"[]," * ((7 << 20) // 3) + b"[]]}"
+
+    def lag():
+        text = httpx.get(f"{served.url}/metrics").text
+        return float(text.rpartition("pagemill:event_loop_lag_max_seconds ")[2].split()[0])
+
+    lags = []
+    for _ in range(3):
+        lag()
+        assert v1.post("/completions", content=body, headers=JSON).status_code == 400
+        lags.append(lag())
+    assert min(lags) < 0.1
