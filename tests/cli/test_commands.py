@@ -217,14 +217,16 @@ def test_serve_pins_a_file_of_prefixes_before_it_is_ready(tmp_path):
     pins = tmp_path / "pins.json"
     assert "which is no file; name one" in run("serve", MODEL, "--port", "0", "--pin-file", str(pins)).stderr
     pins.write_text(json.dumps([{"name": "system", "prompt": "You are a patient teacher. " * 8}]))
-    command = [*COMMAND, "serve", MODEL, "--port", "0", "--pin-file", str(pins), *SMALL]
+    command = [*COMMAND, "serve", MODEL, "--port", "0", "--pin-file", str(pins), "--log-format", "json", *SMALL]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     try:
-        while " curl " not in (line := server.stderr.readline()):
+        while (line := json.loads(server.stderr.readline()))["message"] != "ready":
             assert server.poll() is None
-        url = line.split()[1].removesuffix("/chat/completions")
-        (card,) = httpx.get(f"{url}/pins").json()["data"]
+        answer = httpx.get(f"{line['address']}/v1/pins", headers={"X-Request-Id": "mine"})
+        (card,) = answer.json()["data"]
         assert card["name"] == "system"
+        line = json.loads(server.stderr.readline())
+        assert (line["request_id"], line["path"], line["status"]) == ("mine", "/v1/pins", 200)
     finally:
         server.kill()
         server.communicate()

@@ -50,7 +50,7 @@ def test_addresses_are_remembered_up_to_a_number(clock, monkeypatch):
     assert [address for address in "abcd" if waits(failed, address)] == ["b", "c", "d"]
 
 
-def test_over_http_a_right_key_does_not_help_and_health_is_open(clock):
+def test_over_http_a_right_key_does_not_help_and_health_is_open(clock, caplog):
     keys = ApiKeys(None, ServerAccess(api_key=["sk-a"]))
     llm = SimpleNamespace(facts=None, is_ready=False, model="m")
     app = create_app(llm, "m", keys, ServerLimits(max_failed_keys=3))
@@ -69,6 +69,9 @@ def test_over_http_a_right_key_does_not_help_and_health_is_open(clock):
     without, wrong, right, version, other, same = asyncio.run(attack())
     assert without == [401] * 5
     assert wrong == [401] * 3 + [429] * 2
+    refused = [record.fields for record in caplog.records if record.message == "key refused"]
+    assert [(one["client"], one["path"]) for one in refused] == [("10.0.0.1", "/v1/models")] * 3
+    assert "sk-" not in str(refused)
     assert (right.status_code, version.status_code, other.status_code, same.status_code) == (429, 200, 200, 429)
     assert right.headers["retry-after"] == "60"
     assert right.json()["error"]["code"] == "rate_limit_exceeded"

@@ -25,6 +25,7 @@ from pagemill.fixed_arguments import OF_ENGINES, Fixed
 from pagemill.sampling.params import SamplingParams
 from pagemill.server.access import ServerAccess
 from pagemill.server.limits import ServerLimits
+from pagemill.server.log_output import ServerLogs
 
 ModelArgument = Annotated[
     str,
@@ -74,6 +75,11 @@ def access_options(command: Command) -> Command:
         return ServerAccess.read(given, os.environ)
 
     return _with_options(command, "access", arguments_of(ServerAccess), "Access", collect, {})
+
+
+def log_options(command: Command) -> Command:
+    """Gives a command a flag for each thing that decides what a server logs; they arrive as `logs`."""
+    return _with_options(command, "logs", arguments_of(ServerLogs), "Logs", lambda given: ServerLogs(**given), {})
 
 
 def sampling_options(**defaults: Any) -> Callable[[Command], Command]:

@@ -6,28 +6,32 @@ import errno
 import gc
 import ipaddress
 import json
+import logging
 import socket
 import sys
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagemill.cli.options import ModelArgument, access_options, engine_options, run, server_options
+from pagemill.cli.options import ModelArgument, access_options, engine_options, log_options, run, server_options
 from pagemill.errors import ConfigError
 from pagemill.server.access import ServerAccess
 from pagemill.server.limits import ServerLimits
+from pagemill.server.log_output import AUDIT, ServerLogs, fields, logging_to
 from pagemill.tenant_limits import TenantsFile, read_tenants_file
 
 if TYPE_CHECKING:
     from pagemill.engine.messages import EngineReady
 
 
+LOGGER = logging.getLogger(__name__)
+
 THREAD_TURN_S = 0.001
 """Seconds after which a thread that tokenizes lets the event loop run; Python's own choice is five times as long."""
 
 
+@log_options
 @access_options
 @server_options
 @engine_options
@@ -51,6 +55,7 @@ def serve(
     settings: dict[str, Any],
     limits: ServerLimits,
     access: ServerAccess,
+    logs: ServerLogs,
 ) -> None:
     """Serve a model through OpenAI's API."""
     from pagemill.server.models import check_served_names
@@ -63,8 +68,8 @@ def serve(
     require_free_port(host, port)
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     access.check_address(str(address[0]), tenants)
-    with socket.create_server((host, port), family=family) as sock:
-        run(_serve(model, names, sock, host, settings, pin_file, tenants, limits, access))
+    with socket.create_server((host, port), family=family) as sock, logging_to(sys.stderr, logs):
+        run(_serve(model, names, sock, host, settings, pin_file, tenants, limits, access, logs))
 
 
 async def _serve(
@@ -77,6 +82,7 @@ async def _serve(
     tenants: TenantsFile | None,
     limits: ServerLimits,
     access: ServerAccess,
+    logs: ServerLogs,
 ) -> None:
     from pagemill.cli.loading import LoadingBar, messages
     from pagemill.frontend.async_llm import AsyncLLM
@@ -91,6 +97,9 @@ async def _serve(
         def announce(ready: EngineReady) -> None:
             bar.stop()
             _spare_streams()
+            if logs.log_format == "json":
+                LOGGER.info("ready", extra=fields(model=names[0], address=listening, engine=ready.description))
+                return
             messages.print(ready.description, style="dim")
             question = json.dumps({"model": names[0], "messages": [{"role": "user", "content": "Hello!"}]})
             has_keys = access.api_key or (tenants is not None and tenants.keys)
@@ -105,9 +114,8 @@ async def _serve(
         if tenants is not None:
             settings = {**settings, "tenants": tenants.limits}
         llm = AsyncLLM(model, on_progress=bar, **settings)
-        messages.print(f"listening on {listening}, loading {names[0]} …")
-        say = partial(messages.print, markup=False, soft_wrap=True)
-        await run_server(llm, names, sock, announce, say, pins, tenants, limits, access, host)
+        LOGGER.info("listening; the model is loading", extra=fields(model=names[0], address=listening))
+        await run_server(llm, names, sock, announce, AUDIT.info, pins, tenants, limits, access, host)
 
 
 def _url(host: str, port: int, *, here: bool) -> str:

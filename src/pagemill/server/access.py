@@ -55,6 +55,13 @@ class ServerAccess:
             "loopback, else none."
         ),
     ] = field(default_factory=list)
+    forwarded_allow_ips: Annotated[
+        list[str],
+        about(
+            "A proxy's address or network, whose X-Forwarded-For and X-Forwarded-Proto are believed, * for any. May be "
+            "given several times, or with commas between."
+        ),
+    ] = field(default_factory=list)
     allowed_origins: Annotated[
         list[str],
         about(

@@ -13,6 +13,7 @@ import pagemill
 from pagemill.errors import RateLimitError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.access import ServerAccess
+from pagemill.server.access_log import REQUEST_ID
 from pagemill.server.api_docs import docs_routes
 from pagemill.server.api_keys import ApiKeys
 from pagemill.server.body_reader import BodyReader, BodyRoute
@@ -37,7 +38,7 @@ from pagemill.server.rate_headers import RATE_HEADERS, rate_headers
 from pagemill.server.sessions import session_routes
 from pagemill.server.tokens import token_routes
 
-EXPOSED_HEADERS = ["Retry-After", *RATE_HEADERS]
+EXPOSED_HEADERS = ["Retry-After", REQUEST_ID, *RATE_HEADERS]
 """Headers of answers that pages of other sites may read, beside those that browsers always show."""
 
 
@@ -86,6 +87,7 @@ def create_app(
     async def answer(kind: type[Call[R]], body: R, request: Request) -> Response:
         tenant: str = request.state.tenant
         call = kind(llm, body, served.name_for(body.model), tenant)
+        request.state.call = call
         try:
             if body.stream:
                 events = await until_disconnect(request.receive, call.events())

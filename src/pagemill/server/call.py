@@ -51,6 +51,7 @@ class Call(ABC, Generic[R]):
         self._llm = llm
         self.request = request
         self._tenant = tenant
+        self._began_s = time.monotonic()
         self._id = f"{self.ID}-{uuid.uuid4().hex}"
         self._head: dict[str, Any] = {"id": self._id, "created": int(time.time()), "model": model}
         self._num_choices = request.num_choices
@@ -213,6 +214,18 @@ class Call(ABC, Generic[R]):
             for reader in unended_readers:
                 reader.cancel()
             await asyncio.gather(*unended_readers, return_exceptions=True)
+
+    def figures(self) -> dict[str, Any]:
+        """Returns what the call has come to so far, for the log."""
+        requests = [stream.request for stream in self._streams]
+        first = [request.metrics.first_token_time for request in requests]
+        first_s = min((token_s for token_s in first if token_s is not None), default=None)
+        return {
+            "prompt_tokens": sum(len(request.prompt_token_ids) for request in requests),
+            "cached_tokens": sum(request.num_cached_tokens for request in requests),
+            "completion_tokens": sum(len(each.output.token_ids) for request in requests for each in request.sequences),
+            "first_token_ms": None if first_s is None else round((first_s - self._began_s) * 1000, 1),
+        }
 
     def _results(self) -> list[RequestOutput]:
         """Returns what each prompt has brought so far, in as many choices as were asked for."""

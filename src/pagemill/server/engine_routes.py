@@ -10,9 +10,11 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.server.access_log import client_address
 from pagemill.server.api_keys import ApiKeys
 from pagemill.server.body_reader import BodyRoute
 from pagemill.server.errors import asked_by_client
+from pagemill.server.log_output import AUDIT, fields
 from pagemill.server.protocol.body import KVMemory, Listing
 from pagemill.tenant_limits import TenantLimits
 
@@ -61,10 +63,15 @@ def engine_routes(llm: AsyncLLM, keys: ApiKeys) -> APIRouter:
         return Response(msgspec.json.encode((await llm.stats()).tenants), media_type="application/json")
 
     @routes.put("/tenants/{name}")
-    async def set_tenant(name: str, limits: dict[str, Any] = Body()) -> dict[str, Any]:  # noqa: B008
+    async def set_tenant(
+        name: str,
+        request: Request,
+        limits: dict[str, Any] = Body(),  # noqa: B008
+    ) -> dict[str, Any]:
         """Makes a tenant known, or gives it other limits; those that are left out are the defaults."""
         with asked_by_client():
             await llm.set_tenant(name, TenantLimits.read(name, limits, keys.tenant_defaults))
+        _audit(request, "tenant set", tenant=name, limits=limits)
         shown: dict[str, Any] = msgspec.to_builtins((await llm.stats()).tenants[name])
         return shown
 
@@ -74,9 +81,21 @@ def engine_routes(llm: AsyncLLM, keys: ApiKeys) -> APIRouter:
         return KVMemory(kv_memory=(await llm.ready()).kv_bytes)
 
     @routes.post("/kv_memory")
-    async def resize_kv_memory(body: KVMemory) -> KVMemory:
+    async def resize_kv_memory(body: KVMemory, request: Request) -> KVMemory:
         """Gives the KV pool another size, while requests go on."""
         with asked_by_client():
-            return KVMemory(kv_memory=(await llm.resize_kv_memory(body.kv_memory)).kv_bytes)
+            size = (await llm.resize_kv_memory(body.kv_memory)).kv_bytes
+        _audit(request, "KV pool resized", kv_bytes=size)
+        return KVMemory(kv_memory=size)
 
     return routes
+
+
+def _audit(request: Request, act: str, **what: Any) -> None:
+    """Logs what an administrator has done."""
+    AUDIT.info(
+        act,
+        extra=fields(
+            request_id=getattr(request.state, "request_id", None), client=client_address(request.scope), **what
+        ),
+    )

@@ -8,6 +8,7 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagemill.errors import AuthenticationError, BodyTooLargeError, PagemillError, ServerBusyError, SlowBodyError
+from pagemill.server.access_log import MAX_PATH, Lines, client_address
 from pagemill.server.api_keys import ApiKeys, Caller, challenge, is_open
 from pagemill.server.connections import client_of
 from pagemill.server.errors import error_answer
@@ -15,6 +16,7 @@ from pagemill.server.events import ClientGone
 from pagemill.server.failed_keys import FailedKeys
 from pagemill.server.hosts import AllowedHosts
 from pagemill.server.limits import ServerLimits
+from pagemill.server.log_output import AUDIT, fields
 
 SMALL_BODY_BYTES = 64 << 10
 """A body of at most so many bytes is always taken, so that large ones cannot shut out everybody."""
@@ -34,6 +36,7 @@ class Gate:
         self._keys = keys
         self._hosts = hosts
         self._failed = FailedKeys(limits.max_failed_keys)
+        self._lines = Lines()
         self._limits = limits
         self._large_bytes = 0
         """Bytes of the large bodies of all open requests."""
@@ -48,7 +51,8 @@ class Gate:
         try:
             if self._hosts is not None:
                 self._hosts.check(scope["method"], headers)
-            scope.setdefault("state", {}).update(self._caller(scope, headers)._asdict())
+            scope.setdefault("state", {})
+            scope["state"].update(self._caller(scope, headers)._asdict())
             self._check_size(int(headers.get("content-length", 0)))
             await asyncio.wait_for(self._read(receive, body), self._limits.request_timeout_s)
         except ClientGone:
@@ -84,6 +88,16 @@ class Gate:
         except AuthenticationError:
             if "authorization" in headers:
                 self._failed.note(address)
+                if self._lines.allow(0):
+                    AUDIT.warning(
+                        "key refused",
+                        extra=fields(
+                            client=client_address(scope),
+                            path=path[:MAX_PATH],
+                            request_id=scope["state"].get("request_id"),
+                            left_out=self._lines.take_left_out(0),
+                        ),
+                    )
             raise
 
     async def _read(self, receive: Receive, body: bytearray) -> None:

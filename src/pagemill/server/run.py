@@ -20,6 +20,7 @@ from pagemill.engine.messages import EngineReady
 from pagemill.errors import PagemillError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.access import ServerAccess, is_loopback
+from pagemill.server.access_log import AccessLog
 from pagemill.server.api_keys import ApiKeys
 from pagemill.server.app import create_app
 from pagemill.server.connections import Connection, Places
@@ -68,7 +69,7 @@ async def run_server(
     # acknowledged those before; asyncio sets it only where a socket names its protocol, and this one need not.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     app = create_app(llm, served_model_name, keys, limits, access, hosts)
-    server = _Server(server_config(app, limits, say), llm)
+    server = _Server(server_config(AccessLog(app), limits, say, access.forwarded_allow_ips), llm)
 
     async def watch() -> PagemillError:
         try:
@@ -119,10 +120,12 @@ async def run_server(
             app.state.body_reader.close()
 
 
-def server_config(app: ASGIApp, limits: ServerLimits, say: Callable[[str], None]) -> uvicorn.Config:
+def server_config(
+    app: ASGIApp, limits: ServerLimits, say: Callable[[str], None], proxies: Sequence[str] = ()
+) -> uvicorn.Config:
     """Returns uvicorn's settings: its switches where it has them, `Connection` for the other limits.
 
-    `say` is called where the system allows fewer connections.
+    `say` is called where the system allows fewer connections. proxies: whose word about a client's address is taken.
     """
     room = room_for(limits.max_connections)
     if room.connections < limits.max_connections:
@@ -137,7 +140,10 @@ def server_config(app: ASGIApp, limits: ServerLimits, say: Callable[[str], None]
         http=partial(Connection, places),  # type: ignore[arg-type]  # it is only called
         ws="none",
         backlog=room.queue,
+        log_config=None,
         log_level="warning",
+        proxy_headers=bool(proxies),
+        forwarded_allow_ips=",".join(proxies),
         access_log=False,
         lifespan="off",
     )

@@ -1,0 +1,126 @@
+"""One line of log for each request, and an id by which client and log name it."""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from typing import Any, Protocol
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from pagemill.errors import InvalidRequestError, shown
+from pagemill.server.errors import CLIENT_CLOSED_REQUEST, error_answer
+from pagemill.server.log_output import fields
+
+LOGGER = logging.getLogger("pagemill.access")
+REQUEST_ID = "X-Request-Id"
+MAX_REQUEST_ID = 128
+MAX_PATH = 256
+"""Characters of a path that a line has."""
+LINES_PER_S, MOST_LINES = 20.0, 200
+"""Lines of one status that requests may cause which generate nothing: so many come back each second, up to so many."""
+
+_REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID}}}")
+
+
+class Generating(Protocol):
+    """What a handler leaves in `request.state.call`, for the line to say what it came to."""
+
+    def figures(self) -> dict[str, Any]: ...
+
+
+class Lines:
+    """Allows so many lines of a kind, and counts the others."""
+
+    def __init__(self) -> None:
+        self._left: dict[int, tuple[float, float]] = {}
+        self._left_out: dict[int, int] = {}
+
+    def allow(self, kind: int) -> bool:
+        """Returns True for a line that may be written."""
+        now = time.monotonic()
+        left, at_s = self._left.get(kind, (float(MOST_LINES), now))
+        left = min(left + (now - at_s) * LINES_PER_S, MOST_LINES)
+        if left < 1:
+            self._left[kind] = left, now
+            self._left_out[kind] = self._left_out.get(kind, 0) + 1
+            return False
+        self._left[kind] = left - 1, now
+        return True
+
+    def take_left_out(self, kind: int) -> int | None:
+        """Returns how many lines have been left out since the last one, None for none."""
+        return self._left_out.pop(kind, None)
+
+
+class AccessLog:
+    """ASGI middleware around everything: sets `request.state.request_id`, gives it out with the answer, and logs the
+    request once it has ended. Neither bodies nor query strings are logged."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._lines = Lines()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status = time.monotonic(), 0
+        state = scope.setdefault("state", {})
+        wanted = Headers(scope=scope).get(REQUEST_ID)
+        right = wanted is None or _REQUEST_ID.fullmatch(wanted) is not None
+        request_id = state["request_id"] = wanted if wanted is not None and right else uuid.uuid4().hex
+
+        async def tell(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                named = (REQUEST_ID.lower().encode(), request_id.encode())
+                message = {**message, "headers": [*message.get("headers", ()), named]}
+            await send(message)
+
+        try:
+            if right:
+                await self._app(scope, receive, tell)
+            else:
+                refused = InvalidRequestError(
+                    f"{REQUEST_ID} is {shown(wanted)}; it must be 1 to {MAX_REQUEST_ID} printable ASCII characters "
+                    f"without spaces; leave it out to get one",
+                    param=REQUEST_ID,
+                )
+                answer = error_answer(refused)
+                answer.headers["Connection"] = "close"  # its body may still be on its way
+                await answer(scope, receive, tell)
+        finally:
+            self._log(scope, state, status or CLIENT_CLOSED_REQUEST, time.monotonic() - began)
+
+    def _log(self, scope: Scope, state: dict[str, Any], status: int, duration_s: float) -> None:
+        if not LOGGER.isEnabledFor(logging.INFO):
+            return
+        call: Generating | None = state.get("call")
+        if call is None and not self._lines.allow(status):
+            return
+        LOGGER.log(
+            logging.WARNING if status >= 500 else logging.INFO,
+            "request",
+            extra=fields(
+                request_id=state["request_id"],
+                client=client_address(scope),
+                tenant=state.get("tenant"),
+                method=scope["method"],
+                path=scope["path"][:MAX_PATH],
+                status=status,
+                **({} if call is None else call.figures()),
+                duration_ms=round(duration_s * 1000, 1),
+                left_out=self._lines.take_left_out(status),
+            ),
+        )
+
+
+def client_address(scope: Scope) -> str | None:
+    """Returns the address that a request came from."""
+    client = scope.get("client")
+    return None if client is None else str(client[0])
