@@ -158,6 +158,12 @@ class Connection(H11Protocol):
                 self._reading_timer.cancel()
             self._give_back()
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a request runs here or its answer is still sent."""
+        runs = self.cycle is not None and not self.cycle.response_complete
+        return runs or self.transport.get_write_buffer_size() > 0
+
     def give_up(self) -> None:
         """Closes an idle connection at once, and gives its place back."""
         self._give_back()
@@ -179,8 +185,7 @@ class Connection(H11Protocol):
         """Notes whether a request runs here or its answer is still sent, and limits the time until the next one."""
         if not self._has_place:
             return
-        runs = self.cycle is not None and not self.cycle.response_complete
-        if runs or self.transport.get_write_buffer_size():
+        if self.is_busy:
             self._cancel_head_timer()
             self._places.busy(self)
         elif self._head_timer is None:

@@ -6,8 +6,12 @@ import resource
 from dataclasses import dataclass
 from typing import Annotated
 
+from msgspec import Meta
+
 from pagemill.arguments import Count, Positive, about, check_fields, suggest_arguments
 from pagemill.errors import ConfigError
+
+NotNegative = Annotated[float, Meta(ge=0)]
 
 OTHER_DESCRIPTORS = 64
 """Descriptors that are left for everything beside connections: files, the engine, logs."""
@@ -40,6 +44,13 @@ class ServerLimits:
         Positive,
         about("Seconds in which a client must take some of what waits for it, before its connection is closed."),
     ] = 60.0
+    drain_timeout: Annotated[
+        NotNegative,
+        about(
+            "Seconds that running answers may go on after the first signal to stop, while new requests get 503. A "
+            "second signal ends them at once."
+        ),
+    ] = 30.0
     max_failed_keys: Annotated[
         Count,
         about(

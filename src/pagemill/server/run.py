@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import signal
 import socket
 import time
@@ -24,6 +23,7 @@ from pagemill.server.access_log import AccessLog
 from pagemill.server.api_keys import ApiKeys
 from pagemill.server.app import create_app
 from pagemill.server.connections import Connection, Places
+from pagemill.server.drain import Drain
 from pagemill.server.hosts import AllowedHosts
 from pagemill.server.limits import ServerLimits, room_for
 from pagemill.server.logs import quieten
@@ -31,9 +31,6 @@ from pagemill.server.loop_lag import watch_loop_lag
 from pagemill.server.pins import FilePin, pin
 from pagemill.server.reload import TenantsReload
 from pagemill.tenant_limits import TenantsFile
-
-GRACE_S = 5.0
-"""Seconds that running answers may go on after the first signal to stop. A second signal ends them at once."""
 
 ANSWER_S = 2.0
 """Seconds that a client may take to read the error that ends its request."""
@@ -69,7 +66,9 @@ async def run_server(
     # acknowledged those before; asyncio sets it only where a socket names its protocol, and this one need not.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     app = create_app(llm, served_model_name, keys, limits, access, hosts)
-    server = _Server(server_config(AccessLog(app), limits, say, access.forwarded_allow_ips), llm)
+    drain = Drain(app)
+    config = server_config(AccessLog(drain), limits, say, access.forwarded_allow_ips)
+    server = _Server(config, llm, drain, limits.drain_timeout, say)
 
     async def watch() -> PagemillError:
         try:
@@ -158,29 +157,47 @@ class _Server(uvicorn.Server):
     end, as uvicorn would: a server that was asked to stop, and did, has succeeded.
     """
 
-    def __init__(self, config: uvicorn.Config, llm: AsyncLLM) -> None:
+    def __init__(
+        self, config: uvicorn.Config, llm: AsyncLLM, drain: Drain, drain_timeout_s: float, say: Callable[[str], None]
+    ) -> None:
         super().__init__(config)
         self._llm = llm
+        self._drain = drain
+        self._drain_timeout_s = drain_timeout_s
+        self._say = say
         self.num_signals = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.num_signals += 1
-        self.should_exit = True
+        self.should_exit = self._drain.has_begun = True
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:  # open connections stay, so that a request on one learns why it is refused
+            server.close()
+        for sock in sockets or ():
+            sock.close()
+        if self._llm.is_ready and self._busy():  # else nothing runs that could finish
+            self._say(
+                f"stopping: {self._busy()} connections have running answers, which may go on for "
+                f"{self._drain_timeout_s:g} s; a second signal ends them at once"
+            )
+            await self._until(lambda: not self._busy() or self.num_signals >= 2, self._drain_timeout_s)
         await asyncio.gather(super().shutdown(sockets), self._end_requests())
 
     async def _end_requests(self) -> None:
         """Ends them while uvicorn, which no longer accepts, waits for the last connection to close."""
-        if self._llm.is_ready:  # else nothing runs that could finish
-            await self._connections_closed(GRACE_S, until_signal=2)
         await self._llm.shutdown()
-        await self._connections_closed(ANSWER_S)
+        await self._until(lambda: not self.server_state.connections, ANSWER_S)
         for connection in list(self.server_state.connections):  # of clients that neither read nor go
             connection.transport.abort()
 
-    async def _connections_closed(self, timeout_s: float, until_signal: float = math.inf) -> None:
-        """Waits until no connection is open, the time is over, or so many signals have come."""
+    def _busy(self) -> int:
+        """Returns how many connections have an answer under way."""
+        return sum(
+            connection.is_busy for connection in self.server_state.connections if isinstance(connection, Connection)
+        )
+
+    async def _until(self, reached: Callable[[], bool], timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while self.server_state.connections and time.monotonic() < deadline and self.num_signals < until_signal:
+        while not reached() and time.monotonic() < deadline:
             await asyncio.sleep(0.05)
