@@ -309,7 +309,7 @@ def test_serve_listens_at_once_and_ends_without_a_trace(tmp_path):
 @pytest.mark.parametrize(("stop", "num_signals"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)])
 def test_a_signal_ends_open_requests_with_an_error(stop, num_signals):
     """A stream, a plain request, and a client that sends half a request and then nothing."""
-    command = [*COMMAND, "serve", MODEL, "--port", "0", "--drain-timeout", "3", *LONG]
+    command = [*COMMAND, "serve", MODEL, "--port", "0", "--drain-timeout", "4", *LONG]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
     pool = concurrent.futures.ThreadPoolExecutor(1)
     try:
@@ -322,6 +322,7 @@ def test_a_signal_ends_open_requests_with_an_error(stop, num_signals):
         address = httpx.URL(url)
         with (
             socket.create_connection((address.host, address.port)) as silent,
+            httpx.Client() as other,
             httpx.stream("POST", f"{url}/completions", json={**body, "stream": True}, timeout=60) as stream,
         ):
             silent.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
@@ -329,10 +330,15 @@ def test_a_signal_ends_open_requests_with_an_error(stop, num_signals):
             assert json.loads(next(lines).removeprefix("data: "))["choices"]
             time.sleep(0.5)  # the other thread's request is under way as well
             assert not plain.done()
+            assert other.get(f"{url}/models").status_code == 200
             started = time.monotonic()
             for _ in range(num_signals):
                 server.send_signal(stop)
                 time.sleep(0.2)
+            if num_signals == 1:
+                late = other.get(f"{url}/models")
+                assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+                assert "asked to stop" in late.json()["error"]["message"]
             *_, last, done = lines
         elapsed = time.monotonic() - started
         _, messages = server.communicate(timeout=20)
@@ -344,8 +350,8 @@ def test_a_signal_ends_open_requests_with_an_error(stop, num_signals):
         assert "Traceback" not in messages
         assert "Exception" not in messages
         assert not Path(f"/proc/{engine}").exists()
-        assert (elapsed > 2.5) == (num_signals == 1)  # a second signal cuts the time short
-        assert "connections have running answers, which may go on for 3 s" in messages
+        assert (elapsed > 3.5) == (num_signals == 1)  # a second signal cuts the time short
+        assert "connections have running answers, which may go on for 4 s" in messages
     finally:
         pool.shutdown()
         server.kill()

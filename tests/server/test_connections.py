@@ -46,12 +46,12 @@ async def app(scope, receive, send):
 
 
 @contextlib.contextmanager
-def listening(*, send_buffer=None, **limits):
+def listening(*, send_buffer=None, tls=None, **limits):
     """A server of the small application with these limits: its port, and uvicorn's state."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         if send_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        server = uvicorn.Server(server_config(app, ServerLimits(**limits), print))
+        server = uvicorn.Server(server_config(app, ServerLimits(**limits), print, tls=tls))
         thread = threading.Thread(target=asyncio.run, args=(server.serve(sockets=[sock]),))
         thread.start()
         while not server.started:

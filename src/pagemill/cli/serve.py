@@ -68,6 +68,7 @@ def serve(
     require_free_port(host, port)
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     access.check_address(str(address[0]), tenants)
+    access.certificate()  # before a model is loaded for nothing
     with socket.create_server((host, port), family=family) as sock, logging_to(sys.stderr, logs):
         run(_serve(model, names, sock, host, settings, pin_file, tenants, limits, access, logs))
 
@@ -91,7 +92,8 @@ async def _serve(
 
     pins = [] if pin_file is None else read_pins(pin_file)
 
-    listening, address = (_url(*sock.getsockname()[:2], here=here) for here in (False, True))
+    scheme = "http" if access.ssl_certfile is None else "https"
+    listening, address = (_url(scheme, *sock.getsockname()[:2], here=here) for here in (False, True))
     with LoadingBar(names[0]) as bar:
 
         def announce(ready: EngineReady) -> None:
@@ -118,11 +120,11 @@ async def _serve(
         await run_server(llm, names, sock, announce, AUDIT.info, pins, tenants, limits, access, host)
 
 
-def _url(host: str, port: int, *, here: bool) -> str:
+def _url(scheme: str, host: str, port: int, *, here: bool) -> str:
     """Returns a listening address as a URL. here: as this machine reaches it, if it stands for all addresses."""
     if here and ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
         host = "::1" if ":" in host else "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _spare_streams() -> None:

@@ -6,12 +6,14 @@ import ipaddress
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
 from pagemill.arguments import about, check_fields, suggest_arguments
 from pagemill.errors import ConfigError, shown
+from pagemill.server.tls import Certificate
 from pagemill.tenant_limits import TenantsFile, key_digests
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
@@ -79,11 +81,24 @@ class ServerAccess:
         bool, about("Let browsers send cookies and client certificates with requests of allowed_origins.")
     ] = False
 
+    ssl_certfile: Annotated[
+        str | None,
+        about("PEM file of the certificate, with those between it and its root; the server then speaks HTTPS."),
+    ] = None
+    ssl_keyfile: Annotated[
+        str | None, about("PEM file of the certificate's key, without a password. Default: it stands in ssl_certfile.")
+    ] = None
+
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
         for name in KEY_VARIABLES:
             key_digests(name, getattr(self, name))
         self._check_origins()
+        if self.ssl_keyfile is not None and self.ssl_certfile is None:
+            raise ConfigError(
+                "ssl_keyfile is given without the certificate that it is for; give ssl_certfile too",
+                param="ssl_keyfile",
+            )
 
     @classmethod
     def read(cls, given: Mapping[str, Any], environment: Mapping[str, str]) -> ServerAccess:
@@ -91,6 +106,13 @@ class ServerAccess:
         found = {name: [environment[variable]] for name, variable in KEY_VARIABLES.items() if environment.get(variable)}
         lists = {name: _entries(name, value) for name, value in given.items() if isinstance(value, list)}
         return cls(**(found | dict(given) | lists))
+
+    def certificate(self) -> Certificate | None:
+        """Reads the certificate, if there is to be one. Raises ConfigError."""
+        if self.ssl_certfile is None:
+            return None
+        keyfile = None if self.ssl_keyfile is None else Path(self.ssl_keyfile).expanduser()
+        return Certificate(Path(self.ssl_certfile).expanduser(), keyfile)
 
     def check_address(self, address: str, tenants: TenantsFile | None) -> None:
         """Raises ConfigError for an address that others can reach, if there are no keys and nobody allowed that."""

@@ -8,12 +8,15 @@ cost a place only until it is needed. Whatever is left to send, the client must 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ipaddress
+import ssl
 from dataclasses import dataclass, field
 from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.utils import get_remote_addr
 
 from pagemill.errors import ServerBusyError
 from pagemill.server.errors import RETRY_AFTER_S, error_response
@@ -117,11 +120,16 @@ class _Counted(h11.Connection):
 class Connection(H11Protocol):
     """uvicorn's connection, with a place among others and limits on what it may wait for."""
 
-    def __init__(self, places: Places, **how: Any) -> None:
+    def __init__(self, places: Places, tls: ssl.SSLContext | None, **how: Any) -> None:
+        """tls: None for plain connections."""
         super().__init__(**how)
         self.conn: _Counted = _Counted(h11.SERVER, MAX_HEAD_BYTES)
         self.address = ""
         self._places = places
+        self._tls = tls
+        self._handshake: asyncio.Task[None] | None = None
+        self._early: list[bytes] | None = None
+        """What came behind the handshake before this connection knew that it had ended."""
         self._has_place = False
         self._head_timer: asyncio.TimerHandle | None = None
         self._reading_timer: asyncio.TimerHandle | None = None
@@ -129,20 +137,46 @@ class Connection(H11Protocol):
         self._taken_s = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        self.address = client_of(self.client[0]) if self.client else ""
+        self._raw = self.transport = transport
+        client = get_remote_addr(transport)
+        self.address = client_of(client[0]) if client else ""
         try:
             self._places.take(self)
         except ServerBusyError as refused:
             self.logger.warning(f"A connection was refused: {refused.message}")
-            transport.write(_refusal(refused))
+            if self._tls is None:
+                transport.write(_refusal(refused))
             transport.close()
-        else:
-            self._has_place = True
+            return
+        self._has_place = True
         self._taken_s = self.loop.time()
+        if self._tls is None:
+            super().connection_made(transport)
+        else:
+            self._early = []
+            self._handshake = self.loop.create_task(self._secure(transport, self._tls))
         self._look()
 
+    async def _secure(self, transport: asyncio.Transport, tls: ssl.SSLContext) -> None:
+        """Shakes hands. The connection is idle meanwhile, so half a handshake costs a place only until it is needed."""
+        secured: Any = None
+        with contextlib.suppress(OSError):  # the client has gone, is too slow, or speaks no TLS
+            secured = await self.loop.start_tls(
+                transport, self, tls, server_side=True, ssl_handshake_timeout=self._places.head_timeout_s
+            )
+        early, self._early = self._early, None
+        if secured is None:
+            transport.abort()
+            self._give_back()
+            return
+        super().connection_made(secured)
+        for data in early or ():
+            self.data_received(data)
+
     def data_received(self, data: bytes) -> None:
+        if self._early is not None:
+            self._early.append(data)
+            return
         super().data_received(data)
         self._follow()
 
@@ -162,7 +196,7 @@ class Connection(H11Protocol):
     def is_busy(self) -> bool:
         """Whether a request runs here or its answer is still sent."""
         runs = self.cycle is not None and not self.cycle.response_complete
-        return runs or self.transport.get_write_buffer_size() > 0
+        return runs or self._unsent() > 0
 
     def give_up(self) -> None:
         """Closes an idle connection at once, and gives its place back."""
@@ -171,7 +205,7 @@ class Connection(H11Protocol):
 
     def _look(self) -> None:
         """Ends the connection if its client has taken nothing for too long of what waits for it. Looks again later."""
-        unsent, now = self.transport.get_write_buffer_size(), self.loop.time()
+        unsent, now = self._unsent(), self.loop.time()
         num_taken = self.conn.num_bytes - unsent
         if not unsent or num_taken > self._num_taken:
             self._num_taken, self._taken_s = num_taken, now
@@ -180,6 +214,11 @@ class Connection(H11Protocol):
             return
         self._follow()
         self._reading_timer = self.loop.call_later(self._places.reading_timeout_s / LOOKS, self._look)
+
+    def _unsent(self) -> int:
+        """Returns how many bytes wait to be sent, here and behind the encryption."""
+        unsent = self.transport.get_write_buffer_size()
+        return unsent if self.transport is self._raw else unsent + self._raw.get_write_buffer_size()
 
     def _follow(self) -> None:
         """Notes whether a request runs here or its answer is still sent, and limits the time until the next one."""

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from pagemill.engine.messages import EngineReady
-from pagemill.errors import PagemillError
+from pagemill.errors import ConfigError, PagemillError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.access import ServerAccess, is_loopback
 from pagemill.server.access_log import AccessLog
@@ -50,8 +51,8 @@ async def run_server(
 ) -> None:
     """Serves on a socket that already listens, until SIGINT or SIGTERM, or until the engine is gone.
 
-    The tenants file is read again when it changes, and on SIGHUP. SIGUSR1 gives back the KV memory that running
-    requests do not need, SIGUSR2 takes as much as at the start again.
+    The tenants file is read again when it changes, it and the certificate on SIGHUP. SIGUSR1 gives back the KV memory
+    that running requests do not need, SIGUSR2 takes as much as at the start again.
     host: the name that the address was given by.
     `on_ready` is called when the model is loaded and `pins` are computed, `say` with what came of these signals, and
     where the system allows fewer connections than the limits.
@@ -67,7 +68,9 @@ async def run_server(
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     app = create_app(llm, served_model_name, keys, limits, access, hosts)
     drain = Drain(app)
-    config = server_config(AccessLog(drain), limits, say, access.forwarded_allow_ips)
+    certificate = access.certificate()
+    tls = None if certificate is None else certificate.context
+    config = server_config(AccessLog(drain), limits, say, access.forwarded_allow_ips, tls)
     server = _Server(config, llm, drain, limits.drain_timeout, say)
 
     async def watch() -> PagemillError:
@@ -97,10 +100,22 @@ async def run_server(
             "SIGUSR2": partial(resize, None),
         }
         tasks = {asyncio.create_task(watch_loop_lag(app.state.metrics.observe_lag))}
-        if tenants is not None:
-            reload = TenantsReload(tenants, keys, llm, say)
-            work["SIGHUP"] = reload.reload
-            tasks.add(asyncio.create_task(reload.watch()))
+        tenants_reload = None if tenants is None else TenantsReload(tenants, keys, llm, say)
+
+        async def reload() -> None:
+            if certificate is not None:
+                try:
+                    certificate.reload()
+                    say("the certificate was read again")
+                except ConfigError as error:
+                    say(f"the certificate stays as it was: {error.message}")
+            if tenants_reload is not None:
+                await tenants_reload.reload()
+
+        if tenants_reload is not None:
+            tasks.add(asyncio.create_task(tenants_reload.watch()))
+        if tenants_reload is not None or certificate is not None:
+            work["SIGHUP"] = reload
         for name, begin in work.items():
             with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):  # no such signals, or a thread
                 asyncio.get_running_loop().add_signal_handler(
@@ -120,11 +135,16 @@ async def run_server(
 
 
 def server_config(
-    app: ASGIApp, limits: ServerLimits, say: Callable[[str], None], proxies: Sequence[str] = ()
+    app: ASGIApp,
+    limits: ServerLimits,
+    say: Callable[[str], None],
+    proxies: Sequence[str] = (),
+    tls: ssl.SSLContext | None = None,
 ) -> uvicorn.Config:
     """Returns uvicorn's settings: its switches where it has them, `Connection` for the other limits.
 
     `say` is called where the system allows fewer connections. proxies: whose word about a client's address is taken.
+    tls: None for plain connections; those of `Connection` encrypt by themselves, so uvicorn is told of none.
     """
     room = room_for(limits.max_connections)
     if room.connections < limits.max_connections:
@@ -136,7 +156,7 @@ def server_config(
     places = Places(room.connections, per_client, limits.request_timeout_s, limits.reading_timeout_s)
     config = uvicorn.Config(
         app,
-        http=partial(Connection, places),  # type: ignore[arg-type]  # it is only called
+        http=partial(Connection, places, tls),  # type: ignore[arg-type]  # it is only called
         ws="none",
         backlog=room.queue,
         log_config=None,
