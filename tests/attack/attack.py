@@ -30,7 +30,8 @@ import psutil
 
 MODEL = "smollm2-135m"
 SETTINGS = ["--max-model-len", "2048", "--kv-memory", "128MiB", "--max-num-seqs", "16", "--request-timeout-s", "3"]
-LIMITS = ["--allowed-hosts", "x", "--max-connections", "512", "--max-bodies-bytes", str(64 << 20)]
+DOORS = ["--allowed-hosts", "x", "--log-level", "warning"]
+LIMITS = ["--max-connections", "512", "--max-bodies-bytes", str(64 << 20)]
 MOST_MEMORY = 2 << 30
 """Bytes that the front end may have had resident."""
 LONGEST_GAP_S = 2.0
@@ -185,7 +186,7 @@ def largest_gap(url: str, stop: threading.Event) -> float:
 
 def run(seconds: float, seed: int, num_threads: int) -> dict[str, object]:
     """Attacks a new server. Returns what was found; `failed` lists what must not be so."""
-    command = [sys.executable, "-m", "pagemill", "serve", MODEL, "--port", "0", *SETTINGS, *LIMITS]
+    command = [sys.executable, "-m", "pagemill", "serve", MODEL, "--port", "0", *SETTINGS, *DOORS, *LIMITS]
     failed = []
     with tempfile.NamedTemporaryFile("a") as log, subprocess.Popen(command, stdout=log, stderr=log) as server:
         try:
