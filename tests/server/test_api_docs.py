@@ -19,7 +19,7 @@ NOT_DESCRIBED = {"/docs", "/openapi.json", "/", "/page/{name}"}
 
 def got(*paths, keys=None, **headers):
     """The application without an engine, and its answers."""
-    app = create_app(SimpleNamespace(facts=None, is_ready=False, model="m"), "m", keys)
+    app = create_app(SimpleNamespace(facts=None, is_ready=False, model="m", rates=lambda tenant: {}), "m", keys)
 
     async def ask():
         transport = httpx.ASGITransport(app)

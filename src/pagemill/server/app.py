@@ -10,7 +10,6 @@ from fastapi.responses import PlainTextResponse, Response
 from starlette.middleware.cors import CORSMiddleware
 
 import pagemill
-from pagemill.errors import RateLimitError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.access import ServerAccess
 from pagemill.server.access_log import REQUEST_ID
@@ -22,7 +21,7 @@ from pagemill.server.chat import ChatCall
 from pagemill.server.completions import CompletionCall
 from pagemill.server.embeddings import embedding_routes
 from pagemill.server.engine_routes import engine_routes
-from pagemill.server.errors import error_answer, install_error_handlers
+from pagemill.server.errors import install_error_handlers
 from pagemill.server.events import EventStream, until_disconnect
 from pagemill.server.gate import Gate
 from pagemill.server.health import health_routes
@@ -34,7 +33,7 @@ from pagemill.server.pins import pin_routes
 from pagemill.server.protocol.body import ErrorResponse
 from pagemill.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from pagemill.server.protocol.completions import Completion, CompletionRequest
-from pagemill.server.rate_headers import RATE_HEADERS, rate_headers
+from pagemill.server.rate_headers import RATE_HEADERS
 from pagemill.server.sessions import session_routes
 from pagemill.server.tokens import token_routes
 
@@ -69,7 +68,7 @@ def create_app(
     )
     limits = limits or ServerLimits()
     keys = keys or ApiKeys()
-    app.add_middleware(Gate, keys=keys, limits=limits, hosts=hosts)
+    app.add_middleware(Gate, keys=keys, limits=limits, hosts=hosts, rates=llm.rates)
     if access is not None and access.allowed_origins:
         app.add_middleware(  # around the gate: a page can read a refusal, and asks without a key whether it may ask
             CORSMiddleware,
@@ -85,20 +84,11 @@ def create_app(
     served = ServedModels(llm, served_model_name)
 
     async def answer(kind: type[Call[R]], body: R, request: Request) -> Response:
-        tenant: str = request.state.tenant
-        call = kind(llm, body, served.name_for(body.model), tenant)
+        call = kind(llm, body, served.name_for(body.model), request.state.tenant)
         request.state.call = call
-        try:
-            if body.stream:
-                events = await until_disconnect(request.receive, call.events())
-                return EventStream(events, rate_headers(llm.rates(tenant)))
-            whole = await until_disconnect(request.receive, call.answer())
-        except RateLimitError as refused:
-            refusal = error_answer(refused)
-            refusal.headers.update(rate_headers(llm.rates(tenant)))
-            return refusal
-        whole.headers.update(rate_headers(llm.rates(tenant)))
-        return whole
+        if body.stream:
+            return EventStream(await until_disconnect(request.receive, call.events()))
+        return await until_disconnect(request.receive, call.answer())
 
     @app.post("/v1/completions", response_model=Completion)
     async def completions(body: CompletionRequest, request: Request) -> Response:

@@ -84,6 +84,17 @@ class EmbeddingList(BaseModel):
     usage: EmbeddingUsage
 
 
+class EmbeddingFigures:
+    """What a request has come to so far."""
+
+    def __init__(self) -> None:
+        self.num_tokens = 0
+
+    def figures(self) -> dict[str, Any]:
+        """Returns it for the log."""
+        return {"prompt_tokens": self.num_tokens}
+
+
 def embedding_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
     """Returns the route. Each vector becomes JSON as it comes: thousands at once would hold up everybody's events."""
     routes = APIRouter(prefix="/v1", route_class=BodyRoute)
@@ -92,12 +103,13 @@ def embedding_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
     async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         """Returns an embedding of each input."""
         name = served.name_for(body.model)
-        return await until_disconnect(request.receive, _answer(llm, body, name, request.state.tenant))
+        request.state.call = figures = EmbeddingFigures()
+        return await until_disconnect(request.receive, _answer(llm, body, name, request.state.tenant, figures))
 
     return routes
 
 
-async def _answer(llm: AsyncLLM, body: EmbeddingRequest, model: str, tenant: str) -> Response:
+async def _answer(llm: AsyncLLM, body: EmbeddingRequest, model: str, tenant: str, done: EmbeddingFigures) -> Response:
     width = (await llm.ready()).hidden_size
     if body.dimensions not in (None, width):
         raise InvalidRequestError(
@@ -108,14 +120,13 @@ async def _answer(llm: AsyncLLM, body: EmbeddingRequest, model: str, tenant: str
     params = PoolingParams(pooling_type=body.pooling_type, normalize=body.normalize)  # type: ignore[arg-type]
     prompts = body.prompts()
     written = [msgspec.Raw()] * len(prompts)
-    todo, num_tokens = iter(enumerate(prompts)), 0
+    todo = iter(enumerate(prompts))
 
     async def work() -> None:
-        nonlocal num_tokens
         for index, prompt in todo:
             found = await llm.embed(prompt, params, priority=body.priority, tenant=tenant)
             written[index] = msgspec.Raw(_entry(found, index, body.encoding_format))
-            num_tokens += len(found.prompt_token_ids)
+            done.num_tokens += len(found.prompt_token_ids)
 
     workers = [asyncio.ensure_future(work()) for _ in range(min(AT_ONCE, len(prompts)))]
     try:
@@ -133,7 +144,7 @@ async def _answer(llm: AsyncLLM, body: EmbeddingRequest, model: str, tenant: str
         "created": int(time.time()),
         "model": model,
         "data": written,
-        "usage": {"prompt_tokens": num_tokens, "total_tokens": num_tokens},
+        "usage": {"prompt_tokens": done.num_tokens, "total_tokens": done.num_tokens},
     }
     return Response(msgspec.json.encode(answer), media_type="application/json")
 

@@ -5,7 +5,7 @@ waits for the answer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Mapping
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
@@ -53,8 +53,8 @@ async def _disconnected(receive: Receive) -> None:
 class EventStream(StreamingResponse):
     """Server-sent events from a generator, which is closed when the client goes, even while it waits for an event."""
 
-    def __init__(self, events: AsyncGenerator[str, None], headers: Mapping[str, str]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache", **headers})
+    def __init__(self, events: AsyncGenerator[str, None]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Mapping
+from functools import partial
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagemill.errors import AuthenticationError, BodyTooLargeError, PagemillError, ServerBusyError, SlowBodyError
+from pagemill.frontend.rates import RateStatus
 from pagemill.server.access_log import MAX_PATH, Lines, client_address
 from pagemill.server.api_keys import ApiKeys, Caller, challenge, is_open
 from pagemill.server.connections import client_of
@@ -17,6 +20,7 @@ from pagemill.server.failed_keys import FailedKeys
 from pagemill.server.hosts import AllowedHosts
 from pagemill.server.limits import ServerLimits
 from pagemill.server.log_output import AUDIT, fields
+from pagemill.server.rate_headers import with_rate_headers
 
 SMALL_BODY_BYTES = 64 << 10
 """A body of at most so many bytes is always taken, so that large ones cannot shut out everybody."""
@@ -30,11 +34,19 @@ class Gate:
     The path is the one that routes see (`scope["path"]`): `request.url` is made of what the client says its host is.
     """
 
-    def __init__(self, app: ASGIApp, keys: ApiKeys, limits: ServerLimits, hosts: AllowedHosts | None = None) -> None:
-        """hosts: None lets the server be asked under any name."""
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: ApiKeys,
+        limits: ServerLimits,
+        hosts: AllowedHosts | None = None,
+        rates: Callable[[str], Mapping[str, RateStatus]] = lambda tenant: {},
+    ) -> None:
+        """hosts: None lets the server be asked under any name. rates: gives a tenant's limits per minute."""
         self._app = app
         self._keys = keys
         self._hosts = hosts
+        self._rates = rates
         self._failed = FailedKeys(limits.max_failed_keys)
         self._lines = Lines()
         self._limits = limits
@@ -67,8 +79,11 @@ class Gate:
         else:
             size, replay = len(body), _replay(bytes(body), receive)
             body.clear()
+            tenant: str = scope["state"]["tenant"]
+            limited = not is_open(scope["path"]) and bool(self._rates(tenant))
+            told = with_rate_headers(send, partial(self._rates, tenant)) if limited else send
             try:
-                await self._app(scope, replay, send)
+                await self._app(scope, replay, told)
             finally:
                 self._large_bytes -= _large(size)
             return

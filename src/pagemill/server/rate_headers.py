@@ -3,13 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+
+from starlette.types import Message, Send
 
 from pagemill.frontend.rates import RateStatus
 
 RATE_HEADERS = [
     f"x-ratelimit-{part}-{kind}" for kind in ("requests", "tokens") for part in ("limit", "remaining", "reset")
 ]
+
+
+def with_rate_headers(send: Send, rates: Callable[[], Mapping[str, RateStatus]]) -> Send:
+    """Returns a `send` that adds the headers to an answer, as things stand when that begins."""
+
+    async def told(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            added = [(name.encode(), value.encode()) for name, value in rate_headers(rates()).items()]
+            message = {**message, "headers": [*message.get("headers", ()), *added]}
+        await send(message)
+
+    return told
 
 
 def rate_headers(rates: Mapping[str, RateStatus]) -> dict[str, str]:
