@@ -203,7 +203,7 @@ def read_tenants_file(path: str | os.PathLike[str]) -> TenantsFile:
     try:
         place = Path(path).expanduser()
         return _read_tenants(place, json.loads(place.read_text(encoding="utf-8")))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         why = error.message if isinstance(error, ConfigError) else str(error)
         raise ConfigError(f"tenants file {os.fspath(path)!r}: {why}", param="tenants") from error
 

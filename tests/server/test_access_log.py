@@ -15,8 +15,11 @@ import pytest
 
 from pagemill.errors import ConfigError
 from pagemill.server import access_log, log_output
+from pagemill.server.access import ServerAccess
 from pagemill.server.access_log import AccessLog, Lines
+from pagemill.server.limits import ServerLimits
 from pagemill.server.log_output import AUDIT, LogWriter, ServerLogs, as_json, as_text, fields, logging_to
+from pagemill.server.run import server_config
 
 SECRET = "Xylophone"
 
@@ -64,6 +67,22 @@ def test_a_wrong_id_is_refused(lines, wrong):
     assert answer.status_code == 400
     assert "1 to 128 printable ASCII characters" in answer.json()["error"]["message"]
     assert answer.headers["x-request-id"] == lines()[-1]["request_id"] != wrong
+
+
+def test_a_proxy_is_believed_where_it_is_named(lines):
+    for proxies, client in (
+        ([], "10.0.0.9"),
+        (["10.0.0.8,127.0.0.1"], "10.0.0.9"),
+        (["127.0.0.1", "10.0.0.0/8"], "9.9.9.9"),
+        (["*"], "9.9.9.9"),
+    ):
+        access = ServerAccess(forwarded_allow_ips=proxies)
+        config = server_config(AccessLog(answering), ServerLimits(), print, access.forwarded_allow_ips)
+        config.load()
+        ask(config.loaded_app, **{"X-Forwarded-For": "9.9.9.9"})
+        assert lines()[-1]["client"] == client
+    with pytest.raises(ConfigError, match="forwarded_allow_ips has 'nginx', which is neither an address"):
+        ServerAccess(forwarded_allow_ips=["127.0.0.1,nginx"])
 
 
 def test_refusals_write_so_many_lines(lines, monkeypatch):

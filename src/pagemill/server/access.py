@@ -94,6 +94,8 @@ class ServerAccess:
         for name in KEY_VARIABLES:
             key_digests(name, getattr(self, name))
         self._check_origins()
+        for proxy in ",".join(self.forwarded_allow_ips).replace("*", "").split(","):
+            _check_network(proxy.strip())
         if self.ssl_keyfile is not None and self.ssl_certfile is None:
             raise ConfigError(
                 "ssl_keyfile is given without the certificate that it is for; give ssl_certfile too",
@@ -151,6 +153,17 @@ class ServerAccess:
 def _entries(name: str, given: list[str]) -> list[str]:
     """Returns what a flag was given: each time one value, or a JSON list of them."""
     return [entry for value in given for entry in (_listed(name, value) if value.startswith("[") else [value])]
+
+
+def _check_network(proxy: str) -> None:
+    try:
+        if proxy:
+            ipaddress.ip_network(proxy)
+    except ValueError as error:
+        raise ConfigError(
+            f"forwarded_allow_ips has {shown(proxy)}, which is neither an address, a network nor *: {error}",
+            param="forwarded_allow_ips",
+        ) from None
 
 
 def _listed(name: str, value: str) -> list[str]:
