@@ -16,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from pagemill.cli.serve import url_of
 from pagemill.namespace import Namespace
 from pagemill.sessions.store import SessionStore
 
@@ -230,6 +231,20 @@ def test_serve_pins_a_file_of_prefixes_before_it_is_ready(tmp_path):
     finally:
         server.kill()
         server.communicate()
+
+
+@pytest.mark.parametrize(
+    ("host", "here", "url"),
+    [
+        ("0.0.0.0", True, "http://127.0.0.1:80"),
+        ("::", True, "http://[::1]:80"),
+        ("0.0.0.0", False, "http://0.0.0.0:80"),
+        ("fe80::1%eth0", True, "http://[fe80::1%eth0]:80"),
+        ("192.168.0.2", True, "http://192.168.0.2:80"),
+    ],
+)
+def test_an_example_reaches_a_server_on_all_addresses(host, here, url):
+    assert url_of("http", host, 80, here=here) == url
 
 
 def test_serve_listens_at_once_and_ends_without_a_trace(tmp_path):

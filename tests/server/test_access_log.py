@@ -196,5 +196,5 @@ def test_administrative_acts_are_logged_at_every_level():
 
 
 def test_wrong_settings_are_refused():
-    with pytest.raises(ConfigError, match="log_level is 'loud'; it must be one of debug, info, warning, error"):
+    with pytest.raises(ConfigError, match="log_level is 'loud'; it must be one of info, warning, error"):
         ServerLogs(log_level="loud")

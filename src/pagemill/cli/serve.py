@@ -93,7 +93,7 @@ async def _serve(
     pins = [] if pin_file is None else read_pins(pin_file)
 
     scheme = "http" if access.ssl_certfile is None else "https"
-    listening, address = (_url(scheme, *sock.getsockname()[:2], here=here) for here in (False, True))
+    listening, address = (url_of(scheme, *sock.getsockname()[:2], here=here) for here in (False, True))
     with LoadingBar(names[0]) as bar:
 
         def announce(ready: EngineReady) -> None:
@@ -120,7 +120,7 @@ async def _serve(
         await run_server(llm, names, sock, announce, AUDIT.info, pins, tenants, limits, access, host)
 
 
-def _url(scheme: str, host: str, port: int, *, here: bool) -> str:
+def url_of(scheme: str, host: str, port: int, *, here: bool) -> str:
     """Returns a listening address as a URL. here: as this machine reaches it, if it stands for all addresses."""
     if here and ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
         host = "::1" if ":" in host else "127.0.0.1"

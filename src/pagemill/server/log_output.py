@@ -34,7 +34,7 @@ class ServerLogs:
     """Says what a server writes to stderr. Raises `ConfigError` for a wrong value."""
 
     log_level: Annotated[
-        Literal["debug", "info", "warning", "error"],
+        Literal["info", "warning", "error"],
         about("What is logged: with info, a line for each request; administrative acts are logged at every level."),
     ] = "info"
     log_format: Annotated[Literal["text", "json"], about("How a line is written.")] = "text"
