@@ -86,7 +86,7 @@ class TenantLimits:
     ] = None
     requests_per_minute: Annotated[
         Count | None,
-        about("Requests in a minute; one more is refused (HTTP 429). Each prompt of a completion counts as one."),
+        about("Requests in a minute; one more is refused (HTTP 429). Each prompt or input counts as one."),
     ] = None
     tokens_per_minute: Annotated[
         Count | None,

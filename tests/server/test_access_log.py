@@ -53,6 +53,7 @@ def test_an_id_comes_and_goes(lines):
     app = AccessLog(answering)
     answer = ask(app, "/204?prompt=" + SECRET, **{"X-Request-Id": "order-7/a"})
     assert (answer.headers["x-request-id"], answer.headers["a"]) == ("order-7/a", "b")
+    assert answer.headers["x-content-type-options"] == "nosniff"
     (line,) = lines()
     assert line.pop("duration_ms") >= 0
     assert line == {"request_id": "order-7/a", "client": "10.0.0.9", "method": "GET", "path": "/204", "status": 204}

@@ -1,6 +1,7 @@
 """Tokenizing over HTTP, the names of the model, and whether the server is ready."""
 
 import asyncio
+from pathlib import Path
 
 import httpx
 import pytest
@@ -93,7 +94,7 @@ def test_half_a_surrogate_pair_and_another_model_are_refused(http):
 
 
 def test_a_key_is_needed_where_there_are_keys():
-    keys = ApiKeys(TenantsFile({}, {key_digest("secret"): "a"}, []))
+    keys = ApiKeys(TenantsFile(Path("tenants.json"), {}, {key_digest("secret"): "a"}, []))
     for path in ("/tokenize", "/detokenize", "/v1/models"):
         with pytest.raises(AuthenticationError):
             keys.caller("POST", path, Headers({}))
@@ -135,6 +136,7 @@ def test_one_flag_takes_several_values():
 def test_a_loading_server_is_live_but_not_ready(served):
     class Loading:
         error, is_ready, load_progress = None, False, (1, 4)
+        rates = dict
 
     async def asked(llm):
         transport = httpx.ASGITransport(create_app(llm, "m"))

@@ -23,6 +23,9 @@ MAX_PATH = 256
 LINES_PER_S, MOST_LINES = 20.0, 200
 """Lines of one status that requests may cause which generate nothing: so many come back each second, up to so many."""
 
+NO_SNIFFING = (b"x-content-type-options", b"nosniff")
+"""Keeps browsers from taking an answer for a page because of the words in it."""
+
 _REQUEST_ID = re.compile(rf"[!-~]{{1,{MAX_REQUEST_ID}}}")
 
 
@@ -58,7 +61,8 @@ class Lines:
 
 class AccessLog:
     """ASGI middleware around everything: sets `request.state.request_id`, gives it out with the answer, and logs the
-    request once it has ended. Neither bodies nor query strings are logged."""
+    request once it has ended. Neither bodies nor query strings are logged. Browsers are told to take an answer for what
+    it says it is."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -78,8 +82,10 @@ class AccessLog:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                named = (REQUEST_ID.lower().encode(), request_id.encode())
-                message = {**message, "headers": [*message.get("headers", ()), named]}
+                headers = [(REQUEST_ID.lower().encode(), request_id.encode()), *message.get("headers", ())]
+                if NO_SNIFFING not in headers:
+                    headers.append(NO_SNIFFING)
+                message = {**message, "headers": headers}
             await send(message)
 
         try:
