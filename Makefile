@@ -25,7 +25,7 @@ MODEL_READY = $(BIN)/pagemill pull $(MODEL)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-gpu coverage soak attack bench bench-gpu build lint lint-kernels format docs sanitize wheel clean distclean
+.PHONY: help serve test test-gpu coverage soak attack bench bench-gpu screenshots build lint lint-kernels format docs sanitize wheel clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -86,6 +86,10 @@ format: $(BUILT)  ## Format the code and fix what ruff can fix
 
 docs: $(BUILT)  ## Build the documentation's site into build/site; a broken link or anchor fails
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+screenshots: $(BUILT)  ## Draw the pictures of the page at / into docs/images, with a real server and Chromium
+	@$(MODEL_READY)
+	@$(BIN)/python scripts/draw_screenshots.py
 
 sanitize: $(BUILT)  ## Run the kernels under the address, undefined-behaviour and thread sanitizers (many minutes of processor time; SANITIZE_ARGS=--short takes the best set only; others: scripts/sanitize)
 	@scripts/sanitize $(SANITIZE_ARGS)

@@ -303,10 +303,14 @@ def test_serve_listens_at_once_and_ends_without_a_trace(tmp_path):
         assert min(sizes) < sizes[0] == sizes[-1]
         server.send_signal(signal.SIGHUP)
         endless = {**body, "max_tokens": 200, "ignore_eos": True, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/completions", json=endless, timeout=30) as response:
+        with (
+            httpx.stream("POST", f"{url}/v1/completions", json=endless, timeout=30) as response,
+            httpx.stream("GET", f"{url}/v1/kv_map", timeout=30) as watching,
+        ):
             next(response.iter_lines())
             server.send_signal(signal.SIGINT)
             _, messages = server.communicate(timeout=20)
+            assert '"error"' not in watching.read().decode()
         assert server.returncode == 0
         assert f"curl {url}/v1/chat/completions" in messages
         assert "Ctrl-C stops the server" in messages

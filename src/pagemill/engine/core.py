@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 
 from pagemill.config import EngineConfig
-from pagemill.engine import faults
+from pagemill.engine import faults, watching
 from pagemill.engine.build import build
+from pagemill.engine.kv_map import KVMap
 from pagemill.engine.messages import (
     EngineReady,
     EngineRequest,
@@ -23,7 +24,7 @@ from pagemill.engine.messages import (
     SequenceList,
     SequenceOutput,
 )
-from pagemill.engine.queries import BlocksQuery
+from pagemill.engine.queries import BlocksQuery, KVMapQuery
 from pagemill.engine.stats import EngineStats, TenantStats
 from pagemill.engine.tiers import blocks_by_tier, find_by_tier
 from pagemill.errors import InvalidRequestError, PinNotFoundError
@@ -39,7 +40,7 @@ from pagemill.scheduling.beam import row_params
 from pagemill.scheduling.sequence import Pinning, Request, SequenceUpdate
 from pagemill.scheduling.step_plan import StepResult
 from pagemill.scheduling.tenancy import TenantState
-from pagemill.tenant_limits import TenantLimits
+from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 
 logger = logging.getLogger(__name__)
 
@@ -283,6 +284,13 @@ class EngineCore:
         tiers = None if self.tiers is None else self.tiers.offload
         return KVBlocks(find_by_tier(self.memory, self._streamed, tiers, digests))
 
+    def kv_map(self, request: KVMapQuery) -> KVMap:
+        """Returns what lies where in the KV memory, as somebody may see it. Raises `InvalidRequestError` children."""
+        view = None
+        if request.tenant is not None:
+            view = watching.View(self.memory.tenants[request.tenant], self.root(request))
+        return watching.kv_map(self.memory, self.scheduler, self.stats(), self._streamed.tier, view, request.with_tree)
+
     def stats(self) -> EngineStats:
         """Returns counters since the start, and the state now."""
         memory, compaction = self.memory, self.memory.compaction
@@ -368,9 +376,9 @@ class EngineCore:
             kv_format=f"{facts.kv.element}{self._streamed.description}",
         )
 
-    def root(self, request: EngineRequest | BlocksQuery) -> bytes:
+    def root(self, request: EngineRequest | BlocksQuery | KVMapQuery) -> bytes:
         """Returns the digest in which the chain of a request's blocks begins."""
-        facts, space = self.executor.facts, Namespace(request.tenant, request.cache_salt)
+        facts, space = self.executor.facts, Namespace(request.tenant or DEFAULT_TENANT, request.cache_salt)
         return root_digest(facts.fingerprint, facts.kv_format, facts.numerics, str(space))
 
     def _end_lost(self, frames: set[int], now: float) -> list[SequenceUpdate]:

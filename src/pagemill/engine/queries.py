@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import msgspec
 
+from pagemill.engine.kv_map import KVMap
 from pagemill.engine.messages import (
     AbortRequests,
     Done,
@@ -108,18 +109,39 @@ class BlocksQuery(Query[KVBlocks], tag=True):
         return core.kv_blocks(self)
 
 
+class KVMapQuery(Query[KVMap], tag=True):
+    """Asks what lies where in the KV memory, as one namespace may see it; as an admin may, if `tenant` is None."""
+
+    tenant: str | None
+    cache_salt: str
+    with_tree: bool
+
+    def answer(self, core: EngineCore) -> KVMap:
+        return core.kv_map(self)
+
+
 class Question(msgspec.Struct, tag=True):
     """A query under a number that is used once."""
 
     id: int
-    query: StatsQuery | ResizePool | SetTenant | PinsQuery | Unpin | ResetPrefixCache | SequencesQuery | BlocksQuery
+    query: (
+        StatsQuery
+        | ResizePool
+        | SetTenant
+        | PinsQuery
+        | Unpin
+        | ResetPrefixCache
+        | SequencesQuery
+        | BlocksQuery
+        | KVMapQuery
+    )
 
 
 class Answer(msgspec.Struct, tag=True):
     """The answer to the `Question` of this number."""
 
     id: int
-    answer: EngineStats | EngineReady | PinList | SequenceList | KVBlocks | Done | Failure
+    answer: EngineStats | EngineReady | PinList | SequenceList | KVBlocks | KVMap | Done | Failure
 
 
 ToEngine = Start | EngineRequest | AbortRequests | FinishSequences | Question | Shutdown

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pagemill.config import EngineConfig, Settings, config_for, takes_settings
+from pagemill.engine.kv_map import KVMap
 from pagemill.engine.messages import EngineReady, PinInfo
 from pagemill.engine.stats import EngineStats
 from pagemill.errors import EngineDeadError, InvalidRequestError, PagemillError, RequestNotFoundError
@@ -312,6 +313,15 @@ class AsyncLLM:
     async def stats(self) -> EngineStats:
         """Returns a snapshot taken between two steps."""
         return await (await self._ready()).stats()
+
+    async def kv_map(self, *, cache_salt: str = "", tenant: str | None = None, with_tree: bool = True) -> KVMap:
+        """Returns what lies where in the KV memory: the block map, block tables, the prefix tree, and `stats`.
+
+        tenant: the one that looks, and sees its own names only; None for all of them. with_tree: the prefix tree is
+        what costs most.
+        """
+        space = None if tenant is None else Namespace(tenant, cache_salt)
+        return await (await self._ready()).kv_map(space, with_tree)
 
     async def resize_kv_memory(self, kv_memory: int | float | str | None) -> EngineReady:
         """See `LLM.resize_kv_memory`; happens between two steps, and requests go on."""

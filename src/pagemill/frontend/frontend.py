@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from pagemill.engine import queries
+from pagemill.engine.kv_map import KVMap
 from pagemill.engine.messages import EngineReady, PinInfo, SequenceInfo, SequenceOutput
 from pagemill.engine.stats import EngineStats
 from pagemill.errors import (
@@ -294,6 +295,18 @@ class Frontend:
     async def reset_prefix_cache(self) -> bool:
         """See `LLM.reset_prefix_cache`."""
         return (await self.client.ask(queries.ResetPrefixCache())).done
+
+    async def kv_map(self, space: Namespace | None, with_tree: bool) -> KVMap:
+        """Returns what lies where in the KV memory, as a namespace may see it; None: as an admin may.
+
+        Requests have the names that their callers know, unless they have just ended.
+        """
+        tenant, cache_salt = (None, "") if space is None else space
+        found = await self.client.ask(queries.KVMapQuery(tenant, cache_salt, with_tree))
+        for table in found.tables:
+            if table.kind == "request" and (request := self._by_engine_id.get(table.name)) is not None:
+                table.name = request.request_id
+        return found
 
     async def resize_kv_memory(self, kv_memory: int | float | str | None) -> EngineReady:
         """See `LLM.resize_kv_memory`."""

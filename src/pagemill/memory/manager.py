@@ -6,9 +6,13 @@ found again until its frame is needed, and tells the device what to do. Every me
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 
-from pagemill.memory import checks, moving, offload, prefix_cache, reservation, statistics
+import numpy as np
+import numpy.typing as npt
+
+from pagemill.memory import block_map, checks, moving, offload, prefix_cache, prefix_tree, reservation, statistics
+from pagemill.memory.block_map import MAP_COLUMNS, TierMap
 from pagemill.memory.block_table import BlockTable, Footprint
 from pagemill.memory.compaction import Compaction
 from pagemill.memory.core import MemoryCore
@@ -16,6 +20,7 @@ from pagemill.memory.eviction import PolicyFactory, least_recently_used
 from pagemill.memory.frames import StreamedFrames
 from pagemill.memory.offload import MissingBlock, OpenedLoad
 from pagemill.memory.prefix_cache import Opened
+from pagemill.memory.prefix_tree import TreeNode
 from pagemill.memory.reservation import Shortage
 from pagemill.memory.statistics import MemoryStats, Occupancy, Residency, Scatter
 from pagemill.memory.tenants import Quota, Tenant
@@ -23,8 +28,8 @@ from pagemill.memory.work import MemoryWork, Save
 from pagemill.tenant_limits import DEFAULT_TENANT
 
 __all__ = [
-    "MemoryManager", "MemoryStats", "MissingBlock", "Occupancy", "Opened", "OpenedLoad", "Residency", "Scatter",
-    "Shortage",
+    "MAP_COLUMNS", "MemoryManager", "MemoryStats", "MissingBlock", "Occupancy", "Opened", "OpenedLoad",
+    "Residency", "Scatter", "Shortage", "TierMap", "TreeNode",
 ]  # fmt: skip
 
 
@@ -277,6 +282,19 @@ class MemoryManager:
         columns = [self.core.frames_of(entries[first:]) for entries in table.blocks]
         return [frame for entry in zip(*columns, strict=True) for frame in entry]
 
+    def locate(self, blocks: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Returns the frames of blocks, -1 for each -1."""
+        return np.where(blocks < 0, -1, np.frombuffer(self.core.blocks.frame, np.int32)[blocks])
+
+    def count_holders(self, blocks: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """Returns how many tables hold each block, 0 for each -1."""
+        return np.where(blocks < 0, 0, np.frombuffer(self.core.blocks.references, np.int32)[blocks])
+
+    @property
+    def num_published(self) -> int:
+        """Returns how many blocks can be found by their digests."""
+        return sum(map(len, self.core.index.by_digest))
+
     def lies_in(self, table: BlockTable, frames: Set[int]) -> bool:
         """Returns whether any of a table's blocks is in one of these frames."""
         return not frames.isdisjoint(self.frames(table, 0))
@@ -295,6 +313,26 @@ class MemoryManager:
     def scatter(self) -> Scatter:
         """Counts how often a sequence's next block lies elsewhere than in the next frame. O(entries of all tables)."""
         return statistics.scatter(self.core)
+
+    def block_map(
+        self, pinned: Iterable[BlockTable], arriving: Sequence[int], seen_by: Tenant | None, max_cells: int
+    ) -> tuple[TierMap, TierMap]:
+        """Returns what lies in the pool's and the streamed frames, in at most `max_cells` cells each. O(pool).
+
+        pinned: the tables of pins. arriving: blocks that are being loaded. seen_by: the only tenant whose blocks are
+        told apart; None: all are.
+        """
+        return block_map.block_map(self.core, pinned, arriving, seen_by, max_cells)
+
+    def prefix_tree(
+        self, tables: Sequence[BlockTable], accounts: Iterable[Tenant], max_cached: int, max_chains: int
+    ) -> list[TreeNode]:
+        """Returns the tree that these tables and the cached blocks used last make, parents before children.
+
+        It covers the leading layer group. max_cached, max_chains: at most so many cached blocks of each of these
+        tenants are looked at, in so many chains.
+        """
+        return prefix_tree.prefix_tree(self.core, tables, accounts, max_cached, max_chains)
 
     def check(self) -> None:
         """Recounts everything, O(pool and tables). Raises MemoryInvariantError, which names the broken invariant."""

@@ -107,6 +107,14 @@ class Loading:
         self._loads[load.id] = ActiveLoad(opened, tokens, digests, found, sequence.was_preempted)
         return Begun(load.id, digests)
 
+    def arriving(self) -> list[int]:
+        """Returns the blocks that are under way."""
+        return [
+            under_way.load.table.blocks[group][entry]
+            for under_way in self._loads.values()
+            for entry, group in under_way.load.missing
+        ]
+
     def take_begun(self) -> list[Load]:
         """Returns loads that nobody has been told of yet."""
         begun, self._begun = self._begun, []

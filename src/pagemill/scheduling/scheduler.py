@@ -139,6 +139,10 @@ class Scheduler:
         """Returns all sequences that have not finished, request by request."""
         return [one for siblings in self.state.requests.values() for one in siblings]
 
+    def arriving(self) -> list[int]:
+        """Returns the blocks that are being loaded from offload stores."""
+        return self.state.loading.arriving()
+
     def add(self, request: Request, fork_of: tuple[str, int] | None = None) -> None:
         """Queues a request. Raises as `limits.accept` does.
 

@@ -26,9 +26,11 @@ from pagemill.server.events import EventStream, until_disconnect
 from pagemill.server.gate import Gate
 from pagemill.server.health import health_routes
 from pagemill.server.hosts import AllowedHosts
+from pagemill.server.kv_map import Feed, kv_map_routes
 from pagemill.server.limits import ServerLimits
 from pagemill.server.metrics import CONTENT_TYPE, Metrics
 from pagemill.server.models import ServedModels, model_routes
+from pagemill.server.page_routes import page_routes
 from pagemill.server.pins import pin_routes
 from pagemill.server.protocol.body import ErrorResponse
 from pagemill.server.protocol.chat import ChatCompletion, ChatCompletionRequest
@@ -110,6 +112,9 @@ def create_app(
     app.include_router(docs_routes(app))
     metrics = app.state.metrics = Metrics()
     llm.on_request_end = metrics.observe
+    app.state.feed = Feed(llm, metrics)
+    app.include_router(kv_map_routes(app.state.feed))
+    app.include_router(page_routes())
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def prometheus() -> Response:

@@ -107,7 +107,7 @@ def refusal_of(finding: Any) -> PagemillError:
         return typed
     if finding["type"] == "json_invalid":
         return not_json(finding["ctx"]["error"])
-    place = [str(part) for part in finding["loc"] if part != "body"]
+    place = [str(part) for part in finding["loc"] if part not in ("body", "query")]
     if isinstance(finding.get("input"), bytes):
         return InvalidRequestError("the body must be a JSON object, sent with Content-Type: application/json")
     where, given = ".".join(place) or "the body", shown(finding.get("input"))

@@ -5,6 +5,7 @@ one, with `pagemill:` before them.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -26,10 +27,18 @@ FAMILIES: dict[str, type[GaugeMetricFamily | CounterMetricFamily]] = {
 }
 
 
+class FirstTokens(NamedTuple):
+    """How many requests had a first token, and the sum of the seconds that they waited for it."""
+
+    requests: int = 0
+    seconds: float = 0.0
+
+
 class Metrics:
     """Counts requests and their times: `observe` takes each when it has ended, `render` writes all of it out."""
 
     def __init__(self) -> None:
+        self.first_tokens = FirstTokens()
         self._registry = CollectorRegistry()
         self._first_token = self._histogram(
             "time_to_first_token_seconds", "Seconds from a request's arrival to its first token.", FIRST_TOKEN_S
@@ -64,7 +73,9 @@ class Metrics:
         if times.time_in_queue is not None:
             self._queue.observe(times.time_in_queue)
         if times.first_token_time is not None and times.last_token_time is not None:
-            self._first_token.observe(times.first_token_time - times.arrival_time)
+            waited_s, known = times.first_token_time - times.arrival_time, self.first_tokens
+            self.first_tokens = FirstTokens(known.requests + 1, known.seconds + waited_s)
+            self._first_token.observe(waited_s)
             later = max(len(sequence.output.token_ids) for sequence in request.sequences) - 1
             if later > 0:
                 self._per_token.observe((times.last_token_time - times.first_token_time) / later)

@@ -26,6 +26,7 @@ from pagemill.server.app import create_app
 from pagemill.server.connections import Connection, Places
 from pagemill.server.drain import Drain
 from pagemill.server.hosts import AllowedHosts
+from pagemill.server.kv_map import Feed
 from pagemill.server.limits import ServerLimits, room_for
 from pagemill.server.logs import quieten
 from pagemill.server.loop_lag import watch_loop_lag
@@ -71,7 +72,7 @@ async def run_server(
     certificate = access.certificate()
     tls = None if certificate is None else certificate.context
     config = server_config(AccessLog(drain), limits, say, access.forwarded_allow_ips, tls)
-    server = _Server(config, llm, drain, limits.drain_timeout, say)
+    server = _Server(config, llm, app.state.feed, drain, limits.drain_timeout, say)
 
     async def watch() -> PagemillError:
         try:
@@ -178,10 +179,17 @@ class _Server(uvicorn.Server):
     """
 
     def __init__(
-        self, config: uvicorn.Config, llm: AsyncLLM, drain: Drain, drain_timeout_s: float, say: Callable[[str], None]
+        self,
+        config: uvicorn.Config,
+        llm: AsyncLLM,
+        feed: Feed,
+        drain: Drain,
+        drain_timeout_s: float,
+        say: Callable[[str], None],
     ) -> None:
         super().__init__(config)
         self._llm = llm
+        self._feed = feed
         self._drain = drain
         self._drain_timeout_s = drain_timeout_s
         self._say = say
@@ -196,6 +204,8 @@ class _Server(uvicorn.Server):
             server.close()
         for sock in sockets or ():
             sock.close()
+        self._feed.close()  # its streams have no end of their own
+        await self._until(lambda: not self._feed.num_watching, ANSWER_S)
         if self._llm.is_ready and self._busy():  # else nothing runs that could finish
             self._say(
                 f"stopping: {self._busy()} connections have running answers, which may go on for "
