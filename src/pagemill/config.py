@@ -20,6 +20,20 @@ S = TypeVar("S")
 
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+ToolCallParser = Literal[
+    "auto",
+    "qwen3_coder",
+    "hermes",
+    "mistral",
+    "deepseek_v3",
+    "deepseek_v31",
+    "phi4_mini_json",
+    "granite",
+    "gemma",
+    "pythonic",
+    "llama3_json",
+]
+ReasoningParser = Literal["auto", "off", "deepseek_r1", "qwen3", "mistral", "granite"]
 Threads = Annotated[int, Meta(ge=1, le=1024)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Model = Annotated[str, Meta(min_length=1, title="a path, a name such as 'smollm2-135m', or a Hugging Face id")]
@@ -38,6 +52,15 @@ class EngineConfig:
         kw_only=False
     )
     tokenizer: Annotated[str | None, about("Folder or file of another tokenizer than the model's own.")] = None
+    chat_template: Annotated[
+        str | None, about("File of a Jinja template, or its source. Default: the model's own chat template.")
+    ] = None
+    tool_call_parser: Annotated[
+        ToolCallParser, about("How the model writes tool calls. Default: told by the chat template.")
+    ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParser, about("How the model marks its reasoning; off splits none off. Default: told by the template.")
+    ] = "auto"
     dtype: Annotated[Dtype, about("Number format of weights and activations: auto, float32, bfloat16 or float16.")] = (
         "auto"
     )
@@ -132,7 +155,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self.hf_overrides = {} if self.hf_overrides is None else self.hf_overrides
-        for name in ("model", "tokenizer", "kv_disk_path", "session_path"):
+        for name in ("model", "tokenizer", "chat_template", "kv_disk_path", "session_path"):
             if isinstance(value := getattr(self, name), os.PathLike):
                 setattr(self, name, os.fspath(value))
         if isinstance(self.tenants, (str, os.PathLike)):
@@ -182,6 +205,7 @@ if TYPE_CHECKING:
         """Declares what may be given for a config's fields, where that is more than what they hold then."""
 
         tokenizer: str | os.PathLike[str] | None = None  # type: ignore[assignment]
+        chat_template: str | os.PathLike[str] | None = None  # type: ignore[assignment]
         dtype: Dtype | Literal["half", "float"] = "auto"  # type: ignore[assignment]
         kv_disk_path: str | os.PathLike[str] | None = None  # type: ignore[assignment]
         session_path: str | os.PathLike[str] | None = None  # type: ignore[assignment]

@@ -54,6 +54,9 @@ OF_ENGINES: dict[str, Fixed] = {
     "cpu_offload_gb": Fixed((0, 0.0), "keeps all weights on the device"),
     "enable_sleep_mode": Fixed((True, False), "can always sleep"),
     "tokenizer_mode": Fixed(("auto",), "has one tokenizer for each model"),
+    "enable_auto_tool_choice": Fixed(
+        (True,), "lets a model choose among the tools wherever its chat template has them"
+    ),
     "load_format": Fixed(("auto",), "tells a model's format from its files"),
     "config_format": Fixed(("auto",), "tells a model's format from its files"),
     "model_impl": Fixed(("auto",), "has one implementation of each model"),

@@ -413,7 +413,7 @@ def test_habits_of_clients_change_nothing(client):
         ("chat/completions", {"stream_options": {"include_usage": True}}, 400, "stream_options", "stream"),
         ("chat/completions", {"messages": []}, 400, "messages", "at least one"),
         ("chat/completions", {"messages": [{"role": "king", "content": "x"}]}, 400, "messages", "role"),
-        ("chat/completions", {"messages": [{"role": "tool", "content": "x"}]}, 400, "messages", "tool"),
+        ("chat/completions", {"messages": [{"role": "function", "content": "x"}]}, 400, "messages", "'function'"),
         (
             "chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
@@ -421,7 +421,7 @@ def test_habits_of_clients_change_nothing(client):
             "messages",
             "image_url",
         ),
-        ("chat/completions", {"tools": [{"type": "function"}]}, 400, "tools", "does not serve"),
+        ("completions", {"prompt": "x", "tools": [{"type": "function"}]}, 400, "tools", "does not serve"),
         ("chat/completions", {"response_format": {"type": "json_object"}}, 400, "response_format", "does not serve"),
         ("chat/completions", {"store": True}, 400, "store", "does not serve"),
         ("completions", {"prompt": ""}, 400, "prompt", "no tokens"),

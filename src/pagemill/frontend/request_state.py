@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -112,11 +112,14 @@ class BestOf(NamedTuple):
 class Turn:
     """A session's turn that has been taken from the store and must be given back.
 
-    messages: the session's after this turn, but for the answer; None for a turn of a plain prompt.
+    messages: the session's after this turn, but for the answer; None for a turn of a plain prompt. tools: those that
+    it is rendered with. max_tool_calls: see `AnswerFormats.reader`.
     """
 
     begun: SessionRecord
     messages: list[Mapping[str, Any]] | None
+    tools: Sequence[Mapping[str, Any]] | None = None
+    max_tool_calls: int | None = None
 
 
 class RequestState:
@@ -140,7 +143,8 @@ class RequestState:
         self.metrics = RequestMetrics(asked.arrival_s)
         self._failure: PagemillError | None = None
         self._best_of = best_of
-        self._prompt = prompt
+        self.prompt = prompt
+        """The text that it came from; of a session's turn, the text of that turn."""
         self._tokenizer = tokenizer
         self.num_cached_tokens = 0
         self.pooled: bytes | None = None
@@ -253,7 +257,7 @@ class RequestState:
     ) -> RequestOutput:
         return RequestOutput(
             request_id=self.request_id,
-            prompt=self._prompt,
+            prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             prompt_logprobs=prompt_logprobs,
             outputs=outputs,

@@ -11,6 +11,7 @@ from pagemill.frontend.request_state import RequestState, Turn
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import SessionRecord, SessionStore
+from pagemill.text.answer.of_model import message_of
 from pagemill.text.chat_template import check_messages
 
 
@@ -33,10 +34,12 @@ class SessionTurns:
         *,
         template: Mapping[str, Any] | None = None,
         priority: int = 0,
+        max_tool_calls: int | None = None,
     ) -> RequestState:
         """Takes a session for one turn, and returns the turn's request: the session's tokens, then those of `content`.
 
-        content: text or token ids; messages if there is a `template`, which goes to the chat template. Raises what
+        content: text or token ids; messages if there is a `template`, which goes to the chat template. Without tools in
+        it, those of the session's last turn count. max_tool_calls: see `AnswerFormats.reader`. Raises what
         `SessionStore.begin`, `InputProcessor.process` and the chat template raise; then the session is not in use.
         """
         params = _for_one_answer(params)
@@ -44,11 +47,12 @@ class SessionTurns:
             check_messages(content)
         begun = self.store.begin(name, space, model=self._model, tokenizer=self._inputs.tokenizer.fingerprint)
         try:
+            messages = tools = None
             if template is None:
                 text, token_ids = self._prompt(begun, content)
-                messages = None
             else:
-                text, token_ids = self._chat(begun, content, template)
+                tools = template.get("tools") or begun.tools
+                text, token_ids = self._chat(begun, content, {**template, "tools": tools})
                 messages = [*(begun.messages or []), *content]
             prompt: Prompt = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": space.cache_salt}
             request = self._inputs.process(
@@ -63,7 +67,7 @@ class SessionTurns:
         except BaseException:
             self.store.release(begun)
             raise
-        request.turn = Turn(begun, messages)
+        request.turn = Turn(begun, messages, tools, max_tool_calls)
         return request
 
     def commit(self, request: RequestState) -> None:
@@ -74,8 +78,11 @@ class SessionTurns:
         if messages is not None:
             detokenized, tokenizer = request.asked.params.detokenize, self._inputs.tokenizer
             text = answer.text if detokenized else tokenizer.decode(answer.token_ids, True)
-            messages = [*messages, {"role": "assistant", "content": text}]
-        self.store.commit(turn.begun, [*request.prompt_token_ids, *answer.token_ids], messages)
+            reader = tokenizer.answers.reader(
+                turn.tools, prompt=request.prompt or "", answer_id=request.request_id, max_calls=turn.max_tool_calls
+            )
+            messages = [*messages, message_of(reader, text)]
+        self.store.commit(turn.begun, [*request.prompt_token_ids, *answer.token_ids], messages, turn.tools)
 
     def _prompt(self, begun: SessionRecord, prompt: Any) -> tuple[str | None, list[int]]:
         """Returns the text of a turn, None for one of token ids, and all tokens up to its end."""
@@ -97,15 +104,18 @@ class SessionTurns:
     def _chat(
         self, begun: SessionRecord, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
     ) -> tuple[str, list[int]]:
-        """Returns the text of a turn, and all tokens up to its end. Where the chat template writes earlier turns anew,
-        that is the whole conversation, rendered and tokenized again."""
+        """Returns the text of a turn, and all tokens up to its end.
+
+        Where the chat template writes earlier turns anew, or the tools are others than before, that is the whole
+        conversation, rendered and tokenized again."""
         if begun.num_turns and begun.messages is None:
             raise InvalidRequestError(
                 f"session {begun.name!r} was begun with a prompt, and goes on with prompts, not with messages",
                 param="messages",
             )
         tokenizer, earlier = self._inputs.tokenizer, begun.messages or []
-        text = tokenizer.render_turn(earlier, messages, **template) if earlier else None
+        goes_on = earlier and begun.tools == template["tools"]
+        text = tokenizer.render_turn(earlier, messages, **template) if goes_on else None
         if text is None:
             return self._inputs.encode_chat([*earlier, *messages], **template)
         new, history = self._inputs.encode(text, add_special_tokens=False), self._history(begun)

@@ -72,6 +72,7 @@ class Call(ABC, Generic[R]):
         finally:
             await self._close()
         size = sum(len(stream.request.sequences) + stream.request.num_logprobs for stream in self._streams)
+        size += self._reading_size()
         return Response(await _off_loop(size, self._whole), media_type="application/json")
 
     def _whole(self) -> bytes:
@@ -130,9 +131,7 @@ class Call(ABC, Generic[R]):
                 f"allowed_token_ids has {allowed} entries; this model has {vocabulary} tokens; name each once",
                 param="allowed_token_ids",
             )
-        params = await _off_loop(
-            sum(len(value) for value in given.values() if isinstance(value, Sized)), request.params
-        )
+        params = await _off_loop(sum(len(value) for value in given.values() if isinstance(value, Sized)), self._params)
         if request.fork_of is not None:
             await self._fork(request.fork_of, params)
         elif request.session_id is not None:
@@ -145,6 +144,10 @@ class Call(ABC, Generic[R]):
                 name = self._id if len(prompts) == 1 else f"{self._id}-{position}"
                 stream = await self._llm.submit(prompt, params, name, priority=request.priority, tenant=self._tenant)
                 self._streams.append(stream)
+
+    def _params(self) -> SamplingParams | BeamSearchParams:
+        """Returns how the answer is generated."""
+        return self.request.params()
 
     async def _fork(self, origin_id: str, params: SamplingParams | BeamSearchParams) -> None:
         """Goes on from a running request of the same namespace, and shares its KV blocks."""
@@ -173,6 +176,10 @@ class Call(ABC, Generic[R]):
     @abstractmethod
     def _chunks(self, position: int, new: CompletionOutput) -> Iterable[BaseModel]:
         """Returns the choices of the chunks that say what is new."""
+
+    def _reading_size(self) -> int:
+        """Returns how many choices could be written in the time that it takes to read the whole answer."""
+        return 0
 
     def _beside(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
         """Returns what a whole answer has beside its choices."""

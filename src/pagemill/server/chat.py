@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pagemill.errors import InvalidRequestError
 from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.outputs import CompletionOutput, Logprob, LogprobsOfPosition, RequestOutput
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.call import Call
 from pagemill.server.protocol.chat import (
     AnswerMessage,
@@ -20,9 +21,15 @@ from pagemill.server.protocol.chat import (
     ChatLogprobs,
     ChunkChoice,
     Delta,
+    PartsDelta,
     TokenLogprob,
     TopLogprob,
 )
+from pagemill.server.protocol.tools import Called, CalledDelta, ToolCall, ToolCallDelta
+from pagemill.text.answer.reader import AnswerPart, AnswerReader
+
+READ_LIKE_ONE = 50
+"""Characters of answers with tool calls or reasoning that are read in the time in which one choice is written."""
 
 
 class ChatCall(Call[ChatCompletionRequest]):
@@ -32,22 +39,72 @@ class ChatCall(Call[ChatCompletionRequest]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self._begun: set[int] = set()
+        self._tools = self.request.tools_for_template()
+        self._readers: dict[int, AnswerReader] = {}
+        """What reads each choice, by index; its first part is there once the choice has begun."""
+
+    async def _start(self) -> None:
+        self._answers = (await self._llm.tokenizer()).answers
+        if self._tools:
+            self._answers.check_tool_calls()
+        await super()._start()
+
+    def _params(self) -> SamplingParams | BeamSearchParams:
+        """Returns parameters by which texts have the special tokens that mark tool calls or reasoning."""
+        params = self.request.params()
+        if isinstance(params, SamplingParams) and self._answers.needs_special_tokens(bool(self._tools)):
+            if self.request.given.get("skip_special_tokens"):
+                raise InvalidRequestError(
+                    "skip_special_tokens is true, but this model marks tool calls or reasoning by special tokens, "
+                    "which must be read; leave it out",
+                    param="skip_special_tokens",
+                )
+            params.skip_special_tokens = False
+        return params
 
     async def _turn(self, session: AsyncSession, params: SamplingParams) -> RequestStream:
-        messages = self.request.for_template()
-        return await session.submit_chat(messages, params, self._id, priority=self.request.priority)
+        return await session.submit_chat(
+            self.request.for_template(),
+            params,
+            self._id,
+            priority=self.request.priority,
+            max_tool_calls=self.request.max_tool_calls,
+            tools=self._tools,
+        )
 
     async def _prompts(self) -> list[Prompt]:
         salt = self.request.cache_salt or ""
-        return [await self._llm.render_chat(self.request.for_template(), cache_salt=salt)]
+        return [await self._llm.render_chat(self.request.for_template(), cache_salt=salt, tools=self._tools)]
+
+    def _reader(self, index: int) -> AnswerReader:
+        (stream,) = self._streams
+        turn = stream.request.turn
+        return self._answers.reader(
+            self._tools if turn is None else turn.tools,
+            prompt=stream.request.prompt or "",
+            answer_id=self._id if turn is not None else f"{self._id}-{index}",
+            max_calls=self.request.max_tool_calls,
+        )
+
+    def _reading_size(self) -> int:
+        texts = (len(each.output.text) for stream in self._streams for each in stream.request.sequences)
+        return sum(texts) // READ_LIKE_ONE if self._tools or self._answers.reasoning is not None else 0
 
     def _choice(self, position: int, output: CompletionOutput) -> ChatChoice:
+        reader = self._reader(output.index)
+        answer = reader.read(self._forked + output.text)
+        calls = [
+            ToolCall(id=call.id or "", function=Called(name=call.name or "", arguments=call.arguments))
+            for call in answer.calls
+        ]
+        message = AnswerMessage(content=answer.content if answer.content or not calls else None)
+        message.reasoning_content = (answer.reasoning or None) if self.request.include_reasoning else None
+        message.tool_calls = calls or None
         return ChatChoice(
             index=output.index,
-            message=AnswerMessage(content=self._forked + output.text),
+            message=message,
             logprobs=self._logprobs(output.logprobs),
-            finish_reason=output.finish_reason,
+            finish_reason=_finish_reason(output, reader),
             stop_reason=output.stop_reason,
         )
 
@@ -55,17 +112,41 @@ class ChatCall(Call[ChatCompletionRequest]):
         return {"prompt_logprobs": results[0].prompt_logprobs}
 
     def _chunks(self, position: int, new: CompletionOutput) -> Iterator[ChunkChoice]:
-        if new.index not in self._begun:
-            self._begun.add(new.index)
-            yield ChunkChoice(index=new.index, delta=Delta(role="assistant", content=self._forked))
-        if new.text or new.finish_reason or new.logprobs:
+        text = new.text
+        if new.index not in self._readers:
+            self._readers[new.index] = self._reader(new.index)
+            yield ChunkChoice(index=new.index, delta=Delta(role="assistant", content=""))
+            text = self._forked + text
+        reader = self._readers[new.index]
+        parts = [reader.add(text), *([reader.finish()] if new.finish_reason else ())]
+        deltas = [delta for part in parts if (delta := self._delta(part)) is not None]
+        if new.finish_reason or new.logprobs:
+            deltas = deltas or [Delta()]
+        for delta in deltas:
+            last = delta is deltas[-1]
             yield ChunkChoice(
                 index=new.index,
-                delta=Delta(content=new.text) if new.text else Delta(),
-                logprobs=self._logprobs(new.logprobs),
-                finish_reason=new.finish_reason,
-                stop_reason=new.stop_reason,
+                delta=delta,
+                logprobs=self._logprobs(new.logprobs) if last else None,
+                finish_reason=_finish_reason(new, reader) if last else None,
+                stop_reason=new.stop_reason if last else None,
             )
+
+    def _delta(self, part: AnswerPart) -> Delta | None:
+        """Returns what is new of a choice; None for nothing."""
+        reasoning = part.reasoning if self.request.include_reasoning else ""
+        if not (reasoning or part.calls):
+            return Delta(content=part.content) if part.content else None
+        calls = [
+            ToolCallDelta(
+                index=call.index,
+                id=call.id,
+                type=None if call.id is None else "function",
+                function=CalledDelta(name=call.name, arguments=call.arguments),
+            )
+            for call in part.calls
+        ]
+        return PartsDelta(content=part.content or None, reasoning_content=reasoning or None, tool_calls=calls or None)
 
     def _logprobs(self, positions: Sequence[LogprobsOfPosition] | None) -> ChatLogprobs | None:
         """Returns the chosen token of each position, with as many of the most likely ones as were asked for."""
@@ -79,6 +160,10 @@ class ChatCall(Call[ChatCompletionRequest]):
             likely.sort(key=lambda entry: -entry.logprob)
             content.append(TokenLogprob(**_top(entries[0]).model_dump(), top_logprobs=likely))
         return ChatLogprobs(content=content)
+
+
+def _finish_reason(output: CompletionOutput, reader: AnswerReader) -> str | None:
+    return "tool_calls" if output.finish_reason == "stop" and reader.num_calls else output.finish_reason
 
 
 def _top(entry: Logprob) -> TopLogprob:

@@ -57,6 +57,7 @@ class SessionRecord:
 
     token_ids: prompts and answers of all turns, as the engine saw and produced them.
     messages:  the same as messages; None for a session of plain prompts.
+    tools:     those that the conversation was rendered with; None for none.
     space:     its namespace: sessions of another one have names of their own, and cannot be seen.
     tokenizer: fingerprint of the tokenizer that gives the ids their meaning; model: its name, for people.
     state:     changes with every turn; "" for a session that has none yet.
@@ -74,6 +75,7 @@ class SessionRecord:
     used_s: float
     state: str
     damaged: bool = False
+    tools: list[dict[str, Any]] | None = None
 
 
 class SessionStore:
@@ -165,15 +167,22 @@ class SessionStore:
             return record
 
     def commit(
-        self, begun: SessionRecord, token_ids: Sequence[int], messages: Sequence[Mapping[str, Any]] | None
+        self,
+        begun: SessionRecord,
+        token_ids: Sequence[int],
+        messages: Sequence[Mapping[str, Any]] | None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> None:
-        """Ends a turn: the session has these tokens and messages now. Raises SessionBusyError, and keeps nothing of the
-        turn, if another process has changed or deleted the session since it was begun."""
+        """Ends a turn: the session has these tokens, messages and tools now.
+
+        Raises SessionBusyError, and keeps nothing of the turn, if another process has changed or deleted the session
+        since it was begun."""
         kept = None if messages is None else [dict(message) for message in messages]
         record = replace(
             begun,
             token_ids=[*token_ids],
             messages=kept,
+            tools=None if tools is None else [dict(tool) for tool in tools],
             num_turns=begun.num_turns + 1,
             used_s=time.time(),
             state=secrets.token_hex(8),
@@ -346,9 +355,17 @@ def _row(record: SessionRecord) -> tuple[Any, ...]:
     return (
         *(*record.space, record.name, record.state, record.model, record.tokenizer),
         struct.pack(f"<{len(record.token_ids)}I", *record.token_ids),
-        None if record.messages is None else json.dumps(record.messages, default=dict),
+        _written(record),
         *(record.num_turns, record.created_s, record.used_s),
     )
+
+
+def _written(record: SessionRecord) -> str | None:
+    """Returns a session's messages as JSON: a list, or an object that has the tools too."""
+    if record.messages is None:
+        return None
+    kept = record.messages if record.tools is None else {"messages": record.messages, "tools": record.tools}
+    return json.dumps(kept, default=dict)
 
 
 def _checksum(row: tuple[Any, ...]) -> bytes:
@@ -364,8 +381,11 @@ def _record(row: tuple[Any, ...]) -> SessionRecord:
             f"session {name!r:.140} is damaged: its checksum is not that of its content; delete it, and begin another"
         )
     space, token_ids = Namespace(tenant, cache_salt), list(struct.unpack(f"<{len(packed) // 4}I", packed))
-    messages = None if written is None else json.loads(written)
-    return SessionRecord(name, space, model, tokenizer, token_ids, messages, num_turns, created_s, used_s, state)
+    kept = None if written is None else json.loads(written)
+    messages, tools = (kept["messages"], kept["tools"]) if isinstance(kept, dict) else (kept, None)
+    return SessionRecord(
+        name, space, model, tokenizer, token_ids, messages, num_turns, created_s, used_s, state, tools=tools
+    )
 
 
 def _listed(row: tuple[Any, ...]) -> SessionRecord:

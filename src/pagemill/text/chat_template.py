@@ -19,6 +19,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from pagemill.errors import InvalidRequestError, shown
+from pagemill.text.tool_messages import with_arguments_as_objects
 
 MAX_MESSAGES = 16384
 """Messages of one conversation."""
@@ -34,7 +35,9 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], owner: str) -> None:
         """owner: the model whose tokenizer it belongs to, as messages name it."""
         self._owner = owner
-        self._reads = jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(source))
+        self.reads = frozenset(jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(source)))
+        """The variables that it asks for."""
+        self._writes_calls = "tool_calls" in source
         self._template = _ENVIRONMENT.from_string(source)
         self._special_tokens = dict(special_tokens)
 
@@ -58,9 +61,15 @@ class ChatTemplate:
         """
         check_messages(messages)
         conversation = [_message(message) for message in messages]
+        if not self._writes_calls and any("tool_calls" in message for message in conversation):
+            raise InvalidRequestError(
+                f"a message has tool_calls, but the chat template of {self._owner} has no place for them; leave them "
+                f"out, or pass chat_template= with one that has",
+                param="messages",
+            )
         beside = {"tools": _plain(tools), "documents": _plain(documents)}
         for name, value in beside.items():
-            if value and name not in self._reads:
+            if value and name not in self.reads:
                 raise InvalidRequestError(
                     f"{name} are given, but the chat template of {self._owner} has no place for them; leave them out, "
                     f"or pass chat_template= with one that has",
@@ -118,6 +127,8 @@ def _message(message: object) -> dict[str, Any]:
             param="messages",
         )
     plain = {key: _plain(value) for key, value in message.items() if value is not None}
+    if isinstance(plain.get("tool_calls"), list):
+        plain["tool_calls"] = with_arguments_as_objects(plain["tool_calls"])
     if isinstance(plain.get("content"), list):
         plain["content"] = "".join(_text_of(part) for part in plain["content"])
     reasoning = next((plain[key] for key in _REASONING_KEYS if key in plain), None)

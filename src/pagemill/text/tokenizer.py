@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import jinja2
 import tokenizers
 
-from pagemill.errors import InvalidRequestError, TokenizerError, shown
+from pagemill.errors import ConfigError, InvalidRequestError, TokenizerError, shown
 from pagemill.hub.resolve import resolve_model
+from pagemill.text.answer.of_model import AnswerFormats
 from pagemill.text.chat_template import ChatTemplate
 from pagemill.text.detokenizer import TokenTexts
 from pagemill.text.fewest_tokens import FewestTokens
@@ -24,6 +25,8 @@ from pagemill.text.tokenizer_files import TokenizerSettings, load_with_transform
 
 if TYPE_CHECKING:
     from pagemill.config import EngineConfig
+
+_ANSWER = "\u2063answer\u2063"
 
 
 class Tokenizer:
@@ -38,14 +41,23 @@ class Tokenizer:
         """The source of the model's template, or several by name, or None."""
         self.fingerprint = settings.fingerprint
         """A digest of the whole tokenizer: if it is equal, equal token ids mean equal texts."""
+        self.answers = AnswerFormats(self, "auto", "auto")
+        """How the model's answers are read."""
         self._special_tokens = settings.special_tokens
         self._path = path
         self._compiled = functools.lru_cache(maxsize=16)(self._compile)
 
     @classmethod
     def load(cls, config: EngineConfig) -> Tokenizer:
-        """Returns an engine's tokenizer: `config.tokenizer`, else the model's own. Raises what `from_path` does."""
-        return cls.from_path(config.tokenizer or config.model)
+        """Returns an engine's tokenizer: `config.tokenizer`, else the model's own, with `config.chat_template`, if that
+        is set, and the formats of answers that it asks for. Raises what `from_path` does, and `ConfigError` or
+        `TokenizerError` for a chat template that is missing or wrong."""
+        tokenizer = cls.from_path(config.tokenizer or config.model)
+        if config.chat_template is not None:
+            tokenizer.chat_template = _template_of(config.chat_template, tokenizer.chat_template)
+            tokenizer.check_chat_template()
+        tokenizer.answers = AnswerFormats(tokenizer, config.tool_call_parser, config.reasoning_parser)
+        return tokenizer
 
     @classmethod
     def from_path(cls, name_or_path: str | os.PathLike[str]) -> Tokenizer:
@@ -126,6 +138,14 @@ class Tokenizer:
             )
         return self._compiled(chat_template, options.get("tools") is not None).render(messages, **options)
 
+    def check_chat_template(self) -> None:
+        """Raises `TokenizerError` if the chat template does not parse, or if there is none."""
+        self._compiled(None, False)
+
+    def template_reads(self, tools: bool) -> frozenset[str]:
+        """Returns the variables that the chat template asks for. Raises what `check_chat_template` does."""
+        return self._compiled(None, tools).reads
+
     def render_turn(
         self, history: Sequence[Mapping[str, Any]], new: Sequence[Mapping[str, Any]], **template: Any
     ) -> str | None:
@@ -137,6 +157,8 @@ class Tokenizer:
         Raises what `apply_chat_template` does.
         """
         *asked, answer = history
+        if "tool_calls" in answer or "reasoning_content" in answer:
+            return self._render_behind_parts(asked, answer, new, **template)
         opening = {**template, "add_generation_prompt": True, "continue_final_message": False}
         before = self.apply_chat_template(asked, **opening)
         whole = self.apply_chat_template([*history, *new], **template)
@@ -149,6 +171,37 @@ class Tokenizer:
                 return None
         return rest[len(content) :]
 
+    def _render_behind_parts(
+        self,
+        asked: Sequence[Mapping[str, Any]],
+        answer: Mapping[str, Any],
+        new: Sequence[Mapping[str, Any]],
+        **template: Any,
+    ) -> str | None:
+        """Does what `render_turn` does for an answer with tool calls or reasoning, which the template writes in its own
+        way: the text that ends an answer is what it writes behind a plain one."""
+        closed = {**template, "add_generation_prompt": False, "continue_final_message": False}
+        plain = self.apply_chat_template([*asked, {"role": "assistant", "content": _ANSWER}], **closed)
+        before = self.apply_chat_template([*asked, answer], **closed)
+        whole = self.apply_chat_template([*asked, answer, *new], **template)
+        end = plain[plain.rfind(_ANSWER) + len(_ANSWER) :] if _ANSWER in plain else None
+        if end is None or not before.endswith(end) or not whole.startswith(before):
+            return None
+        if answer.get("reasoning_content", "") not in before:
+            return None
+        return whole[len(before) - len(end) :]
+
+    def has_special_token(self, text: str) -> bool:
+        """Returns whether a text is written with a special token, which texts of answers leave out."""
+        return not self.token_texts.special.isdisjoint(self.encode(text, add_special_tokens=False))
+
+    def template_source(self, with_tools: bool) -> str | None:
+        """Returns the source of the chat template that the model's conversations are written with."""
+        own = self.chat_template
+        if isinstance(own, dict):
+            return (own.get("tool_use") if with_tools else None) or own.get("default")
+        return own
+
     def bad_words_token_ids(self, words: Sequence[str]) -> list[list[int]]:
         """Returns the token sequences that would write one of `words`, as it stands or after a space (as vLLM does).
 
@@ -160,11 +213,8 @@ class Tokenizer:
 
     def _compile(self, given: str | None, with_tools: bool) -> ChatTemplate:
         owner = repr(os.fspath(self._path or "this tokenizer"))
-        own = self.chat_template
-        named = own if isinstance(own, dict) else {}
-        source = named.get(given, given) if given is not None else None
-        if given is None:
-            source = own if isinstance(own, str) else (with_tools and named.get("tool_use")) or named.get("default")
+        named = self.chat_template if isinstance(self.chat_template, dict) else {}
+        source = self.template_source(with_tools) if given is None else named.get(given, given)
         if not source:
             has = f"has only named chat templates ({', '.join(sorted(named))})" if named else "has no chat template"
             raise TokenizerError(
@@ -179,3 +229,19 @@ class Tokenizer:
             if given is not None:
                 raise InvalidRequestError(f"{message}; correct it", param="chat_template") from error
             raise TokenizerError(f"{message}; pass --chat-template (chat_template=) with one that does") from error
+
+
+def _template_of(given: str, own: str | dict[str, str] | None) -> str:
+    """Returns a template's source: given as it is, by the name of one of the model's own, or as a file."""
+    if isinstance(own, dict) and given in own:
+        return own[given]
+    if "{%" in given or "{{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"chat_template is {shown(given)}, which is no Jinja source and no file that can be read ({error}); name a "
+            f"file",
+            param="chat_template",
+        ) from error

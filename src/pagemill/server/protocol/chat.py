@@ -4,12 +4,20 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel, SerializeAsAny, model_validator
 
 from pagemill.errors import InvalidRequestError
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Name
 from pagemill.server.protocol.generation import MAX_MESSAGES, MAX_PARTS, Answer, GenerationRequest, PromptLogprobs
+from pagemill.server.protocol.tools import (
+    NamedToolChoice,
+    Tool,
+    ToolCall,
+    ToolCallDelta,
+    ToolCallInMessage,
+    check_tools,
+)
 
 
 class TextPart(Body):
@@ -18,11 +26,16 @@ class TextPart(Body):
 
 
 class ChatMessage(Body):
-    """One turn. `developer` is OpenAI's newer name for `system` and is given to the template as `system`."""
+    """One turn. `developer` is OpenAI's newer name for `system` and is given to the template as `system`; `reasoning`
+    is vLLM's newer name for `reasoning_content`."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], FIRST_ERROR]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[TextPart], FIRST_ERROR] | None = None
     name: Name | None = None
+    tool_calls: Annotated[list[ToolCallInMessage], FIRST_ERROR] | None = None
+    tool_call_id: Name | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -32,8 +45,8 @@ class ChatMessage(Body):
             return message
         kept = {name: value for name, value in message.items() if value not in (None, [])}
         unknown = next((name for name in kept if name not in cls.model_fields), None)
-        if unknown is not None or kept.get("role") in ("tool", "function"):
-            what = repr(unknown) if unknown is not None else f"the role {kept['role']!r}"
+        if unknown is not None or kept.get("role") == "function":
+            what = repr(unknown) if unknown is not None else "the role 'function'"
             raise InvalidRequestError(f"this server does not serve {what} in a message; leave it out", param="messages")
         content = kept.get("content")
         for part in content if isinstance(content, list) else ():
@@ -44,11 +57,50 @@ class ChatMessage(Body):
                 )
         return kept
 
-    def for_template(self) -> dict[str, str]:
+    @model_validator(mode="after")
+    def _check_role(self) -> ChatMessage:
+        for name, role in OF_ONE_ROLE.items():
+            if getattr(self, name) is not None and self.role != role:
+                raise InvalidRequestError(
+                    f"a message of role {self.role} has {name}; only one of role {role} may; leave it out",
+                    param="messages",
+                )
+        if self.role == "tool" and self.tool_call_id is None:
+            raise InvalidRequestError(
+                "a message of role tool has no tool_call_id; give the id of the call that it answers", param="messages"
+            )
+        if self.content is None and not (self.tool_calls or self._reasoning):
+            raise InvalidRequestError(
+                f"a message of role {self.role} has no content; give it one (an assistant's may have tool_calls "
+                f"instead)",
+                param="messages",
+            )
+        return self
+
+    @property
+    def _reasoning(self) -> str | None:
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
+
+    def for_template(self) -> dict[str, Any]:
         """Returns the turn as chat templates take it."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
-        message = {"role": "system" if self.role == "developer" else self.role, "content": content}
-        return message if self.name is None else {**message, "name": self.name}
+        content = self.content
+        message = {
+            "role": "system" if self.role == "developer" else self.role,
+            "content": "".join(part.text for part in content) if isinstance(content, list) else content,
+            "name": self.name,
+            "tool_call_id": self.tool_call_id,
+            "tool_calls": [call.for_template() for call in self.tool_calls] if self.tool_calls else None,
+            "reasoning_content": self._reasoning,
+        }
+        return {name: value for name, value in message.items() if value is not None}
+
+
+OF_ONE_ROLE = {
+    "tool_calls": "assistant",
+    "reasoning_content": "assistant",
+    "reasoning": "assistant",
+    "tool_call_id": "tool",
+}
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -60,21 +112,69 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
+    tools: Annotated[list[Tool], FIRST_ERROR] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    include_reasoning: bool = True
 
     @model_validator(mode="before")
     @classmethod
     def _check_parts(cls, body: Any) -> Any:
         messages = body.get("messages") if isinstance(body, dict) else None
         if isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
-            contents = [message.get("content") for message in messages if isinstance(message, dict)]
-            parts = sum(len(content) for content in contents if isinstance(content, list))
+            parts = sum(
+                len(parts)
+                for message in messages
+                if isinstance(message, dict)
+                for parts in (message.get("content"), message.get("tool_calls"))
+                if isinstance(parts, list)
+            )
             if parts > MAX_PARTS:
                 raise InvalidRequestError(
-                    f"messages have {parts} content parts; give at most {MAX_PARTS}", param="messages"
+                    f"messages have {parts} content parts and tool calls; give at most {MAX_PARTS}", param="messages"
                 )
+        if isinstance(body, dict):
+            check_tools(body)
         return body
 
-    def for_template(self) -> list[dict[str, str]]:
+    @model_validator(mode="after")
+    def _check_tools(self) -> ChatCompletionRequest:
+        names = [tool.function.name for tool in self.tools or ()]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise InvalidRequestError(f"tools have {twice!r} twice; give each its own name", param="tools")
+        wanted = self.tool_choice.function.name if isinstance(self.tool_choice, NamedToolChoice) else None
+        if wanted is not None and wanted not in names:
+            raise InvalidRequestError(
+                f"tool_choice names {wanted!r}, which is not among the tools; name one of them, or add it",
+                param="tool_choice",
+            )
+        if self.tool_choice == "required" and not names:
+            raise InvalidRequestError(
+                "tool_choice is 'required', but there are no tools; add some", param="tool_choice"
+            )
+        if wanted is not None or self.tool_choice == "required":
+            raise InvalidRequestError(
+                "this server cannot make the model call a tool; set tool_choice to 'auto'", param="tool_choice"
+            )
+        if any(tool.function.strict for tool in self.tools or ()):
+            raise InvalidRequestError(
+                "this server cannot hold arguments to their schema; leave strict out of the tools", param="tools"
+            )
+        return self
+
+    @property
+    def max_tool_calls(self) -> int | None:
+        """The tool calls that the answer may have; None for any number."""
+        if self.tool_choice == "none":
+            return 0
+        return 1 if self.parallel_tool_calls is False else None
+
+    def tools_for_template(self) -> list[dict[str, Any]] | None:
+        """Returns the tools as chat templates take them; None if there are none that may be called."""
+        return [tool.for_template() for tool in self.tools or ()] or None if self.tool_choice != "none" else None
+
+    def for_template(self) -> list[dict[str, Any]]:
         """Returns the conversation as chat templates take it."""
         return [message.for_template() for message in self.messages or ()]
 
@@ -123,9 +223,13 @@ class ChatLogprobs(BaseModel):
 
 
 class AnswerMessage(BaseModel):
+    """content: None where there are only tool calls."""
+
     role: Literal["assistant"] = "assistant"
-    content: str
+    content: str | None
     refusal: None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCall] | None = None
 
 
 class ChatChoice(BaseModel):
@@ -146,9 +250,16 @@ class Delta(BaseModel):
     content: str | None = None
 
 
+class PartsDelta(Delta):
+    """What is new beside content."""
+
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
+
+
 class ChunkChoice(BaseModel):
     index: int
-    delta: Delta
+    delta: SerializeAsAny[Delta]
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None

@@ -1,0 +1,120 @@
+"""What tools and tool calls are in bodies of chat: OpenAI's shapes, with limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, Field
+
+from pagemill.errors import InvalidRequestError
+from pagemill.server.protocol.body import Body, Name, check_length
+from pagemill.text.tool_messages import check_depth
+
+MAX_TOOLS = 128
+MAX_CHARACTERS = 262144
+"""Characters that tools, documents or template options may have, in all names and texts together; each number and each
+list counts as one."""
+
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+
+
+class Function(Body):
+    """A function that the model may call. parameters: a JSON schema of its arguments."""
+
+    name: FunctionName
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """Returns the tool as chat templates take it: without `strict`, which says nothing to a model."""
+        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
+        return {"type": "function", "function": {"parameters": {"type": "object", "properties": {}}, **function}}
+
+
+class NamedFunction(Body):
+    name: FunctionName
+
+
+class NamedToolChoice(Body):
+    """Makes the model call this function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(Body):
+    """arguments: a JSON object, as text."""
+
+    name: Name
+    arguments: str
+
+
+class ToolCallInMessage(Body):
+    """A call of an earlier answer. index: what clients leave in that put it together from a stream."""
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        return self.model_dump(exclude={"index"})
+
+
+class Called(BaseModel):
+    name: str
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call of this answer. arguments: a JSON object, unless the answer was cut."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: Called
+
+
+class CalledDelta(BaseModel):
+    name: str | None = None
+    arguments: str
+
+
+class ToolCallDelta(BaseModel):
+    """What is new of a call: with its first part, its id and name."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: CalledDelta
+
+
+def check_tools(body: Mapping[str, Any]) -> None:
+    """Raises `InvalidRequestError` for tools that are too many, too long or nested too deep."""
+    check_length("tools", body.get("tools"), MAX_TOOLS)
+    for name in ("tools", "documents", "chat_template_kwargs"):
+        check_size(name, body.get(name))
+
+
+def check_size(name: str, value: Any) -> None:
+    """Raises `InvalidRequestError` for a value of more than `MAX_CHARACTERS`, or nested deeper than templates take."""
+    if sum(_sizes(value)) > MAX_CHARACTERS:
+        raise InvalidRequestError(f"{name} have over {MAX_CHARACTERS} characters; send shorter ones", param=name)
+    check_depth(name, value, name)
+
+
+def _sizes(value: Any) -> Iterator[int]:
+    left = [value]
+    while left:
+        part = left.pop()
+        yield len(part) + 1 if isinstance(part, (str, list, dict)) else 1
+        if isinstance(part, dict):
+            left += [*part.keys(), *part.values()]
+        elif isinstance(part, list):
+            left += part

@@ -1,0 +1,127 @@
+"""Chooses how a model's answers are read: by what it was told, or else by its chat template."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import xxhash
+
+from pagemill.errors import InvalidRequestError
+from pagemill.text.answer.formats import (
+    REASONING,
+    TOOL_CALLS,
+    ReasoningFormat,
+    ToolCallFormat,
+    reasoning_of,
+    tool_calls_of,
+)
+from pagemill.text.answer.json_text import is_json
+from pagemill.text.answer.reader import AnswerReader
+from pagemill.text.tool_messages import functions_of
+
+if TYPE_CHECKING:
+    from pagemill.text.tokenizer import Tokenizer
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
+_CALL_ID_LENGTH = 24
+
+
+class AnswerFormats:
+    """Knows how one model writes tool calls and reasoning.
+
+    tool_call_parser, reasoning_parser: the name of a format; "auto" tells it by the chat template, "off" reads none.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, tool_call_parser: str, reasoning_parser: str) -> None:
+        self._tokenizer = tokenizer
+        self._tool_call_parser = tool_call_parser
+        self._reasoning_parser = reasoning_parser
+
+    @functools.cached_property
+    def tool_calls(self) -> ToolCallFormat | None:
+        if self._tool_call_parser == "auto":
+            return tool_calls_of(self._tokenizer.template_source(with_tools=True) or "")
+        return TOOL_CALLS[self._tool_call_parser]
+
+    @functools.cached_property
+    def reasoning(self) -> ReasoningFormat | None:
+        if self._reasoning_parser == "auto":
+            return reasoning_of(self._tokenizer.template_source(with_tools=False) or "")
+        return REASONING.get(self._reasoning_parser)
+
+    def check_tool_calls(self) -> None:
+        """Raises `InvalidRequestError` if the model takes tools, but it is not known how it calls them."""
+        if self.tool_calls is None and "tools" in self._tokenizer.template_reads(tools=True):
+            raise InvalidRequestError(
+                "how this model writes tool calls cannot be told by its chat template; start the server with "
+                f"--tool-call-parser ({', '.join(TOOL_CALLS)}), or set tool_choice to 'none'",
+                param="tools",
+            )
+
+    def needs_special_tokens(self, with_tools: bool) -> bool:
+        """Returns whether marks that must be read are special tokens, which texts leave out otherwise."""
+        words = self._special_words
+        return bool(
+            (with_tools and self.tool_calls is not None and words & {*self.tool_calls.words})
+            or (self.reasoning is not None and words & {*self.reasoning.words})
+        )
+
+    def reader(
+        self,
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        prompt: str,
+        answer_id: str,
+        max_calls: int | None = None,
+    ) -> AnswerReader:
+        """Returns what reads one answer.
+
+        prompt: the end of the text that is answered, at least. answer_id: makes the ids of its calls, the same for the
+        same id. max_calls: see `AnswerReader`; 0 reads no calls.
+        """
+        form = self.tool_calls if tools and max_calls != 0 else None
+        length = (form and form.call_id_length) or _CALL_ID_LENGTH
+        opened = self.reasoning is not None and prompt.rstrip().endswith(self.reasoning.begin)
+        return AnswerReader(
+            form,
+            functions_of(tools),
+            self.reasoning,
+            reasons_from_start=opened,
+            call_id=lambda number: _call_id(f"{answer_id}/{number}", length),
+            max_calls=max_calls,
+        )
+
+    @functools.cached_property
+    def _special_words(self) -> set[str]:
+        """Returns the words of both formats that have a special token in them."""
+        words = [*(self.tool_calls.words if self.tool_calls else ()), *(self.reasoning.words if self.reasoning else ())]
+        return {word for word in words if self._tokenizer.has_special_token(word)}
+
+
+def message_of(reader: AnswerReader, text: str) -> dict[str, Any]:
+    """Returns an answer as the assistant's message in OpenAI's shape, without what it does not have; all as content
+    where a call's arguments broke off, for templates take whole ones only."""
+    answer = reader.read(text)
+    if not all(is_json(call.arguments) for call in answer.calls):
+        return {"role": "assistant", "content": text}
+    message: dict[str, Any] = {"role": "assistant", "content": answer.content}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+            for call in answer.calls
+        ]
+    return message
+
+
+def _call_id(seed: str, length: int) -> str:
+    """Returns letters and digits that are the seed's."""
+    number = xxhash.xxh3_128_intdigest(seed.encode())
+    digits = []
+    for _ in range(length):
+        number, digit = divmod(number, len(_LETTERS))
+        digits.append(_LETTERS[digit])
+    return "".join(digits)

@@ -1,0 +1,216 @@
+"""AnswerReader: splits a model's answer, as it comes, into reasoning, content and tool calls.
+
+What is given depends on the text alone, not on the pieces it comes in. No part of a mark is ever given as content.
+What is written like a call, but is none, is content. A call whose arguments go wrong after they have begun stays as
+far as it came, for it has been given already; the rest is content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from pagemill.text.answer.calls import CallParser, Functions
+from pagemill.text.answer.feed import Feed, Marks, Waiting
+from pagemill.text.answer.formats import ReasoningFormat, ToolCallFormat
+from pagemill.text.answer.json_text import NotACallError
+
+_SPACE = " \t\r\n"
+
+
+@dataclass(slots=True)
+class CallPart:
+    """What is new of one call. id, name: with its first part only. arguments: JSON, or a piece of it."""
+
+    index: int
+    id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+@dataclass(slots=True)
+class AnswerPart:
+    """What is new of an answer, or all of it."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[CallPart] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.calls)
+
+
+class AnswerReader:
+    """Reads one answer. Without formats, all of it is content."""
+
+    def __init__(
+        self,
+        tool_calls: ToolCallFormat | None,
+        functions: Functions,
+        reasoning: ReasoningFormat | None,
+        *,
+        reasons_from_start: bool,
+        call_id: Callable[[int], str],
+        max_calls: int | None = None,
+    ) -> None:
+        """reasons_from_start: the prompt ends with the mark that begins reasoning. call_id: names a call by its number.
+        max_calls: leaves out all calls behind so many; None for none."""
+        self.num_calls = 0
+        self._functions = functions
+        self._reasoning_format = reasoning
+        self._reasons_from_start = reasons_from_start or (reasoning is not None and reasoning.always)
+        self._call_id = call_id
+        self._max_calls = max_calls
+        self._feed = Feed()
+        self._format = tool_calls
+        self._begins = Marks(*(*tool_calls.begin, *tool_calls.around) if tool_calls else ())
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: list[CallPart] = []
+        self._arguments: list[str] = []
+        """What is new: of the arguments, those of the last call."""
+        self._space: list[str] = []
+        """White space that is content only if other content follows it."""
+        self._streaming = False
+        self._parsing = self._read()
+        self._ended = False
+
+    def add(self, text: str) -> AnswerPart:
+        """Returns what is certain after this text."""
+        self._feed.add(text)
+        self._go_on()
+        return self._take_news()
+
+    def finish(self) -> AnswerPart:
+        """Returns the rest, when no text follows."""
+        self._feed.end()
+        self._go_on()
+        return self._take_news()
+
+    def read(self, text: str) -> AnswerPart:
+        """Returns all of an answer, in one step."""
+        self._feed.add(text)
+        return self.finish()
+
+    def _go_on(self) -> None:
+        if not self._ended:
+            self._ended = next(self._parsing, self) is self
+        if self._streaming:
+            self.add_arguments(self._feed.take_back())
+
+    def _take_news(self) -> AnswerPart:
+        self._join_arguments()
+        news = AnswerPart("".join(self._content), "".join(self._reasoning), self._calls)
+        self._content, self._reasoning, self._calls = [], [], []
+        return news
+
+    def _join_arguments(self) -> None:
+        text, index = "".join(self._arguments), self.num_calls - 1
+        self._arguments.clear()
+        if text and not self._calls:
+            self._calls.append(CallPart(index))
+        if text:
+            self._calls[-1].arguments = text
+
+    # --- what is heard of calls ---
+
+    def begin_call(self, name: str) -> None:
+        self._join_arguments()
+        self._feed.take_back()
+        self._space.clear()
+        index = self.num_calls
+        self.num_calls += 1
+        if self._wanted:
+            self._calls.append(CallPart(index, self._call_id(index), name))
+
+    def add_arguments(self, text: str) -> None:
+        self._feed.take_back()
+        if self._wanted:
+            self._arguments.append(text)
+
+    def stream_arguments(self, on: bool) -> None:
+        if not on:
+            self.add_arguments(self._feed.take_back())
+        self._streaming = on
+
+    def end_call(self) -> None:
+        self._feed.take_back()
+
+    @property
+    def _wanted(self) -> bool:
+        return self._max_calls is None or self.num_calls <= self._max_calls
+
+    # --- the answer's parts, in their order ---
+
+    def _read(self) -> Waiting[None]:
+        if self._reasoning_format is not None:
+            yield from self._read_reasoning(self._reasoning_format)
+        if self._format is not None and self._format.bare:
+            yield from self._read_bare(self._format.bare)
+        yield from self._read_content()
+
+    def _read_reasoning(self, form: ReasoningFormat) -> Waiting[None]:
+        feed, space = self._feed, (yield from self._feed.space())
+        if not (yield from feed.literal(form.begin)) and not self._reasons_from_start:
+            self._space.append(space)
+            return
+        yield from feed.space()
+        ends, held = Marks(form.end), list[str]()
+        while True:
+            text, mark = yield from feed.before(ends)
+            shown = text.rstrip(_SPACE)
+            if shown:
+                self._reasoning += [*held, shown]
+                held.clear()
+            held.append(text[len(shown) :])
+            if mark or not text:
+                break
+        yield from feed.space()
+        feed.take_back()
+
+    def _read_bare(self, first: str) -> Waiting[None]:
+        self._space.append((yield from self._feed.space()))
+        self._feed.take_back()
+        if (yield from self._feed.peek()) == first:
+            yield from self._read_calls()
+
+    def _read_content(self) -> Waiting[None]:
+        feed = self._feed
+        while True:
+            feed.take_back()
+            text, mark = yield from feed.before(self._begins)
+            self._say(text)
+            if not mark and not text:
+                break
+            if mark:
+                feed.taken[:] = [mark]
+                if self._format is not None and mark in self._format.begin:
+                    yield from self._read_calls()
+        if not self.num_calls:
+            self._content += self._space
+
+    def _read_calls(self) -> Waiting[None]:
+        """Takes the calls behind a begin mark, with their end mark; gives what is no call as content."""
+        assert self._format is not None
+        feed, before = self._feed, self.num_calls
+        try:
+            yield from CallParser(self._format, self._functions, feed, self).read()
+        except NotACallError:
+            if self._streaming:
+                self.stream_arguments(False)
+            self._say(feed.take_back())
+        if self.num_calls > before:
+            space = yield from feed.space()
+            if self._format.end and (yield from feed.literal(self._format.end)):
+                space = ""
+            self._space.append(space)
+        feed.take_back()
+
+    def _say(self, text: str) -> None:
+        """Gives text as content, but for the white space at its end, which may stand before a call."""
+        shown = text.rstrip(_SPACE)
+        if shown:
+            self._content += [*self._space, shown]
+            self._space.clear()
+        if len(shown) < len(text):
+            self._space.append(text[len(shown) :])

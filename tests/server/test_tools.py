@@ -1,0 +1,250 @@
+"""Tools over HTTP, with OpenAI's own client. What the model says is given, but for constrained answers: the small one
+calls no tools of its own accord."""
+
+import json
+from pathlib import Path
+
+import httpx
+import openai
+import pytest
+
+from pagemill.frontend import request_state
+
+MODEL = "smollm2-135m"
+TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
+WEATHER = {
+    "type": "function",
+    "function": {
+        "name": "get_weather",
+        "description": "Tells the weather.",
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+            "required": ["city"],
+        },
+    },
+}
+CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+ASKED = {"model": MODEL, "messages": [{"role": "user", "content": "What is the weather in Paris?"}], "tools": [WEATHER]}
+END = "§"
+
+
+@pytest.fixture(scope="module")
+def server(serving):
+    with serving(chat_template=TEMPLATES / "hermes.jinja", reasoning_parser="qwen3") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def says(monkeypatch):
+    """Makes all answers this text, five characters a token."""
+
+    def say(text):
+        class Script:
+            def __init__(self, *_, **__):
+                self.left = text + END
+
+            def add(self, token_ids):
+                piece, self.left = self.left[:5], self.left[5:]
+                return piece
+
+            def finish(self):
+                return ""
+
+        monkeypatch.setattr(request_state, "Detokenizer", Script)
+
+    return say
+
+
+def answers(client, stream, **asked):
+    """Returns the choices' messages and finish reasons; those of a stream put together."""
+    asked = {
+        **ASKED,
+        "stop": END,
+        "max_tokens": 100,
+        **asked,
+        "extra_body": {"ignore_eos": True, **asked.get("extra_body", {})},
+    }
+    if not stream:
+        choices = client.chat.completions.create(**asked).choices
+        return [(choice.message.model_dump(exclude_none=True), choice.finish_reason) for choice in choices]
+    messages, reasons = {}, {}
+    for chunk in client.chat.completions.create(**asked, stream=True):
+        for choice in chunk.choices:
+            message = messages.setdefault(choice.index, {"role": "assistant"})
+            delta = choice.delta.model_dump(exclude_none=True)
+            for name in ("content", "reasoning_content"):
+                if delta.get(name):
+                    message[name] = message.get(name, "") + delta[name]
+            for call in delta.get("tool_calls", ()):
+                calls = message.setdefault("tool_calls", [])
+                if call["index"] == len(calls):
+                    calls.append({key: value for key, value in call.items() if key != "index"})
+                else:
+                    calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+            assert choice.index not in reasons
+            if choice.finish_reason:
+                reasons[choice.index] = choice.finish_reason
+    return [(messages[index], reasons[index]) for index in sorted(messages)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_call_is_given_apart_from_content(client, says, stream):
+    says(f"Let me look.\n{CALL}\n{CALL}")
+    ((message, reason),) = answers(client, stream)
+    assert (message["content"], reason) == ("Let me look.", "tool_calls")
+    assert len({call["id"] for call in message["tool_calls"]}) == 2
+    for call in message["tool_calls"]:
+        assert (call["type"], call["function"]["name"]) == ("function", "get_weather")
+        assert json.loads(call["function"]["arguments"]) == {"city": "Paris"}
+    ((message, reason),) = answers(client, stream, parallel_tool_calls=False)
+    assert (len(message["tool_calls"]), reason) == (1, "tool_calls")
+    says(CALL)
+    ((message, _),) = answers(client, stream)
+    assert "content" not in message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_every_choice_has_calls_of_its_own(client, says, stream):
+    says(CALL)
+    given = answers(client, stream, n=3)
+    assert len({message["tool_calls"][0]["id"] for message, _ in given}) == 3
+    assert [reason for _, reason in given] == ["tool_calls"] * 3
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_content_stays_where_no_tool_may_be_called(client, says, stream):
+    says(CALL)
+    for asked in ({"tools": openai.omit}, {"tool_choice": "none"}):
+        assert answers(client, stream, **asked) == [({"role": "assistant", "content": CALL}, "stop")]
+    other = {"type": "function", "function": {"name": "other"}}
+    assert answers(client, stream, tools=[other]) == [({"role": "assistant", "content": CALL}, "stop")]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_cut_call_says_that_it_was_cut(client, says, stream):
+    says(CALL)
+    ((message, reason),) = answers(client, stream, max_tokens=13)
+    assert reason == "length"
+    assert '{"city": "Paris"}'.startswith(message["tool_calls"][0]["function"]["arguments"])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_reasoning_is_given_apart_from_content(client, says, stream):
+    says(f"<think>\nRain?\n</think>\n\nLet me look.{CALL}")
+    ((message, reason),) = answers(client, stream)
+    assert (message["reasoning_content"], message["content"], reason) == ("Rain?", "Let me look.", "tool_calls")
+    ((message, _),) = answers(client, stream, extra_body={"include_reasoning": False})
+    assert "reasoning_content" not in message
+    assert message["content"] == "Let me look."
+
+
+def test_what_the_tool_said_goes_into_the_prompt(client, server, says):
+    says(CALL)
+    (message,) = (choice.message for choice in client.chat.completions.create(**ASKED, stop=END, max_tokens=60).choices)
+    (call,) = message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "Rain."}
+    messages = [*ASKED["messages"], message, result]
+    says("It rains.")
+    answer = client.chat.completions.create(**{**ASKED, "messages": messages}, stop=END, max_tokens=60)
+    assert answer.choices[0].message.content == "It rains."
+    tokenizer = server.run(server.llm.tokenizer())
+    said = [*ASKED["messages"], message.model_dump(), result]
+    prompt = tokenizer.apply_chat_template(said, tools=[WEATHER])
+    assert CALL in prompt
+    assert "<tool_response>\nRain.\n</tool_response>" in prompt
+    assert answer.usage.prompt_tokens == len(tokenizer.encode(prompt, add_special_tokens=False))
+
+
+def test_an_agent_goes_on_in_a_session(client, server, says):
+    says(f"Hm.\n{CALL}")
+    name = {"extra_body": {"session_id": "agent", "ignore_eos": True}}
+    asked = {**ASKED, "stop": END, "max_tokens": 60, **name}
+    first = client.chat.completions.create(**asked)
+    (call,) = first.choices[0].message.tool_calls
+    kept = httpx.get(f"{server.url}/v1/sessions/agent").json()
+    assert kept["messages"][1]["tool_calls"] == [call.model_dump()]
+    assert kept["messages"][1]["content"] == "Hm."
+    says("It rains.")
+    result = [{"role": "tool", "tool_call_id": call.id, "content": "Rain."}]
+    second = client.chat.completions.create(**{**asked, "messages": result, "tools": openai.omit})
+    assert second.choices[0].message.content == "It rains."
+    assert second.usage.prompt_tokens_details.cached_tokens >= (first.usage.total_tokens - 1) // 16 * 16
+    says(CALL)  # the session's tools are still there
+    question = [{"role": "user", "content": "And tomorrow?"}]
+    third = client.chat.completions.create(**{**asked, "messages": question, "tools": openai.omit})
+    assert third.choices[0].message.tool_calls[0].id != call.id
+    assert third.usage.prompt_tokens_details.cached_tokens >= (second.usage.total_tokens - 1) // 16 * 16
+    other = {"type": "function", "function": {"name": "other"}}
+    fourth = client.chat.completions.create(**{**asked, "messages": question, "tools": [other]})
+    assert fourth.usage.prompt_tokens_details.cached_tokens < 160  # all is written anew, with the new tools
+
+
+def refused(client, **asked):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(**{**ASKED, "max_tokens": 1, **asked})
+    return error.value.param, error.value.message
+
+
+def function(name="f", **more):
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+def nested(depth):
+    value = {}
+    for _ in range(depth):
+        value = {"a": value}
+    return value
+
+
+def called(arguments, **more):
+    call = {"id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}, **more}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "said"),
+    [
+        ({"tools": [function()] * 129}, "tools", "at most 128"),
+        ({"tools": [function()] * 2}, "tools", "'f' twice"),
+        ({"tools": [function("a b")]}, "tools", "pattern"),
+        ({"tools": [function("x" * 65)]}, "tools", "pattern"),
+        ({"tools": [function(description="x" * 270_000)]}, "tools", "262144 characters"),
+        ({"tools": [function(parameters=nested(100))]}, "tools", "nested deeper"),
+        ({"tools": [{"type": "code"}]}, "tools", "function"),
+        ({"tools": [function(other=1)]}, "tools", "other"),
+        ({"tools": openai.omit, "tool_choice": "required"}, "tool_choice", "no tools"),
+        ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g', which is not among"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "no tool_call_id"),
+        ({"messages": [{"role": "user", "content": "x", "tool_call_id": "x"}]}, "messages", "only one of role tool"),
+        ({"messages": [{**called("{}"), "role": "user"}]}, "messages", "only one of role assistant"),
+        ({"messages": [{"role": "assistant"}]}, "messages", "has no content"),
+        ({"messages": [called("no")]}, "messages", "no JSON object"),
+        ({"messages": [called("[" * 100_000)]}, "messages", "no JSON object"),
+        ({"messages": [called(json.dumps(nested(100)))]}, "messages", "nested deeper"),
+        ({"messages": [called("{}", other=1)]}, "messages", "other"),
+        (
+            {"messages": [{**called("{}"), "tool_calls": called("{}")["tool_calls"] * 17_000}]},
+            "messages",
+            "at most 16384",
+        ),
+    ],
+)
+def test_wrong_tools_are_refused_in_words(client, asked, param, said):
+    found, message = refused(client, **asked)
+    assert (found, said in message) == (param, True), message
+
+
+def test_a_template_without_tools_says_so(served):
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        param, message = refused(client)
+        assert (param, "has no place for them" in message) == ("tools", True)
+        param, message = refused(client, tools=openai.omit, messages=[called("{}")])
+        assert (param, "has no place for them" in message) == ("messages", True)
+        assert client.chat.completions.create(**ASKED, max_tokens=1, tool_choice="none").choices

@@ -1,0 +1,141 @@
+"""Chat templates as families of models write them: which format they have, and that it reads what they write.
+
+The templates in tests/data/templates are small ones that follow each family's documented form.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+from small_tokenizers import byte_level
+
+from pagemill import EngineConfig
+from pagemill.errors import ConfigError, InvalidRequestError, TokenizerError
+from pagemill.text.tokenizer import Tokenizer
+from pagemill.text.tokenizer_files import TokenizerSettings
+
+TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
+FORMATS = {
+    "deepseek_v3": ("deepseek_v3", "qwen3"),
+    "deepseek_v31": ("deepseek_v31", "qwen3"),
+    "gemma3": ("gemma", None),
+    "granite": ("granite", "granite"),
+    "hermes": ("hermes", None),
+    "llama3": ("llama3_json", None),
+    "mistral": ("mistral", None),
+    "phi4_mini": ("phi4_mini_json", None),
+    "pythonic": ("pythonic", None),
+    "qwen3_coder": ("qwen3_coder", None),
+    "reasoning": ("hermes", "qwen3"),
+}
+ARGUMENTS = {"city": 'Paris, "the" city', "days": 3, "hours": [1, 2.5, None, True]}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
+TOOLS = [{"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}]
+QUESTION = {"role": "user", "content": "Weather?"}
+
+
+def tokenizer_of(source):
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    return Tokenizer(byte_level(), TokenizerSettings(fingerprint="", special_tokens=special, chat_template=source))
+
+
+def called(call_id, arguments):
+    call = {"id": call_id, "type": "function", "function": {"name": "get_weather", "arguments": arguments}}
+    return {"role": "assistant", "content": None, "tool_calls": [call]}
+
+
+def test_every_template_is_here():
+    assert {path.stem for path in TEMPLATES.glob("*.jinja")} == {*FORMATS}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_template_tells_the_format_that_reads_what_it_writes(name):
+    tokenizer = tokenizer_of((TEMPLATES / f"{name}.jinja").read_text(encoding="utf-8"))
+    answers = tokenizer.answers
+    assert (answers.tool_calls.name, answers.reasoning and answers.reasoning.name) == FORMATS[name]
+
+    call_id = "x" * 9
+    asked = tokenizer.apply_chat_template([QUESTION], tools=TOOLS)
+    conversation = [QUESTION, called(call_id, json.dumps(ARGUMENTS))]
+    closed = tokenizer.apply_chat_template(conversation, tools=TOOLS, add_generation_prompt=False)
+    begin = next(at for at, pair in enumerate(zip(asked + "\0", closed, strict=False)) if len({*pair}) > 1)
+    answer = answers.reader(TOOLS, prompt="", answer_id="a").read(closed[begin:])
+    (call,) = answer.calls
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", ARGUMENTS)
+    assert len(call.id) == (9 if name == "mistral" else 24)
+    assert call.id.isalnum()
+
+    result = {"role": "tool", "tool_call_id": call_id, "content": "Rain."}
+    assert "Rain." in tokenizer.apply_chat_template([*conversation, result], tools=TOOLS)
+
+
+def test_the_prompt_says_whether_the_answer_begins_with_reasoning():
+    source = (TEMPLATES / "deepseek_v3.jinja").read_text(encoding="utf-8")
+    answers = tokenizer_of(source).answers
+    prompt = tokenizer_of(source).apply_chat_template([QUESTION])
+    assert answers.reader(None, prompt=prompt, answer_id="a").read("Hm.</think>Rain.").reasoning == "Hm."
+    prompt = "What does <think> mean?"
+    assert answers.reader(None, prompt=prompt, answer_id="a").read("Hm.</think>Rain.").reasoning == ""
+
+
+@pytest.mark.parametrize("content", ["", "It rains."])
+def test_a_session_goes_on_behind_a_call_or_reasoning(content):
+    tokenizer = tokenizer_of((TEMPLATES / "hermes.jinja").read_text(encoding="utf-8"))
+    answer = {**called("x", json.dumps(ARGUMENTS)), "content": content}
+    result = {"role": "tool", "tool_call_id": "x", "content": "Rain."}
+    assert tokenizer.render_turn([QUESTION, answer], [result], tools=TOOLS) == (
+        "<|im_end|>\n<|im_start|>user\n<tool_response>\nRain.\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+    )
+    tokenizer = tokenizer_of((TEMPLATES / "reasoning.jinja").read_text(encoding="utf-8"))
+    answer["reasoning_content"] = "Hm."
+    assert tokenizer.render_turn([QUESTION, answer], [result], tools=TOOLS) == (
+        "<|im_end|>\n<|im_start|>tool\nRain.<|im_end|>\n<|im_start|>assistant\n"
+    )
+    # This family leaves the reasoning out once there is another question, so all is written anew.
+    assert tokenizer.render_turn([QUESTION, answer], [result, QUESTION], tools=TOOLS) is None
+    forgets = tokenizer_of((TEMPLATES / "hermes.jinja").read_text(encoding="utf-8"))
+    assert forgets.render_turn([QUESTION, answer], [result], tools=TOOLS) is None
+
+
+def test_arguments_are_objects_in_templates_and_wrong_ones_refused():
+    tokenizer = tokenizer_of("{% for m in messages %}{{ m.tool_calls[0].function.arguments.city }}{% endfor %}")
+    assert tokenizer.apply_chat_template([called("x", '{"city": "Rome"}')]) == "Rome"
+    assert tokenizer.apply_chat_template([called("x", {"city": "Rome"})]) == "Rome"
+    assert tokenizer.apply_chat_template([called("x", "")]) == ""
+    for wrong in ("no", "[1]", '{"a": ' + "[" * 5000):
+        with pytest.raises(InvalidRequestError, match="no JSON object") as error:
+            tokenizer.apply_chat_template([called("x", wrong)])
+        assert error.value.param == "messages"
+    with pytest.raises(InvalidRequestError, match="has no place for them"):
+        tokenizer_of("{{ messages[0].content }}").apply_chat_template([called("x", "{}")])
+
+
+def test_a_chat_template_is_given_as_source_or_file(tmp_path):
+    file = tmp_path / "chat.jinja"
+    file.write_text("F{{ messages[0].content }}", encoding="utf-8")
+    for given, text in ((file, "FWeather?"), ("S{{ messages[0].content }}", "SWeather?")):
+        config = EngineConfig("smollm2-135m", chat_template=given)
+        assert Tokenizer.load(config).apply_chat_template([QUESTION]) == text
+    for wrong, error in ((tmp_path / "none", ConfigError), ("{% if %}", TokenizerError)):
+        with pytest.raises(error, match="template"):
+            Tokenizer.load(EngineConfig("smollm2-135m", chat_template=wrong))
+
+
+def test_formats_are_chosen_by_settings():
+    config = EngineConfig("smollm2-135m", tool_call_parser="mistral", reasoning_parser="deepseek_r1")
+    answers = Tokenizer.load(config).answers
+    assert (answers.tool_calls.name, answers.reasoning.name) == ("mistral", "deepseek_r1")
+    hermes = (TEMPLATES / "reasoning.jinja").read_text(encoding="utf-8")
+    config = EngineConfig("smollm2-135m", chat_template=hermes, reasoning_parser="off")
+    assert Tokenizer.load(config).answers.reasoning is None
+
+
+def test_marks_that_are_special_tokens_are_known():
+    backend = byte_level()
+    backend.add_special_tokens(["[TOOL_CALLS]"])
+    source = (TEMPLATES / "mistral.jinja").read_text(encoding="utf-8")
+    settings = TokenizerSettings(fingerprint="", special_tokens={}, chat_template=source)
+    answers = Tokenizer(backend, settings).answers
+    assert answers.needs_special_tokens(with_tools=True)
+    assert not answers.needs_special_tokens(with_tools=False)
+    assert not tokenizer_of(source).answers.needs_special_tokens(with_tools=True)
