@@ -73,6 +73,10 @@ class DevicePool:
         elif streamed_frames and folder is not None:
             frames = FileBackedFrames(pieces, total, piece_bytes, first=self.first_streamed, folder=folder)
             self.frames, self.streamed_file = frames, frames.file
+        elif self.capacity > self.num_frames:
+            HostFrames(pieces, self.num_frames, piece_bytes)  # raises where the system has not even these
+            # Room that was reserved would count as used by a child, and the system would refuse to fork.
+            self.frames = HostFrames(pieces, total, piece_bytes, reserve=False)
         else:
             self.frames = HostFrames(pieces, total, piece_bytes, reserve=not streamed_frames)
 
