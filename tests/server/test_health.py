@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import os
+import signal
+import threading
 from types import SimpleNamespace
 
 import httpx
@@ -63,3 +66,55 @@ def test_a_busy_server_has_minutes_and_another_time_can_be_set():
             return first, (await http.get("/health")).json()["status"]
 
     assert asyncio.run(asked_twice()) == (200, "stuck")
+
+
+def statuses(served, hold, give_back):
+    """What a real server's health is: before it is held, while it is, and afterwards."""
+
+    async def asked():
+        asking = health.Health(served.llm, stuck_after_s=0.3)
+        found = [asking.answer().status_code]
+        await asyncio.sleep(1.1)  # a question has an answer, and the next one may be asked
+        hold()
+        try:
+            for _ in range(2):
+                found.append(asking.answer().status_code)
+                await asyncio.sleep(0.5)
+            found.append(json.loads(asking.answer().body)["status"])
+        finally:
+            give_back()
+        for _ in range(100):
+            await asyncio.sleep(0.05)
+            if asking.answer().status_code == 200:
+                return [*found, 200]
+        return found
+
+    return served.run(asked())
+
+
+def test_a_stopped_engine_process_is_noticed(served):
+    pid = served.llm.engine_pid
+    found = statuses(served, lambda: os.kill(pid, signal.SIGSTOP), lambda: os.kill(pid, signal.SIGCONT))
+    assert found == [200, 200, 503, "stuck", 200]
+
+
+def test_a_tokenizer_that_does_not_end_is_noticed(served):
+    goes_on = threading.Event()
+    held = []
+
+    def hold():
+        held.append(asyncio.ensure_future(served.llm.in_tokenizer_thread(goes_on.wait, 20)))
+
+    assert statuses(served, hold, goes_on.set) == [200, 200, 503, "stuck", 200]
+
+
+def test_responding_waits_for_engine_and_tokenizer(served):
+    served.run(served.llm.respond())
+    pid = served.llm.engine_pid
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(asyncio.TimeoutError):
+            served.run(asyncio.wait_for(served.llm.respond(), 0.3))
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    served.run(served.llm.respond())

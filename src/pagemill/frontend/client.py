@@ -74,6 +74,7 @@ class InlineClient:
         self.core.finish(sequences)
 
     async def ask(self, query: Query[A]) -> A:
+        """Returns the engine's answer; while another thread generates, once that has all its answers."""
         with self.lock:
             return query.answer(self.core)
 

@@ -46,6 +46,7 @@ class Tokenizer:
         self._special_tokens = settings.special_tokens
         self._path = path
         self._compiled = functools.lru_cache(maxsize=16)(self._compile)
+        self._spelled = functools.lru_cache(maxsize=16)(self._spell)  # the prompts of a call share their bad words
 
     @classmethod
     def load(cls, config: EngineConfig) -> Tokenizer:
@@ -207,9 +208,13 @@ class Tokenizer:
 
         Each word is banned in these spellings only; a model may still write it with other tokens.
         """
+        return [list(ids) for ids in self._spelled(tuple(words))]
+
+    def _spell(self, words: tuple[str, ...]) -> list[tuple[int, ...]]:
+        """Returns the different token sequences of all spellings, in their order."""
         spellings = [spelling for word in words for spelling in (word.lstrip(), " " + word.lstrip())]
         sequences = dict.fromkeys(tuple(self.encode(spelling, add_special_tokens=False)) for spelling in spellings)
-        return [list(ids) for ids in sequences if ids]
+        return [ids for ids in sequences if ids]
 
     def _compile(self, given: str | None, with_tools: bool) -> ChatTemplate:
         owner = repr(os.fspath(self._path or "this tokenizer"))
