@@ -47,6 +47,8 @@ class ChatCall(Call[ChatCompletionRequest]):
         self._answers = (await self._llm.tokenizer()).answers
         if self._tools:
             self._answers.check_tool_calls()
+        self._options = {**self.request.template_options(), **self._answers.options(self.request.reasoning_effort)}
+        self._answers.check_options(self.request.chat_template_kwargs or ())
         await super()._start()
 
     def _params(self) -> SamplingParams | BeamSearchParams:
@@ -70,11 +72,13 @@ class ChatCall(Call[ChatCompletionRequest]):
             priority=self.request.priority,
             max_tool_calls=self.request.max_tool_calls,
             tools=self._tools,
+            **self._options,
         )
 
     async def _prompts(self) -> list[Prompt]:
         salt = self.request.cache_salt or ""
-        return [await self._llm.render_chat(self.request.for_template(), cache_salt=salt, tools=self._tools)]
+        messages = self.request.for_template()
+        return [await self._llm.render_chat(messages, cache_salt=salt, tools=self._tools, **self._options)]
 
     def _reader(self, index: int) -> AnswerReader:
         (stream,) = self._streams

@@ -16,7 +16,7 @@ from pagemill.server.protocol.tools import (
     ToolCall,
     ToolCallDelta,
     ToolCallInMessage,
-    check_tools,
+    check_for_template,
 )
 
 
@@ -103,6 +103,19 @@ OF_ONE_ROLE = {
 }
 
 
+TEMPLATE_OPTIONS = (
+    "documents",
+    "add_generation_prompt",
+    "continue_final_message",
+    "chat_template_kwargs",
+    "reasoning_effort",
+)
+NOT_IN_OPTIONS = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "cache_salt"}
+)
+"""Names that are no options of a template: the request has fields for them, or must not have them."""
+
+
 class ChatCompletionRequest(GenerationRequest):
     """`POST /v1/chat/completions`. Without a maximum, an answer may fill what is left of `max_model_len`."""
 
@@ -116,6 +129,11 @@ class ChatCompletionRequest(GenerationRequest):
     tool_choice: Literal["none", "auto", "required"] | NamedToolChoice | None = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool = True
+    documents: Annotated[list[dict[str, Any]], FIRST_ERROR] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -134,7 +152,7 @@ class ChatCompletionRequest(GenerationRequest):
                     f"messages have {parts} content parts and tool calls; give at most {MAX_PARTS}", param="messages"
                 )
         if isinstance(body, dict):
-            check_tools(body)
+            check_for_template(body)
         return body
 
     @model_validator(mode="after")
@@ -162,6 +180,41 @@ class ChatCompletionRequest(GenerationRequest):
                 "this server cannot hold arguments to their schema; leave strict out of the tools", param="tools"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_template_options(self) -> ChatCompletionRequest:
+        given = [
+            name
+            for name in TEMPLATE_OPTIONS
+            if getattr(self, name) not in (None, type(self).model_fields[name].default)
+        ]
+        if given and self.fork_of is not None:
+            raise InvalidRequestError(
+                f"fork_of goes on from another answer, and writes no prompt; leave {given[0]} out", param=given[0]
+            )
+        if self.continue_final_message and self.session_id is not None:
+            raise InvalidRequestError(
+                "continue_final_message goes on with a message of this request, a session with its next turn; leave "
+                "one of them out",
+                param="continue_final_message",
+            )
+        options = self.chat_template_kwargs or {}
+        for name in options:
+            if name in NOT_IN_OPTIONS or (name == "reasoning_effort" and self.reasoning_effort is not None):
+                raise InvalidRequestError(
+                    f"chat_template_kwargs has {name!r}; give it as a field of the request, or not at all",
+                    param="chat_template_kwargs",
+                )
+        return self
+
+    def template_options(self) -> dict[str, Any]:
+        """Returns what the chat template is given beside messages and tools, but for `reasoning_effort`."""
+        return {
+            **(self.chat_template_kwargs or {}),
+            "documents": self.documents,
+            "add_generation_prompt": self.add_generation_prompt,
+            "continue_final_message": self.continue_final_message,
+        }
 
     @property
     def max_tool_calls(self) -> int | None:

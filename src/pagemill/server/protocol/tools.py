@@ -12,6 +12,9 @@ from pagemill.server.protocol.body import Body, Name, check_length
 from pagemill.text.tool_messages import check_depth
 
 MAX_TOOLS = 128
+MAX_DOCUMENTS = 1024
+MAX_OPTIONS = 64
+"""Entries of `chat_template_kwargs`."""
 MAX_CHARACTERS = 262144
 """Characters that tools, documents or template options may have, in all names and texts together; each number and each
 list counts as one."""
@@ -95,9 +98,12 @@ class ToolCallDelta(BaseModel):
     function: CalledDelta
 
 
-def check_tools(body: Mapping[str, Any]) -> None:
-    """Raises `InvalidRequestError` for tools that are too many, too long or nested too deep."""
+def check_for_template(body: Mapping[str, Any]) -> None:
+    """Raises `InvalidRequestError` for tools, documents and template options that are too many, too long or nested too
+    deep."""
     check_length("tools", body.get("tools"), MAX_TOOLS)
+    check_length("documents", body.get("documents"), MAX_DOCUMENTS)
+    check_length("chat_template_kwargs", body.get("chat_template_kwargs"), MAX_OPTIONS)
     for name in ("tools", "documents", "chat_template_kwargs"):
         check_size(name, body.get(name))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import xxhash
@@ -23,6 +23,15 @@ from pagemill.text.tool_messages import functions_of
 
 if TYPE_CHECKING:
     from pagemill.text.tokenizer import Tokenizer
+
+PARTS_OF_CONVERSATIONS = frozenset(
+    {
+        *("messages", "tools", "documents", "add_generation_prompt", "continue_final_message"),
+        *("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token"),
+        *("raise_exception", "strftime_now", "namespace", "range", "loop"),
+    }
+)
+"""Variables of chat templates that are no options."""
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
 _CALL_ID_LENGTH = 24
@@ -59,6 +68,36 @@ class AnswerFormats:
                 f"--tool-call-parser ({', '.join(TOOL_CALLS)}), or set tool_choice to 'none'",
                 param="tools",
             )
+
+    def check_options(self, names: Iterable[str]) -> None:
+        """Raises `InvalidRequestError` for an option that the model's chat template does not read."""
+        for name in names:
+            if name not in self._options_read:
+                known = f"; it reads {', '.join(sorted(self._options_read))}" if self._options_read else ""
+                raise InvalidRequestError(
+                    f"chat_template_kwargs has {name!r:.128}, which this model's chat template does not read{known}; "
+                    f"leave it out",
+                    param="chat_template_kwargs",
+                )
+
+    def options(self, reasoning_effort: str | None) -> dict[str, Any]:
+        """Returns what asks a chat template for so much reasoning. Raises `InvalidRequestError` where it has no place
+        for that; "none" is what such a model does anyway."""
+        if reasoning_effort is None:
+            return {}
+        if "reasoning_effort" in self._options_read:
+            return {"reasoning_effort": reasoning_effort}
+        if reasoning_effort == "none":
+            return {"enable_thinking": False} if "enable_thinking" in self._options_read else {}
+        raise InvalidRequestError(
+            f"reasoning_effort is {reasoning_effort!r}, but this model's chat template does not read it; leave it out",
+            param="reasoning_effort",
+        )
+
+    @functools.cached_property
+    def _options_read(self) -> frozenset[str]:
+        """Returns the variables of the chat template that are options: no part of a conversation, and no token."""
+        return self._tokenizer.template_reads(tools=False) - PARTS_OF_CONVERSATIONS
 
     def needs_special_tokens(self, with_tools: bool) -> bool:
         """Returns whether marks that must be read are special tokens, which texts leave out otherwise."""

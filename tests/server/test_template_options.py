@@ -1,0 +1,111 @@
+"""What a chat may give its template beside messages and tools, over HTTP."""
+
+import openai
+import pytest
+
+from pagemill.frontend.input_processor import InputProcessor
+
+MODEL = "smollm2-135m"
+TEMPLATE = """{%- for document in documents or [] %}<doc>{{ document.text }}</doc>{% endfor -%}
+{%- if reasoning_effort %}<effort>{{ reasoning_effort }}</effort>{% endif -%}
+{%- if mood %}<mood>{{ mood }}</mood>{% endif -%}
+{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+ASKED = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}
+USER = "<|im_start|>user\nHi<|im_end|>\n"
+ASSISTANT = "<|im_start|>assistant\n"
+
+
+@pytest.fixture(scope="module")
+def server(serving):
+    with serving(chat_template=TEMPLATE) as server:
+        yield server
+
+
+@pytest.fixture
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def prompts(monkeypatch):
+    """The texts that the template has written."""
+    texts, encode_chat = [], InputProcessor.encode_chat
+
+    def remember(*args, **how):
+        text, token_ids = encode_chat(*args, **how)
+        texts.append(text)
+        return text, token_ids
+
+    monkeypatch.setattr(InputProcessor, "encode_chat", remember)
+    return texts
+
+
+@pytest.mark.parametrize(
+    ("asked", "prompt"),
+    [
+        ({}, USER + ASSISTANT),
+        ({"documents": [{"text": "A"}, {"text": "B"}]}, "<doc>A</doc><doc>B</doc>" + USER + ASSISTANT),
+        ({"chat_template_kwargs": {"mood": "glad"}}, "<mood>glad</mood>" + USER + ASSISTANT),
+        ({"reasoning_effort": "low"}, "<effort>low</effort>" + USER + ASSISTANT),
+        ({"reasoning_effort": "none"}, "<effort>none</effort>" + USER + ASSISTANT),
+        ({"chat_template_kwargs": {"reasoning_effort": "low"}}, "<effort>low</effort>" + USER + ASSISTANT),
+        ({"add_generation_prompt": False}, USER),
+        (
+            {
+                "messages": [*ASKED["messages"], {"role": "assistant", "content": "Once upon"}],
+                "add_generation_prompt": False,
+                "continue_final_message": True,
+            },
+            USER + ASSISTANT + "Once upon",
+        ),
+    ],
+)
+def test_the_template_gets_what_it_reads(client, prompts, asked, prompt):
+    messages = asked.get("messages", ASKED["messages"])
+    more = {name: value for name, value in asked.items() if name != "messages"}
+    client.chat.completions.create(**{**ASKED, "messages": messages}, extra_body=more)
+    assert prompts == [prompt]
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "said"),
+    [
+        ({"chat_template_kwargs": {"mod": 1}}, "chat_template_kwargs", "it reads mood, reasoning_effort; leave"),
+        ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "'tools'; give it as a field"),
+        ({"chat_template_kwargs": {str(i): 1 for i in range(65)}}, "chat_template_kwargs", "at most 64"),
+        ({"chat_template_kwargs": {"mood": "x" * 270_000}}, "chat_template_kwargs", "262144 characters"),
+        (
+            {"chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning_effort": "low"},
+            "chat_template_kwargs",
+            "as a field",
+        ),
+        ({"reasoning_effort": "huge"}, "reasoning_effort", "huge"),
+        ({"documents": [{"text": "x"}] * 1025}, "documents", "at most 1024"),
+        ({"documents": ["x"]}, "documents", "dict"),
+        ({"continue_final_message": True}, "continue_final_message", "add_generation_prompt"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": False, "session_id": "s"},
+            "continue_final_message",
+            "a session",
+        ),
+        ({"messages": [], "fork_of": "x", "documents": [{"text": "x"}]}, "documents", "fork_of"),
+    ],
+)
+def test_what_the_template_cannot_use_is_refused(client, asked, param, said):
+    with pytest.raises(openai.BadRequestError) as error:
+        client.chat.completions.create(
+            **{**ASKED, "messages": asked.pop("messages", ASKED["messages"])}, extra_body=asked
+        )
+    assert (error.value.param, said in error.value.message) == (param, True), error.value.message
+
+
+def test_a_template_without_a_place_for_it_takes_no_effort(served):
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
+        assert client.chat.completions.create(**ASKED, reasoning_effort="none").choices
+        with pytest.raises(openai.BadRequestError, match="does not read it") as error:
+            client.chat.completions.create(**ASKED, reasoning_effort="low")
+        assert error.value.param == "reasoning_effort"
