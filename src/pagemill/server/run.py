@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import socket
 import ssl
-import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from types import FrameType
-from typing import Any
 
 import uvicorn
 from starlette.types import ASGIApp
 
 from pagemill.engine.messages import EngineReady
-from pagemill.errors import ConfigError, PagemillError
+from pagemill.errors import PagemillError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.access import ServerAccess, is_loopback
 from pagemill.server.access_log import AccessLog
@@ -26,16 +22,14 @@ from pagemill.server.app import create_app
 from pagemill.server.connections import Connection, Places
 from pagemill.server.drain import Drain
 from pagemill.server.hosts import AllowedHosts
-from pagemill.server.kv_map import Feed
 from pagemill.server.limits import ServerLimits, room_for
 from pagemill.server.logs import quieten
 from pagemill.server.loop_lag import watch_loop_lag
 from pagemill.server.pins import FilePin, pin
 from pagemill.server.reload import TenantsReload
+from pagemill.server.signals import obey_signals
+from pagemill.server.stopping import StoppingServer
 from pagemill.tenant_limits import TenantsFile
-
-ANSWER_S = 2.0
-"""Seconds that a client may take to read the error that ends its request."""
 
 
 async def run_server(
@@ -72,7 +66,7 @@ async def run_server(
     certificate = access.certificate()
     tls = None if certificate is None else certificate.context
     config = server_config(AccessLog(drain), limits, say, access.forwarded_allow_ips, tls)
-    server = _Server(config, llm, app.state.feed, drain, limits.drain_timeout, say)
+    server = StoppingServer(config, llm, app.state.feed, drain, limits.drain_timeout, say)
 
     async def watch() -> PagemillError:
         try:
@@ -86,42 +80,13 @@ async def run_server(
         finally:
             server.should_exit = True
 
-    async def resize(kv_memory: str | None) -> None:
-        try:
-            ready = await llm.resize_kv_memory(kv_memory)
-            size = f"{ready.num_frames} {'block' if ready.num_frames == 1 else 'blocks'}"
-            say(f"the KV pool has {size} now, {ready.kv_bytes / 2**20:.1f} MiB")
-        except PagemillError as error:
-            say(f"the KV pool keeps its size: {error}")
-
     async with llm:
         watcher = asyncio.create_task(watch())
-        work: dict[str, Callable[[], Coroutine[Any, Any, None]]] = {
-            "SIGUSR1": partial(resize, "used"),
-            "SIGUSR2": partial(resize, None),
-        }
         tasks = {asyncio.create_task(watch_loop_lag(app.state.metrics.observe_lag))}
-        tenants_reload = None if tenants is None else TenantsReload(tenants, keys, llm, say)
-
-        async def reload() -> None:
-            if certificate is not None:
-                try:
-                    certificate.reload()
-                    say("the certificate was read again")
-                except ConfigError as error:
-                    say(f"the certificate stays as it was: {error.message}")
-            if tenants_reload is not None:
-                await tenants_reload.reload()
-
-        if tenants_reload is not None:
-            tasks.add(asyncio.create_task(tenants_reload.watch()))
-        if tenants_reload is not None or certificate is not None:
-            work["SIGHUP"] = reload
-        for name, begin in work.items():
-            with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):  # no such signals, or a thread
-                asyncio.get_running_loop().add_signal_handler(
-                    getattr(signal, name), lambda begin: tasks.add(asyncio.create_task(begin())), begin
-                )
+        reload = None if tenants is None else TenantsReload(tenants, keys, llm, say)
+        if reload is not None:
+            tasks.add(asyncio.create_task(reload.watch()))
+        obey_signals(llm, reload, certificate, say, tasks)
         try:
             await server.serve(sockets=[sock])
             if watcher.done() and not server.num_signals:
@@ -166,68 +131,7 @@ def server_config(
         forwarded_allow_ips=",".join(proxies),
         access_log=False,
         lifespan="off",
+        server_header=False,
     )
     quieten()
     return config
-
-
-class _Server(uvicorn.Server):
-    """Ends open requests by ending the engine: each gets its error as an answer, which a cancelled task cannot give.
-
-    uvicorn's own `timeout_graceful_shutdown` must stay unset, for it cancels. Signals are not raised again after the
-    end, as uvicorn would: a server that was asked to stop, and did, has succeeded.
-    """
-
-    def __init__(
-        self,
-        config: uvicorn.Config,
-        llm: AsyncLLM,
-        feed: Feed,
-        drain: Drain,
-        drain_timeout_s: float,
-        say: Callable[[str], None],
-    ) -> None:
-        super().__init__(config)
-        self._llm = llm
-        self._feed = feed
-        self._drain = drain
-        self._drain_timeout_s = drain_timeout_s
-        self._say = say
-        self.num_signals = 0
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        self.num_signals += 1
-        self.should_exit = self._drain.has_begun = True
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for server in self.servers:  # open connections stay, so that a request on one learns why it is refused
-            server.close()
-        for sock in sockets or ():
-            sock.close()
-        self._feed.close()  # its streams have no end of their own
-        await self._until(lambda: not self._feed.num_watching, ANSWER_S)
-        if self._llm.is_ready and self._busy():  # else nothing runs that could finish
-            self._say(
-                f"stopping: {self._busy()} connections have running answers, which may go on for "
-                f"{self._drain_timeout_s:g} s; a second signal ends them at once"
-            )
-            await self._until(lambda: not self._busy() or self.num_signals >= 2, self._drain_timeout_s)
-        await asyncio.gather(super().shutdown(sockets), self._end_requests())
-
-    async def _end_requests(self) -> None:
-        """Ends them while uvicorn, which no longer accepts, waits for the last connection to close."""
-        await self._llm.shutdown()
-        await self._until(lambda: not self.server_state.connections, ANSWER_S)
-        for connection in list(self.server_state.connections):  # of clients that neither read nor go
-            connection.transport.abort()
-
-    def _busy(self) -> int:
-        """Returns how many connections have an answer under way."""
-        return sum(
-            connection.is_busy for connection in self.server_state.connections if isinstance(connection, Connection)
-        )
-
-    async def _until(self, reached: Callable[[], bool], timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not reached() and time.monotonic() < deadline:
-            await asyncio.sleep(0.05)
