@@ -177,6 +177,8 @@ class Connection(H11Protocol):
         if self._early is not None:
             self._early.append(data)
             return
+        if not self._has_place:  # it was refused, or has given way
+            return
         super().data_received(data)
         self._follow()
 
@@ -217,8 +219,10 @@ class Connection(H11Protocol):
 
     def _unsent(self) -> int:
         """Returns how many bytes wait to be sent, here and behind the encryption."""
-        unsent = self.transport.get_write_buffer_size()
-        return unsent if self.transport is self._raw else unsent + self._raw.get_write_buffer_size()
+        unsent = self._raw.get_write_buffer_size()
+        if self.transport is self._raw or self._raw.is_closing():  # Python 3.10 has nothing before it any more then
+            return unsent
+        return unsent + self.transport.get_write_buffer_size()
 
     def _follow(self) -> None:
         """Notes whether a request runs here or its answer is still sent, and limits the time until the next one."""
