@@ -38,8 +38,8 @@ class FailedKeys:
         left_s = found.until_s - time.monotonic()
         if left_s > 0:
             raise RateLimitError(
-                f"{address} has sent {found.num_keys} wrong API keys within {PERIOD_S:g} s, which --max-failed-keys "
-                f"allows no more of; its requests are refused for another {math.ceil(left_s)} s",
+                f"{address} has sent {found.num_keys} wrong API keys within {PERIOD_S:g} s, as many as "
+                f"--max-failed-keys allows; its requests are refused for another {math.ceil(left_s)} s",
                 retry_after_s=left_s,
             )
 
