@@ -1,6 +1,7 @@
 """TLS: the server speaks it itself, with the same limits on connections, half-made ones included."""
 
 import contextlib
+import gc
 import socket
 import ssl
 import time
@@ -12,6 +13,7 @@ import trustme
 
 from pagemill.errors import ConfigError
 from pagemill.server.access import ServerAccess
+from pagemill.server.connections import Connection
 from pagemill.server.tls import Certificate
 from server.test_connections import BUFFER, HEAD, LARGE, connect, listening, read_all, wait_until
 
@@ -104,6 +106,19 @@ def test_half_made_connections_give_way(issued, tls):
             stack.enter_context(connect(port)).sendall(b"\x16\x03\x01")
         for _ in range(4):
             assert status(issued, port) == b"200"
+
+
+def test_nothing_is_kept_of_handshakes_that_fail(tls):
+    def kept():
+        gc.collect()
+        return sum(isinstance(one, Connection) for one in gc.get_objects())
+
+    with listening(tls=tls, max_connections=2, max_connections_per_client=2, reading_timeout_s=0.2) as (port, _):
+        with contextlib.ExitStack() as stack:
+            for beginning in (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", b"\x16\x03\x01", b"") * 2:
+                stack.enter_context(connect(port)).sendall(beginning)
+            time.sleep(0.3)
+        wait_until(lambda: not kept(), f"{kept()} are kept")
 
 
 def test_a_busy_connection_keeps_its_place(issued, tls):

@@ -167,7 +167,7 @@ class Connection(H11Protocol):
         early, self._early = self._early, None
         if secured is None:
             transport.abort()
-            self._give_back()
+            self._end()
             return
         super().connection_made(secured)
         for data in early or ():
@@ -190,9 +190,7 @@ class Connection(H11Protocol):
         try:
             super().connection_lost(exc)
         finally:
-            if self._reading_timer is not None:
-                self._reading_timer.cancel()
-            self._give_back()
+            self._end()
 
     @property
     def is_busy(self) -> bool:
@@ -234,6 +232,11 @@ class Connection(H11Protocol):
         elif self._head_timer is None:
             self._head_timer = self.loop.call_later(self._places.head_timeout_s, self.give_up)
             self._places.idle(self)
+
+    def _end(self) -> None:
+        if self._reading_timer is not None:
+            self._reading_timer.cancel()
+        self._give_back()
 
     def _give_back(self) -> None:
         self._cancel_head_timer()
