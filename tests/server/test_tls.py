@@ -111,7 +111,7 @@ def test_half_made_connections_give_way(issued, tls):
 def test_nothing_is_kept_of_handshakes_that_fail(tls):
     def kept():
         gc.collect()
-        return sum(isinstance(one, Connection) for one in gc.get_objects())
+        return sum(type(one) is Connection for one in gc.get_objects())
 
     with listening(tls=tls, max_connections=2, max_connections_per_client=2, reading_timeout_s=0.2) as (port, _):
         with contextlib.ExitStack() as stack:
