@@ -77,6 +77,9 @@ class RequestTooLargeError(InvalidRequestError):
 class PoolTooSmallError(RequestTooLargeError):
     """A request that needs more KV blocks than the whole pool has, whatever its tenant may have."""
 
+    least_blocks = 0
+    """The blocks of the smallest pool that would do; 0 where that is not known."""
+
 
 class UnknownTenantError(InvalidRequestError):
     """A tenant that the engine was told nothing of."""
@@ -145,6 +148,10 @@ class ServerBusyError(InvalidRequestError):
 
     http_status: ClassVar[int] = 503
     kind: ClassVar[str] = "service_unavailable_error"
+
+
+class PoolShrunkError(ServerBusyError):
+    """A request for which the KV pool has no room since it gave its memory back; it can be sent again."""
 
 
 class NotFoundError(InvalidRequestError):
@@ -273,6 +280,10 @@ class EngineDeadError(PagemillError):
 
 class TraceError(PagemillError, ValueError):
     """A trace of requests that is missing, cannot be read, or has nothing in the part asked for."""
+
+
+class BenchmarkError(PagemillError):
+    """A server that does not answer, or not as OpenAI's API does, while it is measured."""
 
 
 class CalibrationError(PagemillError, ValueError):

@@ -44,12 +44,13 @@ def children(pid):
 
 
 def test_generate_as_json():
-    result = run("generate", MODEL, "The capital of France is", "1, 2, 3, 4,", "--max-tokens", "4", "--json", *SMALL)
+    prompts = ["-", "1, 2, 3, 4,"]
+    result = run("generate", MODEL, *prompts, "--max-tokens", "4", "--json", *SMALL, input="The capital of France is\n")
     assert result.returncode == 0, result.stderr
     first, second = json.loads(result.stdout)
     assert first["text"].startswith(" Paris")
     assert (first["completion_tokens"], first["finish_reason"]) == (4, "length")
-    assert second["prompt"] == "1, 2, 3, 4,"
+    assert (first["prompt"], second["prompt"]) == ("The capital of France is", "1, 2, 3, 4,")
     assert "KV pool" in result.stderr
 
 
@@ -102,6 +103,7 @@ def test_bench_reports_what_it_did():
     assert report["output_tokens_per_s"] * report["duration_s"] == pytest.approx(12)
     assert report["total_tokens_per_s"] * report["duration_s"] == pytest.approx(12 + 3 * 40)
     assert report["cached_prompt_tokens"] == 2 * 32  # all but the first request find the prefix
+    assert report["engine"]["kv_blocks"] > 0
     assert 0 < report["ttft_s"]["median"] <= report["latency_s"]["median"] <= report["latency_s"]["p99"]
     assert report["ttft_s"]["median"] + 3 * report["tpot_s"]["median"] <= 2 * report["latency_s"]["p99"]
 
@@ -166,6 +168,7 @@ def test_chat_keeps_the_history_forgets_it_and_stops_on_ctrl_c():
         os.kill(terminal.process.pid, signal.SIGINT)  # at the prompt it leaves nothing but an empty line
         terminal.wait_for("> ")
         terminal.type("\x04")
+        terminal.wait_for("\n")  # else the shell's prompt would follow on the same line
         assert terminal.process.wait(15) == 0
     finally:
         terminal.process.kill()
@@ -184,11 +187,13 @@ def test_a_conversation_with_a_name_goes_on_after_a_restart(tmp_path):
     assert first.returncode == 0, first.stderr
     assert "session 'ada' begins" in first.stderr
     second = run(*args, input="What is my name?\n")
-    assert "session 'ada' goes on after 1 turns" in second.stderr
+    assert "session 'ada' goes on after 1 turn, " in second.stderr
     assert second.stdout.strip()
     assert any((tmp_path / "kv").glob("*/blocks.dat"))
     (row,) = [line.split() for line in run("sessions", "ls", *kept).stdout.splitlines() if line.startswith(" ada")]
     assert row[2] == "2"
+    (card,) = json.loads(run("sessions", "ls", "--json", *kept).stdout)
+    assert (card["session"], card["turns"], card["tenant"], card["damaged"]) == ("ada", 2, "default", False)
     refused = run(*args, "--system", "Be rude.")
     assert refused.returncode == 1
     assert "goes on after 2 turns, where a system message (--system) has no place" in refused.stderr

@@ -6,7 +6,7 @@ import pytest
 from drive import Run, drive, record_logits, request
 
 from harness import FRAME_BYTES
-from pagemill.errors import ConfigError, KVMemoryError, ResizeFailedError
+from pagemill.errors import ConfigError, KVMemoryError, PoolShrunkError, ResizeFailedError
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import SamplingParams
 from pagemill.tenant_limits import TenantLimits
@@ -195,3 +195,14 @@ def test_a_growth_that_fails_ends_nothing(crowd, requests, make_engine, monkeypa
 
 def broken_apply(_):
     raise RuntimeError("the device is gone")
+
+
+def test_a_request_for_which_the_pool_was_made_too_small_may_come_again(make_engine, prompts):
+    core, long = make_engine(kv_memory=12 * FRAME_BYTES, max_model_len=192), (prompts[0] * 50)[:150]
+    for params in (SamplingParams(max_tokens=None), SamplingParams(max_tokens=0), SamplingParams(max_tokens=9)):
+        core.resize("used")
+        with pytest.raises(PoolShrunkError, match=r"needs a KV pool of 10 blocks, which has 1 of 12 now"):
+            core.add_request(request("long", long, params))
+        core.resize(None)
+        core.add_request(request("long", long, params))
+        core.abort(["long"])

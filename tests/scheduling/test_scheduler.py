@@ -14,7 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from simulated_device import VOCAB, SimulatedDevice, hidden_sum, likeliest, next_token
 
-from pagemill.errors import ConfigError, InvalidRequestError, KVMemoryError, PinLimitError, RequestTooLargeError
+from pagemill.errors import (
+    ConfigError,
+    InvalidRequestError,
+    KVMemoryError,
+    PinLimitError,
+    PoolTooSmallError,
+    RequestTooLargeError,
+)
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.eviction import POLICIES
 from pagemill.memory.manager import MemoryManager
@@ -892,6 +899,13 @@ def test_what_can_never_fit_is_refused_at_once():
     bench = Bench(frames=4, block_size=4, max_num_seqs=2)
     with pytest.raises(RequestTooLargeError, match=r"may grow to 20 tokens, which takes 5 KV blocks .* the pool has 4"):
         bench.scheduler.add(make_request("big", [1] * 10, 10))
+    unsaid = make_request("long", [1] * 17, 1)
+    unsaid.params.max_tokens = None
+    for request, param in ((make_request("big", [1] * 10, 10), "max_tokens"), (unsaid, "prompt")):
+        with pytest.raises(PoolTooSmallError) as caught:
+            bench.scheduler.add(request)
+        assert (caught.value.param, caught.value.least_blocks) == (param, 5)
+        assert ("max_tokens" in caught.value.message) == (param == "max_tokens"), "who gave none cannot lower it"
     with pytest.raises(RequestTooLargeError, match="n is 3, but max_num_seqs"):
         bench.scheduler.add(make_request("wide", [1], 1, n=3))
     with pytest.raises(RequestTooLargeError, match="beam_width is 3, but max_num_seqs"):

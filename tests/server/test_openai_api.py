@@ -132,6 +132,17 @@ def test_the_pool_is_resized_while_a_stream_runs(served, client, http):
     served.wait_until_idle()
 
 
+def test_who_has_no_room_in_a_pool_that_was_made_small_may_ask_again(served, http):
+    body = {"model": MODEL, "prompt": "Once upon a time " * 20, "max_tokens": 8}
+    assert http.post("/v1/kv_memory", json={"kv_memory": "used"}).status_code == 200
+    refused = http.post("/v1/completions", json=body)
+    assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
+    assert "try again later" in refused.json()["error"]["message"]
+    assert http.post("/v1/kv_memory", json={"kv_memory": None}).status_code == 200
+    assert http.post("/v1/completions", json=body).status_code == 200
+    served.wait_until_idle()
+
+
 def test_chat(client):
     answer = client.chat.completions.create(**CHAT, **GREEDY)
     (choice,) = answer.choices
@@ -389,6 +400,7 @@ def test_habits_of_clients_change_nothing(client):
         service_tier="auto",
         logit_bias=None,
         parallel_tool_calls=False,
+        extra_body={"spaces_between_special_tokens": True, "return_token_ids": False, "truncate_prompt_tokens": None},
     )
     assert habits.choices[0].message.content == plain
 
@@ -424,6 +436,7 @@ def test_habits_of_clients_change_nothing(client):
         ("completions", {"prompt": "x", "tools": [{"type": "function"}]}, 400, "tools", "does not serve"),
         ("chat/completions", {"response_format": {"type": "json_object"}}, 400, "response_format", "does not serve"),
         ("chat/completions", {"store": True}, 400, "store", "does not serve"),
+        ("completions", {"prompt": "x", "truncate_prompt_tokens": 4}, 400, "truncate_prompt_tokens", "does not serve"),
         ("completions", {"prompt": ""}, 400, "prompt", "no tokens"),
         ("completions", {"prompt": []}, 400, "prompt", "at least one"),
         ("completions", {"prompt": ["fine", ""]}, 400, "prompt", "no tokens"),

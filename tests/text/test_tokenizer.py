@@ -349,3 +349,15 @@ def test_bad_words_of_a_sentencepiece_tokenizer():
     sequences = tokenizer.bad_words_token_ids(["ab", "ab"])
     assert len(sequences) == len({tuple(ids) for ids in sequences})
     assert {tokenizer.decode(ids).strip() for ids in sequences} == {"ab"}
+
+
+def test_a_templates_own_variables_may_come_as_one_dict(real):
+    def rendered(**options):
+        return real.apply_chat_template(MESSAGES[0], chat_template="{{ mood }}{{ add_generation_prompt }}", **options)
+
+    assert rendered(chat_template_kwargs={"mood": "glad"}) == rendered(mood="glad") == "gladTrue"
+    assert rendered(chat_template_kwargs=None, mood="sad") == "sadTrue"
+    for wrong in ("mood", [("mood", 1)], {1: 2}, {"add_generation_prompt": False}, {"messages": []}):
+        with pytest.raises(InvalidRequestError, match="chat_template_kwargs") as caught:
+            rendered(chat_template_kwargs=wrong)
+        assert caught.value.param == "chat_template_kwargs"

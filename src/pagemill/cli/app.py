@@ -23,6 +23,8 @@ COMMANDS = {
     "serve": "Serve a model through OpenAI's API.",
     "bench": "Measure throughput and latency on a workload.",
     "pull": "Fetch a model and check it.",
+    "ls": "List the models that are on this machine.",
+    "rm": "Delete models that were fetched to this machine.",
     "cache": "List, check, shrink and carry KV blocks that are kept on disk.",
     "sessions": "List and delete the conversations that are kept in a file.",
     "doctor": "Show what this machine offers, for bug reports.",

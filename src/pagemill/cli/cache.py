@@ -8,7 +8,7 @@ import sys
 import time
 from contextlib import closing
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,6 +16,8 @@ from rich.progress import track
 from rich.table import Table
 
 from pagemill.cli.app import command_group
+from pagemill.cli.listing import AsJson, print_listing
+from pagemill.cli.wording import ago, counted
 from pagemill.errors import KVStoreError
 from pagemill.kvcache import store_archive
 from pagemill.kvcache.disk_store import DiskStore
@@ -31,26 +33,25 @@ Key = Annotated[str, typer.Argument(metavar="STORE", help="The store's name, or 
 
 
 @cache.command()
-def ls(root: Root = None) -> None:
+def ls(root: Root = None, as_json: AsJson = False) -> None:
     """List the stores: model, format, size, last use."""
-    console = Console(markup=False)
-    if not console.is_terminal:
-        console.width = 1 << 16  # whoever reads it gets whole columns
     table = Table("store", "model", "KV", "kernels", "blocks", "size", "last used", box=None)
+    rows: list[dict[str, Any]] = []
     broken = []
     for info in store_archive.list_stores(root or default_root()):
         if isinstance(info, store_archive.StoreInfo):
-            age = "never" if not info.used_s else f"{(time.time() - info.used_s) / 3600:.1f} h ago"
-            at = info.format
-            table.add_row(info.folder.name[:12], at.model, at.kv_format, at.numerics, f"{info.blocks:,}",
+            age = "never" if not info.used_s else ago(time.time() - info.used_s)
+            at, name = info.format, info.folder.name
+            table.add_row(name[:12], at.model, at.kv_format, at.numerics, f"{info.blocks:,}",
                           f"{info.bytes / 2**20:,.0f} MiB", age)  # fmt: skip
+            rows.append(
+                {"store": name, "model": at.model, "kv_format": at.kv_format, "numerics": at.numerics,
+                 "blocks": info.blocks, "bytes": info.bytes, "used_s": info.used_s}
+            )  # fmt: skip
         else:
             broken.append(info)
-    if not table.row_count and not broken:
-        sys.stdout.write(f"no KV blocks are kept in {root or default_root()}\n")
-        return
-    if table.row_count:
-        console.print(table)
+    if rows or as_json or not broken:
+        print_listing(rows, table, f"no KV blocks are kept in {root or default_root()}", as_json)
     for error in broken:
         sys.stderr.write(f"error: {error}\n")
 
@@ -61,7 +62,7 @@ def verify(store: Key, root: Root = None) -> None:
     with closing(store_archive.open_store(root or default_root(), store)) as opened:
         checked = list(track(opened.verify(), "Checking", total=opened.stats().blocks, console=Console(stderr=True)))
     broken = sum(not whole for _, whole in checked)
-    sys.stdout.write(f"{len(checked):,} blocks checked, {broken:,} broken and dropped\n")
+    sys.stdout.write(f"{counted(len(checked), 'block')} checked, {broken:,} broken and dropped\n")
     if broken:
         raise typer.Exit(1)
 
@@ -84,7 +85,7 @@ def prune(
             unused_for_s=None if unused_hours is None else unused_hours * 3600,
         )
         left = opened.stats()
-    sys.stdout.write(f"{dropped:,} blocks dropped, {left.blocks:,} kept ({left.bytes / 2**20:,.0f} MiB)\n")
+    sys.stdout.write(f"{counted(dropped, 'block')} dropped, {left.blocks:,} kept ({left.bytes / 2**20:,.0f} MiB)\n")
 
 
 @cache.command(name="export")
@@ -126,7 +127,7 @@ def export_(
             raise KVStoreError(f"{archive} cannot be written: {error}") from error
         finally:
             partial.unlink(missing_ok=True)
-    sys.stdout.write(f"{blocks:,} blocks ({archive.stat().st_size / 2**20:,.0f} MiB) written to {archive}\n")
+    sys.stdout.write(f"{counted(blocks, 'block')} ({archive.stat().st_size / 2**20:,.0f} MiB) written to {archive}\n")
 
 
 def _blocks_of(pin_file: Path, store: DiskStore, tokenizer: str) -> list[BlockName]:
@@ -170,7 +171,7 @@ def import_(
             blocks, new, left_out = store_archive.import_archive(root or default_root(), file, limit_mib << 20)
     except OSError as error:
         raise KVStoreError(f"{archive} cannot be read: {error}") from error
-    sys.stdout.write(f"{blocks:,} blocks read, {new:,} of them new\n")
+    sys.stdout.write(f"{counted(blocks, 'block')} read, {new:,} of them new\n")
     if left_out:
-        sys.stderr.write(f"error: {left_out:,} blocks did not fit into {limit_mib:,} MiB; raise --limit-mib\n")
+        sys.stderr.write(f"error: {counted(left_out, 'block')} did not fit into {limit_mib:,} MiB; raise --limit-mib\n")
         raise typer.Exit(1)

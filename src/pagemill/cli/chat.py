@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pagemill.cli.options import ModelArgument, engine_options, run, sampling_options
+from pagemill.cli.wording import counted
 from pagemill.errors import InvalidRequestError, PromptTooLongError, SessionNotFoundError, StepFailedError
 from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import check_name, default_path
@@ -83,14 +84,15 @@ class Conversation:
             record = await self._session.record()
         except SessionNotFoundError:
             return f"session {self._session.name!r} begins"
+        turns, tokens = counted(record.num_turns, "turn"), counted(len(record.token_ids), "token")
         if self._opening:
             raise InvalidRequestError(
-                f"session {record.name!r} goes on after {record.num_turns} turns, where a system message (--system) "
-                f"has no place; leave it out, or begin another session",
+                f"session {record.name!r} goes on after {turns}, where a system message (--system) has no place; "
+                f"leave it out, or begin another session",
                 param="system",
             )
         self._begun = True
-        return f"session {record.name!r} goes on after {record.num_turns} turns, {len(record.token_ids)} tokens"
+        return f"session {record.name!r} goes on after {turns}, {tokens}"
 
     async def reset(self) -> None:
         if self._begun:
@@ -124,6 +126,8 @@ def _read_line() -> str | None:
     try:
         line = input("> " if sys.stdin.isatty() else "").strip()
     except EOFError:
+        if sys.stdin.isatty():  # Ctrl-D writes none, and the shell's prompt would follow on the same line
+            sys.stdout.write("\n")
         return None
     except KeyboardInterrupt:
         sys.stdout.write("\n")

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from pagemill.cli.options import ModelArgument, engine_options, run, sampling_options
-from pagemill.errors import SamplingParamsError
+from pagemill.errors import InvalidRequestError, SamplingParamsError
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 
 
@@ -17,7 +17,12 @@ from pagemill.sampling.params import BeamSearchParams, SamplingParams
 @engine_options
 def generate(
     model: ModelArgument,
-    prompts: Annotated[list[str], typer.Argument(metavar="PROMPT...", help="Texts to continue, all at the same time.")],
+    prompts: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PROMPT...", help="Texts to continue, all at the same time; - reads one from standard input."
+        ),
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list instead of text.")] = False,
     beam_width: Annotated[
         int | None, typer.Option(help="Search with this many beams, and print the best.", show_default=False)
@@ -34,7 +39,23 @@ def generate(
     asked = params if beam_width is None else _search_params(params, beam_width, length_penalty)
     if beam_width is None and length_penalty is not None:
         raise SamplingParamsError("length_penalty needs beam_width; give --beam-width too", param="length_penalty")
-    run(_generate(model, prompts, as_json, settings, asked))
+    run(_generate(model, _with_standard_input(prompts), as_json, settings, asked))
+
+
+def _with_standard_input(prompts: list[str]) -> list[str]:
+    """Returns the prompts, with standard input for `-`, without the newline that ends it. Raises InvalidRequestError
+    where that is empty, no text, or asked for twice."""
+    if "-" not in prompts:
+        return prompts
+    if prompts.count("-") > 1:
+        raise InvalidRequestError("- is given twice; standard input can be read once", param="prompts")
+    try:
+        read = sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise InvalidRequestError(f"standard input is no UTF-8 text: {error}", param="prompts") from error
+    if not read:
+        raise InvalidRequestError("standard input is empty; give it a text to continue", param="prompts")
+    return [read if prompt == "-" else prompt for prompt in prompts]
 
 
 def _search_params(params: SamplingParams, beam_width: int, length_penalty: float | None) -> BeamSearchParams:

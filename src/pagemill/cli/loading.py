@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pagemill.frontend.async_llm import AsyncLLM
 
@@ -25,6 +26,23 @@ class LoadingBar(Progress):
 
     def __call__(self, done: int, total: int) -> None:
         self.update(self._loading, completed=done, total=total)
+
+
+class RequestsBar(Progress):
+    """A bar on stderr, in requests that have ended, with the tokens per second so far; nothing without a terminal."""
+
+    def __init__(self, total: int) -> None:
+        columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[speed]}"), TimeElapsedColumn()
+        super().__init__("requests", *columns, console=messages, transient=True, disable=not messages.is_terminal)
+        self._requests = self.add_task("requests", total=total, speed="")
+        self._tokens = 0
+        self._started_s = time.monotonic()
+
+    def ended(self, tokens: int) -> None:
+        """Counts a request that has ended with so many tokens."""
+        self._tokens += tokens
+        speed = self._tokens / max(time.monotonic() - self._started_s, 1e-3)
+        self.update(self._requests, advance=1, speed=f"{speed:.0f} tokens/s")
 
 
 @asynccontextmanager

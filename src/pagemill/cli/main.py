@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 START_AN_ENGINE = ("generate", "chat", "serve", "bench")
+NEEDS_NONE = re.compile(r"(-h|--help|--url(=.*)?)$")
+"""A flag with which none of them does."""
 
 
 def main(args: list[str] | None = None) -> None:
     """Runs the command line and exits: 0 done, 1 an error of pagemill's own (one line on stderr), 2 wrong usage."""
     given = sys.argv[1:] if args is None else args
-    if given and given[0] in START_AN_ENGINE and given[1:] and not {"-h", "--help"} & set(given):
+    if given and given[0] in START_AN_ENGINE and given[1:] and not any(map(NEEDS_NONE.match, given)):
         from pagemill.frontend.spawn import spawn_ahead
 
         spawn_ahead()

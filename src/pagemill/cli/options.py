@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import inspect
 import os
+import re
 import typing
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Annotated, Any, Literal, TypeVar
@@ -142,6 +143,7 @@ def _option(name: str, hint: Any, panel: str, argument: Argument | None = None) 
         return Annotated[kind | None, typer.Option(flag, hidden=True)]
     text, default = argument.description, argument.default
     if default is not None and default != dataclasses.MISSING and not isinstance(default, (list, dict)):
+        text = re.sub(r" Default: [^.]*\.", "", text)  # of the parameter, where the command has its own
         text += f" Default: {str(default).lower() if kind is bool else default}."
     return Annotated[kind | None, typer.Option(flag, help=text, show_default=False, rich_help_panel=panel)]
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from pagemill.cli.app import command_group
+from pagemill.cli.listing import AsJson, print_listing
+from pagemill.cli.wording import ago
 from pagemill.errors import SessionNotFoundError
 from pagemill.namespace import Namespace
 from pagemill.sessions.store import SessionStore, default_path
@@ -24,19 +25,22 @@ SessionPath = Annotated[
 
 
 @sessions.command()
-def ls(session_path: SessionPath = None) -> None:
+def ls(session_path: SessionPath = None, as_json: AsJson = False) -> None:
     """List the sessions: model, length, last use."""
     path = session_path or default_path()
     records = _open(path).list(None) if path.exists() else []
-    if not records:
-        sys.stdout.write(f"no sessions are kept in {path}\n")
-        return
     table = Table("session", "model", "turns", "tokens", "last used", "tenant", "cache_salt", box=None)
+    rows: list[dict[str, Any]] = []
     for record in records:
-        age = "damaged" if record.damaged else f"{(time.time() - record.used_s) / 3600:.1f} h ago"
+        age = "damaged" if record.damaged else ago(time.time() - record.used_s)
         table.add_row(record.name, record.model, str(record.num_turns), f"{len(record.token_ids):,}", age,
                       *record.space)  # fmt: skip
-    Console().print(table)
+        rows.append(
+            {"session": record.name, "model": record.model, "turns": record.num_turns,
+             "tokens": len(record.token_ids), "used_s": record.used_s, "damaged": record.damaged,
+             **record.space._asdict()}
+        )  # fmt: skip
+    print_listing(rows, table, f"no sessions are kept in {path}", as_json)
 
 
 @sessions.command()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 
 from pagemill.config import EngineConfig
-from pagemill.engine import faults, watching
+from pagemill.engine import faults, intake, watching
 from pagemill.engine.build import build
 from pagemill.engine.kv_map import KVMap
 from pagemill.engine.messages import (
@@ -27,7 +27,7 @@ from pagemill.engine.messages import (
 from pagemill.engine.queries import BlocksQuery, KVMapQuery
 from pagemill.engine.stats import EngineStats, TenantStats
 from pagemill.engine.tiers import blocks_by_tier, find_by_tier
-from pagemill.errors import InvalidRequestError, PinNotFoundError
+from pagemill.errors import InvalidRequestError, PinNotFoundError, PoolTooSmallError
 from pagemill.executor.interface import Executor
 from pagemill.executor.load import open_executor
 from pagemill.kvcache.sizing import num_frames
@@ -36,8 +36,7 @@ from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.manager import Residency
 from pagemill.memory.tenants import NO_QUOTA
 from pagemill.namespace import Namespace
-from pagemill.scheduling.beam import row_params
-from pagemill.scheduling.sequence import Pinning, Request, SequenceUpdate
+from pagemill.scheduling.sequence import SequenceUpdate
 from pagemill.scheduling.step_plan import StepResult
 from pagemill.scheduling.tenancy import TenantState
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
@@ -69,6 +68,8 @@ class EngineCore:
         self.executor = open_executor(config, progress) if executor is None else executor
         self.memory, self.tiers, self.scheduler, self._streamed = build(config, self.executor)
         self._frames_at_start = self.memory.num_frames
+        self._gave_back = False
+        """True while the pool is as small as "used" has made it."""
         self.ready = self._describe()
         self._random = random.Random(config.seed)
         self._ended: list[SequenceUpdate] = []
@@ -83,31 +84,14 @@ class EngineCore:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in use; give each request its own", param="request_id"
             )
-        params, beam = request.params, request.beam
-        limit = self.ready.max_model_len
-        prompt_len = len(request.prompt_token_ids)
-        self.ready.check_prompt_length(prompt_len, answered=params.max_tokens != 0)
-        self.scheduler.add(
-            Request(
-                request_id=request.request_id,
-                prompt_token_ids=request.prompt_token_ids,
-                params=params if beam is None else row_params(beam, len(self.ready.eos_token_ids)),
-                seed=self._random.getrandbits(63) if params.seed is None else params.seed,
-                priority=request.priority,
-                arrival_s=request.arrival_s,
-                root=self.root(request),
-                max_len=_most_tokens(prompt_len, params.max_tokens, limit),
-                beam=beam,
-                pooling=request.pooling,
-                pin=None
-                if request.pin is None
-                else Pinning(request.pin, Namespace(request.tenant, request.cache_salt), request.pin_expires_s),
-                tenant=request.tenant,
-                in_session=request.in_session,
-            ),
-            request.fork_of,
-        )
-        self._prompt_tokens += prompt_len
+        drawn = self._random.getrandbits(63) if request.params.seed is None else 0
+        asked = intake.scheduled(request, self.ready, seed=drawn, root=self.root(request))
+        try:
+            self.scheduler.add(asked, request.fork_of)
+        except PoolTooSmallError as error:
+            at_start = self._frames_at_start if self._gave_back else 0
+            raise intake.of_small_pool(error, self.memory.num_frames, at_start) from None
+        self._prompt_tokens += len(request.prompt_token_ids)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests and takes back what they hold; unknown ids are ignored."""
@@ -227,6 +211,7 @@ class EngineCore:
             raise refusal from error
         now = time.monotonic()
         self._ended += self._end_lost(set(lost), now) + self.scheduler.commit(StepResult(), now)
+        self._gave_back = kv_memory == "used"
         return self._refresh()
 
     def reset_prefix_cache(self) -> bool:
@@ -415,13 +400,6 @@ class EngineCore:
         if update.error is not None:
             output.error = Failure.of(update.error)
         return output
-
-
-def _most_tokens(prompt_len: int, max_tokens: int | None, limit: int) -> int:
-    """Returns `Request.max_len` of a request."""
-    if max_tokens is None:
-        return limit
-    return prompt_len + 1 if max_tokens == 0 else min(prompt_len + max_tokens, limit)
 
 
 def _tenant_stats(tenant: TenantState) -> TenantStats:

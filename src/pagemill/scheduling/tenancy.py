@@ -167,21 +167,25 @@ class Tenancy:
         asked, width = request.width
         apart = n - 1 if request.beam is None else 0  # what a search needs is counted over all its beams
         grows = f"the request may grow to {request.max_len} tokens, which takes"
-        shorter = "lower max_tokens or the prompt's length"
+        param, shorter = "max_tokens", "lower max_tokens or the prompt's length"
+        if not request.params.max_tokens:
+            param, shorter = "prompt", "shorten the prompt"
         beside = f"{grows} {need - pinned} KV blocks of {size} tokens" + (f" beside {pinned} pinned" if pinned else "")
         if need - pinned > frames - self._pins.num_frames:
-            raise PoolTooSmallError(
+            error = PoolTooSmallError(
                 f"{beside}, but the pool has {frames}{self._pinned}; {shorter}, or "
                 f"give the pool more memory (kv_memory)",
-                param="max_tokens",
+                param=param,
             )
+            error.least_blocks = need - pinned + self._pins.num_frames
+            raise error
         countable = self._countable(state)
         if need - pinned > countable:
             raise RequestTooLargeError(
                 f"{beside}, but tenant {name!r} can count on {countable} (its "
                 f"max_blocks is {limits.max_blocks}; {self._promised_beside(state)} of the pool's {frames} are "
                 f"guaranteed to others{self._pinned}); {shorter}, or raise the tenant's limit",
-                param="max_tokens",
+                param=param,
             )
         per_request = limits.number("max_blocks_per_request", frames)
         shared = self._memory.windows.count(None) * (len(request.prompt_token_ids) // size)
@@ -190,15 +194,15 @@ class Tenancy:
             raise RequestTooLargeError(
                 f"{grows} {total} KV blocks of {size} tokens with n={n}, but max_blocks_per_request of tenant {name!r} "
                 f"is {per_request}; {shorter}, ask for fewer sequences, or raise the tenant's limit",
-                param="max_tokens",
+                param=param,
             )
         per_session = limits.number("max_blocks_per_session", frames) if request.in_session else None
         if per_session is not None and need > per_session:
             raise RequestTooLargeError(
                 f"the session may grow to {request.max_len} tokens, which takes {need} KV blocks of {size} tokens, but "
-                f"max_blocks_per_session of tenant {name!r} is {per_session}; lower max_tokens, begin another session, "
+                f"max_blocks_per_session of tenant {name!r} is {per_session}; {shorter}, begin another session, "
                 f"or raise the tenant's limit",
-                param="max_tokens",
+                param=param,
             )
         if width > state.max_rows:
             raise RequestTooLargeError(

@@ -14,7 +14,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, Field, model_validator
 
-from pagemill.errors import InvalidRequestError, PagemillError
+from pagemill.errors import InvalidRequestError, PagemillError, PoolTooSmallError, PromptTooLongError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.pooling import EmbeddingRequestOutput
@@ -131,6 +131,8 @@ async def _answer(llm: AsyncLLM, body: EmbeddingRequest, model: str, tenant: str
     workers = [asyncio.ensure_future(work()) for _ in range(min(AT_ONCE, len(prompts)))]
     try:
         await asyncio.gather(*workers)
+    except PoolTooSmallError as error:
+        raise PromptTooLongError(error.message, param="input") from None
     except PagemillError as error:
         error.param = "input" if error.param == "prompt" else error.param
         raise

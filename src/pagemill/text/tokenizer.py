@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from pagemill.config import EngineConfig
 
 _ANSWER = "\u2063answer\u2063"
+OPTIONS = frozenset(
+    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template"}
+)
+"""Names that a chat template gets from arguments of their own."""
 
 
 class Tokenizer:
@@ -123,20 +127,27 @@ class Tokenizer:
         return functools.cache(lambda token_id: self.decode([token_id]))
 
     def apply_chat_template(
-        self, messages: Sequence[Mapping[str, Any]], *, chat_template: str | None = None, **options: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> str:
         """Returns the text of a conversation, ready for `encode(text, add_special_tokens=False)`.
 
         chat_template: Jinja source, or the name of one of the model's own. Options: `add_generation_prompt` (default
         True), `continue_final_message`, `tools`, `documents`, and what the template itself knows (`enable_thinking`,
-        …). Raises `TokenizerError` if the model has no template, or a broken one; `InvalidRequestError` if it, or what
-        the caller gave, refuses these messages, or does not read the tools or documents that are given.
+        …), which `chat_template_kwargs` may hold too. Raises `TokenizerError` if the model has no template, or a broken
+        one; `InvalidRequestError` if it, or what the caller gave, refuses these messages, or does not read the tools or
+        documents that are given.
         """
         if not isinstance(chat_template, (str, type(None))):
             raise InvalidRequestError(
                 f"chat_template is {shown(chat_template)}; it must be Jinja source, or a name of one",
                 param="chat_template",
             )
+        options |= _own_variables(chat_template_kwargs)
         return self._compiled(chat_template, options.get("tools") is not None).render(messages, **options)
 
     def check_chat_template(self) -> None:
@@ -250,3 +261,22 @@ def _template_of(given: str, own: str | dict[str, str] | None) -> str:
             f"file",
             param="chat_template",
         ) from error
+
+
+def _own_variables(given: Any) -> dict[str, Any]:
+    """Returns `chat_template_kwargs` as a dict. Raises InvalidRequestError for another value, and for names that are
+    arguments of their own."""
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise InvalidRequestError(
+            f"chat_template_kwargs is {shown(given)}; it must be a dict of the template's variables by name",
+            param="chat_template_kwargs",
+        )
+    for name in given:
+        if name in OPTIONS:
+            raise InvalidRequestError(
+                f"chat_template_kwargs has {name!r}, which is an argument of its own; give it beside them",
+                param="chat_template_kwargs",
+            )
+    return dict(given)

@@ -45,6 +45,13 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     "moderation": (),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "logits_processors": ([],),
+    "mm_processor_kwargs": ({},),
+    "kv_transfer_params": (),
 }
 """Fields that this server does not serve: only these values (and null), which ask for nothing, are accepted."""
 

@@ -1,0 +1,57 @@
+"""Intake: a front end's request as the scheduler takes it."""
+
+from __future__ import annotations
+
+from pagemill.engine.messages import EngineReady, EngineRequest
+from pagemill.errors import PoolShrunkError, PoolTooSmallError
+from pagemill.namespace import Namespace
+from pagemill.scheduling.beam import row_params
+from pagemill.scheduling.sequence import Pinning, Request
+
+
+def scheduled(asked: EngineRequest, ready: EngineReady, *, seed: int, root: bytes) -> Request:
+    """Returns the request that is scheduled. seed: where the parameters have none. root: see `Request.root`.
+
+    Raises what `EngineReady.check_prompt_length` raises.
+    """
+    params, beam, prompt_len = asked.params, asked.beam, len(asked.prompt_token_ids)
+    ready.check_prompt_length(prompt_len, answered=params.max_tokens != 0)
+    pin = None
+    if asked.pin is not None:
+        pin = Pinning(asked.pin, Namespace(asked.tenant, asked.cache_salt), asked.pin_expires_s)
+    return Request(
+        request_id=asked.request_id,
+        prompt_token_ids=asked.prompt_token_ids,
+        params=params if beam is None else row_params(beam, len(ready.eos_token_ids)),
+        seed=seed if params.seed is None else params.seed,
+        priority=asked.priority,
+        arrival_s=asked.arrival_s,
+        root=root,
+        max_len=_most_tokens(prompt_len, params.max_tokens, ready.max_model_len),
+        beam=beam,
+        pooling=asked.pooling,
+        pin=pin,
+        tenant=asked.tenant,
+        in_session=asked.in_session,
+    )
+
+
+def of_small_pool(error: PoolTooSmallError, num_frames: int, at_start: int) -> PoolTooSmallError | PoolShrunkError:
+    """Returns what to raise for a request that the pool, of `num_frames` now, cannot hold.
+
+    at_start: the frames of a pool that has given its memory back for a while, so that what fits there may come again;
+    0 for a pool that is meant to be as it is.
+    """
+    if error.least_blocks > at_start:
+        return error
+    return PoolShrunkError(
+        f"this request needs a KV pool of {error.least_blocks} blocks, which has {num_frames} of {at_start} now; try "
+        f"again later, or give the pool its memory back (kv_memory)"
+    )
+
+
+def _most_tokens(prompt_len: int, max_tokens: int | None, limit: int) -> int:
+    """Returns `Request.max_len` of a request."""
+    if max_tokens is None:
+        return limit
+    return prompt_len + 1 if max_tokens == 0 else min(prompt_len + max_tokens, limit)

@@ -1,0 +1,72 @@
+"""pagemill ls and rm, and the words of listings."""
+
+import json
+import shutil
+
+import pytest
+from click.testing import CliRunner
+
+from pagemill.cli.app import load_command
+from pagemill.cli.wording import ago, counted
+from pagemill.errors import ModelNotFoundError
+from pagemill.hub import huggingface, local_models, registry
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A home of pagemill with its model, and Hugging Face's cache with a whole repository and one of two GGUF files."""
+    from huggingface_hub import constants
+
+    monkeypatch.setenv("PAGEMILL_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr("huggingface_hub.utils._cache_manager.HF_HUB_CACHE", str(tmp_path / "hub"))
+    model = registry.REGISTRY["smollm2-135m"]
+    model.file.parent.mkdir(parents=True)
+    with model.file.open("wb") as file:
+        file.truncate(model.size)
+    for repo, files in {"org/whole": ["config.json", "model.safetensors"], "org/two": ["a.gguf", "b.gguf"]}.items():
+        root, commit = tmp_path / "hub" / f"models--{repo.replace('/', '--')}", repo[-1] * 40
+        for folder in ("refs", f"snapshots/{commit}", "blobs"):
+            (root / folder).mkdir(parents=True)
+        (root / "refs/main").write_text(commit)
+        for name in files:
+            (root / "blobs" / name).write_bytes(b"{}" * 500_000)
+            (root / "snapshots" / commit / name).symlink_to(root / "blobs" / name)
+    return tmp_path
+
+
+def command(name, *args):
+    return CliRunner().invoke(load_command(name), args)
+
+
+def test_models_are_listed_and_deleted(hub):
+    listed = json.loads(command("ls", "--json").stdout)
+    names = [row["name"] for row in listed]
+    assert names == ["org/two:a.gguf", "org/two:b.gguf", "org/whole", "smollm2-135m"]
+    assert listed[3]["bytes"] == registry.REGISTRY["smollm2-135m"].size
+    assert listed[2]["bytes"] == 2_000_000
+    assert huggingface.cached("org/two:a.gguf").samefile(listed[0]["path"])
+    shown = command("ls").stdout
+    assert all(name in shown for name in names)
+    gone = command("rm", "smollm2-135m", "org/whole", "org/two")
+    assert gone.exit_code == 0
+    assert "org/whole deleted, 2 MiB came free" in gone.stdout
+    assert json.loads(command("ls", "--json").stdout) == []
+    assert "pagemill pull" in command("ls").stdout
+    assert not registry.REGISTRY["smollm2-135m"].file.parent.exists()
+
+
+@pytest.mark.parametrize("name", ["smollm2", "org/other", "org/two:a.gguf", ".", "/etc", "", "x" * 5000])
+def test_what_was_not_fetched_is_not_deleted(hub, name):
+    with pytest.raises(ModelNotFoundError, match="has been fetched; those that have: org/two:a"):
+        local_models.remove_model(name)
+    shutil.rmtree(hub / "hub")
+    assert [model.name for model in local_models.local_models()] == ["smollm2-135m"]
+
+
+def test_words_of_counts_and_times():
+    assert [counted(number, "turn") for number in (0, 1, 2000)] == ["0 turns", "1 turn", "2,000 turns"]
+    times = (-5, 0.4, 59, 90, 7300, 90_000, 3e7, 8e7)
+    assert [ago(seconds) for seconds in times] == [
+        *("0 s ago", "0 s ago", "59 s ago", "2 min ago", "2 h ago", "1 d ago", "347 d ago", "2.5 years ago")
+    ]
