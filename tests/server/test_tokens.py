@@ -18,6 +18,7 @@ from pagemill.text.tokenizer import Tokenizer
 
 MODEL = "smollm2-135m"
 TEXT = "Où est le café? <|im_end|> 東京 🙂"
+TOOL = {"type": "function", "function": {"name": "weather"}}
 MESSAGES = [{"role": "user", "content": "Hello!"}]
 
 
@@ -70,6 +71,10 @@ def test_messages_become_what_the_chat_endpoint_computes(http, reference, option
         ("/tokenize", {"prompt": "x", "chat_template": "y"}, "chat_template", "chat_template"),
         ("/tokenize", {"prompt": ["x"]}, "prompt", "string"),
         ("/tokenize", {"messages": MESSAGES, "continue_final_message": True}, "continue_final_message", "both set"),
+        ("/tokenize", {"messages": MESSAGES, "tools": [TOOL]}, "tools", "no place for them"),
+        ("/tokenize", {"messages": MESSAGES, "tools": [TOOL] * 2000}, "tools", "at most"),
+        ("/tokenize", {"messages": MESSAGES, "chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "its own"),
+        ("/tokenize", {"prompt": "x", "tools": [TOOL]}, "tools", "for messages"),
         ("/detokenize", {"tokens": [5, 49152]}, "tokens", "this model's are 0 to 49151"),
         ("/detokenize", {"tokens": [-1]}, "tokens", "token id -1"),
         ("/detokenize", {"tokens": [2**80]}, "tokens", "tokens"),

@@ -14,16 +14,17 @@ from pagemill.errors import InvalidRequestError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.body_reader import BodyRoute
 from pagemill.server.models import ServedModels
-from pagemill.server.protocol.body import Body, Ids, Name, check_length
+from pagemill.server.protocol.body import FIRST_ERROR, Body, Ids, Name, check_length
 from pagemill.server.protocol.chat import ChatMessage
 from pagemill.server.protocol.generation import MAX_MESSAGES
+from pagemill.server.protocol.tools import Tool, check_for_template
 from pagemill.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 2**20
 """Characters of a text to tokenize, a conversation's as the chat template writes it: texts wait for one another."""
 MAX_TOKENS = 2**20
 """Token ids to turn into text."""
-FOR_MESSAGES = ("add_generation_prompt", "continue_final_message")
+FOR_MESSAGES = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
 
 
 class TokenizeRequest(Body):
@@ -37,7 +38,16 @@ class TokenizeRequest(Body):
     )
     add_generation_prompt: bool = True
     continue_final_message: bool = False
+    tools: Annotated[list[Tool], FIRST_ERROR] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_sizes(cls, body: Any) -> Any:
+        if isinstance(body, dict):
+            check_for_template(body)
+        return body
 
     @model_validator(mode="after")
     def _check(self) -> TokenizeRequest:
@@ -53,7 +63,13 @@ class TokenizeRequest(Body):
         text, special = self.prompt, self.add_special_tokens
         if text is None:
             turns = [message.for_template() for message in self.messages or ()]
-            text = tokenizer.apply_chat_template(turns, **{name: getattr(self, name) for name in FOR_MESSAGES})
+            text = tokenizer.apply_chat_template(
+                turns,
+                add_generation_prompt=self.add_generation_prompt,
+                continue_final_message=self.continue_final_message,
+                tools=[tool.for_template() for tool in self.tools or ()] or None,
+                chat_template_kwargs=self.chat_template_kwargs,
+            )
         if len(text) > MAX_CHARACTERS:
             raise InvalidRequestError(
                 f"the text has {len(text)} characters; give at most {MAX_CHARACTERS}, the rest in another request",
