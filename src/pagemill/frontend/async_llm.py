@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pagemill.config import EngineConfig, Settings, config_for, takes_settings
-from pagemill.engine.kv_map import KVMap
 from pagemill.engine.messages import EngineReady, PinInfo
-from pagemill.engine.stats import EngineStats
 from pagemill.errors import EngineDeadError, InvalidRequestError, PagemillError, RequestNotFoundError
 from pagemill.fixed_arguments import OF_CALLS, takes_fixed
+from pagemill.frontend.async_controls import AsyncControls
 from pagemill.frontend.frontend import Frontend, Params
 from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.outputs import RequestOutput, RunningRequest
@@ -34,7 +33,7 @@ from pagemill.hub import resolve_model
 from pagemill.namespace import Namespace
 from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.sessions.store import SessionRecord, SessionStore
-from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
+from pagemill.tenant_limits import DEFAULT_TENANT
 from pagemill.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -50,7 +49,7 @@ class _Arguments(Settings):
     on_progress: Callable[[int, int], None] | None = None
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncControls):
     """Serves one model from a child process, which starts loading at once.
 
     Settings are `EngineConfig`'s. `on_progress(done, total)` is told how loading goes, in the event loop.
@@ -308,46 +307,7 @@ class AsyncLLM:
         """See `LLM.unpin`."""
         await (await self._ready()).unpin(name, Namespace(tenant, cache_salt))
 
-    # --- the engine ---
-
-    async def stats(self) -> EngineStats:
-        """Returns a snapshot taken between two steps."""
-        return await (await self._ready()).stats()
-
-    async def kv_map(self, *, cache_salt: str = "", tenant: str | None = None, with_tree: bool = True) -> KVMap:
-        """Returns what lies where in the KV memory: the block map, block tables, the prefix tree, and `stats`.
-
-        tenant: the one that looks, and sees its own names only; None for all of them. with_tree: the prefix tree is
-        what costs most.
-        """
-        space = None if tenant is None else Namespace(tenant, cache_salt)
-        return await (await self._ready()).kv_map(space, with_tree)
-
-    async def resize_kv_memory(self, kv_memory: int | float | str | None) -> EngineReady:
-        """See `LLM.resize_kv_memory`; happens between two steps, and requests go on."""
-        return await (await self._ready()).resize_kv_memory(kv_memory)
-
-    async def sleep(self, level: int = 1) -> None:
-        """See `LLM.sleep`; happens between two steps."""
-        await (await self._ready()).sleep.begin(level)
-
-    async def wake_up(self, tags: list[str] | None = None) -> None:
-        """See `LLM.wake_up`."""
-        await (await self._ready()).sleep.end(tags)
-
-    async def is_sleeping(self) -> bool:
-        return (await self._ready()).sleep.asleep
-
-    async def reset_prefix_cache(self) -> bool:
-        """See `LLM.reset_prefix_cache`; happens between two steps."""
-        return await (await self._ready()).reset_prefix_cache()
-
-    async def set_tenant(self, name: str, limits: TenantLimits) -> None:
-        """See `LLM.set_tenant`; happens between two steps.
-
-        Raises `ConfigError`, and changes nothing, for what the pool or requests under way do not allow.
-        """
-        await (await self._ready()).set_tenant(name, limits)
+    # --- the engine: see also `AsyncControls` ---
 
     def rates(self, tenant: str) -> dict[str, RateStatus]:
         """Returns a tenant's limits on requests and tokens per minute as they stand, those that it has."""

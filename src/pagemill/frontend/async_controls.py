@@ -1,0 +1,59 @@
+"""AsyncControls: what `AsyncLLM` asks of its engine, and tells it, beside requests."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from pagemill.engine.kv_map import KVMap
+from pagemill.engine.messages import EngineReady
+from pagemill.engine.stats import EngineStats
+from pagemill.frontend.frontend import Frontend
+from pagemill.namespace import Namespace
+from pagemill.tenant_limits import TenantLimits
+
+
+class AsyncControls(ABC):
+    """The engine's figures, size, sleep and tenants. All of it happens between two steps."""
+
+    @abstractmethod
+    async def _ready(self) -> Frontend:
+        """Returns the front end once the model is loaded. Raises what kept it from loading, or why it is gone."""
+
+    async def stats(self) -> EngineStats:
+        """Returns a snapshot taken between two steps."""
+        return await (await self._ready()).stats()
+
+    async def kv_map(self, *, cache_salt: str = "", tenant: str | None = None, with_tree: bool = True) -> KVMap:
+        """Returns what lies where in the KV memory: the block map, block tables, the prefix tree, and `stats`.
+
+        tenant: the one that looks, and sees its own names only; None for all of them. with_tree: the prefix tree is
+        what costs most.
+        """
+        space = None if tenant is None else Namespace(tenant, cache_salt)
+        return await (await self._ready()).kv_map(space, with_tree)
+
+    async def resize_kv_memory(self, kv_memory: int | float | str | None) -> EngineReady:
+        """See `LLM.resize_kv_memory`; happens between two steps, and requests go on."""
+        return await (await self._ready()).resize_kv_memory(kv_memory)
+
+    async def sleep(self, level: int = 1) -> None:
+        """See `LLM.sleep`; happens between two steps."""
+        await (await self._ready()).sleep.begin(level)
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """See `LLM.wake_up`."""
+        await (await self._ready()).sleep.end(tags)
+
+    async def is_sleeping(self) -> bool:
+        return (await self._ready()).sleep.asleep
+
+    async def reset_prefix_cache(self) -> bool:
+        """See `LLM.reset_prefix_cache`; happens between two steps."""
+        return await (await self._ready()).reset_prefix_cache()
+
+    async def set_tenant(self, name: str, limits: TenantLimits) -> None:
+        """See `LLM.set_tenant`; happens between two steps.
+
+        Raises `ConfigError`, and changes nothing, for what the pool or requests under way do not allow.
+        """
+        await (await self._ready()).set_tenant(name, limits)
