@@ -100,7 +100,7 @@ def test_the_process_may_end_and_is_started_again():
     reader, body = BodyReader(), b'{"prompt":"x"}'
 
     async def ask():
-        return await reader.read(CompletionRequest, body)
+        return await reader.read(CompletionRequest, body, "default")
 
     try:
         assert asyncio.run(ask()).prompt == "x"

@@ -1,6 +1,6 @@
 """AsyncLLM: generation as async iterators, with the engine in a process of its own.
 
-Everything here runs in one event loop, except tokenizing, which has a thread. The loop of this class takes what the
+Everything here runs in one event loop, except tokenizing, which has two threads. The loop of this class takes what the
 engine sends, detokenizes it and checks stop strings at once; a slow consumer finds all that has gathered in one delta.
 """
 
@@ -20,7 +20,7 @@ from pagemill.errors import EngineDeadError, InvalidRequestError, PagemillError,
 from pagemill.fixed_arguments import OF_CALLS, takes_fixed
 from pagemill.frontend.async_controls import AsyncControls
 from pagemill.frontend.frontend import Frontend, Params
-from pagemill.frontend.input_processor import Prompt
+from pagemill.frontend.input_processor import Prompt, size_of
 from pagemill.frontend.outputs import RequestOutput, RunningRequest
 from pagemill.frontend.pooling import EmbeddingRequestOutput, embedding_of
 from pagemill.frontend.process_client import ProcessClient
@@ -28,7 +28,7 @@ from pagemill.frontend.rates import RateStatus
 from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
-from pagemill.frontend.worker import WorkerThread
+from pagemill.frontend.worker import WorkerThreads
 from pagemill.hub import resolve_model
 from pagemill.namespace import Namespace
 from pagemill.sampling.pooling_params import PoolingParams
@@ -70,7 +70,9 @@ class AsyncLLM(AsyncControls):
         self._on_progress = on_progress
         self._sessions = SessionStore.of(self.config)  # before a process is started: its file may be refused
         self._client = ProcessClient(self.config)
-        self._worker = WorkerThread()
+        self._worker = WorkerThreads()
+        for tenant, limits in self.config.tenants.items():
+            self._worker.limit(tenant, limits.max_waiting)
         self._loading_tokenizer = self._worker.submit(Tokenizer.load, self.config)
         self._frontend: Frontend | None = None
         self._receiving: asyncio.Task[None] | None = None
@@ -115,9 +117,9 @@ class AsyncLLM(AsyncControls):
         return self._client.ended
 
     async def respond(self) -> None:
-        """Returns once the engine and the tokenizer's thread have answered, between two steps and two prompts."""
+        """Returns once the engine and the tokenizer's threads have answered, between two steps and two prompts."""
         frontend = await self._ready()
-        await asyncio.gather(frontend.stats(), frontend.worker.run(int))
+        await asyncio.gather(frontend.stats(), self._worker.respond())
 
     async def wait_dead(self) -> PagemillError:
         """Waits until this engine cannot serve any more, and returns why."""
@@ -181,7 +183,7 @@ class AsyncLLM(AsyncControls):
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the answer to a conversation as `generate` does. `template` goes to the chat template, see
         `LLM.chat`, and what is wrong with it is raised as there."""
-        prompt = await self.render_chat(messages, cache_salt=cache_salt, **template)
+        prompt = await self.render_chat(messages, cache_salt=cache_salt, tenant=tenant, **template)
         answer = self.generate(prompt, sampling_params, request_id, priority=priority, tenant=tenant)
         async with contextlib.aclosing(answer):
             async for output in answer:
@@ -257,19 +259,35 @@ class AsyncLLM(AsyncControls):
                     self._frontend.abort(self._frontend.running(name))
 
     async def render_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, cache_salt: str = "", **template: Any
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        cache_salt: str = "",
+        tenant: str = DEFAULT_TENANT,
+        **template: Any,
     ) -> Prompt:
         """Returns a conversation as a prompt for `generate`; see `InputProcessor.render_chat`."""
-        frontend = await self._ready()
-        return await frontend.worker.run(frontend.inputs.render_chat, messages, cache_salt=cache_salt, **template)
+        frontend, owner = await self._ready(), Namespace(tenant, cache_salt).tenant
+        frontend.worker.require_room(owner)
+        return await frontend.worker.run_for(
+            owner, size_of(messages), frontend.inputs.render_chat, messages, cache_salt=cache_salt, **template
+        )
 
     async def tokenizer(self) -> Tokenizer:
         """Returns the one that this engine uses."""
         return (await self._ready()).inputs.tokenizer
 
-    async def in_tokenizer_thread(self, function: Callable[..., T], *args: Any) -> T:
-        """Returns what a function returns that would hold up everybody's events; it waits behind others' texts."""
-        return await (await self._ready()).worker.run(function, *args)
+    async def in_tokenizer_thread(
+        self, function: Callable[..., T], *args: Any, size: int, tenant: str = DEFAULT_TENANT
+    ) -> T:
+        """Returns what a function returns that would hold up everybody's events.
+
+        It waits for its tenant's turn among the texts that are tokenized. size: characters or tokens to work on. Raises
+        `TooManyWaitingError`.
+        """
+        worker = (await self._ready()).worker
+        worker.require_room(tenant)
+        return await worker.run_for(tenant, size, function, *args)
 
     # --- sessions and pins ---
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -25,7 +26,7 @@ from pagemill.errors import (
     shown,
 )
 from pagemill.frontend.client import EngineClient
-from pagemill.frontend.input_processor import InputProcessor, Prompt, as_mapping
+from pagemill.frontend.input_processor import InputProcessor, Prompt, as_mapping, size_of
 from pagemill.frontend.outputs import RunningRequest
 from pagemill.frontend.rates import Rates
 from pagemill.frontend.request_state import RequestState
@@ -85,9 +86,11 @@ class Frontend:
         self, prompt: Prompt, params: Params | None, request_id: str | None = None, **how: Any
     ) -> RequestState:
         """Returns a request that can be started. Takes and raises what `InputProcessor.process` does, and raises
-        `RateLimitError`."""
-        self.rates.check(how.get("tenant", DEFAULT_TENANT))
-        return await self.worker.run(self.inputs.process, prompt, params, self.new_request_id(request_id), **how)
+        `RateLimitError` and `TooManyWaitingError`."""
+        owner, request_id = Namespace(how.get("tenant", DEFAULT_TENANT)).tenant, self.new_request_id(request_id)
+        self.rates.check(owner)
+        self.worker.require_room(owner)
+        return await self.worker.run_for(owner, size_of(prompt), self.inputs.process, prompt, params, request_id, **how)
 
     async def prepare_fork(
         self, origin: RequestState, index: int, params: Params | None, request_id: str | None, *, priority: int
@@ -123,20 +126,25 @@ class Frontend:
         Takes and raises what `SessionTurns.begin` does.
         """
         self.rates.check(space.tenant)
+        self.worker.require_room(space.tenant)
         begun: list[RequestState] = []
+        left, lock = False, threading.Lock()
 
         def begin() -> None:
-            begun.append(self.turns.begin(name, space, content, params, request_id, **how))
-
-        def give_back() -> None:
-            for request in begun:
-                self.end_turn(request)
+            request = self.turns.begin(name, space, content, params, request_id, **how)
+            with lock:
+                begun.append(request)
+                if left:  # while it was being begun
+                    self.end_turn(request)
 
         request_id = self.new_request_id(wanted_id)
         try:
-            await self.worker.run(begin)
+            await self.worker.run_for(space.tenant, size_of(content), begin)
         except BaseException:
-            self.worker.run_behind(give_back)  # whoever leaves while it is being begun leaves behind it
+            with lock:
+                left = True
+                for request in begun:
+                    self.end_turn(request)
             raise
         return begun[0]
 
@@ -325,3 +333,4 @@ class Frontend:
         await self.client.ask(queries.SetTenant(name, limits))
         self.turns.store.set_limit(name, limits)
         self.rates.set_limits(name, limits)
+        self.worker.limit(name, limits.max_waiting)

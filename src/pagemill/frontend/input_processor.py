@@ -9,7 +9,7 @@ import dataclasses
 import operator
 import time
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Sized
 from numbers import Integral
 from typing import Any, TypeAlias
 
@@ -220,6 +220,19 @@ def as_mapping(prompt: Prompt) -> Mapping[str, Any]:
     if isinstance(prompt, Mapping):
         return prompt
     return {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt}
+
+
+def size_of(content: Any) -> int:
+    """Returns how much there is to tokenize or to copy in a prompt or in messages: characters, or token ids.
+
+    Checks nothing: what is no such thing counts nothing, and is refused by whoever reads it.
+    """
+    if isinstance(content, Mapping):
+        ids = content.get("prompt_token_ids")
+        return size_of(content.get("content", content.get("prompt")) if ids is None else ids)
+    if isinstance(content, (list, tuple)) and content and isinstance(content[0], Mapping):
+        return sum(size_of(part.get("text", part)) if isinstance(part, Mapping) else 0 for part in content)
+    return len(content) if isinstance(content, Sized) else 0
 
 
 def token_ids_of(values: Any) -> list[int]:

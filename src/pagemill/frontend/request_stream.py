@@ -50,7 +50,8 @@ class RequestStream:
             self.close()
             raise self.request.error
         if self.request.has_undecoded_logprobs:
-            await self._frontend.worker.run(self.request.decode_prompt_logprobs)
+            owner, size = self.request.space.tenant, len(self.request.prompt_token_ids)
+            await self._frontend.worker.run_for(owner, size, self.request.decode_prompt_logprobs)
         output = self.request.take_delta()
         self._ended = output.finished
         if output.finished:

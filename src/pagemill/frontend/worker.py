@@ -1,43 +1,54 @@
-"""Workers: where the front end tokenizes and keeps sessions: in the caller's thread, or in one of its own."""
+"""Workers: where the front end tokenizes and keeps sessions: in the caller's thread, or in threads of its own."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
-import queue
 import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from pagemill.errors import EngineDeadError
+from pagemill.frontend.fair_queue import SHORT, FairQueue, Work
 
 T = TypeVar("T")
 
-Work: TypeAlias = "queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]"
-"""Holds what a thread has to do, in order; None ends it."""
+OWN = ""
+"""The owner of work that is nobody's: it is short, and is never refused."""
 
 
 class Worker(Protocol):
-    """Runs functions one after another."""
+    """Runs functions."""
+
+    def limit(self, owner: str, max_waiting: int | None) -> None:
+        """Sets how many works of an owner may wait; None is no limit."""
+
+    def require_room(self, owner: str) -> None:
+        """Raises `TooManyWaitingError` where so many works of an owner wait as may."""
 
     async def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Returns what the function returns, or raises what it raises."""
 
-    def run_behind(self, function: Callable[[], None]) -> None:
-        """Runs the function behind all others, and waits for nothing."""
+    async def run_for(self, owner: str, size: int, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Does what `run` does for an owner, whose turn comes by what else waits. size: characters to work on."""
 
 
 class Inline:
     """A `Worker` in the caller's thread."""
 
+    def limit(self, owner: str, max_waiting: int | None) -> None:
+        """Does nothing: no work ever waits."""
+
+    def require_room(self, owner: str) -> None:
+        """Does nothing either."""
+
     async def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         return function(*args, **kwargs)
 
-    def run_behind(self, function: Callable[[], None]) -> None:
-        function()
+    async def run_for(self, owner: str, size: int, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        return function(*args, **kwargs)
 
 
 def immediately(work: Coroutine[Any, Any, T]) -> T:
@@ -51,59 +62,68 @@ def immediately(work: Coroutine[Any, Any, T]) -> T:
     raise RuntimeError("a coroutine over an inline engine has waited")
 
 
-class WorkerThread:
-    """A `Worker` with a thread of its own: a long prompt must not hold up everybody's events.
+class WorkerThreads:
+    """A `Worker` with threads of its own: a long prompt must not hold up everybody's events.
 
-    It is a daemon, unlike those of concurrent.futures: whatever it is doing does not keep the process from ending.
+    The first takes any work, a second only short one: no short prompt waits behind a long one, whoever sent that.
+    They are daemons, unlike those of concurrent.futures: whatever they are doing does not keep the process from ending.
     """
 
-    def __init__(self, name: str = "tokenizer") -> None:
-        self._work: Work = queue.SimpleQueue()
-        self._closed = False
-        weakref.finalize(self, self._work.put, None)
-        threading.Thread(target=_serve, args=(self._work,), name=name, daemon=True).start()
+    def __init__(self, name: str = "tokenizer", *, num_threads: int = 2) -> None:
+        self._queue = FairQueue()
+        weakref.finalize(self, self._queue.close)
+        for thread in range(num_threads):
+            threading.Thread(target=_serve, args=(self._queue, thread > 0), name=name, daemon=True).start()
+
+    def limit(self, owner: str, max_waiting: int | None) -> None:
+        self._queue.limit(owner, max_waiting)
+
+    def require_room(self, owner: str) -> None:
+        self._queue.require_room(owner)
 
     def submit(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Future[T]:
         """Returns what the function will return; that is cancelled after `close`."""
-        future: Future[T] = Future()
-        if self._closed:
-            future.cancel()
-        else:
-            self._work.put((future, functools.partial(function, *args, **kwargs)))
-        return future
+        return self._queue.put(OWN, 0, functools.partial(function, *args, **kwargs)).future
 
     async def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
-        work = asyncio.wrap_future(self.submit(function, *args, **kwargs))
-        try:
-            await asyncio.wait({work})
-        finally:
-            work.cancel()
-        if work.cancelled():  # by `close`, which leaves nothing in the queue
-            raise EngineDeadError("the engine was shut down")
-        return work.result()
+        result: T = await self._result(self._queue.put(OWN, 0, functools.partial(function, *args, **kwargs)))
+        return result
 
-    def run_behind(self, function: Callable[[], None]) -> None:
-        self.submit(function)
+    async def run_for(self, owner: str, size: int, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        call = functools.partial(function, *args, **kwargs)
+        result: T = await self._result(self._queue.put(owner, size, call))
+        return result
+
+    async def respond(self) -> None:
+        """Returns once every thread has answered, between two works."""
+        long = self._queue.put(OWN, SHORT + 1, int)
+        await asyncio.gather(self._result(long), self.run(int))
+
+    async def _result(self, work: Work) -> Any:
+        """Returns a work's result. Who no longer waits for it takes it out of the queue."""
+        future = asyncio.wrap_future(work.future)
+        try:
+            await asyncio.wait({future})
+        finally:
+            self._queue.drop(work)
+        if future.cancelled():  # by `close`, which leaves nothing in the queue
+            raise EngineDeadError("the engine was shut down")
+        return future.result()
 
     def close(self) -> None:
         """Drops what has not begun. Raises nothing if called twice."""
-        self._closed = True
-        with contextlib.suppress(queue.Empty):
-            while (left := self._work.get_nowait()) is not None:
-                left[0].cancel()
-        self._work.put(None)
+        self._queue.close()
 
 
-def _serve(work: Work) -> None:
-    while (item := work.get()) is not None:
-        future, function = item
-        if not future.set_running_or_notify_cancel():
-            continue
-        try:
-            result = function()
-        except BaseException as error:
-            future.set_exception(error)
-        else:
-            future.set_result(result)
-            del result
-        del item, future, function  # an idle thread keeps no request
+def _serve(queue: FairQueue, only_short: bool) -> None:
+    while (work := queue.take(only_short=only_short)) is not None:
+        function = work.function
+        if function is not None and work.future.set_running_or_notify_cancel():
+            try:
+                result = function()
+            except BaseException as error:
+                work.future.set_exception(error)
+            else:
+                work.future.set_result(result)
+                del result
+        del work, function  # an idle thread keeps no request

@@ -19,7 +19,7 @@ from pydantic import BaseModel
 from pagemill.engine.messages import Failure
 from pagemill.errors import BodyTooLargeError, ServerBusyError
 from pagemill.frontend.spawn import Child, start_child
-from pagemill.frontend.worker import WorkerThread
+from pagemill.frontend.worker import WorkerThreads
 from pagemill.server.gate import SMALL_BODY_BYTES
 
 B = TypeVar("B", bound=BaseModel)
@@ -44,7 +44,7 @@ class BodyReader:
     """A child process that reads one large body after another. It is started when the first comes."""
 
     def __init__(self) -> None:
-        self._worker = WorkerThread("large bodies")
+        self._worker = WorkerThreads("large bodies", num_threads=1)
         self._child: Child | None = None
         self._connection: Connection | None = None
 
@@ -53,12 +53,12 @@ class BodyReader:
         """Process id of the child; None while there is none."""
         return None if self._child is None else self._child.process.pid
 
-    async def read(self, kind: type[B], body: bytes) -> B:
-        """Returns the checked body, whose lists of integers are arrays.
+    async def read(self, kind: type[B], body: bytes, tenant: str) -> B:
+        """Returns the checked body, whose lists of integers are arrays. Tenants take turns.
 
         Raises why it is refused; `ServerBusyError` if the process ended over it.
         """
-        return await self._worker.run(self._read, kind, body)
+        return await self._worker.run_for(tenant, len(body), self._read, kind, body)
 
     def close(self) -> None:
         """Ends the process. Bodies that wait for it are dropped."""
@@ -121,7 +121,7 @@ class _BodyRequest(Request):
             raise BodyTooLargeError(
                 f"the body has {len(body)} bytes; {self.url.path} takes at most {SMALL_BODY_BYTES}; send a shorter one"
             )
-        return await self.app.state.body_reader.read(self._kind, body)
+        return await self.app.state.body_reader.read(self._kind, body, self.state.tenant)
 
 
 def _body_kind(endpoint: Callable[..., Any]) -> type[BaseModel] | None:

@@ -77,8 +77,10 @@ class ChatCall(Call[ChatCompletionRequest]):
 
     async def _prompts(self) -> list[Prompt]:
         salt = self.request.cache_salt or ""
-        messages = self.request.for_template()
-        return [await self._llm.render_chat(messages, cache_salt=salt, tools=self._tools, **self._options)]
+        messages, tools = self.request.for_template(), self._tools
+        return [
+            await self._llm.render_chat(messages, cache_salt=salt, tenant=self._tenant, tools=tools, **self._options)
+        ]
 
     def _reader(self, index: int) -> AnswerReader:
         (stream,) = self._streams

@@ -96,7 +96,7 @@ async def pin(llm: AsyncLLM, body: PinBody, tenant: str) -> PinInfo:
     """Pins a prefix for a tenant. Raises `InvalidRequestError` children, `TokenizerError` without a chat template."""
     prompt: Prompt | None = body.prompt
     if prompt is None:
-        prompt = await llm.render_chat(body.conversation(), add_generation_prompt=False)
+        prompt = await llm.render_chat(body.conversation(), tenant=tenant, add_generation_prompt=False)
     return await llm.pin(prompt, name=body.name, expires_s=body.expires_s, cache_salt=body.cache_salt, tenant=tenant)
 
 

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import BaseModel, Field, model_validator
 
 from pagemill.errors import InvalidRequestError
 from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.frontend.input_processor import size_of
 from pagemill.server.body_reader import BodyRoute
 from pagemill.server.models import ServedModels
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Ids, Name, check_length
@@ -58,6 +59,11 @@ class TokenizeRequest(Body):
                 raise InvalidRequestError(f"{name} is for messages, not for a prompt; leave it out", param=name)
         return self
 
+    @property
+    def size(self) -> int:
+        """Returns how many characters there are to tokenize."""
+        return size_of(self.prompt if self.messages is None else [turn.for_template() for turn in self.messages])
+
     def token_ids(self, tokenizer: Tokenizer) -> list[int]:
         """Returns the tokens. Raises `InvalidRequestError` children, `TokenizerError` without a chat template."""
         text, special = self.prompt, self.add_special_tokens
@@ -103,22 +109,24 @@ class Text(BaseModel):
 
 
 def token_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
-    """Returns the routes. Long texts and lists are worked on in the tokenizer's thread, answers to them written too."""
+    """Returns the routes. Long texts and lists are worked on in the tokenizer's threads, as are answers to them."""
     routes = APIRouter(route_class=BodyRoute)
 
     @routes.post("/tokenize", response_model=Tokens)
-    async def tokenize(body: TokenizeRequest) -> Response:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Returns the token ids of a text, or of the messages of a chat."""
         served.name_for(body.model)
-        longest = (await llm.ready()).max_model_len
-        return _json(await llm.in_tokenizer_thread(_tokenize, await llm.tokenizer(), body, longest))
+        longest, tokenizer = (await llm.ready()).max_model_len, await llm.tokenizer()
+        how = {"size": body.size, "tenant": request.state.tenant}
+        return _json(await llm.in_tokenizer_thread(_tokenize, tokenizer, body, longest, **how))
 
     @routes.post("/detokenize", response_model=Text)
-    async def detokenize(body: DetokenizeRequest) -> Response:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """Returns the text of token ids, special tokens included."""
         served.name_for(body.model)
-        vocab_size = (await llm.ready()).vocab_size
-        return _json(await llm.in_tokenizer_thread(_detokenize, await llm.tokenizer(), body.tokens, vocab_size))
+        vocab_size, tokenizer = (await llm.ready()).vocab_size, await llm.tokenizer()
+        how = {"size": len(body.tokens), "tenant": request.state.tenant}
+        return _json(await llm.in_tokenizer_thread(_detokenize, tokenizer, body.tokens, vocab_size, **how))
 
     return routes
 

@@ -110,9 +110,10 @@ TEMPLATE_OPTIONS = (
     "chat_template_kwargs",
     "reasoning_effort",
 )
-NOT_IN_OPTIONS = frozenset(
-    {"messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "cache_salt"}
-)
+NOT_IN_OPTIONS = frozenset({
+    "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "cache_salt",
+    "tenant",
+})  # fmt: skip
 """Names that are no options of a template: the request has fields for them, or must not have them."""
 
 
