@@ -165,6 +165,53 @@ def test_a_pin_is_its_tenants_and_charged_to_it(server):
         assert wild.delete("/pins/p").status_code == 200
 
 
+def test_an_admin_finds_and_removes_what_lies_under_a_salt_that_nobody_knows(server):
+    salt = {"cache_salt": "forgotten"}
+    talk = {"prompt": PROMPTS[0], "session_id": "lost", "max_tokens": 1, **salt}
+    with api(server, "sk-calm") as calm, api(server, "sk-wild") as wild, api(server, "sk-admin") as admin:
+        assert calm.post("/completions", json=talk).status_code == 200
+        assert calm.post("/pins", json={"name": "lost", "prompt": PROMPTS[0] * 2, **salt}).status_code == 200
+        for kind, key in (("sessions", "id"), ("pins", "name")):
+            assert calm.get(f"/{kind}").json()["data"] == []
+            (mine,) = calm.get(f"/{kind}", params=salt).json()["data"]
+            (found,) = admin.get(f"/{kind}", params={"all": True}).json()["data"]
+            assert found == {**mine, "tenant": "calm", **salt}
+            assert mine[key] == "lost"
+            assert admin.get(f"/{kind}", params={"all": True, "tenant": "calm"}).json()["data"] == [found]
+            assert admin.get(f"/{kind}", params={"all": True, "tenant": "wild"}).json()["data"] == []
+            assert admin.get(f"/{kind}", params={"tenant": "calm", **salt}).json()["data"] == [mine]
+            both = admin.get(f"/{kind}", params={"all": True, **salt})
+            assert (both.status_code, both.json()["error"]["param"]) == (400, "cache_salt")
+            for caller, asked in ((calm, {"all": True}), (wild, {"tenant": "calm", **salt})):
+                refused = caller.get(f"/{kind}", params=asked)
+                assert (refused.status_code, refused.json()["error"]["type"]) == (403, "permission_error")
+            assert wild.delete(f"/{kind}/lost", params={"tenant": "calm", **salt}).status_code == 403
+            assert admin.delete(f"/{kind}/lost", params={"tenant": "calm"}).status_code == 404
+            assert admin.delete(f"/{kind}/lost", params={"tenant": "calm", **salt}).status_code == 200
+            assert admin.get(f"/{kind}", params={"all": True}).json()["data"] == []
+
+
+def test_a_salt_is_at_most_as_long_wherever_it_is_given(server):
+    long, body = "x" * 1025, {"prompt": PROMPTS[0], "max_tokens": 1}
+    with api(server, "sk-calm") as calm:
+        answers = [
+            *(
+                calm.post("/completions", json={**body, "cache_salt": long, **more})
+                for more in ({}, {"session_id": "s"})
+            ),
+            calm.post("/pins", json={"name": "p", "prompt": PROMPTS[0], "cache_salt": long}),
+            *(
+                calm.get(path, params={"cache_salt": long})
+                for path in ("/sessions", "/sessions/s", "/pins", "/requests")
+            ),
+            *(calm.delete(path, params={"cache_salt": long}) for path in ("/sessions/s", "/pins/p")),
+            calm.post("/sessions/s/fork", json={"session_id": "t"}, params={"cache_salt": long}),
+        ]
+    for answer in answers:
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "cache_salt")
+        assert "has 1025 characters; give at most 1024" in answer.json()["error"]["message"]
+
+
 def test_a_session_has_a_limit_of_its_own(server):
     chat = {"messages": [{"role": "user", "content": PROMPTS[0]}], "temperature": 0, "ignore_eos": True}
     talk = {**chat, "session_id": "long"}

@@ -295,10 +295,13 @@ class AsyncLLM(AsyncControls):
         """Returns a conversation that goes on where its last turn ended, under a name of its own in this namespace."""
         return AsyncSession(self._ready, name, Namespace(tenant, cache_salt))
 
-    async def sessions(self, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> list[SessionRecord]:
-        """Returns the sessions of a namespace, the last used first."""
+    async def sessions(
+        self, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT, all_namespaces: bool = False
+    ) -> list[SessionRecord]:
+        """Returns the sessions of a namespace, or of all, the last used first."""
         frontend = await self._ready()
-        return await frontend.worker.run(frontend.turns.store.list, Namespace(tenant, cache_salt))
+        space = None if all_namespaces else Namespace(tenant, cache_salt)
+        return await frontend.worker.run(frontend.turns.store.list, space)
 
     async def pin(
         self,

@@ -218,9 +218,11 @@ class LLM:
         """Returns a conversation that goes on where its last turn ended, under a name of its own in this namespace."""
         return Session(self.frontend, self._run, name, Namespace(tenant, cache_salt))
 
-    def sessions(self, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> list[SessionRecord]:
-        """Returns the sessions of a namespace, the last used first."""
-        return self.frontend.turns.store.list(Namespace(tenant, cache_salt))
+    def sessions(
+        self, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT, all_namespaces: bool = False
+    ) -> list[SessionRecord]:
+        """Returns the sessions of a namespace, or of all, the last used first."""
+        return self.frontend.turns.store.list(None if all_namespaces else Namespace(tenant, cache_salt))
 
     @property
     def tokenizer(self) -> Tokenizer:

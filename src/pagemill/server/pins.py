@@ -13,6 +13,7 @@ from pagemill.errors import ConfigError, InvalidRequestError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import Prompt
 from pagemill.server.body_reader import BodyRoute
+from pagemill.server.namespaces import All, Tenant, named, require_all
 from pagemill.server.protocol.body import Body, Ids, Listing
 from pagemill.server.protocol.chat import ChatMessage
 from pagemill.server.protocol.generation import MAX_MESSAGES
@@ -61,6 +62,13 @@ class PinCard(BaseModel):
     expires_in_s: float | None
 
 
+class OwnedPinCard(PinCard):
+    """A pin as admins see it, with its namespace."""
+
+    tenant: str
+    cache_salt: str
+
+
 class PinDeleted(BaseModel):
     name: str
     object: Literal["pin.deleted"] = "pin.deleted"
@@ -73,10 +81,15 @@ def pin_routes(llm: AsyncLLM) -> APIRouter:
     routes = APIRouter(prefix="/v1/pins", route_class=BodyRoute)
 
     @routes.get("")
-    async def pins(request: Request, cache_salt: str = "") -> Listing[PinCard]:
-        """Lists the pins of the caller's namespace."""
-        own = (request.state.tenant, cache_salt)
-        return Listing(data=[_card(pin) for pin in await llm.pins() if (pin.tenant, pin.cache_salt) == own])
+    async def pins(
+        request: Request, cache_salt: str = "", tenant: Tenant = None, every: All = False
+    ) -> Listing[OwnedPinCard | PinCard]:
+        """Lists the pins of the caller's namespace; for admins, also those of others."""
+        if every:
+            require_all(request, cache_salt)
+            return Listing(data=[_owned(pin) for pin in await llm.pins() if tenant in (None, pin.tenant)])
+        space = named(request, tenant, cache_salt)
+        return Listing(data=[_card(pin) for pin in await llm.pins() if (pin.tenant, pin.cache_salt) == space])
 
     @routes.post("")
     async def create(body: PinBody, request: Request) -> PinCard:
@@ -84,9 +97,10 @@ def pin_routes(llm: AsyncLLM) -> APIRouter:
         return _card(await pin(llm, body, request.state.tenant))
 
     @routes.delete("/{name}")
-    async def delete(name: str, request: Request, cache_salt: str = "") -> PinDeleted:
+    async def delete(name: str, request: Request, cache_salt: str = "", tenant: Tenant = None) -> PinDeleted:
         """Ends a pin; its blocks are evicted like any others that nobody asks for."""
-        await llm.unpin(name, cache_salt=cache_salt, tenant=request.state.tenant)
+        space = named(request, tenant, cache_salt)
+        await llm.unpin(name, cache_salt=space.cache_salt, tenant=space.tenant)
         return PinDeleted(name=name)
 
     return routes
@@ -113,6 +127,10 @@ def read_pins(path: Path) -> list[FilePin]:
             f'{path} cannot be read as pins: {detail}; write [{{"name": …, "prompt" or "messages": …}}, …]',
             param="pin_file",
         ) from error
+
+
+def _owned(pin: PinInfo) -> OwnedPinCard:
+    return OwnedPinCard(**_card(pin).model_dump(), tenant=pin.tenant, cache_salt=pin.cache_salt)
 
 
 def _card(pin: PinInfo) -> PinCard:

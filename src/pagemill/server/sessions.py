@@ -9,6 +9,7 @@ from pydantic import BaseModel
 
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.body_reader import BodyRoute
+from pagemill.server.namespaces import All, Tenant, named, require_all
 from pagemill.server.protocol.body import Body, Listing
 from pagemill.sessions.store import SessionRecord
 
@@ -27,6 +28,13 @@ class SessionCard(BaseModel):
     num_tokens: int
     damaged: bool
     """True if its content is lost, so that it can only be deleted."""
+
+
+class OwnedSessionCard(SessionCard):
+    """A session as admins see it, with its namespace."""
+
+    tenant: str
+    cache_salt: str
 
 
 class SessionContent(SessionCard):
@@ -52,11 +60,17 @@ def session_routes(llm: AsyncLLM) -> APIRouter:
     routes = APIRouter(prefix="/v1/sessions", route_class=BodyRoute)
 
     @routes.get("")
-    async def sessions(request: Request, cache_salt: str = "") -> Listing[SessionCard]:
-        """Lists the sessions of the caller's namespace, the last used first."""
-        return Listing(
-            data=[_card(record) for record in await llm.sessions(cache_salt=cache_salt, tenant=request.state.tenant)]
-        )
+    async def sessions(
+        request: Request, cache_salt: str = "", tenant: Tenant = None, every: All = False
+    ) -> Listing[OwnedSessionCard | SessionCard]:
+        """Lists the sessions of the caller's namespace, the last used first; for admins, also those of others."""
+        if every:
+            require_all(request, cache_salt)
+            found = await llm.sessions(all_namespaces=True)
+            return Listing(data=[_owned(record) for record in found if tenant in (None, record.space.tenant)])
+        space = named(request, tenant, cache_salt)
+        found = await llm.sessions(cache_salt=space.cache_salt, tenant=space.tenant)
+        return Listing(data=[_card(record) for record in found])
 
     @routes.get("/{session_id}")
     async def describe(session_id: str, request: Request, cache_salt: str = "") -> SessionContent:
@@ -66,9 +80,10 @@ def session_routes(llm: AsyncLLM) -> APIRouter:
         return SessionContent(**_card(record).model_dump(), messages=record.messages, kv_blocks=kv_blocks)
 
     @routes.delete("/{session_id}")
-    async def delete(session_id: str, request: Request, cache_salt: str = "") -> SessionDeleted:
+    async def delete(session_id: str, request: Request, cache_salt: str = "", tenant: Tenant = None) -> SessionDeleted:
         """Forgets a session."""
-        await llm.session(session_id, cache_salt=cache_salt, tenant=request.state.tenant).delete()
+        space = named(request, tenant, cache_salt)
+        await llm.session(session_id, cache_salt=space.cache_salt, tenant=space.tenant).delete()
         return SessionDeleted(id=session_id)
 
     @routes.post("/{session_id}/fork")
@@ -78,6 +93,12 @@ def session_routes(llm: AsyncLLM) -> APIRouter:
         return _card(await child.record())
 
     return routes
+
+
+def _owned(record: SessionRecord) -> OwnedSessionCard:
+    return OwnedSessionCard(
+        **_card(record).model_dump(), tenant=record.space.tenant, cache_salt=record.space.cache_salt
+    )
 
 
 def _card(record: SessionRecord) -> SessionCard:
