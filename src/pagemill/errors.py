@@ -91,7 +91,7 @@ class UnknownTenantError(InvalidRequestError):
 
 
 class TooManyWaitingError(InvalidRequestError):
-    """A request of a tenant that has as many waiting as it may; it can be sent again."""
+    """A request of a tenant that has as many waiting, or as large bodies, as it may; it can be sent again."""
 
     http_status: ClassVar[int] = 429
     kind: ClassVar[str] = "rate_limit_error"

@@ -7,9 +7,10 @@ import socket
 import httpx
 import pytest
 
-from pagemill.errors import ConfigError
+from pagemill.errors import ConfigError, ServerBusyError, TooManyWaitingError
 from pagemill.server.api_keys import ApiKeys
-from pagemill.server.gate import SMALL_BODY_BYTES, Gate
+from pagemill.server.gate import Gate
+from pagemill.server.large_bodies import SMALL_BODY_BYTES, LargeBodies
 from pagemill.server.limits import ServerLimits
 from pagemill.tenant_limits import read_tenants_file
 
@@ -113,6 +114,42 @@ def test_all_large_bodies_together_have_a_limit_and_small_ones_none():
     assert f"this body has {SMALL_BODY_BYTES + 1} bytes or more, those of other open" in message
     assert f"requests have {SMALL_BODY_BYTES + 1}, and all together may have {2 * SMALL_BODY_BYTES};" in message
     assert asyncio.run(beside_a_large_one(small))[0] == 200
+
+
+def test_each_tenants_large_bodies_have_their_part():
+    large, tenants = 2 * SMALL_BODY_BYTES, 2
+    bodies = LargeBodies(ServerLimits(max_body_bytes=large, max_bodies_bytes=5 * large), lambda: tenants)
+    bodies.grow("a", 0, large)
+    bodies.grow("a", 0, SMALL_BODY_BYTES)
+    bodies.grow("a", SMALL_BODY_BYTES, large)
+    refusal = rf"'a' have {2 * large}, and all of a tenant together may have {5 * large // 2}; wait for an answer"
+    with pytest.raises(TooManyWaitingError, match=refusal):
+        bodies.grow("a", 0, large)
+    bodies.grow("a", 0, SMALL_BODY_BYTES)
+    for _ in range(2):
+        bodies.grow("b", 0, large)
+    bodies.end("a", large)
+    bodies.grow("a", 0, large)
+    tenants = 9
+    assert bodies.part == large, "one body can always be sent"
+    bodies.grow("c", 0, large)
+    with pytest.raises(ServerBusyError):
+        bodies.grow("d", 0, large)
+    tenants = 1
+    with pytest.raises(ServerBusyError):
+        bodies.grow("a", 0, large)
+
+
+def test_a_path_without_a_key_takes_no_large_body(guarded):
+    refused = answer_to(guarded.url, f"GET /health HTTP/1.1\nHost: here\nContent-Length: {SMALL_BODY_BYTES + 1}\n\n")
+    assert refused.startswith("HTTP/1.1 413 ")
+    assert "/health takes at most 65536" in refused
+
+
+def test_as_many_tenants_share_as_have_keys(tmp_path):
+    path = tmp_path / "tenants.json"
+    path.write_text(json.dumps({"admin_keys": ["sk-0"], "tenants": {"a": {"api_keys": ["sk-1", "sk-2"]}, "b": {}}}))
+    assert (ApiKeys(read_tenants_file(path)).num_tenants, ApiKeys().num_tenants) == (2, 1)
 
 
 def test_bodies_that_break_off_are_no_longer_counted():

@@ -55,6 +55,11 @@ class ApiKeys:
         """Whether requests need a key."""
         return bool(self._tenants)
 
+    @property
+    def num_tenants(self) -> int:
+        """How many tenants may ask: those with a key, and "default" where there are admins."""
+        return len({*self._tenants.values(), *([DEFAULT_TENANT] if self._admins else [])}) or 1
+
     def check(self, file: TenantsFile | None) -> None:
         """Raises ConfigError for a file with another tenant's key."""
         self._merged(file)

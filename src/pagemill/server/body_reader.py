@@ -20,7 +20,7 @@ from pagemill.engine.messages import Failure
 from pagemill.errors import BodyTooLargeError, ServerBusyError
 from pagemill.frontend.spawn import Child, start_child
 from pagemill.frontend.worker import WorkerThreads
-from pagemill.server.gate import SMALL_BODY_BYTES
+from pagemill.server.large_bodies import SMALL_BODY_BYTES
 
 B = TypeVar("B", bound=BaseModel)
 

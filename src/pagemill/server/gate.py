@@ -9,7 +9,7 @@ from functools import partial
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagemill.errors import AuthenticationError, BodyTooLargeError, PagemillError, ServerBusyError, SlowBodyError
+from pagemill.errors import AuthenticationError, BodyTooLargeError, PagemillError, SlowBodyError
 from pagemill.frontend.rates import RateStatus
 from pagemill.server.access_log import MAX_PATH, Lines, client_address
 from pagemill.server.api_keys import ApiKeys, Caller, challenge, is_open
@@ -18,12 +18,10 @@ from pagemill.server.errors import error_answer
 from pagemill.server.events import ClientGone
 from pagemill.server.failed_keys import FailedKeys
 from pagemill.server.hosts import AllowedHosts
+from pagemill.server.large_bodies import SMALL_BODY_BYTES, LargeBodies
 from pagemill.server.limits import ServerLimits
 from pagemill.server.log_output import AUDIT, fields
 from pagemill.server.rate_headers import with_rate_headers
-
-SMALL_BODY_BYTES = 64 << 10
-"""A body of at most so many bytes is always taken, so that large ones cannot shut out everybody."""
 
 
 class Gate:
@@ -50,8 +48,7 @@ class Gate:
         self._failed = FailedKeys(limits.max_failed_keys)
         self._lines = Lines()
         self._limits = limits
-        self._large_bytes = 0
-        """Bytes of the large bodies of all open requests."""
+        self._large = LargeBodies(limits, lambda: keys.num_tenants)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,9 +61,11 @@ class Gate:
             if self._hosts is not None:
                 self._hosts.check(scope["method"], headers)
             scope.setdefault("state", {})
-            scope["state"].update(self._caller(scope, headers)._asdict())
-            self._check_size(int(headers.get("content-length", 0)))
-            await asyncio.wait_for(self._read(receive, body), self._limits.request_timeout_s)
+            caller = self._caller(scope, headers)
+            scope["state"].update(caller._asdict())
+            self._check_size(scope["path"], int(headers.get("content-length", 0)))
+            reading = self._read(receive, body, scope["path"], caller.tenant)
+            await asyncio.wait_for(reading, self._limits.request_timeout_s)
         except ClientGone:
             return
         except asyncio.TimeoutError:
@@ -79,13 +78,13 @@ class Gate:
         else:
             size, replay = len(body), _replay(bytes(body), receive)
             body.clear()
-            tenant: str = scope["state"]["tenant"]
+            tenant = caller.tenant
             limited = not is_open(scope["path"]) and bool(self._rates(tenant))
             told = with_rate_headers(send, partial(self._rates, tenant)) if limited else send
             try:
                 await self._app(scope, replay, told)
             finally:
-                self._large_bytes -= _large(size)
+                self._large.end(tenant, size)
             return
         answer = error_answer(error)
         if isinstance(error, AuthenticationError):
@@ -115,11 +114,10 @@ class Gate:
                     )
             raise
 
-    async def _read(self, receive: Receive, body: bytearray) -> None:
+    async def _read(self, receive: Receive, body: bytearray, path: str, tenant: str) -> None:
         """Appends the whole body, which is counted if it is large.
 
-        Raises BodyTooLargeError as soon as it is too long, ServerBusyError where there is no room for it now,
-        ClientGone if it breaks off.
+        Raises BodyTooLargeError as soon as it is too long, what `LargeBodies.grow` raises, ClientGone if it breaks off.
         """
         size, more = 0, True
         try:
@@ -128,36 +126,27 @@ class Gate:
                 if message["type"] != "http.request":
                     raise ClientGone
                 body += message.get("body", b"")
-                self._check_size(len(body))
-                self._count(size, len(body))
+                self._check_size(path, len(body))
+                self._large.grow(tenant, size, len(body))
                 size = len(body)
                 more = message.get("more_body", False)
         except BaseException:
-            self._large_bytes -= _large(size)
+            self._large.end(tenant, size)
             raise
 
-    def _check_size(self, size: int) -> None:
+    def _check_size(self, path: str, size: int) -> None:
+        """Raises BodyTooLargeError for a body that is longer than the path takes; without a key, that is little."""
         limit = self._limits.max_body_bytes
         if size > limit:
             raise BodyTooLargeError(
                 f"the body has {size} bytes or more, and this server takes at most {limit}; send a shorter prompt, or "
                 f"start the server with a higher --max-body-bytes"
             )
-
-    def _count(self, before: int, size: int) -> None:
-        """Counts a body that has `size` bytes now. before: as many have been counted."""
-        limit, others = self._limits.max_bodies_bytes, self._large_bytes - _large(before)
-        if others + _large(size) > limit:
-            raise ServerBusyError(
-                f"this body has {size} bytes or more, those of other open requests have {others}, and all together may "
-                f"have {limit}; try again later, or start the server with a higher --max-bodies-bytes"
+        if size > SMALL_BODY_BYTES and is_open(path):
+            raise BodyTooLargeError(
+                f"the body has {size} bytes or more, and {path} takes at most {SMALL_BODY_BYTES}; it needs none, leave "
+                f"it out"
             )
-        self._large_bytes = others + _large(size)
-
-
-def _large(size: int) -> int:
-    """Returns how many bytes of a body count."""
-    return size if size > SMALL_BODY_BYTES else 0
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
