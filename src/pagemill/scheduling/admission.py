@@ -52,11 +52,12 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
         if state.batch.num_free >= sequence.num_rows and _waits_for_blocks(state, sequence, now):
             state.waiting.pop(tenant)
             continue
-        limit = _open(state, sequence, tenant, guaranteed, draft.budget, now)
+        most = max(1, draft.most(sequence))  # so that nobody waits behind a sequence that waits for others' tokens
+        limit = _open(state, sequence, tenant, guaranteed, most, now)
         while limit is Limit.POOL and _make_room(state, turn, guaranteed, passed, draft, now):
-            limit = _open(state, sequence, tenant, guaranteed, draft.budget, now)
+            limit = _open(state, sequence, tenant, guaranteed, most, now)
         if limit is None:
-            _begin(state, sequence, tenant, draft, now)
+            _begin(state, sequence, tenant, draft, most, now)
             continue
         if limit is Limit.QUOTA:
             state.waiting.level(tenant)
@@ -199,15 +200,17 @@ def _enter(state: SchedulerState, sequence: Sequence, tenant: TenantState, opene
         tenant.prefix_hit_tokens += found
 
 
-def _begin(state: SchedulerState, sequence: Sequence, tenant: TenantState, draft: StepDraft, now: float) -> None:
-    """Takes an opened sequence out of the queue and plans its first tokens."""
+def _begin(
+    state: SchedulerState, sequence: Sequence, tenant: TenantState, draft: StepDraft, most: int, now: float
+) -> None:
+    """Takes an opened sequence out of the queue and plans its first tokens, at most so many."""
     state.waiting.pop(tenant)
     tenant.waiting -= 1
     if sequence.scheduled_s is None:
         sequence.scheduled_s = now
     state.batch.seat(sequence)
     state.start(sequence)
-    draft.add(sequence, min(sequence.remaining, draft.budget))
+    draft.add(sequence, min(sequence.remaining, most))
 
 
 def _waits_for_blocks(state: SchedulerState, sequence: Sequence, now: float) -> bool:

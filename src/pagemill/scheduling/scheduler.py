@@ -23,6 +23,10 @@ from pagemill.scheduling.state import SchedulerState, StepDraft
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 from pagemill.tenant_limits import TenantLimits
 
+SCORED_BESIDE = 16
+"""Prompt tokens with log probabilities that a step takes beside sequences that generate: each needs the logits of the
+whole vocabulary, and costs as much as ten others."""
+
 Wanted = list[tuple[int, Sequence]]
 """Tokens that a sequence has left to compute, and the sequence."""
 
@@ -261,6 +265,7 @@ class Scheduler:
         self._continue(generating, draft, now)
         if draft.planned:
             draft.budget = min(draft.budget, self.controller.prompt_tokens)
+            draft.scored = SCORED_BESIDE
         self._continue(prompts, draft, now)
         admission.admit(state, draft, now)
         if not draft.planned and not (self.memory.has_copies and not state.batch.flights):
@@ -304,7 +309,8 @@ class Scheduler:
         """
         reserve, flights = self.memory.reserve, self.state.batch.flights
         for remaining, sequence in wanted:
-            count, table = remaining if remaining < draft.budget else draft.budget, sequence.table
+            most, table = draft.most(sequence), sequence.table
+            count = remaining if remaining < most else most
             if count == 0 or table is None:
                 continue
             up_to = sequence.scheduled + count

@@ -118,16 +118,26 @@ class SchedulerState:
 
 
 class StepDraft:
-    """A step while it is planned: how many tokens of which sequence run, and how many more may."""
+    """A step while it is planned: how many tokens of which sequence run, and how many more may.
+
+    scored: how many more tokens of prompts may run of which log probabilities are asked for.
+    """
 
     def __init__(self, budget: int) -> None:
         self.planned: dict[Sequence, int] = {}
         self.budget = budget
+        self.scored = budget
+
+    def most(self, sequence: Sequence) -> int:
+        """Returns how many tokens of a sequence may still run."""
+        return self.budget if sequence.request.params.prompt_logprobs is None else min(self.budget, self.scored)
 
     def add(self, sequence: Sequence, count: int) -> None:
         """Plans tokens of a sequence."""
         self.planned[sequence] = count
         self.budget -= count
+        if sequence.request.params.prompt_logprobs is not None:
+            self.scored = max(0, self.scored - count)
 
     def drop(self, sequence: Sequence) -> None:
         """Takes out a sequence that does not run after all, if it is in."""

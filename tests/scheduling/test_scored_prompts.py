@@ -1,0 +1,43 @@
+"""Prompts whose log probabilities are asked for: each token costs a whole vocabulary's logits, so streams go before."""
+
+from __future__ import annotations
+
+from test_scheduler import Bench, expected, make_request
+
+from pagemill.scheduling.scheduler import SCORED_BESIDE
+
+
+def scored(name: str, length: int, **how):
+    request = make_request(name, [3] * length, 4, ignore_eos=True, **how)
+    request.params.prompt_logprobs = 5
+    return request
+
+
+def computed(bench: Bench, name: str) -> int:
+    return bench.scheduler.state.requests[name][0].scheduled
+
+
+def test_beside_a_stream_a_step_takes_few_of_their_tokens_and_holds_nobody_up():
+    bench = Bench(frames=200, block_size=4, max_num_seqs=8, budget=64)
+    bench.scheduler.add(make_request("stream", [1] * 5, 60, ignore_eos=True))
+    bench.step()
+    prompts = [scored(name, 50) for name in ("first", "second")]
+    for request in prompts:
+        bench.scheduler.add(request)
+    bench.scheduler.add(make_request("plain", [2] * 40, 4, ignore_eos=True))
+    bench.step()
+    assert [computed(bench, name) for name in ("first", "second", "plain")] == [SCORED_BESIDE, 1, 40]
+    before = len(bench.outputs["stream", 0])
+    bench.step()
+    assert [computed(bench, name) for name in ("first", "second")] == [2 * SCORED_BESIDE, 1]
+    assert len(bench.outputs["stream", 0]) == before + 1
+    bench.run()
+    assert all(bench.outputs[request.request_id, 0] == expected(request, 0) for request in prompts)
+
+
+def test_alone_they_fill_the_step():
+    bench = Bench(frames=200, block_size=4, max_num_seqs=8, budget=64)
+    bench.scheduler.add(scored("alone", 50))
+    bench.step()
+    assert computed(bench, "alone") == 50
+    bench.run()
