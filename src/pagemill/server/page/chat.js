@@ -2,13 +2,23 @@
 
 import { ApiError, getJson, send } from "./api.js";
 import { ChatBlocks } from "./chatblocks.js";
-import { Conversation } from "./conversation.js";
+import { Conversation, argumentsOf, wordsOf } from "./conversation.js";
 import { count, el } from "./dom.js";
 import { render } from "./markdown.js";
 
-const WHO = { user: "You", assistant: "Model", system: "System prompt" };
+const WHO = { user: "You", assistant: "Model", system: "System prompt", tool: "Tool" };
 const field = (label, input) => el("label", { class: "field" }, el("span", { text: label }), input);
 const button = (text, onclick, more = {}) => el("button", { type: "button", onclick, ...more }, text);
+
+/** Returns a message as elements: its reasoning folded, its words, and its calls of tools as code. */
+function contentOf(message) {
+  const { reasoning_content: reasoning, tool_calls: calls } = message;
+  return [
+    ...(reasoning ? [el("details", { open: !message.content }, el("summary", {}, "Reasoning"), ...render(reasoning))] : []),
+    ...render(wordsOf(message)),
+    ...(calls || []).map((call) => el("pre", {}, el("code", { text: `${call.function.name}(${argumentsOf(call)})` }))),
+  ];
+}
 
 export class Chat {
   constructor(place, picture) {
@@ -90,8 +100,8 @@ export class Chat {
   }
 
   async edit(number) {
-    const { content } = this.current.messages[number];
-    await this.attempt(async () => this.begin(await this.current.fork(number), content));
+    const words = wordsOf(this.current.messages[number]);
+    await this.attempt(async () => this.begin(await this.current.fork(number), words));
   }
 
   async forkRunning() {
@@ -197,18 +207,19 @@ export class Chat {
       this.log.replaceChildren(...talk.messages.map((message, number) => this.message(talk, message, number)));
       if (!talk.messages.length) this.log.append(el("p", { class: "empty" }, "Ask something. You can fork at any turn: what came before is shared, not copied."));
     } else {
-      this.log.lastChild.querySelector(".text").replaceChildren(...render(talk.messages.at(-1).content));
+      this.log.lastChild.querySelector(".text").replaceChildren(...contentOf(talk.messages.at(-1)));
     }
     this.shownTalk = talk;
     if (atEnd || !same) this.log.scrollTop = this.log.scrollHeight;
   }
 
-  message(talk, { role, content }, number) {
+  message(talk, message, number) {
+    const { role } = message;
     const writes = talk.running && number === talk.messages.length - 1;
     const tools = el("span", { class: "tools" });
     if (!writes && role === "user") tools.append(button("Edit", () => this.edit(number), { class: "quiet", title: "Change it in a fork of the conversation" }));
     if (!writes && role !== "system") tools.append(button("Fork", () => this.forkAt(number + 1), { class: "quiet", title: "Go on from here in another conversation" }));
-    const text = el("div", { class: "text" }, ...render(content));
+    const text = el("div", { class: "text" }, ...contentOf(message));
     return el("article", { class: `message ${role}`, "aria-busy": writes ? "true" : null }, el("header", {}, el("b", { text: WHO[role] || role }), tools), text);
   }
 

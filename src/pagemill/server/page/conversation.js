@@ -4,6 +4,25 @@ import { ApiError, events, getJson, send } from "./api.js";
 
 export const newName = () => `page-${crypto.getRandomValues(new Uint32Array(2)).reduce((name, part) => name + part.toString(36), "")}`;
 
+/** Returns what a message says, which may be a text, a list of parts, or nothing beside calls of tools. */
+export function wordsOf({ content }) {
+  if (Array.isArray(content)) return content.map((part) => part.text || "").join("");
+  return content || "";
+}
+
+/** Returns the arguments of a tool's call as text; sessions keep them as an object. */
+export const argumentsOf = (call) =>
+  typeof call.function.arguments === "string" ? call.function.arguments : JSON.stringify(call.function.arguments);
+
+/** Returns a message as the API takes it. */
+function sendable(message) {
+  if (!message.tool_calls) return message;
+  const calls = message.tool_calls.map((call, at) => ({
+    id: call.id || `call-${at}`, type: "function", function: { name: call.function.name, arguments: argumentsOf(call) },
+  }));
+  return { ...message, tool_calls: calls };
+}
+
 export class Conversation {
   /** synced: whether the server's session has exactly these messages; else the next turn sends all of them. */
   constructor({ id = newName(), messages = [], synced = false, from = "" } = {}) {
@@ -18,7 +37,7 @@ export class Conversation {
 
   get title() {
     const first = this.messages.find((message) => message.role === "user");
-    return first ? first.content.slice(0, 60) : "New conversation";
+    return first ? wordsOf(first).slice(0, 60) : "New conversation";
   }
 
   static async resume(id) {
@@ -31,7 +50,7 @@ export class Conversation {
   async say(text, settings, onChange) {
     const turn = { role: "user", content: text };
     const system = !this.messages.length && settings.system ? [{ role: "system", content: settings.system }] : [];
-    const news = this.synced ? [turn] : [...system, ...this.messages, turn];
+    const news = this.synced ? [turn] : [...system, ...this.messages.map(sendable), turn];
     this.messages.push(...system, turn);
     await this.take({ messages: news, session_id: this.id, ...settings.sampling }, onChange);
   }
@@ -58,7 +77,9 @@ export class Conversation {
       for await (const chunk of events(response)) {
         this.requestId = chunk.id;
         this.usage = chunk.usage || this.usage;
-        answer.content += chunk.choices[0]?.delta.content || "";
+        const delta = chunk.choices[0]?.delta || {};
+        answer.content += delta.content || "";
+        if (delta.reasoning_content) answer.reasoning_content = (answer.reasoning_content || "") + delta.reasoning_content;
         onChange();
       }
       this.synced = true;
