@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, ParamSpe
 from msgspec import Meta
 
 from pagemill.arguments import Count, Positive, about, check_fields, suggest_arguments
-from pagemill.errors import ConfigError, UnknownArgumentError
+from pagemill.errors import ConfigError, UnknownArgumentError, shown
 from pagemill.fixed_arguments import OF_ENGINES, without_fixed
 from pagemill.tenant_limits import TenantLimits, read_limits, read_tenants_file
 
@@ -155,6 +155,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         self.hf_overrides = {} if self.hf_overrides is None else self.hf_overrides
+        if not isinstance(self.hf_overrides, dict):  # msgspec takes a tensor for a mapping
+            raise ConfigError(f"hf_overrides is {shown(self.hf_overrides)}; it must be a dict", param="hf_overrides")
         for name in ("model", "tokenizer", "chat_template", "kv_disk_path", "session_path"):
             if isinstance(value := getattr(self, name), os.PathLike):
                 setattr(self, name, os.fspath(value))

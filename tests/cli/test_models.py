@@ -4,9 +4,9 @@ import json
 import shutil
 
 import pytest
-from click.testing import CliRunner
 
-from pagemill.cli.app import load_command
+from pagemill.cli.ls import ls
+from pagemill.cli.rm import rm
 from pagemill.cli.wording import ago, counted
 from pagemill.errors import ModelNotFoundError
 from pagemill.hub import huggingface, local_models, registry
@@ -35,24 +35,22 @@ def hub(tmp_path, monkeypatch):
     return tmp_path
 
 
-def command(name, *args):
-    return CliRunner().invoke(load_command(name), args)
+def test_models_are_listed_and_deleted(hub, capsys):
+    def printed(command, *args, **options):
+        command(*args, **options)
+        return capsys.readouterr().out
 
-
-def test_models_are_listed_and_deleted(hub):
-    listed = json.loads(command("ls", "--json").stdout)
+    listed = json.loads(printed(ls, as_json=True))
     names = [row["name"] for row in listed]
     assert names == ["org/two:a.gguf", "org/two:b.gguf", "org/whole", "smollm2-135m"]
     assert listed[3]["bytes"] == registry.REGISTRY["smollm2-135m"].size
     assert listed[2]["bytes"] == 2_000_000
     assert huggingface.cached("org/two:a.gguf").samefile(listed[0]["path"])
-    shown = command("ls").stdout
+    shown = printed(ls)
     assert all(name in shown for name in names)
-    gone = command("rm", "smollm2-135m", "org/whole", "org/two")
-    assert gone.exit_code == 0
-    assert "org/whole deleted, 2 MiB came free" in gone.stdout
-    assert json.loads(command("ls", "--json").stdout) == []
-    assert "pagemill pull" in command("ls").stdout
+    assert "org/whole deleted, 2 MiB came free" in printed(rm, ["smollm2-135m", "org/whole", "org/two"])
+    assert json.loads(printed(ls, as_json=True)) == []
+    assert "pagemill pull" in printed(ls)
     assert not registry.REGISTRY["smollm2-135m"].file.parent.exists()
 
 

@@ -25,7 +25,8 @@ from pagemill.engine.messages import (
     SequenceOutput,
 )
 from pagemill.engine.queries import BlocksQuery, KVMapQuery
-from pagemill.engine.stats import EngineStats, TenantStats
+from pagemill.engine.stats import EngineStats
+from pagemill.engine.tenant_stats import tenant_stats
 from pagemill.engine.tiers import blocks_by_tier, find_by_tier
 from pagemill.errors import InvalidRequestError, PinNotFoundError, PoolTooSmallError
 from pagemill.executor.interface import Executor
@@ -34,11 +35,9 @@ from pagemill.kvcache.sizing import num_frames
 from pagemill.kvcache.transfers import TransferStats
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.manager import Residency
-from pagemill.memory.tenants import NO_QUOTA
 from pagemill.namespace import Namespace
 from pagemill.scheduling.sequence import SequenceUpdate
 from pagemill.scheduling.step_plan import StepResult
-from pagemill.scheduling.tenancy import TenantState
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 
 logger = logging.getLogger(__name__)
@@ -303,7 +302,7 @@ class EngineCore:
             stalled_s=self._stalled_s,
             block_bytes=self.executor.facts.frame_bytes,
             tier_blocks={} if self.tiers is None else self.tiers.offload.num_blocks(),
-            tenants={one.account.name: _tenant_stats(one) for one in self.scheduler.tenants},
+            tenants={one.account.name: tenant_stats(one) for one in self.scheduler.tenants},
         )
 
     def close(self) -> None:
@@ -400,21 +399,3 @@ class EngineCore:
         if update.error is not None:
             output.error = Failure.of(update.error)
         return output
-
-
-def _tenant_stats(tenant: TenantState) -> TenantStats:
-    """Returns the statistics of one tenant."""
-    account = tenant.account
-    return TenantStats(
-        blocks_active=account.active,
-        blocks_cached=account.cached,
-        guaranteed_blocks=account.guaranteed_blocks,
-        max_blocks=None if account.max_blocks == NO_QUOTA else account.max_blocks,
-        running=tenant.running,
-        waiting=tenant.waiting,
-        preemptions=tenant.preemptions,
-        evictions=account.evictions,
-        prefix_queried_tokens=tenant.prefix_queried_tokens,
-        prefix_hit_tokens=tenant.prefix_hit_tokens,
-        limits=tenant.limits,
-    )

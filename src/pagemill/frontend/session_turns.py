@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pagemill.errors import InvalidRequestError, PromptTooLongError, SamplingParamsError
+from pagemill.errors import InvalidRequestError, PromptTooLongError, SamplingParamsError, shown
 from pagemill.frontend.input_processor import InputProcessor, Prompt, token_ids_of
 from pagemill.frontend.request_state import RequestState, Turn
 from pagemill.namespace import Namespace
@@ -51,7 +51,7 @@ class SessionTurns:
             if template is None:
                 text, token_ids = self._prompt(begun, content)
             else:
-                tools = template.get("tools") or begun.tools
+                tools = _tools(template.get("tools")) or begun.tools
                 text, token_ids = self._chat(begun, content, {**template, "tools": tools})
                 messages = [*(begun.messages or []), *content]
             prompt: Prompt = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": space.cache_salt}
@@ -125,6 +125,13 @@ class SessionTurns:
         """Returns a session's tokens. An end-of-sequence token that ended the last answer gives way to what follows."""
         ended = begun.token_ids[-1:] and begun.token_ids[-1] in self._inputs.facts().eos_token_ids
         return begun.token_ids[:-1] if ended else begun.token_ids
+
+
+def _tools(given: Any) -> list[Any]:
+    """Returns a turn's tools, none for None. Raises `InvalidRequestError` for what is no list."""
+    if not isinstance(given, (list, tuple, type(None))):
+        raise InvalidRequestError(f"tools is {shown(given)}; it must be a list", param="tools")
+    return list(given or ())
 
 
 def _for_one_answer(params: SamplingParams | None) -> SamplingParams:
