@@ -20,6 +20,7 @@ from pagemill.cli.app import app
 from pagemill.engine.stats import EngineStats, TenantStats
 from pagemill.fixed_arguments import OF_CALLS, OF_ENGINES, OF_SAMPLING
 from pagemill.server.metrics import Metrics
+from pagemill.speculative_config import SpeculativeConfig
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -112,6 +113,10 @@ def settings() -> Iterator[str]:
     yield "`tenants` maps a tenant's name to these; `--tenants` names a file with them (see"
     yield "[Serve several tenants](../guide/tenants.md)).\n"
     yield from arguments_table(TenantLimits)
+    yield "## Speculative decoding\n"
+    yield "`speculative_config` takes a dict, and `--speculative-config` a JSON object, of these (see"
+    yield "[Draft tokens](../guide/speculation.md)).\n"
+    yield from arguments_table(SpeculativeConfig)
 
 
 def arguments_table(cls: type) -> Iterator[str]:
@@ -135,7 +140,8 @@ def metrics() -> Iterator[str]:
     yield "`GET /metrics` answers in Prometheus' text format. Counters end in `_total` there. `LLM.stats()` and"
     yield "`AsyncLLM.stats()` return the engine's part in Python. A snapshot is taken between two steps.\n"
     tenants = {"default": zeros(TenantStats)}
-    stats = zeros(EngineStats, frames=1, tier_blocks={"host": 0, "disk": 0}, tenants=tenants)
+    tiers = {"host": 0, "disk": 0}
+    stats = zeros(EngineStats, frames=1, tier_blocks=tiers, accepted_per_position=[0], tenants=tenants)
     families = text_string_to_metric_families(Metrics().render(stats).decode())
     rows = []
     for family in families:

@@ -14,6 +14,7 @@ from pagemill import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, SamplingParams,
 from pagemill.config import EngineConfig, config_for
 from pagemill.errors import ConfigError, InvalidRequestError, SamplingParamsError, UnknownArgumentError
 from pagemill.fixed_arguments import OF_CALLS, OF_ENGINES, OF_SAMPLING
+from pagemill.speculative_config import SpeculativeConfig
 
 
 @pytest.mark.parametrize(
@@ -80,6 +81,32 @@ def test_a_folder_for_blocks_on_disk_needs_room_on_disk():
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16", "int8"])
 def test_the_cache_may_have_a_dtype_of_its_own(dtype):
     assert EngineConfig(model="m", kv_cache_dtype=dtype).kv_cache_dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (3, "is 3; it must be None or a dict with method='ngram'"),
+        ({}, "is {}; it must be None or a dict with method='ngram'"),
+        ({"method": "eagle"}, "method is 'eagle'; it must be ngram; no other way"),
+        ({"method": "draft_model", "model": "m"}, "it has no 'model'; known: method, num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens is 0; .* from 1 to 64"),
+        ({"method": "ngram", "num_speculative_tokens": 65}, "num_speculative_tokens is 65; .* from 1 to 64"),
+        ({"method": "ngram", "prompt_lookup_max": 17}, "prompt_lookup_max is 17; .* from 1 to 16"),
+        ({"method": "ngram", "prompt_lookup_min": 5}, r"prompt_lookup_min is 5, above prompt_lookup_max \(4\); raise"),
+        ({"method": "ngram", 3: 4}, "it has no 3"),
+    ],
+)
+def test_a_wrong_speculative_config_is_refused_in_words(value, words):
+    with pytest.raises(ConfigError, match=f"^speculative_config:? {words}") as caught:
+        EngineConfig(model="m", speculative_config=value)
+    assert caught.value.param == "speculative_config"
+
+
+def test_a_speculative_config_may_be_a_dict_and_is_off_by_default():
+    given = EngineConfig(model="m", speculative_config={"method": "ngram", "num_speculative_tokens": 5})
+    assert given.speculative_config == SpeculativeConfig(method="ngram", num_speculative_tokens=5)
+    assert EngineConfig(model="m").speculative_config is None
 
 
 def test_no_overrides_may_be_said_with_none():

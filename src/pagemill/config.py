@@ -13,6 +13,7 @@ from msgspec import Meta
 from pagemill.arguments import Count, Positive, about, check_fields, suggest_arguments
 from pagemill.errors import ConfigError, UnknownArgumentError, shown
 from pagemill.fixed_arguments import OF_ENGINES, without_fixed
+from pagemill.speculative_config import SpeculativeConfig
 from pagemill.tenant_limits import TenantLimits, read_limits, read_tenants_file
 
 P = ParamSpec("P")
@@ -119,6 +120,14 @@ class EngineConfig:
         Positive | None,
         about("Milliseconds between a request's tokens to aim for. Default: no limit beside the settings."),
     ] = None
+    speculative_config: Annotated[
+        SpeculativeConfig | None,
+        about(
+            'JSON object: {"method": "ngram"} drafts tokens by looking up the last ones in prompt and answer, and '
+            "verifies several in one step. Default: one token at a time."
+        ),
+    ] = None
+    """A dict of `SpeculativeConfig`'s fields is taken too. The answers are the same, to the bit on CPU."""
     preemption_mode: Annotated[
         Literal["auto", "swap", "recompute"],
         about(
@@ -163,6 +172,8 @@ class EngineConfig:
         if isinstance(self.tenants, (str, os.PathLike)):
             self.tenants = read_tenants_file(self.tenants).limits
         self.tenants = read_limits(self.tenants)
+        if self.speculative_config is not None:
+            self.speculative_config = SpeculativeConfig.read(self.speculative_config)
         if isinstance(self.dtype, str):
             self.dtype = DTYPE_ALIASES.get(self.dtype, self.dtype)  # type: ignore[assignment]
         check_fields(self, ConfigError)
@@ -212,6 +223,7 @@ if TYPE_CHECKING:
         kv_disk_path: str | os.PathLike[str] | None = None  # type: ignore[assignment]
         session_path: str | os.PathLike[str] | None = None  # type: ignore[assignment]
         hf_overrides: dict[str, Any] | None = None  # type: ignore[assignment]
+        speculative_config: SpeculativeConfig | dict[str, Any] | None = None  # type: ignore[assignment]
         tenants: str | os.PathLike[str] | TenantsDict = field(default_factory=dict)  # type: ignore[assignment]
 else:
     Settings = EngineConfig

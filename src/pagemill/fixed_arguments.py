@@ -71,7 +71,6 @@ OF_ENGINES: dict[str, Fixed] = {
         ("vllm",), "samples by SamplingParams() where nothing is given, not by the model's file", ("auto",)
     ),
     "override_generation_config": Fixed((None,), "samples by SamplingParams() where nothing is given"),
-    "speculative_config": Fixed((None,), "computes one token of a sequence in a step"),
     "num_gpu_blocks_override": Fixed((None,), "sizes the KV cache by kv_memory"),
     "calculate_kv_scales": Fixed((False,), "scales a KV cache of 8 bits by the token"),
     "kv_transfer_config": Fixed((None,), "moves blocks by kv_host_memory and kv_disk_memory"),

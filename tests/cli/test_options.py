@@ -62,6 +62,7 @@ def test_values_arrive_with_their_types():
             "0.5",
         ],
         *["--hf-overrides", '{"a": {"b": 1}}', "--ageing-s", "2", "--check-invariants", "--seed", "0"],
+        *["--speculative-config", '{"method": "ngram"}'],
         *["--temperature", "0", "--stop", "x", "--stop", "y", "--top-k", "3"],
     )
     assert received["settings"] == {
@@ -70,6 +71,7 @@ def test_values_arrive_with_their_types():
         "enable_prefix_caching": False,
         "gpu_memory_utilization": 0.5,
         "hf_overrides": {"a": {"b": 1}},
+        "speculative_config": {"method": "ngram"},
         "ageing_s": 2.0,
         "check_invariants": True,
         "seed": 0,
@@ -82,6 +84,7 @@ def test_values_arrive_with_their_types():
     [
         (["--hf-overrides", "{half"], ConfigError),
         (["--hf-overrides", "[1]"], ConfigError),
+        (["--speculative-config", "ngram"], ConfigError),
         (["--temperature", "-1"], SamplingParamsError),
     ],
 )

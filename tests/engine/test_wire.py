@@ -22,7 +22,11 @@ REQUEST = EngineRequest(
     cache_salt="salt",
 )
 MESSAGES = [
-    Start(EngineConfig(model="m", kv_memory=0.5, hf_overrides={"rope": {"factor": 2.0}})),
+    Start(
+        EngineConfig(
+            model="m", kv_memory=0.5, hf_overrides={"rope": {"factor": 2.0}}, speculative_config={"method": "ngram"}
+        )
+    ),
     REQUEST,
     AbortRequests(["a", "b"]),
     FinishSequences([("a", 1)]),

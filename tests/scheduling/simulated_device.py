@@ -82,6 +82,7 @@ class SimulatedDevice:
         for index, row in enumerate(plan.rows.tolist()):
             if row in faulty:
                 result.failed[index] = RuntimeError(f"row {row} failed")
+        drafts, behind = self._write_drafts(plan)
         for row, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.query_lens.tolist(), strict=True):
             tokens = self.tokens[row]
             assert start + count <= len(tokens), "a token is computed before it is known"
@@ -99,18 +100,35 @@ class SimulatedDevice:
             first = start if all_tokens else start + count - 1
             if at not in result.failed:
                 result.pooled[at] = hidden_sum(self.tokens[int(plan.rows[at])], first, start + count)
-        samples = zip(plan.sample_from.tolist(), plan.sample_to.tolist(), plan.max_accepted.tolist(), strict=True)
-        for at, to, limit in samples:
-            end = int(plan.starts[at] + plan.query_lens[at])
-            context = self.tokens[int(plan.rows[at])][:end]
-            self.tokens[to] = list(context)
-            for _ in range(1 + len(context) % limit):
-                self.tokens[to].append(next_token(self.seeds[to], self.tokens[to]))
-            failed, count = at in result.failed, self.logprobs[to]
-            result.tokens.append([] if failed else self.tokens[to][end:])
-            result.logprobs.append(None if failed or count is None else [likeliest(context, count)])
+        for at, to, guesses, end in zip(
+            plan.sample_from.tolist(), plan.sample_to.tolist(), drafts, behind, strict=True
+        ):
+            tokens = self.tokens[int(plan.rows[at])][:end]
+            logprobs, count = [], self.logprobs[to]
+            for guess in [*guesses, None]:
+                logprobs.append(likeliest(tokens, count or 0))
+                tokens.append(next_token(self.seeds[to], tokens))
+                if tokens[-1] != guess:
+                    break
+            self.tokens[to] = tokens
+            failed = at in result.failed
+            result.tokens.append([] if failed else tokens[end:])
+            result.logprobs.append(None if failed or count is None else logprobs)
         result.check(plan)
         return result
+
+    def _write_drafts(self, plan: StepPlan) -> tuple[list[list[int]], list[int]]:
+        """Puts each row's drafts behind its last token. By sample: the drafts, and where the first of them stands."""
+        left, drafts, behind = plan.draft_tokens.tolist(), [], []
+        for at, most in zip(plan.sample_from.tolist(), plan.max_accepted.tolist(), strict=True):
+            guesses, left = left[: most - 1], left[most - 1 :]
+            end = int(plan.starts[at] + plan.query_lens[at]) - len(guesses)
+            if guesses:
+                self.tokens[int(plan.rows[at])][end:] = guesses
+            drafts.append(guesses)
+            behind.append(end)
+        assert not left
+        return drafts, behind
 
     def _read(self, row: int, position: int) -> None:
         tokens = self.tokens[row]

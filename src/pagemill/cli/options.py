@@ -54,8 +54,9 @@ def engine_options(command: Command) -> Command:
     """
 
     def collect(given: dict[str, Any]) -> dict[str, Any]:
-        if "hf_overrides" in given:
-            given["hf_overrides"] = _json_object(given["hf_overrides"])
+        for name in ("hf_overrides", "speculative_config"):
+            if name in given:
+                given[name] = _json_object(name, given[name])
         return given
 
     declared = {name: argument for name, argument in arguments_of(EngineConfig).items() if name != "model"}
@@ -148,10 +149,8 @@ def _option(name: str, hint: Any, panel: str, argument: Argument | None = None) 
     return Annotated[kind | None, typer.Option(flag, help=text, show_default=False, rich_help_panel=panel)]
 
 
-def _json_object(text: str) -> dict[str, Any]:
+def _json_object(name: str, text: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise ConfigError(
-            f"hf_overrides is {text!r}; it must be a JSON object ({error})", param="hf_overrides"
-        ) from error
+        raise ConfigError(f"{name} is {text!r}; it must be a JSON object ({error})", param=name) from error

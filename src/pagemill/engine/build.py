@@ -13,6 +13,7 @@ from pagemill.memory.block_table import Footprint
 from pagemill.memory.eviction import POLICIES
 from pagemill.memory.manager import MemoryManager
 from pagemill.scheduling.scheduler import Scheduler
+from pagemill.scheduling.speculation import NgramDrafter
 
 
 def build(config: EngineConfig, executor: Executor) -> tuple[MemoryManager, Tiers | None, Scheduler, Streamed]:
@@ -46,7 +47,7 @@ def build(config: EngineConfig, executor: Executor) -> tuple[MemoryManager, Tier
         max_pinned_share=config.max_pinned_share,
         target_tpot_s=math.inf if config.target_tpot_ms is None else config.target_tpot_ms / 1e3,
         compacts=config.kv_compaction == "auto" and facts.compacts,
-        max_accepted=facts.max_accepted,
+        drafter=None if config.speculative_config is None else NgramDrafter(config.speculative_config),
     )
     for name, limits in config.tenants.items():
         scheduler.set_tenant(name, limits)

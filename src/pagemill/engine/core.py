@@ -277,7 +277,7 @@ class EngineCore:
 
     def stats(self) -> EngineStats:
         """Returns counters since the start, and the state now."""
-        memory, compaction = self.memory, self.memory.compaction
+        memory, compaction, drafts = self.memory, self.memory.compaction, self.scheduler.drafts
         transfers = TransferStats() if self.tiers is None else self.tiers.transfers.stats()
         return EngineStats(
             **asdict(memory.stats()),
@@ -295,6 +295,10 @@ class EngineCore:
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generated_tokens=self._generated_tokens,
+            draft_rows=drafts.rows,
+            draft_tokens=drafts.proposed,
+            accepted_tokens=drafts.accepted,
+            accepted_per_position=drafts.by_position.copy(),
             prefix_queried_tokens=self.scheduler.prefix_queried_tokens,
             prefix_hit_tokens=self.scheduler.prefix_hit_tokens,
             compaction_copies=compaction.copies,

@@ -70,6 +70,11 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     steps: Annotated[int, _counter("engine_steps", "Steps of the engine.")]
     prompt_tokens: Annotated[int, _counter("prompt_tokens", "Prompt tokens taken in.")]
     generated_tokens: Annotated[int, _counter("generation_tokens", "Tokens generated.")]
+    draft_rows: Annotated[int, _counter("spec_decode_num_drafts", "Rows of steps that had drafts to verify.")] = 0
+    draft_tokens: Annotated[int, _counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")] = 0
+    accepted_tokens: Annotated[int, _counter("spec_decode_num_accepted_tokens", "Drafts that were accepted.")] = 0
+    accepted_per_position: list[int] = []
+    """Drafts that were accepted, by their place behind the last token."""
     prefix_queried_tokens: Annotated[int, _counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")]
     prefix_hit_tokens: Annotated[int, _counter("prefix_cache_hits", "Tokens found in the prefix cache.")]
     frames: int

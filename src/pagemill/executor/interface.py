@@ -28,7 +28,6 @@ class ExecutorFacts:
     fingerprint, kv_format, numerics: the parts of the digests that name blocks: weights, bytes of K/V, kernels.
     frame_bytes: K and V of one block of one layer group; also the size of its record in an offload store.
     kv: the format in which K and V are stored.
-    max_accepted: the most tokens that a row can accept in a step.
     streams: True if attention can read frames outside the pool.
     compacts: True if attention gains from frames that are neighbours.
     locks_pages: True if host memory must be page-locked to be copied by the device itself.
@@ -46,7 +45,6 @@ class ExecutorFacts:
     numerics: str
     frame_bytes: int
     kv: KVFormat
-    max_accepted: int
     streams: bool
     compacts: bool
     locks_pages: bool

@@ -61,7 +61,6 @@ def open_executor(
         numerics=f"{backend.ops.name},{backend.attention.name},{weights}",
         frame_bytes=layout.frame_bytes,
         kv=kv,
-        max_accepted=1,
         streams=on_cpu,
         compacts=on_cpu,
         locks_pages=not on_cpu,

@@ -18,6 +18,7 @@ from pagemill.attention.interface import AttentionBatch, GroupBatch
 from pagemill.errors import NonFiniteLogitsError, SamplingParamsError
 from pagemill.executor.backend import Backend
 from pagemill.executor.interface import ExecutorFacts, ExecutorMemory, StepHandle
+from pagemill.executor.verification import Choose, Verified, verify
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layout import FrameShape
 from pagemill.kvcache.pages_ahead import PagesAhead, PooledFrames
@@ -25,7 +26,7 @@ from pagemill.kvcache.read_ahead import ReadAhead
 from pagemill.kvcache.sizing import host_memory
 from pagemill.models.decoder import Decoder, OnLayer
 from pagemill.sampling.params import TokenLogprobs
-from pagemill.sampling.sampler import Sampler
+from pagemill.sampling.sampler import Sampled, Sampler
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
 LOGITS_ROWS = 64
@@ -127,6 +128,10 @@ class LocalExecutor:
         positions = np.repeat(plan.starts - query_start[:-1], plan.query_lens) + np.arange(len(rows))
         context_lens = plan.starts + plan.query_lens
         ends = context_lens[plan.sample_from]
+        if len(plan.draft_tokens):
+            counts = plan.max_accepted - 1
+            ends -= counts
+            self._tokens[np.repeat(plan.sample_to, counts), _runs(ends, counts)] = plan.draft_tokens
         only_argmax = self.sampler.only_argmax(plan.sample_to)
         hidden = self.decoder.forward(
             self._to_device(self._tokens[rows, positions].astype(np.int64)),
@@ -188,23 +193,23 @@ class LocalExecutor:
     def _sample(
         self, plan: StepPlan, hidden: Tensor, query_start: NDArray[np.int32], ends: NDArray[np.int32], only_argmax: bool
     ) -> StepResult:
-        """Samples; `ends` says by sample where its token goes."""
+        """Samples; `ends` says by sample where its first token goes."""
         if len(plan.sample_from) == 0:
             return StepResult()
-        last = hidden
-        if plan.forks or len(plan.sample_from) < hidden.shape[0]:
-            tokens = query_start[plan.sample_from + 1] - 1
+        last, which, drafts = hidden, None, len(plan.draft_tokens)
+        if plan.forks or len(plan.sample_from) + drafts < hidden.shape[0]:
+            queries = query_start[plan.sample_from + 1] - plan.max_accepted
+            if drafts:
+                queries = _runs(queries, plan.max_accepted)
             if plan.forks:
-                tokens, which = np.unique(tokens, return_inverse=True)
-            last = _take_rows(hidden, tokens)
-        argmax = self.decoder.argmax(last) if only_argmax else None
-        if argmax is not None:
-            sampled = self.sampler.take_argmax(argmax[which] if plan.forks else argmax)
+                queries, which = np.unique(queries, return_inverse=True)
+            last = _take_rows(hidden, queries)
+        choose = self._chooser(last, which, only_argmax)
+        if drafts:
+            sampled, tokens, logprobs = self._verify(plan, choose, ends)
         else:
-            with torch.inference_mode():
-                logits = self.decoder.logits(last, self._logits_of(last.shape[0]))
-                sampled = self.sampler.sample(_take_rows(logits, which) if plan.forks else logits, plan.sample_to)
-        self._tokens[plan.sample_to, ends] = sampled.token_ids
+            sampled, tokens, logprobs = Verified.without_drafts(choose(None, plan.sample_to))
+            self._tokens[plan.sample_to, ends] = sampled.token_ids
         failed: dict[int, Exception] = {}
         for i in sampled.not_finite:
             failed[int(plan.sample_from[i])] = NonFiniteLogitsError.of("logits")
@@ -214,11 +219,38 @@ class LocalExecutor:
                 param="allowed_token_ids",
             )
         lost = {i for i, row in enumerate(plan.sample_from.tolist()) if row in failed} if failed else ()
-        return StepResult(
-            [[] if i in lost else [token] for i, token in enumerate(sampled.token_ids)],
-            [None if entry is None or i in lost else [entry] for i, entry in enumerate(sampled.logprobs)],
-            failed,
-        )
+        for i in lost:
+            tokens[i], logprobs[i] = [], None
+        return StepResult(tokens, logprobs, failed)
+
+    def _chooser(self, hidden: Tensor, which: NDArray[np.int64] | None, only_argmax: bool) -> Choose:
+        """Returns what samples from the logits of these hidden states; place i is that of `which[i]`, if given."""
+        argmax = self.decoder.argmax(hidden) if only_argmax else None
+        if argmax is not None:
+            found = argmax if which is None else argmax[which]
+            return lambda places, rows: self.sampler.take_argmax(found if places is None else found[places])
+        with torch.inference_mode():
+            logits = self.decoder.logits(hidden, self._logits_of(hidden.shape[0]))
+
+        def choose(places: NDArray[np.int64] | None, rows: NDArray[np.int32]) -> Sampled:
+            index = places if which is None else which if places is None else which[places]
+            with torch.inference_mode():
+                return self.sampler.sample(logits if index is None else _take_rows(logits, index), rows)
+
+        return choose
+
+    def _verify(self, plan: StepPlan, choose: Choose, ends: NDArray[np.int32]) -> Verified:
+        """Samples with drafts. If that fails half-way, the sampler forgets it all, so that rows may be run again."""
+        try:
+            verified = verify(plan, choose)
+        except Exception:
+            for row, end in zip(plan.sample_to.tolist(), ends.tolist(), strict=True):
+                prompt_len = int(self._prompt_lens[row])
+                self.sampler.rewind(row, self._tokens[row, :prompt_len], self._tokens[row, prompt_len:end])
+            raise
+        counts = np.array([len(accepted) for accepted in verified.tokens])
+        self._tokens[plan.sample_to, ends + counts - 1] = [accepted[-1] for accepted in verified.tokens]
+        return verified
 
     def _logits_of(self, rows: int) -> Tensor | None:
         """Returns memory for logits, kept between steps. NumPy's comes in huge pages."""
@@ -259,6 +291,11 @@ def _pool(
         else:
             failed[index] = NonFiniteLogitsError.of("hidden states")
     return pooled, failed
+
+
+def _runs(begins: NDArray[np.int32], counts: NDArray[np.int32]) -> NDArray[np.int64]:
+    """Returns begin, begin + 1, … of each run, one run after the other."""
+    return np.repeat(begins - (np.cumsum(counts) - counts), counts) + np.arange(counts.sum())
 
 
 def _take_rows(x: Tensor, index: NDArray[np.integer[Any]]) -> Tensor:

@@ -85,6 +85,12 @@ class Sampler:
         if self._constrained[row]:
             self._constraints[row] = RowConstraints(params, self.eos_token_ids, prompt_token_ids, output_token_ids)
 
+    def rewind(
+        self, row: int, prompt_token_ids: npt.NDArray[np.int32], output_token_ids: npt.NDArray[np.int32]
+    ) -> None:
+        """Brings `row` back to where its sequence had generated just this, whatever has been sampled since."""
+        self.add_row(row, self.params(row), int(self._seeds[row]), prompt_token_ids, output_token_ids)
+
     def remove_row(self, row: int) -> None:
         """Takes `row` from the sequence that leaves; it may be given again."""
         self._params[row] = None

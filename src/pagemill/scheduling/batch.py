@@ -14,13 +14,16 @@ from pagemill.sampling.random import sequence_seed
 from pagemill.scheduling.sequence import Sequence
 from pagemill.scheduling.step_plan import ChosenTokens, NewRow, StepPlan
 
+NONE: abc.Mapping[Sequence, list[int]] = {}
+
 
 class Entry(msgspec.Struct, gc=False):
-    """One row of a step in flight: the sequence, and which of its tokens are computed."""
+    """One row of a step in flight: the sequence, and which of its tokens are computed, the last `drafts` guesses."""
 
     sequence: Sequence
     start: int
     end: int
+    drafts: int
 
 
 class Flight(NamedTuple):
@@ -37,15 +40,11 @@ class Flight(NamedTuple):
 
 
 class Batch:
-    """Keeps rows 0 .. num_rows - 1, each free or a sequence's; `flights` are the steps under way, the oldest first.
+    """Keeps rows 0 .. num_rows - 1, each free or a sequence's; `flights` are the steps under way, the oldest first."""
 
-    max_accepted: how many tokens a row may accept in a step. A beam accepts one: the search chooses it.
-    """
-
-    def __init__(self, memory: MemoryManager, num_rows: int, max_accepted: int) -> None:
+    def __init__(self, memory: MemoryManager, num_rows: int) -> None:
         self.flights: deque[Flight] = deque()
         self._memory = memory
-        self._max_accepted = max_accepted
         self.free_rows = list(range(num_rows - 1, -1, -1))
         self._freed: list[int] = []
         """Since the last plan."""
@@ -80,8 +79,11 @@ class Batch:
         sequence.tokens += tokens
         sequence.prefill_len = len(sequence.tokens) - 1
 
-    def plan(self, planned: abc.Mapping[Sequence, int]) -> StepPlan:
-        """Plans a step, which is in flight from now on. planned: how many tokens each sequence computes."""
+    def plan(self, planned: abc.Mapping[Sequence, int], drafts: abc.Mapping[Sequence, list[int]] = NONE) -> StepPlan:
+        """Plans a step, which is in flight from now on.
+
+        planned: how many tokens each sequence computes. drafts: the last of these, where they are guesses.
+        """
         entries: list[Entry] = []
         rows: list[int] = []
         starts: list[int] = []
@@ -95,18 +97,18 @@ class Batch:
         computed: list[int] = []
         pooled: list[int] = []
         pools_all: list[bool] = []
-        forks, most = False, self._max_accepted
+        draft_tokens: list[int] = []
+        forks = False
         for position, (sequence, count) in enumerate(planned.items()):
             assert sequence.table is not None
             row, start = sequence.row, sequence.scheduled
             generates.append(start >= sequence.prefill_len)
             end = sequence.scheduled = start + count
-            entries.append(Entry(sequence, start, end))
+            guesses = drafts.get(sequence, ()) if drafts else ()
+            entries.append(Entry(sequence, start, end, len(guesses)))
             rows.append(row)
             starts.append(start)
             known = len(sequence.tokens) + sequence.in_flight
-            # A beam's next token is chosen when the step has run.
-            limit = 1 if most == 1 or sequence.group is not None else min(most, sequence.request.max_len - known)
             if sequence.table.row < 0:
                 self._memory.place(sequence.table, row)
                 new_rows.append(_new_row(sequence, sequence.index, row))
@@ -120,7 +122,7 @@ class Batch:
                         sample_from.append(position)
                         sample_index.append(index)
                         sample_to.append(child_row)
-                        max_accepted.append(limit)
+                        max_accepted.append(1)
             if not sequence.request.samples:
                 if end == known:
                     computed.append(position)
@@ -128,13 +130,15 @@ class Batch:
                 if pooling is not None and (pooling.reads_all_tokens or end == known):
                     pooled.append(position)
                     pools_all.append(pooling.reads_all_tokens)
-            elif end == known:
+            elif end - len(guesses) == known:
                 sample_from.append(position)
                 sample_index.append(sequence.index)
                 sample_to.append(row)
-                max_accepted.append(limit)
+                max_accepted.append(1 + len(guesses))
                 sequence.in_flight += sequence.group is None
-                sequence.open_ended = limit > 1
+                if guesses:
+                    draft_tokens += guesses
+                    sequence.open_ended = True
         self._step += 1
         self.flights.append(Flight(self._step, entries, list(zip(sample_from, sample_index, strict=True)), computed))
         freed, self._freed = self._freed, []
@@ -150,6 +154,7 @@ class Batch:
             sample_from=np.fromiter(sample_from, np.int32, len(sample_from)),
             sample_to=np.fromiter(sample_to, np.int32, len(sample_to)),
             max_accepted=np.fromiter(max_accepted, np.int32, len(sample_to)),
+            draft_tokens=np.array(draft_tokens, np.int32),
             prompt_logprobs=np.fromiter(prompt_logprobs, np.int32, len(prompt_logprobs)),
             new_rows=new_rows,
             freed_rows=freed,

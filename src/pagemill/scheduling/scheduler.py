@@ -12,13 +12,14 @@ from collections.abc import Set
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.pins import Pins
 from pagemill.memory.work import Load
-from pagemill.scheduling import admission, forks, limits, preemption
-from pagemill.scheduling.batch import Batch
+from pagemill.scheduling import admission, forks, limits, preemption, speculation
+from pagemill.scheduling.batch import Batch, Entry
 from pagemill.scheduling.beam import BeamGroup
 from pagemill.scheduling.compactor import Compactor
 from pagemill.scheduling.controller import Controller
 from pagemill.scheduling.loading import Stored
 from pagemill.scheduling.sequence import Rank, Request, Sequence, SequenceUpdate, Status
+from pagemill.scheduling.speculation import DraftCounts, Drafter
 from pagemill.scheduling.state import SchedulerState, StepDraft
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 from pagemill.tenant_limits import TenantLimits
@@ -39,7 +40,9 @@ class Scheduler:
     be recomputed; where there are tenants, the worst of those that have borrowed (see `preemption.victim`). No sequence
     is preempted while a step is in flight.
 
-    state: what runs and what waits. Admission, preemption, forks and limits are functions over it.
+    state:   what runs and what waits. Admission, preemption, forks, limits and speculation are functions over it.
+    drafter: guesses the next tokens of sequences that generate; None for one token at a time.
+    drafts:  what has come of its guesses.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class Scheduler:
         max_pinned_share: float = 0.5,
         target_tpot_s: float = math.inf,
         compacts: bool = False,
-        max_accepted: int = 1,
+        drafter: Drafter | None = None,
     ) -> None:
         self.memory = memory
         self.pins = Pins(memory, max_pinned_share)
@@ -66,7 +69,7 @@ class Scheduler:
         self.state = SchedulerState(
             memory,
             self.pins,
-            Batch(memory, max_num_seqs, max_accepted),
+            Batch(memory, max_num_seqs),
             self.controller,
             chunk=max_num_batched_tokens,
             max_num_seqs=max_num_seqs,
@@ -74,6 +77,8 @@ class Scheduler:
             stored=stored,
         )
         self.tenants = self.state.tenants
+        self.drafter = drafter
+        self.drafts = DraftCounts()
         self._eos = eos_token_ids
         self._ageing_s = ageing_s
         self._compactor = Compactor() if compacts else None
@@ -273,7 +278,9 @@ class Scheduler:
         if self._compactor is not None and not state.batch.flights:
             self._compactor.step(state)
         self.tenants.serve(draft.planned)
-        return state.batch.plan(draft.planned)
+        if self.drafter is not None:
+            speculation.add_drafts(state, draft, self.drafter)
+        return state.batch.plan(draft.planned, draft.drafts)
 
     def expire(self, now: float) -> float:
         """Ends pins and cached blocks whose time is over, as `schedule` does too.
@@ -293,10 +300,12 @@ class Scheduler:
         state.resume(state.pending.computed(load, blocks) + state.pending.drop(load))
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """Tells the controller how long a step took that has been committed, planning and all."""
-        if not self.controller.has_target:
+        """Tells controller and drafter how long a step took that has been committed, planning and all."""
+        if not self.controller.has_target and self.drafter is None:
             return
         generating = plan.num_generating
+        if self.drafter is not None and generating == plan.num_tokens:
+            self.drafter.note_step(generating, len(plan.draft_tokens), seconds)
         self.controller.note_step(seconds, plan.num_tokens - generating, generating, self.num_running)
         self.controller.note_memory(self.preemptions, self.memory.num_frames)
 
@@ -330,19 +339,12 @@ class Scheduler:
         self.memory.retire(flight.step)
         updates: list[SequenceUpdate] = []
         entries, failed, finished = flight.entries, result.failed, Status.FINISHED
-        memory, size = self.memory, self.memory.block_size
         for position, entry in enumerate(entries):
             sequence, end = entry.sequence, entry.end
             if failed and position in failed:
                 updates += self._fail(sequence, failed[position], now)
-            elif sequence.status is not finished:
-                assert sequence.table is not None
-                fills = end // size > entry.start // size
-                if fills:
-                    state.name_blocks(sequence)
-                memory.commit(sequence.table, end, sequence.tokens, sequence.digests)
-                if fills:
-                    state.resume(state.pending.computed(sequence, end // size))
+            elif sequence.status is not finished and not entry.drafts:  # else it is not known yet which are right
+                self._keep(sequence, entry.start, end)
         for position, of_prompt in result.prompt_logprobs.items():
             sequence = entries[position].sequence
             if entries[position].start == 0:
@@ -367,6 +369,8 @@ class Scheduler:
             if sequence.request.pin is not None and sequence.table is not None:
                 self.pins.keep(sequence.request.request_id, sequence.table, now)
             accepted, reason, stop_reason = sequence.accept(tokens, self._eos)
+            if entries[position].drafts:
+                self._keep_accepted(entries[position], len(tokens), len(accepted))
             if reason is not None:
                 state.finish(sequence, now)
             logprobs = None if logprobs is None else logprobs[: len(accepted)]
@@ -377,6 +381,31 @@ class Scheduler:
                 state.finish(sequence, now)
                 updates.append(SequenceUpdate(sequence, [], None, "length" if sequence.pooled is None else "stop"))
         return updates
+
+    def _keep(self, sequence: Sequence, start: int, end: int) -> None:
+        """Commits a sequence's tokens from `start` to `end`, and wakes who waits for a block that they fill."""
+        state, size = self.state, self.memory.block_size
+        assert sequence.table is not None
+        fills = end // size > start // size
+        if fills:
+            state.name_blocks(sequence)
+        self.memory.commit(sequence.table, end, sequence.tokens, sequence.digests)
+        if fills:
+            state.resume(state.pending.computed(sequence, end // size))
+
+    def _keep_accepted(self, entry: Entry, accepted: int, kept: int) -> None:
+        """Commits what a row with drafts has computed and keeps, and gives back what the others had.
+
+        accepted: tokens that it accepted. kept: those of them that the sequence takes, up to its end.
+        """
+        sequence, proposed = entry.sequence, entry.drafts
+        sequence.scheduled = entry.start + kept
+        self._keep(sequence, entry.start, sequence.scheduled)
+        speculation.give_back(self.state, sequence, sequence.scheduled)
+        self.tenants.serve({sequence: kept - 1})  # the first was counted when it was planned
+        self.drafts.note(proposed, accepted - 1)
+        if self.drafter is not None:
+            self.drafter.verified(sequence, proposed, accepted - 1)
 
     def _fail(self, sequence: Sequence, error: Exception, now: float) -> list[SequenceUpdate]:
         """Ends a sequence that failed, and returns what to tell.

@@ -15,6 +15,7 @@ from pagemill.memory.manager import Residency
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams, TokenLogprobs
 from pagemill.sampling.pooling_params import PoolingParams
+from pagemill.scheduling.drafting import Drafting, NgramTable
 from pagemill.tenant_limits import DEFAULT_TENANT
 
 if TYPE_CHECKING:
@@ -60,6 +61,7 @@ class Request:
     `max_len` is the most tokens, prompt included, that one of its sequences can reach; one more than the prompt has if
     nothing is sampled, for then the last one needs its place.
     `beam` makes it a search, and `params` what its rows ask of the sampler (`beam.row_params`).
+    `ngrams` is the prompt's, once one of its sequences drafts.
     """
 
     request_id: str
@@ -75,6 +77,7 @@ class Request:
     pin: Pinning | None = None
     tenant: str = DEFAULT_TENANT
     in_session: bool = False
+    ngrams: NgramTable | None = None
     samples: bool = field(init=False)
     """False: it ends when its prompt has been computed."""
     stop_token_ids: frozenset[int] = field(init=False)
@@ -95,7 +98,8 @@ class Sequence:
 
     `scheduled` counts the tokens whose K/V are in the cache once all steps in flight have finished, and `in_flight` the
     tokens that those steps will bring at least: what is left to compute is `len(tokens) + in_flight - scheduled`. While
-    a step in flight may bring more than that (`open_ended`), nothing can be planned behind it.
+    a step in flight verifies drafts (`open_ended`), nobody knows how many tokens it will bring, and `scheduled` counts
+    the drafts: nothing can be planned behind it.
     `prefill_len` counts the tokens that it computes before it generates: all but the last with which it began to run,
     whose query brings the first new one.
     """
@@ -120,6 +124,8 @@ class Sequence:
     """What its request's pooling has of the tokens computed so far: their sum, or the last one's hidden state."""
     scheduled_s: float | None = None
     """When it first entered a step."""
+    drafting: Drafting | None = None
+    """What its drafts are looked up in, while it runs."""
     group: BeamGroup | None = None
     """The beams among which it is one."""
     residency: Residency | None = None

@@ -78,7 +78,7 @@ class SchedulerState:
         tenant = self.tenants[sequence.request.tenant]
         tenant.running -= 1
         tenant.rows -= self.batch.unseat(sequence)
-        sequence.table = None
+        sequence.table = sequence.drafting = None
 
     def finish(self, sequence: Sequence, now: float) -> None:
         """Ends a sequence, and with its last one the request."""
@@ -121,10 +121,12 @@ class StepDraft:
     """A step while it is planned: how many tokens of which sequence run, and how many more may.
 
     scored: how many more tokens of prompts may run of which log probabilities are asked for.
+    drafts: those that are verified behind a sequence's last token, counted in `planned`.
     """
 
     def __init__(self, budget: int) -> None:
         self.planned: dict[Sequence, int] = {}
+        self.drafts: dict[Sequence, list[int]] = {}
         self.budget = budget
         self.scored = budget
 
@@ -138,6 +140,12 @@ class StepDraft:
         self.budget -= count
         if sequence.request.params.prompt_logprobs is not None:
             self.scored = max(0, self.scored - count)
+
+    def add_drafts(self, sequence: Sequence, tokens: list[int]) -> None:
+        """Plans drafts behind the one token that is planned of a sequence."""
+        self.drafts[sequence] = tokens
+        self.planned[sequence] += len(tokens)
+        self.budget -= len(tokens)
 
     def drop(self, sequence: Sequence) -> None:
         """Takes out a sequence that does not run after all, if it is in."""

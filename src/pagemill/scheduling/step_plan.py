@@ -44,9 +44,10 @@ class StepPlan:
     generates   bool  [n]  whether the row computes what its last step brought; else it computes a prompt
     starts      int32 [n]  position of the first query token (tokens already in the KV cache)
     query_lens  int32 [n]  query tokens of each row, at least 1
-    sample_from int32 [m]  index into `rows`: whose last query token's logits are sampled
+    sample_from int32 [m]  index into `rows`: whose last query token's logits are sampled, and those before its drafts
     sample_to   int32 [m]  persistent row that gets the sampled tokens (not rows[sample_from] for a forked child)
-    max_accepted int32 [m] how many tokens the sample may accept, at least 1
+    max_accepted int32 [m] how many tokens the sample may accept: 1, and 1 for each of its drafts
+    draft_tokens int32 [d] the drafts of all samples, one after the other: a row's last query tokens, if it has any
     prompt_logprobs int32 [k]  indices into `rows` whose every query token needs log probabilities
     pooled      int32 [p]  indices into `rows` whose hidden states are wanted: of each a vector
     pools_all   bool  [p]  whether that is the sum over all query tokens; else it is the last one's
@@ -69,6 +70,7 @@ class StepPlan:
     new_rows: list[NewRow] = field(default_factory=list)
     freed_rows: list[int] = field(default_factory=list)
     chosen_tokens: list[ChosenTokens] = field(default_factory=list)
+    draft_tokens: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     pooled: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     pools_all: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     forks: bool = False
@@ -79,7 +81,7 @@ class StepPlan:
 
     @property
     def num_generating(self) -> int:
-        """Returns how many query tokens belong to rows that generate."""
+        """Returns how many query tokens belong to rows that generate, drafts included."""
         return int(self.query_lens[self.generates].sum())
 
     def select(self, begin: int, end: int) -> StepPlan:
@@ -96,6 +98,7 @@ class StepPlan:
             sample_from=self.sample_from[samples] - begin,
             sample_to=self.sample_to[samples],
             max_accepted=self.max_accepted[samples],
+            draft_tokens=self.draft_tokens[np.repeat(samples, self.max_accepted - 1)],
             prompt_logprobs=self.prompt_logprobs[logprobs] - begin,
             pooled=self.pooled[pooled] - begin,
             pools_all=self.pools_all[pooled],
@@ -111,7 +114,7 @@ class StepResult:
     """Holds what a plan, or a part of one, brought. Indices are those of the plan that was run.
 
     tokens: by sample, the accepted tokens in order; at least one, at most the plan's `max_accepted`; none where the row
-        failed.
+        failed. All but the last are drafts, whose K/V are in the cache.
     logprobs: by sample, one entry for each accepted token; None where the row did not ask for any.
     failed: by row, what went wrong with that row alone.
     prompt_logprobs: by row, for each query token that another prompt token follows, log probabilities of that token.

@@ -119,6 +119,14 @@ class _Engine(Collector):
         for state in ("free", "cached", "active"):
             blocks.add_metric([state], getattr(stats, f"frames_{state}"))
         yield blocks
+        accepted = CounterMetricFamily(
+            "pagemill:spec_decode_num_accepted_tokens_per_pos",
+            "Drafts that were accepted, by their place behind the last token.",
+            labels=["position"],
+        )
+        for position, count in enumerate(stats.accepted_per_position):
+            accepted.add_metric([str(position)], count)
+        yield accepted
         below = GaugeMetricFamily("pagemill:kv_tier_blocks", "Blocks that lie in lower tiers.", labels=["tier"])
         for tier, held_there in stats.tier_blocks.items():
             below.add_metric([tier], held_there)

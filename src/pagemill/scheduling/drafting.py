@@ -1,0 +1,115 @@
+"""Drafts a sequence's next tokens by n-gram look-up: what has followed where its last tokens stood before.
+
+A draft costs no model, and is only a guess: verification accepts of it what plain decoding would have brought.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+UNLIKELY = 0.7
+"""To this power of its length, an n-gram's drafts are taken to be wrong, as long as nothing is known of them."""
+LEARN = 0.4
+"""What the last verification counts in a chance, beside all before it."""
+FORGET = 0.005
+"""What each step without drafts counts, after which there is another try the sooner, the less a try costs."""
+
+
+class Match(NamedTuple):
+    """An earlier place where a sequence's last `length` tokens stood, and the `position` of what followed."""
+
+    length: int
+    position: int
+
+
+class NgramTable:
+    """By n-gram, the position behind its latest place, for a range of positions that grows. O(1) per token.
+
+    end: the last position that has been taken in.
+    """
+
+    def __init__(self, begin: int, lengths: range) -> None:
+        self.end = begin
+        self._lengths = lengths
+        self._found: dict[int, dict[int, int]] = {length: {} for length in lengths}
+
+    def extend(self, tokens: Sequence[int], end: int) -> None:
+        """Takes in the n-grams that end before positions up to `end`."""
+        for length in self._lengths:
+            first = max(self.end + 1, length)
+            if first > end:
+                continue
+            columns = (tokens[first - length + i : end - length + i + 1] for i in range(length))
+            self._found[length].update(zip(map(hash, zip(*columns, strict=True)), range(first, end + 1), strict=True))
+        self.end = max(self.end, end)
+
+    def find(self, ngram: tuple[int, ...]) -> int:
+        """Returns the position behind its latest place, or -1. Other n-grams may be taken for it, though rarely."""
+        return self._found[len(ngram)].get(hash(ngram), -1)
+
+
+class Drafting:
+    """What one sequence drafts from: its tokens by n-gram, and how well its drafts have been doing.
+
+    lengths: of the n-grams, the shortest first. prompt: the prompt's table, which sequences of one request share.
+    """
+
+    def __init__(self, prompt_len: int, lengths: range, prompt: NgramTable) -> None:
+        self._prompt_len = prompt_len
+        self._lengths = lengths
+        self._prompt = prompt
+        self._answer = NgramTable(prompt_len - 1, lengths)
+        self._chances = {length: first_chance(length) for length in lengths}
+        self._behind = lengths[0]
+
+    def take_in(self, tokens: Sequence[int], most: int) -> int:
+        """Takes in tokens that it has not yet, at most so many. Returns how many that were."""
+        taken = 0
+        for table, end in ((self._prompt, self._prompt_len - 1), (self._answer, len(tokens) - 1)):
+            if (count := min(end - table.end, most - taken)) > 0:
+                table.extend(tokens, table.end + count)
+                taken += count
+        return taken
+
+    def match(self, tokens: Sequence[int]) -> Match | None:
+        """Returns the latest earlier place of the longest n-gram that ends here and that stood there too."""
+        if self._answer.end < len(tokens) - 1:
+            return None
+        for length in reversed(self._lengths):
+            ngram = tuple(tokens[-length:])
+            if len(ngram) < length:
+                continue
+            for table in (self._answer, self._prompt):
+                position = table.find(ngram)
+                if position >= 0 and tuple(tokens[position - length : position]) == ngram:
+                    return Match(length, position)
+        return None
+
+    def chance(self, match: Match) -> float:
+        """Returns how likely a draft behind an n-gram of this length is right if those before it are."""
+        return self._chances[match.length]
+
+    def draft(self, tokens: Sequence[int], match: Match, count: int) -> list[int]:
+        """Returns `count` tokens that follow if all goes on as before, be that a repetition of what they are part of.
+
+        With none, the chance of such drafts slowly becomes what it was at first.
+        """
+        self._behind = match.length
+        if not count:
+            self._chances[match.length] += FORGET * (first_chance(match.length) - self._chances[match.length])
+        drafts = list(tokens[match.position : match.position + count])
+        period = len(tokens) - match.position
+        while len(drafts) < count:
+            drafts.append(drafts[-period])
+        return drafts
+
+    def verified(self, proposed: int, accepted: int) -> None:
+        """Learns how many of the last drafts were right."""
+        rate = accepted / min(accepted + 1, proposed)
+        self._chances[self._behind] += LEARN * (rate - self._chances[self._behind])
+
+
+def first_chance(length: int) -> float:
+    """Returns the chance that is given to drafts behind an n-gram of which nothing is known: the longer, the better."""
+    return 1 - UNLIKELY**length

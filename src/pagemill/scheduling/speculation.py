@@ -1,0 +1,147 @@
+"""Speculation: which rows of a step carry drafts, within what the step and the memory have left.
+
+A row that generates computes its last token; with drafts behind it, one pass over the weights computes those as well,
+and what the model says after each is compared with the next. Drafts take only what nobody else wants: the rest of a
+step's budget, and blocks that are free or cached, which are given back with the step. So no sequence is preempted, kept
+waiting or admitted because of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from pagemill.memory.manager import MemoryManager
+from pagemill.scheduling.controller import CALM
+from pagemill.scheduling.draft_control import Candidate, DraftControl
+from pagemill.scheduling.drafting import Drafting, Match, NgramTable
+from pagemill.scheduling.sequence import Sequence
+from pagemill.scheduling.state import SchedulerState, StepDraft
+from pagemill.speculative_config import SpeculativeConfig
+
+TAKEN_IN = 2048
+"""The most tokens that all sequences take into their tables in a step: one or two milliseconds."""
+
+
+class Drafter(Protocol):
+    """Guesses the next tokens of sequences that generate."""
+
+    def propose(
+        self, room: Mapping[Sequence, int], rows: int, budget: int, limit_s: float
+    ) -> dict[Sequence, list[int]]:
+        """Returns drafts, at least one for each sequence that gets any.
+
+        room: by sequence, the most drafts that it may get. rows: how many rows generate in the step. budget: the most
+        drafts of all. limit_s: the longest that the step should take.
+        """
+
+    def verified(self, sequence: Sequence, proposed: int, accepted: int) -> None:
+        """Is told how many of a sequence's drafts were right."""
+
+    def note_step(self, tokens: int, drafts: int, seconds: float) -> None:
+        """Is told how long a step took in which all of its query tokens, drafts among them, were generating rows'."""
+
+
+@dataclass
+class DraftCounts:
+    """Counts since the start: rows with drafts, their drafts, those that were accepted, and these by position."""
+
+    rows: int = 0
+    proposed: int = 0
+    accepted: int = 0
+    by_position: list[int] = field(default_factory=list)
+
+    def note(self, proposed: int, accepted: int) -> None:
+        """Counts one verified row."""
+        self.rows += 1
+        self.proposed += proposed
+        self.accepted += accepted
+        self.by_position += [0] * (proposed - len(self.by_position))
+        for position in range(accepted):
+            self.by_position[position] += 1
+
+
+def add_drafts(state: SchedulerState, draft: StepDraft, drafter: Drafter) -> None:
+    """Adds drafts to a step that is planned otherwise."""
+    room, rows = {}, 0
+    for sequence, count in draft.planned.items():
+        if sequence.generates:
+            rows += 1
+            if count == 1 and (most := _most_drafts(sequence)) > 0:
+                room[sequence] = most
+    limit_s = CALM * state.controller.target_s
+    if not room or draft.budget < 1 or (rows < len(draft.planned) and limit_s < math.inf):
+        return
+    for sequence, tokens in drafter.propose(room, rows, draft.budget, limit_s).items():
+        fitting = tokens[: _reserve(state.memory, sequence, len(tokens))]
+        if fitting:
+            draft.add_drafts(sequence, fitting)
+
+
+def give_back(state: SchedulerState, sequence: Sequence, length: int) -> None:
+    """Gives back what was reserved for drafts behind the first `length` tokens, which are committed."""
+    table = sequence.table
+    assert table is not None
+    if table.num_entries > -(-length // state.memory.block_size):
+        state.memory.truncate(table, length)
+
+
+def _most_drafts(sequence: Sequence) -> int:
+    """Returns how many drafts a sequence may have: none before its first token, in a search, or behind a step in flight
+    that is to bring the token before them."""
+    if sequence.group is not None or sequence.in_flight or not sequence.num_output_tokens:
+        return 0
+    return sequence.request.max_len - len(sequence.tokens) - 1
+
+
+def _reserve(memory: MemoryManager, sequence: Sequence, count: int) -> int:
+    """Reserves the places of so many drafts behind a token that has its own. Returns how many have one."""
+    table, known = sequence.table, sequence.scheduled + 1
+    assert table is not None
+    if known + count > table.writable and memory.reserve(table, known + count) is not None:
+        return max(0, table.writable - known)
+    return count
+
+
+class NgramDrafter:
+    """Drafts by look-up in each sequence's own tokens (`drafting`), as many as pay (`draft_control`)."""
+
+    def __init__(self, config: SpeculativeConfig) -> None:
+        self._most = config.num_speculative_tokens
+        self._lengths = range(config.prompt_lookup_min, config.prompt_lookup_max + 1)
+        self._control = DraftControl()
+
+    def propose(
+        self, room: Mapping[Sequence, int], rows: int, budget: int, limit_s: float
+    ) -> dict[Sequence, list[int]]:
+        if not self._control.pays(1.0, rows):
+            return {}
+        found: list[tuple[Sequence, Drafting, Match, Candidate]] = []
+        left = TAKEN_IN
+        for sequence, most in room.items():
+            drafting = sequence.drafting = sequence.drafting or self._begin(sequence)
+            left -= drafting.take_in(sequence.tokens, left)
+            match = drafting.match(sequence.tokens)
+            if match is not None:
+                candidate = Candidate(drafting.chance(match), min(most, self._most))
+                found.append((sequence, drafting, match, candidate))
+        self._control.choose([candidate for *_, candidate in found], rows, budget, limit_s)
+        proposed = {
+            sequence: drafting.draft(sequence.tokens, match, candidate.count)
+            for sequence, drafting, match, candidate in found
+        }
+        return {sequence: drafts for sequence, drafts in proposed.items() if drafts}
+
+    def _begin(self, sequence: Sequence) -> Drafting:
+        request = sequence.request
+        request.ngrams = request.ngrams or NgramTable(0, self._lengths)
+        return Drafting(sequence.prompt_len, self._lengths, request.ngrams)
+
+    def verified(self, sequence: Sequence, proposed: int, accepted: int) -> None:
+        if sequence.drafting is not None:
+            sequence.drafting.verified(proposed, accepted)
+
+    def note_step(self, tokens: int, drafts: int, seconds: float) -> None:
+        self._control.note_step(tokens, drafts, seconds)

@@ -1,0 +1,171 @@
+"""N-gram look-up finds what a search of all places finds, and the control drafts where that pays."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagemill.scheduling.draft_control import Candidate, DraftControl
+from pagemill.scheduling.drafting import Drafting, Match, NgramTable, first_chance
+from pagemill.scheduling.speculation import TAKEN_IN
+
+LENGTHS = range(2, 5)
+
+
+def latest(tokens: list[int], lengths: range) -> Match | None:
+    """Looks at every place."""
+    for length in reversed(lengths):
+        for position in range(len(tokens) - 1, length - 1, -1):
+            if tokens[position - length : position] == tokens[-length:]:
+                return Match(length, position)
+    return None
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    prompt=st.lists(st.integers(0, 3), min_size=1, max_size=30),
+    answers=st.lists(st.lists(st.integers(0, 3), max_size=20), min_size=1, max_size=3),
+    shortest=st.integers(1, 3),
+    more=st.integers(0, 2),
+    slices=st.integers(1, 9),
+)
+def test_the_latest_place_of_the_longest_ngram_is_found(prompt, answers, shortest, more, slices):
+    """Whatever the sequences of a request have in common, and in whatever slices it is taken in."""
+    lengths = range(shortest, shortest + more + 1)
+    shared = NgramTable(0, lengths)
+    for answer in answers:
+        drafting, tokens = Drafting(len(prompt), lengths, shared), list(prompt)
+        for token in answer:
+            tokens.append(token)
+            while taken := drafting.take_in(tokens, slices):
+                assert taken <= slices
+            assert drafting.match(tokens) == latest(tokens, lengths)
+
+
+def test_nothing_is_drafted_before_all_is_taken_in():
+    drafting, tokens = Drafting(8, LENGTHS, NgramTable(0, LENGTHS)), [1, 2, 3, 4] * 2 + [1, 2, 3, 4]
+    assert drafting.take_in(tokens, 10) == 10
+    assert drafting.match(tokens) is None
+    assert drafting.take_in(tokens, 10) == 1
+    assert drafting.match(tokens) == Match(4, 8)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "drafts"),
+    [
+        ([1, 2, 3, 4, 5, 1, 2, 3], [4, 5, 1, 2, 3, 4, 5]),
+        ([9, 7, 7, 7], [7] * 7),
+        ([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2], [3, 4, 5, 6, 7, 8, 9]),
+    ],
+)
+def test_drafts_go_on_as_before_and_repeat_what_repeats(tokens, drafts):
+    drafting = Drafting(1, LENGTHS, NgramTable(0, LENGTHS))
+    drafting.take_in(tokens, 99)
+    assert drafting.draft(tokens, drafting.match(tokens), 7) == drafts
+
+
+def test_a_chance_follows_what_was_right_and_comes_back_slowly():
+    drafting, match = Drafting(1, LENGTHS, NgramTable(0, LENGTHS)), Match(3, 1)
+    first = drafting.chance(match)
+    for _ in range(5):
+        drafting.draft([1, 2, 3, 4], match, 4)
+        drafting.verified(4, 4)
+    assert first < 0.97 < drafting.chance(match)
+    for _ in range(9):
+        drafting.draft([1, 2, 3, 4], match, 1)
+        drafting.verified(1, 0)
+    assert drafting.chance(match) < 0.02
+    assert drafting.chance(Match(2, 1)) == first_chance(2) < first, "other lengths have chances of their own"
+    for _ in range(20):
+        drafting.draft([1, 2, 3, 4], match, 0)
+    assert 0.05 < drafting.chance(match) < 0.2
+    for _ in range(2000):
+        drafting.draft([1, 2, 3, 4], match, 0)
+    assert drafting.chance(match) == pytest.approx(first, rel=1e-3)
+
+
+def test_a_long_prompt_is_taken_in_without_a_stall():
+    """The best of three: a slice is bounded work."""
+    tokens = [random.Random(0).randrange(50_000) for _ in range(32_000)]
+    slices = []
+    for _ in range(3):
+        drafting, longest = Drafting(len(tokens), LENGTHS, NgramTable(0, LENGTHS)), 0.0
+        while True:
+            begin = time.process_time()
+            if not drafting.take_in(tokens, TAKEN_IN):
+                break
+            longest = max(longest, time.process_time() - begin)
+        slices.append(longest)
+    assert min(slices) < 0.02  # 2 to 4 ms on a calm machine
+
+
+def run(control: DraftControl, rows: int, cost_s: float, chance: float, steps: int, noise: float = 0.0):
+    """Drives a control whose steps take 10 ms for each row of a batch that is full, or 10 ms and `cost_s` per draft.
+
+    Returns tokens per second beside those without drafts, and the drafts per row of the last steps.
+    """
+    draw = random.Random(1)
+    base, total_s, tokens, lengths = 0.01, 0.0, 0, []
+    for _ in range(steps):
+        candidates = [Candidate(chance, 8) for _ in range(rows)]
+        if control.pays(1.0, rows):
+            control.choose(candidates, rows, 512)
+        drafts = sum(one.count for one in candidates)
+        seconds = (base + cost_s * drafts) * draw.uniform(1 - noise, 1 + noise)
+        control.note_step(rows + drafts, drafts, seconds)
+        total_s += seconds
+        for one in candidates:
+            tokens += 1
+            for _ in range(one.count):
+                if draw.random() >= chance:
+                    break
+                tokens += 1
+        lengths.append(drafts / rows)
+    return tokens / total_s / (rows / base), sum(lengths[-50:]) / 50
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize(
+    ("rows", "share", "chance", "gain", "drafts"),
+    [
+        (1, 0.05, 0.95, 3.0, (7, 8)),
+        (1, 0.1, 0.5, 1.3, (1, 5)),
+        (1, 0.3, 0.05, 0.97, (0, 0.3)),
+        (8, 0.05, 0.9, 1.15, (0.5, 8)),
+        (64, 1 / 64, 0.6, 0.97, (0, 0.1)),
+        (64, 1 / 300, 0.95, 1.3, (2, 8)),
+    ],
+)
+def test_drafts_are_as_many_as_pay(rows, share, chance, gain, drafts, noise):
+    """share: what a further token costs of a step without drafts."""
+    measured, length = run(DraftControl(), rows, share * 0.01, chance, 600, noise)
+    assert measured >= gain - noise / 2
+    assert drafts[0] <= length <= drafts[1]
+
+
+def test_a_step_that_took_long_by_accident_does_not_end_drafting():
+    control = DraftControl()
+    for _ in range(2):
+        control.note_step(1, 0, 0.01)
+    control.note_step(5, 4, 1.0)
+    assert run(control, 1, 0.0005, 0.9, 600)[0] > 2
+
+
+def test_drafts_keep_to_the_limits():
+    control = DraftControl()
+    candidates = [Candidate(0.9, 8), Candidate(0.5, 2)]
+    assert not control.pays(1.0, 2), "nothing has been measured"
+    for tokens in (2, 2, 6, 10, 18, 34, 66):
+        control.note_step(tokens, tokens - 2, 0.01 + 0.0001 * tokens)
+    control.choose(candidates, 2, 3)
+    assert [one.count for one in candidates] == [3, 0]
+    candidates = [Candidate(0.9, 8), Candidate(0.5, 2)]
+    control.choose(candidates, 2, 99)
+    assert [one.count for one in candidates] == [8, 2]
+    candidates = [Candidate(0.9, 8)]
+    control.choose(candidates, 1, 99, limit_s=0.01055)
+    assert 2 <= candidates[0].count <= 5
