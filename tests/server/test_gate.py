@@ -78,6 +78,17 @@ def test_a_long_body_in_chunks_is_refused_when_the_limit_is_reached(guarded):
     assert response.status_code == 413
 
 
+def test_a_length_that_is_said_twice_hides_no_request(guarded):
+    """The connection must end: what follows the body by one length lies in it by the other."""
+    hidden = "GET /version HTTP/1.1\nHost: here\n\n"
+    head = f"{POST}Authorization: Bearer sk-one\nContent-Length: {5 + 40}\nTransfer-Encoding: chunked\n\n"
+    answer = answer_to(guarded.url, f"{head}0\n\n{hidden}")
+    assert answer.startswith("HTTP/1.1 400 ")
+    assert "which each say where its body ends; send one of them" in answer
+    assert "connection: close" in answer.lower()
+    assert '"version"' not in answer
+
+
 def test_a_body_may_be_as_long_as_the_limit():
     status, body = asyncio.run(through(gate(max_body_bytes=6), body=[b"abc", b"def"]))
     assert (status, body) == (200, b"abcdef")

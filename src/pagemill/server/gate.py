@@ -9,7 +9,13 @@ from functools import partial
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from pagemill.errors import AuthenticationError, BodyTooLargeError, PagemillError, SlowBodyError
+from pagemill.errors import (
+    AuthenticationError,
+    BodyTooLargeError,
+    InvalidRequestError,
+    PagemillError,
+    SlowBodyError,
+)
 from pagemill.frontend.rates import RateStatus
 from pagemill.server.access_log import MAX_PATH, Lines, client_address
 from pagemill.server.api_keys import ApiKeys, Caller, challenge, is_open
@@ -60,6 +66,7 @@ class Gate:
         try:
             if self._hosts is not None:
                 self._hosts.check(scope["method"], headers)
+            _check_framing(headers)
             scope.setdefault("state", {})
             caller = self._caller(scope, headers)
             scope["state"].update(caller._asdict())
@@ -147,6 +154,15 @@ class Gate:
                 f"the body has {size} bytes or more, and {path} takes at most {SMALL_BODY_BYTES}; it needs none, leave "
                 f"it out"
             )
+
+
+def _check_framing(headers: Headers) -> None:
+    """Refuses a body whose length is said twice: a proxy before this server may have believed the other one, and take
+    for a body what would be a request here."""
+    if "content-length" in headers and "transfer-encoding" in headers:
+        raise InvalidRequestError(
+            "the request has Content-Length and Transfer-Encoding, which each say where its body ends; send one of them"
+        )
 
 
 def _replay(body: bytes, receive: Receive) -> Receive:
