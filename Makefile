@@ -25,7 +25,7 @@ MODEL_READY = $(BIN)/pagemill pull $(MODEL)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-gpu coverage soak attack bench bench-gpu screenshots build lint lint-kernels format docs sanitize wheel clean distclean
+.PHONY: help serve test test-gpu test-minimum coverage soak attack bench bench-gpu screenshots build lint lint-kernels format docs sanitize wheel clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,7 +50,7 @@ soak: $(BUILT)  ## Ten minutes of random requests, faults, limits and sizes: no 
 	@$(MODEL_READY)
 	@exec $(BIN)/python tests/soak/chaos.py $(SOAK_ARGS)
 
-attack: $(BUILT)  ## Ten minutes of hostile HTTP beside a stream: no block lost, memory, log and gaps bounded (settings: ATTACK_ARGS)
+attack: $(BUILT)  ## Ten minutes of hostile HTTP beside another tenant, then damaged stores: no block lost, memory, log, gaps and waits bounded (settings: ATTACK_ARGS)
 	@$(MODEL_READY)
 	@exec $(BIN)/python tests/attack/attack.py $(ATTACK_ARGS)
 
@@ -61,6 +61,10 @@ bench: $(BUILT)  ## Measure the model's throughput and latency on this machine (
 test-gpu: $(BUILT)  ## Compile the GPU kernels in the usual configurations and run their tests, on this machine's GPU if it has one (settings: PYTEST_ARGS)
 	@$(BIN)/python tests/attention/compile_for_gpus.py 75 80 90 100 120
 	@exec $(BIN)/python -m pytest tests/attention -k triton $(PYTEST_ARGS)
+
+test-minimum: wheel  ## Run tests of the HTTP server with the oldest versions that pyproject.toml allows of what it stands on (settings: PYTEST_ARGS)
+	@$(MODEL_READY)
+	@VENV=$(VENV) scripts/test-minimum $(PYTEST_ARGS)
 
 bench-gpu: $(BUILT)  ## Measure attention on this machine's NVIDIA GPU (settings: BENCH_ARGS)
 	@exec $(BIN)/python -m benchmarks.gpu_attention $(BENCH_ARGS)
