@@ -70,6 +70,7 @@ async def run_server(
 
     async def watch() -> PagemillError:
         try:
+            await asyncio.to_thread(app.openapi)  # else the first request of each kind builds its route in the loop
             ready = await llm.ready()
             for body in pins:
                 await pin(llm, body, body.tenant)
