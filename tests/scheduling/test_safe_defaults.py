@@ -95,11 +95,15 @@ def test_a_tenant_gets_its_part_of_the_rows_from_one_that_has_borrowed_no_block(
 
 
 def test_a_request_for_many_rows_is_not_starved_by_those_who_take_their_parts(bench):
-    bench.scheduler.add(make_request("wide", [1] * 9, 20, n=12, ignore_eos=True, tenant="wild"))
     for number in range(200):
         for name in ("wilder", "calm", "default"):
-            short = make_request(f"{name}{number}", [2, number], 6, ignore_eos=True, arrival_s=bench.now, tenant=name)
-            bench.scheduler.add(short)
+            for i in range(2):
+                name_of = f"{name}{number}-{i}"
+                short = make_request(name_of, [2, number], 5 + i, ignore_eos=True, arrival_s=bench.now, tenant=name)
+                bench.scheduler.add(short)
+        if number == 10:
+            wide = make_request("wide", [1] * 9, 20, n=12, ignore_eos=True, arrival_s=bench.now, tenant="wild")
+            bench.scheduler.add(wide)
         bench.step()
         if ("wide", 11) in bench.reasons:
             return

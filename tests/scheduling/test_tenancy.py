@@ -508,3 +508,22 @@ def test_a_fork_does_not_run_beyond_its_tenants_limit():
         bench.step()
     bench.run()
     assert bench.outputs["child", 0] == expected(child, 0)
+
+
+def test_long_prompts_of_one_tenant_leave_anothers_stream_its_time():
+    bench = bench_of({"a": TenantLimits(), "b": TenantLimits()}, frames=400, max_num_seqs=4, budget=64)
+    bench.scheduler.add(make_request("stream", [9] * 4, 90, ignore_eos=True, tenant="b"))
+    for i in range(20):
+        bench.scheduler.add(make_request(f"a{i}", [i] * 200, 2, ignore_eos=True, tenant="a"))
+    beside = []
+    while ("stream", 0) not in bench.reasons:
+        before = bench.device.computed_tokens
+        bench.step()
+        beside.append(bench.device.computed_tokens - before)
+    assert max(beside[:3]) == 64, "who is not ahead fills the step"
+    assert max(beside[5:]) <= 8 + 4
+    for _ in range(3):
+        before = bench.device.computed_tokens
+        bench.step()
+    assert bench.device.computed_tokens - before == 64, "nobody else wants the time"
+    bench.run()

@@ -36,9 +36,10 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
 
     A tenant is passed over once its next sequence cannot run. If the sequence lacks what all compete for, only
     sequences whose demand is guaranteed to their tenant may pass it; for these, sequences of borrowers are preempted.
+    If it lacks rows, only as many may pass as are their tenant's part: else it might never find all that it needs.
     """
     passed: set[TenantState] = set()
-    crowded = False
+    crowded = lacks_rows = False
     while draft.budget > 0 and (turn := state.waiting.first(passed)) is not None:
         sequence, tenant = turn
         guaranteed = _is_guaranteed(state, sequence, tenant)
@@ -46,7 +47,9 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
             state.waiting.level(tenant)
             passed.add(tenant)
             continue
-        if (crowded or len(state.running) >= state.controller.max_running) and not guaranteed:
+        beyond_part = lacks_rows and tenant.rows + sequence.num_rows > state.tenants.row_part
+        full = crowded or len(state.running) >= state.controller.max_running
+        if full and (not guaranteed or beyond_part):
             passed.add(tenant)
             continue
         if state.batch.num_free >= sequence.num_rows and _waits_for_blocks(state, sequence, now):
@@ -62,6 +65,7 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
         if limit is Limit.QUOTA:
             state.waiting.level(tenant)
         crowded = crowded or limit is Limit.POOL
+        lacks_rows = lacks_rows or state.batch.num_free < sequence.num_rows
         passed.add(tenant)
     for tenant in state.tenants:
         tenant.fresh = 0

@@ -271,6 +271,7 @@ class Scheduler:
         if draft.planned:
             draft.budget = min(draft.budget, self.controller.prompt_tokens)
             draft.scored = SCORED_BESIDE
+            draft.paced = self.tenants.paced(draft.planned, self.max_num_batched_tokens)
         self._continue(prompts, draft, now)
         admission.admit(state, draft, now)
         if not draft.planned and not (self.memory.has_copies and not state.batch.flights):

@@ -122,6 +122,7 @@ class StepDraft:
 
     scored: how many more tokens of prompts may run of which log probabilities are asked for.
     drafts: those that are verified behind a sequence's last token, counted in `planned`.
+    paced: how many more tokens of prompts of some tenants may run.
     """
 
     def __init__(self, budget: int) -> None:
@@ -129,17 +130,24 @@ class StepDraft:
         self.drafts: dict[Sequence, list[int]] = {}
         self.budget = budget
         self.scored = budget
+        self.paced: dict[str, int] = {}
 
     def most(self, sequence: Sequence) -> int:
         """Returns how many tokens of a sequence may still run."""
-        return self.budget if sequence.request.params.prompt_logprobs is None else min(self.budget, self.scored)
+        request, most = sequence.request, self.budget
+        if request.params.prompt_logprobs is not None:
+            most = min(most, self.scored)
+        return min(most, self.paced[request.tenant]) if request.tenant in self.paced else most
 
     def add(self, sequence: Sequence, count: int) -> None:
         """Plans tokens of a sequence."""
         self.planned[sequence] = count
         self.budget -= count
-        if sequence.request.params.prompt_logprobs is not None:
+        request = sequence.request
+        if request.params.prompt_logprobs is not None:
             self.scored = max(0, self.scored - count)
+        if request.tenant in self.paced:
+            self.paced[request.tenant] = max(0, self.paced[request.tenant] - count)
 
     def add_drafts(self, sequence: Sequence, tokens: list[int]) -> None:
         """Plans drafts behind the one token that is planned of a sequence."""

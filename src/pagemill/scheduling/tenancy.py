@@ -6,6 +6,7 @@ Blocks and their quotas are the memory manager's; see `memory/tenants.py`.
 from __future__ import annotations
 
 import collections.abc as abc
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,6 +23,9 @@ from pagemill.memory.tenants import NO_QUOTA, Quota, Tenant, promised, refusal
 from pagemill.scheduling.sequence import Request, Sequence
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 
+LEAST_PACE = 8
+"""Prompt tokens that a step always takes of a tenant, however far it is ahead of others."""
+
 
 @dataclass(slots=True, eq=False)
 class TenantState:
@@ -32,6 +36,7 @@ class TenantState:
     rows:    rows of the persistent batch that it uses, those kept for forks included.
     max_rows: the most rows that it may use; NO_QUOTA if only those of all limit it.
     service: tokens computed for it, over its weight, see `WaitingQueue`.
+    lead:    tokens computed for it beyond its share of what was computed meanwhile.
     """
 
     account: Tenant
@@ -42,6 +47,7 @@ class TenantState:
     fresh: int = 0
     rows: int = 0
     service: float = 0.0
+    lead: float = 0.0
     preemptions: int = 0
     prefix_queried_tokens: int = 0
     prefix_hit_tokens: int = 0
@@ -234,10 +240,30 @@ class Tenancy:
 
     def serve(self, planned: abc.Mapping[Sequence, int]) -> None:
         """Counts the tokens of a step as service. planned: how many of each sequence."""
-        if len(self._states) > 1:
-            for sequence, count in planned.items():
-                state = self._states[sequence.request.tenant]
-                state.service += count / state.limits.weight
+        if len(self._states) == 1:
+            return
+        counts: Counter[str] = Counter()
+        for sequence, count in planned.items():
+            counts[sequence.request.tenant] += count
+        total, weights = counts.total(), sum(self._states[name].limits.weight for name in counts)
+        for name, state in self._states.items():
+            own, weight = counts[name], state.limits.weight
+            if own or state.lead:
+                share = weight / (weights if own else weights + weight)
+                state.service += own / weight
+                state.lead = max(0.0, state.lead + own - share * total)
+
+    def paced(self, planned: abc.Mapping[Sequence, int], chunk: int) -> dict[str, int]:
+        """Returns how many prompt tokens of some tenants a step takes beside what is planned, the generating sequences.
+
+        They are tenants that are ahead by more than a step's tokens, `chunk`, while others generate: a prompt token
+        for every second generating sequence takes about a fifth of the step.
+        """
+        if len(self._states) == 1:
+            return {}
+        generating = {sequence.request.tenant for sequence in planned}
+        most = max(LEAST_PACE, len(planned) // 2)
+        return {name: most for name, state in self._states.items() if state.lead > chunk and generating - {name}}
 
     def _rows(self, limits: TenantLimits) -> int:
         rows = limits.number("max_running", self._max_num_seqs, least=1)

@@ -20,7 +20,7 @@ class WaitingQueue:
     Sheng et al., "Fairness in serving large language models", 2024). A tenant that begins to wait is lifted to the
     least service of those that wait already, so nobody saves up service by being idle, or by waiting for its own
     limits. Nor may it be ahead of that by more than `most`, a step's tokens: service that nobody else wanted is
-    forgotten.
+    forgotten. One that is not ahead of its share stays before those that are, by a step's tokens.
     """
 
     def __init__(self, most: int) -> None:
@@ -36,7 +36,8 @@ class WaitingQueue:
 
     def level(self, tenant: TenantState) -> None:
         """Adjusts a tenant's service, since it begins to wait for what all share."""
-        others = [other.service for other, waiting in self._heaps.items() if waiting and other is not tenant]
+        most, rest = self._most, [one for one, waiting in self._heaps.items() if waiting and one is not tenant]
+        others = [one.service - (most if one.lead > most >= tenant.lead else 0) for one in rest]
         least = min(others, default=self._level)
         tenant.service = min(max(tenant.service, least), least + self._most)
 
