@@ -21,10 +21,10 @@ OTHERS = (1 << 13) - 1
 MOST = (1 << 16) - 1
 """The largest number in a cell, which stands for any beyond it."""
 
-_ACTIVE, _PINNED, _LOADING = (STATES.index(name) + 1 for name in ("active", "pinned", "loading"))
+_CACHED, _ACTIVE, _SHARED, _PINNED, _LOADING = range(1, len(STATES) + 1)
 _OWNER_BITS, _STATE_BITS = 13, 3
 _ANY_STATE = (1 << _STATE_BITS) - 1
-_CHUNK = 1 << 14
+_CHUNK = 1 << 15
 """Blocks that are looked at together: as many as stay in a core's cache."""
 
 
@@ -86,18 +86,19 @@ class _Places:
 
     def put(self, ids: slice | npt.NDArray[np.int32], tenant: npt.NDArray[np.int32] | int) -> None:
         """Puts blocks of tenants of these numbers where they lie."""
-        holders, frame = self._references[ids], self._frame[ids]
-        state = (frame >= 0).view(np.uint8) + (holders > 0) + (holders > 1)
-        owner = np.add(tenant, 1, dtype=np.int32)
+        holders, owner = self._references[ids], np.add(tenant, 1, dtype=np.int32)
+        state = np.minimum(holders, _SHARED - _CACHED) + _CACHED
         if self._own is not None:
             strange = owner != self._own
-            state, holders = (
-                np.where(strange, np.minimum(state, _ACTIVE), state),
-                np.where(strange, holders > 0, holders),
-            )
+            state = np.where(strange, np.minimum(state, _ACTIVE), state)
+            holders = np.where(strange, np.minimum(holders, 1), holders)
             owner = np.where(strange, OTHERS, owner)
-        packed = (np.minimum(holders, MOST).astype(np.uint32) << _OWNER_BITS) | owner.astype(np.uint32)
-        self.by_frame[self._place(frame)] = (packed << _STATE_BITS) | state
+        packed = np.minimum(holders, MOST)
+        packed <<= _OWNER_BITS
+        packed |= owner
+        packed <<= _STATE_BITS
+        packed |= state
+        self.by_frame[self._place(self._frame[ids]).astype(np.intp)] = packed.view(np.uint32)
 
     def mark(self, ids: npt.NDArray[np.int32], state: int) -> None:
         """Gives blocks another state, unless they are another tenant's and must not be told apart."""
