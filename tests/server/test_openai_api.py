@@ -203,7 +203,7 @@ def test_content_parts_a_developer_and_answers_given_back(client):
             "role": "user",
             "content": [{"type": "text", "text": "What is the capital "}, {"type": "text", "text": "of France?"}],
         },
-        answer.model_dump(),
+        {**answer.model_dump(), "provider_specific_fields": {"refusal": None}},  # as litellm does
         {"role": "user", "content": "And of Japan?"},
     ]
     assert client.chat.completions.create(model=MODEL, messages=messages, **GREEDY).choices[0].message.content

@@ -19,6 +19,9 @@ from pagemill.server.protocol.tools import (
     check_for_template,
 )
 
+LEFT_IN = frozenset({"provider_specific_fields"})
+"""What clients put into answers that they send back, and what means nothing here."""
+
 
 class TextPart(Body):
     type: Literal["text"]
@@ -43,7 +46,7 @@ class ChatMessage(Body):
         """Drops what is empty (clients send answers back with all their fields) and refuses what is not text."""
         if not isinstance(message, dict):
             return message
-        kept = {name: value for name, value in message.items() if value not in (None, [])}
+        kept = {name: value for name, value in message.items() if value not in (None, []) and name not in LEFT_IN}
         unknown = next((name for name in kept if name not in cls.model_fields), None)
         if unknown is not None or kept.get("role") == "function":
             what = repr(unknown) if unknown is not None else "the role 'function'"

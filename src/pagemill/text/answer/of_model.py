@@ -34,7 +34,7 @@ PARTS_OF_CONVERSATIONS = frozenset(
 """Variables of chat templates that are no options."""
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
-_CALL_ID_LENGTH = 24
+_CALL_ID_LENGTH = 22
 
 
 class AnswerFormats:
