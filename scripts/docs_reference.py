@@ -14,7 +14,15 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from prometheus_client.parser import text_string_to_metric_families
 
-from pagemill import BeamSearchParams, EngineConfig, PoolingParams, SamplingParams, TenantLimits, errors
+from pagemill import (
+    BeamSearchParams,
+    EngineConfig,
+    PoolingParams,
+    SamplingParams,
+    StructuredOutputsParams,
+    TenantLimits,
+    errors,
+)
 from pagemill.arguments import arguments_of
 from pagemill.cli.app import app
 from pagemill.engine.stats import EngineStats, TenantStats
@@ -129,7 +137,7 @@ def arguments_table(cls: type) -> Iterator[str]:
 
 def sampling() -> Iterator[str]:
     yield "# Sampling parameters\n"
-    for cls in (SamplingParams, BeamSearchParams, PoolingParams):
+    for cls in (SamplingParams, StructuredOutputsParams, BeamSearchParams, PoolingParams):
         yield f"## {cls.__name__}\n"
         yield f"{text_of(cls)}\n"
         yield from arguments_table(cls)

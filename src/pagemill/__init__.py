@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pagemill.sampling.params import BeamSearchParams as BeamSearchParams
     from pagemill.sampling.params import SamplingParams as SamplingParams
     from pagemill.sampling.pooling_params import PoolingParams as PoolingParams
+    from pagemill.sampling.structured import StructuredOutputsParams as StructuredOutputsParams
     from pagemill.tenant_limits import TenantLimits as TenantLimits
 
 __version__ = "0.1.0"
@@ -50,6 +51,7 @@ _HOMES = {
     "RequestMetrics": "pagemill.frontend.outputs",
     "RequestOutput": "pagemill.frontend.outputs",
     "SamplingParams": "pagemill.sampling.params",
+    "StructuredOutputsParams": "pagemill.sampling.structured",
     "TenantLimits": "pagemill.tenant_limits",
 }
 __all__ = [*_HOMES, "__version__"]

@@ -411,7 +411,7 @@ def test_likeliest_tokens_are_taken_as_if_sampled(passes):
     whole, short = sampler_with(rows, 40), sampler_with(rows, 40)
     places = np.array([4, 0, 3, 1, 2])
     sampled = whole.sample(logits.clone(), places)
-    taken = short.take_argmax(passes.choose(logits, np.arange(5), Choices.argmax(5)))
+    taken = short.take_argmax(passes.choose(logits, np.arange(5), Choices.argmax(5)), places)
     assert [taken.token_ids[i] for i in (0, 2, 4)] == [sampled.token_ids[i] for i in (0, 2, 4)]
     assert taken.not_finite == sampled.not_finite == [1, 3]
     assert taken.exhausted == sampled.exhausted == []

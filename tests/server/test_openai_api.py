@@ -434,7 +434,6 @@ def test_habits_of_clients_change_nothing(client):
             "image_url",
         ),
         ("completions", {"prompt": "x", "tools": [{"type": "function"}]}, 400, "tools", "does not serve"),
-        ("chat/completions", {"response_format": {"type": "json_object"}}, 400, "response_format", "does not serve"),
         ("chat/completions", {"store": True}, 400, "store", "does not serve"),
         ("completions", {"prompt": "x", "truncate_prompt_tokens": 4}, 400, "truncate_prompt_tokens", "does not serve"),
         ("completions", {"prompt": ""}, 400, "prompt", "no tokens"),

@@ -24,6 +24,7 @@ from pagemill.engine.messages import (
     SequenceList,
     SequenceOutput,
 )
+from pagemill.engine.preparing import Preparing
 from pagemill.engine.queries import BlocksQuery, KVMapQuery
 from pagemill.engine.stats import EngineStats
 from pagemill.engine.tenant_stats import tenant_stats
@@ -44,6 +45,8 @@ logger = logging.getLogger(__name__)
 
 LOAD_WAIT_S = 0.05
 """How long a step with nothing to compute waits for blocks from lower tiers, before messages are looked at again."""
+PREPARING_WAIT_S = 0.001
+"""How long such a step waits where requests are being prepared."""
 
 
 class EngineCore:
@@ -71,6 +74,7 @@ class EngineCore:
         """True while the pool is as small as "used" has made it."""
         self.ready = self._describe()
         self._random = random.Random(config.seed)
+        self._preparing = Preparing(self.executor)
         self._ended: list[SequenceUpdate] = []
         """Ends between two steps, which the next step tells."""
         self._stalled_s = 0.0
@@ -79,10 +83,15 @@ class EngineCore:
 
     def add_request(self, request: EngineRequest) -> None:
         """Queues a request. Raises `InvalidRequestError` children, and then holds nothing of it."""
-        if request.request_id in self.scheduler.state.requests:
+        if request.request_id in self.scheduler.state.requests or request.request_id in self._preparing:
             raise InvalidRequestError(
                 f"request id {request.request_id!r} is in use; give each request its own", param="request_id"
             )
+        if not self._preparing.keep(request):
+            self._schedule(request)
+
+    def _schedule(self, request: EngineRequest) -> None:
+        """Hands a request to the scheduler. Raises as `add_request` does."""
         drawn = self._random.getrandbits(63) if request.params.seed is None else 0
         asked = intake.scheduled(request, self.ready, seed=drawn, root=self.root(request))
         try:
@@ -94,6 +103,8 @@ class EngineCore:
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests and takes back what they hold; unknown ids are ignored."""
+        request_ids = [*request_ids]
+        self._preparing.drop(request_ids)
         for request_id in request_ids:
             self.scheduler.abort(request_id, time.monotonic())
 
@@ -111,7 +122,7 @@ class EngineCore:
         return self._refresh()
 
     def has_work(self) -> bool:
-        return bool(self._ended) or self.scheduler.has_work()
+        return bool(self._ended or self._preparing) or self.scheduler.has_work()
 
     def rest(self) -> float | None:
         """Ends pins that have expired, and cached blocks that nobody has used for too long.
@@ -126,13 +137,14 @@ class EngineCore:
     def step(self) -> list[SequenceOutput]:
         """Plans a step, runs it and commits it. Returns what it brought; nothing if there was no work."""
         self._finish_loads(0.0)
+        refused = self._preparing.pass_on(self._schedule)
         begun = time.monotonic()
         updates, self._ended = self._ended, []
         updates += self._end_lost(set(), begun)
         plan = self.scheduler.schedule(begun)
         self._save_evicted()
         if plan is None:
-            return self._outputs(updates + self._wait_for_loads(begun))
+            return refused + self._outputs(updates + self._wait_for_loads(begun))
         self._was_stuck = False
         begin = time.monotonic()
         try:
@@ -156,7 +168,7 @@ class EngineCore:
             self.tiers.note_step(plan, time.monotonic() - begin)
         if self.config.check_invariants:
             self.memory.check()
-        return self._outputs(updates)
+        return refused + self._outputs(updates)
 
     def _wait_for_loads(self, now: float) -> list[SequenceUpdate]:
         """Waits a little for blocks from lower tiers, since nothing can be computed without them.
@@ -169,6 +181,8 @@ class EngineCore:
         self._was_stuck = stuck
         begin = time.monotonic()
         self._finish_loads(LOAD_WAIT_S)
+        if self._preparing and not self.scheduler.has_work():
+            time.sleep(PREPARING_WAIT_S)
         self._stalled_s += time.monotonic() - begin
         return ended
 
@@ -311,7 +325,7 @@ class EngineCore:
 
     def close(self) -> None:
         """Ends every request, and keeps what can be found again, if there is a tier that outlives the process."""
-        self.abort(self.scheduler.request_ids())
+        self.abort([*self._preparing, *self.scheduler.request_ids()])
         self.scheduler.pins.clear(time.monotonic())
         self.executor.close()
         if self.tiers is not None:

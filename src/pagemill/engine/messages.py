@@ -106,6 +106,20 @@ class SequenceOutput(msgspec.Struct, tag=True, kw_only=True, omit_defaults=True,
     """When the request first entered a step."""
 
 
+def refusals(request: EngineRequest, error: Exception) -> list[SequenceOutput]:
+    """Returns the end of every sequence of a request that the engine refuses."""
+    return [
+        SequenceOutput(
+            request_id=request.request_id,
+            index=index,
+            new_token_ids=[],
+            finish_reason="error",
+            error=Failure.of(error),
+        )
+        for index in range(request.params.n)
+    ]
+
+
 class PinInfo(msgspec.Struct, kw_only=True):
     """A prefix whose blocks are never evicted; its name is one of its namespace, `tenant` and `cache_salt`."""
 

@@ -24,10 +24,10 @@ from pagemill.engine.messages import (
     Failure,
     FinishSequences,
     LoadProgress,
-    SequenceOutput,
     Shutdown,
     Start,
     StepOutputs,
+    refusals,
 )
 from pagemill.engine.queries import Answer, Question, ToEngine
 from pagemill.engine.wire import Channel
@@ -109,17 +109,7 @@ def _add(core: EngineCore, channel: Channel[ToEngine], request: EngineRequest) -
     try:
         core.add_request(request)
     except InvalidRequestError as error:
-        refusals = [
-            SequenceOutput(
-                request_id=request.request_id,
-                index=index,
-                new_token_ids=[],
-                finish_reason="error",
-                error=Failure.of(error),
-            )
-            for index in range(request.params.n)
-        ]
-        channel.send(StepOutputs(refusals))
+        channel.send(StepOutputs(refusals(request, error)))
 
 
 def _answer(core: EngineCore, channel: Channel[ToEngine], question: Question) -> None:

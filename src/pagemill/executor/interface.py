@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from pagemill.kvcache.frame_access import FrameAccess
 from pagemill.kvcache.kv_format import KVFormat
+from pagemill.sampling.params import SamplingParams
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
 
@@ -84,6 +85,10 @@ class Executor(Protocol):
     def allocate(self, num_frames: int, streamed_frames: int = 0, streamed_folder: Path | None = None) -> int:
         """Makes the KV pool, once, with streamed frames beside it, in host memory or in a file in that folder. Returns
         the number of the first streamed frame. Raises KVMemoryError or KVStoreError."""
+
+    def prepare(self, params: SamplingParams) -> bool:
+        """Begins to prepare what sampling by these parameters needs, beside the steps. Returns whether it is there.
+        Raises SamplingParamsError for what cannot be."""
 
     def apply(self, plan: StepPlan) -> list[int]:
         """Carries out a plan's edits: rows that left, rows that came, tokens, frame copies, block tables. Returns the

@@ -15,6 +15,7 @@ from pagemill.kvcache.kv_format import kv_format
 from pagemill.kvcache.layout import FrameShape
 from pagemill.models.loading import load_model
 from pagemill.ops.prepare import check_compiled, settle_vector_math
+from pagemill.text.tokenizer import Tokenizer
 
 
 def open_executor(
@@ -69,4 +70,6 @@ def open_executor(
             + " and ".join(dict.fromkeys([backend.ops.name, backend.attention.name]))
         ),
     )
-    return LocalExecutor(model.decoder, backend, facts, shape, config.max_num_seqs)
+    return LocalExecutor(
+        model.decoder, backend, facts, shape, config.max_num_seqs, lambda: Tokenizer.load(config).to_json()
+    )

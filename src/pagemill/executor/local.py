@@ -6,6 +6,7 @@ tables and tokens by row, the sampler's rows) and edits it as plans say.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from pagemill.kvcache.pages_ahead import PagesAhead, PooledFrames
 from pagemill.kvcache.read_ahead import ReadAhead
 from pagemill.kvcache.sizing import host_memory
 from pagemill.models.decoder import Decoder, OnLayer
-from pagemill.sampling.params import TokenLogprobs
+from pagemill.sampling.params import SamplingParams, TokenLogprobs
 from pagemill.sampling.sampler import Sampled, Sampler
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 
@@ -45,11 +46,17 @@ class LocalExecutor:
     """
 
     def __init__(
-        self, decoder: Decoder, backend: Backend, facts: ExecutorFacts, shape: FrameShape, max_num_seqs: int
+        self,
+        decoder: Decoder,
+        backend: Backend,
+        facts: ExecutorFacts,
+        shape: FrameShape,
+        max_num_seqs: int,
+        tokenizer_json: Callable[[], str],
     ) -> None:
         self.facts = facts
         self.decoder = decoder
-        self.sampler = Sampler(max_num_seqs, facts.vocab_size, backend.sampling, facts.eos_token_ids)
+        self.sampler = Sampler(max_num_seqs, facts.vocab_size, backend.sampling, facts.eos_token_ids, tokenizer_json)
         self._shape = shape
         self._layout = backend.layout
         self._device = backend.device
@@ -80,6 +87,9 @@ class LocalExecutor:
     def memory(self) -> ExecutorMemory:
         on_gpu = self._device.type == "cuda"
         return ExecutorMemory(*(torch.cuda.mem_get_info(self._device) if on_gpu else host_memory()))
+
+    def prepare(self, params: SamplingParams) -> bool:
+        return self.sampler.prepare(params)
 
     def apply(self, plan: StepPlan) -> list[int]:
         for row in plan.freed_rows:
@@ -214,10 +224,14 @@ class LocalExecutor:
         for i in sampled.not_finite:
             failed[int(plan.sample_from[i])] = NonFiniteLogitsError.of("logits")
         for i in sampled.exhausted:
+            structured = self.sampler.params(int(plan.sample_to[i])).structured_outputs is not None
             failed[int(plan.sample_from[i])] = SamplingParamsError(
-                "allowed_token_ids, bad_words and min_tokens together forbid every token here; loosen one of them",
-                param="allowed_token_ids",
+                f"{'structured_outputs, ' if structured else ''}allowed_token_ids, bad_words and min_tokens together "
+                f"forbid every token here; loosen one of them",
+                param="structured_outputs" if structured else "allowed_token_ids",
             )
+        for i, error in sampled.failed.items():
+            failed[int(plan.sample_from[i])] = error
         lost = {i for i, row in enumerate(plan.sample_from.tolist()) if row in failed} if failed else ()
         for i in lost:
             tokens[i], logprobs[i] = [], None
@@ -228,7 +242,19 @@ class LocalExecutor:
         argmax = self.decoder.argmax(hidden) if only_argmax else None
         if argmax is not None:
             found = argmax if which is None else argmax[which]
-            return lambda places, rows: self.sampler.take_argmax(found if places is None else found[places])
+
+            def take(places: NDArray[np.int64] | None, rows: NDArray[np.int32]) -> Sampled:
+                tokens = found if places is None else found[places]
+                if len(wrong := self.sampler.forbidden(tokens, rows)):
+                    index = wrong if places is None else places[wrong]
+                    some = _take_rows(hidden, index if which is None else which[index])
+                    with torch.inference_mode():
+                        logits = self.decoder.logits(some, self._logits_of(len(wrong)))
+                        tokens = tokens.copy()
+                        tokens[wrong] = self.sampler.best_allowed(logits, rows[wrong])
+                return self.sampler.take_argmax(tokens, rows)
+
+            return take
         with torch.inference_mode():
             logits = self.decoder.logits(hidden, self._logits_of(hidden.shape[0]))
 

@@ -48,13 +48,13 @@ def verify(plan: StepPlan, choose: Choose) -> Verified:
     places = np.cumsum(plan.max_accepted, dtype=np.int64) - plan.max_accepted
     drafts = drafts_of(plan)
     first, tokens, logprobs = verified = Verified.without_drafts(choose(places, plan.sample_to))
-    lost = {*first.not_finite, *first.exhausted}
+    lost = {*first.not_finite, *first.exhausted, *first.failed}
     going = [i for i, guesses in enumerate(drafts) if guesses and i not in lost and guesses[0] == tokens[i][0]]
     depth = 0
     while going:
         depth += 1
         found = choose(places[going] + depth, plan.sample_to[going])
-        lost = {*found.not_finite, *found.exhausted}
+        lost = {*found.not_finite, *found.exhausted, *found.failed}
         came, going = going, []
         for place, i in enumerate(came):
             if place in lost:

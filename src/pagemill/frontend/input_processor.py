@@ -6,12 +6,13 @@ Nothing is shortened or clamped in silence: what cannot be served as it was aske
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence, Sized
 from numbers import Integral
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pagemill import errors
 from pagemill.arguments import as_list
@@ -23,6 +24,9 @@ from pagemill.sampling.params import BeamSearchParams, SamplingParams, check_voc
 from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.tenant_limits import DEFAULT_TENANT
 from pagemill.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from pagemill.sampling.grammar import GrammarChecker
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """Text, token ids, or a dict: `{"prompt": text}` or `{"prompt_token_ids": ids}`, either with a `"cache_salt"`.
@@ -42,6 +46,13 @@ class InputProcessor:
     def __init__(self, tokenizer: Tokenizer, facts: Callable[[], EngineReady]) -> None:
         self.tokenizer = tokenizer
         self.facts = facts
+
+    @functools.cached_property
+    def _grammars(self) -> GrammarChecker:
+        """What checks grammars; imported when the first request has one."""
+        from pagemill.sampling.grammar import GrammarChecker
+
+        return GrammarChecker(self.tokenizer.special_texts)
 
     def process(
         self,
@@ -172,6 +183,8 @@ class InputProcessor:
             )
         if params.bad_words:
             params.bad_words_token_ids = self.tokenizer.bad_words_token_ids(params.bad_words)
+        if params.structured_outputs is not None:
+            self._grammars.check(params.structured_outputs)
         check_vocabulary(params, facts.vocab_size)
         return params
 

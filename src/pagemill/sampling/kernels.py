@@ -44,8 +44,18 @@ class Choices(NamedTuple):
         return cls(zeros, np.zeros(rows, np.int64), np.ones(rows, np.float32), zeros, np.zeros(rows))
 
 
+class Mask(NamedTuple):
+    """Lists the tokens that may come next (`allows`), or those that must not, whichever are fewer."""
+
+    token_ids: Ids
+    allows: bool
+
+
 class SamplingKernels(Protocol):
     """Samples from logits, float32 [m, vocab], contiguous. `places` are rows of them."""
+
+    def mask(self, logits: torch.Tensor, places: list[int], masks: list[Mask]) -> None:
+        """Makes -inf, in place, of what the mask of each place does not let come next."""
 
     def choose(self, logits: torch.Tensor, places: Ids, choices: Choices) -> Ids:
         """Returns a token for each place; NOT_FINITE or ALL_FORBIDDEN where there is none."""

@@ -15,6 +15,7 @@ from msgspec import Meta, Struct
 from pagemill.arguments import Count, about, as_list, check_fields, suggest_arguments
 from pagemill.errors import SamplingParamsError, TokenOutOfVocabularyError, shown
 from pagemill.fixed_arguments import OF_SAMPLING, takes_fixed
+from pagemill.sampling.structured import StructuredOutputsParams, structured_outputs_of
 
 MAX_LOGPROBS = 20
 MAX_LOGIT_BIAS = 100.0
@@ -67,7 +68,8 @@ _FLAG = "give True or False"
 class SamplingParams:
     """Parameters by which one request is sampled.
 
-    `stop` may be given as one string, None stands for an empty list, and arrays and tensors for lists of token ids.
+    `stop` may be given as one string, `structured_outputs` as a dict, None stands for an empty list, and arrays and
+    tensors for lists of token ids.
     `n` sequences share one prefill. Log probabilities are of the model's distribution, before any of these parameters
     changes it. Raises `SamplingParamsError` for values out of range and contradictions, `UnknownArgumentError` for
     unknown names.
@@ -147,6 +149,15 @@ class SamplingParams:
     allowed_token_ids: Annotated[
         TokenIds | None, about("The only tokens that the answer may have.", "None allows every token")
     ] = None
+    structured_outputs: Annotated[
+        Annotated[StructuredOutputsParams, Meta(title="StructuredOutputsParams(...), or a dict with its fields")]
+        | None,
+        about(
+            "What the answer must be: JSON that follows a schema, a match of a regular expression, one of several "
+            "texts, or a sentence of a grammar.",
+            "for example StructuredOutputsParams(choice=['yes', 'no'])",
+        ),
+    ] = None
     bad_words_token_ids: Annotated[
         list[list[TokenId]] | None, about("Made from bad_words; not for callers.", "use bad_words")
     ] = None
@@ -174,6 +185,8 @@ class SamplingParams:
             self.seed = None
         if isinstance(self.logit_bias, dict) and len(self.logit_bias) <= MAX_BIASES:
             self.logit_bias = {_token_id_of_key(key): bias for key, bias in self.logit_bias.items()} or None
+        if isinstance(self.structured_outputs, dict):
+            self.structured_outputs = structured_outputs_of(self.structured_outputs)
 
     def _check_characters(self) -> None:
         for name, limit in MAX_CHARACTERS.items():

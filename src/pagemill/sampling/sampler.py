@@ -7,17 +7,25 @@ The token and log probabilities of a row are, bitwise, a function of its own log
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from pagemill.sampling.constraints import RowConstraints, apply_constraints
-from pagemill.sampling.kernels import Choices, SamplingKernels
+from pagemill.sampling.kernels import ALL_FORBIDDEN, Choices, Ids, SamplingKernels
 from pagemill.sampling.params import SamplingParams, TokenLogprobs
 from pagemill.sampling.random import uniform
+
+if TYPE_CHECKING:
+    from pagemill.sampling.grammar_rows import GrammarRows
+
+
+Rows: TypeAlias = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 
 
 @dataclass
@@ -27,23 +35,31 @@ class Sampled:
     token_ids: meaningless where there is none; such rows remember nothing.
     logprobs: for rows that asked for them.
     not_finite: places whose largest logit is NaN or infinite. Logits of -inf are never drawn, and no fault.
-    exhausted: places whose parameters (allowed_token_ids, bad_words, min_tokens) forbid every token.
+    exhausted: places whose parameters (allowed_token_ids, bad_words, a grammar, …) forbid every token.
+    failed: by place, why a grammar could not be followed any longer.
     """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
     not_finite: list[int]
     exhausted: list[int]
+    failed: dict[int, Exception] = field(default_factory=dict)
 
 
 class Sampler:
     """Samples for up to `max_rows` sequences, over a vocabulary of `vocab_size` logits.
 
     kernels: those of the device on which the logits lie.
+    tokenizer_json: returns the model's tokenizer in Hugging Face's form, which structured outputs need.
     """
 
     def __init__(
-        self, max_rows: int, vocab_size: int, kernels: SamplingKernels, eos_token_ids: Iterable[int] = ()
+        self,
+        max_rows: int,
+        vocab_size: int,
+        kernels: SamplingKernels,
+        eos_token_ids: Iterable[int] = (),
+        tokenizer_json: Callable[[], str] = str,
     ) -> None:
         self.vocab_size = vocab_size
         self._kernels = kernels
@@ -58,7 +74,21 @@ class Sampler:
         self._constrained = np.zeros(max_rows, np.bool_)
         self._only_argmax = np.zeros(max_rows, np.bool_)
         self._constraints: dict[int, RowConstraints] = {}
+        self._structured = np.zeros(max_rows, np.bool_)
+        self._tokenizer_json = tokenizer_json
         self._params: list[SamplingParams | None] = [None] * max_rows
+
+    @cached_property
+    def _grammars(self) -> GrammarRows:
+        """What holds rows to grammars; imported when the first request wants it."""
+        from pagemill.sampling.grammar_rows import GrammarRows, Grammars
+
+        return GrammarRows(Grammars(self._tokenizer_json, self.vocab_size, self.eos_token_ids), len(self._params))
+
+    def prepare(self, params: SamplingParams) -> bool:
+        """Begins to prepare what sampling by these parameters needs. Returns whether it is there. Raises
+        `SamplingParamsError` for what cannot be."""
+        return params.structured_outputs is None or self._grammars.prepare(params.structured_outputs)
 
     def add_row(
         self,
@@ -84,6 +114,9 @@ class Sampler:
         self._only_argmax[row] = params.greedy and params.logprobs is None and not self._constrained[row]
         if self._constrained[row]:
             self._constraints[row] = RowConstraints(params, self.eos_token_ids, prompt_token_ids, output_token_ids)
+        self._structured[row] = params.structured_outputs is not None
+        if params.structured_outputs is not None:
+            self._grammars.add(row, params.structured_outputs, output_token_ids)
 
     def rewind(
         self, row: int, prompt_token_ids: npt.NDArray[np.int32], output_token_ids: npt.NDArray[np.int32]
@@ -96,6 +129,9 @@ class Sampler:
         self._params[row] = None
         self._constraints.pop(row, None)
         self._constrained[row] = False
+        if self._structured[row]:
+            self._grammars.remove(row)
+            self._structured[row] = False
 
     def params(self, row: int) -> SamplingParams:
         """Returns the parameters of the sequence in `row`. Raises KeyError if there is none."""
@@ -104,39 +140,60 @@ class Sampler:
             raise KeyError(f"no sequence in row {row}")
         return params
 
-    def only_argmax(self, rows: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> bool:
-        """Returns True if the argmax is all that `rows` need of their logits."""
+    def only_argmax(self, rows: Rows) -> bool:
+        """Returns True if the argmax is all that `rows` need of their logits, unless their grammars forbid it."""
         return bool(self._only_argmax[rows].all())
 
-    def take_argmax(self, tokens: npt.NDArray[np.int64]) -> Sampled:
+    def forbidden(self, tokens: Ids, rows: Rows) -> Ids:
+        """Returns the places whose token must not come next in their row, by its grammar."""
+        structured = np.flatnonzero(self._structured[rows] & (tokens >= 0))
+        if not len(structured):
+            return structured
+        return structured[~self._grammars.allows(rows[structured], tokens[structured])]
+
+    def best_allowed(self, logits: torch.Tensor, rows: Rows) -> Ids:
+        """Returns the argmax of each of `rows` among what its grammar lets come next. `logits` is overwritten."""
+        self._mask(logits, range(len(rows)), rows)
+        return self._kernels.choose(logits, np.arange(len(rows)), Choices.argmax(len(rows)))
+
+    def take_argmax(self, tokens: Ids, rows: Rows) -> Sampled:
         """Returns what `sample` would for rows that are `only_argmax`. Their positions stand still: they draw nothing.
 
-        tokens: int64 [m], the argmax of their logits, as `SamplingKernels.choose` returns it.
+        tokens: int64 [m], the argmax of their logits, as `SamplingKernels.choose` returns it, and where that is
+            `forbidden`, what `best_allowed` returns.
         """
         token_ids = tokens.tolist()
-        not_finite = [] if min(token_ids) >= 0 else np.flatnonzero(tokens < 0).tolist()
-        return Sampled(token_ids, [None] * len(token_ids), not_finite, [])
+        structured = self._structured[rows]
+        exhausted = structured & (tokens == ALL_FORBIDDEN)
+        not_finite = [] if min(token_ids) >= 0 else np.flatnonzero((tokens < 0) & ~exhausted).tolist()
+        failed = self._follow(tokens, rows) if structured.any() else {}
+        return Sampled(token_ids, [None] * len(token_ids), not_finite, np.flatnonzero(exhausted).tolist(), failed)
 
-    def sample(self, logits: torch.Tensor, rows: npt.NDArray[np.int32] | npt.NDArray[np.int64]) -> Sampled:
+    def sample(self, logits: torch.Tensor, rows: Rows) -> Sampled:
         """Chooses the next token of each of `rows` ([m], distinct) from `logits` (float32 [m, vocab], on this device).
 
         `logits` is overwritten.
         """
         rows = rows.astype(np.int64)
         constrained = np.flatnonzero(self._constrained[rows])
+        structured = np.flatnonzero(self._structured[rows])
         asked = np.flatnonzero(self._logprobs[rows] >= 0)
         model, places = logits, asked  # where log probabilities find what the model said
+        if len(asked) and (len(constrained) or len(structured)):
+            model, places = logits[torch.from_numpy(asked).to(logits.device)], np.arange(len(asked))
         if len(constrained):
             finite = self._kernels.choose(logits, constrained, Choices.argmax(len(constrained))) >= 0
             constrained = constrained[finite]
-            if len(asked):
-                model, places = logits[torch.from_numpy(asked).to(logits.device)], np.arange(len(asked))
+        if len(structured):
+            self._mask(logits, structured.tolist(), rows[structured])
+        if len(constrained):
             apply_constraints(logits, [(i, self._constraints[int(rows[i])]) for i in constrained.tolist()])
         tokens = self._kernels.choose(logits, np.arange(len(rows)), self._choices(rows))
 
         chosen = tokens >= 0
         exhausted = np.zeros(len(rows), np.bool_)
         exhausted[constrained] = ~chosen[constrained]
+        exhausted[structured] |= tokens[structured] == ALL_FORBIDDEN
         logprobs: list[TokenLogprobs | None] = [None] * len(rows)
         if len(asked):
             some = chosen[asked]
@@ -148,8 +205,21 @@ class Sampler:
         for i in constrained.tolist():
             if chosen[i]:
                 self._constraints[int(rows[i])].append(int(tokens[i]))
+        failed = self._follow(tokens, rows) if len(structured) else {}
         not_finite = np.flatnonzero(~(chosen | exhausted))
-        return Sampled(tokens.tolist(), logprobs, not_finite.tolist(), np.flatnonzero(exhausted).tolist())
+        return Sampled(tokens.tolist(), logprobs, not_finite.tolist(), np.flatnonzero(exhausted).tolist(), failed)
+
+    def _mask(self, logits: torch.Tensor, places: Iterable[int], rows: Rows) -> None:
+        """Forbids, at these places, what the grammars of these rows do not let come next."""
+        self._kernels.mask(logits, [*places], [self._grammars.mask(row) for row in rows.tolist()])
+
+    def _follow(self, tokens: Ids, rows: Rows) -> dict[int, Exception]:
+        """Moves the grammars of `rows` on by their tokens. Returns, by place, why one cannot be followed."""
+        structured = np.flatnonzero(self._structured[rows])
+        failed = self._grammars.failures(structured.tolist(), rows[structured].tolist())
+        moved = [i for i in structured.tolist() if tokens[i] >= 0 and i not in failed]
+        self._grammars.append(rows[moved].tolist(), tokens[moved].tolist())
+        return failed
 
     def _choices(self, rows: npt.NDArray[np.int64]) -> Choices:
         temperature = self._temperature[rows]

@@ -81,6 +81,15 @@ class Tokenizer:
         """The number of tokens, added ones included. A model may have more logits than that."""
         return int(self._backend.get_vocab_size())
 
+    @property
+    def special_texts(self) -> list[str]:
+        """The texts of special tokens, as grammars name them."""
+        return [token.content for token in self._backend.get_added_tokens_decoder().values() if token.special]
+
+    def to_json(self) -> str:
+        """Returns the whole tokenizer in Hugging Face's form."""
+        return str(self._backend.to_str())
+
     @functools.cached_property
     def token_texts(self) -> TokenTexts:
         """The texts of single tokens, which the detokenizers of all sequences share."""

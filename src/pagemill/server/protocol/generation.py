@@ -23,6 +23,7 @@ from pagemill.errors import (
 from pagemill.frontend.outputs import LogprobsOfPosition
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.protocol.body import FIRST_ERROR, Body, C, Name, check_length
+from pagemill.server.protocol.response_format import ResponseFormat
 
 WITHOUT_EFFECT = frozenset(
     {"user", "metadata", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "parallel_tool_calls"}
@@ -36,7 +37,6 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "suffix": ("",),
     "audio": (),
@@ -64,6 +64,10 @@ NOT_IN_REQUESTS = frozenset(
 IN_JSON: dict[str, tuple[Any, str]] = {
     "stop": (str | list[str], "A text that ends the answer, or a list of such texts."),
     "logit_bias": (dict[str, float], "What is added to tokens' logits, by token id."),
+    "structured_outputs": (
+        dict[str, Any],
+        "What the answer must be: an object with one of json, json_object, regex, choice and grammar.",
+    ),
 }
 """Types and descriptions of parameters that have another form in JSON."""
 
@@ -118,6 +122,7 @@ class GenerationRequest(Parameters):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     prompt_logprobs: int | None = Field(None, description=DECLARED["prompt_logprobs"].description)
+    response_format: ResponseFormat | None = None
     use_beam_search: bool | None = None
     cache_salt: str | None = None
     session_id: str | None = None
@@ -219,11 +224,20 @@ class GenerationRequest(Parameters):
         return {
             "prompt": self._BEGINNING if self.fork_of is None else "fork_of",
             "beam_width": "best_of" if "best_of" in self.given else "n",
+            "structured_outputs": "structured_outputs" if self.response_format is None else "response_format",
         }
 
     def _params(self, **more: Any) -> SamplingParams | BeamSearchParams:
         """more: what the request says in words of its own."""
         given = {"prompt_logprobs": self.prompt_logprobs, **self.given, **more}
+        asked = None if self.response_format is None else self.response_format.structured_outputs()
+        if asked is not None:
+            if "structured_outputs" in given:
+                raise InvalidRequestError(
+                    "response_format and structured_outputs both say what the answer must be; give one of them",
+                    param="response_format",
+                )
+            given["structured_outputs"] = asked
         if self.use_beam_search:
             return self._search_params(given)
         for name in ONLY_SEARCHED:

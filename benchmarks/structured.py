@@ -1,0 +1,131 @@
+"""Holds decode steps whose answers all follow a JSON schema against steps of as many free answers.
+
+    python -m benchmarks.structured [--model smollm2-135m] [--dtype bfloat16] [--running 64] [--rounds 5]
+
+Both take turns in one engine, with equal prompts and lengths. Figures are the times of steps in which all sequences
+generate, medians over the steps of a round, and their ratio; for drawn tokens (temperature 1) and for greedy ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from statistics import median
+
+from pagemill.config import EngineConfig
+from pagemill.doctor import cpu_model
+from pagemill.engine.core import EngineCore
+from pagemill.engine.messages import EngineRequest
+from pagemill.sampling.params import SamplingParams
+
+LINE = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["sku", "text", "quantity", "price"],
+    "properties": {
+        "sku": {"type": "string", "pattern": "^[A-Z]{3}-[0-9]{4}$"},
+        "text": {"type": "string", "maxLength": 80},
+        "quantity": {"type": "integer", "minimum": 1, "maximum": 1000},
+        "price": {"type": "number", "minimum": 0, "maximum": 100000},
+        "tags": {"type": "array", "items": {"type": "string", "maxLength": 20}, "maxItems": 4},
+    },
+}
+INVOICE = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["id", "customer", "currency", "due", "paid", "lines", "total"],
+    "properties": {
+        "id": {"type": "string", "pattern": "^INV-[0-9]{6}$"},
+        "customer": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["name", "address"],
+            "properties": {
+                "name": {"type": "string", "maxLength": 60},
+                "email": {"anyOf": [{"type": "string", "format": "email"}, {"type": "null"}]},
+                "address": {"$ref": "#/$defs/address"},
+            },
+        },
+        "currency": {"enum": ["EUR", "USD", "GBP", "CHF", "JPY"]},
+        "due": {"type": "string", "format": "date"},
+        "paid": {"type": "boolean"},
+        "lines": {"type": "array", "items": LINE, "minItems": 1, "maxItems": 20},
+        "total": {"type": "number"},
+    },
+    "$defs": {
+        "address": {
+            "type": "object",
+            "additionalProperties": False,
+            "required": ["street", "city", "country"],
+            "properties": {
+                "street": {"type": "string", "maxLength": 60},
+                "city": {"type": "string", "maxLength": 40},
+                "zip": {"type": "string", "pattern": "^[0-9]{5}$"},
+                "country": {"enum": ["DE", "FR", "US", "GB", "CH", "JP"]},
+            },
+        }
+    },
+}
+INVOICES = {"type": "array", "items": INVOICE, "minItems": 100}
+"""So many that no answer ends."""
+PROMPT_LEN = 64
+
+
+def steps_of(core: EngineCore, running: int, tokens: int, params: SamplingParams, seed: int) -> list[float]:
+    """Returns the seconds of each step in which all of `running` answers get a token."""
+    for i in range(running):
+        prompt = [(7 * i + 3 * j + seed) % 40000 + 100 for j in range(PROMPT_LEN)]
+        core.add_request(EngineRequest(request_id=str(i), prompt_token_ids=prompt, params=params, arrival_s=0.0))
+    seconds: list[float] = []
+    while core.has_work():
+        begin = time.perf_counter()
+        outputs = core.step()
+        taken = time.perf_counter() - begin
+        failed = next((output.error for output in outputs if output.error is not None), None)
+        if failed is not None:
+            raise SystemExit(f"a request failed: {failed.message}")
+        if sum(len(output.new_token_ids) for output in outputs) == running:
+            seconds.append(taken)
+    if len(seconds) < tokens // 2:
+        raise SystemExit(f"only {len(seconds)} steps had all {running} sequences; lower --running")
+    return seconds
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--quantization", default=None)
+    parser.add_argument("--running", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=80)
+    parser.add_argument("--rounds", type=int, default=5)
+    given = parser.parse_args()
+    core = EngineCore(
+        EngineConfig(
+            model=given.model,
+            dtype=given.dtype,
+            quantization=given.quantization,
+            max_model_len=PROMPT_LEN + given.tokens + 1,
+            max_num_seqs=given.running,
+            enable_prefix_caching=False,
+        )
+    )
+    print(f"{cpu_model()}; {core.ready.model}; {given.running} running, {given.tokens} tokens each")
+    print("choice | free, ms | structured, ms | structured / free: each round, median")
+    for name, temperature in (("drawn", 1.0), ("greedy", 0.0)):
+        common = {"temperature": temperature, "max_tokens": given.tokens, "ignore_eos": True}
+        free, structured = SamplingParams(**common), SamplingParams(**common, structured_outputs={"json": INVOICES})
+        rounds = []
+        for number in range(given.rounds + 1):
+            pair = [median(steps_of(core, given.running, given.tokens, p, number)) for p in (free, structured)]
+            if number > 0:  # the first compiles and warms up
+                rounds.append(pair)
+        ratios = [b / a for a, b in rounds]
+        each = " ".join(f"{ratio:.3f}" for ratio in ratios)
+        ms = [1e3 * median(times) for times in zip(*rounds, strict=True)]
+        print(f"{name} | {ms[0]:.1f} | {ms[1]:.1f} | {each}, {median(ratios):.3f}")
+    core.close()
+
+
+if __name__ == "__main__":
+    main()

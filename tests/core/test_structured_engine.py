@@ -1,0 +1,150 @@
+"""Structured outputs on the real model: every finished answer has its form, whatever happens to its request."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import jsonschema
+import pytest
+from drive import drive, request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagemill import SamplingParams
+from pagemill.errors import SamplingParamsError
+from random_schemas import SCHEMAS
+
+PROMPT = "Answer in JSON:\n"
+FORM = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "ages": {"type": "array", "items": {"type": "integer", "maximum": 99, "minimum": 10}, "maxItems": 4},
+    },
+    "required": ["name", "ages"],
+    "additionalProperties": False,
+}
+SHAPES = [{"json": FORM}, {"regex": "[a-z]{20,40}"}, {"choice": ["yes", "no"]}, {"grammar": 'start: "a" /[0-9]{9}/'}]
+
+
+@pytest.fixture(scope="module")
+def engine(make_engine):
+    core = make_engine(max_num_seqs=16)
+    yield core
+    core.close()
+
+
+def structured(form, **more):
+    return SamplingParams(**{"temperature": 1.0, "max_tokens": 120, "structured_outputs": form, **more})
+
+
+def text_of(tokenizer, tokens):
+    return tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+@settings(max_examples=6)
+@given(schemas=st.lists(SCHEMAS, min_size=8, max_size=8), seed=st.integers(0, 1000))
+def test_every_finished_answer_parses_and_validates(engine, tokenizer, schemas, seed):
+    prompt = tokenizer.encode(PROMPT)
+    asked = [request(str(i), prompt, structured({"json": s}, seed=seed + i)) for i, s in enumerate(schemas)]
+    run = drive(engine, asked)
+    finished = [i for i in range(len(schemas)) if run.last[str(i), 0].finish_reason == "stop"]
+    assert len(finished) >= len(schemas) // 2
+    for i in finished:
+        jsonschema.validate(json.loads(text_of(tokenizer, run.tokens[str(i), 0])), schemas[i])
+    assert [output.error for output in run.last.values() if output.error is not None] == []
+
+
+def test_preempted_and_alone_answers_are_the_same(make_engine, engine, tokenizer):
+    """Rows with and without grammars, n of 4, in a pool that holds a part of them, in chunks of prompt."""
+    prompt = tokenizer.encode("One two three four five six seven eight nine ten. " * 4)
+    asked = [
+        request(f"{i}", [*prompt, i + 10], structured(SHAPES[i % 4], n=4 if i < 2 else 1, seed=i, max_tokens=40))
+        for i in range(6)
+    ]
+    asked.append(request("free", prompt, SamplingParams(temperature=1.0, seed=7, max_tokens=40)))
+    tiny = make_engine(kv_memory="13MiB", max_model_len=128, max_num_batched_tokens=32)
+    try:
+        small = drive(tiny, asked)
+        assert tiny.stats().preemptions > 0
+    finally:
+        tiny.close()
+    assert drive(engine, asked).tokens == small.tokens
+    for i in range(6):
+        for index in range(asked[i].params.n):
+            text, ended = text_of(tokenizer, small.tokens[f"{i}", index]), small.last[f"{i}", index].finish_reason
+            if ended != "stop":
+                assert i % 4 == 0
+            elif i % 4 == 0:
+                jsonschema.validate(json.loads(text), FORM)
+            else:
+                assert re.fullmatch(["", "[a-z]{20,40}", "yes|no", "a[0-9]{9}"][i % 4], text)
+
+
+def test_greedy_answers_need_no_logits_where_the_argmax_is_allowed(engine, tokenizer, monkeypatch):
+    prompt = tokenizer.encode("Count: 1, 2, 3, 4,")
+    asked = request("a", prompt, structured({"regex": "( [0-9]+,){6}"}, temperature=0.0))
+    rows = []
+    logits = engine.executor.decoder.logits
+    monkeypatch.setattr(
+        engine.executor.decoder, "logits", lambda hidden, *more: rows.append(1) or logits(hidden, *more)
+    )
+    run = drive(engine, [asked])
+    assert text_of(tokenizer, run.tokens["a", 0]) == " 5, 6, 7, 8, 9, 10,"
+    assert len(rows) < len(run.tokens["a", 0]) / 2
+
+
+def test_a_fork_begins_its_own_answer(engine, tokenizer):
+    prompt = tokenizer.encode("The colour is")
+    first = request("first", prompt, structured({"regex": " [a-z]+"}, max_tokens=4, min_tokens=4, seed=1))
+    run = drive(engine, [first])
+    fork = request("fork", prompt + run.tokens["first", 0], structured({"choice": ["!", "?"]}), fork_of=("first", 0))
+    assert text_of(tokenizer, drive(engine, [fork]).tokens["fork", 0]) in ("!", "?")
+
+
+def test_what_cannot_be_followed_fails_alone(engine, tokenizer):
+    prompt = tokenizer.encode("Say")
+    asked = [
+        request("stuck", prompt, structured({"choice": ["yes"]}, min_tokens=9)),
+        request("fine", prompt, structured({"choice": ["yes"]})),
+    ]
+    run = drive(engine, asked)
+    failure = run.last["stuck", 0].error
+    assert (failure.error_type, failure.param) == ("SamplingParamsError", "structured_outputs")
+    assert "min_tokens" in failure.message
+    assert text_of(tokenizer, run.tokens["fine", 0]) == "yes"
+
+
+def test_a_request_waits_for_its_grammar_and_can_be_aborted_meanwhile(engine, tokenizer, monkeypatch):
+    prompt, ready, prepare = tokenizer.encode("Say"), [], engine.executor.prepare
+    monkeypatch.setattr(engine.executor, "prepare", lambda params: bool(ready) and prepare(params))
+    engine.add_request(request("gone", prompt, structured({"choice": ["yes"]})))
+    engine.add_request(request("kept", prompt, structured({"choice": ["yes"]})))
+    with pytest.raises(ValueError, match="is in use"):
+        engine.add_request(request("kept", prompt, structured({"choice": ["yes"]})))
+    assert engine.has_work()
+    engine.add_request(request("free", prompt, SamplingParams(max_tokens=3, ignore_eos=True)))
+    assert [len(engine.step()) for _ in range(4)] == [1, 1, 1, 0]
+    engine.abort(["gone"])
+    ready.append(True)
+    run = drive(engine, [])
+    assert set(run.last) == {("kept", 0)}
+
+
+def test_a_grammar_that_the_engine_cannot_compile_ends_its_request(engine, tokenizer, monkeypatch):
+    answers = iter([False, SamplingParamsError("too much", param="structured_outputs")])
+
+    def prepare(params):
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(engine.executor, "prepare", prepare)
+    engine.add_request(request("a", tokenizer.encode("Say"), structured({"choice": ["b"]}, n=2)))
+    ended = engine.step()
+    assert [(one.index, one.finish_reason, one.error.message) for one in ended] == [
+        (0, "error", "too much"),
+        (1, "error", "too much"),
+    ]
+    assert not engine.has_work()

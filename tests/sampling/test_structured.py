@@ -1,0 +1,250 @@
+"""Structured outputs: what may be asked, what is refused and how fast, and masks over logits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from pagemill import SamplingParams, StructuredOutputsParams
+from pagemill.errors import InvalidRequestError, SamplingParamsError
+from pagemill.sampling.cpu_kernels import CpuSamplingKernels
+from pagemill.sampling.grammar import GrammarChecker
+from pagemill.sampling.params import MAX_LOGPROBS
+from pagemill.sampling.sampler import Sampler
+from pagemill.sampling.structured import MAX_CHARACTERS, MAX_CHOICES
+from pagemill.sampling.torch_kernels import TorchSamplingKernels
+from pagemill.text.tokenizer import Tokenizer
+
+NONE = np.zeros(0, np.int32)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return Tokenizer.from_path("smollm2-135m")
+
+
+@pytest.fixture(scope="module")
+def checker(tokenizer):
+    return GrammarChecker(tokenizer.special_texts)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({}, "nothing"),
+        ({"regex": "a", "choice": ["b"]}, "regex and choice"),
+        ({"json_object": False}, "nothing"),
+        ({"choice": []}, f"1 to {MAX_CHOICES} texts"),
+        ({"choice": ["a"] * (MAX_CHOICES + 1)}, f"1 to {MAX_CHOICES} texts"),
+        ({"choice": ["a", ""]}, "none of them empty"),
+        ({"choice": ["a" * (MAX_CHARACTERS // 2)] * 3}, f"at most {MAX_CHARACTERS}"),
+        ({"regex": "a" * (MAX_CHARACTERS + 1)}, f"at most {MAX_CHARACTERS}"),
+        ({"json": {"description": "a" * 2**20}}, f"at most {MAX_CHARACTERS}"),
+        ({"json": {"const": "\ud800"}}, "cannot be written as JSON"),
+        ({"json": {"const": {1, 2}.__len__}}, "cannot be written as JSON"),
+        ({"json": 5}, "must be a JSON schema"),
+        ({"regex": 5}, "regex is 5"),
+        ({"structural_tag": "x"}, "write a grammar instead"),
+        ({"nope": 1}, "no argument 'nope'"),
+        ({"regex": "a", "disable_any_whitespace": True}, "leave it out"),
+        ({"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "}, "contradict"),
+    ],
+)
+def test_refuses_what_says_nothing_or_too_much(given, said):
+    with pytest.raises(InvalidRequestError, match=said) as refused:
+        SamplingParams(structured_outputs=given)
+    assert refused.value.param == "structured_outputs"
+
+
+def test_takes_dicts_and_keeps_what_it_was_given():
+    schema = {"type": "object", "properties": {"a": {"const": "é"}}}
+    params = SamplingParams(structured_outputs={"json": schema})
+    assert params.structured_outputs == StructuredOutputsParams(json=schema)
+    assert json.loads(params.structured_outputs.json) == schema
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"regex": "a(b"}, "unclosed group"),
+        ({"regex": r"(a)\1"}, "backreferences"),
+        ({"json": {"type": "wrong"}}, "Invalid type: wrong"),
+        ({"json": "{"}, "not JSON"),
+        ({"json": "[]"}, "is an object"),
+        ({"json": "false"}, "is an object"),
+        ({"json": {"not": {}}}, "Unimplemented keys"),
+        ({"json": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "unsatisfiable"),
+        ({"json": {"$ref": "#"}}, "NoExtension"),
+        ({"json": {"$ref": "http://example.com/schema"}}, "does not fetch"),
+        ({"json_object": True, "whitespace_pattern": "("}, "unclosed group"),
+        ({"grammar": 'start: "a" other'}, "unknown name"),
+        ({"grammar": "start: start"}, "NoExtension"),
+        ({"grammar": 'root ::= "a'}, "cannot be compiled"),
+        ({"grammar": "start: <|nothing|>"}, "unknown special token"),
+    ],
+)
+def test_says_what_does_not_compile(checker, given, said):
+    with pytest.raises(SamplingParamsError, match=said) as refused:
+        checker.check(StructuredOutputsParams(**given))
+    assert refused.value.param == "structured_outputs"
+    assert len(str(refused.value)) < 600
+
+
+def _nested(depth):
+    schema = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
+def _chain(length):
+    definitions = {f"d{i}": {"items": {"$ref": f"#/$defs/d{i + 1}"}} for i in range(length)}
+    return {"$ref": "#/$defs/d0", "$defs": definitions | {f"d{length}": {"type": "string"}}}
+
+
+HOSTILE = {
+    "nested schema": {"json": _nested(500)},
+    "chain of references": {"json": _chain(1500)},
+    "wide schema": {"json": {"properties": {f"f{i}": {"type": "string"} for i in range(2000)}}},
+    "product of alternatives": {
+        "json": {"allOf": [{"anyOf": [{"properties": {f"{i} {j}": {}}} for j in range(6)]} for i in range(8)]}
+    },
+    "chain of rules": {
+        "grammar": "start: a0\n" + "\n".join(f"a{i}: a{i + 1} a{i + 1}" for i in range(3000)) + '\na3000: "x"'
+    },
+    "doubled terminals": {
+        "grammar": "start: A0\n" + "\n".join(f"A{i}: A{i + 1} A{i + 1}" for i in range(40)) + '\nA40: "x"'
+    },
+    "nested parentheses": {"grammar": "start: " + "(" * 20000 + '"a"' + ")" * 20000},
+    "nested GBNF": {"grammar": "root ::= " + "(" * 20000 + '"a"' + ")" * 20000},
+    "long GBNF": {"grammar": "root ::= " + "[a-z] " * 10000},
+    "nested expression": {"regex": "(" * 5000 + "a" + ")" * 5000},
+    "huge repetition": {"regex": "((a{1000}){1000}){1000}"},
+    "exponential automaton": {"regex": "(a|b)*a(a|b){400}"},
+    "long expression": {"regex": "ab" * (MAX_CHARACTERS // 2)},
+    "long pattern": {"json": {"type": "string", "pattern": "(a{1000}){1000}"}},
+    "long constant": {"json": {"const": "a" * (MAX_CHARACTERS - 20)}},
+    "many choices": {"choice": [f"choice {i}" for i in range(MAX_CHOICES)]},
+}
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_demands_end_soon_and_hold_nobody_up(checker, what):
+    """Whether it compiles or not: within a second or two on a busy machine, and other threads go on meanwhile."""
+    asked = StructuredOutputsParams(**HOSTILE[what])
+    gaps, ended = [], threading.Event()
+
+    def tick():
+        last = time.perf_counter()
+        while not ended.wait(0.002):
+            gaps.append(time.perf_counter() - last)
+            last = time.perf_counter()
+
+    other = threading.Thread(target=tick)
+    other.start()
+    begin = time.perf_counter()
+    with contextlib.suppress(SamplingParamsError):
+        checker.check(asked)
+    took = time.perf_counter() - begin
+    ended.set()
+    other.join()
+    assert took < 4, took
+    assert max(gaps, default=0.0) < max(0.2, took / 2)
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_grammars_cost_little_per_token(tokenizer, what):
+    """Follows each that compiles over the model's vocabulary for some tokens."""
+    asked = StructuredOutputsParams(**HOSTILE[what])
+    sampler = make_sampler(tokenizer, CpuSamplingKernels(), [SamplingParams()])
+    try:
+        while not sampler.prepare(SamplingParams(structured_outputs=asked)):
+            time.sleep(0.01)
+    except SamplingParamsError:
+        return
+    sampler.add_row(0, SamplingParams(structured_outputs=asked), 0, NONE, NONE)
+    begin, logits = time.perf_counter(), torch.randn(1, tokenizer.vocab_size)
+    for _ in range(20):
+        sampled = sampler.sample(logits.clone(), np.zeros(1, np.int64))
+        if sampled.failed:
+            assert isinstance(sampled.failed[0], SamplingParamsError)
+            break
+    assert time.perf_counter() - begin < 2
+
+
+def make_sampler(tokenizer, kernels, params):
+    sampler = Sampler(len(params), tokenizer.vocab_size, kernels, (tokenizer.eos_token_id,), tokenizer.to_json)
+    for row, asked in enumerate(params):
+        sampler.add_row(row, asked, row, NONE, NONE)
+    return sampler
+
+
+@pytest.mark.parametrize("kernels", [CpuSamplingKernels(), TorchSamplingKernels()], ids=["kernels", "torch"])
+def test_greedy_rows_take_the_best_allowed_token(tokenizer, kernels):
+    """With logits, and from the argmax alone where that is allowed."""
+    greedy = SamplingParams(temperature=0.0, structured_outputs={"choice": ["green tea", "grey", "42"]})
+    whole, short = make_sampler(tokenizer, kernels, [greedy] * 3), make_sampler(tokenizer, kernels, [greedy] * 3)
+    rows, texts = np.arange(3), [[], [], []]
+    assert short.only_argmax(rows)
+    for seed in range(12):
+        logits = torch.randn(3, tokenizer.vocab_size, generator=torch.Generator().manual_seed(seed))
+        argmax = logits.argmax(-1).numpy()
+        wrong = short.forbidden(argmax, rows)
+        argmax[wrong] = short.best_allowed(logits[torch.from_numpy(wrong)], rows[wrong])
+        assert whole.sample(logits, rows).token_ids == short.take_argmax(argmax, rows).token_ids
+        for text, token in zip(texts, argmax.tolist(), strict=True):
+            text.append(token)
+    assert {tokenizer.decode(text, skip_special_tokens=True) for text in texts} <= {"green tea", "grey", "42"}
+
+
+@pytest.mark.parametrize("kernels", [CpuSamplingKernels(), TorchSamplingKernels()], ids=["kernels", "torch"])
+def test_masks_compose_with_other_constraints(tokenizer, kernels):
+    yes, no = (tokenizer.encode(text) for text in ("yes", "no"))
+    assert len(yes) == len(no) == 1
+    form = {"choice": ["yes", "no"]}
+    params = [
+        SamplingParams(structured_outputs=form, logit_bias={yes[0]: 100.0}),
+        SamplingParams(structured_outputs=form, allowed_token_ids=no),
+        SamplingParams(structured_outputs=form, allowed_token_ids=[5]),
+        SamplingParams(structured_outputs=form, logprobs=MAX_LOGPROBS),
+        SamplingParams(structured_outputs=form, min_tokens=5, logit_bias={yes[0]: 100.0}),
+        SamplingParams(),
+    ]
+    sampler, rows = make_sampler(tokenizer, kernels, params), np.arange(len(params))
+    logits = torch.randn(len(params), tokenizer.vocab_size, generator=torch.Generator().manual_seed(1))
+    logits[:, yes[0]] = logits[:, no[0]] = 20.0
+    model = torch.log_softmax(logits, -1)
+    sampled = sampler.sample(logits.clone(), rows)
+    assert sampled.token_ids[0] == yes[0]
+    assert sampled.token_ids[1] == no[0]
+    assert sampled.exhausted == [2]
+    entry = sampled.logprobs[3]
+    assert entry.token_ids[0] in (yes[0], no[0])
+    np.testing.assert_allclose(entry.logprobs, model[3, entry.token_ids].numpy(), atol=1e-4)
+    assert len(entry.token_ids) == 1 + MAX_LOGPROBS  # of the model's distribution, what is forbidden included
+    again = sampler.sample(logits.clone(), rows[[0, 4, 5]])
+    assert again.token_ids[0] == tokenizer.eos_token_id
+    assert again.exhausted == [1]  # the answer is complete and must not end
+
+
+def test_a_model_or_tokenizer_that_cannot_is_refused(tokenizer):
+    asked = SamplingParams(structured_outputs={"choice": ["a"]})
+
+    def prepare(sampler):
+        while not sampler.prepare(asked):
+            time.sleep(0.01)
+
+    def refusal(sampler):
+        with pytest.raises(SamplingParamsError) as refused:
+            prepare(sampler)
+        return str(refused.value)
+
+    kernels = CpuSamplingKernels()
+    assert "end-of-sequence" in refusal(Sampler(1, tokenizer.vocab_size, kernels, (), tokenizer.to_json))
+    assert "tokenizer" in refusal(Sampler(1, tokenizer.vocab_size, kernels, (2,), lambda: "{}"))
