@@ -27,7 +27,7 @@ from pagemill.arguments import arguments_of
 from pagemill.cli.app import app
 from pagemill.engine.stats import EngineStats, TenantStats
 from pagemill.fixed_arguments import OF_CALLS, OF_ENGINES, OF_SAMPLING
-from pagemill.server.metrics import Metrics
+from pagemill.server.routes.metrics import Metrics
 from pagemill.speculative_config import SpeculativeConfig
 
 

@@ -14,7 +14,7 @@ from pagemill.errors import NonFiniteLogitsError
 from pagemill.executor import local, verification
 from pagemill.sampling.params import SamplingParams
 from pagemill.scheduling.speculation import NgramDrafter
-from pagemill.server.metrics import Metrics
+from pagemill.server.routes.metrics import Metrics
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 6}
 OTHERS = {

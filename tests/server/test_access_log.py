@@ -14,11 +14,11 @@ import httpx
 import pytest
 
 from pagemill.errors import ConfigError
-from pagemill.server import access_log, log_output
-from pagemill.server.access import ServerAccess
-from pagemill.server.access_log import AccessLog, Lines
-from pagemill.server.limits import ServerLimits
-from pagemill.server.log_output import AUDIT, LogWriter, ServerLogs, as_json, as_text, fields, logging_to
+from pagemill.server.access.limits import ServerLimits
+from pagemill.server.access.server_access import ServerAccess
+from pagemill.server.logs import access_log, output
+from pagemill.server.logs.access_log import AccessLog, Lines
+from pagemill.server.logs.output import AUDIT, LogWriter, ServerLogs, as_json, as_text, fields, logging_to
 from pagemill.server.run import server_config
 
 SECRET = "Xylophone"
@@ -169,8 +169,8 @@ def test_a_line_of_json():
 
 
 def test_a_reader_that_stops_stops_nobody(monkeypatch):
-    monkeypatch.setattr(log_output, "MAX_LINES", 10)
-    monkeypatch.setattr(log_output, "CLOSE_S", 0.2)
+    monkeypatch.setattr(output, "MAX_LINES", 10)
+    monkeypatch.setattr(output, "CLOSE_S", 0.2)
     goes_on, written = threading.Event(), io.StringIO()
     slow = SimpleNamespace(write=lambda text: goes_on.wait(20) and written.write(text), flush=lambda: None)
     writer = LogWriter(slow, as_text)

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from fastapi.routing import APIRoute
 
-from pagemill.server.access import ServerAccess
-from pagemill.server.api_keys import ApiKeys
+from pagemill.server.access.api_keys import ApiKeys
+from pagemill.server.access.server_access import ServerAccess
 from pagemill.server.app import create_app
 
 NOT_DESCRIBED = {"/docs", "/openapi.json", "/", "/page/{name}"}

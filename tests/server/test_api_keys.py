@@ -6,8 +6,8 @@ import pytest
 from starlette.datastructures import Headers
 
 from pagemill.errors import AuthenticationError, ConfigError, PermissionDeniedError
-from pagemill.server.access import ServerAccess
-from pagemill.server.api_keys import ApiKeys, Caller
+from pagemill.server.access.api_keys import ApiKeys, Caller
+from pagemill.server.access.server_access import ServerAccess
 from pagemill.tenant_limits import key_digest, read_tenants_file
 
 CHAT, METRICS, TENANTS = ("POST", "/v1/chat/completions"), ("GET", "/metrics"), ("GET", "/v1/tenants")

@@ -16,9 +16,9 @@ import pytest
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from pagemill.server import limits as server_limits
-from pagemill.server.connections import client_of
-from pagemill.server.limits import OTHER_DESCRIPTORS, ServerLimits, room_for
+from pagemill.server.access import limits as server_limits
+from pagemill.server.access.connections import client_of
+from pagemill.server.access.limits import OTHER_DESCRIPTORS, ServerLimits, room_for
 from pagemill.server.run import server_config
 
 HEAD = b"GET / HTTP/1.1\r\nHost: here\r\n"

@@ -7,12 +7,12 @@ import httpx
 import pytest
 
 from pagemill.errors import RateLimitError
-from pagemill.server import failed_keys
-from pagemill.server.access import ServerAccess
-from pagemill.server.api_keys import ApiKeys
+from pagemill.server.access import failed_keys
+from pagemill.server.access.api_keys import ApiKeys
+from pagemill.server.access.failed_keys import FailedKeys
+from pagemill.server.access.limits import ServerLimits
+from pagemill.server.access.server_access import ServerAccess
 from pagemill.server.app import create_app
-from pagemill.server.failed_keys import FailedKeys
-from pagemill.server.limits import ServerLimits
 
 
 @pytest.fixture

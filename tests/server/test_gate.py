@@ -8,10 +8,10 @@ import httpx
 import pytest
 
 from pagemill.errors import ConfigError, ServerBusyError, TooManyWaitingError
-from pagemill.server.api_keys import ApiKeys
-from pagemill.server.gate import Gate
-from pagemill.server.large_bodies import SMALL_BODY_BYTES, LargeBodies
-from pagemill.server.limits import ServerLimits
+from pagemill.server.access.api_keys import ApiKeys
+from pagemill.server.access.gate import Gate
+from pagemill.server.access.large_bodies import SMALL_BODY_BYTES, LargeBodies
+from pagemill.server.access.limits import ServerLimits
 from pagemill.tenant_limits import read_tenants_file
 
 

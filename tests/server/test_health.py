@@ -11,9 +11,9 @@ import httpx
 import pytest
 
 from pagemill.errors import EngineDeadError
-from pagemill.server import health
+from pagemill.server.access.limits import ServerLimits
 from pagemill.server.app import create_app
-from pagemill.server.limits import ServerLimits
+from pagemill.server.routes import health
 
 
 @pytest.fixture

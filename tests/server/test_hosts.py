@@ -5,8 +5,8 @@ import pytest
 from starlette.datastructures import Headers
 
 from pagemill.errors import ConfigError, HostNotAllowedError
-from pagemill.server.access import ServerAccess
-from pagemill.server.hosts import AllowedHosts
+from pagemill.server.access.hosts import AllowedHosts
+from pagemill.server.access.server_access import ServerAccess
 
 SITE = "https://app.example.com"
 

@@ -12,8 +12,8 @@ import pytest
 
 from pagemill.engine.stats import EngineStats
 from pagemill.memory.block_map import OTHERS
-from pagemill.server.kv_map import MAX_WATCHERS_PER_TENANT, Feed
-from pagemill.server.metrics import Metrics
+from pagemill.server.routes.kv_map import MAX_WATCHERS_PER_TENANT, Feed
+from pagemill.server.routes.metrics import Metrics
 
 MODEL = "smollm2-135m"
 LONG = {

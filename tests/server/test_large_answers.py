@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from pagemill.server import call
+from pagemill.server.routes import call
 
 BODY = {"prompt": "Once upon", "max_tokens": 4, "n": 3, "logprobs": 2, "seed": 1, "echo": True}
 CHAT = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "n": 3, "seed": 1}

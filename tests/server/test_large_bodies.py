@@ -11,10 +11,10 @@ import pytest
 from fastapi.routing import APIRoute
 
 from pagemill.errors import ServerBusyError
+from pagemill.server.access.gate import SMALL_BODY_BYTES
 from pagemill.server.app import create_app
-from pagemill.server.body_process import packed
-from pagemill.server.body_reader import LARGE_BODY_BYTES, MOST_MARKS, BodyReader, BodyRoute, is_large
-from pagemill.server.gate import SMALL_BODY_BYTES
+from pagemill.server.bodies.process import packed
+from pagemill.server.bodies.reader import LARGE_BODY_BYTES, MOST_MARKS, BodyReader, BodyRoute, is_large
 from pagemill.server.protocol.completions import CompletionRequest
 
 JSON = {"Content-Type": "application/json"}

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from pagemill.server import logs
+from pagemill.server.logs import quiet
 
 WORDS = "secret prompt"
 
@@ -15,16 +15,16 @@ WORDS = "secret prompt"
 def log(monkeypatch):
     """A logger with the filter, and what it has written."""
     clock = [0.0]
-    monkeypatch.setattr(logs, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(quiet, "time", SimpleNamespace(monotonic=lambda: clock[0]))
     logger, written = logging.Logger("test"), io.StringIO()
-    logger.addFilter(logs.Quiet())
+    logger.addFilter(quiet.Quiet())
     logger.addHandler(logging.StreamHandler(written))
     return logger, written, clock
 
 
 def test_what_repeats_is_written_once_in_each_period(log):
     logger, written, clock = log
-    for at in (0, 1, 2, logs.PERIOD_S + 1):
+    for at in (0, 1, 2, quiet.PERIOD_S + 1):
         clock[0] = at
         logger.warning("Invalid HTTP request received.")
     assert written.getvalue().splitlines() == [

@@ -18,9 +18,9 @@ from pagemill.errors import PoolTooSmallError, PromptTooLongError, RequestTooLar
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.server.app import create_app
-from pagemill.server.completions import CompletionCall
 from pagemill.server.protocol.chat import ChatCompletionRequest
 from pagemill.server.protocol.completions import CompletionRequest
+from pagemill.server.routes.completions import CompletionCall
 
 MODEL = "smollm2-135m"
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "What is the capital of France?"}]}

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from pagemill.errors import ConfigError
-from pagemill.server.pins import pin, read_pins
+from pagemill.server.routes.pins import pin, read_pins
 
 SYSTEM = {"role": "system", "content": "You are a patient teacher of astronomy. " * 8}
 

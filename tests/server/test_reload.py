@@ -10,10 +10,10 @@ import httpx
 import pytest
 
 from pagemill.errors import ConfigError
-from pagemill.server import reload as reloading
-from pagemill.server.access import ServerAccess
-from pagemill.server.api_keys import ApiKeys
-from pagemill.server.reload import TenantsReload
+from pagemill.server.access.api_keys import ApiKeys
+from pagemill.server.access.server_access import ServerAccess
+from pagemill.server.lifecycle import reload as reloading
+from pagemill.server.lifecycle.reload import TenantsReload
 from pagemill.tenant_limits import TenantLimits, key_digest, read_tenants_file
 
 NO_LIMITS = {field.name: field.default for field in dataclasses.fields(TenantLimits)}

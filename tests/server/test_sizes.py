@@ -9,11 +9,11 @@ from pydantic import ValidationError
 from pagemill.errors import PagemillError
 from pagemill.namespace import MAX_LENGTH, Namespace
 from pagemill.sampling.params import MAX_BIASES, MAX_CHARACTERS, MAX_TOKEN_IDS, MAX_WORDS
-from pagemill.server.errors import LONGEST_MESSAGE, error_response
-from pagemill.server.pins import PinBody
 from pagemill.server.protocol.chat import ChatCompletionRequest
 from pagemill.server.protocol.completions import CompletionRequest
+from pagemill.server.protocol.errors import LONGEST_MESSAGE, error_response
 from pagemill.server.protocol.generation import MAX_CHOICES, MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS
+from pagemill.server.routes.pins import PinBody
 from pagemill.tenant_limits import MAX_NAME, TenantLimits
 from pagemill.text.chat_template import check_messages
 

@@ -12,9 +12,9 @@ import pytest
 import trustme
 
 from pagemill.errors import ConfigError
-from pagemill.server.access import ServerAccess
-from pagemill.server.connections import Connection
-from pagemill.server.tls import Certificate
+from pagemill.server.access.connections import Connection
+from pagemill.server.access.server_access import ServerAccess
+from pagemill.server.access.tls import Certificate
 from server.test_connections import BUFFER, HEAD, LARGE, connect, listening, read_all, wait_until
 
 MODEL = "smollm2-135m"

@@ -9,10 +9,10 @@ from starlette.datastructures import Headers
 
 from pagemill.cli.several_values import one_by_one
 from pagemill.errors import AuthenticationError, ConfigError
-from pagemill.server.api_keys import ApiKeys
+from pagemill.server.access.api_keys import ApiKeys
 from pagemill.server.app import create_app
-from pagemill.server.models import check_served_names
-from pagemill.server.tokens import MAX_CHARACTERS
+from pagemill.server.routes.models import check_served_names
+from pagemill.server.routes.tokens import MAX_CHARACTERS
 from pagemill.tenant_limits import TenantsFile, key_digest
 from pagemill.text.tokenizer import Tokenizer
 

@@ -135,7 +135,7 @@ def _blocks_of(pin_file: Path, store: DiskStore, tokenizer: str) -> list[BlockNa
 
     Raises `KVStoreError` where there is none, and what `read_pins` and reading with the tokenizer raise.
     """
-    from pagemill.server.pins import read_pins
+    from pagemill.server.routes.pins import read_pins
     from pagemill.text.tokenizer import Tokenizer
 
     pins, size = read_pins(pin_file), store.format.block_size

@@ -24,9 +24,9 @@ from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError
 from pagemill.fixed_arguments import OF_ENGINES, Fixed
 from pagemill.sampling.params import SamplingParams
-from pagemill.server.access import ServerAccess
-from pagemill.server.limits import ServerLimits
-from pagemill.server.log_output import ServerLogs
+from pagemill.server.access.limits import ServerLimits
+from pagemill.server.access.server_access import ServerAccess
+from pagemill.server.logs.output import ServerLogs
 
 ModelArgument = Annotated[
     str,

@@ -16,9 +16,9 @@ import typer
 
 from pagemill.cli.options import ModelArgument, access_options, engine_options, log_options, run, server_options
 from pagemill.errors import ConfigError
-from pagemill.server.access import ServerAccess
-from pagemill.server.limits import ServerLimits
-from pagemill.server.log_output import AUDIT, ServerLogs, fields, logging_to
+from pagemill.server.access.limits import ServerLimits
+from pagemill.server.access.server_access import ServerAccess
+from pagemill.server.logs.output import AUDIT, ServerLogs, fields, logging_to
 from pagemill.tenant_limits import TenantsFile, read_tenants_file
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def serve(
     logs: ServerLogs,
 ) -> None:
     """Serve a model through OpenAI's API."""
-    from pagemill.server.models import check_served_names
+    from pagemill.server.routes.models import check_served_names
 
     if pin_file is not None and not pin_file.is_file():
         raise ConfigError(f"pin_file is {str(pin_file)!r}, which is no file; name one", param="pin_file")
@@ -87,7 +87,7 @@ async def _serve(
 ) -> None:
     from pagemill.cli.loading import LoadingBar, messages
     from pagemill.frontend.async_llm import AsyncLLM
-    from pagemill.server.pins import read_pins
+    from pagemill.server.routes.pins import read_pins
     from pagemill.server.run import run_server
 
     pins = [] if pin_file is None else read_pins(pin_file)

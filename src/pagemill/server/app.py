@@ -11,33 +11,33 @@ from starlette.middleware.cors import CORSMiddleware
 
 import pagemill
 from pagemill.frontend.async_llm import AsyncLLM
-from pagemill.server.access import ServerAccess
-from pagemill.server.access_log import REQUEST_ID
-from pagemill.server.api_docs import docs_routes
-from pagemill.server.api_keys import ApiKeys
-from pagemill.server.body_reader import BodyReader, BodyRoute
-from pagemill.server.call import Call, R
-from pagemill.server.chat import ChatCall
-from pagemill.server.completions import CompletionCall
-from pagemill.server.embeddings import embedding_routes
-from pagemill.server.engine_routes import engine_routes
-from pagemill.server.errors import install_error_handlers
-from pagemill.server.events import EventStream, until_disconnect
-from pagemill.server.gate import Gate
-from pagemill.server.health import health_routes
-from pagemill.server.hosts import AllowedHosts
-from pagemill.server.kv_map import Feed, kv_map_routes
-from pagemill.server.limits import ServerLimits
-from pagemill.server.metrics import CONTENT_TYPE, Metrics
-from pagemill.server.models import ServedModels, model_routes
-from pagemill.server.page_routes import page_routes
-from pagemill.server.pins import pin_routes
+from pagemill.server.access.api_keys import ApiKeys
+from pagemill.server.access.gate import Gate
+from pagemill.server.access.hosts import AllowedHosts
+from pagemill.server.access.limits import ServerLimits
+from pagemill.server.access.rate_headers import RATE_HEADERS
+from pagemill.server.access.server_access import ServerAccess
+from pagemill.server.bodies.reader import BodyReader, BodyRoute
+from pagemill.server.logs.access_log import REQUEST_ID
 from pagemill.server.protocol.body import ErrorResponse
 from pagemill.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from pagemill.server.protocol.completions import Completion, CompletionRequest
-from pagemill.server.rate_headers import RATE_HEADERS
-from pagemill.server.sessions import session_routes
-from pagemill.server.tokens import token_routes
+from pagemill.server.protocol.errors import install_error_handlers
+from pagemill.server.protocol.events import EventStream, until_disconnect
+from pagemill.server.routes.api_docs import docs_routes
+from pagemill.server.routes.call import Call, R
+from pagemill.server.routes.chat import ChatCall
+from pagemill.server.routes.completions import CompletionCall
+from pagemill.server.routes.embeddings import embedding_routes
+from pagemill.server.routes.engine import engine_routes
+from pagemill.server.routes.health import health_routes
+from pagemill.server.routes.kv_map import Feed, kv_map_routes
+from pagemill.server.routes.metrics import CONTENT_TYPE, Metrics
+from pagemill.server.routes.models import ServedModels, model_routes
+from pagemill.server.routes.page import page_routes
+from pagemill.server.routes.pins import pin_routes
+from pagemill.server.routes.sessions import session_routes
+from pagemill.server.routes.tokens import token_routes
 
 EXPOSED_HEADERS = ["Retry-After", REQUEST_ID, *RATE_HEADERS]
 """Headers of answers that pages of other sites may read, beside those that browsers always show."""

@@ -15,20 +15,20 @@ from starlette.types import ASGIApp
 from pagemill.engine.messages import EngineReady
 from pagemill.errors import PagemillError
 from pagemill.frontend.async_llm import AsyncLLM
-from pagemill.server.access import ServerAccess, is_loopback
-from pagemill.server.access_log import AccessLog
-from pagemill.server.api_keys import ApiKeys
+from pagemill.server.access.api_keys import ApiKeys
+from pagemill.server.access.connections import Connection, Places
+from pagemill.server.access.hosts import AllowedHosts
+from pagemill.server.access.limits import ServerLimits, room_for
+from pagemill.server.access.server_access import ServerAccess, is_loopback
 from pagemill.server.app import create_app
-from pagemill.server.connections import Connection, Places
-from pagemill.server.drain import Drain
-from pagemill.server.hosts import AllowedHosts
-from pagemill.server.limits import ServerLimits, room_for
-from pagemill.server.logs import quieten
-from pagemill.server.loop_lag import watch_loop_lag
-from pagemill.server.pins import FilePin, pin
-from pagemill.server.reload import TenantsReload
-from pagemill.server.signals import obey_signals
-from pagemill.server.stopping import StoppingServer
+from pagemill.server.lifecycle.drain import Drain
+from pagemill.server.lifecycle.loop_lag import watch_loop_lag
+from pagemill.server.lifecycle.reload import TenantsReload
+from pagemill.server.lifecycle.signals import obey_signals
+from pagemill.server.lifecycle.stopping import StoppingServer
+from pagemill.server.logs.access_log import AccessLog
+from pagemill.server.logs.quiet import quieten
+from pagemill.server.routes.pins import FilePin, pin
 from pagemill.tenant_limits import TenantsFile
 
 

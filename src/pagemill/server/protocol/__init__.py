@@ -1,1 +1,1 @@
-"""Bodies of HTTP: OpenAI's requests and responses, with vLLM's extra fields."""
+"""Bodies of HTTP: OpenAI's requests, responses, events and errors, with vLLM's extra fields."""

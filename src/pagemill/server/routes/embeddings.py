@@ -19,10 +19,10 @@ from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.pooling import EmbeddingRequestOutput
 from pagemill.sampling.pooling_params import PoolingParams
-from pagemill.server.body_reader import BodyRoute
-from pagemill.server.events import until_disconnect
-from pagemill.server.models import ServedModels
+from pagemill.server.bodies.reader import BodyRoute
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Ids, Name, check_length
+from pagemill.server.protocol.events import until_disconnect
+from pagemill.server.routes.models import ServedModels
 
 MAX_INPUTS = 2048
 """Inputs of one request."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pagemill.errors import ConfigError, PagemillError
 from pagemill.frontend.async_llm import AsyncLLM
-from pagemill.server.api_keys import ApiKeys
+from pagemill.server.access.api_keys import ApiKeys
 from pagemill.tenant_limits import TenantLimits, TenantsFile, read_tenants_file
 
 LOOK_S = 2.0

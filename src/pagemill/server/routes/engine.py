@@ -10,12 +10,12 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from pagemill.frontend.async_llm import AsyncLLM
-from pagemill.server.access_log import client_address
-from pagemill.server.api_keys import ApiKeys
-from pagemill.server.body_reader import BodyRoute
-from pagemill.server.errors import asked_by_client
-from pagemill.server.log_output import AUDIT, fields
+from pagemill.server.access.api_keys import ApiKeys
+from pagemill.server.bodies.reader import BodyRoute
+from pagemill.server.logs.access_log import client_address
+from pagemill.server.logs.output import AUDIT, fields
 from pagemill.server.protocol.body import KVMemory, Listing
+from pagemill.server.protocol.errors import asked_by_client
 from pagemill.tenant_limits import TenantLimits
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pagemill.errors import ServerBusyError
-from pagemill.server.errors import error_answer
+from pagemill.server.protocol.errors import error_answer
 
 STILL_ANSWERED = frozenset({"/live", "/metrics"})
 """What watches the process goes on to see it."""

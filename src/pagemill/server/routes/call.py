@@ -21,8 +21,8 @@ from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
-from pagemill.server.errors import error_response
-from pagemill.server.events import DONE, event
+from pagemill.server.protocol.errors import error_response
+from pagemill.server.protocol.events import DONE, event
 from pagemill.server.protocol.generation import Answer, GenerationRequest, PromptTokensDetails, Usage
 from pagemill.text.detokenizer import Detokenizer
 

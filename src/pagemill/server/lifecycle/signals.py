@@ -11,8 +11,8 @@ from typing import Any
 
 from pagemill.errors import ConfigError, PagemillError
 from pagemill.frontend.async_llm import AsyncLLM
-from pagemill.server.reload import TenantsReload
-from pagemill.server.tls import Certificate
+from pagemill.server.access.tls import Certificate
+from pagemill.server.lifecycle.reload import TenantsReload
 
 
 def obey_signals(

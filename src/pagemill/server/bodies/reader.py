@@ -20,11 +20,11 @@ from pagemill.engine.messages import Failure
 from pagemill.errors import BodyTooLargeError, ServerBusyError
 from pagemill.frontend.spawn import Child, start_child
 from pagemill.frontend.worker import WorkerThreads
-from pagemill.server.large_bodies import SMALL_BODY_BYTES
+from pagemill.server.access.large_bodies import SMALL_BODY_BYTES
 
 B = TypeVar("B", bound=BaseModel)
 
-PROCESS = "pagemill.server.body_process"
+PROCESS = "pagemill.server.bodies.process"
 LARGE_BODY_BYTES = 1 << 20
 """A body of more bytes takes long to parse whatever is in it."""
 MOST_MARKS = 5_000

@@ -17,17 +17,17 @@ from pagemill.errors import (
     SlowBodyError,
 )
 from pagemill.frontend.rates import RateStatus
-from pagemill.server.access_log import MAX_PATH, Lines, client_address
-from pagemill.server.api_keys import ApiKeys, Caller, challenge, is_open
-from pagemill.server.connections import client_of
-from pagemill.server.errors import error_answer
-from pagemill.server.events import ClientGone
-from pagemill.server.failed_keys import FailedKeys
-from pagemill.server.hosts import AllowedHosts
-from pagemill.server.large_bodies import SMALL_BODY_BYTES, LargeBodies
-from pagemill.server.limits import ServerLimits
-from pagemill.server.log_output import AUDIT, fields
-from pagemill.server.rate_headers import with_rate_headers
+from pagemill.server.access.api_keys import ApiKeys, Caller, challenge, is_open
+from pagemill.server.access.connections import client_of
+from pagemill.server.access.failed_keys import FailedKeys
+from pagemill.server.access.hosts import AllowedHosts
+from pagemill.server.access.large_bodies import SMALL_BODY_BYTES, LargeBodies
+from pagemill.server.access.limits import ServerLimits
+from pagemill.server.access.rate_headers import with_rate_headers
+from pagemill.server.logs.access_log import MAX_PATH, Lines, client_address
+from pagemill.server.logs.output import AUDIT, fields
+from pagemill.server.protocol.errors import error_answer
+from pagemill.server.protocol.events import ClientGone
 
 
 class Gate:

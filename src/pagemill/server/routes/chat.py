@@ -11,7 +11,6 @@ from pagemill.frontend.outputs import CompletionOutput, Logprob, LogprobsOfPosit
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
-from pagemill.server.call import Call
 from pagemill.server.protocol.chat import (
     AnswerMessage,
     ChatChoice,
@@ -26,6 +25,7 @@ from pagemill.server.protocol.chat import (
     TopLogprob,
 )
 from pagemill.server.protocol.tools import Called, CalledDelta, ToolCall, ToolCallDelta
+from pagemill.server.routes.call import Call
 from pagemill.text.answer.reader import AnswerPart, AnswerReader
 
 READ_LIKE_ONE = 50

@@ -26,8 +26,8 @@ from pagemill.errors import (
     TooManyWaitingError,
     shown,
 )
-from pagemill.server.events import ClientGone
 from pagemill.server.protocol.body import ErrorBody, ErrorResponse
+from pagemill.server.protocol.events import ClientGone
 
 CODES: dict[type[PagemillError], str] = {
     PromptTooLongError: "context_length_exceeded",

@@ -13,12 +13,12 @@ from pydantic import BaseModel, Field, model_validator
 from pagemill.errors import InvalidRequestError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import size_of
-from pagemill.server.body_reader import BodyRoute
-from pagemill.server.models import ServedModels
+from pagemill.server.bodies.reader import BodyRoute
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Ids, Name, check_length
 from pagemill.server.protocol.chat import ChatMessage
 from pagemill.server.protocol.generation import MAX_MESSAGES
 from pagemill.server.protocol.tools import Tool, check_for_template
+from pagemill.server.routes.models import ServedModels
 from pagemill.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 2**20

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import get_remote_addr
 
 from pagemill.errors import ServerBusyError
-from pagemill.server.errors import RETRY_AFTER_S, error_response
+from pagemill.server.protocol.errors import RETRY_AFTER_S, error_response
 
 MAX_HEAD_BYTES = 16 << 10
 LOOKS = 4

@@ -13,7 +13,7 @@ import msgspec
 
 from pagemill.arguments import about, check_fields, suggest_arguments
 from pagemill.errors import ConfigError, shown
-from pagemill.server.tls import Certificate
+from pagemill.server.access.tls import Certificate
 from pagemill.tenant_limits import TenantsFile, key_digests
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")

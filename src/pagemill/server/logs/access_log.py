@@ -12,8 +12,8 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagemill.errors import InvalidRequestError, shown
-from pagemill.server.errors import CLIENT_CLOSED_REQUEST, error_answer
-from pagemill.server.log_output import fields
+from pagemill.server.logs.output import fields
+from pagemill.server.protocol.errors import CLIENT_CLOSED_REQUEST, error_answer
 
 LOGGER = logging.getLogger("pagemill.access")
 REQUEST_ID = "X-Request-Id"

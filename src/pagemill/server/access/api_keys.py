@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from starlette.datastructures import Headers
 
 from pagemill.errors import AuthenticationError, ConfigError, PermissionDeniedError
-from pagemill.server.access import ServerAccess
+from pagemill.server.access.server_access import ServerAccess
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantsFile, key_digest, key_digests
 
 OPEN_PATHS = frozenset({"/", "/health", "/live", "/ready", "/version"})

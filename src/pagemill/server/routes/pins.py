@@ -12,11 +12,11 @@ from pagemill.engine.messages import PinInfo
 from pagemill.errors import ConfigError, InvalidRequestError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import Prompt
-from pagemill.server.body_reader import BodyRoute
-from pagemill.server.namespaces import All, Tenant, named, require_all
+from pagemill.server.bodies.reader import BodyRoute
 from pagemill.server.protocol.body import Body, Ids, Listing
 from pagemill.server.protocol.chat import ChatMessage
 from pagemill.server.protocol.generation import MAX_MESSAGES
+from pagemill.server.routes.namespaces import All, Tenant, named, require_all
 from pagemill.tenant_limits import DEFAULT_TENANT
 from pagemill.text.tokenizer import Tokenizer
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from pagemill.engine.messages import Failure
 from pagemill.errors import PagemillError
-from pagemill.server.errors import not_json, refusal_of
+from pagemill.server.protocol.errors import not_json, refusal_of
 
 NICENESS = 5
 """How far the process stands back behind running streams."""

@@ -8,9 +8,9 @@ from fastapi import APIRouter, Request
 from pydantic import BaseModel
 
 from pagemill.frontend.async_llm import AsyncLLM
-from pagemill.server.body_reader import BodyRoute
-from pagemill.server.namespaces import All, Tenant, named, require_all
+from pagemill.server.bodies.reader import BodyRoute
 from pagemill.server.protocol.body import Body, Listing
+from pagemill.server.routes.namespaces import All, Tenant, named, require_all
 from pagemill.sessions.store import SessionRecord
 
 

@@ -20,9 +20,9 @@ from pagemill.engine.kv_map import KVMap, KVTier, KVTreeNode
 from pagemill.errors import PagemillError, ServerBusyError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.namespace import Namespace
-from pagemill.server.errors import error_response
-from pagemill.server.events import EventStream, event
-from pagemill.server.metrics import Metrics
+from pagemill.server.protocol.errors import error_response
+from pagemill.server.protocol.events import EventStream, event
+from pagemill.server.routes.metrics import Metrics
 
 MAX_WATCHERS = 16
 """Streams that are open at once."""

@@ -11,9 +11,9 @@ from types import FrameType
 import uvicorn
 
 from pagemill.frontend.async_llm import AsyncLLM
-from pagemill.server.connections import Connection
-from pagemill.server.drain import Drain
-from pagemill.server.kv_map import Feed
+from pagemill.server.access.connections import Connection
+from pagemill.server.lifecycle.drain import Drain
+from pagemill.server.routes.kv_map import Feed
 
 ANSWER_S = 2.0
 """Seconds that a client may take to read the error that ends its request."""

@@ -11,9 +11,9 @@ from pagemill.frontend.outputs import CompletionOutput, LogprobsOfPosition
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
 from pagemill.sampling.params import SamplingParams
-from pagemill.server.call import Call
 from pagemill.server.protocol.completions import Completion, CompletionChoice, CompletionLogprobs, CompletionRequest
 from pagemill.server.protocol.generation import PromptLogprobs
+from pagemill.server.routes.call import Call
 
 
 class Echo(NamedTuple):

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from pagemill.errors import ServerBusyError, TooManyWaitingError
-from pagemill.server.limits import ServerLimits
+from pagemill.server.access.limits import ServerLimits
 
 SMALL_BODY_BYTES = 64 << 10
 """A body of at most so many bytes is always taken, so that large ones cannot shut out everybody."""

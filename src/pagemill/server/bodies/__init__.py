@@ -1,0 +1,1 @@
+"""Reads the bodies of requests: small ones at once, large ones beside the event loop."""

@@ -1,0 +1,1 @@
+"""What happens to a running server: signals, new keys, draining, the end."""

@@ -1,0 +1,1 @@
+"""What a server writes about its requests, and where."""
