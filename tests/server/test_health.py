@@ -103,7 +103,7 @@ def test_a_tokenizer_that_does_not_end_is_noticed(served):
     held = []
 
     def hold():
-        held.append(asyncio.ensure_future(served.llm.in_tokenizer_thread(goes_on.wait, 20)))
+        held.append(asyncio.ensure_future(served.llm.in_tokenizer_thread(goes_on.wait, 20, size=1)))
 
     assert statuses(served, hold, goes_on.set) == [200, 200, 503, "stuck", 200]
 
