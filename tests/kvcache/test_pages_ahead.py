@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import ctypes
 import sys
 import threading
 from pathlib import Path
@@ -28,8 +28,12 @@ def wait_for_the_first() -> None:
             thread.join()
 
 
-def resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def resident(pool: DevicePool) -> int:
+    """Returns how many of the pool's bytes have pages."""
+    begin = pool.storage.data_ptr() // PAGE_BYTES * PAGE_BYTES
+    pages = (ctypes.c_ubyte * -(-TOTAL // PAGE_BYTES))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), ctypes.c_size_t(TOTAL), pages) == 0
+    return sum(page & 1 for page in pages) * PAGE_BYTES
 
 
 @pytest.mark.parametrize("layout", [layer_major, block_major])
@@ -37,17 +41,17 @@ def test_pages_come_ahead_and_keep_what_lies_in_them(layout) -> None:
     pool = DevicePool(FRAMES, frame_shape([None, None], 4, 64, 16, "float32"), layout=layout)
     assert pool.nbytes == TOTAL
     pool.layer(1).key[:8] = 5
-    before = resident()
+    before = resident(pool)
     pages = PagesAhead(pool)
     wait_for_the_first()
     first = pool.nbytes // SHARE
-    assert 0.8 * first < resident() - before < 1.6 * first
+    assert 0.8 * first < resident(pool) - before < 1.6 * first
     pages.reach(8)
-    assert resident() - before < 1.6 * first
+    assert resident(pool) - before < 1.6 * first
     pages.reach(FRAMES // 2)
-    assert 0.48 * pool.nbytes < resident() - before < 0.6 * pool.nbytes
+    assert 0.48 * pool.nbytes < resident(pool) - before < 0.6 * pool.nbytes
     pages.reach(FRAMES - 1)
-    assert resident() - before > 0.95 * pool.nbytes
+    assert resident(pool) - before > 0.95 * pool.nbytes
     assert bool((pool.layer(1).key[:8] == 5).all())
     assert pool.layer(1).key[8:].count_nonzero() == pool.layer(0).key.count_nonzero() == 0
 
@@ -56,15 +60,15 @@ def test_what_a_smaller_pool_gives_back_stays_given() -> None:
     pool = DevicePool(FRAMES, frame_shape([None, None], 4, 64, 16, "float32"))
     pages = PagesAhead(pool)
     wait_for_the_first()
-    before = resident()
+    before = resident(pool)
     pages.reach(FRAMES - 1)
     pages.shrink(FRAMES // 4)
     pool.resize(FRAMES // 4)
     pages.reach(FRAMES // 4 - 1)
-    assert resident() - before < 0.3 * TOTAL
+    assert resident(pool) - before < 0.3 * TOTAL
     pool.resize(FRAMES)
     pages.reach(FRAMES - 1)
-    assert resident() - before > 0.7 * TOTAL
+    assert resident(pool) - before > 0.7 * TOTAL
 
 
 @pytest.mark.parametrize("slow", [False, True])
@@ -76,11 +80,11 @@ def test_frames_that_are_loaded_have_their_pages_before(slow: bool, monkeypatch:
     wait_for_the_first()
     ready = min(AHEAD_BYTES, pool.nbytes // SHARE) // pool.layout.frame_bytes
     last = ready + 299
-    before, wanted = resident(), 300 * pool.layout.frame_bytes
+    before, wanted = resident(pool), 300 * pool.layout.frame_bytes
     pages.begin()
     pages.make([*range(last, ready - 1, -1), FRAMES + 5])
     pages.end()
-    assert 0.9 * wanted < resident() - before < wanted + ((1 << 20) if slow else 2 * HUGE_PAGE)
+    assert 0.9 * wanted < resident(pool) - before < wanted + ((1 << 20) if slow else 2 * HUGE_PAGE)
     asked: list[tuple[int, int, int]] = []
     advise = pages_ahead.advise
     monkeypatch.setattr(pages_ahead, "advise", lambda *how: asked.append(how) or advise(*how))
@@ -141,9 +145,9 @@ def test_later_pages_are_small_where_huge_ones_are_slow(slow: bool, monkeypatch:
     pages = PagesAhead(pool)
     wait_for_the_first()
     pool.layer(0).value[: FRAMES // 16] = 7
-    before, huge = resident(), huge_bytes()
+    before, huge = resident(pool), huge_bytes()
     pages.reach(FRAMES - 1)
-    assert resident() - before > 0.9 * (TOTAL - TOTAL // SHARE)
+    assert resident(pool) - before > 0.9 * (TOTAL - TOTAL // SHARE)
     assert (huge_bytes() - huge < 8 << 20) == slow
     assert huge_flags(at) == [True]
     assert bool((pool.layer(0).value[: FRAMES // 16] == 7).all())

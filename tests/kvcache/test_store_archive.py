@@ -139,7 +139,7 @@ def test_the_command_line_lists_checks_shrinks_and_carries(tmp_path, run):
     store = store_of(tmp_path / "kv")
     write(store, range(20))
     key = store.folder.name
-    assert re.search(rf"{key[:12]} +test +float32,16 +reference +20 +0 MiB +0.0 h ago", run("ls"))
+    assert re.search(rf"{key[:12]} +test +float32,16 +reference +20 +0 MiB +[0-9]+ s ago", run("ls"))
     assert "20 blocks checked, 0 broken" in run("verify", key[:6])
     assert "20 blocks" in run("export", key, str(tmp_path / "file"))
     assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600

@@ -9,8 +9,9 @@ import pytest
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def chromium():
+    """The browser, for one file of tests: while it is there, its event loop counts as running, and no other can be."""
     path = next(filter(None, map(shutil.which, NAMES)), None)
     if path is None:
         if os.environ.get("PAGEMILL_TESTS_NEED_CHROMIUM"):
