@@ -2,9 +2,12 @@
 calls no tools of its own accord."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import httpx
+import jsonschema
 import openai
 import pytest
 
@@ -186,6 +189,62 @@ def test_an_agent_goes_on_in_a_session(client, server, says):
     assert fourth.usage.prompt_tokens_details.cached_tokens < 160  # all is written anew, with the new tools
 
 
+BOUNDED = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 12},
+        "unit": {"enum": ["celsius", "fahrenheit"]},
+        "days": {"type": "integer", "minimum": 1, "maximum": 9},
+    },
+    "required": ["city", "unit"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": BOUNDED}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_call_that_is_wanted_always_comes_and_is_valid(client, stream, choice):
+    asked = {"tools": TOOLS, "tool_choice": choice, "stop": None, "extra_body": {"ignore_eos": False}}
+    for seed in range(3):
+        given = answers(client, stream, **asked, n=4, temperature=1.5, seed=seed)
+        for message, reason in given:
+            (call,) = message["tool_calls"]
+            assert (message.get("content"), reason) == (None, "tool_calls")
+            if call["function"]["name"] == "get_weather":
+                jsonschema.validate(json.loads(call["function"]["arguments"]), BOUNDED)
+            else:
+                assert (choice, call["function"]) == ("required", {"name": "now", "arguments": "{}"})
+
+
+def test_the_example_calls_a_tool_and_answers(server):
+    example = Path(__file__).parents[2] / "examples" / "agent.py"
+    asked = [sys.executable, example, "--url", f"{server.url}/v1", "What is 17 times 23?"]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("calculate({")
+
+
+def test_a_strict_tool_is_called_by_its_schema_against_what_the_model_likes(client):
+    messages = []
+    for city in ("Paris", "Rome", "Oslo", "Bern"):
+        call = {"name": "get_weather", "arguments": json.dumps({"town": city})}
+        messages.append({"role": "user", "content": f"Weather in {city}?"})
+        messages.append({"role": "assistant", "tool_calls": [{"id": city, "type": "function", "function": call}]})
+    messages.append({"role": "user", "content": "Weather in Lima?"})
+    keys = {}
+    for strict in (False, True):
+        tool = {"type": "function", "function": {"name": "get_weather", "parameters": BOUNDED, "strict": strict}}
+        asked = {"messages": messages, "tools": [tool], "stop": None, "temperature": 0}
+        ((message, _),) = answers(client, False, **asked, extra_body={"ignore_eos": False})
+        keys[strict] = set(json.loads(message["tool_calls"][0]["function"]["arguments"]))
+    assert keys[False] == {"town"}
+    assert {"city", "unit"} <= keys[True] <= BOUNDED["properties"].keys()
+
+
 def refused(client, **asked):
     with pytest.raises(openai.BadRequestError) as error:
         client.chat.completions.create(**{**ASKED, "max_tokens": 1, **asked})
@@ -219,6 +278,19 @@ def called(arguments, **more):
         ({"tools": [function(parameters=nested(100))]}, "tools", "nested deeper"),
         ({"tools": [{"type": "code"}]}, "tools", "function"),
         ({"tools": [function(other=1)]}, "tools", "other"),
+        ({"tools": [function(parameters={"type": "array"})], "tool_choice": "required"}, "tools", "'array'"),
+        ({"tools": [function(parameters={"type": 1})], "tool_choice": "required"}, "tools", "1"),
+        (
+            {"tools": [function(parameters={"properties": {"a": {"$ref": "#/no"}}})], "tool_choice": "required"},
+            "tools",
+            "tools cannot be compiled",
+        ),
+        (
+            {"tools": [function(description="x", parameters={"description": "x" * 70_000}, strict=True)]},
+            "tools",
+            "65536",
+        ),
+        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format", "leave one of"),
         ({"tools": openai.omit, "tool_choice": "required"}, "tool_choice", "no tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice", "'g', which is not among"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "no tool_call_id"),

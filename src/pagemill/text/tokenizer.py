@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,7 +215,16 @@ class Tokenizer:
 
     def has_special_token(self, text: str) -> bool:
         """Returns whether a text is written with a special token, which texts of answers leave out."""
-        return not self.token_texts.special.isdisjoint(self.encode(text, add_special_tokens=False))
+        return any(special for _, special in self.parts_of(text))
+
+    def parts_of(self, text: str) -> list[tuple[str, bool]]:
+        """Returns a text cut into special tokens and what is between them: each part, and whether it is one."""
+        special = {token.content for token in self._backend.get_added_tokens_decoder().values() if token.special}
+        if not special:
+            return [(text, False)]
+        longest_first = sorted(special, key=len, reverse=True)
+        parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
+        return [(part, part in special) for part in parts if part]
 
     def template_source(self, with_tools: bool) -> str | None:
         """Returns the source of the chat template that the model's conversations are written with."""

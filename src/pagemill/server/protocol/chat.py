@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, SerializeAsAny, model_validator
@@ -175,15 +176,43 @@ class ChatCompletionRequest(GenerationRequest):
             raise InvalidRequestError(
                 "tool_choice is 'required', but there are no tools; add some", param="tool_choice"
             )
-        if wanted is not None or self.tool_choice == "required":
-            raise InvalidRequestError(
-                "this server cannot make the model call a tool; set tool_choice to 'auto'", param="tool_choice"
-            )
-        if any(tool.function.strict for tool in self.tools or ()):
-            raise InvalidRequestError(
-                "this server cannot hold arguments to their schema; leave strict out of the tools", param="tools"
-            )
+        if self.held_to_schemas is not None:
+            self._check_nothing_else_constrains("tool_choice" if self.forces_a_call else "a strict tool")
         return self
+
+    def _check_nothing_else_constrains(self, what: str) -> None:
+        text_only = self.response_format is None or self.response_format.structured_outputs() is None
+        others = {
+            "fork_of": self.fork_of is not None,
+            "use_beam_search": bool(self.use_beam_search),
+            "structured_outputs": "structured_outputs" in self.given,
+            "response_format": not text_only,
+        }
+        for name, given in others.items():
+            if given:
+                raise InvalidRequestError(
+                    f"{what} holds the answer to a grammar, which does not go with {name}; leave one of them out",
+                    param=name,
+                )
+
+    @property
+    def forces_a_call(self) -> bool:
+        """True if the answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedToolChoice)
+
+    @property
+    def held_to_schemas(self) -> dict[str, Mapping[str, Any]] | None:
+        """The functions that may be called, with the schemas that arguments are held to; None if they are to none."""
+        if isinstance(self.tool_choice, NamedToolChoice):
+            wanted = [tool for tool in self.tools or () if tool.function.name == self.tool_choice.function.name]
+        else:
+            wanted = self.tools or []
+        if self.tool_choice == "none" or not (self.forces_a_call or any(tool.function.strict for tool in wanted)):
+            return None
+        return {
+            tool.function.name: tool.function.schema_of_arguments if self.forces_a_call or tool.function.strict else {}
+            for tool in wanted
+        }
 
     @model_validator(mode="after")
     def _check_template_options(self) -> ChatCompletionRequest:
@@ -258,6 +287,8 @@ class ChatCompletionRequest(GenerationRequest):
 
     def _own_names(self) -> dict[str, str]:
         names = {**super()._own_names(), "logprobs": "top_logprobs"}
+        if self.held_to_schemas is not None:
+            names["structured_outputs"] = "tools"
         if self.max_tokens is None and self.max_completion_tokens is not None:
             names["max_tokens"] = "max_completion_tokens"
         return names

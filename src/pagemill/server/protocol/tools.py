@@ -30,6 +30,12 @@ class Function(Body):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        """The schema that arguments are held to; without parameters, that of no arguments."""
+        nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+        return nothing if self.parameters is None else self.parameters
+
 
 class Tool(Body):
     type: Literal["function"]

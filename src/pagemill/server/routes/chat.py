@@ -11,6 +11,7 @@ from pagemill.frontend.outputs import CompletionOutput, Logprob, LogprobsOfPosit
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
+from pagemill.sampling.structured import MAX_CHARACTERS, StructuredOutputsParams
 from pagemill.server.protocol.chat import (
     AnswerMessage,
     ChatChoice,
@@ -62,6 +63,18 @@ class ChatCall(Call[ChatCompletionRequest]):
                     param="skip_special_tokens",
                 )
             params.skip_special_tokens = False
+        functions = self.request.held_to_schemas
+        if isinstance(params, SamplingParams) and functions is not None:
+            template = {**self._options, "tools": self._tools, "add_generation_prompt": True}
+            template["continue_final_message"] = False
+            grammar = self._answers.grammar(functions, forced=self.request.forces_a_call, template=template)
+            if len(grammar) > MAX_CHARACTERS:
+                raise InvalidRequestError(
+                    f"the tools' schemas make a grammar of {len(grammar)} characters, over {MAX_CHARACTERS}; make them "
+                    f"shorter, or leave strict out and set tool_choice to 'auto'",
+                    param="tools",
+                )
+            params.structured_outputs = StructuredOutputsParams(grammar=grammar)
         return params
 
     async def _turn(self, session: AsyncSession, params: SamplingParams) -> RequestStream:

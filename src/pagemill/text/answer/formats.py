@@ -20,7 +20,9 @@ class ToolCallFormat:
     arguments, or a list of such; "named" is the name, then `behind_name`, then the arguments as an object; "tags" is
     `<function=NAME>` with a `<parameter=KEY>` each; "pythonic" is `NAME(KEY=value)`, alone or in a list. around: what
     may stand around all calls, and means nothing. marks: parts of a chat template by which the family is known, all of
-    one entry. call_id_length: letters and digits of a call's id, where the family's templates demand so many.
+    one entry. written: where a grammar makes the model call, what stands before the name, between that and the
+    arguments in JSON, and behind them; None where arguments are no JSON. call_id_length: letters and digits of a call's
+    id, where the family's templates demand so many.
     """
 
     name: str
@@ -31,6 +33,7 @@ class ToolCallFormat:
     around: tuple[str, ...] = ()
     bare: str = ""
     marks: tuple[tuple[str, ...], ...] = ()
+    written: tuple[str, str, str] | None = None
     call_id_length: int | None = None
 
     @property
@@ -58,13 +61,21 @@ TOOL_CALLS = {
     each.name: each
     for each in (
         ToolCallFormat("qwen3_coder", "tags", ("<tool_call>",), "</tool_call>", marks=(("<function=", "<parameter="),)),
-        ToolCallFormat("hermes", "json", ("<tool_call>",), "</tool_call>", marks=(("<tool_call>",),)),
+        ToolCallFormat(
+            "hermes",
+            "json",
+            ("<tool_call>",),
+            "</tool_call>",
+            marks=(("<tool_call>",),),
+            written=('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"),
+        ),
         ToolCallFormat(
             "mistral",
             "named",
             ("[TOOL_CALLS]",),
             behind_name=("[ARGS]", ""),
             marks=(("[TOOL_CALLS]",),),
+            written=('[TOOL_CALLS][{"name": "', '", "arguments": ', "}]"),
             call_id_length=9,
         ),
         ToolCallFormat(
@@ -75,6 +86,11 @@ TOOL_CALLS = {
             ("\n```json\n",),
             ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
             marks=(("<｜tool▁call▁begin｜>", "```json"),),
+            written=(
+                "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>",
+                "\n```json\n",
+                "\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            ),
         ),
         ToolCallFormat(
             "deepseek_v31",
@@ -84,6 +100,11 @@ TOOL_CALLS = {
             ("<｜tool▁sep｜>",),
             ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
             marks=(("<｜tool▁call▁begin｜>",),),
+            written=(
+                "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>",
+                "<｜tool▁sep｜>",
+                "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+            ),
         ),
         ToolCallFormat(
             "phi4_mini_json",
@@ -91,8 +112,15 @@ TOOL_CALLS = {
             ("<|tool_call|>", "functools"),
             "<|/tool_call|>",
             marks=(("<|/tool_call|>",), ("functools",), ("<|tool|>", "<|/tool|>")),
+            written=('<|tool_call|>[{"name": "', '", "arguments": ', "}]<|/tool_call|>"),
         ),
-        ToolCallFormat("granite", "json", ("<|tool_call|>",), marks=(("<|tool_call|>",),)),
+        ToolCallFormat(
+            "granite",
+            "json",
+            ("<|tool_call|>",),
+            marks=(("<|tool_call|>",),),
+            written=('<|tool_call|>[{"name": "', '", "arguments": ', "}]"),
+        ),
         ToolCallFormat("gemma", "pythonic", ("```tool_code",), "```", marks=(("```tool_code",),)),
         ToolCallFormat(
             "pythonic", "pythonic", ("<|python_start|>",), "<|python_end|>", bare="[", marks=(("func_name1(",),)
@@ -103,6 +131,7 @@ TOOL_CALLS = {
             ("<|python_tag|>",),
             bare="{",
             marks=(("<|python_tag|>",), ('"parameters": dictionary of argument name',)),
+            written=('{"name": "', '", "parameters": ', "}"),
         ),
     )
 }

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import xxhash
 
 from pagemill.errors import InvalidRequestError
+from pagemill.text.answer.calls import Functions
 from pagemill.text.answer.formats import (
     REASONING,
     TOOL_CALLS,
@@ -17,6 +18,7 @@ from pagemill.text.answer.formats import (
     reasoning_of,
     tool_calls_of,
 )
+from pagemill.text.answer.grammar import grammar_of_call, grammar_of_text_and_calls
 from pagemill.text.answer.json_text import is_json
 from pagemill.text.answer.reader import AnswerReader
 from pagemill.text.tool_messages import functions_of
@@ -98,6 +100,26 @@ class AnswerFormats:
     def _options_read(self) -> frozenset[str]:
         """Returns the variables of the chat template that are options: no part of a conversation, and no token."""
         return self._tokenizer.template_reads(tools=False) - PARTS_OF_CONVERSATIONS
+
+    def grammar(self, functions: Functions, *, forced: bool, template: Mapping[str, Any]) -> str:
+        """Returns the grammar of an answer in which calls are of these functions, with arguments by their schemas.
+
+        forced: the answer is one call, behind the reasoning that the prompt begins where the chat template has these
+        options; otherwise it is text and any number of calls. Raises what `grammar_of_call` does.
+        """
+        form = self.tool_calls
+        assert form is not None
+        if not forced:
+            return grammar_of_text_and_calls(form, functions, self._tokenizer.parts_of)
+        reasoning = self.reasoning if self._begins_with_reasoning(template) else None
+        return grammar_of_call(form, functions, self._tokenizer.parts_of, reasoning)
+
+    def _begins_with_reasoning(self, template: Mapping[str, Any]) -> bool:
+        """Returns whether prompts end with the mark that begins reasoning, or need none."""
+        if self.reasoning is None or self.reasoning.always:
+            return self.reasoning is not None
+        text = self._tokenizer.apply_chat_template([{"role": "user", "content": "?"}], **template)
+        return text.rstrip().endswith(self.reasoning.begin)
 
     def needs_special_tokens(self, with_tools: bool) -> bool:
         """Returns whether marks that must be read are special tokens, which texts leave out otherwise."""

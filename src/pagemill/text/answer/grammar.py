@@ -1,0 +1,106 @@
+"""Writes grammars, in llguidance's form of Lark, of answers that call tools with arguments by their schemas.
+
+Around the arguments stands what the model's family writes. A schema stays whole, so that its references hold.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from pagemill.errors import InvalidRequestError
+from pagemill.text.answer.calls import Functions
+from pagemill.text.answer.formats import ReasoningFormat, ToolCallFormat
+
+Parts = Sequence[tuple[str, bool]]
+"""A text cut into special tokens and what is between them: each part, and whether it is one."""
+Words = Callable[[str], Parts]
+"""Cuts a text like that."""
+
+_NAMED = re.compile(r"<[^<>\s]+>")
+"""Special tokens that a grammar can name."""
+
+_AS_MODELS_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+
+
+def grammar_of_call(form: ToolCallFormat, functions: Functions, words: Words, reasoning: ReasoningFormat | None) -> str:
+    """Returns the grammar of an answer that is one call, of one of these functions.
+
+    reasoning: what the answer begins with, because the prompt has begun it. Raises `InvalidRequestError` for a format
+    whose arguments are no JSON, and for parameters that are no object.
+    """
+    rules = ["start: thinking call\n" + _up_to("thinking", words(reasoning.end)) if reasoning else "start: call"]
+    return "\n".join([*rules, *_rules_of_calls(form, functions, words, "")])
+
+
+def grammar_of_text_and_calls(form: ToolCallFormat, functions: Functions, words: Words) -> str:
+    """Returns the grammar of an answer of text and calls, in which each call is one of these functions. Raises what
+    `grammar_of_call` does, and `InvalidRequestError` for a format in which calls begin without a mark."""
+    before = _written(form)[0]
+    mark = next((word for word in (*form.around, *form.begin) if before.startswith(word)), None)
+    if mark is None:
+        raise InvalidRequestError(
+            f"this model's tool calls ({form.name}) begin without a mark, so that strict needs tool_choice 'required'; "
+            f"set that, or leave strict out",
+            param="tools",
+        )
+    marked = words(mark)
+    text = _up_to("before", marked)
+    starts_special = marked[0][1]
+    rest = "REST: /(?s:.*)/" + ("" if starts_special else f" & ~/(?s:.*){_regex(mark)}(?s:.*)/")
+    return "\n".join(["start: (before call)* REST", text, rest, *_rules_of_calls(form, functions, words, mark)])
+
+
+def _rules_of_calls(form: ToolCallFormat, functions: Functions, words: Words, mark: str) -> list[str]:
+    """Returns the rule `call` and those that it needs. mark: the beginning of a call that stands before it."""
+    before, between, behind = _written(form)
+    rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
+    for number, (name, schema) in enumerate(functions.items()):
+        head, tail = (_quoted(words(text)) for text in (before.removeprefix(mark) + name + between, behind))
+        rules.append(f"call_{number}: {head} arguments_{number} {tail}")
+        rules.append(f"arguments_{number}: %json {json.dumps(_schema_of(name, schema))}")
+    return rules
+
+
+def _written(form: ToolCallFormat) -> tuple[str, str, str]:
+    if form.written is None:
+        raise InvalidRequestError(
+            f"this model's tool calls ({form.name}) have no arguments in JSON that could be held to a schema; set "
+            f"tool_choice to 'auto', and leave strict out",
+            param="tool_choice",
+        )
+    return form.written
+
+
+def _up_to(rule: str, mark: Parts) -> str:
+    """Returns a rule of any text up to a mark, and the mark."""
+    (first, special), *others = mark
+    if special:
+        return f"{rule}: TEXT_OF_{rule.upper()} {_quoted(mark)}\nTEXT_OF_{rule.upper()}: /(?s:.*)/"
+    return f"{rule}: text_of_{rule} {_quoted(others)}\ntext_of_{rule}[lazy]: /(?s:.*){_regex(first)}/"
+
+
+def _quoted(parts: Parts) -> str:
+    for text, special in parts:
+        if special and not _NAMED.fullmatch(text):
+            raise InvalidRequestError(
+                f"this model's tool calls have the special token {text!r}, which no grammar can name; set tool_choice "
+                f"to 'auto', and leave strict out",
+                param="tool_choice",
+            )
+    return " ".join(text if special else json.dumps(text) for text, special in parts)
+
+
+def _regex(text: str) -> str:
+    return re.escape(text).replace("/", r"\/")
+
+
+def _schema_of(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a schema of arguments, which are an object."""
+    if schema.get("type", "object") != "object":
+        raise InvalidRequestError(
+            f"the parameters of {name!r} are of type {schema['type']!r:.100}; arguments are an object", param="tools"
+        )
+    return {"type": "object", **schema, "x-guidance": _AS_MODELS_WRITE}

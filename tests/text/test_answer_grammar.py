@@ -1,0 +1,100 @@
+"""Grammars of answers that call tools: what each family would write is accepted, and nothing else."""
+
+import json
+import re
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from pagemill.errors import InvalidRequestError
+from pagemill.text.answer.formats import REASONING, TOOL_CALLS, ToolCallFormat
+from pagemill.text.answer.grammar import grammar_of_call, grammar_of_text_and_calls
+from pagemill.text.answer.reader import AnswerReader
+from pagemill.text.tokenizer import Tokenizer
+
+CITY = {"properties": {"city": {"$ref": "#/$defs/city"}}, "required": ["city"], "$defs": {"city": {"enum": ["Paris"]}}}
+FUNCTIONS = {"get-weather": CITY, "other": {}}
+WRITTEN = [name for name, form in TOOL_CALLS.items() if form.written is not None]
+
+
+@pytest.fixture(scope="module")
+def accepts():
+    tokenizer = Tokenizer.from_path("smollm2-135m")
+    vocabulary = LLTokenizer(tokenizer._backend.to_str())  # noqa: SLF001
+
+    def accepts(grammar, text):
+        """Returns whether a text follows a grammar to its end."""
+        assert not LLMatcher.validate_grammar(grammar, vocabulary)
+        matcher, ids = LLMatcher(vocabulary, grammar), tokenizer.encode(text, add_special_tokens=False)
+        return matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+    return accepts
+
+
+def plain(text):
+    return [(text, False)] if text else []
+
+
+def call_of(form, city="Paris", name="get-weather"):
+    before, between, behind = form.written
+    return before + name + between + json.dumps({"city": city}) + behind
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_an_answer_that_must_be_a_call_is_one(accepts, name):
+    form = TOOL_CALLS[name]
+    grammar, call = grammar_of_call(form, FUNCTIONS, plain, None), call_of(form)
+    assert accepts(grammar, call)
+    assert accepts(grammar, call_of(form, "Rome", "other"))
+    for wrong in (call[:-1], call + "x", "Hm. " + call, call_of(form, "Rome"), call_of(form, name="third")):
+        assert not accepts(grammar, wrong)
+    reader = AnswerReader(form, FUNCTIONS, None, reasons_from_start=False, call_id=str)
+    answer = reader.read(call)
+    assert [(found.name, found.arguments) for found in answer.calls] == [("get-weather", '{"city": "Paris"}')]
+    assert not answer.content
+
+
+def test_reasoning_goes_before_a_call(accepts):
+    grammar = grammar_of_call(TOOL_CALLS["hermes"], FUNCTIONS, plain, REASONING["qwen3"])
+    call = call_of(TOOL_CALLS["hermes"])
+    assert accepts(grammar, f"Hm, <tool_call>?\n</think>{call}")
+    assert not accepts(grammar, call)
+
+
+@pytest.mark.parametrize("name", [name for name in WRITTEN if name != "llama3_json"])
+def test_arguments_follow_their_schema_in_any_text(accepts, name):
+    form = TOOL_CALLS[name]
+    grammar, call = grammar_of_text_and_calls(form, FUNCTIONS, plain), call_of(form)
+    for right in ("", "Hm.", "Hm, <tool", call, f"Hm.\n{call}\n{call} Yes."):
+        assert accepts(grammar, right)
+    for wrong in (call_of(form, "Rome"), f"Hm. {call_of(form, name='third')}", call[:-8]):
+        assert not accepts(grammar, wrong)
+
+
+def test_special_tokens_are_named(accepts):
+    form = ToolCallFormat(
+        "special", "json", ("<|im_start|>",), written=('<|im_start|>{"name": "', '", "arguments": ', "}<|im_end|>")
+    )
+
+    def words(text):
+        return [(part, "im_" in part) for part in re.split(r"(<\|im_[a-z]*\|>)", text) if part]
+
+    call = call_of(form, name="other")
+    assert accepts(grammar_of_call(form, FUNCTIONS, words, None), call)
+    free = grammar_of_text_and_calls(form, FUNCTIONS, words)
+    assert accepts(free, f"Hm. {call} Yes.")
+    assert not accepts(free, "Hm. <|im_start|> Yes.")
+    with pytest.raises(InvalidRequestError, match=r"'\[TOOL_CALLS\]', which no grammar"):
+        grammar_of_call(
+            TOOL_CALLS["mistral"], FUNCTIONS, lambda text: [("[TOOL_CALLS]", True), (text[12:], False)], None
+        )
+
+
+def test_what_no_grammar_can_say_is_refused():
+    for name in TOOL_CALLS.keys() - WRITTEN:
+        with pytest.raises(InvalidRequestError, match="no arguments in JSON"):
+            grammar_of_call(TOOL_CALLS[name], FUNCTIONS, plain, None)
+    with pytest.raises(InvalidRequestError, match="begin without a mark"):
+        grammar_of_text_and_calls(TOOL_CALLS["llama3_json"], FUNCTIONS, plain)
+    with pytest.raises(InvalidRequestError, match="'f' are of type 'array'"):
+        grammar_of_call(TOOL_CALLS["hermes"], {"f": {"type": "array"}}, plain, None)
