@@ -31,7 +31,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def checker(tokenizer):
-    return GrammarChecker(tokenizer.special_texts)
+    return GrammarChecker(tokenizer.special_texts, tokenizer.missing_characters)
 
 
 @pytest.mark.parametrize(
@@ -80,13 +80,18 @@ def test_takes_dicts_and_keeps_what_it_was_given():
         ({"json": "false"}, "is an object"),
         ({"json": {"not": {}}}, "Unimplemented keys"),
         ({"json": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "unsatisfiable"),
-        ({"json": {"$ref": "#"}}, "NoExtension"),
+        ({"json": {"$ref": "#"}}, "no text ends it"),
         ({"json": {"$ref": "http://example.com/schema"}}, "does not fetch"),
         ({"json_object": True, "whitespace_pattern": "("}, "unclosed group"),
         ({"grammar": 'start: "a" other'}, "unknown name"),
-        ({"grammar": "start: start"}, "NoExtension"),
+        ({"grammar": "start: start"}, "no text ends it"),
         ({"grammar": 'root ::= "a'}, "cannot be compiled"),
         ({"grammar": "start: <|nothing|>"}, "unknown special token"),
+        ({"choice": ["yes", "a\U00040000"]}, r"'\\U00040000' in the choice 'a.+tokens cannot write"),
+        ({"choice": ["\x04"]}, r"'\\x04' in the choice"),
+        ({"json": {"enum": ["\U00040000"]}}, r"'\\U00040000' in the enum"),
+        ({"json": {"items": {"const": {"a": ["\U00050000b"]}}}}, r"'\\U00050000' in the const"),
+        ({"json": {"properties": {"\U00040000": {"type": "null"}}}}, r"'\\U00040000' in the properties"),
     ],
 )
 def test_says_what_does_not_compile(checker, given, said):
@@ -94,6 +99,19 @@ def test_says_what_does_not_compile(checker, given, said):
         checker.check(StructuredOutputsParams(**given))
     assert refused.value.param == "structured_outputs"
     assert len(str(refused.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"choice": ["é", "𝄞", "🙂", "漢"]},
+        {"json": {"const": "\x04", "description": "\U00040000"}},
+        {"json": {"properties": {"const": {"type": "null"}, "enum": {"enum": [True]}}}},
+    ],
+)
+def test_takes_what_the_tokens_can_write(checker, given):
+    """In JSON, a control character is written with an escape."""
+    checker.check(StructuredOutputsParams(**given))
 
 
 def _nested(depth):

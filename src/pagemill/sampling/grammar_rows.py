@@ -16,7 +16,7 @@ from llguidance import LLExecutor, LLMatcher, LLTokenizer
 from numpy.typing import NDArray
 
 from pagemill.errors import SamplingParamsError
-from pagemill.sampling.grammar import compile_grammar, in_roomy_thread, lark_of
+from pagemill.sampling.grammar import compile_grammar, in_roomy_thread, lark_of, why_stuck
 from pagemill.sampling.kernels import Mask
 from pagemill.sampling.structured import StructuredOutputsParams
 
@@ -169,6 +169,6 @@ class GrammarRows:
         for matcher, row in wanted:
             if matcher.is_error() and self._matchers.get(row) is matcher:
                 self._failures[row] = SamplingParamsError(
-                    f"structured_outputs lead no further here: {matcher.get_error().splitlines()[0]}; simplify them",
+                    f"structured_outputs lead no further here: {why_stuck(matcher)}; change or simplify them",
                     param="structured_outputs",
                 )

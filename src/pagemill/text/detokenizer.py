@@ -16,6 +16,8 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from pagemill.text.byte_characters import BYTE_OF
+
 if TYPE_CHECKING:
     import tokenizers
 
@@ -52,7 +54,7 @@ class TokenTexts:
 
     def _bytes_of(self, token_id: int) -> bytes:
         token = self._backend.id_to_token(token_id) or ""
-        mapped = [_BYTE_OF.get(character, -1) for character in token]
+        mapped = [BYTE_OF.get(character, -1) for character in token]
         return token.encode() if -1 in mapped else bytes(mapped)
 
     def _text_of(self, token_id: int) -> str:
@@ -137,13 +139,3 @@ def _is_byte_level(backend: tokenizers.Tokenizer) -> bool:
     decoder = json.loads(state)
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     return [step["type"] for step in steps if step["type"] != "Fuse"] == ["ByteLevel"]
-
-
-def _byte_of_character() -> dict[str, int]:
-    """Returns GPT-2's map: printable Latin-1 characters stand for their own byte, U+0100 and on for the others."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
-
-
-_BYTE_OF = _byte_of_character()

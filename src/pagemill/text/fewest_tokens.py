@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import tokenizers
-from tokenizers.pre_tokenizers import ByteLevel
+
+from pagemill.text.byte_characters import CHARACTER_OF
 
 _COMPOSED = 4
 """The most characters that canonical composition makes one."""
@@ -40,10 +41,9 @@ class FewestTokens:
         if any(step["type"] not in _KEEPING_SPLITTERS or step.get("behavior") == "Removed" for step in splitters):
             return
         if any(step["type"] == "ByteLevel" for step in splitters):
-            spelled = _characters_of_bytes()
-            if any(spelled[byte] not in vocabulary for byte in range(0x80, 0xC0)) or model.fuse_unk:
+            if any(CHARACTER_OF[byte] not in vocabulary for byte in range(0x80, 0xC0)) or model.fuse_unk:
                 return
-            self._silent = "".join(chr(byte) for byte in range(0x80) if spelled[byte] not in vocabulary)
+            self._silent = "".join(chr(byte) for byte in range(0x80) if CHARACTER_OF[byte] not in vocabulary)
         elif not (model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256))):
             return
         self._longest = shrinking * max(map(len, vocabulary))
@@ -63,12 +63,3 @@ def _steps(part: Any, name: str) -> Iterator[dict[str, Any]]:
     if part is not None:
         step = json.loads(part.__getstate__())
         yield from step[name] if step["type"] == "Sequence" else [step]
-
-
-def _characters_of_bytes() -> list[str]:
-    """Returns the character that stands for each byte in a vocabulary of bytes."""
-    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = iter(range(0x100, 0x200))
-    characters = [chr(byte if byte in shown else next(others)) for byte in range(256)]
-    assert set(characters) == set(ByteLevel.alphabet())
-    return characters

@@ -22,6 +22,7 @@ from pagemill.text.answer.of_model import AnswerFormats
 from pagemill.text.chat_template import ChatTemplate
 from pagemill.text.detokenizer import TokenTexts
 from pagemill.text.fewest_tokens import FewestTokens
+from pagemill.text.spelling import Spelling
 from pagemill.text.tokenizer_files import TokenizerSettings, load_with_transformers, read_tokenizer
 
 if TYPE_CHECKING:
@@ -107,6 +108,11 @@ class Tokenizer:
     def fewest_tokens(self) -> Callable[[str], int]:
         """Returns a number of tokens that a text has at least, without tokenizing it."""
         return FewestTokens(self._backend).of
+
+    @functools.cached_property
+    def missing_characters(self) -> Callable[[str], str]:
+        """Returns the characters of a text that no tokens write, each once."""
+        return Spelling(self._backend, self.token_texts.byte_level).missing
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of `text`. Raises InvalidRequestError for text that is not Unicode (surrogates)."""
