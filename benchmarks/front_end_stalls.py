@@ -30,7 +30,7 @@ SETTINGS = ["--max-model-len", "2048", "--kv-memory", "256MiB", "--max-num-seqs"
 SETTINGS += ["--num-threads", "1"]  # a core is left for the front end, where there are two
 LARGEST = 8 << 20
 """Bytes of the largest body that the server takes."""
-LAG = re.compile(r"^pagemill:event_loop_lag_max_seconds (\S+)$", re.MULTILINE)
+LAG = re.compile(r"^pagemill:event_loop_lag_max_seconds\S* (\S+)$", re.MULTILINE)
 PATIENCE_S = 10.0
 JSON = {"Content-Type": "application/json"}
 

@@ -145,15 +145,16 @@ def sampling() -> Iterator[str]:
 
 def metrics() -> Iterator[str]:
     yield "# Metrics\n"
-    yield "`GET /metrics` answers in Prometheus' text format. Counters end in `_total` there. `LLM.stats()` and"
+    yield "`GET /metrics` answers in Prometheus' text format. Counters end in `_total` there. Every metric has"
+    yield "the label `model_name`: the first name under which the model is served. `LLM.stats()` and"
     yield "`AsyncLLM.stats()` return the engine's part in Python. A snapshot is taken between two steps.\n"
     tenants = {"default": zeros(TenantStats)}
     tiers = {"host": 0, "disk": 0}
     stats = zeros(EngineStats, frames=1, tier_blocks=tiers, accepted_per_position=[0], tenants=tenants)
-    families = text_string_to_metric_families(Metrics().render(stats).decode())
+    families = text_string_to_metric_families(Metrics("a model").render(stats).decode())
     rows = []
     for family in families:
-        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le"})
+        labels = sorted({label for sample in family.samples for label in sample.labels} - {"le", "model_name"})
         rows.append((code(family.name), family.type, ", ".join(map(code, labels)), family.documentation))
     yield from table("name|type|labels|meaning", rows)
 

@@ -122,13 +122,13 @@ class Lag:
         """Returns the longest lag in seconds, and the share of those above `LATE_S`."""
         text = httpx.get(f"{self._url}/metrics", headers={"Authorization": f"Bearer {ADMIN}"}, timeout=60).text
 
-        def value(name: str) -> float:
-            found = re.search(rf"^pagemill:{name} (\S+)$", text, re.MULTILINE)
+        def value(name: str, labels: str = 'model_name="[^"]*"') -> float:
+            found = re.search(rf"^pagemill:{name}{{{labels}}} (\S+)$", text, re.MULTILINE)
             assert found is not None, name
             return float(found[1])
 
         all_now = value("event_loop_lag_seconds_count")
-        late_now = all_now - value(re.escape(f'event_loop_lag_seconds_bucket{{le="{LATE_S}"}}'))
+        late_now = all_now - value("event_loop_lag_seconds_bucket", rf'le="{LATE_S}",model_name="[^"]*"')
         (looks, late), self._counts = self._counts, (all_now, late_now)
         return value("event_loop_lag_max_seconds"), (late_now - late) / max(all_now - looks, 1)
 

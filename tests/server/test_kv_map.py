@@ -77,7 +77,7 @@ def test_changes_add_up_to_the_whole(served, v1):
 
 def test_streams_end_when_they_are_told_to(served):
     async def follow():
-        feed = Feed(served.llm, Metrics())
+        feed = Feed(served.llm, Metrics("m"))
         events = await feed.events(None, 60.0)
         assert (await anext(events)).startswith("data: ")
         asyncio.get_running_loop().call_soon(feed.close)

@@ -71,12 +71,17 @@ def test_help_of_metrics_can_be_read_alone(http):
 
 
 def metrics(http) -> dict[str, float]:
-    """By name and labels."""
+    """By name and labels, the model's name apart."""
     response = http.get("/metrics")
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
     families = text_string_to_metric_families(response.text)
     return {
-        sample.name.removeprefix("pagemill:") + "".join(f" {value}" for value in sample.labels.values()): sample.value
+        " ".join(
+            [
+                sample.name.removeprefix("pagemill:"),
+                *(value for label, value in sample.labels.items() if label != "model_name"),
+            ]
+        ): sample.value
         for family in families
         for sample in family.samples
     }

@@ -72,8 +72,8 @@ def test_beside_a_flood_a_tenant_gets_its_own_answers(server):
     assert figures["calm"]["prefix_hit_tokens"] > 0
     assert figures["wild"]["blocks_cached"] > 0
     metrics = httpx.get(f"{server.url}/metrics", headers=ADMIN).text
-    assert 'pagemill:tenant_guaranteed_blocks{tenant="calm"} ' in metrics
-    assert 'pagemill:tenant_kv_blocks{state="cached",tenant="wild"} ' in metrics
+    assert 'pagemill:tenant_guaranteed_blocks{model_name="smollm2-135m",tenant="calm"} ' in metrics
+    assert 'pagemill:tenant_kv_blocks{model_name="smollm2-135m",state="cached",tenant="wild"} ' in metrics
 
 
 def test_an_admin_changes_limits_and_others_do_not(server):

@@ -35,103 +35,141 @@ class TenantStats(msgspec.Struct, kw_only=True):
 
     blocks_active: int
     blocks_cached: int
-    guaranteed_blocks: Annotated[int, _gauge("guaranteed_blocks", "Blocks that are kept for a tenant.")]
-    max_blocks: int | None
-    running: Annotated[int, _gauge("running", "A tenant's sequences that run.")]
-    waiting: Annotated[int, _gauge("waiting", "A tenant's sequences that wait.")]
-    preemptions: Annotated[int, _counter("preemptions", "A tenant's sequences that lost their blocks.")]
-    evictions: Annotated[int, _counter("evictions", "A tenant's cached blocks that made room.")]
-    prefix_queried_tokens: Annotated[
-        int, _counter("prefix_queried_tokens", "A tenant's tokens looked up in the prefix cache.")
+    guaranteed_blocks: Annotated[
+        int, _gauge("guaranteed_blocks", "KV blocks that no other tenant can take from a tenant.")
     ]
-    prefix_hit_tokens: Annotated[int, _counter("prefix_hit_tokens", "A tenant's tokens found in the prefix cache.")]
+    max_blocks: int | None
+    running: Annotated[int, _gauge("running", "A tenant's sequences that the engine computes in its steps.")]
+    waiting: Annotated[int, _gauge("waiting", "A tenant's sequences that wait to be computed.")]
+    preemptions: Annotated[
+        int, _counter("preemptions", "Times that a tenant's running sequence lost its KV blocks to others.")
+    ]
+    evictions: Annotated[int, _counter("evictions", "Cached KV blocks of a tenant that made room for others.")]
+    prefix_queried_tokens: Annotated[
+        int, _counter("prefix_queried_tokens", "Prompt tokens of a tenant that were looked up in the prefix cache.")
+    ]
+    prefix_hit_tokens: Annotated[
+        int, _counter("prefix_hit_tokens", "Prompt tokens of a tenant that were found in the prefix cache.")
+    ]
     limits: TenantLimits
 
 
 class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     """A snapshot, cheap enough to be taken after any step. Counters count from the start; times are in seconds."""
 
-    running: Annotated[int, _gauge("num_requests_running", "Sequences that run.")]
-    waiting: Annotated[int, _gauge("num_requests_waiting", "Sequences that wait.")]
-    preemptions: Annotated[int, _counter("num_preemptions", "Sequences that lost their blocks to others.")]
-    step_prompt_tokens: Annotated[
-        int, _gauge("step_prompt_tokens", "Tokens of prompts that a step may take beside sequences that generate.")
+    running: Annotated[int, _gauge("num_requests_running", "Sequences that the engine computes in its steps.")]
+    waiting: Annotated[int, _gauge("num_requests_waiting", "Sequences that wait to be computed.")]
+    preemptions: Annotated[
+        int, _counter("num_preemptions", "Times that a running sequence lost its KV blocks to others.")
     ]
-    running_limit: Annotated[int, _gauge("running_limit", "Sequences beyond which none is admitted.")]
+    step_prompt_tokens: Annotated[
+        int,
+        _gauge(
+            "step_prompt_tokens", "Prompt tokens that a step of the engine may take beside sequences that generate."
+        ),
+    ]
+    running_limit: Annotated[int, _gauge("running_limit", "Running sequences beyond which the engine admits no other.")]
     watermark_blocks: Annotated[
-        int, _gauge("watermark_blocks", "Blocks that admission leaves free for running sequences to grow.")
+        int, _gauge("watermark_blocks", "KV blocks that admission leaves free for running sequences to grow.")
     ]
     preempted_tokens_recomputed: Annotated[
         int, _counter("preempted_tokens_recomputed", "Tokens of preempted sequences that were computed again.")
     ]
     preempted_tokens_swapped_in: Annotated[
-        int, _counter("preempted_tokens_swapped_in", "Tokens of preempted sequences that came back from lower tiers.")
+        int,
+        _counter(
+            "preempted_tokens_swapped_in", "Tokens of preempted sequences that came back from host memory or disk."
+        ),
     ]
-    steps: Annotated[int, _counter("engine_steps", "Steps of the engine.")]
-    prompt_tokens: Annotated[int, _counter("prompt_tokens", "Prompt tokens taken in.")]
-    generated_tokens: Annotated[int, _counter("generation_tokens", "Tokens generated.")]
-    draft_rows: Annotated[int, _counter("spec_decode_num_drafts", "Rows of steps that had drafts to verify.")] = 0
-    draft_tokens: Annotated[int, _counter("spec_decode_num_draft_tokens", "Tokens that were drafted.")] = 0
-    accepted_tokens: Annotated[int, _counter("spec_decode_num_accepted_tokens", "Drafts that were accepted.")] = 0
+    steps: Annotated[
+        int, _counter("engine_steps", "Steps of the engine, each of which computes tokens of several sequences.")
+    ]
+    prompt_tokens: Annotated[int, _counter("prompt_tokens", "Tokens of the prompts that the engine has taken in.")]
+    generated_tokens: Annotated[int, _counter("generation_tokens", "Tokens that the engine has generated.")]
+    draft_rows: Annotated[
+        int, _counter("spec_decode_num_drafts", "Sequences of steps that had drafted tokens to verify.")
+    ] = 0
+    draft_tokens: Annotated[
+        int, _counter("spec_decode_num_draft_tokens", "Tokens that speculative decoding drafted.")
+    ] = 0
+    accepted_tokens: Annotated[
+        int, _counter("spec_decode_num_accepted_tokens", "Drafted tokens that the model accepted.")
+    ] = 0
     accepted_per_position: list[int] = []
     """Drafts that were accepted, by their place behind the last token."""
-    prefix_queried_tokens: Annotated[int, _counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")]
-    prefix_hit_tokens: Annotated[int, _counter("prefix_cache_hits", "Tokens found in the prefix cache.")]
+    prefix_queried_tokens: Annotated[
+        int, _counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
+    ]
+    prefix_hit_tokens: Annotated[
+        int, _counter("prefix_cache_hits", "Prompt tokens that were found in the prefix cache.")
+    ]
     frames: int
     frames_free: int
     frames_cached: int
     frames_active: int
     blocks_streamed: Annotated[
-        int, _gauge("kv_blocks_streamed", "Blocks in use that attention reads in a lower tier.")
+        int, _gauge("kv_blocks_streamed", "KV blocks in use that attention reads in host memory or on disk.")
     ] = 0
     slots_reserved: Annotated[
-        int, _gauge("kv_slots_reserved", "Token slots of all blocks that sequences hold, shared ones once.")
+        int, _gauge("kv_slots_reserved", "Token slots of all KV blocks that sequences hold, shared blocks once.")
     ]
     slots_written: Annotated[
         int,
         _gauge(
-            "kv_slots_written", "Token slots that have a token, of all blocks that sequences hold, shared ones once."
+            "kv_slots_written",
+            "Token slots that hold a token, of all KV blocks that sequences hold, shared blocks once.",
         ),
     ]
-    table_steps: Annotated[int, _gauge("kv_table_steps", "Steps from one of a sequence's blocks to the next.")]
+    table_steps: Annotated[
+        int, _gauge("kv_table_steps", "Places at which attention goes from one KV block of a sequence to the next.")
+    ]
     table_steps_apart: Annotated[
         int,
         _gauge(
-            "kv_table_steps_apart", "Steps from one of a sequence's blocks to the next that lead to a frame elsewhere."
+            "kv_table_steps_apart", "Places at which the next KV block of a sequence lies elsewhere than right behind."
         ),
     ]
-    evictions: Annotated[int, _counter("kv_evictions", "Cached blocks that made room.")]
+    evictions: Annotated[int, _counter("kv_evictions", "Cached KV blocks that made room for others.")]
     evictions_regretted: Annotated[
-        int, _counter("kv_evictions_regretted", "Evicted blocks that were wanted again before long.")
+        int, _counter("kv_evictions_regretted", "Evicted KV blocks that were wanted again before long.")
     ]
-    copies: Annotated[int, _counter("kv_copies", "Blocks copied before a write, because several sequences share them.")]
+    copies: Annotated[
+        int, _counter("kv_copies", "KV blocks copied before a write, because several sequences share them.")
+    ]
     compaction_copies: Annotated[
-        int, _counter("kv_compaction_copies", "Blocks copied to make a sequence's frames neighbours.")
+        int, _counter("kv_compaction_copies", "KV blocks copied so that a sequence's blocks lie side by side.")
     ]
-    compactions: Annotated[int, _counter("kv_compactions", "Times that a sequence's blocks were moved together.")]
+    compactions: Annotated[int, _counter("kv_compactions", "Times that a sequence's KV blocks were moved together.")]
     stalled_s: Annotated[
         float,
         _counter(
-            "kv_stalled_seconds", "Seconds in which nothing could be computed before blocks had come from lower tiers."
+            "kv_stalled_seconds",
+            "Seconds in which the engine computed nothing, waiting for KV blocks from host memory or disk.",
         ),
     ]
     loading_s: Annotated[
-        float, _counter("kv_loading_seconds", "Seconds in which blocks from lower tiers were under way.")
+        float, _counter("kv_loading_seconds", "Seconds in which KV blocks from host memory or disk were under way.")
     ]
-    block_bytes: Annotated[int, _gauge("kv_block_bytes", "Bytes of one block.")]
+    block_bytes: Annotated[int, _gauge("kv_block_bytes", "Bytes of one KV block.")]
     tier_blocks: dict[str, int] = {}
     """Blocks that lie in lower tiers now, by tier ("host", "disk"), streamed ones apart."""
-    blocks_saved: Annotated[int, _counter("kv_blocks_saved", "Blocks that went to lower tiers.")] = 0
+    blocks_saved: Annotated[int, _counter("kv_blocks_saved", "KV blocks that were saved to host memory or disk.")] = 0
     blocks_dropped: Annotated[
         int,
         _counter(
-            "kv_blocks_dropped", "Blocks that did not go to lower tiers, because storing failed or could not keep up."
+            "kv_blocks_dropped",
+            "KV blocks that were not saved to host memory or disk, because storing failed or could not keep up.",
         ),
     ] = 0
-    blocks_loaded: Annotated[int, _counter("kv_blocks_loaded", "Blocks that came back from lower tiers.")] = 0
+    blocks_loaded: Annotated[
+        int, _counter("kv_blocks_loaded", "KV blocks that came back from host memory or disk.")
+    ] = 0
     blocks_missed: Annotated[
         int,
-        _counter("kv_blocks_missed", "Blocks that should have come back from lower tiers, and were missing or broken."),
+        _counter(
+            "kv_blocks_missed",
+            "KV blocks that should have come back from host memory or disk, and were missing or broken.",
+        ),
     ] = 0
     tenants: dict[str, TenantStats] = {}
 

@@ -110,7 +110,7 @@ def create_app(
         app.include_router(routes(llm))
     app.include_router(health_routes(llm, limits.stuck_after_s))
     app.include_router(docs_routes(app))
-    metrics = app.state.metrics = Metrics()
+    metrics = app.state.metrics = Metrics(served.names[0])
     llm.on_request_end = metrics.observe
     app.state.feed = Feed(llm, metrics)
     app.include_router(kv_map_routes(app.state.feed))

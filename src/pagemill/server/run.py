@@ -65,7 +65,9 @@ async def run_server(
     drain = Drain(app)
     certificate = access.certificate()
     tls = None if certificate is None else certificate.context
-    config = server_config(AccessLog(drain), limits, say, access.forwarded_allow_ips, tls)
+    config = server_config(
+        AccessLog(drain, app.state.metrics.observe_answer), limits, say, access.forwarded_allow_ips, tls
+    )
     server = StoppingServer(config, llm, app.state.feed, drain, limits.drain_timeout, say)
 
     async def watch() -> PagemillError:

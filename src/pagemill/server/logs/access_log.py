@@ -6,6 +6,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from starlette.datastructures import Headers
@@ -20,6 +21,8 @@ REQUEST_ID = "X-Request-Id"
 MAX_REQUEST_ID = 128
 MAX_PATH = 256
 """Characters of a path that a line has."""
+NO_ROUTE = "other"
+"""Stands for the path of a request that was refused before it came to a route, or for which there is none."""
 LINES_PER_S, MOST_LINES = 20.0, 200
 """Lines of one status that requests may cause which generate nothing: so many come back each second, up to so many."""
 
@@ -64,8 +67,10 @@ class AccessLog:
     request once it has ended. Neither bodies nor query strings are logged. Browsers are told to take an answer for what
     it says it is."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, on_end: Callable[[str, int], None] | None = None) -> None:
+        """on_end: is called for each request that has ended, with its route's path and the status of its answer."""
         self._app = app
+        self._on_end = on_end
         self._lines = Lines()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -101,7 +106,10 @@ class AccessLog:
                 answer.headers["Connection"] = "close"  # its body may still be on its way
                 await answer(scope, receive, tell)
         finally:
-            self._log(scope, state, status or CLIENT_CLOSED_REQUEST, time.monotonic() - began)
+            status = status or CLIENT_CLOSED_REQUEST
+            if self._on_end is not None:
+                self._on_end(getattr(scope.get("route"), "path", NO_ROUTE), status)
+            self._log(scope, state, status, time.monotonic() - began)
 
     def _log(self, scope: Scope, state: dict[str, Any], status: int, duration_s: float) -> None:
         if not LOGGER.isEnabledFor(logging.INFO):

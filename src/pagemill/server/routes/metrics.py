@@ -1,10 +1,10 @@
 """Writes `/metrics` for Prometheus: the engine's counters, and the times of requests, under vLLM's names where it has
-one, with `pagemill:` before them.
+one, with `pagemill:` before them. Each has the label `model_name`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -37,7 +37,8 @@ class FirstTokens(NamedTuple):
 class Metrics:
     """Counts requests and their times: `observe` takes each when it has ended, `render` writes all of it out."""
 
-    def __init__(self) -> None:
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
         self.first_tokens = FirstTokens()
         self._registry = CollectorRegistry()
         self._first_token = self._histogram(
@@ -53,17 +54,32 @@ class Metrics:
             "e2e_request_latency_seconds", "Seconds from a request's arrival to its end.", REQUEST_S
         )
         self._ended = Counter(
-            "pagemill:request_success", "Sequences by how they ended.", ["finished_reason"], registry=self._registry
+            "pagemill:request_success",
+            "Sequences that have ended, by how they ended.",
+            ["finished_reason"],
+            registry=self._registry,
         )
         self._lag = self._histogram(
-            "event_loop_lag_seconds", "Seconds by which the front end's event loop was late, every 5 ms.", LAG_S
+            "event_loop_lag_seconds",
+            "Seconds by which the HTTP server's event loop was late, measured every 5 ms.",
+            LAG_S,
         )
         self._longest_lag = Gauge(
             "pagemill:event_loop_lag_max_seconds",
-            "The longest such lag since the last time that these metrics were asked for.",
+            "Longest lag of the HTTP server's event loop since metrics were last asked for.",
             registry=self._registry,
         )
         self._longest_lag_s = 0.0
+        self._answers = Counter(
+            "pagemill:http_requests",
+            "HTTP requests that have ended, by path and by the status of their answer.",
+            ["path", "status"],
+            registry=self._registry,
+        )
+
+    def observe_answer(self, path: str, status: int) -> None:
+        """Counts an HTTP request that has ended. path: as its route declares it, for there are few of those."""
+        self._answers.labels(path, str(status)).inc()
 
     def observe(self, request: RequestState) -> None:
         """Counts a request that has ended."""
@@ -91,15 +107,29 @@ class Metrics:
         """Returns all metrics in Prometheus' text format. stats: None while there is no engine to ask."""
         self._longest_lag.set(self._longest_lag_s)
         self._longest_lag_s = 0.0
-        requests = generate_latest(self._registry)
-        if stats is None:
-            return requests
-        engine = CollectorRegistry()
-        engine.register(_Engine(stats))
-        return generate_latest(engine) + requests
+        collectors: list[Collector | CollectorRegistry] = [self._registry]
+        if stats is not None:
+            collectors.insert(0, _Engine(stats))
+        labelled = CollectorRegistry()
+        labelled.register(_OfModel(self._model_name, collectors))
+        return generate_latest(labelled)
 
     def _histogram(self, name: str, about: str, buckets: Iterable[float]) -> Histogram:
         return Histogram(f"pagemill:{name}", about, buckets=tuple(buckets), registry=self._registry)
+
+
+class _OfModel(Collector):
+    """Collects what others do, with the model's name on every sample."""
+
+    def __init__(self, model_name: str, collectors: Sequence[Collector | CollectorRegistry]) -> None:
+        self._label = {"model_name": model_name}
+        self._collectors = collectors
+
+    def collect(self) -> Iterator[Metric]:
+        for collector in self._collectors:
+            for metric in collector.collect():
+                metric.samples = [sample._replace(labels=self._label | sample.labels) for sample in metric.samples]
+                yield metric
 
 
 class _Engine(Collector):
@@ -115,24 +145,26 @@ class _Engine(Collector):
             yield family(f"pagemill:{metric.name}", metric.help, value=getattr(stats, metric.field))
         held = "Share of the KV pool's blocks that sequences hold, 0 to 1."
         yield GaugeMetricFamily("pagemill:kv_cache_usage_perc", held, value=stats.frames_active / stats.frames)
-        blocks = GaugeMetricFamily("pagemill:kv_blocks", "Blocks of the KV pool by state.", labels=["state"])
+        blocks = GaugeMetricFamily("pagemill:kv_blocks", "Blocks of the KV pool, by state.", labels=["state"])
         for state in ("free", "cached", "active"):
             blocks.add_metric([state], getattr(stats, f"frames_{state}"))
         yield blocks
         accepted = CounterMetricFamily(
             "pagemill:spec_decode_num_accepted_tokens_per_pos",
-            "Drafts that were accepted, by their place behind the last token.",
+            "Drafted tokens that the model accepted, by their place behind the last token.",
             labels=["position"],
         )
         for position, count in enumerate(stats.accepted_per_position):
             accepted.add_metric([str(position)], count)
         yield accepted
-        below = GaugeMetricFamily("pagemill:kv_tier_blocks", "Blocks that lie in lower tiers.", labels=["tier"])
+        below = GaugeMetricFamily(
+            "pagemill:kv_tier_blocks", "KV blocks that lie in host memory or on disk, by tier.", labels=["tier"]
+        )
         for tier, held_there in stats.tier_blocks.items():
             below.add_metric([tier], held_there)
         yield below
         owned = GaugeMetricFamily(
-            "pagemill:tenant_kv_blocks", "Blocks by tenant and state.", labels=["tenant", "state"]
+            "pagemill:tenant_kv_blocks", "Blocks of the KV pool, by tenant and state.", labels=["tenant", "state"]
         )
         for name, tenant in stats.tenants.items():
             for state in ("cached", "active"):
