@@ -14,7 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pagemill.arguments import arguments_of
 from pagemill.cli.options import ModelArgument, access_options, engine_options, log_options, run, server_options
+from pagemill.cli.setting_sources import take_settings
+from pagemill.cli.show_config import lines_of
+from pagemill.config import EngineConfig, config_for
 from pagemill.errors import ConfigError
 from pagemill.server.access.limits import ServerLimits
 from pagemill.server.access.server_access import ServerAccess
@@ -26,6 +30,13 @@ if TYPE_CHECKING:
 
 
 LOGGER = logging.getLogger(__name__)
+
+DEFAULTS = {
+    name.replace("_", "-"): argument.default
+    for declared in (EngineConfig, ServerLimits, ServerAccess, ServerLogs)
+    for name, argument in arguments_of(declared).items()
+}
+"""What holds where a flag is not given, by flag."""
 
 THREAD_TURN_S = 0.001
 """Seconds after which a thread that tokenizes lets the event loop run; Python's own choice is five times as long."""
@@ -51,7 +62,21 @@ def serve(
         Path | None,
         typer.Option("--pin-file", help='Prefixes to pin at the start: [{"name": …, "prompt" or "messages": …}, …].'),
     ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            callback=take_settings,
+            is_eager=True,
+            help="YAML file of these settings by their flags' names. Before it come flags, and variables of the "
+            "environment: PAGEMILL_SERVE_PORT is --port.",
+        ),
+    ] = None,
+    show_config: Annotated[
+        bool, typer.Option("--show-config", help="Print all settings, and where each comes from, and leave.")
+    ] = False,
     *,
+    context: typer.Context,
     settings: dict[str, Any],
     limits: ServerLimits,
     access: ServerAccess,
@@ -64,6 +89,10 @@ def serve(
         raise ConfigError(f"pin_file is {str(pin_file)!r}, which is no file; name one", param="pin_file")
     names = served_model_name or [model]
     check_served_names(names)
+    if show_config:
+        config_for("pagemill serve", model, settings)
+        typer.echo("\n".join(lines_of(context, DEFAULTS)))
+        return
     tenants = read_tenants_file(settings["tenants"]) if "tenants" in settings else None
     require_free_port(host, port)
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
