@@ -114,9 +114,11 @@ def test_keys_stand_in_files_that_are_not_here():
     for file in files:
         text = file.read_text()
         assert not re.search(r"\bsk-|API_KEY\s*[=:]|--(admin-)?api-key|PASSWORD\s*[=:]", text), file
-    assert "deploy/secrets/" in (ROOT / ".gitignore").read_text().split()
-    secrets = [secret["file"] for secret in COMPOSE["secrets"].values()]
-    assert all(file.startswith("./secrets/") for file in secrets)
+    assert {"deploy/secrets/", "deploy/kubernetes/secrets/"} <= {*(ROOT / ".gitignore").read_text().split()}
+    kustomization = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())
+    generated = [file for made in kustomization["secretGenerator"] for file in made["files"]]
+    mounted = [secret["file"].removeprefix("./") for secret in COMPOSE["secrets"].values()]
+    assert all(file.startswith("secrets/") for file in [*generated, *mounted])
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
