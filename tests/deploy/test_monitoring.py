@@ -68,12 +68,12 @@ def test_every_metric_has_the_model_and_a_help_that_makes_sense_alone(families):
 def test_requests_are_counted_by_path_and_status(served):
     def count(path, status):
         found = re.search(
-            rf'pagemill:http_requests_total{{[^}}]*path="{path}",status="{status}"}} (\S+)',
+            rf'pagemill:http_requests_total{{[^}}]*path="{re.escape(path)}",status="{status}"}} (\S+)',
             httpx.get(f"{served.url}/metrics").text,
         )
         return float(found[1]) if found else 0.0
 
-    asked = [("/v1/models/{model}", 404), ("other", 404), ("/v1/completions", 400)]
+    asked = [("/v1/models/{name:path}", 404), ("other", 404), ("/v1/completions", 400)]
     before = [count(path, status) for path, status in asked]
     httpx.get(f"{served.url}/v1/models/nobody")
     httpx.get(f"{served.url}/no/such/path")

@@ -64,8 +64,8 @@ def variable_of(flag: str) -> str:
 def _of_environment(environment: Mapping[str, str], parameters: Mapping[str, Any]) -> dict[str, Given]:
     """Returns what the environment gives. An empty variable gives nothing."""
     known = {variable_of(flag): flag for flag in parameters}
-    for variable, value in environment.items():
-        if value and variable.startswith(PREFIX) and variable not in known and variable != f"{PREFIX}CONFIG":
+    for variable in filter(environment.get, environment):
+        if variable.startswith(PREFIX) and variable not in known and variable != f"{PREFIX}CONFIG":
             raise ConfigError(f"the variable {variable} is no setting; {_nearest(variable, known)}")
     return {
         flag: Given(_words(variable, value, parameters[flag]), variable)

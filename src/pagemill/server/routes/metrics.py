@@ -151,7 +151,7 @@ class _Engine(Collector):
         yield blocks
         accepted = CounterMetricFamily(
             "pagemill:spec_decode_num_accepted_tokens_per_pos",
-            "Drafted tokens that the model accepted, by their place behind the last token.",
+            "Drafted tokens that the model accepted, by place behind the last token.",
             labels=["position"],
         )
         for position, count in enumerate(stats.accepted_per_position):
