@@ -72,7 +72,7 @@ class Metrics:
         self._longest_lag_s = 0.0
         self._answers = Counter(
             "pagemill:http_requests",
-            "HTTP requests that have ended, by path and by the status of their answer.",
+            "HTTP requests that have ended, by path and by status of the answer.",
             ["path", "status"],
             registry=self._registry,
         )
