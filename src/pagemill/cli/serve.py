@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import gc
 import ipaddress
@@ -27,6 +28,7 @@ from pagemill.tenant_limits import TenantsFile, read_tenants_file
 
 if TYPE_CHECKING:
     from pagemill.engine.messages import EngineReady
+    from pagemill.server.logs.traces import Traces
 
 
 LOGGER = logging.getLogger(__name__)
@@ -120,6 +122,7 @@ async def _serve(
     from pagemill.server.run import run_server
 
     pins = [] if pin_file is None else read_pins(pin_file)
+    traces = None if logs.otlp_traces_endpoint is None else _traces_to(logs.otlp_traces_endpoint)
 
     scheme = "http" if access.ssl_certfile is None else "https"
     listening, address = (url_of(scheme, *sock.getsockname()[:2], here=here) for here in (False, True))
@@ -146,7 +149,24 @@ async def _serve(
             settings = {**settings, "tenants": tenants.limits}
         llm = AsyncLLM(model, on_progress=bar, **settings)
         LOGGER.info("listening; the model is loading", extra=fields(model=names[0], address=listening))
-        await run_server(llm, names, sock, announce, AUDIT.info, pins, tenants, limits, access, host)
+        try:
+            await run_server(llm, names, sock, announce, AUDIT.info, pins, tenants, limits, access, host, traces)
+        finally:
+            if traces is not None:
+                await asyncio.to_thread(traces.close)
+
+
+def _traces_to(endpoint: str) -> Traces:
+    """Returns what sends spans to a collector. Raises ConfigError where OpenTelemetry is not installed."""
+    try:
+        from pagemill.server.logs.traces import Traces, provider_for
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"otlp_traces_endpoint needs OpenTelemetry, which is not installed ({error}); "
+            f"pip install 'pagemill[otel]', or leave it out",
+            param="otlp_traces_endpoint",
+        ) from error
+    return Traces(provider_for(endpoint))
 
 
 def url_of(scheme: str, host: str, port: int, *, here: bool) -> str:

@@ -8,6 +8,7 @@ import socket
 import ssl
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.types import ASGIApp
@@ -26,10 +27,13 @@ from pagemill.server.lifecycle.loop_lag import watch_loop_lag
 from pagemill.server.lifecycle.reload import TenantsReload
 from pagemill.server.lifecycle.signals import obey_signals
 from pagemill.server.lifecycle.stopping import StoppingServer
-from pagemill.server.logs.access_log import AccessLog
+from pagemill.server.logs.access_log import AccessLog, EndedRequest
 from pagemill.server.logs.quiet import quieten
 from pagemill.server.routes.pins import FilePin, pin
 from pagemill.tenant_limits import TenantsFile
+
+if TYPE_CHECKING:
+    from pagemill.server.logs.traces import Traces
 
 
 async def run_server(
@@ -43,12 +47,13 @@ async def run_server(
     limits: ServerLimits | None = None,
     access: ServerAccess | None = None,
     host: str = "",
+    traces: Traces | None = None,
 ) -> None:
     """Serves on a socket that already listens, until SIGINT or SIGTERM, or until the engine is gone.
 
     The tenants file is read again when it changes, it and the certificate on SIGHUP. SIGUSR1 gives back the KV memory
     that running requests do not need, SIGUSR2 takes as much as at the start again.
-    host: the name that the address was given by.
+    host: the name that the address was given by. traces: where spans of requests go, None for nowhere.
     `on_ready` is called when the model is loaded and `pins` are computed, `say` with what came of these signals, and
     where the system allows fewer connections than the limits.
     Raises what kept it from being ready, or `EngineDeadError`; returns after a signal to stop.
@@ -63,11 +68,15 @@ async def run_server(
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     app = create_app(llm, served_model_name, keys, limits, access, hosts)
     drain = Drain(app)
+
+    def ended(request: EndedRequest) -> None:
+        app.state.metrics.observe_answer(request.path, request.status)
+        if traces is not None:
+            traces.observe(request)
+
     certificate = access.certificate()
     tls = None if certificate is None else certificate.context
-    config = server_config(
-        AccessLog(drain, app.state.metrics.observe_answer), limits, say, access.forwarded_allow_ips, tls
-    )
+    config = server_config(AccessLog(drain, ended), limits, say, access.forwarded_allow_ips, tls)
     server = StoppingServer(config, llm, app.state.feed, drain, limits.drain_timeout, say)
 
     async def watch() -> PagemillError:

@@ -7,12 +7,13 @@ import re
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pagemill.errors import InvalidRequestError, shown
+from pagemill.frontend.outputs import RequestMetrics
 from pagemill.server.logs.output import fields
 from pagemill.server.protocol.errors import CLIENT_CLOSED_REQUEST, error_answer
 
@@ -36,6 +37,23 @@ class Generating(Protocol):
     """What a handler leaves in `request.state.call`, for the line to say what it came to."""
 
     def figures(self) -> dict[str, Any]: ...
+
+    def times(self) -> list[RequestMetrics]: ...
+
+
+class EndedRequest(NamedTuple):
+    """An HTTP request that has ended.
+
+    path: as its route declares it, `NO_ROUTE` for none. state: `request.state`. began_s, ended_s: on the
+    clock of `time.monotonic()`.
+    """
+
+    scope: Scope
+    state: dict[str, Any]
+    path: str
+    status: int
+    began_s: float
+    ended_s: float
 
 
 class Lines:
@@ -67,8 +85,8 @@ class AccessLog:
     request once it has ended. Neither bodies nor query strings are logged. Browsers are told to take an answer for what
     it says it is."""
 
-    def __init__(self, app: ASGIApp, on_end: Callable[[str, int], None] | None = None) -> None:
-        """on_end: is called for each request that has ended, with its route's path and the status of its answer."""
+    def __init__(self, app: ASGIApp, on_end: Callable[[EndedRequest], None] | None = None) -> None:
+        """on_end: is called for each request that has ended."""
         self._app = app
         self._on_end = on_end
         self._lines = Lines()
@@ -106,10 +124,11 @@ class AccessLog:
                 answer.headers["Connection"] = "close"  # its body may still be on its way
                 await answer(scope, receive, tell)
         finally:
-            status = status or CLIENT_CLOSED_REQUEST
+            status, ended = status or CLIENT_CLOSED_REQUEST, time.monotonic()
             if self._on_end is not None:
-                self._on_end(getattr(scope.get("route"), "path", NO_ROUTE), status)
-            self._log(scope, state, status, time.monotonic() - began)
+                path = getattr(scope.get("route"), "path", NO_ROUTE)
+                self._on_end(EndedRequest(scope, state, path, status, began, ended))
+            self._log(scope, state, status, ended - began)
 
     def _log(self, scope: Scope, state: dict[str, Any], status: int, duration_s: float) -> None:
         if not LOGGER.isEnabledFor(logging.INFO):

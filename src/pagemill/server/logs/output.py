@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, TextIO
 import msgspec
 
 from pagemill.arguments import about, check_fields, suggest_arguments
-from pagemill.errors import ConfigError
+from pagemill.errors import ConfigError, shown
 
 AUDIT = logging.getLogger("pagemill.audit")
 """For what administrators do and who is refused; it is written at every level."""
@@ -38,9 +38,23 @@ class ServerLogs:
         about("What is logged: with info, a line for each request; administrative acts are logged at every level."),
     ] = "info"
     log_format: Annotated[Literal["text", "json"], about("How a line is written.")] = "text"
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        about(
+            "URL to which spans of requests are sent by OTLP over HTTP, such as http://127.0.0.1:4318/v1/traces; needs "
+            "pagemill[otel]."
+        ),
+    ] = None
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)
+        endpoint = self.otlp_traces_endpoint
+        if endpoint is not None and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", endpoint):
+            raise ConfigError(
+                f"otlp_traces_endpoint is {shown(endpoint)}; it must be a URL of a collector's OTLP over HTTP, such as "
+                f"http://127.0.0.1:4318/v1/traces",
+                param="otlp_traces_endpoint",
+            )
 
 
 def fields(**values: Any) -> dict[str, dict[str, Any]]:

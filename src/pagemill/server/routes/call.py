@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from pagemill.errors import InvalidRequestError, PagemillError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import Prompt
-from pagemill.frontend.outputs import CompletionOutput, RequestOutput
+from pagemill.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
 from pagemill.namespace import Namespace
@@ -233,6 +233,10 @@ class Call(ABC, Generic[R]):
             "completion_tokens": sum(len(each.output.token_ids) for request in requests for each in request.sequences),
             "first_token_ms": None if first_s is None else round((first_s - self._began_s) * 1000, 1),
         }
+
+    def times(self) -> list[RequestMetrics]:
+        """Returns when what happened to each prompt's request."""
+        return [stream.request.metrics for stream in self._streams]
 
     def _results(self) -> list[RequestOutput]:
         """Returns what each prompt has brought so far, in as many choices as were asked for."""

@@ -17,6 +17,7 @@ from pydantic import BaseModel, Field, model_validator
 from pagemill.errors import InvalidRequestError, PagemillError, PoolTooSmallError, PromptTooLongError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import Prompt
+from pagemill.frontend.outputs import RequestMetrics
 from pagemill.frontend.pooling import EmbeddingRequestOutput
 from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.server.bodies.reader import BodyRoute
@@ -93,6 +94,10 @@ class EmbeddingFigures:
     def figures(self) -> dict[str, Any]:
         """Returns it for the log."""
         return {"prompt_tokens": self.num_tokens}
+
+    def times(self) -> list[RequestMetrics]:
+        """Returns none: an embedding's parts are not told apart."""
+        return []
 
 
 def embedding_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
