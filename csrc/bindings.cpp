@@ -253,6 +253,72 @@ void attend_cache(const LayerCache& cache, Address query, int type, int64_t quer
     kernels().attend(args);
 }
 
+// An adapter's addition to a layer of `n` outputs and `k` inputs: (a, b, begin, count, scale) of each part, in arrays
+// that belong to Python.
+class Addition {
+  public:
+    LowRank low_rank;
+
+    Addition(int64_t n, int64_t k, const std::vector<std::tuple<Input, Input, int64_t, int64_t, float>>& parts) {
+        low_rank.n = n;
+        low_rank.k = k;
+        if (parts.empty()) throw std::invalid_argument("an addition has one part at least");
+        low_rank.type = dtype_of(std::get<0>(parts.front()).dtype());
+        for (const auto& [a, b, begin, count, scale] : parts) {
+            const ElementType type = kElementTypes[int(low_rank.type)];
+            LowRankPart part{
+                .a = elements("a", a, type, {kAny, k, kRankBlock}),
+                .b = elements("b", b, type, {(count + kOutputPanel - 1) / kOutputPanel, kAny, kOutputPanel}),
+                .begin = begin,
+                .count = count,
+                .scale = scale};
+            part.rank = int64_t(b.shape(1));
+            if (int64_t(a.shape(0)) != (part.rank + kRankBlock - 1) / kRankBlock)
+                throw std::invalid_argument("a and b have different ranks");
+            if (begin < 0 || count < 1 || begin + count > n)
+                throw std::invalid_argument("a part's outputs are not among the layer's");
+            parts_.push_back(part);
+        }
+        low_rank.parts = parts_.data();
+        low_rank.num_parts = int(parts_.size());
+    }
+    Addition(const Addition&) = delete;
+
+  private:
+    std::vector<LowRankPart> parts_;
+};
+
+// x [tokens, k] and y [tokens, n], at these strides; (addition, tokens) of each run.
+void add_low_rank(const std::vector<std::tuple<const Addition*, Input>>& runs, int64_t tokens, Address x, int64_t x_row,
+                  Address y, int64_t y_row, int type) {
+    std::vector<LowRankRun> all;
+    for (const auto& [addition, some] : runs) {
+        const auto count = int64_t(some.size());
+        const auto* each = elements<int64_t>("tokens", some, {count});
+        for (int64_t i = 0; i < count; ++i)
+            if (each[i] < 0 || each[i] >= tokens) throw std::out_of_range("a token is not among the rows");
+        all.push_back({&addition->low_rank, each, count});
+    }
+    Run run;
+    kernels().add_low_rank({.x = at<void>(x),
+                            .x_row = x_row,
+                            .y = at<void>(y),
+                            .y_row = y_row,
+                            .type = dtype(type),
+                            .runs = all.data(),
+                            .num_runs = int(all.size())});
+}
+
+void set_addition(Adapter& adapter, const Decoder& decoder, size_t layer, int place, const Addition& addition) {
+    if (layer >= decoder.num_layers() || place < 0 || place >= Adapter::kPlaces)
+        throw std::invalid_argument("the decoder has no such layer or place");
+    const auto& weight = decoder.weight(layer, static_cast<Adapter::Place>(place));
+    if (weight.n != addition.low_rank.n || weight.k != addition.low_rank.k)
+        throw std::invalid_argument("the addition is for a weight of another shape");
+    adapter.additions.resize(decoder.num_layers() * Adapter::kPlaces);
+    adapter.additions[layer * Adapter::kPlaces + place] = &addition.low_rank;
+}
+
 // Linears and norms belong to Python, which keeps them.
 void make_decoder(Decoder* self, const OptionalInput& embedding, const Linear& head, const Input& final_norm, int heads,
                   int kv_heads, int head_dim, int type, float eps, int activation, float scale, float soft_cap,
@@ -293,10 +359,12 @@ void add_layer(Decoder& decoder, const Input& input_norm, const Linear& qkv, con
 
 // (tables, slots) of each layer group; (cos, sin) of each rotary embedding.
 using Pairs = std::vector<std::tuple<Input, Input>>;
+using AdaptersTokens = std::vector<std::tuple<const Adapter*, Input>>;
 
 void run_step(Decoder& decoder, const Input& token_ids, const Input& positions, int64_t max_positions,
               const Input& query_start, const Input& context_lens, const Pairs& groups, const Pairs& angles,
-              std::vector<const LayerCache*> caches, Address output, const nb::object& on_layer) {
+              std::vector<const LayerCache*> caches, Address output, const nb::object& on_layer,
+              const AdaptersTokens& adapters) {
     const auto tokens = int64_t(token_ids.size()), rows = int64_t(context_lens.size());
     DecoderStep step{.token_ids = elements<int64_t>("token_ids", token_ids, {tokens}),
                      .positions = elements<int64_t>("positions", positions, {tokens}),
@@ -317,6 +385,14 @@ void run_step(Decoder& decoder, const Input& token_ids, const Input& positions, 
         const auto reached = int64_t(cos.shape(0)), half = int64_t(cos.shape(1));
         step.angles.push_back({.cos = cosines, .sin = elements<float>("sin", sin, {reached, half}), .half = half});
         step.max_positions = std::min(step.max_positions, reached);
+    }
+    for (const auto& [adapter, some] : adapters) {
+        const auto count = int64_t(some.size());
+        if (adapter->additions.size() != decoder.num_layers() * Adapter::kPlaces)
+            throw std::invalid_argument("an adapter belongs to another decoder");
+        const auto* each = elements<int64_t>("tokens", some, {count});
+        if (!std::is_sorted(each, each + count)) throw std::invalid_argument("an adapter's tokens must ascend");
+        step.adapters.push_back({adapter, each, count});
     }
     if (!on_layer.is_none())
         step.on_layer = [&](int layer) {
@@ -443,6 +519,11 @@ NB_MODULE(_kernels, m) {
         .def("argmax", &Linear::argmax)
         .def("rows", &Linear::rows)
         .def_prop_ro("nbytes", [](const Linear& linear) { return linear.weight.bytes; });
+    nb::class_<Addition>(m, "LowRank")
+        .def(nb::init<int64_t, int64_t, const std::vector<std::tuple<Input, Input, int64_t, int64_t, float>>&>(),
+             "out_features"_a, "in_features"_a, "parts"_a);
+    m.def("add_low_rank", &add_low_rank);
+    nb::class_<Adapter>(m, "Adapter").def(nb::init<>()).def("set", &set_addition);
     nb::class_<LayerCache>(m, "Cache")
         .def(nb::new_(&layer_cache), "key"_a, "value"_a, "key_scale"_a.none(), "value_scale"_a.none())
         .def("write", &write_cache)
@@ -451,7 +532,8 @@ NB_MODULE(_kernels, m) {
         .def("__init__", &make_decoder)
         .def("add_layer", &add_layer)
         .def("run", &run_step, "token_ids"_a, "positions"_a, "max_positions"_a, "query_start"_a, "context_lens"_a,
-             "groups"_a, "angles"_a, "caches"_a, "output"_a, "on_layer"_a.none() = nb::none())
+             "groups"_a, "angles"_a, "caches"_a, "output"_a, "on_layer"_a.none() = nb::none(),
+             "adapters"_a = AdaptersTokens())
         .def_prop_ro(
             "seconds",
             [](const Decoder& decoder) {

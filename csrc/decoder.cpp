@@ -25,18 +25,7 @@ void check_range(const char* what, const int64_t* values, int64_t count, int64_t
                                     std::to_string(limit - 1));
 }
 
-// Adds the time since the last operator ended to the one that has ended now.
-struct Stopwatch {
-    using Clock = std::chrono::steady_clock;
-    double* seconds;
-    Clock::time_point last = Clock::now();
-
-    void lap(Decoder::Operator op) {
-        const auto now = Clock::now();
-        seconds[op] += std::chrono::duration<double>(now - last).count();
-        last = now;
-    }
-};
+constexpr int64_t kSlice = 256;
 
 void apply(const Projection& projection, const void* x, void* y, DType type, int64_t tokens) {
     const PackedLinear& weight = *projection.weight;
@@ -45,8 +34,21 @@ void apply(const Projection& projection, const void* x, void* y, DType type, int
 
 }  // namespace
 
-const char* const Decoder::kOperatorNames[kOperators] = {"embedding", "norms",   "qkv",        "heads", "attention",
-                                                         "o",         "gate_up", "activation", "down",  "mlp"};
+// Adds the time since the last operator ended to the one that has ended now.
+struct Decoder::Stopwatch {
+    using Clock = std::chrono::steady_clock;
+    double* seconds;
+    Clock::time_point last = Clock::now();
+
+    void lap(Operator op) {
+        const auto now = Clock::now();
+        seconds[op] += std::chrono::duration<double>(now - last).count();
+        last = now;
+    }
+};
+
+const char* const Decoder::kOperatorNames[kOperators] = {"embedding", "norms",      "qkv",  "heads", "attention", "o",
+                                                         "gate_up",   "activation", "down", "mlp",   "adapters"};
 
 // A step's intermediate results, each [tokens, ...] and contiguous.
 struct Decoder::Workspace {
@@ -79,11 +81,60 @@ Decoder::Workspace Decoder::workspace(int64_t tokens) {
     return {memory_, y, rows, rows + bytes(wide)};
 }
 
+const PackedLinear& Decoder::weight(size_t layer, Adapter::Place place) const {
+    const DecoderLayer& of = layers_.at(layer);
+    const Projection* const places[] = {&of.qkv, &of.o, &of.gate_up, &of.down};
+    return *places[place]->weight;
+}
+
+void Decoder::adapt(const DecoderStep& step, size_t layer, Adapter::Place place, const void* x, void* y, int64_t first,
+                    int64_t count) const {
+    std::vector<LowRankRun> runs;
+    for (const AdapterTokens& each : step.adapters) {
+        const LowRank* added = each.adapter->additions[layer * Adapter::kPlaces + place];
+        const int64_t* const begin = std::lower_bound(each.tokens, each.tokens + each.count, first);
+        const int64_t* const end = std::lower_bound(begin, each.tokens + each.count, first + count);
+        if (added && begin < end) runs.push_back({added, begin, end - begin});
+    }
+    if (runs.empty()) return;
+    const PackedLinear& adapted = weight(layer, place);
+    kernels().add_low_rank({.x = x,
+                            .x_row = adapted.k,
+                            .y = y,
+                            .y_row = adapted.n,
+                            .first = first,
+                            .type = shape_.type,
+                            .runs = runs.data(),
+                            .num_runs = int(runs.size())});
+}
+
+// In slices of the tokens, whose gate and up stay in the caches until they have been added to and multiplied.
+void Decoder::adapted_mlp(const DecoderStep& step, size_t layer, const Workspace& at, Stopwatch& watch) {
+    const DecoderLayer& of = layers_[layer];
+    const PackedLinear &gate_up = *of.gate_up.weight, &down = *of.down.weight;
+    const DType type = shape_.type;
+    for (int64_t first = 0; first < step.tokens; first += kSlice) {
+        const int64_t count = std::min(kSlice, step.tokens - first);
+        char* const y = static_cast<char*>(at.y) + first * gate_up.k * item_size(type);
+        apply(of.gate_up, y, at.wide, type, count);
+        watch.lap(kGateUp);
+        adapt(step, layer, Adapter::kGateUp, y, at.wide, first, count);
+        watch.lap(kAdapters);
+        kernels().gated(at.wide, gate_up.n, at.context, type, shape_.activation, count, down.k);
+        watch.lap(kActivation);
+        apply(of.down, at.context, y, type, count);
+        watch.lap(kDown);
+        adapt(step, layer, Adapter::kDown, at.context, y, first, count);
+        watch.lap(kAdapters);
+    }
+}
+
 void Decoder::run(const DecoderStep& step) {
     const int64_t tokens = step.tokens, hidden = head_.weight->k;
     const DType type = shape_.type;
     check_range("token id", step.token_ids, tokens, head_.weight->n);
     check_range("position", step.positions, tokens, step.max_positions);
+    for (const AdapterTokens& each : step.adapters) check_range("token", each.tokens, each.count, tokens);
     const Workspace at = workspace(tokens);
     const Kernels& set = kernels();
     const size_t head_bytes = shape_.head_dim * item_size(type);
@@ -106,8 +157,15 @@ void Decoder::run(const DecoderStep& step) {
         const LayerCache& cache = *step.caches[i];
         const AngleTable angles = layer.rope < 0 ? AngleTable{} : step.angles[layer.rope];
 
+        const auto add = [&](Adapter::Place place, const void* x, void* y) {
+            if (step.adapters.empty()) return;
+            adapt(step, i, place, x, y, 0, tokens);
+            watch.lap(kAdapters);
+        };
+
         apply(layer.qkv, at.y, qkv, type, tokens);
         watch.lap(kQkv);
+        add(Adapter::kQkv, at.y, qkv);
         const WriteArgs write{.key = {keys, row, head_dim},
                               .value = {values, row, head_dim},
                               .type = type,
@@ -146,10 +204,17 @@ void Decoder::run(const DecoderStep& step) {
         watch.lap(kAttention);
         apply(layer.o, at.context, at.y, type, tokens);
         watch.lap(kO);
+        add(Adapter::kO, at.context, at.y);
         set.add_norm(at.x, at.y, layer.post_attention_norm, layer.pre_mlp_norm, shape_.eps, at.y, type, tokens, hidden);
         watch.lap(kNorm);
         const PackedLinear &gate_up = *layer.gate_up.weight, &down = *layer.down.weight;
-        if (layer.gate_up.set->mlp(gate_up, down, at.y, hidden, at.y, hidden, type, shape_.activation, tokens)) {
+        const bool adapted = std::any_of(step.adapters.begin(), step.adapters.end(), [&](const AdapterTokens& each) {
+            const auto* added = &each.adapter->additions[i * Adapter::kPlaces];
+            return added[Adapter::kGateUp] || added[Adapter::kDown];
+        });
+        if (adapted) {
+            adapted_mlp(step, i, at, watch);
+        } else if (layer.gate_up.set->mlp(gate_up, down, at.y, hidden, at.y, hidden, type, shape_.activation, tokens)) {
             watch.lap(kMlp);
         } else {
             apply(layer.gate_up, at.y, at.wide, type, tokens);

@@ -52,6 +52,19 @@ struct GroupTables {
     const int64_t* slots = nullptr;  // [tokens]
 };
 
+// What an adapter adds to each of a decoder's layers; null where it adds nothing. The additions are the caller's.
+struct Adapter {
+    enum Place { kQkv, kO, kGateUp, kDown, kPlaces };
+
+    std::vector<const LowRank*> additions;  // [layers, kPlaces]
+};
+
+struct AdapterTokens {
+    const Adapter* adapter = nullptr;
+    const int64_t* tokens = nullptr;
+    int64_t count = 0;
+};
+
 // A step's batch, as in attention/interface.py.
 struct DecoderStep {
     const int64_t* token_ids = nullptr;  // [tokens]
@@ -62,13 +75,27 @@ struct DecoderStep {
     std::vector<GroupTables> groups = {};
     std::vector<AngleTable> angles = {};
     std::vector<const LayerCache*> caches;  // by layer
+    std::vector<AdapterTokens> adapters = {};  // ascending tokens; none in two
     void* output = nullptr;  // [tokens, hidden], dtype of the shape
     std::function<void(int)> on_layer = {};  // if given, called as each layer begins
 };
 
 class Decoder {
   public:
-    enum Operator { kEmbed, kNorm, kQkv, kHeads, kAttention, kO, kGateUp, kActivation, kDown, kMlp, kOperators };
+    enum Operator {
+        kEmbed,
+        kNorm,
+        kQkv,
+        kHeads,
+        kAttention,
+        kO,
+        kGateUp,
+        kActivation,
+        kDown,
+        kMlp,
+        kAdapters,
+        kOperators
+    };
     // kMlp: gate_up, activation and down in one.
     static const char* const kOperatorNames[kOperators];
 
@@ -79,6 +106,9 @@ class Decoder {
     Decoder(const Decoder&) = delete;
 
     const DecoderShape& shape() const { return shape_; }
+    size_t num_layers() const { return layers_.size(); }
+    // The weight that an adapter adds to.
+    const PackedLinear& weight(size_t layer, Adapter::Place place) const;
     void add_layer(const DecoderLayer& layer) { layers_.push_back(layer); }
     // The caller holds `Exclusive`. Throws std::out_of_range for a token id or position outside its table, before
     // anything is written, and std::bad_alloc.
@@ -88,8 +118,14 @@ class Decoder {
 
   private:
     struct Workspace;
+    struct Stopwatch;
 
     Workspace workspace(int64_t tokens);
+    // Adds what the step's adapters add to outputs y of a layer's weight, for `count` tokens from `first` on.
+    void adapt(const DecoderStep& step, size_t layer, Adapter::Place place, const void* x, void* y, int64_t first,
+               int64_t count) const;
+    // A layer's MLP of what is in `at.y`, in its place, with what the step's adapters add.
+    void adapted_mlp(const DecoderStep& step, size_t layer, const Workspace& at, Stopwatch& watch);
 
     DecoderShape shape_;
     const void* embedding_;

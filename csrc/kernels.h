@@ -174,6 +174,42 @@ struct LogprobArgs {
     float* top_logprobs = nullptr;  // [items, k]
 };
 
+// An adapter's addition to neighbouring outputs of a linear layer: scale * B A x. Ranks and outputs are padded with
+// zeros to whole blocks and panels.
+constexpr int64_t kRankBlock = 16, kOutputPanel = 64;
+struct LowRankPart {
+    const void* a = nullptr;  // [blocks, k, kRankBlock]
+    const void* b = nullptr;  // [panels, rank, kOutputPanel]
+    int64_t rank = 0, begin = 0, count = 0;  // outputs from `begin` on
+    float scale = 1;
+};
+
+// All that it adds to one layer, whose weight is [n, k]; no two parts to the same output.
+struct LowRank {
+    DType type = DType::f32;  // of a and b
+    int64_t n = 0, k = 0;
+    const LowRankPart* parts = nullptr;
+    int num_parts = 0;
+};
+
+// Tokens that have the same adapter.
+struct LowRankRun {
+    const LowRank* low_rank = nullptr;
+    const int64_t* tokens = nullptr;
+    int64_t count = 0;
+};
+
+struct LowRankArgs {
+    const void* x = nullptr;
+    int64_t x_row = 0;
+    void* y = nullptr;
+    int64_t y_row = 0;
+    int64_t first = 0;  // the token in the first row of x and y
+    DType type = DType::f32;  // of x and y
+    const LowRankRun* runs = nullptr;  // no token in two
+    int num_runs = 0;
+};
+
 struct Kernels {
     const char* isa = nullptr;
 
@@ -194,6 +230,8 @@ struct Kernels {
     // gated and linear give; false, and nothing is done: this set has no such kernel for these operands.
     bool (*mlp)(const PackedLinear& gate_up, const PackedLinear& down, const void* x, int64_t x_row, void* y,
                 int64_t y_row, DType type, Activation, int64_t m) = nullptr;
+    // y[token] += scale * B A x[token], summed in fp32 and rounded once, for the tokens of each run.
+    void (*add_low_rank)(const LowRankArgs&) = nullptr;
     void (*attend)(const AttentionArgs&) = nullptr;
     void (*write_kv)(const WriteArgs&) = nullptr;
     // x [outer, inner, n], the last dimension contiguous; y the same, contiguous; weight [n] fp32

@@ -6,6 +6,7 @@
 #include "kv_write.h"
 #include "linear.h"
 #include "linear_tiles.h"
+#include "low_rank.h"
 #include "packed.h"
 #include "quantized.h"
 #include "sampling.h"
@@ -46,6 +47,7 @@ constexpr Kernels table{.isa = NAME(PAGEMILL_ISA),
                         .linear = linear_of_any_format,
                         .linear_argmax = linear_argmax,
                         .mlp = mlp,
+                        .add_low_rank = add_low_rank,
                         .attend = attend,
                         .write_kv = write_kv,
                         .rms_norm = rms_norm,

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pagemill.frontend.outputs import RequestOutput as RequestOutput
     from pagemill.frontend.pooling import EmbeddingOutput as EmbeddingOutput
     from pagemill.frontend.pooling import EmbeddingRequestOutput as EmbeddingRequestOutput
+    from pagemill.lora_request import LoRARequest as LoRARequest
     from pagemill.sampling.params import BeamSearchParams as BeamSearchParams
     from pagemill.sampling.params import SamplingParams as SamplingParams
     from pagemill.sampling.pooling_params import PoolingParams as PoolingParams
@@ -45,6 +46,7 @@ _HOMES = {
     "AsyncEngineArgs": "pagemill.config",
     "EngineArgs": "pagemill.config",
     "EngineConfig": "pagemill.config",
+    "LoRARequest": "pagemill.lora_request",
     "Logprob": "pagemill.frontend.outputs",
     "PagemillError": "pagemill.errors",
     "PoolingParams": "pagemill.sampling.pooling_params",

@@ -91,6 +91,28 @@ class Linear:
     @property
     def nbytes(self) -> int: ...
 
+class LowRank:
+    """What an adapter adds to a linear layer's outputs (LowRank in csrc/kernels.h). Keep the tensors.
+
+    parts: (a [blocks, in_features, 16], b [panels, rank, 64], first output, outputs, scale), a and b of one dtype."""
+
+    def __init__(
+        self, out_features: int, in_features: int, parts: list[tuple[Tensor, Tensor, int, int, float]]
+    ) -> None: ...
+
+def add_low_rank(
+    runs: list[tuple[LowRank, Int64]], tokens: int, x: int, x_row: int, y: int, y_row: int, dtype: int
+) -> None:
+    """Adds to y [tokens, out_features], for x [tokens, in_features], what each run's addition gives for its tokens; no
+    token may be in two."""
+
+class Adapter:
+    """What an adapter adds to each layer of a decoder. Keep the additions."""
+
+    def __init__(self) -> None: ...
+    def set(self, decoder: Decoder, layer: int, place: int, addition: LowRank) -> None:
+        """Names the addition to a layer's qkv (0), o (1), gate_up (2) or down (3)."""
+
 class Cache:
     """One layer's cache, as `attention.LayerCache` holds it. Keep the tensors.
 
@@ -181,10 +203,12 @@ class Decoder:
         caches: list[Cache],
         output: int,
         on_layer: Callable[[int], None] | None = None,
+        adapters: list[tuple[Adapter, Int64]] = ...,
     ) -> None:
         """Runs a step. groups: (tables [rows, entries], slots [tokens]) each; angles: (cos, sin), each [positions,
-        half]; on_layer: told each layer's number when it begins. Raises IndexError for a token id or position outside
-        its table, before anything is written."""
+        half]; on_layer: told each layer's number when it begins; adapters: each with its tokens, which ascend, and no
+        token in two. Raises IndexError for a token id, position or token outside its table, before anything is
+        written."""
 
     @property
     def seconds(self) -> dict[str, float]: ...

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Concatenate, Literal, ParamSpe
 from msgspec import Meta
 
 from pagemill.arguments import Count, Positive, about, check_fields, suggest_arguments
-from pagemill.errors import ConfigError, UnknownArgumentError, shown
+from pagemill.errors import ConfigError, InvalidRequestError, UnknownArgumentError, shown
 from pagemill.fixed_arguments import OF_ENGINES, without_fixed
+from pagemill.lora_request import LoRARequest
 from pagemill.speculative_config import SpeculativeConfig
 from pagemill.tenant_limits import TenantLimits, read_limits, read_tenants_file
 
@@ -145,6 +146,17 @@ class EngineConfig:
     session_timeout_s: Annotated[
         Positive | None, about("Seconds without use after which a session is forgotten. Default: never.")
     ] = None
+    enable_lora: Annotated[bool, about("Serve LoRA adapters beside the model.")] = False
+    max_loras: Annotated[Count, about("LoRA adapters that are loaded at most; all may be in one step.")] = 8
+    max_lora_rank: Annotated[Count, about("Largest rank of a LoRA adapter.")] = 64
+    lora_modules: Annotated[
+        dict[str, str],
+        about(
+            "LoRA adapters that are loaded with the model: NAME=PATH, a folder that PEFT has written. Wants "
+            "--enable-lora."
+        ),
+    ] = field(default_factory=dict)
+    """A dict of paths by name. The first has number 1, see `LoRARequest`."""
     seed: Annotated[int, about("The same seed gives the same answers to the same requests.")] = 0
     hf_overrides: Annotated[
         dict[str, Any], about("JSON object that replaces entries of the model's configuration.")
@@ -178,6 +190,12 @@ class EngineConfig:
             self.dtype = DTYPE_ALIASES.get(self.dtype, self.dtype)  # type: ignore[assignment]
         check_fields(self, ConfigError)
         self._check_contradictions()
+        self._check_adapters()
+
+    def lora_requests(self) -> list[LoRARequest]:
+        """Returns the adapters that are loaded with the model."""
+        modules = self.lora_modules.items()
+        return [LoRARequest(name, number, path) for number, (name, path) in enumerate(modules, start=1)]
 
     def _check_contradictions(self) -> None:
         if self.kv_host_compression != "off" and self.kv_host_memory is None:
@@ -208,6 +226,23 @@ class EngineConfig:
         given = [name for name in ways if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} both size the KV pool; give one of them", param=given[1])
+
+    def _check_adapters(self) -> None:
+        if self.lora_modules and not self.enable_lora:
+            raise ConfigError(
+                "lora_modules names adapters, but enable_lora is off; add enable_lora=True (--enable-lora)",
+                param="lora_modules",
+            )
+        if len(self.lora_modules) > self.max_loras:
+            raise ConfigError(
+                f"lora_modules has {len(self.lora_modules)} adapters; max_loras is {self.max_loras}; name fewer or "
+                f"raise it",
+                param="lora_modules",
+            )
+        try:
+            self.lora_requests()
+        except InvalidRequestError as error:
+            raise ConfigError(f"lora_modules: {error.message}", param="lora_modules") from None
 
 
 if TYPE_CHECKING:

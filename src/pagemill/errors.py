@@ -244,6 +244,10 @@ class UnsupportedModelError(ModelLoadError):
     """A model family, or a feature of one, that is not tested and therefore refused."""
 
 
+class AdapterError(ModelLoadError):
+    """A LoRA adapter that cannot be loaded, or not for this model."""
+
+
 class CorruptWeightsError(ModelLoadError):
     """Weights that are truncated, of a wrong shape, missing, or not finite."""
 

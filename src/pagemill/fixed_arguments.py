@@ -29,7 +29,6 @@ class Fixed(NamedTuple):
 
 ONE_DEVICE = "runs on one device"
 NO_GRAPHS = "captures no graphs"
-NO_ADAPTERS = "has no adapters"
 NO_DOWNLOAD_CHOICE = "takes the version that its own names or the Hugging Face cache stand for"
 
 OF_ENGINES: dict[str, Fixed] = {
@@ -46,7 +45,9 @@ OF_ENGINES: dict[str, Fixed] = {
     "enable_chunked_prefill": Fixed((True, None), "always computes long prompts in chunks"),
     "disable_sliding_window": Fixed((False,), "keeps a model's windows"),
     "disable_log_stats": Fixed((True,), "logs no statistics; stats() returns them", (False,)),
-    "enable_lora": Fixed((False,), NO_ADAPTERS),
+    "max_cpu_loras": Fixed((None,), "keeps every adapter that it has loaded, up to max_loras"),
+    "lora_dtype": Fixed(("auto",), "holds adapters as they are stored, or in the model's dtype"),
+    "fully_sharded_loras": Fixed((False,), ONE_DEVICE),
     "skip_tokenizer_init": Fixed((False,), "always loads the tokenizer"),
     "swap_space": Fixed(
         (0, 0.0), "sends evicted blocks to kv_host_memory and kv_disk_memory instead, where those are set", (4, 4.0)
@@ -97,8 +98,7 @@ OF_SAMPLING: dict[str, Fixed] = {
 """Arguments of `SamplingParams(...)`."""
 
 OF_CALLS: dict[str, Fixed] = {
-    "lora_request": Fixed((None,), NO_ADAPTERS),
-    "prompt_adapter_request": Fixed((None,), NO_ADAPTERS),
+    "prompt_adapter_request": Fixed((None,), "has no prompt adapters"),
     "tokenization_kwargs": Fixed((None,), "tokenizes every prompt as the model's files say"),
     "mm_processor_kwargs": Fixed((None,), "reads text only"),
     "trace_headers": Fixed((None,), "sends no traces"),

@@ -8,6 +8,7 @@ import typer
 from typer.testing import CliRunner
 
 from pagemill.cli.options import SAMPLING_FLAGS, engine_options, sampling_options
+from pagemill.cli.several_values import one_by_one
 from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError, SamplingParamsError
 from pagemill.sampling.params import SamplingParams
@@ -106,3 +107,13 @@ def test_flags_without_a_choice_are_passed_on_and_not_shown():
         "load_format": "auto",
     }
     assert "enforce-eager" not in CliRunner(env={"COLUMNS": "300"}).invoke(_app(), ["--help"]).output
+
+
+def test_adapters_are_named_one_by_one():
+    call("--enable-lora", "--lora-modules", "a=x", "--lora-modules", "b=y=z")
+    assert received["settings"] == {"enable_lora": True, "lora_modules": {"a": "x", "b": "y=z"}}
+    spread = one_by_one(["m", "--lora-modules", "a=x", "b=y"])
+    assert spread == ["m", "--lora-modules", "a=x", "--lora-modules", "b=y"]
+    for wrong, words in ((["a"], "NAME=PATH"), (["=x"], "NAME=PATH"), (["a=x", "a=y"], "'a' twice")):
+        with pytest.raises(ConfigError, match=words):
+            call(*(part for text in wrong for part in ("--lora-modules", text)))

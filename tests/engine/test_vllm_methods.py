@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from pagemill import LLM, AsyncEngineArgs, AsyncLLM, SamplingParams
+from pagemill import LLM, AsyncEngineArgs, AsyncLLM, LoRARequest, SamplingParams
 from pagemill.errors import InvalidRequestError
 
 SETTINGS = {"max_model_len": 256, "kv_memory": "32MiB", "max_num_seqs": 4}
@@ -81,9 +81,10 @@ def test_defaults_and_metrics(llm):
 def test_vllms_arguments_of_calls_are_taken_where_they_ask_for_nothing(llm):
     expected = answer(llm).outputs
     assert answer(llm, lora_request=None, tokenization_kwargs=None).outputs == expected
-    with pytest.raises(InvalidRequestError, match="has no adapters") as caught:
-        answer(llm, lora_request="adapter")
-    assert caught.value.param == "lora_request"
+    for wrong, words in (("adapter", "must be None or LoRARequest"), (LoRARequest("a", 1, "x"), "enable_lora=True")):
+        with pytest.raises(InvalidRequestError, match=words) as caught:
+            answer(llm, lora_request=wrong)
+        assert caught.value.param == "lora_request"
     messages = [{"role": "user", "content": "Hi"}]
     assert llm.chat(messages, GREEDY, use_tqdm=False, chat_template_content_format="auto", lora_request=None)
 

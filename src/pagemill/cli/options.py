@@ -57,6 +57,8 @@ def engine_options(command: Command) -> Command:
         for name in ("hf_overrides", "speculative_config"):
             if name in given:
                 given[name] = _json_object(name, given[name])
+        if "lora_modules" in given:
+            given["lora_modules"] = _paths_by_name("lora_modules", given["lora_modules"])
         return given
 
     declared = {name: argument for name, argument in arguments_of(EngineConfig).items() if name != "model"}
@@ -137,6 +139,8 @@ def _option(name: str, hint: Any, panel: str, argument: Argument | None = None) 
     flag = f"--{name.replace('_', '-')}"
     parts = [hint] if typing.get_origin(hint) is not typing.Union else typing.get_args(hint)
     kinds = [type(typing.get_args(part)[0]) if typing.get_origin(part) is Literal else part for part in parts]
+    if hint == dict[str, str]:
+        kinds = [list[str]]
     kind: Any = next((kind for kind in (bool, list[str], str, float, int) if kind in kinds), str)
     if kind is bool:
         flag = f"{flag}/--no-{flag[2:]}"
@@ -147,6 +151,18 @@ def _option(name: str, hint: Any, panel: str, argument: Argument | None = None) 
         text = re.sub(r" Default: [^.]*\.", "", text)  # of the parameter, where the command has its own
         text += f" Default: {str(default).lower() if kind is bool else default}."
     return Annotated[kind | None, typer.Option(flag, help=text, show_default=False, rich_help_panel=panel)]
+
+
+def _paths_by_name(name: str, given: list[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for text in given:
+        key, equals, path = text.partition("=")
+        if not equals or not key or not path:
+            raise ConfigError(f"{name} is {text!r}; it must be NAME=PATH", param=name)
+        if key in found:
+            raise ConfigError(f"{name} has {key!r} twice; give each adapter a name of its own", param=name)
+        found[key] = path
+    return found
 
 
 def _json_object(name: str, text: str) -> dict[str, Any]:

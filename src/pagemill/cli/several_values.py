@@ -6,7 +6,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-FLAGS = ("--api-key", "--served-model-name")
+FLAGS = ("--api-key", "--lora-modules", "--served-model-name")
 
 
 class SeveralValues(TyperCommand):

@@ -11,6 +11,7 @@ from dataclasses import asdict
 
 from pagemill.config import EngineConfig
 from pagemill.engine import faults, intake, watching
+from pagemill.engine.adapters import Adapters
 from pagemill.engine.build import build
 from pagemill.engine.kv_map import KVMap
 from pagemill.engine.messages import (
@@ -34,6 +35,7 @@ from pagemill.executor.interface import Executor
 from pagemill.executor.load import open_executor
 from pagemill.kvcache.sizing import num_frames
 from pagemill.kvcache.transfers import TransferStats
+from pagemill.lora_request import LoRARequest
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.manager import Residency
 from pagemill.namespace import Namespace
@@ -68,6 +70,7 @@ class EngineCore:
     ) -> None:
         self.config = config
         self.executor = open_executor(config, progress) if executor is None else executor
+        self._adapters = Adapters(config, self.executor)
         self.memory, self.tiers, self.scheduler, self._streamed = build(config, self.executor)
         self._frames_at_start = self.memory.num_frames
         self._gave_back = False
@@ -93,7 +96,8 @@ class EngineCore:
     def _schedule(self, request: EngineRequest) -> None:
         """Hands a request to the scheduler. Raises as `add_request` does."""
         drawn = self._random.getrandbits(63) if request.params.seed is None else 0
-        asked = intake.scheduled(request, self.ready, seed=drawn, root=self.root(request))
+        root = self.root(request, self._adapters.digest(request.adapter))
+        asked = intake.scheduled(request, self.ready, seed=drawn, root=root)
         try:
             self.scheduler.add(asked, request.fork_of)
         except PoolTooSmallError as error:
@@ -119,6 +123,14 @@ class EngineCore:
         Raises `ConfigError`, and changes nothing, for what the pool or requests under way do not allow.
         """
         self.scheduler.set_tenant(name, limits)
+        return self._refresh()
+
+    def load_adapter(self, lora: LoRARequest) -> EngineReady:
+        """Loads a LoRA adapter unless it is loaded, between two steps. Returns what the engine is now.
+
+        Raises `InvalidRequestError` and `ModelLoadError` children, and then loads nothing.
+        """
+        self._adapters.require(lora)
         return self._refresh()
 
     def has_work(self) -> bool:
@@ -278,7 +290,7 @@ class EngineCore:
     def kv_blocks(self, request: BlocksQuery) -> KVBlocks:
         """Returns where the blocks lie that a prompt beginning with these tokens would find."""
         digests: list[bytes] = []
-        extend_chain(digests, self.root(request), request.token_ids, self.memory.block_size)
+        extend_chain(digests, self.root(request, request.adapter), request.token_ids, self.memory.block_size)
         tiers = None if self.tiers is None else self.tiers.offload
         return KVBlocks(find_by_tier(self.memory, self._streamed, tiers, digests))
 
@@ -286,7 +298,9 @@ class EngineCore:
         """Returns what lies where in the KV memory, as somebody may see it. Raises `InvalidRequestError` children."""
         view = None
         if request.tenant is not None:
-            view = watching.View(self.memory.tenants[request.tenant], self.root(request))
+            adapters = [b"", *(adapter.digest for adapter in self._adapters.infos())]
+            roots = {self.root(request, adapter) for adapter in adapters}
+            view = watching.View(self.memory.tenants[request.tenant], roots)
         return watching.kv_map(self.memory, self.scheduler, self.stats(), self._streamed.tier, view, request.with_tree)
 
     def stats(self) -> EngineStats:
@@ -376,12 +390,13 @@ class EngineCore:
             hidden_size=facts.hidden_size,
             model=facts.description,
             kv_format=f"{facts.kv.element}{self._streamed.description}",
+            adapters=self._adapters.infos(),
         )
 
-    def root(self, request: EngineRequest | BlocksQuery | KVMapQuery) -> bytes:
-        """Returns the digest in which the chain of a request's blocks begins."""
+    def root(self, request: EngineRequest | BlocksQuery | KVMapQuery, adapter: bytes = b"") -> bytes:
+        """Returns the digest in which the chain of a request's blocks begins. adapter: its adapter's digest, if any."""
         facts, space = self.executor.facts, Namespace(request.tenant or DEFAULT_TENANT, request.cache_salt)
-        return root_digest(facts.fingerprint, facts.kv_format, facts.numerics, str(space))
+        return root_digest(facts.fingerprint + adapter, facts.kv_format, facts.numerics, str(space))
 
     def _end_lost(self, frames: set[int], now: float) -> list[SequenceUpdate]:
         return faults.end_lost(self.executor, self.scheduler, frames, now)

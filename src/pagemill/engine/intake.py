@@ -33,6 +33,7 @@ def scheduled(asked: EngineRequest, ready: EngineReady, *, seed: int, root: byte
         pin=pin,
         tenant=asked.tenant,
         in_session=asked.in_session,
+        adapter=asked.adapter,
     )
 
 

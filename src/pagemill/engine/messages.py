@@ -41,6 +41,8 @@ class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
     pooling: PoolingParams | None = None
     """Asks for an embedding of the prompt; `params` then ask for no token."""
     tenant: str = DEFAULT_TENANT
+    adapter: int = 0
+    """The number of a loaded LoRA adapter; 0 for none."""
     pin: str | None = None
     """Name of the pin that its whole prompt becomes; None: it is an ordinary request."""
     pin_expires_s: float | None = None
@@ -172,6 +174,17 @@ class LoadProgress(msgspec.Struct, tag=True):
     total: int
 
 
+class AdapterInfo(msgspec.Struct):
+    """A loaded LoRA adapter: its name, number and folder as they were asked for, a digest of its content, and the bytes
+    that it takes."""
+
+    name: str
+    number: int
+    path: str
+    digest: bytes
+    nbytes: int
+
+
 class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     """States the engine's facts. Sent when it has loaded, and before the answer to a query that changes them."""
 
@@ -192,6 +205,8 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     """Family, device, dtype of the weights and kernels, in words for people."""
     kv_format: str
     """The format of a block, and where other blocks stream from, in words for people."""
+    adapters: list[AdapterInfo] = []
+    """In the order in which they were loaded."""
 
     @property
     def description(self) -> str:
@@ -199,8 +214,13 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
         fit = f", {self.longest_sequence} of max_model_len={self.max_model_len} fit"
         return (
             f"{self.model}; KV pool {self.kv_bytes / 2**20:.0f} MiB: {self.num_frames} blocks of {self.block_size} "
-            f"tokens in {self.kv_format}{'' if self.longest_sequence == self.max_model_len else fit}"
+            f"tokens in {self.kv_format}{'' if self.longest_sequence == self.max_model_len else fit}{self._adapters}"
         )
+
+    @property
+    def _adapters(self) -> str:
+        size = sum(adapter.nbytes for adapter in self.adapters) / 2**20
+        return f"; LoRA adapters: {len(self.adapters)} in {size:.0f} MiB" if self.adapters else ""
 
     def check_prompt_length(self, num_tokens: int, *, answered: bool = True) -> None:
         """Raises `EmptyPromptError` for no token, `PromptTooLongError` for too many.

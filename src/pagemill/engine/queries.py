@@ -23,6 +23,7 @@ from pagemill.engine.messages import (
     StepOutputs,
 )
 from pagemill.engine.stats import EngineStats
+from pagemill.lora_request import LoRARequest
 from pagemill.namespace import Namespace
 from pagemill.tenant_limits import TenantLimits
 
@@ -66,6 +67,15 @@ class SetTenant(Query[EngineReady], tag=True):
         return core.set_tenant(self.name, self.limits)
 
 
+class LoadAdapter(Query[EngineReady], tag=True):
+    """Loads a LoRA adapter, unless it is loaded."""
+
+    lora: LoRARequest
+
+    def answer(self, core: EngineCore) -> EngineReady:
+        return core.load_adapter(self.lora)
+
+
 class PinsQuery(Query[PinList], tag=True):
     """Asks for all pins."""
 
@@ -99,11 +109,15 @@ class SequencesQuery(Query[SequenceList], tag=True):
 
 
 class BlocksQuery(Query[KVBlocks], tag=True):
-    """Asks where the KV blocks lie that a prompt would find that goes on behind these tokens."""
+    """Asks where the KV blocks lie that a prompt would find that goes on behind these tokens.
+
+    adapter: the digest of its adapter, which need not be loaded; empty for none.
+    """
 
     token_ids: list[int]
     tenant: str
     cache_salt: str
+    adapter: bytes = b""
 
     def answer(self, core: EngineCore) -> KVBlocks:
         return core.kv_blocks(self)
@@ -128,6 +142,7 @@ class Question(msgspec.Struct, tag=True):
         StatsQuery
         | ResizePool
         | SetTenant
+        | LoadAdapter
         | PinsQuery
         | Unpin
         | ResetPrefixCache

@@ -30,10 +30,11 @@ MAX_TREE_TENANTS = 16
 
 
 class View(NamedTuple):
-    """Who looks: whose blocks are told apart, and the root of the namespace whose tables are shown."""
+    """Who looks: whose blocks are told apart, and the roots of the namespace whose tables are shown: one for the model
+    itself, and one for each adapter."""
 
     tenant: Tenant
-    root: bytes
+    roots: set[bytes]
 
 
 def kv_map(
@@ -81,14 +82,14 @@ def _shown(scheduler: Scheduler, view: View | None) -> tuple[list[tuple[KVTable,
 
 def _cards(scheduler: Scheduler, view: View | None) -> Iterator[tuple[KVTable, BlockTable | None]]:
     for pin in scheduler.pins.list():
-        if pin.table is not None and (view is None or pin.table.root == view.root):
+        if pin.table is not None and (view is None or pin.table.root in view.roots):
             yield KVTable(
                 kind="pin", name=pin.name, index=0, tenant=pin.space.tenant, running=True,
                 num_tokens=pin.num_tokens, num_computed=pin.num_tokens,
             ), pin.table  # fmt: skip
     for one in scheduler.sequences():
         request, table = one.request, one.table
-        if view is None or request.root == view.root:
+        if view is None or request.root in view.roots:
             yield KVTable(
                 kind="request", name=request.request_id, index=one.index, tenant=request.tenant,
                 running=table is not None, num_tokens=len(one.tokens),

@@ -59,6 +59,13 @@ class ExecutorMemory(NamedTuple):
     total: int
 
 
+class AdapterFacts(NamedTuple):
+    """States what an executor knows of a loaded adapter: a digest of its content, and the bytes that it takes."""
+
+    digest: bytes
+    nbytes: int
+
+
 class StepHandle(NamedTuple):
     """Stands for a step that was submitted: its plan, and what the executor needs to know of it."""
 
@@ -89,6 +96,9 @@ class Executor(Protocol):
     def prepare(self, params: SamplingParams) -> bool:
         """Begins to prepare what sampling by these parameters needs, beside the steps. Returns whether it is there.
         Raises SamplingParamsError for what cannot be."""
+
+    def load_adapter(self, number: int, path: str) -> AdapterFacts:
+        """Loads the adapter that rows name by this number. Raises `ModelLoadError` children, and loads nothing."""
 
     def apply(self, plan: StepPlan) -> list[int]:
         """Carries out a plan's edits: rows that left, rows that came, tokens, frame copies, block tables. Returns the

@@ -14,6 +14,7 @@ from pagemill.hub import resolve_model
 from pagemill.kvcache.kv_format import kv_format
 from pagemill.kvcache.layout import FrameShape
 from pagemill.models.loading import load_model
+from pagemill.models.loading.adapter import AdapterLoader
 from pagemill.ops.prepare import check_compiled, settle_vector_math
 from pagemill.text.tokenizer import Tokenizer
 
@@ -70,6 +71,7 @@ def open_executor(
             + " and ".join(dict.fromkeys([backend.ops.name, backend.attention.name]))
         ),
     )
+    adapters = AdapterLoader(spec, model.names, backend.ops, model.dtype, backend.device, config.max_lora_rank)
     return LocalExecutor(
-        model.decoder, backend, facts, shape, config.max_num_seqs, lambda: Tokenizer.load(config).to_json()
+        model.decoder, backend, facts, shape, config.max_num_seqs, lambda: Tokenizer.load(config).to_json(), adapters
     )

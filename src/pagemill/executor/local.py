@@ -18,14 +18,16 @@ from torch import Tensor
 from pagemill.attention.interface import AttentionBatch, GroupBatch
 from pagemill.errors import NonFiniteLogitsError, SamplingParamsError
 from pagemill.executor.backend import Backend
-from pagemill.executor.interface import ExecutorFacts, ExecutorMemory, StepHandle
+from pagemill.executor.interface import AdapterFacts, ExecutorFacts, ExecutorMemory, StepHandle
 from pagemill.executor.verification import Choose, Verified, verify
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layout import FrameShape
 from pagemill.kvcache.pages_ahead import PagesAhead, PooledFrames
 from pagemill.kvcache.read_ahead import ReadAhead
 from pagemill.kvcache.sizing import host_memory
+from pagemill.models.adapter import Adapter, AdapterTokens
 from pagemill.models.decoder import Decoder, OnLayer
+from pagemill.models.loading.adapter import AdapterLoader
 from pagemill.sampling.params import SamplingParams, TokenLogprobs
 from pagemill.sampling.sampler import Sampled, Sampler
 from pagemill.scheduling.step_plan import StepPlan, StepResult
@@ -40,8 +42,9 @@ class LocalExecutor:
 
     tables  int32 [groups, rows, entries]: frame numbers, -1 where nothing is held
     _tokens int32 [rows, max_model_len + 1]: prompt, then what has been sampled
+    _adapter_numbers int32 [rows]: 0 for the model itself
 
-    Both lie on the host, where a step's few rows and tokens are picked out of them by NumPy: torch would wake its own
+    All lie on the host, where a step's few rows and tokens are picked out of them by NumPy: torch would wake its own
     threads for that, beside the kernels'.
     """
 
@@ -53,6 +56,7 @@ class LocalExecutor:
         shape: FrameShape,
         max_num_seqs: int,
         tokenizer_json: Callable[[], str],
+        adapters: AdapterLoader,
     ) -> None:
         self.facts = facts
         self.decoder = decoder
@@ -65,6 +69,9 @@ class LocalExecutor:
         self.tables = np.full((len(facts.windows), max_num_seqs, entries), -1, dtype=np.int32)
         self._tokens = np.zeros((max_num_seqs, facts.max_model_len + 1), dtype=np.int32)
         self._prompt_lens = np.zeros(max_num_seqs, dtype=np.int32)
+        self._adapter_numbers = np.zeros(max_num_seqs, dtype=np.int32)
+        self._adapter_loader = adapters
+        self._adapters: dict[int, Adapter] = {}
         self._logits = torch.empty(0, facts.vocab_size)
         self._read_ahead: ReadAhead | None = None
 
@@ -91,6 +98,10 @@ class LocalExecutor:
     def prepare(self, params: SamplingParams) -> bool:
         return self.sampler.prepare(params)
 
+    def load_adapter(self, number: int, path: str) -> AdapterFacts:
+        adapter = self._adapters[number] = self._adapter_loader.load(path, self.memory().free)
+        return AdapterFacts(adapter.digest, adapter.nbytes)
+
     def apply(self, plan: StepPlan) -> list[int]:
         for row in plan.freed_rows:
             self.sampler.remove_row(row)
@@ -98,6 +109,7 @@ class LocalExecutor:
             tokens = np.array(new.token_ids, dtype=np.int32)
             self._tokens[new.row, : len(tokens)] = tokens
             self._prompt_lens[new.row] = new.prompt_len
+            self._adapter_numbers[new.row] = new.adapter
             self.sampler.add_row(new.row, new.params, new.seed, tokens[: new.prompt_len], tokens[new.prompt_len :])
         for row, position, token_ids in plan.chosen_tokens:
             self._tokens[row, position : position + len(token_ids)] = token_ids
@@ -148,6 +160,7 @@ class LocalExecutor:
             self._batch(plan, query_start, context_lens, rows, positions),
             self.pool,
             self._on_layer(plan),
+            self._adapter_tokens(plan),
         )
         of_prompts: dict[int, list[TokenLogprobs]] = {}
         for index in plan.prompt_logprobs.tolist():
@@ -164,6 +177,16 @@ class LocalExecutor:
     def close(self) -> None:
         if self._read_ahead is not None:
             self._read_ahead.close()
+
+    def _adapter_tokens(self, plan: StepPlan) -> list[AdapterTokens]:
+        """Returns the adapters of the plan's rows, with the tokens of these."""
+        if not self._adapters:
+            return []
+        numbers = np.repeat(self._adapter_numbers[plan.rows], plan.query_lens)
+        return [
+            (self._adapters[number], self._to_device(np.flatnonzero(numbers == number)))
+            for number in np.unique(numbers[numbers > 0]).tolist()
+        ]
 
     def _on_layer(self, plan: StepPlan) -> OnLayer | None:
         """Returns what reads ahead the blocks on disk that the step attends; None if there are none."""

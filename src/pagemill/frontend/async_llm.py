@@ -30,6 +30,7 @@ from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
 from pagemill.frontend.worker import WorkerThreads
 from pagemill.hub import resolve_model
+from pagemill.lora_request import LoRARequest
 from pagemill.namespace import Namespace
 from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.sessions.store import SessionRecord, SessionStore
@@ -158,13 +159,16 @@ class AsyncLLM(AsyncControls):
         *,
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields what is new, as it comes; the last output is `finished`. Leaving the iterator aborts the request.
 
         A beam search yields its sequences once, the best first, and so does `best_of`. A smaller `priority` is more
-        urgent; `tenant` is whose the request is. Raises `InvalidRequestError`, `StepFailedError` or `EngineDeadError`.
+        urgent; `tenant` is whose the request is; `lora_request` is its LoRA adapter, which the engine loads with its
+        first request. Raises `InvalidRequestError`, `StepFailedError` or `EngineDeadError`.
         """
-        stream = await self.submit(prompt, sampling_params, request_id, priority=priority, tenant=tenant)
+        how: dict[str, Any] = {"priority": priority, "tenant": tenant, "lora_request": lora_request}
+        stream = await self.submit(prompt, sampling_params, request_id, **how)
         with contextlib.closing(stream):
             async for output in stream:
                 yield output
@@ -178,13 +182,15 @@ class AsyncLLM(AsyncControls):
         *,
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
+        lora_request: LoRARequest | None = None,
         cache_salt: str = "",
         **template: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
         """Yields the answer to a conversation as `generate` does. `template` goes to the chat template, see
         `LLM.chat`, and what is wrong with it is raised as there."""
         prompt = await self.render_chat(messages, cache_salt=cache_salt, tenant=tenant, **template)
-        answer = self.generate(prompt, sampling_params, request_id, priority=priority, tenant=tenant)
+        how: dict[str, Any] = {"priority": priority, "tenant": tenant, "lora_request": lora_request}
+        answer = self.generate(prompt, sampling_params, request_id, **how)
         async with contextlib.aclosing(answer):
             async for output in answer:
                 yield output
@@ -197,9 +203,11 @@ class AsyncLLM(AsyncControls):
         *,
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
+        lora_request: LoRARequest | None = None,
     ) -> RequestStream:
         """Returns the answer as `generate` yields it, once the request is checked and under way."""
-        how = {"priority": priority, "tenant": tenant, "arrival_s": time.monotonic()}
+        how: dict[str, Any] = {"priority": priority, "tenant": tenant, "lora_request": lora_request}
+        how["arrival_s"] = time.monotonic()
         frontend = await self._ready()
         return RequestStream(frontend, await frontend.prepare(prompt, sampling_params, request_id, **how))
 
@@ -211,9 +219,11 @@ class AsyncLLM(AsyncControls):
         *,
         priority: int = 0,
         tenant: str = DEFAULT_TENANT,
+        lora_request: LoRARequest | None = None,
     ) -> EmbeddingRequestOutput:
         """Returns the embedding of a prompt; see `LLM.embed`. Raises what `generate` raises."""
-        how = {"priority": priority, "tenant": tenant, "arrival_s": time.monotonic()}
+        how: dict[str, Any] = {"priority": priority, "tenant": tenant, "lora_request": lora_request}
+        how["arrival_s"] = time.monotonic()
         frontend = await self._ready()
         pooling = PoolingParams() if pooling_params is None else pooling_params
         request = await frontend.prepare(prompt, None, request_id, pooling=pooling, **how)

@@ -15,7 +15,7 @@ from typing import Any
 
 from pagemill.engine import queries
 from pagemill.engine.kv_map import KVMap
-from pagemill.engine.messages import EngineReady, PinInfo, SequenceInfo, SequenceOutput
+from pagemill.engine.messages import AdapterInfo, EngineReady, PinInfo, SequenceInfo, SequenceOutput
 from pagemill.engine.stats import EngineStats
 from pagemill.errors import (
     ConfigError,
@@ -33,9 +33,10 @@ from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.session_turns import SessionTurns
 from pagemill.frontend.sleep import Sleep
 from pagemill.frontend.worker import Worker
+from pagemill.lora_request import LoRARequest, check_lora_request
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
-from pagemill.sessions.store import SessionStore
+from pagemill.sessions.store import SessionRecord, SessionStore
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 from pagemill.text.tokenizer import Tokenizer
 
@@ -83,13 +84,24 @@ class Frontend:
         return request_id
 
     async def prepare(
-        self, prompt: Prompt, params: Params | None, request_id: str | None = None, **how: Any
+        self,
+        prompt: Prompt,
+        params: Params | None,
+        request_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
+        **how: Any,
     ) -> RequestState:
         """Returns a request that can be started. Takes and raises what `InputProcessor.process` does, and raises
-        `RateLimitError` and `TooManyWaitingError`."""
+        `RateLimitError` and `TooManyWaitingError`.
+
+        lora_request: an adapter, which is loaded first if it is not loaded yet.
+        """
         owner, request_id = Namespace(how.get("tenant", DEFAULT_TENANT)).tenant, self.new_request_id(request_id)
         self.rates.check(owner)
         self.worker.require_room(owner)
+        if (adapter := await self._adapter(lora_request)) is not None:
+            how["adapter"] = adapter.number
         return await self.worker.run_for(owner, size_of(prompt), self.inputs.process, prompt, params, request_id, **how)
 
     async def prepare_fork(
@@ -108,7 +120,8 @@ class Frontend:
             )
         tokens, space = origin.prompt_token_ids + origin.sequences[index].output.token_ids, origin.space
         prompt = {"prompt_token_ids": tokens, "cache_salt": space.cache_salt}
-        fork = await self.prepare(prompt, params, request_id, priority=priority, tenant=space.tenant)
+        how: dict[str, Any] = {"priority": priority, "tenant": space.tenant, "adapter": origin.asked.adapter}
+        fork = await self.prepare(prompt, params, request_id, **how)
         fork.asked.fork_of = origin.engine_id, index
         return fork
 
@@ -119,14 +132,17 @@ class Frontend:
         content: str | Sequence[int] | Sequence[Mapping[str, Any]],
         params: SamplingParams | None,
         wanted_id: str | None = None,
+        *,
+        lora_request: LoRARequest | None = None,
         **how: Any,
     ) -> RequestState:
         """Returns the request of a session's next turn, which `end_turn` must follow.
 
-        Takes and raises what `SessionTurns.begin` does.
+        Takes and raises what `SessionTurns.begin` does. lora_request: as in `prepare`.
         """
         self.rates.check(space.tenant)
         self.worker.require_room(space.tenant)
+        how["adapter"] = await self._adapter(lora_request)
         begun: list[RequestState] = []
         left, lock = False, threading.Lock()
 
@@ -239,9 +255,10 @@ class Frontend:
         if request.turn is not None:
             self.turns.store.release(request.turn.begun)
 
-    async def kv_blocks(self, token_ids: list[int], space: Namespace) -> dict[str, int]:
-        """Returns, by tier, how many blocks a prompt would find that goes on behind these tokens."""
-        return (await self.client.ask(queries.BlocksQuery(token_ids, *space))).by_tier
+    async def kv_blocks(self, session: SessionRecord) -> dict[str, int]:
+        """Returns, by tier, how many blocks the next turn of a session would find."""
+        query = queries.BlocksQuery(session.token_ids, *session.space, adapter=session.adapter)
+        return (await self.client.ask(query)).by_tier
 
     # --- pins ---
 
@@ -299,6 +316,17 @@ class Frontend:
     async def stats(self) -> EngineStats:
         """Returns a snapshot taken between two steps."""
         return await self.client.ask(queries.StatsQuery())
+
+    async def _adapter(self, lora: LoRARequest | None) -> AdapterInfo | None:
+        """Returns an adapter, which is loaded by then. Raises `InvalidRequestError` and `ModelLoadError` children."""
+        if (lora := check_lora_request(lora)) is None:
+            return None
+        wanted = (lora.lora_name, lora.lora_int_id, lora.lora_path)
+        for adapter in self.client.facts.adapters:
+            if (adapter.name, adapter.number, adapter.path) == wanted:
+                return adapter
+        facts = await self.client.ask(queries.LoadAdapter(lora))
+        return next(adapter for adapter in facts.adapters if adapter.number == lora.lora_int_id)
 
     async def reset_prefix_cache(self) -> bool:
         """See `LLM.reset_prefix_cache`."""

@@ -65,11 +65,12 @@ class InputProcessor:
         tenant: str = DEFAULT_TENANT,
         in_session: bool = False,
         pooling: PoolingParams | None = None,
+        adapter: int = 0,
     ) -> RequestState:
         """Returns a checked request. `params` (default `SamplingParams()`) is never changed.
 
         pooling: asks for an embedding instead, whatever `params` is. arrival_s: seconds of `time.monotonic()`, None for
-        now. Raises `InvalidRequestError` or one of its children.
+        now. adapter: the number of a loaded LoRA adapter. Raises `InvalidRequestError` or one of its children.
         """
         if not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
             raise errors.InvalidRequestError(
@@ -105,6 +106,7 @@ class InputProcessor:
             pooling=pooling,
             tenant=tenant,
             in_session=in_session,
+            adapter=adapter,
         )
         return RequestState(request, self.tokenizer, text, best_of)
 

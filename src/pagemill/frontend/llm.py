@@ -31,6 +31,7 @@ from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.session import Session
 from pagemill.frontend.worker import Inline, immediately
 from pagemill.hub import resolve_model
+from pagemill.lora_request import LoRARequest
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.sampling.pooling_params import PoolingParams
@@ -75,22 +76,25 @@ class LLM:
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
         tenant: str | Sequence[str] = DEFAULT_TENANT,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[RequestOutput]:
         """Continues prompts: text, `{"prompt": …}`, `{"prompt_token_ids": …}`, token ids, or a list of any of these.
 
         Parameters are one for all prompts or one each (default `SamplingParams()`); a smaller `priority` is more
-        urgent, and `tenant` is whose the request is (see `EngineConfig.tenants`). Outputs are in the order of the
-        prompts. If any prompt or parameter is wrong, `InvalidRequestError` (or a child) is raised before anything runs.
-        A request that fails while it runs has `finish_reason` "error" and its `error`; the others go on. Ctrl-C ends
-        all requests of this call after the step that is running.
+        urgent, `tenant` is whose the request is (see `EngineConfig.tenants`), and `lora_request` is its LoRA adapter,
+        which is loaded with its first request. Outputs are in the order of the prompts. If any prompt or parameter is
+        wrong, `InvalidRequestError` (or a child) is raised before anything runs. A request that fails while it runs has
+        `finish_reason` "error" and its `error`; the others go on. Ctrl-C ends all requests of this call after the step
+        that is running.
         """
         listed = as_list_of_prompts(prompts)
         params = one_per_prompt(sampling_params, len(listed), "params")
         priorities = one_per_prompt(priority, len(listed), "priorities")
         tenants = one_per_prompt(tenant, len(listed), "tenants")
+        adapters = one_per_prompt(lora_request, len(listed), "lora_request")
         requests = [
-            immediately(self.frontend.prepare(prompt, each, priority=rank, tenant=owner))
-            for prompt, each, rank, owner in zip(listed, params, priorities, tenants, strict=True)
+            immediately(self.frontend.prepare(prompt, each, priority=rank, tenant=owner, lora_request=adapter))
+            for prompt, each, rank, owner, adapter in zip(listed, params, priorities, tenants, adapters, strict=True)
         ]
         return self._run(requests, use_tqdm)
 
@@ -104,16 +108,18 @@ class LLM:
         use_tqdm: bool = False,
         priority: int | Sequence[int] = 0,
         tenant: str | Sequence[str] = DEFAULT_TENANT,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[BeamSearchOutput]:
-        """Searches the continuations of each prompt for those of the best score. Prompts, `priority` and `tenant` are
-        what `generate` takes.
+        """Searches the continuations of each prompt for those of the best score. Prompts, `priority`, `tenant` and
+        `lora_request` are what `generate` takes.
 
         Outputs are in the order of the prompts. Raises `InvalidRequestError` (or a child) before anything runs. A
         search that fails while it runs has an `error` and no sequences; the others go on.
         """
         if not isinstance(params, BeamSearchParams):
             raise SamplingParamsError(f"params is {shown(params)}; it must be BeamSearchParams(...)", param="params")
-        outputs = self.generate(prompts, params, use_tqdm=use_tqdm, priority=priority, tenant=tenant)
+        how: dict[str, Any] = {"priority": priority, "tenant": tenant, "lora_request": lora_request}
+        outputs = self.generate(prompts, params, use_tqdm=use_tqdm, **how)
         return [self._searched(output, params) for output in outputs]
 
     def _searched(self, output: RequestOutput, params: BeamSearchParams) -> BeamSearchOutput:
@@ -138,6 +144,7 @@ class LLM:
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
         tenant: str | Sequence[str] = DEFAULT_TENANT,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
         cache_salt: str = "",
         **template: Any,
     ) -> list[RequestOutput]:
@@ -153,7 +160,8 @@ class LLM:
             self.frontend.inputs.render_chat(conversation, cache_salt=cache_salt, **template)
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, priority=priority, tenant=tenant)
+        how: dict[str, Any] = {"priority": priority, "tenant": tenant, "lora_request": lora_request}
+        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm, **how)
 
     @takes_fixed(OF_CALLS, InvalidRequestError)
     @suggest_keywords
@@ -165,6 +173,7 @@ class LLM:
         use_tqdm: bool = True,
         priority: int | Sequence[int] = 0,
         tenant: str | Sequence[str] = DEFAULT_TENANT,
+        lora_request: LoRARequest | Sequence[LoRARequest | None] | None = None,
     ) -> list[EmbeddingRequestOutput]:
         """Returns an embedding of each prompt, in their order: hidden states after the model's last norm, pooled.
 
@@ -176,13 +185,19 @@ class LLM:
         pooling = one_per_prompt(pooling_params, len(listed), "pooling_params")
         priorities = one_per_prompt(priority, len(listed), "priorities")
         tenants = one_per_prompt(tenant, len(listed), "tenants")
+        adapters = one_per_prompt(lora_request, len(listed), "lora_request")
         requests = [
             immediately(
                 self.frontend.prepare(
-                    prompt, None, pooling=PoolingParams() if each is None else each, priority=rank, tenant=owner
+                    prompt,
+                    None,
+                    pooling=PoolingParams() if each is None else each,
+                    priority=rank,
+                    tenant=owner,
+                    lora_request=adapter,
                 )
             )
-            for prompt, each, rank, owner in zip(listed, pooling, priorities, tenants, strict=True)
+            for prompt, each, rank, owner, adapter in zip(listed, pooling, priorities, tenants, adapters, strict=True)
         ]
         self._run(requests, use_tqdm)
         return [embedding_of(request) for request in requests]

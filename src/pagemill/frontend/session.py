@@ -11,6 +11,7 @@ from pagemill.frontend.outputs import RequestOutput
 from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.worker import immediately
+from pagemill.lora_request import LoRARequest
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import SessionRecord
@@ -32,10 +33,18 @@ class Session:
         self._run = run
 
     def generate(
-        self, prompt: str | Sequence[int], sampling_params: SamplingParams | None = None, *, priority: int = 0
+        self,
+        prompt: str | Sequence[int],
+        sampling_params: SamplingParams | None = None,
+        *,
+        priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> RequestOutput:
-        """Goes on with a text or token ids behind all that the session has. A failed request has its `error`."""
-        return self._turn(prompt, sampling_params, priority=priority)
+        """Goes on with a text or token ids behind all that the session has. A failed request has its `error`.
+
+        A session whose first turn had a LoRA adapter goes on with that one.
+        """
+        return self._turn(prompt, sampling_params, priority=priority, lora_request=lora_request)
 
     def chat(
         self,
@@ -43,10 +52,11 @@ class Session:
         sampling_params: SamplingParams | None = None,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         **template: Any,
     ) -> RequestOutput:
         """Answers the new turn's messages alone; those before are the session's. `template` goes to the template."""
-        return self._turn(messages, sampling_params, template=template, priority=priority)
+        return self._turn(messages, sampling_params, template=template, priority=priority, lora_request=lora_request)
 
     @property
     def record(self) -> SessionRecord:
@@ -67,7 +77,7 @@ class Session:
     def kv_blocks(self) -> dict[str, int]:
         """The KV blocks that its next turn would find, by the highest tier that has them: "device" (the pool), and, as
         far as there are such tiers, "host" and "disk". What is missing of it would be computed again."""
-        return immediately(self._frontend.kv_blocks(self.token_ids, self.space))
+        return immediately(self._frontend.kv_blocks(self.record))
 
     def fork(self, name: str) -> Session:
         """Returns another session that begins as this one is now. They share all blocks that they have in common."""
@@ -125,10 +135,11 @@ class AsyncSession:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> RequestStream:
         """Goes on with a text or token ids behind all that the session has. Returns the answer, once it is under
         way."""
-        return await self._start(prompt, sampling_params, request_id, priority=priority)
+        return await self._start(prompt, sampling_params, request_id, priority=priority, lora_request=lora_request)
 
     async def submit_chat(
         self,
@@ -137,10 +148,12 @@ class AsyncSession:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         **template: Any,
     ) -> RequestStream:
         """Answers the new turn's messages alone; those before are the session's. `template` goes to the template."""
-        return await self._start(messages, sampling_params, request_id, template=template, priority=priority)
+        how = {"template": template, "priority": priority, "lora_request": lora_request}
+        return await self._start(messages, sampling_params, request_id, **how)
 
     async def record(self) -> SessionRecord:
         """Returns the session as it is now."""
@@ -150,7 +163,7 @@ class AsyncSession:
     async def kv_blocks(self) -> dict[str, int]:
         """See `Session.kv_blocks`."""
         frontend = await self._loaded()
-        return await frontend.kv_blocks((await self.record()).token_ids, self.space)
+        return await frontend.kv_blocks(await self.record())
 
     async def fork(self, name: str) -> AsyncSession:
         """Returns another session that begins as this one is now. They share all blocks that they have in common."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pagemill.engine.messages import AdapterInfo
 from pagemill.errors import InvalidRequestError, PromptTooLongError, SamplingParamsError, shown
 from pagemill.frontend.input_processor import InputProcessor, Prompt, token_ids_of
 from pagemill.frontend.request_state import RequestState, Turn
@@ -35,17 +36,25 @@ class SessionTurns:
         template: Mapping[str, Any] | None = None,
         priority: int = 0,
         max_tool_calls: int | None = None,
+        adapter: AdapterInfo | None = None,
     ) -> RequestState:
         """Takes a session for one turn, and returns the turn's request: the session's tokens, then those of `content`.
 
         content: text or token ids; messages if there is a `template`, which goes to the chat template. Without tools in
-        it, those of the session's last turn count. max_tool_calls: see `AnswerFormats.reader`. Raises what
+        it, those of the session's last turn count. max_tool_calls: see `AnswerFormats.reader`. adapter: a loaded
+        LoRA adapter, to which the session belongs from its first turn on. Raises what
         `SessionStore.begin`, `InputProcessor.process` and the chat template raise; then the session is not in use.
         """
         params = _for_one_answer(params)
         if template is not None:
             check_messages(content)
-        begun = self.store.begin(name, space, model=self._model, tokenizer=self._inputs.tokenizer.fingerprint)
+        begun = self.store.begin(
+            name,
+            space,
+            model=self._model if adapter is None else adapter.name,
+            tokenizer=self._inputs.tokenizer.fingerprint,
+            adapter=b"" if adapter is None else adapter.digest,
+        )
         try:
             messages = tools = None
             if template is None:
@@ -56,7 +65,13 @@ class SessionTurns:
                 messages = [*(begun.messages or []), *content]
             prompt: Prompt = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": space.cache_salt}
             request = self._inputs.process(
-                prompt, params, request_id, tenant=space.tenant, in_session=True, priority=priority
+                prompt,
+                params,
+                request_id,
+                tenant=space.tenant,
+                in_session=True,
+                priority=priority,
+                adapter=0 if adapter is None else adapter.number,
             )
         except PromptTooLongError as error:
             self.store.release(begun)

@@ -28,7 +28,8 @@ def root_digest(fingerprint: bytes, kv_format: str, numerics: str, namespace: st
 
     It names all that K and V depend on besides tokens, and who may find them.
 
-    fingerprint: of the model's weights and configuration (and adapter). kv_format: dtype, layout and block size.
+    fingerprint: of the model's weights and configuration, then the digest of the adapter if there is one.
+    kv_format: dtype, layout and block size.
     numerics: names of the kernels (equal names give equal bits). namespace: see above.
     """
     root = hashlib.sha256(VERSION)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from weakref import WeakKeyDictionary
+
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -10,9 +13,10 @@ from torch import Tensor
 from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.attention.interface import AttentionBatch
+from pagemill.models.adapter import Adapter, AdapterTokens
 from pagemill.models.decoder import Decoder, DecoderWeights, GatedMLP, LayerCaches, LayerWeights, OnLayer
 from pagemill.models.spec import DecoderSpec
-from pagemill.ops.cpu_ops import ACTIVATIONS, DTYPES, CpuLinear, CpuOps
+from pagemill.ops.cpu_ops import ACTIVATIONS, DTYPES, CpuLinear, CpuLowRank, CpuOps
 from pagemill.ops.interface import Linear
 
 
@@ -34,6 +38,7 @@ class CpuDecoder(Decoder):
         spec, weights = self.spec, self.weights
         self._pool: LayerCaches | None = None
         self._native_caches: list[_kernels.Cache] = []
+        self._native_adapters: WeakKeyDictionary[Adapter, _kernels.Adapter] = WeakKeyDictionary()
         self._native = _kernels.Decoder(
             weights.embedding, _packed(weights.lm_head, spec.hidden_size, spec.vocab_size), weights.final_norm,
             spec.num_heads, spec.num_kv_heads, spec.head_dim, DTYPES[self.dtype], spec.norm_eps,
@@ -43,7 +48,12 @@ class CpuDecoder(Decoder):
             self._add_layer(index, layer)
 
     def forward(
-        self, token_ids: Tensor, batch: AttentionBatch, pool: LayerCaches, on_layer: OnLayer | None = None
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        pool: LayerCaches,
+        on_layer: OnLayer | None = None,
+        adapters: Sequence[AdapterTokens] = (),
     ) -> Tensor:
         """Returns what `Decoder.forward` does. Raises IndexError for a token id that is not in the vocabulary, and
         ValueError for arrays of other dtypes or shapes."""
@@ -55,6 +65,7 @@ class CpuDecoder(Decoder):
         self._native.run(
             token_ids.numpy(), batch.positions.numpy(), batch.max_context_len, batch.query_start.numpy(),
             batch.context_lens.numpy(), groups, angles, self._layers_of(pool), output.data_ptr(), on_layer,
+            [(self._native_of(adapter), tokens.numpy()) for adapter, tokens in adapters],
         )  # fmt: skip
         return output
 
@@ -71,6 +82,17 @@ class CpuDecoder(Decoder):
     def operator_seconds(self) -> dict[str, float]:
         """Returns the seconds that `forward` has spent in each operator so far."""
         return self._native.seconds
+
+    def _native_of(self, adapter: Adapter) -> _kernels.Adapter:
+        native = self._native_adapters.get(adapter)
+        if native is None:
+            native = self._native_adapters[adapter] = _kernels.Adapter()
+            for index, layer in enumerate(adapter.layers):
+                for place, addition in enumerate(layer):
+                    if addition is not None:
+                        assert isinstance(addition, CpuLowRank)
+                        native.set(self._native, index, place, addition.native)
+        return native
 
     def _layers_of(self, pool: LayerCaches) -> list[_kernels.Cache]:
         if pool is not self._pool:

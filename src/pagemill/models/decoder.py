@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -13,11 +13,14 @@ from torch import Tensor
 
 from pagemill.attention.interface import AttentionBackend, AttentionBatch, LayerCache
 from pagemill.kvcache.layer_groups import group_layers
+from pagemill.models.adapter import AdapterTokens, runs_of
 from pagemill.models.rope import AngleTable
 from pagemill.models.spec import Activation, DecoderSpec, LayerSpec, MoESpec
 from pagemill.ops.interface import Linear, Ops
 
 OnLayer = Callable[[int], None]
+Adapt = Callable[[str, Tensor, Tensor], Tensor]
+"""Adds to the outputs of a layer's projection, which is named as in `AdapterLayer`, for its inputs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,12 +103,18 @@ class Decoder:
 
     @torch.inference_mode()
     def forward(
-        self, token_ids: Tensor, batch: AttentionBatch, pool: LayerCaches, on_layer: OnLayer | None = None
+        self,
+        token_ids: Tensor,
+        batch: AttentionBatch,
+        pool: LayerCaches,
+        on_layer: OnLayer | None = None,
+        adapters: Sequence[AdapterTokens] = (),
     ) -> Tensor:
         """Returns the hidden states [tokens, hidden] of token_ids int64 [tokens], after the final norm.
 
         token_ids: in the batch's order.
         on_layer:  called with each layer's number when the layer begins.
+        adapters:  those that tokens of the batch have; no token may have two.
         """
         embedding = self.weights.embedding
         x = self.weights.lm_head.rows(token_ids).to(self.dtype) if embedding is None else embedding[token_ids]
@@ -118,8 +127,9 @@ class Decoder:
         for index, (layer, weights) in enumerate(zip(self.spec.layers, self.weights.layers, strict=True)):
             if on_layer is not None:
                 on_layer(index)
-            x = x + self._attend(x, layer, weights, angles, batch, self._group_of[index], pool.layer(index))
-            x = x + self._mlp(x, weights)
+            adapt = self._adapting(index, adapters)
+            x = x + self._attend(x, layer, weights, angles, batch, self._group_of[index], pool.layer(index), adapt)
+            x = x + self._mlp(x, weights, adapt)
         return self.ops.rms_norm(x, self.weights.final_norm, self.spec.norm_eps)
 
     @torch.inference_mode()
@@ -147,9 +157,11 @@ class Decoder:
         batch: AttentionBatch,
         group: int,
         cache: LayerCache,
+        adapt: Adapt,
     ) -> Tensor:
         spec, ops, tokens = self.spec, self.ops, x.shape[0]
-        heads = weights.qkv(ops.rms_norm(x, weights.input_norm, spec.norm_eps)).view(tokens, -1, spec.head_dim)
+        normed = ops.rms_norm(x, weights.input_norm, spec.norm_eps)
+        heads = adapt("qkv", normed, weights.qkv(normed)).view(tokens, -1, spec.head_dim)
         q, k, v = torch.split(heads, [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads], dim=1)
         if spec.qk_norm:
             assert weights.q_norm is not None
@@ -164,20 +176,31 @@ class Decoder:
         out, _ = self.attention.attend(
             q, cache, batch, group, scale=spec.scale, window=layer.window, soft_cap=spec.attention_soft_cap
         )
-        out = weights.o(out.reshape(tokens, -1))
+        context = out.reshape(tokens, -1)
+        out = adapt("o", context, weights.o(context))
         if spec.post_norms:
             assert weights.post_attention_norm is not None
             out = ops.rms_norm(out, weights.post_attention_norm, spec.norm_eps)
         return out
 
-    def _mlp(self, x: Tensor, weights: LayerWeights) -> Tensor:
+    def _adapting(self, layer: int, adapters: Sequence[AdapterTokens]) -> Adapt:
+        """Returns what adds the adapters' parts to the outputs y of a layer's projection of x, and returns them."""
+
+        def adapt(place: str, x: Tensor, y: Tensor) -> Tensor:
+            if runs := runs_of(adapters, layer, place):
+                self.ops.add_low_rank(x, y, runs)
+            return y
+
+        return adapt
+
+    def _mlp(self, x: Tensor, weights: LayerWeights, adapt: Adapt) -> Tensor:
         spec, ops = self.spec, self.ops
         h = ops.rms_norm(x, weights.pre_mlp_norm, spec.norm_eps)
         if isinstance(weights.mlp, Experts):
             assert spec.moe is not None
             out = _apply_experts(h, weights.mlp, spec.moe, spec.activation, ops)
         else:
-            out = _apply_mlp(h, weights.mlp, spec.activation, ops)
+            out = _apply_mlp(h, weights.mlp, spec.activation, ops, adapt)
         if spec.post_norms:
             assert weights.post_mlp_norm is not None
             out = ops.rms_norm(out, weights.post_mlp_norm, spec.norm_eps)
@@ -198,14 +221,15 @@ def _apply_experts(x: Tensor, weights: Experts, spec: MoESpec, activation: Activ
     for expert, mlp in enumerate(weights.experts):
         rows, rank = torch.nonzero(chosen == expert, as_tuple=True)
         if rows.numel():
-            out = _apply_mlp(x[rows], mlp, activation, ops)
+            out = _apply_mlp(x[rows], mlp, activation, ops, lambda place, x, y: y)
             total[rows] += out.float() * shares[rows, rank].unsqueeze(-1)
     return total.to(x.dtype)
 
 
-def _apply_mlp(x: Tensor, mlp: GatedMLP, activation: Activation, ops: Ops) -> Tensor:
+def _apply_mlp(x: Tensor, mlp: GatedMLP, activation: Activation, ops: Ops, adapt: Adapt) -> Tensor:
     """Returns down(activation(gate(x)) * up(x)) for x [tokens, hidden]."""
-    return mlp.down(ops.gated(mlp.gate_up(x), activation))
+    gated = ops.gated(adapt("gate_up", x, mlp.gate_up(x)), activation)
+    return adapt("down", gated, mlp.down(gated))
 
 
 DecoderMaker = Callable[[DecoderSpec, DecoderWeights, Any, Any, torch.dtype], Decoder]

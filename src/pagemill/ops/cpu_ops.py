@@ -5,6 +5,7 @@ Every row's result is bitwise independent of the other rows and of the number of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor
 
 from pagemill import _kernels
+from pagemill.ops.interface import LowRankRun
+from pagemill.ops.low_rank import LowRankPart, check_parts, pad_to_blocks
 from pagemill.ops.quantized import BLOCK, AffineWeight, QuantizedWeight, check_contiguous
 
 KERNEL_VERSION = 6
@@ -75,6 +78,24 @@ class CpuLinear:
         return y
 
 
+class CpuLowRank:
+    """An addition in blocks and panels, which the kernels read in order. See `csrc/isa/low_rank.h`."""
+
+    RANKS, OUTPUTS = 16, 64
+    """Of a block, and of a panel."""
+
+    def __init__(self, parts: Sequence[LowRankPart], in_features: int, out_features: int) -> None:
+        check_parts(parts, in_features, out_features)
+        self.in_features, self.out_features = in_features, out_features
+        self._packed = [(pad_to_blocks(part.a, self.RANKS), pad_to_blocks(part.b, self.OUTPUTS)) for part in parts]
+        self.nbytes = sum(a.nbytes + b.nbytes for a, b in self._packed)
+        self.native = _kernels.LowRank(
+            out_features,
+            in_features,
+            [(a, b, part.begin, len(part.b), part.scale) for part, (a, b) in zip(parts, self._packed, strict=True)],
+        )
+
+
 class CpuOps:
     copies_weights = True
     widens_weights = True
@@ -98,6 +119,20 @@ class CpuOps:
             raise ValueError(f"4-bit weights have {columns} columns; they must be a multiple of {BLOCK}")
         packed = _kernels.Linear(weight.values, weight.slopes, weight.offsets, weight.scales, bias, DTYPES[dtype])
         return CpuLinear(packed, tuple(weight.values.shape), dtype)
+
+    def pack_low_rank(self, parts: Sequence[LowRankPart], in_features: int, out_features: int) -> CpuLowRank:
+        return CpuLowRank(parts, in_features, out_features)
+
+    def add_low_rank(self, x: Tensor, y: Tensor, runs: Sequence[LowRankRun]) -> None:
+        native = []
+        for addition, tokens in runs:
+            if not isinstance(addition, CpuLowRank):
+                raise TypeError(f"{addition!r} must be packed by CpuOps")
+            shapes = (x.shape[0], addition.in_features), (x.shape[0], addition.out_features)
+            if (x.shape, y.shape) != shapes or x.dtype != y.dtype or x.stride(1) != 1 or y.stride(1) != 1:
+                raise ValueError(f"x {tuple(x.shape)} and y {tuple(y.shape)} must be {shapes}, with contiguous rows")
+            native.append((addition.native, tokens.numpy()))
+        _kernels.add_low_rank(native, x.shape[0], x.data_ptr(), x.stride(0), y.data_ptr(), y.stride(0), dtype_code(x))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         size = x.shape[-1]

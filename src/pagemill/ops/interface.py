@@ -6,11 +6,13 @@ there are.
 
 from __future__ import annotations
 
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from typing import Literal, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from pagemill.ops.low_rank import LowRankPart
 from pagemill.ops.quantized import AffineWeight, QuantizedWeight
 
 
@@ -28,6 +30,16 @@ class Linear(Protocol):
 
         They have the weight's dtype, or the one that a quantized weight was packed for.
         """
+
+
+class LowRank(Protocol):
+    """What an adapter adds to a linear layer's outputs, packed for this device."""
+
+    nbytes: int
+
+
+LowRankRun: TypeAlias = tuple[LowRank, Tensor]
+"""An addition, and the tokens that have it: int64, on the device."""
 
 
 class Ops(Protocol):
@@ -50,6 +62,15 @@ class Ops(Protocol):
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Linear:
         """Returns a layer that multiplies integers, to which it rounds each row of x. bias: fp32; dtype: of `rows`."""
+
+    def pack_low_rank(self, parts: Sequence[LowRankPart], in_features: int, out_features: int) -> LowRank:
+        """Returns an addition to a layer of these sizes. Raises ValueError for parts that do not fit it."""
+
+    def add_low_rank(self, x: Tensor, y: Tensor, runs: Sequence[LowRankRun]) -> None:
+        """Adds to y [tokens, out_features], in place, what x [tokens, in_features] gives for each run's tokens.
+
+        Sums are in fp32 and rounded once. No token may be in two runs.
+        """
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Returns x / sqrt(mean(x²) + eps) * weight over the last dimension, in the dtype of x.

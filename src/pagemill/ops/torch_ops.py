@@ -6,12 +6,15 @@ the promise of equal bits.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pagemill.ops.interface import LowRankRun
+from pagemill.ops.low_rank import LowRankPart, check_parts
 from pagemill.ops.quantized import AffineWeight, QuantizedWeight, quantized_linear
 
 
@@ -47,6 +50,15 @@ class TorchQuantizedLinear:
         return QuantizedWeight(self.whole[ids], self.scales[ids]).dense(self.dtype)
 
 
+class TorchLowRank:
+    """Keeps the parts as they are."""
+
+    def __init__(self, parts: Sequence[LowRankPart], in_features: int, out_features: int) -> None:
+        check_parts(parts, in_features, out_features)
+        self.parts = [*parts]
+        self.nbytes = sum(part.a.nbytes + part.b.nbytes for part in parts)
+
+
 class TorchOps:
     name = f"torch-{torch.__version__}"
     copies_weights = False
@@ -60,6 +72,18 @@ class TorchOps:
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> TorchQuantizedLinear:
         return TorchQuantizedLinear(weight, bias, dtype)
+
+    def pack_low_rank(self, parts: Sequence[LowRankPart], in_features: int, out_features: int) -> TorchLowRank:
+        return TorchLowRank(parts, in_features, out_features)
+
+    def add_low_rank(self, x: Tensor, y: Tensor, runs: Sequence[LowRankRun]) -> None:
+        for addition, tokens in runs:
+            assert isinstance(addition, TorchLowRank)
+            rows, sums = x[tokens].float(), y[tokens].float()
+            for part in addition.parts:
+                low = F.linear(rows, part.a.float()) * part.scale
+                sums[:, part.begin : part.begin + len(part.b)] += F.linear(low, part.b.float())
+            y[tokens] = sums.to(y.dtype)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()

@@ -167,4 +167,5 @@ class Batch:
 
 def _new_row(sequence: Sequence, index: int, row: int) -> NewRow:
     request = sequence.request
-    return NewRow(row, sequence.tokens, sequence.prompt_len, request.params, sequence_seed(request.seed, index))
+    seed = sequence_seed(request.seed, index)
+    return NewRow(row, sequence.tokens, sequence.prompt_len, request.params, seed, request.adapter)

@@ -57,7 +57,8 @@ class Pinning(NamedTuple):
 class Request:
     """One prompt. `seed` is never None; `sequence_seed` makes those of its `params.n` sequences from it.
 
-    `root` is the digest at the start of its prefix chain: model, KV format, numerics and namespace.
+    `root` is the digest at the start of its prefix chain: model and adapter, KV format, numerics and namespace.
+    `adapter` is the number of its LoRA adapter, 0 for none.
     `max_len` is the most tokens, prompt included, that one of its sequences can reach; one more than the prompt has if
     nothing is sampled, for then the last one needs its place.
     `beam` makes it a search, and `params` what its rows ask of the sampler (`beam.row_params`).
@@ -77,6 +78,7 @@ class Request:
     pin: Pinning | None = None
     tenant: str = DEFAULT_TENANT
     in_session: bool = False
+    adapter: int = 0
     ngrams: NgramTable | None = None
     samples: bool = field(init=False)
     """False: it ends when its prompt has been computed."""

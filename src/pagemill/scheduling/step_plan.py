@@ -34,6 +34,8 @@ class NewRow:
     params: SamplingParams
     seed: int
     """The sequence's own seed, 64 bits, never None."""
+    adapter: int = 0
+    """The number of its adapter; 0 for none."""
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 import pagemill
 from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.lora_request import LoRARequest
 from pagemill.server.access.api_keys import ApiKeys
 from pagemill.server.access.gate import Gate
 from pagemill.server.access.hosts import AllowedHosts
@@ -50,11 +51,12 @@ def create_app(
     limits: ServerLimits | None = None,
     access: ServerAccess | None = None,
     hosts: AllowedHosts | None = None,
+    adapters: Sequence[LoRARequest] = (),
 ) -> FastAPI:
     """Returns the application. It answers while the model still loads: generation waits, `/health` says 503.
 
     served_model_name: one, or several for the same model. keys: None asks for none. limits, access: None for the
-    defaults. hosts: None lets it be asked under any name.
+    defaults. hosts: None lets it be asked under any name. adapters: those that are served under their own names.
     """
     app = FastAPI(
         title="pagemill",
@@ -83,10 +85,11 @@ def create_app(
     install_error_handlers(app)
     app.router.route_class = BodyRoute
     app.state.body_reader = BodyReader()
-    served = ServedModels(llm, served_model_name)
+    served = ServedModels(llm, served_model_name, adapters)
 
     async def answer(kind: type[Call[R]], body: R, request: Request) -> Response:
-        call = kind(llm, body, served.name_for(body.model), request.state.tenant)
+        model = served.name_for(body.model)
+        call = kind(llm, body, model, request.state.tenant, served.adapter(model))
         request.state.call = call
         if body.stream:
             return EventStream(await until_disconnect(request.receive, call.events()))

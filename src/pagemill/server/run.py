@@ -66,7 +66,7 @@ async def run_server(
     # Connections inherit it. Without it the system holds small parts back until the client, which waits 40 ms, has
     # acknowledged those before; asyncio sets it only where a socket names its protocol, and this one need not.
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    app = create_app(llm, served_model_name, keys, limits, access, hosts)
+    app = create_app(llm, served_model_name, keys, limits, access, hosts, llm.config.lora_requests())
     drain = Drain(app)
 
     def ended(request: EndedRequest) -> None:

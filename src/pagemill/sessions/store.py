@@ -30,6 +30,7 @@ from pagemill.namespace import Namespace
 from pagemill.tenant_limits import TenantLimits
 
 VERSION = 3
+ADAPTER_MARK = " adapter "
 BUSY_TIMEOUT_S = 10.0
 """The time for which a write waits for another process's write."""
 
@@ -59,7 +60,8 @@ class SessionRecord:
     messages:  the same as messages; None for a session of plain prompts.
     tools:     those that the conversation was rendered with; None for none.
     space:     its namespace: sessions of another one have names of their own, and cannot be seen.
-    tokenizer: fingerprint of the tokenizer that gives the ids their meaning; model: its name, for people.
+    tokenizer: fingerprint of the tokenizer that gives the ids their meaning, and the digest of its LoRA adapter, if it
+               has one; model: the model's or the adapter's name, for people.
     state:     changes with every turn; "" for a session that has none yet.
     damaged:   its content is lost, and not here: it can be deleted.
     """
@@ -76,6 +78,11 @@ class SessionRecord:
     state: str
     damaged: bool = False
     tools: list[dict[str, Any]] | None = None
+
+    @property
+    def adapter(self) -> bytes:
+        """The digest of its LoRA adapter; empty for none."""
+        return bytes.fromhex(self.tokenizer.partition(ADAPTER_MARK)[2])
 
 
 class SessionStore:
@@ -137,12 +144,14 @@ class SessionStore:
 
     # A turn: begin, then commit or release
 
-    def begin(self, name: str, space: Namespace, *, model: str, tokenizer: str) -> SessionRecord:
+    def begin(self, name: str, space: Namespace, *, model: str, tokenizer: str, adapter: bytes = b"") -> SessionRecord:
         """Takes a session for one turn, and returns it; one of this name is begun if there is none.
 
         Raises SessionBusyError while another turn of it runs here, SessionLimitError, and InvalidRequestError for a bad
-        name or a session of another tokenizer.
+        name or a session of another tokenizer or adapter.
         """
+        if adapter:
+            tokenizer += ADAPTER_MARK + adapter.hex()
         check_name(name)
         now = time.time()
         with self._lock:
@@ -157,6 +166,12 @@ class SessionStore:
             if record is None:
                 self._require_room(space, name)
                 record = SessionRecord(name, space, model, tokenizer, [], None, 0, now, now, "")
+            elif record.adapter != adapter:
+                raise errors.InvalidRequestError(
+                    f"session {name!r} was begun with {record.model}, and {model} is the model with another LoRA "
+                    f"adapter, or with none or other weights; go on with the first, or use another name",
+                    param="session_id",
+                )
             elif record.tokenizer != tokenizer:
                 raise errors.InvalidRequestError(
                     f"session {name!r} was begun with {record.model}, whose tokens are not those of {model}; go on "

@@ -20,6 +20,7 @@ from pagemill.models.loading.assemble import Assembler, Progress
 from pagemill.models.loading.checkpoint import Checkpoint, fingerprint
 from pagemill.models.loading.gguf_model import GGUFModel
 from pagemill.models.loading.hf_folder import HuggingFaceFolder
+from pagemill.models.names import WeightNames
 from pagemill.models.spec import DecoderSpec
 from pagemill.ops.interface import Ops
 
@@ -35,6 +36,7 @@ class LoadedModel:
     eos_token_ids: ids that end a generation, in the checkpoint's order, possibly none.
     max_model_len: what was asked for, else the longest context that the checkpoint declares.
     fingerprint:   32 bytes; see `loading.checkpoint.fingerprint`.
+    names:         what Hugging Face's checkpoints of its family, and adapters, call its weights.
     """
 
     decoder: Decoder
@@ -43,6 +45,7 @@ class LoadedModel:
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     fingerprint: bytes
+    names: WeightNames
 
 
 def load_model(
@@ -92,6 +95,7 @@ def load_model(
         eos_token_ids=checkpoint.eos_token_ids,
         max_model_len=max_model_len or spec.max_position,
         fingerprint=fingerprint(checkpoint, spec, chosen),
+        names=family.names,
     )
 
 

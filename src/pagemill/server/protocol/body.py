@@ -44,8 +44,9 @@ class ModelCard(BaseModel):
     created: int
     owned_by: str = "pagemill"
     root: str
-    """The model as the server was told it."""
-    parent: None = None
+    """The model, or the adapter's folder, as the server was told it."""
+    parent: str | None = None
+    """A LoRA adapter's model; None for that itself."""
     max_model_len: int | None = None
     """Tokens of a prompt and its answer, or fewer where the KV pool holds no more; None until the model is loaded."""
 

@@ -19,6 +19,7 @@ from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
+from pagemill.lora_request import LoRARequest
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.protocol.errors import error_response
@@ -47,8 +48,12 @@ class Call(ABC, Generic[R]):
     WHOLE: ClassVar[type[Answer[Any]]]
     CHUNK: ClassVar[type[Answer[Any]]]
 
-    def __init__(self, llm: AsyncLLM, request: R, model: str, tenant: str) -> None:
+    def __init__(
+        self, llm: AsyncLLM, request: R, model: str, tenant: str, lora_request: LoRARequest | None = None
+    ) -> None:
+        """model: the name in the answer. lora_request: the adapter of this name, if it is one's."""
         self._llm = llm
+        self._lora_request = lora_request
         self.request = request
         self._tenant = tenant
         self._began_s = time.monotonic()
@@ -142,8 +147,8 @@ class Call(ABC, Generic[R]):
             prompts = await self._prompts()
             for position, prompt in enumerate(prompts):
                 name = self._id if len(prompts) == 1 else f"{self._id}-{position}"
-                stream = await self._llm.submit(prompt, params, name, priority=request.priority, tenant=self._tenant)
-                self._streams.append(stream)
+                how: dict[str, Any] = {"priority": request.priority, "lora_request": self._lora_request}
+                self._streams.append(await self._llm.submit(prompt, params, name, tenant=self._tenant, **how))
 
     def _params(self) -> SamplingParams | BeamSearchParams:
         """Returns how the answer is generated."""
@@ -153,6 +158,13 @@ class Call(ABC, Generic[R]):
         """Goes on from a running request of the same namespace, and shares its KV blocks."""
         request, tokenizer = self.request, await self._llm.tokenizer()
         origin = self._llm.running(origin_id, Namespace(self._tenant, request.cache_salt or ""))
+        adapter = 0 if self._lora_request is None else self._lora_request.lora_int_id
+        if origin.asked.adapter != adapter:
+            raise InvalidRequestError(
+                f"the request {origin_id!r} is of another model than {self._head['model']!r}; a fork goes on with its "
+                f"origin's model: name that",
+                param="model",
+            )
         index, priority = request.fork_index or 0, request.priority
         stream = await self._llm.fork(origin_id, params, self._id, index=index, priority=priority)
         self._streams.append(stream)

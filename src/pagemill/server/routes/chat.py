@@ -83,6 +83,7 @@ class ChatCall(Call[ChatCompletionRequest]):
             params,
             self._id,
             priority=self.request.priority,
+            lora_request=self._lora_request,
             max_tool_calls=self.request.max_tool_calls,
             tools=self._tools,
             **self._options,

@@ -41,7 +41,8 @@ class CompletionCall(Call[CompletionRequest]):
         if len(prompts) > 1 or self.request.echo:
             what = f"{len(prompts)} prompts" if len(prompts) > 1 else "echo"
             raise InvalidRequestError(f"a session takes one prompt and no echo, not {what}", param="session_id")
-        return await session.submit(prompts[0], params, self._id, priority=self.request.priority)
+        how: dict[str, Any] = {"priority": self.request.priority, "lora_request": self._lora_request}
+        return await session.submit(prompts[0], params, self._id, **how)
 
     async def _prompts(self) -> list[Prompt]:
         self._tokenizer = await self._llm.tokenizer()

@@ -109,12 +109,15 @@ def embedding_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
         """Returns an embedding of each input."""
         name = served.name_for(body.model)
         request.state.call = figures = EmbeddingFigures()
-        return await until_disconnect(request.receive, _answer(llm, body, name, request.state.tenant, figures))
+        how = {"priority": body.priority, "tenant": request.state.tenant, "lora_request": served.adapter(name)}
+        return await until_disconnect(request.receive, _answer(llm, body, name, how, figures))
 
     return routes
 
 
-async def _answer(llm: AsyncLLM, body: EmbeddingRequest, model: str, tenant: str, done: EmbeddingFigures) -> Response:
+async def _answer(
+    llm: AsyncLLM, body: EmbeddingRequest, model: str, how: dict[str, Any], done: EmbeddingFigures
+) -> Response:
     width = (await llm.ready()).hidden_size
     if body.dimensions not in (None, width):
         raise InvalidRequestError(
@@ -129,7 +132,7 @@ async def _answer(llm: AsyncLLM, body: EmbeddingRequest, model: str, tenant: str
 
     async def work() -> None:
         for index, prompt in todo:
-            found = await llm.embed(prompt, params, priority=body.priority, tenant=tenant)
+            found = await llm.embed(prompt, params, **how)
             written[index] = msgspec.Raw(_entry(found, index, body.encoding_format))
             done.num_tokens += len(found.prompt_token_ids)
 

@@ -9,37 +9,52 @@ from fastapi import APIRouter
 
 from pagemill.errors import ConfigError, ModelNotServedError, shown
 from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.lora_request import LoRARequest
 from pagemill.server.protocol.body import LONGEST_NAME, Listing, ModelCard
 
 
 class ServedModels:
-    """Knows the names of one model; the first one is in answers to requests that name none.
+    """Knows the names of one model, the first of which is in answers to requests that name none, and its LoRA adapters,
+    which are served under their own names.
 
     Raises ConfigError for a name that no request could have, and for one that is given twice.
     """
 
-    def __init__(self, llm: AsyncLLM, names: str | Sequence[str]) -> None:
+    def __init__(self, llm: AsyncLLM, names: str | Sequence[str], adapters: Sequence[LoRARequest] = ()) -> None:
         self.names = [names] if isinstance(names, str) else [*names]
+        self._adapters = {adapter.lora_name: adapter for adapter in adapters}
         self._llm = llm
         self._created = int(time.time())
-        check_served_names(self.names)
+        check_served_names([*self.names, *self._adapters])
 
     def name_for(self, asked: str | None) -> str:
         """Returns the name that an answer has. Raises `ModelNotServedError` for a name that is not served."""
         if asked is None:
             return self.names[0]
-        if asked not in self.names:
-            served = " and ".join(map(repr, self.names))
+        if asked not in self.names and asked not in self._adapters:
+            served = " and ".join(map(repr, self.all_names))
             raise ModelNotServedError(
                 f"the model {asked!r} is not served here; this server has {served}", param="model"
             )
         return asked
 
+    @property
+    def all_names(self) -> list[str]:
+        """The model's names, then its adapters'."""
+        return [*self.names, *self._adapters]
+
+    def adapter(self, name: str) -> LoRARequest | None:
+        """Returns the LoRA adapter of this name; None for the model itself."""
+        return self._adapters.get(name)
+
     def card(self, name: str) -> ModelCard:
         """Returns what `/v1/models` says of the model under one of its names."""
         facts = self._llm.facts
         longest = None if facts is None else facts.longest_sequence
-        return ModelCard(id=name, created=self._created, root=str(self._llm.model), max_model_len=longest)
+        adapter = self._adapters.get(name)
+        root = str(self._llm.model) if adapter is None else adapter.lora_path
+        parent = None if adapter is None else self.names[0]
+        return ModelCard(id=name, created=self._created, root=root, parent=parent, max_model_len=longest)
 
 
 def check_served_names(names: Sequence[str]) -> None:
@@ -60,8 +75,9 @@ def model_routes(served: ServedModels) -> APIRouter:
 
     @routes.get("")
     async def models() -> Listing[ModelCard]:
-        """Lists the model that is served, once for each of its names."""
-        return Listing(data=[served.card(name) for name in served.names])
+        """Lists the model that is served, once for each of its names, and its LoRA adapters, which name it as their
+        parent."""
+        return Listing(data=[served.card(name) for name in served.all_names])
 
     @routes.get("/{name:path}")
     async def model(name: str) -> ModelCard:
