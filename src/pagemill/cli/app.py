@@ -10,9 +10,10 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperCommand
 
 import pagemill
+from pagemill.cli.help import GroupWithHelp
 from pagemill.cli.several_values import SeveralValues
 
 # The function, or group of commands, COMMAND in pagemill.cli.COMMAND, and its line in `pagemill --help` (the first line
@@ -36,10 +37,16 @@ HELP_FLAGS = {"help_option_names": ["-h", "--help"]}
 
 def command_group(description: str) -> typer.Typer:
     """Returns a group of commands, still empty."""
-    return typer.Typer(add_completion=False, no_args_is_help=True, context_settings=HELP_FLAGS, help=description)
+    return typer.Typer(
+        cls=GroupWithHelp,
+        add_completion=False,
+        context_settings=HELP_FLAGS,
+        help=description,
+        rich_markup_mode=None,
+    )
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(GroupWithHelp):
     """Lists commands by name and one line of help; imports the module of the one that runs."""
 
     def __init__(self, **attrs: Any) -> None:
@@ -56,7 +63,7 @@ def load_command(name: str | None) -> Any:
     function = getattr(importlib.import_module(f"pagemill.cli.{name}"), str(name))
     if isinstance(function, typer.Typer):
         return typer.main.get_command(function)
-    single = typer.Typer(add_completion=False, context_settings=HELP_FLAGS)
+    single = typer.Typer(add_completion=False, context_settings=HELP_FLAGS, rich_markup_mode=None)
     single.command(name, cls=SeveralValues)(function)
     return typer.main.get_command(single)
 
@@ -67,7 +74,12 @@ def _show_version(asked: bool) -> None:
         raise typer.Exit
 
 
-app = typer.Typer(cls=LazyGroup, no_args_is_help=True, pretty_exceptions_enable=False, context_settings=HELP_FLAGS)
+app = typer.Typer(
+    cls=LazyGroup,
+    pretty_exceptions_enable=False,
+    context_settings=HELP_FLAGS,
+    rich_markup_mode=None,
+)
 
 
 @app.callback()

@@ -18,11 +18,19 @@ def main(args: list[str] | None = None) -> None:
 
         spawn_ahead()
 
+    from typer import Abort
+
     from pagemill.cli.app import app
+    from pagemill.cli.usage import WrongUsage, words_of
     from pagemill.errors import PagemillError
 
     try:
-        app(args=args, prog_name="pagemill")
+        sys.exit(app(args=args, prog_name="pagemill", standalone_mode=False))
     except PagemillError as error:
         sys.stderr.write(f"error: {error}\n")
+        sys.exit(1)
+    except WrongUsage as error:
+        sys.stderr.write(f"error: {words_of(error)}\n")
+        sys.exit(2)
+    except Abort:
         sys.exit(1)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from typer.core import TyperCommand
+from pagemill.cli.help import HelpInSections
 
 FLAGS = ("--api-key", "--lora-modules", "--served-model-name")
 
 
-class SeveralValues(TyperCommand):
+class SeveralValues(HelpInSections):
     """A command whose `FLAGS` may be followed by several values, where its argument stands before them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

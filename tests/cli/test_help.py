@@ -1,0 +1,80 @@
+"""Help is whole at 80 columns, and wrong usage is one line."""
+
+import json
+import re
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from pagemill.cli.app import app
+from pagemill.cli.main import main
+
+
+def commands(command, path=()):
+    """Yields every command and group, with the words that call it."""
+    yield path, command
+    if hasattr(command, "list_commands"):
+        context = command.context_class(command)
+        for name in command.list_commands(context):
+            yield from commands(command.resolve_command(context, [name])[1], (*path, name))
+
+
+EVERY = list(commands(typer.main.get_command(app)))
+
+
+@pytest.mark.parametrize(("path", "command"), EVERY, ids=[" ".join(path) or "pagemill" for path, _ in EVERY])
+def test_help_is_whole_at_80_columns(path, command):
+    shown = CliRunner(env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).invoke(app, [*path, "--help"]).output
+    assert max(map(len, shown.splitlines())) <= 80
+    words = re.sub(r"(?<=\w)-\n\s+|\s+", lambda found: "-" if found[0][0] == "-" else " ", shown)
+    for param in command.params:
+        if not getattr(param, "hidden", False):
+            assert all(name in words for name in param.opts if name.startswith("--"))
+            assert re.sub(r"\s+", " ", param.help or "").strip() in words
+            assert (param.help or "").count("Default:") < 2
+    for name, one in getattr(command, "commands", {}).items():
+        assert f"{name} " in words
+        assert re.sub(r"\s+", " ", one.help.partition("\n\n")[0]) in words
+
+
+def test_every_listing_is_also_json():
+    listings = [command for path, command in EVERY if path[-1:] == ("ls",)]
+    assert len(listings) == 3
+    assert all("--json" in {flag for param in command.params for flag in param.opts} for command in listings)
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["doctor", "--jsn"], "there is no flag --jsn; did you mean --json? see pagemill doctor --help"),
+        (["sessions", "ls", "--api-key", "x"], "there is no flag --api-key; see pagemill sessions ls --help"),
+        (["cache", "prune", "x"], "say what to drop: --keep-mib or --unused-hours; see pagemill cache prune --help"),
+        (["serve", "m", "--port", "many"], "see pagemill serve --help"),
+        (["nothing"], "'nothing'; see pagemill --help"),
+        (["pull", "a", "b"], "see pagemill pull --help"),
+    ],
+)
+def test_wrong_usage_is_one_line(args, words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    said = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert said.startswith("error: ")
+    assert said.endswith(f"{words}\n")
+    assert said.count("\n") == 1
+
+
+@pytest.mark.parametrize("args", [[], ["cache"]])
+def test_without_a_command_there_is_help(args, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(args)
+    assert not ended.value.code
+    assert "Commands:" in capsys.readouterr().out
+
+
+def test_listings_of_nothing_are_empty_json(tmp_path, capsys):
+    for args in (["sessions", "ls", "--session-path"], ["cache", "ls", "--root"]):
+        with pytest.raises(SystemExit):
+            main([*args, str(tmp_path / "none"), "--json"])
+        assert json.loads(capsys.readouterr().out) == []
