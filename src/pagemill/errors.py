@@ -286,6 +286,10 @@ class TraceError(PagemillError, ValueError):
     """A trace of requests that is missing, cannot be read, or has nothing in the part asked for."""
 
 
+class RemoteServerError(PagemillError):
+    """A server that a command in the terminal asks, and that does not answer, or refuses."""
+
+
 class BenchmarkError(PagemillError):
     """A server that does not answer, or not as OpenAI's API does, while it is measured."""
 

@@ -1,10 +1,9 @@
-"""generate, chat, bench and serve as a user runs them: separate processes, the default model."""
+"""generate, chat in a pipe, bench and serve as a user runs them: separate processes, the default model."""
 
 import concurrent.futures
 import contextlib
 import json
 import os
-import pty
 import signal
 import socket
 import sqlite3
@@ -108,74 +107,6 @@ def test_bench_reports_what_it_did():
     assert report["ttft_s"]["median"] + 3 * report["tpot_s"]["median"] <= 2 * report["latency_s"]["p99"]
 
 
-class Terminal:
-    """A command with a terminal of its own, as a person would see it."""
-
-    def __init__(self, *args):
-        self.master, slave = pty.openpty()
-        self.process = subprocess.Popen(
-            [*COMMAND, *args], stdin=slave, stdout=slave, stderr=slave, close_fds=True, start_new_session=True
-        )
-        os.close(slave)
-        self.seen = ""
-
-    def wait_for(self, text, timeout_s=60):
-        """Reads until `text` comes; returns what came before and with it."""
-        os.set_blocking(self.master, False)
-        deadline = time.monotonic() + timeout_s
-        while text not in self.seen:
-            assert time.monotonic() < deadline, self.seen
-            try:
-                self.seen += os.read(self.master, 4096).decode()
-            except BlockingIOError:
-                time.sleep(0.02)
-        before, _, self.seen = self.seen.partition(text)
-        return before
-
-    def type(self, text):
-        os.write(self.master, text.encode())
-
-    def wait_asleep(self):
-        """Until the process waits for its input: Python overlooks a Ctrl-C that comes between a prompt and that."""
-        asleep = 0
-        while asleep < 10:
-            time.sleep(0.02)
-            state = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[0]
-            asleep = asleep + 1 if state == "S" else 0
-
-
-def test_chat_keeps_the_history_forgets_it_and_stops_on_ctrl_c():
-    terminal = Terminal("chat", MODEL, "--temperature", "0", "--system", "Be brief.", *SMALL)
-    try:
-        terminal.wait_for("> ")
-        terminal.type("My name is Ada. Say hello.\n")
-        terminal.wait_for("\n")
-        first = terminal.wait_for("> ")
-        assert first.strip()
-        terminal.type("Write a very long story about a ship.\n")
-        terminal.wait_for("\n")
-        terminal.wait_for(" ")
-        os.kill(terminal.process.pid, signal.SIGINT)
-        assert len(terminal.wait_for("> ")) < 300
-        assert terminal.process.poll() is None
-        terminal.type("/reset\n")
-        terminal.wait_for("forgotten")
-        terminal.wait_for("> ")
-        terminal.type("My name is Ada. Say hello.\n")
-        terminal.wait_for("\n")
-        assert terminal.wait_for("> ") == first
-        terminal.wait_asleep()
-        os.kill(terminal.process.pid, signal.SIGINT)  # at the prompt it leaves nothing but an empty line
-        terminal.wait_for("> ")
-        terminal.type("\x04")
-        terminal.wait_for("\n")  # else the shell's prompt would follow on the same line
-        assert terminal.process.wait(15) == 0
-    finally:
-        terminal.process.kill()
-        terminal.process.wait()
-        os.close(terminal.master)
-
-
 def test_a_conversation_with_a_name_goes_on_after_a_restart(tmp_path):
     kept = ["--session-path", str(tmp_path / "sessions")]
     args = ["chat", MODEL, "--session", "ada", "--temperature", "0", "--max-tokens", "12", *SMALL, *kept]
@@ -186,7 +117,7 @@ def test_a_conversation_with_a_name_goes_on_after_a_restart(tmp_path):
     first = run(*args, "--system", "Be brief.", input="My name is Ada. Say hello.\n")
     assert first.returncode == 0, first.stderr
     assert "session 'ada' begins" in first.stderr
-    second = run(*args, input="What is my name?\n")
+    second = run(*args, "--system", "Be brief.", input="What is my name?\n")
     assert "session 'ada' goes on after 1 turn, " in second.stderr
     assert second.stdout.strip()
     assert any((tmp_path / "kv").glob("*/blocks.dat"))
@@ -196,8 +127,7 @@ def test_a_conversation_with_a_name_goes_on_after_a_restart(tmp_path):
     assert (card["session"], card["turns"], card["tenant"], card["damaged"]) == ("ada", 2, "default", False)
     refused = run(*args, "--system", "Be rude.")
     assert refused.returncode == 1
-    assert "goes on after 2 turns, where a system message (--system) has no place" in refused.stderr
-    assert run("chat", MODEL, "--session", "a/b").stderr.startswith("error: the session name 'a/b'")
+    assert "goes on after 2 turns, with the system message 'Be brief.', and --system says 'Be rude.'" in refused.stderr
     assert run(*args, input="/reset\n").returncode == 0
     gone = run("sessions", "rm", "ada", *kept)
     assert (gone.returncode, gone.stderr.count("\n")) == (1, 1)

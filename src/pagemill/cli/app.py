@@ -22,6 +22,7 @@ COMMANDS = {
     "generate": "Continue one or more prompts.",
     "chat": "Talk to a model in the terminal.",
     "serve": "Serve a model through OpenAI's API.",
+    "top": "Watch a server's KV memory and requests in the terminal.",
     "bench": "Measure throughput and latency on a workload.",
     "pull": "Fetch a model and check it.",
     "ls": "List the models that are on this machine.",

@@ -15,8 +15,7 @@ import typer
 
 from pagemill.cli.bench_report import EngineFigures, Report, Sample
 from pagemill.cli.bench_workload import Workload, make_prompts, read_text
-from pagemill.cli.options import ModelArgument, engine_options, run
-from pagemill.errors import ConfigError
+from pagemill.cli.options import ModelArgument, engine_options, refuse_settings, run
 from pagemill.sampling.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -54,13 +53,8 @@ def bench(
 
     With --url, a server's API key is taken from OPENAI_API_KEY.
     """
-    others = sorted(settings.keys() - {"seed"})
-    if url is not None and others:
-        flag = others[0].replace("_", "-")
-        raise ConfigError(
-            f"--{flag} is a setting of an engine of its own, and the server at {url} has its own; leave --{flag} out",
-            param=others[0],
-        )
+    if url is not None:
+        refuse_settings({name: value for name, value in settings.items() if name != "seed"}, url)
     workload = Workload(
         num_prompts, input_len, output_len, prefix_len, request_rate, max_concurrency, settings.get("seed", 0)
     )

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from pagemill.cli.app import command_group
 from pagemill.cli.listing import AsJson, print_listing
-from pagemill.cli.wording import ago, counted
+from pagemill.cli.wording import ago, counted, printable
 from pagemill.errors import KVStoreError
 from pagemill.kvcache import store_archive
 from pagemill.kvcache.disk_store import DiskStore
@@ -42,7 +42,7 @@ def ls(root: Root = None, as_json: AsJson = False) -> None:
         if isinstance(info, store_archive.StoreInfo):
             age = "never" if not info.used_s else ago(time.time() - info.used_s)
             at, name = info.format, info.folder.name
-            table.add_row(name[:12], at.model, at.kv_format, at.numerics, f"{info.blocks:,}",
+            table.add_row(printable(name[:12]), printable(at.model), at.kv_format, at.numerics, f"{info.blocks:,}",
                           f"{info.bytes / 2**20:,.0f} MiB", age)  # fmt: skip
             rows.append(
                 {"store": name, "model": at.model, "kv_format": at.kv_format, "numerics": at.numerics,

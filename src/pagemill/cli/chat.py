@@ -5,24 +5,42 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pagemill.cli.options import ModelArgument, engine_options, run, sampling_options
-from pagemill.cli.wording import counted
-from pagemill.errors import InvalidRequestError, PromptTooLongError, SessionNotFoundError, StepFailedError
+from pagemill.cli.options import ModelArgument, engine_options, refuse_settings, run, sampling_options
+from pagemill.cli.remote import ApiKey, Remote
+from pagemill.errors import (
+    ConfigError,
+    InvalidRequestError,
+    PromptTooLongError,
+    RemoteServerError,
+    StepFailedError,
+)
 from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import check_name, default_path
 
 if TYPE_CHECKING:
-    from pagemill.frontend.session import AsyncSession
+    from pagemill.cli.chat_conversation import Conversation
+    from pagemill.cli.chat_input import Turns
+    from pagemill.cli.chat_screen import Screen
+
+FAILED = 1
+"""The exit status of a chat in a pipe with a turn that failed."""
 
 
 @sampling_options(temperature=0.7, top_p=0.9)
 @engine_options
 def chat(
-    model: ModelArgument,
+    model: ModelArgument = "",
+    url: Annotated[
+        str | None,
+        typer.Option("--url", help="Talk to the server there, not to an own engine; MODEL may then be left out."),
+    ] = None,
+    api_key: ApiKey = None,
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,
     session: Annotated[
         str | None,
@@ -35,103 +53,107 @@ def chat(
     """Talk to a model in the terminal.
 
     With --session, the conversation's KV cache is kept on disk too (--kv-disk-memory, 4GiB unless given), so that going
-    on computes only what is new.
+    on computes only what is new. The same command line goes on with it.
+
+    With --url, any server with OpenAI's API is talked to; sessions are kept there, if it is pagemill.
+
+    Without a terminal, each line of stdin is a turn, and answers are plain text.
     """
     if session is not None:
         check_name(session)
+    if url is not None:
+        refuse_settings(settings, url)
+        run(_talk_to_server(url, model, api_key, session, system, params))
+        return
+    if not model:
+        raise ConfigError(
+            "no model is named; give one, such as smollm2-135m, or --url of a server that has one", param="model"
+        )
+    if session is not None:
         settings = {"session_path": str(default_path()), "kv_disk_memory": "4GiB"} | settings
-    run(_load_and_talk(model, session, system, settings, params))
+    run(_talk_to_engine(model, session, system, settings, params))
 
 
-async def _load_and_talk(
+async def _talk_to_engine(
     model: str, name: str | None, system: str | None, settings: dict[str, Any], params: SamplingParams
 ) -> None:
-    from pagemill.cli.loading import loaded_engine, messages
+    from pagemill.cli.chat_engine import EngineConversation
+    from pagemill.cli.loading import loaded_engine
 
     async with loaded_engine(model, settings) as llm:
-        messages.print("/reset forgets the conversation, /exit or Ctrl-D leaves, Ctrl-C stops an answer", style="dim")
-        conversation = Conversation(llm.session(name or "chat"), system, params)
-        if name is not None:
-            messages.print(await conversation.resume(), style="dim")
-        while (line := _read_line()) is not None:
-            if line == "/reset":
-                await conversation.reset()
-                messages.print("forgotten", style="dim")
-            elif line:
-                try:
-                    await conversation.say(line)
-                except PromptTooLongError as error:
-                    messages.print(f"{error}\n/reset forgets the conversation", style="red")
-                except (InvalidRequestError, StepFailedError) as error:
-                    messages.print(str(error), style="red")
+        await _talk(EngineConversation(llm, name, system, params))
 
 
-class Conversation:
-    """The session's turns. A turn that failed leaves no trace; an answer that was stopped stays as far as it came."""
+async def _talk_to_server(
+    url: str, model: str, api_key: str | None, name: str | None, system: str | None, params: SamplingParams
+) -> None:
+    from pagemill.cli.chat_server import ServerConversation, first_model
 
-    def __init__(self, session: AsyncSession, system: str | None, params: SamplingParams) -> None:
-        self._session = session
-        self._params = params
-        self._opening = [] if system is None else [{"role": "system", "content": system}]
-        self._begun = False
+    async with Remote(url, api_key) as remote:
+        await _talk(ServerConversation(remote, model or await first_model(remote), name, system, params))
 
-    async def resume(self) -> str:
-        """Returns what there is to go on from, in words.
 
-        Raises `InvalidRequestError` if there is something, and a system message too.
-        """
+async def _talk(conversation: Conversation) -> None:
+    """Takes turns until the user leaves."""
+    from pagemill.cli.chat_commands import run_command
+
+    turns, screen = _terminal() if sys.stdin.isatty() and sys.stdout.isatty() else _pipe()
+    if conversation.name is not None:
+        screen.note(await conversation.resume())
+        screen.show_turns(conversation.messages)
+    screen.note("/help lists commands and keys, Ctrl-C stops an answer, Ctrl-D leaves")
+    failed = False
+    while (text := await turns.read()) is not None:
         try:
-            record = await self._session.record()
-        except SessionNotFoundError:
-            return f"session {self._session.name!r} begins"
-        turns, tokens = counted(record.num_turns, "turn"), counted(len(record.token_ids), "token")
-        if self._opening:
-            raise InvalidRequestError(
-                f"session {record.name!r} goes on after {turns}, where a system message (--system) has no place; "
-                f"leave it out, or begin another session",
-                param="system",
-            )
-        self._begun = True
-        return f"session {record.name!r} goes on after {turns}, {tokens}"
-
-    async def reset(self) -> None:
-        if self._begun:
-            await self._session.delete()
-        self._begun = False
-
-    async def say(self, text: str) -> None:
-        """Writes the answer to stdout as it comes."""
-        messages = [*([] if self._begun else self._opening), {"role": "user", "content": text}]
-        stream = await self._session.submit_chat(messages, self._params)
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, stream.abort)
-        try:
-            async for output in stream:
-                for new in output.outputs:
-                    sys.stdout.write(new.text)
-                    sys.stdout.flush()
-            self._begun = True
-        finally:
-            loop.remove_signal_handler(signal.SIGINT)
-            stream.close()
-            sys.stdout.write("\n")
+            if text.startswith("/"):
+                said = await run_command(text.rstrip(), conversation)
+                if said is None:
+                    break
+                screen.note(said)
+            elif text.strip():
+                await _answer(conversation, text.strip(), screen)
+        except PromptTooLongError as error:
+            screen.error(f"{error}; /reset forgets the conversation")
+            failed = True
+        except (InvalidRequestError, StepFailedError, RemoteServerError) as error:
+            screen.error(str(error))
+            failed = True
+    if failed and not sys.stdin.isatty():
+        raise typer.Exit(FAILED)
 
 
-def _read_line() -> str | None:
-    """Returns what the user types, stripped; None to leave. Nothing else happens meanwhile: it may hold up the event
-    loop."""
-    if sys.stdin.isatty():
-        import readline  # noqa: F401  (gives input() its line editing)
-    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+async def _answer(conversation: Conversation, text: str, screen: Screen) -> None:
+    ended = None
+    async with _stopped_by_ctrl_c(conversation), aclosing(conversation.say(text)) as pieces:
+        with screen.answer():
+            async for piece in pieces:
+                screen.add(piece)
+                ended = piece.finish_reason or ended
+    if ended == "length":
+        screen.note("(cut short: --max-tokens, or the longest sequence, is reached)")
+    elif ended == "abort":
+        screen.note("(stopped)")
+
+
+@asynccontextmanager
+async def _stopped_by_ctrl_c(conversation: Conversation) -> AsyncIterator[None]:
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, conversation.stop)
     try:
-        line = input("> " if sys.stdin.isatty() else "").strip()
-    except EOFError:
-        if sys.stdin.isatty():  # Ctrl-D writes none, and the shell's prompt would follow on the same line
-            sys.stdout.write("\n")
-        return None
-    except KeyboardInterrupt:
-        sys.stdout.write("\n")
-        return ""
+        yield
     finally:
-        signal.signal(signal.SIGINT, previous)
-    return None if line == "/exit" else line
+        loop.remove_signal_handler(signal.SIGINT)
+
+
+def _terminal() -> tuple[Turns, Screen]:
+    from pagemill.cli.chat_input import EditedTurns
+    from pagemill.cli.chat_screen import TerminalScreen
+
+    return EditedTurns(), TerminalScreen()
+
+
+def _pipe() -> tuple[Turns, Screen]:
+    from pagemill.cli.chat_input import LineTurns
+    from pagemill.cli.chat_screen import PlainScreen
+
+    return LineTurns(), PlainScreen()

@@ -22,15 +22,16 @@ def main(args: list[str] | None = None) -> None:
 
     from pagemill.cli.app import app
     from pagemill.cli.usage import WrongUsage, words_of
+    from pagemill.cli.wording import one_line
     from pagemill.errors import PagemillError
 
     try:
         sys.exit(app(args=args, prog_name="pagemill", standalone_mode=False))
     except PagemillError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {one_line(str(error))}\n")
         sys.exit(1)
     except WrongUsage as error:
-        sys.stderr.write(f"error: {words_of(error)}\n")
+        sys.stderr.write(f"error: {one_line(words_of(error))}\n")
         sys.exit(2)
     except Abort:
         sys.exit(1)

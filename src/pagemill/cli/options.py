@@ -65,6 +65,16 @@ def engine_options(command: Command) -> Command:
     return _with_options(command, "settings", declared, "Engine", collect, OF_ENGINES)
 
 
+def refuse_settings(settings: Mapping[str, Any], url: str) -> None:
+    """Raises `ConfigError` for settings of an engine where a server is asked, which has its own."""
+    for name in sorted(settings):
+        flag = f"--{name.replace('_', '-')}"
+        raise ConfigError(
+            f"{flag} is a setting of an engine of its own, and the server at {url} has its own; leave {flag} out",
+            param=name,
+        )
+
+
 def server_options(command: Command) -> Command:
     """Gives a command a flag per limit of a server; they arrive as `limits`."""
     return _with_options(

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from pagemill.cli.app import command_group
 from pagemill.cli.listing import AsJson, print_listing
-from pagemill.cli.wording import ago
+from pagemill.cli.wording import ago, printable
 from pagemill.errors import SessionNotFoundError
 from pagemill.namespace import Namespace
 from pagemill.sessions.store import SessionStore, default_path
@@ -33,8 +33,8 @@ def ls(session_path: SessionPath = None, as_json: AsJson = False) -> None:
     rows: list[dict[str, Any]] = []
     for record in records:
         age = "damaged" if record.damaged else ago(time.time() - record.used_s)
-        table.add_row(record.name, record.model, str(record.num_turns), f"{len(record.token_ids):,}", age,
-                      *record.space)  # fmt: skip
+        table.add_row(record.name, printable(record.model), str(record.num_turns), f"{len(record.token_ids):,}", age,
+                      *map(printable, record.space))  # fmt: skip
         rows.append(
             {"session": record.name, "model": record.model, "turns": record.num_turns,
              "tokens": len(record.token_ids), "used_s": record.used_s, "damaged": record.damaged,

@@ -16,7 +16,7 @@ NEAR = 0.7
 
 def words_of(error: Any) -> str:
     """Returns what is wrong, and where the way out stands."""
-    said = " ".join(error.format_message().split()).rstrip(".")
+    said = error.format_message().rstrip(".")
     if (flag := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
         near = difflib.get_close_matches(flag, error.possibilities or (), n=3, cutoff=NEAR)
         said = f"there is no flag {flag}" + (f"; did you mean {' or '.join(near)}?" if near else "")

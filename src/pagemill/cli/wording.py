@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 STEPS = ((60, "s"), (60, "min"), (24, "h"), (365, "d"))
 """How many of each unit make one of the next."""
 
@@ -19,3 +21,16 @@ def ago(seconds: float) -> str:
             return f"{left:.0f} {unit} ago"
         left /= most
     return f"{left:.1f} years ago"
+
+
+_CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def printable(text: str) -> str:
+    """Returns text that a terminal shows as it is: without characters that would steer it."""
+    return _CONTROL.sub("\N{REPLACEMENT CHARACTER}", text.replace("\r\n", "\n"))
+
+
+def one_line(text: str) -> str:
+    """Returns text as one line that a terminal shows as it is."""
+    return " ".join(printable(text).split("\n"))

@@ -1,0 +1,117 @@
+"""A server that speaks OpenAI's API, as the commands in the terminal ask it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from types import TracebackType
+from typing import Annotated, Any
+
+import httpx
+import typer
+
+from pagemill.errors import ConfigError, NotFoundError, RemoteServerError
+
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        "--api-key", envvar="OPENAI_API_KEY", show_envvar=False, help="The server's API key. Default: OPENAI_API_KEY."
+    ),
+]
+LONGEST_REFUSAL = 300
+"""Characters of an answer that is no JSON which a message shows."""
+
+
+class Remote:
+    """Raises `RemoteServerError` where the server does not answer, or refuses; `NotFoundError` for its 404."""
+
+    def __init__(self, url: str, api_key: str | None, transport: httpx.AsyncBaseTransport | None = None) -> None:
+        """transport: None for the network. Raises ConfigError for what is no address."""
+        self.url = url.rstrip("/").removesuffix("/v1")
+        try:
+            self._http = httpx.AsyncClient(
+                base_url=f"{self.url}/v1",
+                headers={} if api_key is None else {"Authorization": f"Bearer {api_key}"},
+                timeout=httpx.Timeout(30, read=None),
+                transport=transport,
+            )
+        except (httpx.InvalidURL, ValueError) as error:
+            raise ConfigError(f"--url is {url!r}: {error}; give http://host:port", param="url") from error
+
+    async def __aenter__(self) -> Remote:
+        return self
+
+    async def __aexit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
+        await self._http.aclose()
+
+    async def ask(self, path: str, method: str = "GET", body: dict[str, Any] | None = None) -> Any:
+        """Returns an answer's JSON."""
+        async with self._response(path, method, body) as response:
+            return self._json(await response.aread())
+
+    @asynccontextmanager
+    async def events(
+        self, path: str, method: str = "GET", body: dict[str, Any] | None = None
+    ) -> AsyncIterator[AsyncGenerator[Any, None]]:
+        """Gives what server-sent events say, up to `[DONE]`. One that is an error is raised."""
+        async with self._response(path, method, body) as response:
+            yield self._events(response)
+
+    async def _events(self, response: httpx.Response) -> AsyncGenerator[Any, None]:
+        try:
+            async for line in response.aiter_lines():
+                field, _, data = line.partition(":")
+                if field != "data" or not data.strip():
+                    continue
+                if data.strip() == "[DONE]":
+                    return
+                event = self._json(data)
+                if isinstance(event, dict) and event.get("error"):
+                    raise RemoteServerError(f"the answer broke off: {_said(event)}")
+                yield event
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+
+    @asynccontextmanager
+    async def _response(self, path: str, method: str, body: dict[str, Any] | None) -> AsyncIterator[httpx.Response]:
+        request = self._http.build_request(method, path, json=body)
+        try:
+            response = await self._http.send(request, stream=True)
+        except httpx.UnsupportedProtocol as error:
+            raise ConfigError(f"--url is {self.url!r}: {error}; give http://host:port", param="url") from error
+        except httpx.HTTPError as error:
+            raise self._unreachable(error) from error
+        try:
+            if not response.is_success:
+                raise self._refusal(response.status_code, await response.aread())
+            yield response
+        finally:
+            await response.aclose()
+
+    def _json(self, text: str | bytes) -> Any:
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise RemoteServerError(f"{self.url} does not answer as OpenAI's API does: {error}") from error
+
+    def _unreachable(self, error: Exception) -> RemoteServerError:
+        return RemoteServerError(
+            f"no server answers at {self.url}: {str(error) or type(error).__name__}; check the address (--url)"
+        )
+
+    def _refusal(self, status: int, body: bytes) -> NotFoundError | RemoteServerError:
+        try:
+            said = _said(json.loads(body))
+        except ValueError:
+            said = body[:LONGEST_REFUSAL].decode(errors="replace")
+        if status == httpx.codes.NOT_FOUND:
+            return NotFoundError(said)
+        way_out = "; give its key with --api-key" if status == httpx.codes.UNAUTHORIZED else ""
+        return RemoteServerError(f"{self.url} refuses with {status}: {said}{way_out}")
+
+
+def _said(answer: Any) -> str:
+    """Returns what an error of OpenAI's shape says."""
+    error = answer.get("error", answer) if isinstance(answer, dict) else answer
+    return str(error.get("message", error) if isinstance(error, dict) else error)
