@@ -32,7 +32,7 @@ def accepts():
 
 
 def plain(text):
-    return [(text, False)] if text else []
+    return [(text, None)] if text else []
 
 
 def call_of(form, city="Paris", name="get-weather"):
@@ -71,23 +71,20 @@ def test_arguments_follow_their_schema_in_any_text(accepts, name):
         assert not accepts(grammar, wrong)
 
 
-def test_special_tokens_are_named(accepts):
+def test_special_tokens_are_tokens(accepts):
     form = ToolCallFormat(
         "special", "json", ("<|im_start|>",), written=('<|im_start|>{"name": "', '", "arguments": ', "}<|im_end|>")
     )
 
     def words(text):
-        return [(part, "im_" in part) for part in re.split(r"(<\|im_[a-z]*\|>)", text) if part]
+        ids = {"<|im_start|>": 1, "<|im_end|>": 2}
+        return [(part, ids.get(part)) for part in re.split(r"(<\|im_[a-z]*\|>)", text) if part]
 
     call = call_of(form, name="other")
     assert accepts(grammar_of_call(form, FUNCTIONS, words, None), call)
     free = grammar_of_text_and_calls(form, FUNCTIONS, words)
     assert accepts(free, f"Hm. {call} Yes.")
     assert not accepts(free, "Hm. <|im_start|> Yes.")
-    with pytest.raises(InvalidRequestError, match=r"'\[TOOL_CALLS\]', which no grammar"):
-        grammar_of_call(
-            TOOL_CALLS["mistral"], FUNCTIONS, lambda text: [("[TOOL_CALLS]", True), (text[12:], False)], None
-        )
 
 
 def test_what_no_grammar_can_say_is_refused():

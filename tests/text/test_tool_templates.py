@@ -24,9 +24,11 @@ FORMATS = {
     "llama3": ("llama3_json", None),
     "mistral": ("mistral", None),
     "phi4_mini": ("phi4_mini_json", None),
+    "phi4_mini_own": ("phi4_mini_json", None),
     "pythonic": ("pythonic", None),
     "qwen3_coder": ("qwen3_coder", None),
     "reasoning": ("hermes", "qwen3"),
+    "smollm3": ("hermes", "qwen3"),
 }
 ARGUMENTS = {"city": 'Paris, "the" city', "days": 3, "hours": [1, 2.5, None, True]}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}, "days": {"type": "integer"}}}
@@ -67,6 +69,7 @@ def test_a_template_tells_the_format_that_reads_what_it_writes(name):
 
     result = {"role": "tool", "tool_call_id": call_id, "content": "Rain."}
     assert "Rain." in tokenizer.apply_chat_template([*conversation, result], tools=TOOLS)
+    assert "get_weather" in asked
 
 
 def test_the_prompt_says_whether_the_answer_begins_with_reasoning():
@@ -108,6 +111,39 @@ def test_arguments_are_objects_in_templates_and_wrong_ones_refused():
         assert error.value.param == "messages"
     with pytest.raises(InvalidRequestError, match="has no place for them"):
         tokenizer_of("{{ messages[0].content }}").apply_chat_template([called("x", "{}")])
+
+
+def test_tools_and_calls_are_put_where_a_template_looks_for_them():
+    own = tokenizer_of((TEMPLATES / "phi4_mini_own.jinja").read_text(encoding="utf-8"))
+    system = {"role": "system", "content": "Be brief."}
+    asked = own.apply_chat_template([system, QUESTION], tools=TOOLS)
+    assert asked.startswith("<|system|>Be brief.<|tool|>[" + json.dumps(TOOLS[0]["function"]) + "]<|/tool|><|end|>")
+    call = {**called("x", json.dumps(ARGUMENTS)), "content": "Hm."}
+    said = own.apply_chat_template([QUESTION, call], add_generation_prompt=False)
+    written = json.dumps({"name": "get_weather", "arguments": ARGUMENTS})
+    assert said.endswith(f"<|assistant|>Hm.\n<|tool_call|>[{written}]<|/tool_call|><|end|>")
+    for wrong in ("f", {"function": "f"}, {"function": {"arguments": {}}}):
+        with pytest.raises(InvalidRequestError, match="a tool call is") as error:
+            own.apply_chat_template([{"role": "assistant", "tool_calls": [wrong]}])
+        assert error.value.param == "messages"
+    with pytest.raises(InvalidRequestError, match="tools is 'f'; it must be a list"):
+        own.apply_chat_template([QUESTION], tools="f")
+
+
+def test_a_template_gets_arguments_as_it_takes_them():
+    for source, written in (
+        ("{{ m.tool_calls[0].function.arguments }}", '{"city": "é"}'),
+        ("{{ 'a' + m.tool_calls[0].function.arguments }}", 'a{"city": "é"}'),
+        ("{{ m.tool_calls[0].function.arguments | tojson }}", '{"city": "é"}'),
+        (
+            "{% for name, value in m.tool_calls[0].function.arguments | items %}{{ name }}{{ value }}{% endfor %}",
+            "cityé",
+        ),
+    ):
+        tokenizer = tokenizer_of("{% for m in messages if m.tool_calls %}" + source + "{% endfor %}")
+        assert tokenizer.apply_chat_template([called("x", {"city": "é"})]) == written
+    looks = tokenizer_of("{% for m in messages %}{{ '</think>' in m.content }}{{ m.tool_calls }}{% endfor %}")
+    assert looks.apply_chat_template([called("x", {})]).startswith("False")
 
 
 def test_a_chat_template_is_given_as_source_or_file(tmp_path):

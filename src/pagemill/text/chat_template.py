@@ -19,6 +19,7 @@ import jinja2.parser
 import jinja2.sandbox
 
 from pagemill.errors import InvalidRequestError, shown
+from pagemill.text.tool_dialect import ToolDialect
 from pagemill.text.tool_messages import with_arguments_as_objects
 
 MAX_MESSAGES = 16384
@@ -35,11 +36,13 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str], owner: str) -> None:
         """owner: the model whose tokenizer it belongs to, as messages name it."""
         self._owner = owner
-        self.reads = frozenset(jinja2.meta.find_undeclared_variables(_ENVIRONMENT.parse(source)))
-        """The variables that it asks for."""
-        self._writes_calls = "tool_calls" in source
+        tree = _ENVIRONMENT.parse(source)
+        reads = frozenset(jinja2.meta.find_undeclared_variables(tree))
         self._template = _ENVIRONMENT.from_string(source)
         self._special_tokens = dict(special_tokens)
+        self._dialect = ToolDialect(source, tree, reads, self._rendered)
+        self.reads = reads if self._dialect.place is None else reads | {"tools"}
+        """The variables that it asks for; "tools" also where it looks for them elsewhere."""
 
     def render(
         self,
@@ -61,12 +64,14 @@ class ChatTemplate:
         """
         check_messages(messages)
         conversation = [_message(message) for message in messages]
-        if not self._writes_calls and any("tool_calls" in message for message in conversation):
+        if not self._dialect.takes_calls and any("tool_calls" in message for message in conversation):
             raise InvalidRequestError(
                 f"a message has tool_calls, but the chat template of {self._owner} has no place for them; leave them "
                 f"out, or pass chat_template= with one that has",
                 param="messages",
             )
+        if not isinstance(tools, (list, tuple, type(None))):
+            raise InvalidRequestError(f"tools is {shown(tools)}; it must be a list", param="tools")
         beside = {"tools": _plain(tools), "documents": _plain(documents)}
         for name, value in beside.items():
             if value and name not in self.reads:
@@ -75,6 +80,7 @@ class ChatTemplate:
                     f"or pass chat_template= with one that has",
                     param=name,
                 )
+        conversation = self._dialect.conversation(conversation, beside["tools"])
         if continue_final_message:
             if add_generation_prompt:
                 raise InvalidRequestError(
@@ -89,12 +95,12 @@ class ChatTemplate:
                 )
             conversation[-1]["content"] += _CONTINUE_MARK
         try:
-            text = self._template.render(
+            text = self._rendered(
                 {
-                    **self._special_tokens,
                     **_plain(variables),
-                    "messages": conversation,
                     **beside,
+                    **self._dialect.variables(beside["tools"]),
+                    "messages": conversation,
                     "add_generation_prompt": add_generation_prompt,
                 }
             )
@@ -105,6 +111,9 @@ class ChatTemplate:
                 param="messages",
             ) from error
         return _cut_at_mark(text) if continue_final_message else text
+
+    def _rendered(self, variables: Mapping[str, Any]) -> str:
+        return self._template.render({**self._special_tokens, **variables})
 
 
 def check_messages(messages: object) -> None:

@@ -221,16 +221,17 @@ class Tokenizer:
 
     def has_special_token(self, text: str) -> bool:
         """Returns whether a text is written with a special token, which texts of answers leave out."""
-        return any(special for _, special in self.parts_of(text))
+        return any(token is not None for _, token in self.parts_of(text))
 
-    def parts_of(self, text: str) -> list[tuple[str, bool]]:
-        """Returns a text cut into special tokens and what is between them: each part, and whether it is one."""
-        special = {token.content for token in self._backend.get_added_tokens_decoder().values() if token.special}
+    def parts_of(self, text: str) -> list[tuple[str, int | None]]:
+        """Returns a text cut into special tokens and what is between them: each part, with its id if it is one."""
+        added = self._backend.get_added_tokens_decoder().items()
+        special = {token.content: token_id for token_id, token in added if token.special}
         if not special:
-            return [(text, False)]
+            return [(text, None)]
         longest_first = sorted(special, key=len, reverse=True)
         parts = re.split(f"({'|'.join(map(re.escape, longest_first))})", text)
-        return [(part, part in special) for part in parts if part]
+        return [(part, special.get(part)) for part in parts if part]
 
     def template_source(self, with_tools: bool) -> str | None:
         """Returns the source of the chat template that the model's conversations are written with."""

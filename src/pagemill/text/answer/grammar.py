@@ -14,13 +14,10 @@ from pagemill.errors import InvalidRequestError
 from pagemill.text.answer.calls import Functions
 from pagemill.text.answer.formats import ReasoningFormat, ToolCallFormat
 
-Parts = Sequence[tuple[str, bool]]
-"""A text cut into special tokens and what is between them: each part, and whether it is one."""
+Parts = Sequence[tuple[str, int | None]]
+"""A text cut into special tokens and what is between them: each part, with its id if it is one."""
 Words = Callable[[str], Parts]
 """Cuts a text like that."""
-
-_NAMED = re.compile(r"<[^<>\s]+>")
-"""Special tokens that a grammar can name."""
 
 _AS_MODELS_WRITE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
@@ -48,7 +45,7 @@ def grammar_of_text_and_calls(form: ToolCallFormat, functions: Functions, words:
         )
     marked = words(mark)
     text = _up_to("before", marked)
-    starts_special = marked[0][1]
+    starts_special = marked[0][1] is not None
     rest = "REST: /(?s:.*)/" + ("" if starts_special else f" & ~/(?s:.*){_regex(mark)}(?s:.*)/")
     return "\n".join(["start: (before call)* REST", text, rest, *_rules_of_calls(form, functions, words, mark)])
 
@@ -76,21 +73,14 @@ def _written(form: ToolCallFormat) -> tuple[str, str, str]:
 
 def _up_to(rule: str, mark: Parts) -> str:
     """Returns a rule of any text up to a mark, and the mark."""
-    (first, special), *others = mark
-    if special:
+    (first, token_id), *others = mark
+    if token_id is not None:
         return f"{rule}: TEXT_OF_{rule.upper()} {_quoted(mark)}\nTEXT_OF_{rule.upper()}: /(?s:.*)/"
     return f"{rule}: text_of_{rule} {_quoted(others)}\ntext_of_{rule}[lazy]: /(?s:.*){_regex(first)}/"
 
 
 def _quoted(parts: Parts) -> str:
-    for text, special in parts:
-        if special and not _NAMED.fullmatch(text):
-            raise InvalidRequestError(
-                f"this model's tool calls have the special token {text!r}, which no grammar can name; set tool_choice "
-                f"to 'auto', and leave strict out",
-                param="tool_choice",
-            )
-    return " ".join(text if special else json.dumps(text) for text, special in parts)
+    return " ".join(json.dumps(text) if token_id is None else f"<[{token_id}]>" for text, token_id in parts)
 
 
 def _regex(text: str) -> str:
