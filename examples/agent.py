@@ -61,6 +61,7 @@ def main() -> None:
             print(message.content)
             return
         for call in message.tool_calls:
+            assert call.type == "function"
             result = run(call.function.name, call.function.arguments)
             print(f"{call.function.name}({call.function.arguments}) = {result}")
             messages.append({"role": "tool", "tool_call_id": call.id, "content": result})

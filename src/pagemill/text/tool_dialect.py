@@ -108,9 +108,9 @@ def _functions(tools: Sequence[Any]) -> list[Any]:
 
 
 def _function_of(call: Any) -> Mapping[str, Any]:
-    match call:
-        case {"function": {"name": str()} as function}:
-            return function
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if isinstance(function, Mapping) and isinstance(function.get("name"), str):
+        return function
     raise InvalidRequestError(
         f"a tool call is {shown(call)}; give {{'type': 'function', 'function': {{'name': …, 'arguments': …}}}}",
         param="messages",
