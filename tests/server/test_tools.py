@@ -2,7 +2,7 @@
 calls no tools of its own accord."""
 
 import json
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 
@@ -209,23 +209,41 @@ TOOLS = [
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
 def test_a_call_that_is_wanted_always_comes_and_is_valid(client, stream, choice):
     asked = {"tools": TOOLS, "tool_choice": choice, "stop": None, "extra_body": {"ignore_eos": False}}
-    for seed in range(3):
-        given = answers(client, stream, **asked, n=4, temperature=1.5, seed=seed)
-        for message, reason in given:
-            (call,) = message["tool_calls"]
-            assert (message.get("content"), reason) == (None, "tool_calls")
-            if call["function"]["name"] == "get_weather":
-                jsonschema.validate(json.loads(call["function"]["arguments"]), BOUNDED)
-            else:
-                assert (choice, call["function"]) == ("required", {"name": "now", "arguments": "{}"})
+    for message, reason in answers(client, stream, **asked, n=4, temperature=1.5, seed=1):
+        (call,) = message["tool_calls"]
+        assert (message.get("content"), reason) == (None, "tool_calls")
+        if call["function"]["name"] == "get_weather":
+            jsonschema.validate(json.loads(call["function"]["arguments"]), BOUNDED)
+        else:
+            assert (choice, call["function"]) == ("required", {"name": "now", "arguments": "{}"})
 
 
-def test_the_example_calls_a_tool_and_answers(server):
+def test_the_example_calls_a_tool_and_answers(server, monkeypatch, capsys):
     example = Path(__file__).parents[2] / "examples" / "agent.py"
-    asked = [sys.executable, example, "--url", f"{server.url}/v1", "What is 17 times 23?"]
-    done = subprocess.run(asked, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("calculate({")
+    monkeypatch.setattr(sys, "argv", ["agent.py", "--url", f"{server.url}/v1", "What is 17 times 23?"])
+    runpy.run_path(str(example), run_name="__main__")
+    assert capsys.readouterr().out.startswith("calculate({")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_agent_makes_two_tool_turns_in_a_session(client, server, stream):
+    def ask(message, choice):
+        extra = {"session_id": f"two turns {stream}", "ignore_eos": False}
+        asked = {"tools": TOOLS, "tool_choice": choice, "messages": [message], "stop": None, "extra_body": extra}
+        ((answer, _),) = answers(client, stream, **asked, temperature=0)
+        return answer
+
+    def result_of(answer):
+        (call,) = answer["tool_calls"]
+        return {"role": "tool", "tool_call_id": call["id"], "content": "Rain."}
+
+    first = ask({"role": "user", "content": "What time is it, and what is the weather in Paris?"}, "required")
+    second = ask(result_of(first), {"type": "function", "function": {"name": "get_weather"}})
+    jsonschema.validate(json.loads(second["tool_calls"][0]["function"]["arguments"]), BOUNDED)
+    last = ask(result_of(second), "none")
+    kept = httpx.get(f"{server.url}/v1/sessions/two turns {stream}").json()["messages"]
+    assert [message["role"] for message in kept] == ["user", *["assistant", "tool"] * 2, "assistant"]
+    assert kept[-1]["content"].strip() == last["content"].strip()
 
 
 def test_a_strict_tool_is_called_by_its_schema_against_what_the_model_likes(client):
@@ -289,6 +307,11 @@ def called(arguments, **more):
             {"tools": [function(description="x", parameters={"description": "x" * 70_000}, strict=True)]},
             "tools",
             "65536",
+        ),
+        (
+            {"tools": [function(parameters={"properties": {"a": {"enum": []}}, "required": ["a"]}, strict=True)]},
+            "tools",
+            "'a' is unsatisfiable",
         ),
         ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "response_format", "leave one of"),
         ({"tools": openai.omit, "tool_choice": "required"}, "tool_choice", "no tools"),

@@ -95,3 +95,5 @@ def test_what_no_grammar_can_say_is_refused():
         grammar_of_text_and_calls(TOOL_CALLS["llama3_json"], FUNCTIONS, plain)
     with pytest.raises(InvalidRequestError, match="'f' are of type 'array'"):
         grammar_of_call(TOOL_CALLS["hermes"], {"f": {"type": "array"}}, plain, None)
+    with pytest.raises(InvalidRequestError, match="'f' have a number that is not finite"):
+        grammar_of_call(TOOL_CALLS["hermes"], {"f": {"properties": {"a": {"minimum": float("inf")}}}}, plain, None)

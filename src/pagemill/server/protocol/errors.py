@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
@@ -118,6 +119,8 @@ def not_json(why: object) -> InvalidRequestError:
     """Returns the refusal of a body that is no JSON. why: the parser's error, or its words."""
     if isinstance(why, RecursionError):
         why = "its lists and objects lie too deep in one another"
+    elif "set_int_max_str_digits" in str(why):
+        why = f"a number in it has over {sys.get_int_max_str_digits()} digits"
     return InvalidRequestError(f"the body is not JSON: {why}; send a JSON object")
 
 

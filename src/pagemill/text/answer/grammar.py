@@ -57,7 +57,7 @@ def _rules_of_calls(form: ToolCallFormat, functions: Functions, words: Words, ma
     for number, (name, schema) in enumerate(functions.items()):
         head, tail = (_quoted(words(text)) for text in (before.removeprefix(mark) + name + between, behind))
         rules.append(f"call_{number}: {head} arguments_{number} {tail}")
-        rules.append(f"arguments_{number}: %json {json.dumps(_schema_of(name, schema))}")
+        rules.append(f"arguments_{number}: %json {_schema_of(name, schema)}")
     return rules
 
 
@@ -87,10 +87,16 @@ def _regex(text: str) -> str:
     return re.escape(text).replace("/", r"\/")
 
 
-def _schema_of(name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a schema of arguments, which are an object."""
+def _schema_of(name: str, schema: Mapping[str, Any]) -> str:
+    """Returns a schema of arguments, which are an object, as JSON."""
     if schema.get("type", "object") != "object":
         raise InvalidRequestError(
             f"the parameters of {name!r} are of type {schema['type']!r:.100}; arguments are an object", param="tools"
         )
-    return {"type": "object", **schema, "x-guidance": _AS_MODELS_WRITE}
+    try:
+        return json.dumps({"type": "object", **schema, "x-guidance": _AS_MODELS_WRITE}, allow_nan=False)
+    except ValueError:
+        raise InvalidRequestError(
+            f"the parameters of {name!r} have a number that is not finite, which JSON has not; leave it out",
+            param="tools",
+        ) from None
