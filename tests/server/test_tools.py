@@ -228,7 +228,7 @@ def test_the_example_calls_a_tool_and_answers(server, monkeypatch, capsys):
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_agent_makes_two_tool_turns_in_a_session(client, server, stream):
     def ask(message, choice):
-        extra = {"session_id": f"two turns {stream}", "ignore_eos": False}
+        extra = {"session_id": f"two-turns-{stream}", "ignore_eos": False}
         asked = {"tools": TOOLS, "tool_choice": choice, "messages": [message], "stop": None, "extra_body": extra}
         ((answer, _),) = answers(client, stream, **asked, temperature=0)
         return answer
@@ -241,7 +241,7 @@ def test_an_agent_makes_two_tool_turns_in_a_session(client, server, stream):
     second = ask(result_of(first), {"type": "function", "function": {"name": "get_weather"}})
     jsonschema.validate(json.loads(second["tool_calls"][0]["function"]["arguments"]), BOUNDED)
     last = ask(result_of(second), "none")
-    kept = httpx.get(f"{server.url}/v1/sessions/two turns {stream}").json()["messages"]
+    kept = httpx.get(f"{server.url}/v1/sessions/two-turns-{stream}").json()["messages"]
     assert [message["role"] for message in kept] == ["user", *["assistant", "tool"] * 2, "assistant"]
     assert kept[-1]["content"].strip() == last["content"].strip()
 

@@ -14,6 +14,9 @@ from pagemill.sampling.params import BeamSearchParams, SamplingParams, TokenLogp
 from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.tenant_limits import DEFAULT_TENANT
 
+TOO_LONG = "is longer than the model's context length"
+"""What litellm knows too long prompts by, in the message."""
+
 
 class Start(msgspec.Struct, tag=True):
     """Load this model. The first message to an engine process."""
@@ -231,14 +234,14 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
             raise EmptyPromptError("the prompt has no tokens; give it at least one", param="prompt")
         if num_tokens > self.max_model_len and not answered:
             raise PromptTooLongError(
-                f"the prompt has {num_tokens} tokens; max_model_len is {self.max_model_len}; shorten the prompt or "
-                f"raise max_model_len",
+                f"the prompt has {num_tokens} tokens, which {TOO_LONG}: max_model_len is {self.max_model_len}; shorten "
+                f"the prompt or raise max_model_len",
                 param="prompt",
             )
         if num_tokens >= self.max_model_len and answered:
             raise PromptTooLongError(
-                f"the prompt has {num_tokens} tokens; max_model_len is {self.max_model_len}, and one must be for the "
-                f"answer; shorten the prompt to {self.max_model_len - 1} tokens or raise max_model_len",
+                f"the prompt has {num_tokens} tokens, which with one for the answer {TOO_LONG}: max_model_len is "
+                f"{self.max_model_len}; shorten the prompt to {self.max_model_len - 1} tokens or raise max_model_len",
                 param="prompt",
             )
 

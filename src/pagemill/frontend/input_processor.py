@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from pagemill import errors
 from pagemill.arguments import as_list
-from pagemill.engine.messages import EngineReady, EngineRequest
+from pagemill.engine.messages import TOO_LONG, EngineReady, EngineRequest
 from pagemill.errors import shown
 from pagemill.frontend.request_state import BestOf, RequestState
 from pagemill.namespace import Namespace
@@ -127,8 +127,8 @@ class InputProcessor:
         limit = self.facts().max_model_len
         if len(text) > limit and (fewest := self.tokenizer.fewest_tokens(text)) >= limit:
             raise errors.PromptTooLongError(
-                f"the prompt has {len(text)} characters, at least {fewest} tokens; max_model_len is {limit}, and one "
-                f"token must be for the answer; shorten the prompt or raise max_model_len",
+                f"the prompt has {len(text)} characters, at least {fewest} tokens, which with one for the answer "
+                f"{TOO_LONG}: max_model_len is {limit}; shorten the prompt or raise max_model_len",
                 param="prompt",
             )
         return self.tokenizer.encode(text, add_special_tokens)
