@@ -25,7 +25,7 @@ MODEL_READY = $(BIN)/pagemill pull $(MODEL)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-gpu test-minimum coverage soak attack bench bench-gpu screenshots build lint lint-kernels format docs sanitize wheel clean distclean
+.PHONY: help serve test test-gpu test-minimum test-clients coverage soak attack bench bench-gpu screenshots build lint lint-kernels format docs sanitize wheel clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -65,6 +65,10 @@ test-gpu: $(BUILT)  ## Compile the GPU kernels in the usual configurations and r
 test-minimum: wheel  ## Run tests of the HTTP server with the oldest versions that pyproject.toml allows of what it stands on (settings: PYTEST_ARGS)
 	@$(MODEL_READY)
 	@VENV=$(VENV) scripts/test-minimum $(PYTEST_ARGS)
+
+test-clients: $(BUILT)  ## Run suites of LangChain, litellm and Node's openai against a server, installed into build/clients (settings: PYTEST_ARGS)
+	@$(MODEL_READY)
+	@VENV=$(VENV) scripts/test-clients $(PYTEST_ARGS)
 
 bench-gpu: $(BUILT)  ## Measure attention on this machine's NVIDIA GPU (settings: BENCH_ARGS)
 	@exec $(BIN)/python -m benchmarks.gpu_attention $(BENCH_ARGS)
