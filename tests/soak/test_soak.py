@@ -5,7 +5,7 @@ import logging
 import pytest
 from chaos import Soak
 
-STEPS = 450
+STEPS = 300
 AT_MOST = 2000
 
 

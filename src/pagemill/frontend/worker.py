@@ -102,6 +102,7 @@ class WorkerThreads:
     async def _result(self, work: Work) -> Any:
         """Returns a work's result. Who no longer waits for it takes it out of the queue."""
         future = asyncio.wrap_future(work.future)
+        future.add_done_callback(_retrieve)
         try:
             await asyncio.wait({future})
         finally:
@@ -113,6 +114,12 @@ class WorkerThreads:
     def close(self) -> None:
         """Drops what has not begun. Raises nothing if called twice."""
         self._queue.close()
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Looks at a result, so that an error for somebody who has left is not logged as one that was overlooked."""
+    if not future.cancelled():
+        future.exception()
 
 
 def _serve(queue: FairQueue, only_short: bool) -> None:
