@@ -93,9 +93,9 @@ def test_a_conversation_with_an_own_engine():
         assert first.removesuffix(">").strip()
         terminal.type("Write a very long story about a ship.\r")
         terminal.wait_until(lambda text: len(text.partition("about a ship.")[2]) > 20)
+        terminal.type("/reset\r")  # while the answer comes: it is the next turn
         terminal.interrupt()
         terminal.wait_for("(stopped)")
-        terminal.type("/reset\r")
         terminal.wait_for("forgotten")
         terminal.type("Say hello to Ada.\r")
         last = terminal.wait_until(lambda text: text.endswith("\n>") and text.count("to Ada.\n") == 2)

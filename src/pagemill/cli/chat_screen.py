@@ -105,10 +105,11 @@ class TerminalScreen(Screen):
 
 @contextmanager
 def _without_echo() -> Iterator[None]:
-    """Keeps what is typed meanwhile out of the answer; the next prompt has it."""
+    """Keeps what is typed meanwhile out of the answer; the next prompt has it, Enter as Enter."""
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
     quiet = [*before]
+    quiet[0] &= ~termios.ICRNL
     quiet[3] &= ~termios.ECHO
     termios.tcsetattr(terminal, termios.TCSANOW, quiet)
     try:

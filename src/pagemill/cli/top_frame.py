@@ -153,16 +153,14 @@ def _tenant(name: str, one: TenantStats, frames: int, width: int, view: View) ->
     limits = [f"of {most:,}"] if one.max_blocks is not None else []
     limits += [f"{one.guaranteed_blocks:,} guaranteed"] if one.guaranteed_blocks else []
     words = f" {one.blocks_active:,} in use, {one.blocks_cached:,} cached{''.join(f', {limit}' for limit in limits)}"
-    return Text(
-        f"{_cut(name, width):{width}} {_bar(held, most, view)}{words}; {one.running} running, {one.waiting} waiting"
-    )
+    return Text(f"{_cut(name, width):{width}} {_bar(held, most, view)}{words}; {one.running} run, {one.waiting} wait")
 
 
 def _requests(picture: Picture, view: View, room: int) -> list[Text]:
     rows = [Row.of(table) for table in picture.tables]
     if (key := SORTS[view.sort]) is not None:
         rows.sort(key=key)  # type: ignore[arg-type]
-    count = f"Requests and pins, by {view.sort}"
+    count = f"Requests, by {view.sort}"
     if not rows:
         return [Text(f"{count}: none", style="bold")][:room]
     shown = rows[: max(0, room - 1)]
@@ -198,7 +196,9 @@ def _cut(text: str, width: int) -> str:
 
 
 def _ms(seconds: float | None) -> str:
-    return "– ms" if seconds is None else f"{1000 * seconds:,.1f} ms"
+    if seconds is None:
+        return "– ms"
+    return f"{1000 * seconds:,.{1 if seconds < 0.1 else 0}f} ms"
 
 
 def _percent(part: int, whole: int) -> str:
