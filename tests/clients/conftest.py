@@ -32,17 +32,18 @@ def session(request):
 
 @pytest.fixture
 def calculate():
-    """What the tool does, by the arguments of a call; it fails for those that are not in its schema."""
+    """What the tool does, by the arguments of a call; it fails for those that its schema does not allow. There may be
+    more than its properties: litellm leaves additionalProperties out for hosted_vllm."""
 
     def run(arguments):
-        assert arguments.keys() == {"operation", "left", "right"}
         left, right = arguments["left"], arguments["right"]
+        assert all(type(number) is int and 0 <= number <= 999 for number in (left, right))
         return str({"add": left + right, "multiply": left * right}[arguments["operation"]])
 
     return run
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture
 def tools():
     functions = {"calculate": PARAMETERS, "remember": {**PARAMETERS, "properties": {}, "required": []}}
     return [
