@@ -1,49 +1,58 @@
-"""Flips bits in what a server has on disk, its sessions and KV blocks, or cuts it: answers stay as they were, and what
+"""Flips bits in what an engine has on disk, its sessions and KV blocks, or cuts it: answers stay as they were, and what
 is lost is said in words.
 """
 
 from __future__ import annotations
 
-import contextlib
 import random
+import traceback
 from pathlib import Path
 from typing import Any
 
-import httpx
-from attacked_server import Server
+from pagemill import LLM, SamplingParams
+from pagemill.errors import PagemillError
 
+MODEL = "smollm2-135m"
 PROMPT = "The history of bread begins with " * 20
-ANSWER = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
-TURN = {"messages": [{"role": "user", "content": "Name a color."}], "session_id": "talk", "max_tokens": 4}
+PARAMS = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+MESSAGES = [{"role": "user", "content": "Name a color."}]
 
 
 def failures(folder: Path, rounds: int, seed: int) -> list[str]:
-    """Serves, damages and serves again so many times. Returns what must not be so."""
+    """Answers, damages and answers again so many times. Returns what must not be so."""
     chance, failed = random.Random(seed), []
-    settings = ["--session-path", str(folder / "sessions"), "--kv-disk-memory", "64MiB", "--kv-disk-path"]
-    settings += [str(folder / "kv"), "--max-model-len", "512", "--kv-memory", "64MiB"]
-    with Server(settings) as server:
-        expected = _ask(server.url, ANSWER)
-        _ask(server.url, TURN)
+    settings = {"session_path": folder / "sessions", "kv_disk_path": folder / "kv", "kv_disk_memory": "64MiB"}
+    settings |= {"max_model_len": 512, "kv_memory": "64MiB"}
+    with LLM(MODEL, **settings) as llm:
+        expected = _answer(llm)
+        llm.session("talk").chat(MESSAGES, PARAMS)
     for number in range(rounds):
-        damage = _damage(folder, chance)
-        server = Server(settings)
-        with contextlib.ExitStack() as stack:
-            try:
-                stack.enter_context(server)
-            except RuntimeError:
-                if "error:" not in server.log.lower():
-                    failed.append(f"round {number}, {damage}: it ended without words")
-                continue
-            found = _ask(server.url, ANSWER)
-            if found != expected:
-                failed.append(f"round {number}, {damage}: {found!r} instead of {expected!r}")
-            answers = [_ask(server.url, body) for body in (TURN, {**TURN, "session_id": f"new {number}"})]
-            wordless = [one for one in answers if "error" in one and not one["error"]["message"]]
-            failed += [f"round {number}, {damage}: {one}" for one in wordless]
-        if "Traceback" in server.log:
-            failed.append(f"round {number}, {damage}: {server.log[-1500:]}")
+        where = f"round {number}, {_damage(folder, chance)}"
+        try:
+            with LLM(MODEL, **settings) as llm:
+                if (found := _answer(llm)) != expected:
+                    failed.append(f"{where}: {found!r} instead of {expected!r}")
+                for name in ("talk", f"new {number}"):
+                    failed += _wordless(where, llm, name)
+        except PagemillError as error:
+            failed += [f"{where}: it ended without words"] * (not error.message)
+        except Exception:
+            failed.append(f"{where}: {traceback.format_exc()[-1500:]}")
     return failed
+
+
+def _answer(llm: LLM) -> Any:
+    (output,) = llm.generate(PROMPT, PARAMS, use_tqdm=False)
+    return output.outputs[0].error or output.outputs[0].text
+
+
+def _wordless(where: str, llm: LLM, name: str) -> list[str]:
+    """Goes on with a session. Returns a refusal that says nothing."""
+    try:
+        llm.session(name).chat(MESSAGES, PARAMS)
+    except PagemillError as error:
+        return [f"{where}: {type(error).__name__} for {name!r} without words"] * (not error.message)
+    return []
 
 
 def _damage(folder: Path, chance: random.Random) -> str:
@@ -60,10 +69,3 @@ def _damage(folder: Path, chance: random.Random) -> str:
         what = f"flipped a bit of byte {at}"
     path.write_bytes(data)
     return f"{path.name} {what}"
-
-
-def _ask(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Returns the choice, or all of an error."""
-    path = "chat/completions" if "messages" in body else "completions"
-    answer = httpx.post(f"{url}/v1/{path}", json=body, timeout=60)
-    return answer.json() if answer.status_code != 200 else answer.json()["choices"][0]

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 HEAD = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
 BAD, CLOSED = "400", ""
 ENOUGH = 1 << 16
+PATIENCE_S = 20.0
+MORE_S = 0.3
+"""How long something more may take to come behind an answer."""
 
 
 def requests(key: str) -> dict[str, tuple[bytes, set[str], str]]:
@@ -49,9 +53,10 @@ def requests(key: str) -> dict[str, tuple[bytes, set[str], str]]:
 
 def wrong_answers(address: tuple[str, int], key: str) -> list[str]:
     """Sends all of them, and returns what was answered otherwise."""
-    wrong = []
-    for name, (data, allowed, words) in requests(key).items():
-        status, text = _answer(address, data)
+    wrong, asked = [], requests(key)
+    with ThreadPoolExecutor(4) as pool:
+        answers = [*pool.map(lambda one: _answer(address, one[0]), asked.values())]
+    for (name, (_, allowed, words)), (status, text) in zip(asked.items(), answers, strict=True):
         if status not in allowed or words not in text:
             wrong.append(f"{name}: {status or 'closed'} {text[-300:]!r}")
     return wrong + _smuggled(address, key)
@@ -69,12 +74,12 @@ def _smuggled(address: tuple[str, int], key: str) -> list[str]:
 def _answer(address: tuple[str, int], data: bytes) -> tuple[str, str]:
     """Returns the status of the first answer, and all that has come until the server or we wait."""
     received = b""
-    with socket.create_connection(address, timeout=2) as connection:
+    with socket.create_connection(address, timeout=PATIENCE_S) as connection:
         try:
             connection.sendall(data)
             while len(received) < ENOUGH and (part := connection.recv(ENOUGH)):
                 received += part
-                connection.settimeout(0.3)
+                connection.settimeout(MORE_S)
         except OSError:
             pass
     words = received.split(maxsplit=2)
