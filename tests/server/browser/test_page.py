@@ -76,7 +76,8 @@ def test_the_map_shows_a_request_come_and_go(served, opened, v1):
         page.hover(".request canvas", position={"x": 4, "y": 4})
         assert re.match(r"Entry 0 \(tokens 1 to 16\) lies in block \d+", page.inner_text("#readout"))
         wait_until(
-            page, "() => document.querySelector('.over').getContext('2d').getImageData(0, 0, 400, 30).data.some(Boolean)"
+            page,
+            "() => document.querySelector('.over').getContext('2d').getImageData(0, 0, 400, 30).data.some(Boolean)",
         )
         page.wait_for_selector("#requests .empty")
         assert counted(page, "Cached") > 0
