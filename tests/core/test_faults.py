@@ -153,7 +153,7 @@ def test_a_request_id_in_use_is_refused(core, requests):
     ("length", "kind", "words"),
     [
         (0, EmptyPromptError, "has no tokens; give it at least one"),
-        (64, PromptTooLongError, "has 64 tokens; .* shorten the prompt to 63 tokens"),
+        (64, PromptTooLongError, "has 64 tokens, .* shorten the prompt to 63 tokens"),
     ],
 )
 def test_a_prompt_without_tokens_or_room_for_an_answer_is_refused(make_engine, length, kind, words):

@@ -126,7 +126,7 @@ def test_drafts_change_no_bit(plain, load, make_engine, settings, known):
     assert stats.draft_tokens > stats.accepted_tokens
     assert sum(stats.accepted_per_position) == stats.accepted_tokens
     assert stats.preemptions or "kv_memory" not in settings
-    first = f'num_accepted_tokens_per_pos_total{{position="0"}} {stats.accepted_per_position[0]}.0'
+    first = f'num_accepted_tokens_per_pos_total{{model_name="m",position="0"}} {stats.accepted_per_position[0]}.0'
     assert f"pagemill:spec_decode_{first}" in Metrics("m").render(stats).decode()
 
 
