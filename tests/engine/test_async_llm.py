@@ -109,7 +109,7 @@ def test_requests_run_together_and_do_not_mix(served):
 
 
 def test_nobody_need_be_told_of_a_request_that_has_ended(served, monkeypatch):
-    monkeypatch.setattr(served.llm, "on_request_end", None)
+    monkeypatch.setattr(served.llm, "on_request_end", [])
     assert served.run(read(served.llm, "Once", SHORT))[-1].finished
     assert served.llm.error is None
 
@@ -234,7 +234,7 @@ def test_what_callers_functions_raise_ends_nothing(served, monkeypatch):
     def fail(_):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(served.llm, "on_request_end", fail)
+    monkeypatch.setattr(served.llm, "on_request_end", [fail, *served.llm.on_request_end])
     for _ in range(2):
         assert served.run(read(served.llm, "Hi", SHORT))[-1].finished
     assert served.llm.error is None

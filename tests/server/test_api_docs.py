@@ -19,7 +19,9 @@ NOT_DESCRIBED = {"/docs", "/openapi.json", "/", "/page/{name}"}
 
 def got(*paths, keys=None, **headers):
     """The application without an engine, and its answers."""
-    app = create_app(SimpleNamespace(facts=None, is_ready=False, model="m", rates=lambda tenant: {}), "m", keys)
+    app = create_app(
+        SimpleNamespace(facts=None, is_ready=False, model="m", rates=lambda tenant: {}, on_request_end=[]), "m", keys
+    )
 
     async def ask():
         transport = httpx.ASGITransport(app)
@@ -40,6 +42,14 @@ def test_every_route_is_described():
         for method, operation in methods.items():
             assert operation.get("description", "").endswith("."), f"{method} {path}"
             assert operation["responses"], path
+
+
+def test_paths_that_take_a_key_are_told_apart():
+    schema = got("/openapi.json")[1].json()
+    assert schema["components"]["securitySchemes"] == {"ApiKey": {"type": "http", "scheme": "bearer"}}
+    optional = {path for path, methods in schema["paths"].items() if methods.get("get", {}).get("security") == [{}]}
+    assert optional == {"/health", "/live", "/ready", "/version"}
+    assert schema["paths"]["/v1/completions"]["post"]["security"] == [{"ApiKey": []}, {}]
 
 
 def test_the_page_shows_all_of_it_and_loads_nothing():

@@ -52,7 +52,7 @@ def test_addresses_are_remembered_up_to_a_number(clock, monkeypatch):
 
 def test_over_http_a_right_key_does_not_help_and_health_is_open(clock, caplog):
     keys = ApiKeys(None, ServerAccess(api_key=["sk-a"]))
-    llm = SimpleNamespace(facts=None, is_ready=False, model="m", rates=lambda tenant: {})
+    llm = SimpleNamespace(facts=None, is_ready=False, model="m", rates=lambda tenant: {}, on_request_end=[])
     app = create_app(llm, "m", keys, ServerLimits(max_failed_keys=3))
 
     async def ask(client, key=None, path="/v1/models"):

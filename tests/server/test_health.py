@@ -55,7 +55,7 @@ def test_a_busy_server_has_minutes_and_another_time_can_be_set():
     async def never():
         await asyncio.Event().wait()
 
-    llm = SimpleNamespace(error=None, is_ready=True, respond=never, rates=dict)
+    llm = SimpleNamespace(error=None, is_ready=True, respond=never, rates=dict, on_request_end=[])
     app = create_app(llm, "m", limits=ServerLimits(stuck_after_s=0.05))
 
     async def asked_twice():

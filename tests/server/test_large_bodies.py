@@ -27,7 +27,7 @@ def test_every_body_may_be_large():
         for route in of:
             yield from routes(route.original_router.routes) if hasattr(route, "original_router") else [route]
 
-    app = create_app(SimpleNamespace(rates=dict), "m")
+    app = create_app(SimpleNamespace(rates=dict, on_request_end=[]), "m")
     with_body = [route for route in routes(app.routes) if isinstance(route, APIRoute) and route.dependant.body_params]
     assert len(with_body) > 4
     assert [route.path for route in with_body if not isinstance(route, BodyRoute)] == []

@@ -66,8 +66,8 @@ class AsyncLLM(AsyncControls):
         """The model as the caller named it."""
         self.config.model = str(resolve_model(model))
         self.load_progress: tuple[int, int] | None = None
-        self.on_request_end: Callable[[RequestState], None] | None = None
-        """Called in the event loop with each request when it has ended; None calls nothing."""
+        self.on_request_end: list[Callable[[RequestState], None]] = []
+        """Each is called in the event loop with each request when it has ended."""
         self._on_progress = on_progress
         self._sessions = SessionStore.of(self.config)  # before a process is started: its file may be refused
         self._client = ProcessClient(self.config)
@@ -385,8 +385,8 @@ class AsyncLLM(AsyncControls):
             raise
 
     def _request_ended(self, request: RequestState) -> None:
-        if self.on_request_end is not None:
-            self._call(self.on_request_end, request)
+        for callback in self.on_request_end:
+            self._call(callback, request)
 
     def _progress(self, done: int, total: int) -> None:
         self.load_progress = (done, total)

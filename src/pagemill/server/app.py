@@ -25,7 +25,7 @@ from pagemill.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from pagemill.server.protocol.completions import Completion, CompletionRequest
 from pagemill.server.protocol.errors import install_error_handlers
 from pagemill.server.protocol.events import EventStream, until_disconnect
-from pagemill.server.routes.api_docs import docs_routes
+from pagemill.server.routes.api_docs import Api, docs_routes
 from pagemill.server.routes.call import Call, R
 from pagemill.server.routes.chat import ChatCall
 from pagemill.server.routes.completions import CompletionCall
@@ -58,7 +58,7 @@ def create_app(
     served_model_name: one, or several for the same model. keys: None asks for none. limits, access: None for the
     defaults. hosts: None lets it be asked under any name. adapters: those that are served under their own names.
     """
-    app = FastAPI(
+    app = Api(
         title="pagemill",
         version=pagemill.__version__,
         description=(
@@ -114,7 +114,7 @@ def create_app(
     app.include_router(health_routes(llm, limits.stuck_after_s))
     app.include_router(docs_routes(app))
     metrics = app.state.metrics = Metrics(served.names[0])
-    llm.on_request_end = metrics.observe
+    llm.on_request_end.append(metrics.observe)
     app.state.feed = Feed(llm, metrics)
     app.include_router(kv_map_routes(app.state.feed))
     app.include_router(page_routes())

@@ -12,11 +12,28 @@ from fastapi import APIRouter, FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse
 from jinja2 import Environment
 
+from pagemill.server.access.api_keys import is_open
+
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; frame-ancestors 'none'",
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
 }
+
+
+SCHEME = "ApiKey"
+
+
+class Api(FastAPI):
+    """An application whose description says which paths take a key, those of servers that have any."""
+
+    def openapi(self) -> dict[str, Any]:
+        schema = super().openapi()
+        schema["components"]["securitySchemes"] = {SCHEME: {"type": "http", "scheme": "bearer"}}
+        for path, operations in schema["paths"].items():
+            for operation in operations.values():
+                operation["security"] = [{}] if is_open(path) else [{SCHEME: []}, {}]
+        return schema
 
 
 class Field(NamedTuple):
