@@ -9,6 +9,7 @@ MODEL = "smollm2-135m"
 TEMPLATE = """{%- for document in documents or [] %}<doc>{{ document.text }}</doc>{% endfor -%}
 {%- if reasoning_effort %}<effort>{{ reasoning_effort }}</effort>{% endif -%}
 {%- if mood %}<mood>{{ mood }}</mood>{% endif -%}
+{%- if priority or request_id or params or max_tool_calls or size %}<odd/>{% endif -%}
 {%- for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
@@ -101,6 +102,13 @@ def test_what_the_template_cannot_use_is_refused(client, asked, param, said):
             **{**ASKED, "messages": asked.pop("messages", ASKED["messages"])}, extra_body=asked
         )
     assert (error.value.param, said in error.value.message) == (param, True), error.value.message
+
+
+@pytest.mark.parametrize("name", ["priority", "request_id", "params", "max_tool_calls", "size"])
+def test_a_variable_may_be_named_as_something_else_of_the_request(client, prompts, name):
+    for session in ({}, {"session_id": f"has {name}"}):
+        client.chat.completions.create(**ASKED, extra_body={"chat_template_kwargs": {name: "x"}, **session})
+    assert prompts == ["<odd/>" + USER + ASSISTANT] * 2
 
 
 def test_a_template_without_a_place_for_it_takes_no_effort(served):

@@ -241,9 +241,8 @@ class ChatCompletionRequest(GenerationRequest):
         return self
 
     def template_options(self) -> dict[str, Any]:
-        """Returns what the chat template is given beside messages and tools, but for `reasoning_effort`."""
+        """Returns what the chat template is given beside messages, tools and its own variables."""
         return {
-            **(self.chat_template_kwargs or {}),
             "documents": self.documents,
             "add_generation_prompt": self.add_generation_prompt,
             "continue_final_message": self.continue_final_message,

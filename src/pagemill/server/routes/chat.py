@@ -48,8 +48,10 @@ class ChatCall(Call[ChatCompletionRequest]):
         self._answers = (await self._llm.tokenizer()).answers
         if self._tools:
             self._answers.check_tool_calls()
-        self._options = {**self.request.template_options(), **self._answers.options(self.request.reasoning_effort)}
-        self._answers.check_options(self.request.chat_template_kwargs or ())
+        own = self.request.chat_template_kwargs or {}
+        self._answers.check_options(own)
+        self._options = self.request.template_options()
+        self._options["chat_template_kwargs"] = {**own, **self._answers.options(self.request.reasoning_effort)}
         await super()._start()
 
     def _params(self) -> SamplingParams | BeamSearchParams:
