@@ -220,6 +220,16 @@ def test_limits(llm, session):
         LLM("smollm2-135m", session_timeout_s=0)
 
 
+def test_a_session_keeps_no_long_texts_that_its_template_leaves_out(llm, session):
+    said = {"role": "assistant", "content": "Yes.", "reasoning_content": "x" * 10_000}
+    llm.session("s").chat([*user("Once"), said, *user("Go on")], GREEDY)
+    for name, messages in (("s", [*user("And?"), said, *user("Go on")]), ("t", [{**said, "name": "x" * 60_000}])):
+        with pytest.raises(errors.InvalidRequestError, match="keeps at most") as error:
+            llm.session(name).chat(messages, GREEDY)
+        assert error.value.param == "messages"
+    assert llm.session("s").record.num_turns == 1
+
+
 @pytest.fixture
 def served_session(served):
     async def forget(name):

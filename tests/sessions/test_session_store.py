@@ -302,6 +302,17 @@ def test_a_file_of_version_2_gets_checksums(tmp_path):
     assert (record.token_ids, record.messages, record.num_turns) == ([5], [], 3)
 
 
+def test_sessions_that_no_request_can_name_are_removed_and_that_is_said(tmp_path, caplog):
+    store = store_of(tmp_path / "s.sqlite")
+    turn(store, "a", [5])
+    store.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "s.sqlite")) as file, file:
+        file.execute("INSERT INTO sessions SELECT tenant, ?, name, state, model, tokenizer, token_ids, messages, "
+                     "num_turns, created_s, used_s, checksum FROM sessions", ("x" * 5000,))  # fmt: skip
+    assert [record.name for record in store_of(tmp_path / "s.sqlite").list(None)] == ["a"]
+    assert "removed 1 sessions" in caplog.text
+
+
 @pytest.mark.parametrize(("place", "bit"), [("token", 2), ("word", 2), ("word", 128)])
 def test_a_bit_that_has_flipped_is_said_so_and_the_session_can_be_deleted(tmp_path, place, bit):
     path = tmp_path / "sessions.sqlite"

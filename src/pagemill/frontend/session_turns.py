@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,10 @@ from pagemill.sampling.params import SamplingParams
 from pagemill.sessions.store import SessionRecord, SessionStore
 from pagemill.text.answer.of_model import message_of
 from pagemill.text.chat_template import check_messages
+
+MAX_KEPT = 64
+"""Characters of JSON that a session's messages and tools may have for each token of `max_model_len`: messages may have
+texts that chat templates leave out, which no limit on tokens counts."""
 
 
 class SessionTurns:
@@ -63,6 +68,7 @@ class SessionTurns:
                 tools = _tools(template.get("tools")) or begun.tools
                 text, token_ids = self._chat(begun, content, {**template, "tools": tools})
                 messages = [*(begun.messages or []), *content]
+                self._check_size(name, messages, tools)
             prompt: Prompt = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": space.cache_salt}
             request = self._inputs.process(
                 prompt,
@@ -84,6 +90,17 @@ class SessionTurns:
             raise
         request.turn = Turn(begun, messages, tools, max_tool_calls)
         return request
+
+    def _check_size(self, name: str, messages: list[Any], tools: list[Any]) -> None:
+        """Raises `InvalidRequestError` for more than a session keeps."""
+        size, limit = len(json.dumps([messages, tools], default=dict)), MAX_KEPT * self._inputs.facts().max_model_len
+        if size > limit:
+            raise InvalidRequestError(
+                f"messages and tools of session {name!r} would have {size} characters as JSON; it keeps at most "
+                f"{limit}, {MAX_KEPT} for each token of max_model_len; leave out what the chat template leaves out, "
+                f"such as earlier reasoning, or begin another",
+                param="messages",
+            )
 
     def commit(self, request: RequestState) -> None:
         """Appends a turn's answer to its session."""

@@ -7,6 +7,7 @@ are by now; so a session is small, and going on with one is a prompt that begins
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
@@ -26,8 +27,10 @@ import xxhash
 from pagemill import errors
 from pagemill.config import EngineConfig
 from pagemill.hub.registry import cache_dir
-from pagemill.namespace import Namespace
+from pagemill.namespace import MAX_LENGTH, Namespace
 from pagemill.tenant_limits import TenantLimits
+
+logger = logging.getLogger(__name__)
 
 VERSION = 3
 ADAPTER_MARK = " adapter "
@@ -132,6 +135,7 @@ class SessionStore:
                 raise errors.SessionStoreError(
                     f"{self.path} is damaged ({finding}); bring it back from a copy, or give another session_path"
                 )
+            self._remove_unreachable()
         self._opening = False
 
     @classmethod
@@ -316,6 +320,16 @@ class SessionStore:
                     f"raise max_sessions, or let idle ones go (session_timeout_s)",
                     param="session_id",
                 )
+
+    def _remove_unreachable(self) -> None:
+        """Removes sessions of namespaces that no request can name any more: salts had no limit once."""
+        longer = (MAX_LENGTH, MAX_LENGTH)
+        removed = self._db.execute("DELETE FROM sessions WHERE length(tenant) > ? OR length(cache_salt) > ?", longer)
+        if removed.rowcount:
+            logger.warning(
+                "removed %d sessions whose tenant or cache_salt has more than %d characters: no request can name them",
+                *(removed.rowcount, MAX_LENGTH),
+            )
 
     def _expire(self, now: float) -> None:
         if self._timeout_s is None:

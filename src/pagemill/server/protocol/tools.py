@@ -62,7 +62,7 @@ class CalledFunction(Body):
     """arguments: a JSON object, as text."""
 
     name: Name
-    arguments: str
+    arguments: Annotated[str, Field(max_length=MAX_CHARACTERS)]
 
 
 class ToolCallInMessage(Body):
