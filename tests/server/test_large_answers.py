@@ -1,9 +1,11 @@
-"""Large answers are written in a thread, and are the same."""
+"""Large answers are written in a thread and sent in parts, and are the same."""
 
+import asyncio
 import json
 
 import pytest
 
+from pagemill.server.protocol.parts import PART_BYTES, JSONInParts
 from pagemill.server.routes import call
 
 BODY = {"prompt": "Once upon", "max_tokens": 4, "n": 3, "logprobs": 2, "seed": 1, "echo": True}
@@ -28,3 +30,30 @@ def test_an_answer_is_the_same_whether_a_thread_writes_it(v1, monkeypatch, path,
             found[-1].append(part)
     here, in_a_thread = (sorted(map(json.dumps, parts)) for parts in found)
     assert here == in_a_thread
+
+
+@pytest.mark.parametrize("pieces", [[b"{}"], [b"[", *[b"x" * 9] * 100_000, b"]"], [b"x" * (3 * PART_BYTES)]])
+def test_an_answer_goes_out_in_parts_between_which_others_run(pieces):
+    sent, others = [], []
+
+    async def other():
+        while True:
+            others.append(len(sent))
+            await asyncio.sleep(0)
+
+    async def send(message):
+        sent.append(message)
+
+    async def answer():
+        beside = asyncio.ensure_future(other())
+        await JSONInParts(pieces)({"type": "http"}, None, send)
+        beside.cancel()
+
+    asyncio.run(answer())
+    start, *parts = sent
+    bodies = [part["body"] for part in parts]
+    assert b"".join(bodies) == b"".join(pieces)
+    assert (b"content-length", str(len(b"".join(pieces))).encode()) in start["headers"]
+    assert [part["more_body"] for part in parts] == [True] * (len(parts) - 1) + [False]
+    assert max(map(len, bodies)) <= 2 * PART_BYTES
+    assert set(range(2, len(sent) + 1)) <= set(others)

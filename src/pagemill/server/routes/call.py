@@ -25,6 +25,7 @@ from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.protocol.errors import error_response
 from pagemill.server.protocol.events import DONE, event
 from pagemill.server.protocol.generation import Answer, GenerationRequest, PromptTokensDetails, Usage
+from pagemill.server.protocol.parts import JSONInParts
 from pagemill.text.detokenizer import Detokenizer
 
 R = TypeVar("R", bound=GenerationRequest)
@@ -78,7 +79,7 @@ class Call(ABC, Generic[R]):
             await self._close()
         size = sum(len(stream.request.sequences) + stream.request.num_logprobs for stream in self._streams)
         size += self._reading_size()
-        return Response(await _off_loop(size, self._whole), media_type="application/json")
+        return JSONInParts([await _off_loop(size, self._whole)])
 
     def _whole(self) -> bytes:
         """Returns the whole answer in JSON, written choice by choice: other threads may run between two."""

@@ -23,6 +23,7 @@ from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.server.bodies.reader import BodyRoute
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Ids, Name, check_length
 from pagemill.server.protocol.events import until_disconnect
+from pagemill.server.protocol.parts import JSONInParts
 from pagemill.server.routes.models import ServedModels
 
 MAX_INPUTS = 2048
@@ -127,13 +128,13 @@ async def _answer(
         )
     params = PoolingParams(pooling_type=body.pooling_type, normalize=body.normalize)  # type: ignore[arg-type]
     prompts = body.prompts()
-    written = [msgspec.Raw()] * len(prompts)
+    written = [b""] * len(prompts)
     todo = iter(enumerate(prompts))
 
     async def work() -> None:
         for index, prompt in todo:
             found = await llm.embed(prompt, params, **how)
-            written[index] = msgspec.Raw(_entry(found, index, body.encoding_format))
+            written[index] = (b"," if index else b"") + _entry(found, index, body.encoding_format)
             done.num_tokens += len(found.prompt_token_ids)
 
     workers = [asyncio.ensure_future(work()) for _ in range(min(AT_ONCE, len(prompts)))]
@@ -153,10 +154,11 @@ async def _answer(
         "object": "list",
         "created": int(time.time()),
         "model": model,
-        "data": written,
+        "data": [],
         "usage": {"prompt_tokens": done.num_tokens, "total_tokens": done.num_tokens},
     }
-    return Response(msgspec.json.encode(answer), media_type="application/json")
+    before, between, after = msgspec.json.encode(answer).partition(b'"data":[')
+    return JSONInParts([before + between, *written, after])
 
 
 def _entry(found: EmbeddingRequestOutput, index: int, encoding: str) -> bytes:

@@ -17,6 +17,7 @@ from pagemill.server.bodies.reader import BodyRoute
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Ids, Name, check_length
 from pagemill.server.protocol.chat import ChatMessage
 from pagemill.server.protocol.generation import MAX_MESSAGES
+from pagemill.server.protocol.parts import JSONInParts
 from pagemill.server.protocol.tools import Tool, check_for_template
 from pagemill.server.routes.models import ServedModels
 from pagemill.text.tokenizer import Tokenizer
@@ -148,4 +149,4 @@ def _detokenize(tokenizer: Tokenizer, token_ids: Sequence[int], vocab_size: int)
 
 
 def _json(content: bytes) -> Response:
-    return Response(content, media_type="application/json")
+    return JSONInParts([content])
