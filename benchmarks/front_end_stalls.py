@@ -74,6 +74,20 @@ def many_tenants(http: httpx.Client) -> None:
         http.put(f"/v1/tenants/tenant-{number}", json={})
 
 
+def many_sessions(http: httpx.Client) -> None:
+    for number in range(300):
+        post(http, "completions", {**SMALL, "session_id": f"session-{number}"})
+
+
+def watch(http: httpx.Client) -> None:
+    """Reads the KV memory as a stream for some seconds."""
+    end = time.monotonic() + 3
+    with http.stream("GET", "/v1/kv_map") as response:
+        for _ in response.iter_raw():
+            if time.monotonic() > end:
+                break
+
+
 def get(path: str) -> Callable[[httpx.Client], object]:
     return lambda http: http.get(path)
 
@@ -81,6 +95,10 @@ def get(path: str) -> Callable[[httpx.Client], object]:
 PART = {"type": "text", "text": "x"}
 MESSAGES = [{"role": "user", "content": [PART] * 4}] * 4096
 SMALL: dict[str, object] = {"prompt": "Once", "max_tokens": 1}
+ARGUMENTS = json.dumps({"a": [[]] * 60_000})
+CALLED = {"id": "x", "type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}
+CALLS = [{"role": "user", "content": "x"}, *[{"role": "assistant", "tool_calls": [CALLED]}] * 30]
+SCHEMA = {"type": "object", "properties": {f"field {n}": {"type": "string", "maxLength": n} for n in range(1200)}}
 
 KINDS: dict[str, Callable[[httpx.Client], object]] = {
     "nothing": lambda http: time.sleep(1),
@@ -130,12 +148,23 @@ KINDS: dict[str, Callable[[httpx.Client], object]] = {
     "echo of 1,900 tokens, logprobs 20, streamed": completion(
         prompt=[5] * 1900, echo=True, logprobs=20, max_tokens=1, stream=True
     ),
+    "8 echoes of 1,900 tokens, logprobs 20": completion(
+        prompt=[[token] * 1900 for token in range(5, 13)], echo=True, logprobs=20, max_tokens=1
+    ),
+    "2,048 embeddings": raw("embeddings", json.dumps({"input": [[token] for token in range(2048)]})),
+    "30 calls with arguments of 256 KiB": raw("chat/completions", json.dumps({"messages": CALLS, "max_tokens": 1})),
+    "a schema of 64 KiB": completion(**SMALL, structured_outputs={"json": SCHEMA}),
+    "1 MiB to tokenize": lambda http: http.post("/tokenize", json={"prompt": "ab cd " * 170_000}),
+    "a million tokens to detokenize": lambda http: http.post("/detokenize", json={"tokens": [1234] * 1_000_000}),
     "64 streams": lambda http: streams(http, 64, max_tokens=30),
     "64 streams, logprobs 20": lambda http: streams(http, 64, max_tokens=30, logprobs=20),
     "make 1,500 tenants": many_tenants,
     "/metrics": get("/metrics"),
     "/v1/tenants": get("/v1/tenants"),
     "/openapi.json": get("/openapi.json"),
+    "make 300 sessions": many_sessions,
+    "/v1/sessions": get("/v1/sessions"),
+    "/v1/kv_map": watch,
     "/v1/requests of 1,500": lambda http: listing_of_many(http),
 }
 
