@@ -4,7 +4,9 @@
 
 Starts a server of its own, sends each kind of request beside one stream, and prints the longest time by which the loop
 was late meanwhile, as the server's own metric says it (`pagemill:event_loop_lag_max_seconds`): the least of the
-rounds, since whatever else runs on the machine only adds to it.
+rounds, since whatever else runs on the machine only adds to it. Beside it stand the most of the rounds, the longest gap
+between two parts of the stream, in which the engine's steps count too, again the least of the rounds, and the seconds
+that a round takes.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import re
 import signal
 import subprocess
@@ -194,12 +197,33 @@ def server() -> Iterator[str]:
             process.wait(30)
 
 
-def stream_until(url: str, stop: threading.Event) -> None:
+class Gap:
+    """The longest time between two parts of a stream since it was last asked for, in milliseconds."""
+
+    def __init__(self) -> None:
+        self._longest_s, self._last_s = 0.0, math.inf
+
+    def note(self) -> None:
+        now = time.perf_counter()
+        self._longest_s, self._last_s = max(self._longest_s, now - self._last_s), now
+
+    def begin(self) -> None:
+        """Says that another stream begins."""
+        self._last_s = math.inf
+
+    def longest(self) -> float:
+        longest_s, self._longest_s = self._longest_s, 0.0
+        return longest_s * 1000
+
+
+def stream_until(url: str, stop: threading.Event, gap: Gap) -> None:
     """Reads streams, one after another."""
     body = {"prompt": "Once upon a time", "max_tokens": 1500, "ignore_eos": True, "stream": True, "priority": -1000}
     while not stop.is_set():
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
+            gap.begin()
             for _ in response.iter_raw():
+                gap.note()
                 if stop.is_set():
                     break
 
@@ -218,22 +242,24 @@ def main() -> None:
     options = parser.parse_args()
     wanted = tuple(options.kinds.split(";")) if options.kinds != ",".join(KINDS) else ("",)
     with server() as url, httpx.Client(base_url=url, timeout=120) as http:
-        stop = threading.Event()
-        reader = threading.Thread(target=stream_until, args=(url, stop))
+        stop, gap = threading.Event(), Gap()
+        reader = threading.Thread(target=stream_until, args=(url, stop, gap))
         reader.start()
         try:
             for name, ask in KINDS.items():
                 if not name.startswith(wanted):
                     continue
-                lags = []
+                lags, gaps = [], []
                 began = time.perf_counter()
                 for _ in range(1 if name.startswith("make") else options.rounds):
                     longest_lag(http)
+                    gap.longest()
                     ask(http)
                     time.sleep(0.05)
                     lags.append(longest_lag(http))
+                    gaps.append(gap.longest())
                 took = (time.perf_counter() - began) / len(lags)
-                print(f"| {name} | {min(lags):.1f} | {max(lags):.1f} | {took:.2f} |", flush=True)
+                print(f"| {name} | {min(lags):.1f} | {max(lags):.1f} | {min(gaps):.0f} | {took:.2f} |", flush=True)
         finally:
             stop.set()
             reader.join()

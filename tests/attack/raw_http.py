@@ -44,6 +44,7 @@ def requests(key: str) -> dict[str, tuple[bytes, set[str], str]]:
         "an overlong character": (posted(b'{"prompt":"\xc0\x80"}'), {BAD}, "can't decode byte"),
         "half of a pair": (posted(b'{"prompt":"\\ud800"}'), {BAD}, "half of a surrogate pair"),
         "half of a pair as a name": (posted(b'{"\\ud800":1}'), {BAD}, "ud800"),
+        "a bias of many digits": (posted(b'{"prompt":"x","logit_bias":{"%s":1}}' % (b"9" * 5000)), {BAD}, "logit_bias"),
         "deep lists": (posted(b"[" * 50_000), {BAD}, "too deep in one another"),
         "deep objects": (posted(b'{"a":' * 300_000), {BAD}, "too deep in one another"),
         "no JSON": (posted(b"{"), {BAD}, "is not JSON"),

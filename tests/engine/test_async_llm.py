@@ -230,10 +230,11 @@ def test_the_engine_process_ignores_ctrl_c(served):
     assert served.run(read(served.llm, "Hi", SHORT))[-1].finished
 
 
-def test_what_callers_functions_raise_ends_nothing(served, monkeypatch):
-    def fail(_):
-        raise ZeroDivisionError
+def fail(*_):
+    raise ZeroDivisionError
 
+
+def test_what_callers_functions_raise_ends_nothing(served, monkeypatch):
     monkeypatch.setattr(served.llm, "on_request_end", [fail, *served.llm.on_request_end])
     for _ in range(2):
         assert served.run(read(served.llm, "Hi", SHORT))[-1].finished
@@ -258,7 +259,7 @@ def test_there_are_not_more_tenants_than_may_be(served, monkeypatch):
 
 def test_a_killed_engine_fails_everybody_and_leaves_nothing(recwarn):
     async def killed():
-        llm = AsyncLLM("smollm2-135m", kv_memory="16MiB", max_num_seqs=8)
+        llm = AsyncLLM("smollm2-135m", kv_memory="16MiB", max_num_seqs=8, on_progress=fail)
         with pytest.raises(errors.RequestTooLargeError):
             await read(llm, [5] * 2000, SHORT)
         assert llm.max_model_len == llm.facts.max_model_len

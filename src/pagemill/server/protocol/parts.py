@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from fastapi.responses import Response
+from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 PART_BYTES = 1 << 18
@@ -27,6 +28,11 @@ class JSONInParts(Response):
             left -= len(part)
             await send({"type": "http.response.body", "body": part, "more_body": left > 0})
             await asyncio.sleep(0)
+
+
+async def written(make: Callable[[], BaseModel]) -> JSONInParts:
+    """Returns what `make` returns as an answer, made and written in a thread."""
+    return JSONInParts([await asyncio.to_thread(lambda: make().model_dump_json().encode())])
 
 
 def _parts(pieces: Sequence[bytes]) -> Iterator[bytes]:

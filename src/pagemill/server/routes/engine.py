@@ -10,12 +10,14 @@ from fastapi.responses import Response
 from pydantic import BaseModel
 
 from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.frontend.outputs import RunningRequest
 from pagemill.server.access.api_keys import ApiKeys
 from pagemill.server.bodies.reader import BodyRoute
 from pagemill.server.logs.access_log import client_address
 from pagemill.server.logs.output import AUDIT, fields
 from pagemill.server.protocol.body import KVMemory, Listing
 from pagemill.server.protocol.errors import asked_by_client
+from pagemill.server.protocol.parts import written
 from pagemill.tenant_limits import TenantLimits
 
 
@@ -38,24 +40,11 @@ def engine_routes(llm: AsyncLLM, keys: ApiKeys) -> APIRouter:
     """Returns the routes. Where there are keys, those that concern all tenants need an admin's."""
     routes = APIRouter(prefix="/v1", route_class=BodyRoute)
 
-    @routes.get("/requests")
-    async def requests(request: Request, cache_salt: str = "") -> Listing[RequestCard]:
+    @routes.get("/requests", response_model=Listing[RequestCard])
+    async def requests(request: Request, cache_salt: str = "") -> Response:
         """Lists the requests that have not ended, of the caller's namespace, in the order in which they came."""
-        return Listing(
-            data=[
-                RequestCard(
-                    id=one.request_id,
-                    num_prompt_tokens=len(one.prompt_token_ids),
-                    sequences=[
-                        SequenceCard(
-                            status="running" if sequence.running else "waiting", **msgspec.structs.asdict(sequence)
-                        )
-                        for sequence in one.sequences
-                    ],
-                )
-                for one in await llm.requests(cache_salt=cache_salt, tenant=request.state.tenant)
-            ]
-        )
+        found = await llm.requests(cache_salt=cache_salt, tenant=request.state.tenant)
+        return await written(lambda: Listing[RequestCard](data=[*map(_card, found)]))
 
     @routes.get("/tenants", response_model=dict[str, Any])
     async def tenants() -> Response:
@@ -89,6 +78,14 @@ def engine_routes(llm: AsyncLLM, keys: ApiKeys) -> APIRouter:
         return KVMemory(kv_memory=size)
 
     return routes
+
+
+def _card(request: RunningRequest) -> RequestCard:
+    sequences = [
+        SequenceCard(status="running" if sequence.running else "waiting", **msgspec.structs.asdict(sequence))
+        for sequence in request.sequences
+    ]
+    return RequestCard(id=request.request_id, num_prompt_tokens=len(request.prompt_token_ids), sequences=sequences)
 
 
 def _audit(request: Request, act: str, **what: Any) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Request
+from fastapi.responses import Response
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError, model_validator
 
 from pagemill.engine.messages import PinInfo
@@ -16,6 +17,7 @@ from pagemill.server.bodies.reader import BodyRoute
 from pagemill.server.protocol.body import Body, Ids, Listing
 from pagemill.server.protocol.chat import ChatMessage
 from pagemill.server.protocol.generation import MAX_MESSAGES
+from pagemill.server.protocol.parts import written
 from pagemill.server.routes.namespaces import All, Tenant, named, require_all
 from pagemill.tenant_limits import DEFAULT_TENANT
 from pagemill.text.tokenizer import Tokenizer
@@ -80,16 +82,16 @@ def pin_routes(llm: AsyncLLM) -> APIRouter:
     its blocks."""
     routes = APIRouter(prefix="/v1/pins", route_class=BodyRoute)
 
-    @routes.get("")
-    async def pins(
-        request: Request, cache_salt: str = "", tenant: Tenant = None, every: All = False
-    ) -> Listing[OwnedPinCard | PinCard]:
+    @routes.get("", response_model=Listing[OwnedPinCard | PinCard])
+    async def pins(request: Request, cache_salt: str = "", tenant: Tenant = None, every: All = False) -> Response:
         """Lists the pins of the caller's namespace; for admins, also those of others."""
         if every:
             require_all(request, cache_salt)
-            return Listing(data=[_owned(pin) for pin in await llm.pins() if tenant in (None, pin.tenant)])
+            every_one = [pin for pin in await llm.pins() if tenant in (None, pin.tenant)]
+            return await written(lambda: Listing[OwnedPinCard](data=[*map(_owned, every_one)]))
         space = named(request, tenant, cache_salt)
-        return Listing(data=[_card(pin) for pin in await llm.pins() if (pin.tenant, pin.cache_salt) == space])
+        found = [pin for pin in await llm.pins() if (pin.tenant, pin.cache_salt) == space]
+        return await written(lambda: Listing[PinCard](data=[*map(_card, found)]))
 
     @routes.post("")
     async def create(body: PinBody, request: Request) -> PinCard:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request
+from fastapi.responses import Response
 from pydantic import BaseModel
 
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.bodies.reader import BodyRoute
 from pagemill.server.protocol.body import Body, Listing
+from pagemill.server.protocol.parts import written
 from pagemill.server.routes.namespaces import All, Tenant, named, require_all
 from pagemill.sessions.store import SessionRecord
 
@@ -59,25 +61,24 @@ def session_routes(llm: AsyncLLM) -> APIRouter:
     """Returns the routes. A session has its name in the namespace of the tenant and `cache_salt`."""
     routes = APIRouter(prefix="/v1/sessions", route_class=BodyRoute)
 
-    @routes.get("")
-    async def sessions(
-        request: Request, cache_salt: str = "", tenant: Tenant = None, every: All = False
-    ) -> Listing[OwnedSessionCard | SessionCard]:
+    @routes.get("", response_model=Listing[OwnedSessionCard | SessionCard])
+    async def sessions(request: Request, cache_salt: str = "", tenant: Tenant = None, every: All = False) -> Response:
         """Lists the sessions of the caller's namespace, the last used first; for admins, also those of others."""
         if every:
             require_all(request, cache_salt)
-            found = await llm.sessions(all_namespaces=True)
-            return Listing(data=[_owned(record) for record in found if tenant in (None, record.space.tenant)])
+            every_one = [one for one in await llm.sessions(all_namespaces=True) if tenant in (None, one.space.tenant)]
+            return await written(lambda: Listing[OwnedSessionCard](data=[*map(_owned, every_one)]))
         space = named(request, tenant, cache_salt)
         found = await llm.sessions(cache_salt=space.cache_salt, tenant=space.tenant)
-        return Listing(data=[_card(record) for record in found])
+        return await written(lambda: Listing[SessionCard](data=[*map(_card, found)]))
 
-    @routes.get("/{session_id}")
-    async def describe(session_id: str, request: Request, cache_salt: str = "") -> SessionContent:
+    @routes.get("/{session_id}", response_model=SessionContent)
+    async def describe(session_id: str, request: Request, cache_salt: str = "") -> Response:
         """Shows a session with its messages, and its KV blocks by tier."""
         session = llm.session(session_id, cache_salt=cache_salt, tenant=request.state.tenant)
         record, kv_blocks = await session.record(), await session.kv_blocks()
-        return SessionContent(**_card(record).model_dump(), messages=record.messages, kv_blocks=kv_blocks)
+        card = _card(record).model_dump()
+        return await written(lambda: SessionContent(**card, messages=record.messages, kv_blocks=kv_blocks))
 
     @routes.delete("/{session_id}")
     async def delete(session_id: str, request: Request, cache_salt: str = "", tenant: Tenant = None) -> SessionDeleted:
