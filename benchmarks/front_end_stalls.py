@@ -98,9 +98,9 @@ def get(path: str) -> Callable[[httpx.Client], object]:
 PART = {"type": "text", "text": "x"}
 MESSAGES = [{"role": "user", "content": [PART] * 4}] * 4096
 SMALL: dict[str, object] = {"prompt": "Once", "max_tokens": 1}
-ARGUMENTS = json.dumps({"a": [[]] * 60_000})
+ARGUMENTS = json.dumps({"a": [[]] * 15_000})
 CALLED = {"id": "x", "type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}
-CALLS = [{"role": "user", "content": "x"}, *[{"role": "assistant", "tool_calls": [CALLED]}] * 30]
+CALLS = [{"role": "user", "content": "x"}, *[{"role": "assistant", "tool_calls": [CALLED]}] * 4]
 SCHEMA = {"type": "object", "properties": {f"field {n}": {"type": "string", "maxLength": n} for n in range(1200)}}
 
 KINDS: dict[str, Callable[[httpx.Client], object]] = {
@@ -155,7 +155,7 @@ KINDS: dict[str, Callable[[httpx.Client], object]] = {
         prompt=[[token] * 1900 for token in range(5, 13)], echo=True, logprobs=20, max_tokens=1
     ),
     "2,048 embeddings": raw("embeddings", json.dumps({"input": [[token] for token in range(2048)]})),
-    "30 calls with arguments of 256 KiB": raw("chat/completions", json.dumps({"messages": CALLS, "max_tokens": 1})),
+    "65,000 lists in arguments of calls": raw("chat/completions", json.dumps({"messages": CALLS, "max_tokens": 1})),
     "a schema of 64 KiB": completion(**SMALL, structured_outputs={"json": SCHEMA}),
     "1 MiB to tokenize": lambda http: http.post("/tokenize", json={"prompt": "ab cd " * 170_000}),
     "a million tokens to detokenize": lambda http: http.post("/detokenize", json={"tokens": [1234] * 1_000_000}),

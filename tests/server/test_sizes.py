@@ -13,13 +13,21 @@ from pagemill.server.protocol.chat import ChatCompletionRequest
 from pagemill.server.protocol.completions import CompletionRequest
 from pagemill.server.protocol.errors import LONGEST_MESSAGE, error_response
 from pagemill.server.protocol.generation import MAX_CHOICES, MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS
+from pagemill.server.protocol.tools import MAX_ARGUMENTS, MAX_BRACKETS
 from pagemill.server.routes.pins import PinBody
+from pagemill.server.routes.tokens import TokenizeRequest
 from pagemill.tenant_limits import MAX_NAME, TenantLimits
 from pagemill.text.chat_template import check_messages
 
 MESSAGE = {"role": "user", "content": "x"}
 PART = {"type": "text", "text": "x"}
 COMPLETION = {"prompt": "x"}
+
+
+def calls(arguments, count):
+    """Returns a message that has called so often."""
+    called = {"id": "x", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"role": "assistant", "tool_calls": [called] * count}
 
 
 def biases(count):
@@ -58,6 +66,11 @@ def refusal(kind, body):
         (CompletionRequest, {"fork_of": "x" * 300}, "fork_of", 256),
         (ChatCompletionRequest, {"messages": [MESSAGE] * (MAX_MESSAGES + 1)}, "messages", MAX_MESSAGES),
         (ChatCompletionRequest, {"messages": [{**MESSAGE, "content": [PART] * 16385}]}, "messages", MAX_PARTS),
+        (TokenizeRequest, {"messages": [{**MESSAGE, "content": [PART] * 16385}]}, "messages", MAX_PARTS),
+        (PinBody, {"name": "x", "messages": [{**MESSAGE, "content": [PART] * 16385}]}, "messages", MAX_PARTS),
+        (ChatCompletionRequest, {"messages": [MESSAGE, calls("x" * 200_000, 6)]}, "messages", MAX_ARGUMENTS),
+        (ChatCompletionRequest, {"messages": [MESSAGE, calls("[]," * 20_000, 4)]}, "messages", MAX_BRACKETS),
+        (ChatCompletionRequest, {"messages": [MESSAGE, calls("x" * 262_145, 1)]}, "messages", 262144),
         (ChatCompletionRequest, {"messages": [{**MESSAGE, "content": [PART] * 6000}] * 3}, "messages", MAX_PARTS),
         (ChatCompletionRequest, {"messages": [{**MESSAGE, "name": "x" * 300}]}, "messages", 256),
         (PinBody, {"name": "x", "messages": [MESSAGE] * (MAX_MESSAGES + 1)}, "messages", MAX_MESSAGES),

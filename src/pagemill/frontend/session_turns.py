@@ -91,7 +91,7 @@ class SessionTurns:
         request.turn = Turn(begun, messages, tools, max_tool_calls)
         return request
 
-    def _check_size(self, name: str, messages: list[Any], tools: list[Any]) -> None:
+    def _check_size(self, name: str, messages: list[Any], tools: list[Any] | None) -> None:
         """Raises `InvalidRequestError` for more than a session keeps."""
         size, limit = len(json.dumps([messages, tools], default=dict)), MAX_KEPT * self._inputs.facts().max_model_len
         if size > limit:

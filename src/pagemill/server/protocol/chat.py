@@ -17,6 +17,7 @@ from pagemill.server.protocol.tools import (
     ToolCall,
     ToolCallDelta,
     ToolCallInMessage,
+    check_arguments,
     check_for_template,
 )
 
@@ -107,6 +108,21 @@ OF_ONE_ROLE = {
 }
 
 
+def check_conversation(body: Mapping[str, Any]) -> None:
+    """Raises `InvalidRequestError` for messages with too many parts, or with calls whose arguments are too long."""
+    messages = body.get("messages")
+    if not isinstance(messages, list) or len(messages) > MAX_MESSAGES:  # refused where its type is checked
+        return
+    given = [message for message in messages if isinstance(message, dict)]
+    lists = (message.get(name) for message in given for name in ("content", "tool_calls"))
+    parts = sum(len(listed) for listed in lists if isinstance(listed, list))
+    if parts > MAX_PARTS:
+        raise InvalidRequestError(
+            f"messages have {parts} content parts and tool calls; give at most {MAX_PARTS}", param="messages"
+        )
+    check_arguments([message.get("tool_calls") for message in given])
+
+
 TEMPLATE_OPTIONS = (
     "documents",
     "add_generation_prompt",
@@ -143,20 +159,8 @@ class ChatCompletionRequest(GenerationRequest):
     @model_validator(mode="before")
     @classmethod
     def _check_parts(cls, body: Any) -> Any:
-        messages = body.get("messages") if isinstance(body, dict) else None
-        if isinstance(messages, list) and len(messages) <= MAX_MESSAGES:
-            parts = sum(
-                len(parts)
-                for message in messages
-                if isinstance(message, dict)
-                for parts in (message.get("content"), message.get("tool_calls"))
-                if isinstance(parts, list)
-            )
-            if parts > MAX_PARTS:
-                raise InvalidRequestError(
-                    f"messages have {parts} content parts and tool calls; give at most {MAX_PARTS}", param="messages"
-                )
         if isinstance(body, dict):
+            check_conversation(body)
             check_for_template(body)
         return body
 

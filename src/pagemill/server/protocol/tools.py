@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field
@@ -18,6 +18,11 @@ MAX_OPTIONS = 64
 MAX_CHARACTERS = 262144
 """Characters that tools, documents or template options may have, in all names and texts together; each number and each
 list counts as one."""
+
+MAX_ARGUMENTS = 1048576
+"""Characters of arguments in all calls of a conversation."""
+MAX_BRACKETS = 65536
+"""Brackets `[` and `{` in them: where each begins a list or an object, templates take long to be given them."""
 
 FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -112,6 +117,27 @@ def check_for_template(body: Mapping[str, Any]) -> None:
     check_length("chat_template_kwargs", body.get("chat_template_kwargs"), MAX_OPTIONS)
     for name in ("tools", "documents", "chat_template_kwargs"):
         check_size(name, body.get(name))
+
+
+def check_arguments(calls: Sequence[Any]) -> None:
+    """Raises `InvalidRequestError` where the messages of a conversation, with these `tool_calls`, have arguments that
+    are too long."""
+    functions = (
+        call.get("function")
+        for listed in calls
+        if isinstance(listed, list)
+        for call in listed
+        if isinstance(call, dict)
+    )
+    given = (function.get("arguments") for function in functions if isinstance(function, dict))
+    texts = [text for text in given if isinstance(text, str)]
+    length, brackets = sum(map(len, texts)), sum(text.count("[") + text.count("{") for text in texts)
+    if length > MAX_ARGUMENTS or brackets > MAX_BRACKETS:
+        raise InvalidRequestError(
+            f"arguments of tool calls have {length} characters, {brackets} of them opening brackets; give at most "
+            f"{MAX_ARGUMENTS}, and {MAX_BRACKETS} brackets, and leave out earlier calls",
+            param="messages",
+        )
 
 
 def check_size(name: str, value: Any) -> None:

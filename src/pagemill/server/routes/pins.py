@@ -15,7 +15,7 @@ from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import Prompt
 from pagemill.server.bodies.reader import BodyRoute
 from pagemill.server.protocol.body import Body, Ids, Listing
-from pagemill.server.protocol.chat import ChatMessage
+from pagemill.server.protocol.chat import ChatMessage, check_conversation
 from pagemill.server.protocol.generation import MAX_MESSAGES
 from pagemill.server.protocol.parts import written
 from pagemill.server.routes.namespaces import All, Tenant, named, require_all
@@ -31,6 +31,13 @@ class PinBody(Body):
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)] | None = None
     expires_s: float | None = None
     cache_salt: str = ""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_sizes(cls, body: Any) -> Any:
+        if isinstance(body, dict):
+            check_conversation(body)
+        return body
 
     @model_validator(mode="after")
     def _check_prefix(self) -> PinBody:

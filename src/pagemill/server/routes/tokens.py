@@ -15,7 +15,7 @@ from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import size_of
 from pagemill.server.bodies.reader import BodyRoute
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Ids, Name, check_length
-from pagemill.server.protocol.chat import ChatMessage
+from pagemill.server.protocol.chat import ChatMessage, check_conversation
 from pagemill.server.protocol.generation import MAX_MESSAGES
 from pagemill.server.protocol.parts import JSONInParts
 from pagemill.server.protocol.tools import Tool, check_for_template
@@ -48,6 +48,7 @@ class TokenizeRequest(Body):
     @classmethod
     def _check_sizes(cls, body: Any) -> Any:
         if isinstance(body, dict):
+            check_conversation(body)
             check_for_template(body)
         return body
 
