@@ -176,7 +176,10 @@ def test_log_probabilities(tokenizer):
     assert delta.prompt_logprobs is None
     assert delta.outputs[0].cumulative_logprob == -2.5
     assert len(delta.outputs[0].logprobs) == 1
-    assert len(running.state.whole().prompt_logprobs) == 2
+    whole = running.state.whole()
+    assert (len(whole.prompt_logprobs), len(whole.outputs[0].logprobs)) == (2, 2)
+    running.state.forget_logprobs()
+    assert (whole.prompt_logprobs, whole.outputs[0].logprobs) == ([], [])
 
 
 def test_an_error_keeps_its_type(tokenizer):

@@ -2,9 +2,12 @@
 
 import asyncio
 import json
+import queue
+import threading
 
 import pytest
 
+from pagemill.frontend.request_state import RequestState
 from pagemill.server.protocol.parts import PART_BYTES, JSONInParts
 from pagemill.server.routes import call
 
@@ -30,6 +33,19 @@ def test_an_answer_is_the_same_whether_a_thread_writes_it(v1, monkeypatch, path,
             found[-1].append(part)
     here, in_a_thread = (sorted(map(json.dumps, parts)) for parts in found)
     assert here == in_a_thread
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_log_probabilities_of_an_answer_are_freed_in_a_thread(v1, monkeypatch, stream):
+    freed = queue.Queue()
+    monkeypatch.setattr(call, "MOST_HERE", 0)
+    monkeypatch.setattr(
+        RequestState, "forget_logprobs", lambda request: freed.put((request.num_logprobs, threading.current_thread()))
+    )
+    assert v1.post("/completions", json={**BODY, "stream": stream}).status_code == 200
+    count, thread = freed.get(timeout=20)
+    assert count >= 12
+    assert "asyncio" in thread.name
 
 
 @pytest.mark.parametrize("pieces", [[b"{}"], [b"[", *[b"x" * 9] * 100_000, b"]"], [b"x" * (3 * PART_BYTES)]])

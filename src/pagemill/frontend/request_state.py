@@ -20,6 +20,9 @@ from pagemill.text.detokenizer import Detokenizer
 from pagemill.text.stop import StopStrings
 from pagemill.text.tokenizer import Tokenizer
 
+POSITIONS_AT_ONCE = 200
+"""Positions whose log probabilities are freed before another thread may run."""
+
 
 class SequenceState:
     """One of a request's sequences: all that has come of it, and how much of that has been handed out."""
@@ -233,6 +236,13 @@ class RequestState:
             self._prompt_logprobs = [
                 None if entry is None else decode_logprobs(entry, self._tokenizer) for entry in undecoded
             ]
+
+    def forget_logprobs(self) -> None:
+        """Frees all log probabilities, also those in outputs, some positions at a time: freed at once, those of a few
+        thousand positions hold the interpreter for tens of milliseconds."""
+        for positions in (self._prompt_logprobs, *(one.output.logprobs for one in self.sequences)):
+            while positions:
+                del positions[-POSITIONS_AT_ONCE:]
 
     def take_delta(self) -> RequestOutput:
         """Returns what is new since the last call; prompt log probabilities come once."""

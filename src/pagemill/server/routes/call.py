@@ -17,6 +17,7 @@ from pagemill.errors import InvalidRequestError, PagemillError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
 from pagemill.lora_request import LoRARequest
@@ -69,6 +70,12 @@ class Call(ABC, Generic[R]):
     async def answer(self) -> Response:
         """Returns the whole answer."""
         try:
+            return await self._answer()
+        finally:
+            self._forget_logprobs()
+
+    async def _answer(self) -> Response:
+        try:
             await self._start()
             async with aclosing(self._deltas()) as deltas:
                 async for _ in deltas:
@@ -120,7 +127,10 @@ class Call(ABC, Generic[R]):
                 raise refused from None
             yield event(error_response(refused))
         finally:
-            await self._close()
+            try:
+                await self._close()
+            finally:
+                self._forget_logprobs()
         yield DONE
 
     def _parts(self, position: int, output: RequestOutput) -> list[str]:
@@ -268,6 +278,17 @@ class Call(ABC, Generic[R]):
         finally:
             for stream in self._streams:
                 stream.close()
+
+    def _forget_logprobs(self) -> None:
+        """Frees log probabilities, in a thread where there are many."""
+        requests = [stream.request for stream in self._streams]
+        if sum(request.num_logprobs for request in requests) > MOST_HERE:
+            asyncio.get_running_loop().run_in_executor(None, _forget_logprobs_of, requests)
+
+
+def _forget_logprobs_of(requests: Sequence[RequestState]) -> None:
+    for request in requests:
+        request.forget_logprobs()
 
 
 async def _off_loop(size: int, function: Callable[..., T], *args: Any) -> T:
