@@ -197,6 +197,25 @@ def test_an_entry_point_has_the_signature_of_the_settings(entry, own):
     assert parameters["max_num_seqs"].default == 256
 
 
+AT_ONCE = """import dataclasses, sys, threading
+from typing import Annotated
+from pagemill.arguments import about, check_fields
+from pagemill.errors import ConfigError
+sys.setswitchinterval(1e-6)
+fields = [(f"f{number}", Annotated[int | None, about("x")], 1) for number in range(40)]
+for _ in range(60):
+    made, together = dataclasses.make_dataclass("Made", fields)(), threading.Barrier(4)
+    threads = [threading.Thread(target=lambda: (together.wait(), check_fields(made, ConfigError))) for _ in "abcd"]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+"""
+
+
+def test_threads_may_check_the_first_arguments_of_a_kind_at_once():
+    """In a process of its own: where they may not, it crashes."""
+    result = subprocess.run([sys.executable, "-c", AT_ONCE], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+
+
 TYPED = """from pathlib import Path
 from pagemill import LLM, AsyncLLM, TenantLimits
 LLM("m", max_num_seqs=3)

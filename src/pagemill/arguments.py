@@ -12,6 +12,7 @@ import inspect
 import itertools
 import re
 import sys
+import threading
 import types
 import typing
 from collections.abc import Callable, Sequence
@@ -36,6 +37,8 @@ _BOUNDS: dict[Any, dict[str, Any]] = {
 _NOUNS = {int: "integers", float: "numbers", str: "texts", dict: "dicts", list: "lists"}
 _WORDS = {"ge": "of at least", "gt": "above", "le": "of at most", "lt": "below"}
 _UNIONS = (types.UnionType, typing.Union)
+_MAKING = threading.Lock()
+"""Held while a struct that checks fields is made: several may have types in common."""
 
 
 def about(description: str, way_out: str = "") -> Meta:
@@ -137,11 +140,16 @@ def _suggesting(function: F, owner: str) -> F:
 
 @functools.cache
 def _checker(cls: type) -> type[msgspec.Struct]:
-    """Returns a struct that has the dataclass's fields, for msgspec checks all fields of one in a single call."""
+    """Returns a struct that has the dataclass's fields, for msgspec checks all fields of one in a single call.
+
+    msgspec makes out a struct's types at its first use, and crashes if another thread uses it meanwhile."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return msgspec.defstruct(
-        cls.__name__, [(field.name, _bounded(hints[field.name])) for field in dataclasses.fields(cls)]
-    )
+    with _MAKING:
+        made = msgspec.defstruct(
+            cls.__name__, [(field.name, _bounded(hints[field.name])) for field in dataclasses.fields(cls)]
+        )
+        msgspec.json.Decoder(made)
+    return made
 
 
 def _not_unicode(values: dict[str, Any]) -> str:

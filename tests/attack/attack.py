@@ -28,6 +28,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import damaged_stores
 import httpx
@@ -280,12 +281,15 @@ def _after(url: str, front: psutil.Process, descriptors: int) -> list[str]:
     deadline = time.monotonic() + 60
     headers = {"Authorization": f"Bearer {KEYS['attacker']}"}
     with httpx.Client(base_url=url, timeout=60, headers=headers) as http:
-        for pin in http.get("/v1/pins").json()["data"]:
-            http.delete(f"/v1/pins/{pin['name']}")
         admin = {"Authorization": f"Bearer {ADMIN}"}
-        while 'kv_blocks{state="active"} 0.0' not in http.get("/metrics", headers=admin).text:
+        for pin in http.get("/v1/pins", params={"all": True}, headers=admin).json()["data"]:
+            place = {"tenant": pin["tenant"], "cache_salt": pin["cache_salt"]}
+            http.delete(f"/v1/pins/{quote(pin['name'], safe='')}", params=place, headers=admin).raise_for_status()
+        free = re.compile(r'^pagemill:kv_blocks\{.*state="active".*\} 0\.0$', re.MULTILINE)
+        while free.search(figures := http.get("/metrics", headers=admin).text) is None:
             if time.monotonic() > deadline:
-                return ["blocks are still held"]
+                held = re.findall(r"^pagemill:(?:num_requests|kv_blocks|tenant_kv_blocks).*$", figures, re.MULTILINE)
+                return [f"blocks are still held: {held}, {http.get('/v1/requests').text}"]
             time.sleep(0.2)
         answer = http.post("/v1/completions", json={"prompt": "Once", "max_tokens": 2})
         failed = [] if answer.status_code == 200 else [f"afterwards: {answer.text}"]

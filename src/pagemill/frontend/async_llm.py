@@ -39,7 +39,7 @@ from pagemill.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
-OUTPUTS_AT_ONCE = 64
+OUTPUTS_AT_ONCE = 16
 """Outputs of one step that are taken before others may use the event loop."""
 
 

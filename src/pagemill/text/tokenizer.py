@@ -131,7 +131,8 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str:
         """Returns the text of tokens at the beginning of a text. Ids that the tokenizer does not have give nothing."""
-        return str(self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens))
+        (text,) = self._backend.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)  # see `encode`
+        return str(text)
 
     def names_of(self, token_ids: Sequence[int]) -> list[str]:
         """Returns each token as the vocabulary has it."""

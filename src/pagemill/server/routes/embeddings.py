@@ -102,7 +102,8 @@ class EmbeddingFigures:
 
 
 def embedding_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
-    """Returns the route. Each vector becomes JSON as it comes: thousands at once would hold up everybody's events."""
+    """Returns the route. Vectors become JSON as they come, in threads: a step brings many, which would hold up
+    everybody's events."""
     routes = APIRouter(prefix="/v1", route_class=BodyRoute)
 
     @routes.post("/embeddings", response_model=EmbeddingList)
@@ -134,7 +135,8 @@ async def _answer(
     async def work() -> None:
         for index, prompt in todo:
             found = await llm.embed(prompt, params, **how)
-            written[index] = (b"," if index else b"") + _entry(found, index, body.encoding_format)
+            entry = await asyncio.to_thread(_entry, found, index, body.encoding_format)
+            written[index] = (b"," if index else b"") + entry
             done.num_tokens += len(found.prompt_token_ids)
 
     workers = [asyncio.ensure_future(work()) for _ in range(min(AT_ONCE, len(prompts)))]

@@ -24,7 +24,7 @@ from pagemill.text.tokenizer import Tokenizer
 
 MAX_CHARACTERS = 2**20
 """Characters of a text to tokenize, a conversation's as the chat template writes it: texts wait for one another."""
-MAX_TOKENS = 2**20
+MAX_TOKENS = 2**19
 """Token ids to turn into text."""
 FOR_MESSAGES = ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs")
 
