@@ -87,7 +87,7 @@ OF_SAMPLING: dict[str, Fixed] = {
     "spaces_between_special_tokens": Fixed((True,), "writes tokens as the tokenizer does"),
     "truncate_prompt_tokens": Fixed((None,), "shortens no prompt"),
     "logits_processors": Fixed((None,), "runs no functions of callers in its engine"),
-    "guided_decoding": Fixed((None,), "knows only vLLM's newer name of it"),
+    "guided_decoding": Fixed((None,), "has it as structured_outputs=StructuredOutputsParams(...)"),
     "skip_reading_prefix_cache": Fixed((None, False), "looks every prompt up, except those with prompt_logprobs"),
     "flat_logprobs": Fixed((False,), "gives log probabilities as dicts"),
     "extra_args": Fixed((None,), "has no arguments of plug-ins"),
@@ -96,6 +96,12 @@ OF_SAMPLING: dict[str, Fixed] = {
     "early_stopping": Fixed((False,), "has it in BeamSearchParams"),
 }
 """Arguments of `SamplingParams(...)`."""
+
+OF_STRUCTURED: dict[str, Fixed] = {
+    "disable_fallback": Fixed((True, False), "has one compiler of grammars"),
+    "disable_additional_properties": Fixed((False,), 'lets the schema say that, by "additionalProperties": false'),
+}
+"""Arguments of `StructuredOutputsParams(...)`."""
 
 OF_CALLS: dict[str, Fixed] = {
     "prompt_adapter_request": Fixed((None,), "has no prompt adapters"),

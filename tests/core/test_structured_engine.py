@@ -27,6 +27,8 @@ FORM = {
 }
 SHAPES = [{"json": FORM}, {"regex": "[a-z]{20,40}"}, {"choice": ["yes", "no"]}, {"grammar": 'start: "a" /[0-9]{9}/'}]
 
+DRAFTS = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}
+
 
 @pytest.fixture(scope="module")
 def engine(make_engine):
@@ -59,18 +61,19 @@ def test_every_finished_answer_parses_and_validates(engine, tokenizer, schemas, 
     assert [output.error for output in run.last.values() if output.error is not None] == []
 
 
-def test_preempted_and_alone_answers_are_the_same(make_engine, engine, tokenizer):
-    """Rows with and without grammars, n of 4, in a pool that holds a part of them, in chunks of prompt."""
+def test_preempted_drafted_and_calm_answers_are_the_same(make_engine, engine, tokenizer):
+    """Rows with and without grammars, n of 4, in a pool that holds a part of them, in chunks of prompt, with drafts."""
     prompt = tokenizer.encode("One two three four five six seven eight nine ten. " * 4)
     asked = [
         request(f"{i}", [*prompt, i + 10], structured(SHAPES[i % 4], n=4 if i < 2 else 1, seed=i, max_tokens=24))
         for i in range(6)
     ]
     asked.append(request("free", prompt, SamplingParams(temperature=1.0, seed=7, max_tokens=24)))
-    tiny = make_engine(kv_memory="13MiB", max_model_len=128, max_num_batched_tokens=32)
+    tiny = make_engine(kv_memory="13MiB", max_model_len=128, max_num_batched_tokens=32, **DRAFTS)
     try:
         small = drive(tiny, asked)
         assert tiny.stats().preemptions > 0
+        assert tiny.stats().draft_rows > 0
     finally:
         tiny.close()
     assert drive(engine, asked).tokens == small.tokens
@@ -106,6 +109,32 @@ def test_a_fork_begins_its_own_answer(engine, tokenizer):
     assert text_of(tokenizer, drive(engine, [fork]).tokens["fork", 0]) in ("!", "?")
 
 
+def test_drafts_are_held_to_the_grammar(make_engine, engine, tokenizer):
+    """The answer repeats the prompt, so that drafts come true; what the grammar forbids is never accepted."""
+    prompt = tokenizer.encode("one two three, one two three, one two three, one two three, one two")
+    form = {"regex": "( three, one two){6} (three|four)!"}
+    asked = [
+        request("greedy", prompt, structured(form, temperature=0.0, max_tokens=60, logprobs=1)),
+        request("drawn", prompt, structured(form, seed=4, max_tokens=60)),
+    ]
+    drafting = make_engine(max_num_seqs=4, **DRAFTS)
+    try:
+        run = drive(drafting, asked)
+        assert drafting.stats().accepted_tokens > 10
+    finally:
+        drafting.close()
+    calm = drive(engine, asked)
+    assert (run.tokens, run.logprobs) == (calm.tokens, calm.logprobs)
+    assert re.fullmatch(form["regex"], text_of(tokenizer, run.tokens["greedy", 0]))
+
+
+def test_ends_of_sequence_follow_a_complete_answer_that_ignores_them(engine, tokenizer):
+    asked = request("a", tokenizer.encode("Say"), structured({"choice": ["yes"]}, ignore_eos=True, max_tokens=4))
+    run = drive(engine, [asked])
+    assert run.tokens["a", 0] == tokenizer.encode("yes") + [tokenizer.eos_token_id] * 3
+    assert run.last["a", 0].finish_reason == "length"
+
+
 def test_what_no_token_can_write_fails_alone(engine, tokenizer):
     """A front end cannot tell of an expression; SmolLM2 has no token for a byte of this character."""
     prompt = tokenizer.encode("Say")
@@ -135,7 +164,7 @@ def test_what_cannot_be_followed_fails_alone(engine, tokenizer):
 
 def test_a_request_waits_for_its_grammar_and_can_be_aborted_meanwhile(engine, tokenizer, monkeypatch):
     prompt, ready, prepare = tokenizer.encode("Say"), [], engine.executor.prepare
-    monkeypatch.setattr(engine.executor, "prepare", lambda params: bool(ready) and prepare(params))
+    monkeypatch.setattr(engine.executor, "prepare", lambda *given: bool(ready) and prepare(*given))
     engine.add_request(request("gone", prompt, structured({"choice": ["yes"]})))
     engine.add_request(request("kept", prompt, structured({"choice": ["yes"]})))
     with pytest.raises(ValueError, match="is in use"):
@@ -152,7 +181,7 @@ def test_a_request_waits_for_its_grammar_and_can_be_aborted_meanwhile(engine, to
 def test_a_grammar_that_the_engine_cannot_compile_ends_its_request(engine, tokenizer, monkeypatch):
     answers = iter([False, SamplingParamsError("too much", param="structured_outputs")])
 
-    def prepare(params):
+    def prepare(params, root):
         if isinstance(answer := next(answers), Exception):
             raise answer
         return answer

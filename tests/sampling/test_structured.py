@@ -13,8 +13,11 @@ import torch
 
 from pagemill import SamplingParams, StructuredOutputsParams
 from pagemill.errors import InvalidRequestError, SamplingParamsError
+from pagemill.namespace import Namespace
+from pagemill.sampling import grammar, grammar_cache, grammar_rows
 from pagemill.sampling.cpu_kernels import CpuSamplingKernels
 from pagemill.sampling.grammar import GrammarChecker
+from pagemill.sampling.grammar_cache import Grammars
 from pagemill.sampling.params import MAX_LOGPROBS
 from pagemill.sampling.sampler import Sampler
 from pagemill.sampling.structured import MAX_CHARACTERS, MAX_CHOICES
@@ -51,6 +54,9 @@ def checker(tokenizer):
         ({"json": 5}, "must be a JSON schema"),
         ({"regex": 5}, "regex is 5"),
         ({"structural_tag": "x"}, "write a grammar instead"),
+        ({"regex": "\ud800"}, "surrogate"),
+        ({"choice": ["a", "\udfff"]}, "surrogate"),
+        ({"json_object": True, "disable_additional_properties": True}, '"additionalProperties": false'),
         ({"nope": 1}, "no argument 'nope'"),
         ({"regex": "a", "disable_any_whitespace": True}, "leave it out"),
         ({"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "}, "contradict"),
@@ -82,6 +88,7 @@ def test_takes_dicts_and_keeps_what_it_was_given():
         ({"json": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "unsatisfiable"),
         ({"json": {"$ref": "#"}}, "no text ends it"),
         ({"json": {"$ref": "http://example.com/schema"}}, "does not fetch"),
+        ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
         ({"json_object": True, "whitespace_pattern": "("}, "unclosed group"),
         ({"grammar": 'start: "a" other'}, "unknown name"),
         ({"grammar": "start: start"}, "no text ends it"),
@@ -96,7 +103,7 @@ def test_takes_dicts_and_keeps_what_it_was_given():
 )
 def test_says_what_does_not_compile(checker, given, said):
     with pytest.raises(SamplingParamsError, match=said) as refused:
-        checker.check(StructuredOutputsParams(**given))
+        checker.check(StructuredOutputsParams(**given), Namespace())
     assert refused.value.param == "structured_outputs"
     assert len(str(refused.value)) < 600
 
@@ -111,7 +118,7 @@ def test_says_what_does_not_compile(checker, given, said):
 )
 def test_takes_what_the_tokens_can_write(checker, given):
     """In JSON, a control character is written with an escape."""
-    checker.check(StructuredOutputsParams(**given))
+    checker.check(StructuredOutputsParams(**given), Namespace())
 
 
 def _nested(depth):
@@ -144,6 +151,18 @@ HOSTILE = {
     "long GBNF": {"grammar": "root ::= " + "[a-z] " * 10000},
     "nested expression": {"regex": "(" * 5000 + "a" + ")" * 5000},
     "huge repetition": {"regex": "((a{1000}){1000}){1000}"},
+    "ranges of repetitions": {"regex": "(a{1,1000}){1,1000}"},
+    "huge lengths": {
+        "json": {"type": "array", "minItems": 10**9, "maxItems": 10**9, "items": {"type": "string", "maxLength": 10**9}}
+    },
+    "huge minimum": {"json": {"type": "string", "minLength": 10**6}},
+    "many alternatives": {"json": {"anyOf": [{"const": i} for i in range(4000)]}},
+    "ambiguous rules": {"grammar": 'start: e\ne: e e | "a" | '},
+    "recursion on the right": {"grammar": 'start: e\ne: "a" e | '},
+    "many terminals": {
+        "grammar": f"start: ({' | '.join(f'T{i}' for i in range(300))})*\n"
+        + "\n".join(f"T{i}: /a{{{i},{i + 3}}}/" for i in range(300))
+    },
     "exponential automaton": {"regex": "(a|b)*a(a|b){400}"},
     "long expression": {"regex": "ab" * (MAX_CHARACTERS // 2)},
     "long pattern": {"json": {"type": "string", "pattern": "(a{1000}){1000}"}},
@@ -168,7 +187,7 @@ def test_hostile_demands_end_soon_and_hold_nobody_up(checker, what):
     other.start()
     begin = time.perf_counter()
     with contextlib.suppress(SamplingParamsError):
-        checker.check(asked)
+        checker.check(asked, Namespace())
     took = time.perf_counter() - begin
     ended.set()
     other.join()
@@ -194,6 +213,56 @@ def test_hostile_grammars_cost_little_per_token(tokenizer, what):
             assert isinstance(sampled.failed[0], SamplingParamsError)
             break
     assert time.perf_counter() - begin < 2
+
+
+def test_an_answer_that_takes_too_long_to_follow_fails(tokenizer, monkeypatch):
+    """What ambiguous rules take grows with each token; llguidance counts its items, not its time."""
+    monkeypatch.setattr(grammar_rows, "WORK_AHEAD_S", 0.01)
+    monkeypatch.setattr(grammar_rows, "WORK_S", 1e-4)
+    asked = SamplingParams(temperature=0.0, structured_outputs=HOSTILE["ambiguous rules"])
+    sampler = make_sampler(tokenizer, CpuSamplingKernels(), [asked, SamplingParams(structured_outputs={"regex": "a*"})])
+    logits = torch.zeros(2, tokenizer.vocab_size)
+    logits[:, tokenizer.encode("a")] = 9.0
+    for _ in range(300):
+        failed = sampler.sample(logits.clone(), np.arange(2)).failed
+        if failed:
+            break
+    assert set(failed) == {0}
+    assert "ms a token" in str(failed[0])
+
+
+def test_grammars_are_kept_apart_by_namespace_and_bounded(tokenizer, monkeypatch):
+    """Another namespace's grammar is compiled again; one that is waited for is never dropped."""
+    monkeypatch.setattr(grammar_cache, "MAX_GRAMMARS", 3)
+    compiled, held = [], threading.Event()
+    compile_grammar = grammar_cache.compile_grammar
+
+    def compiling(vocabulary, lark):
+        compiled.append(lark)
+        assert held.wait(10)
+        return compile_grammar(vocabulary, lark)
+
+    monkeypatch.setattr(grammar_cache, "compile_grammar", compiling)
+    grammars = Grammars(tokenizer.to_json, tokenizer.vocab_size, [tokenizer.eos_token_id])
+    asked = [StructuredOutputsParams(choice=[f"choice {i}"]) for i in range(6)]
+    assert not any(grammars.prepare(each, b"a") for each in asked * 2)
+    held.set()
+    for each in asked:
+        grammars.matcher(each, b"a")
+    assert len(compiled) == 6
+    grammars.matcher(asked[5], b"b")
+    grammars.matcher(asked[5], b"a")
+    assert len(compiled) == 7
+    assert not grammars.prepare(asked[0], b"a")  # dropped when one of another namespace came
+
+
+def test_verdicts_are_kept_apart_by_namespace(checker, monkeypatch):
+    asked, compiled = StructuredOutputsParams(choice=["kept apart"]), []
+    compile_grammar = grammar.compile_grammar
+    monkeypatch.setattr(grammar, "compile_grammar", lambda *given: compiled.append(1) or compile_grammar(*given))
+    for space in (Namespace("a"), Namespace("a"), Namespace("b"), Namespace("a", "salt")):
+        checker.check(asked, space)
+    assert len(compiled) == 3
 
 
 def make_sampler(tokenizer, kernels, params):

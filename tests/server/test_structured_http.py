@@ -130,6 +130,7 @@ def test_sessions_and_json_objects(v1):
         ({"structured_outputs": {"regex": "("}}, "structured_outputs", "unclosed group"),
         ({"structured_outputs": {"choice": ["\U00040000"]}}, "structured_outputs", "tokens cannot write"),
         ({"structured_outputs": {"regex": "\U00040000"}}, "structured_outputs", "cannot be written with"),
+        ({"guided_json": {}}, "guided_json", '{"structured_outputs": {"json": …}}'),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one of"),
         ({"structured_outputs": {"jsn": {}}}, "structured_outputs", "did you mean 'json'"),
         ({"structured_outputs": 5}, "structured_outputs", "dict"),
@@ -154,6 +155,12 @@ def test_refusals_name_the_field(v1, path, fields, param, said):
     error = answer.json()["error"]
     assert error["param"] == param
     assert said in error["message"]
+
+
+def test_stop_strings_cut(v1):
+    body = {"model": MODEL, "prompt": "Say", "structured_outputs": {"choice": ["red apple"]}, "stop": " app"}
+    (choice,) = v1.post("/completions", json=body).json()["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("red", "stop")
 
 
 def test_text_is_no_demand(v1):

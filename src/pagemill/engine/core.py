@@ -77,7 +77,7 @@ class EngineCore:
         """True while the pool is as small as "used" has made it."""
         self.ready = self._describe()
         self._random = random.Random(config.seed)
-        self._preparing = Preparing(self.executor)
+        self._preparing = Preparing(self.executor, self.root)
         self._ended: list[SequenceUpdate] = []
         """Ends between two steps, which the next step tells."""
         self._stalled_s = 0.0

@@ -12,8 +12,10 @@ from pagemill.executor.interface import Executor
 class Preparing:
     """Keeps requests, in the order in which they came, before the scheduler knows them."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, root: Callable[[EngineRequest], bytes]) -> None:
+        """root: returns where the chain of a request's blocks begins."""
         self._executor = executor
+        self._root = root
         self._requests: dict[str, EngineRequest] = {}
 
     def __len__(self) -> int:
@@ -27,7 +29,9 @@ class Preparing:
 
     def keep(self, request: EngineRequest) -> bool:
         """Returns whether the request has to wait, and keeps it then. Raises what `Executor.prepare` raises."""
-        if request.params.structured_outputs is None or self._executor.prepare(request.params):
+        if request.params.structured_outputs is None:
+            return False
+        if self._executor.prepare(request.params, self._root(request)):
             return False
         self._requests[request.request_id] = request
         return True

@@ -93,9 +93,9 @@ class Executor(Protocol):
         """Makes the KV pool, once, with streamed frames beside it, in host memory or in a file in that folder. Returns
         the number of the first streamed frame. Raises KVMemoryError or KVStoreError."""
 
-    def prepare(self, params: SamplingParams) -> bool:
-        """Begins to prepare what sampling by these parameters needs, beside the steps. Returns whether it is there.
-        Raises SamplingParamsError for what cannot be."""
+    def prepare(self, params: SamplingParams, root: bytes) -> bool:
+        """Begins to prepare what sampling by these parameters needs, beside the steps, for the namespace whose chains
+        begin in `root`. Returns whether it is there. Raises SamplingParamsError for what cannot be."""
 
     def load_adapter(self, number: int, path: str) -> AdapterFacts:
         """Loads the adapter that rows name by this number. Raises `ModelLoadError` children, and loads nothing."""

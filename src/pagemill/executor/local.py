@@ -95,8 +95,8 @@ class LocalExecutor:
         on_gpu = self._device.type == "cuda"
         return ExecutorMemory(*(torch.cuda.mem_get_info(self._device) if on_gpu else host_memory()))
 
-    def prepare(self, params: SamplingParams) -> bool:
-        return self.sampler.prepare(params)
+    def prepare(self, params: SamplingParams, root: bytes) -> bool:
+        return self.sampler.prepare(params, root)
 
     def load_adapter(self, number: int, path: str) -> AdapterFacts:
         adapter = self._adapters[number] = self._adapter_loader.load(path, self.memory().free)
@@ -110,7 +110,8 @@ class LocalExecutor:
             self._tokens[new.row, : len(tokens)] = tokens
             self._prompt_lens[new.row] = new.prompt_len
             self._adapter_numbers[new.row] = new.adapter
-            self.sampler.add_row(new.row, new.params, new.seed, tokens[: new.prompt_len], tokens[new.prompt_len :])
+            prompt, output = tokens[: new.prompt_len], tokens[new.prompt_len :]
+            self.sampler.add_row(new.row, new.params, new.seed, prompt, output, new.root)
         for row, position, token_ids in plan.chosen_tokens:
             self._tokens[row, position : position + len(token_ids)] = token_ids
         work = plan.work

@@ -91,6 +91,8 @@ class InputProcessor:
             beam = dataclasses.replace(params)
             params = _params_of_search(beam, facts)
         params = self._fit_params(SamplingParams() if params is None else params, len(token_ids), facts)
+        if params.structured_outputs is not None:
+            self._grammars.check(params.structured_outputs, Namespace(tenant, salt))
         best_of = None
         if params.best_of is not None and params.best_of > params.n:
             best_of = BestOf(params.n, params.logprobs is not None)
@@ -185,8 +187,6 @@ class InputProcessor:
             )
         if params.bad_words:
             params.bad_words_token_ids = self.tokenizer.bad_words_token_ids(params.bad_words)
-        if params.structured_outputs is not None:
-            self._grammars.check(params.structured_outputs)
         check_vocabulary(params, facts.vocab_size)
         return params
 

@@ -6,6 +6,7 @@ compiles it over a vocabulary of single bytes, which takes a thousandth of the m
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import threading
@@ -18,6 +19,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper,
 from llguidance.gbnf_to_lark import any_to_lark
 
 from pagemill.errors import SamplingParamsError, shown
+from pagemill.namespace import Namespace
 from pagemill.sampling.literals import literals_of
 from pagemill.sampling.structured import StructuredOutputsParams
 
@@ -42,7 +44,8 @@ time in proportion to that text, for every token, and an expression of a few cha
 STACK_BYTES = 256 << 20
 """Stack of a thread that compiles, of which only what is used takes memory: the compiler recurses along chains of rules
 and references."""
-MAX_VERDICTS = 256
+MAX_KEPT = 256
+"""Verdicts, and texts of schemas and of grammars in Lark's syntax, that are kept."""
 MAX_REASON = 300
 
 _ONE_STARTS = threading.Lock()
@@ -52,17 +55,14 @@ _ONE_COMPILES = threading.Lock()
 def lark_of(asked: StructuredOutputsParams) -> str:
     """Returns the grammar. Raises `SamplingParamsError` for what cannot be turned into one."""
     if asked.json is not None or asked.json_object:
-        rules = f"start: %json {_schema(asked)}"
-    elif asked.regex is not None:
+        return _of_schema(asked.json, asked.disable_any_whitespace, asked.whitespace_pattern or WHITESPACE)
+    if asked.regex is not None:
         rules = f"start: /{regex_to_lark(asked.regex, '')}/"
     elif asked.choice is not None:
         rules = f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, asked.choice))}"
     else:
-        try:
-            rules = any_to_lark(str(asked.grammar))
-        except Exception as error:  # whatever its parser of GBNF meets
-            raise _refusal(str(error)) from None
-    return f"{rules}\n{FREE_TOKENS}\n"
+        return _of_grammar(str(asked.grammar))
+    return _without_forcing(rules)
 
 
 def in_roomy_thread(function: Callable[[], T]) -> Future[T]:
@@ -113,17 +113,18 @@ class GrammarChecker:
     def __init__(self, special_tokens: Sequence[str], missing_characters: Callable[[str], str]) -> None:
         self._missing_characters = missing_characters
         self._vocabulary = LLTokenizer(TokenizerWrapper(_Bytes(special_tokens)))
-        self._verdicts: OrderedDict[str, str | None] = OrderedDict()
+        self._verdicts: OrderedDict[tuple[Namespace, str], str | None] = OrderedDict()
 
-    def check(self, asked: StructuredOutputsParams) -> None:
-        """Raises `SamplingParamsError` for what cannot be compiled within `LIMITS`."""
-        lark = lark_of(asked)
+    def check(self, asked: StructuredOutputsParams, space: Namespace) -> None:
+        """Raises `SamplingParamsError` for what cannot be compiled within `LIMITS`. How long that takes tells a
+        namespace nothing of what others asked for."""
+        key = space, lark_of(asked)
         try:
-            verdict = self._verdicts[lark]
+            verdict = self._verdicts[key]
         except KeyError:
-            verdict = in_roomy_thread(lambda: self._verdict(asked, lark)).result()
-            self._verdicts[lark] = verdict
-            while len(self._verdicts) > MAX_VERDICTS:
+            verdict = in_roomy_thread(lambda: self._verdict(asked, key[1])).result()
+            self._verdicts[key] = verdict
+            while len(self._verdicts) > MAX_KEPT:
                 self._verdicts.popitem(last=False)
         if verdict is not None:
             raise SamplingParamsError(verdict, param="structured_outputs")
@@ -155,21 +156,33 @@ class _Bytes:
         return [len(self.special_token_ids) + value for value in text]
 
 
-def _schema(asked: StructuredOutputsParams) -> str:
-    """Returns the JSON schema with what it leaves open about white space."""
+@functools.lru_cache(MAX_KEPT)
+def _of_schema(text: str | None, compact: bool, whitespace: str) -> str:
+    """text: the schema; None for any object. compact: whether there is no white space, else it is `whitespace`."""
     try:
-        schema: Any = {"type": "object"} if asked.json_object else json.loads(str(asked.json))
+        schema: Any = {"type": "object"} if text is None else json.loads(text)
     except (ValueError, RecursionError) as error:
         raise _refusal(f"the schema is not JSON: {error}") from None
     if schema is True:
         schema = {}
     if not isinstance(schema, dict):
         raise _refusal(f"a JSON schema is an object, not {schema!r:.100}")
-    options: dict[str, Any] = {"whitespace_pattern": asked.whitespace_pattern or WHITESPACE}
-    if asked.disable_any_whitespace:
-        options = {"whitespace_flexible": False}
+    options = {"whitespace_flexible": False} if compact else {"whitespace_pattern": whitespace}
     own = schema.get("x-guidance")
-    return json.dumps({**schema, "x-guidance": options | (own if isinstance(own, dict) else {})})
+    schema["x-guidance"] = options | (own if isinstance(own, dict) else {})
+    return _without_forcing(f"start: %json {json.dumps(schema)}")
+
+
+@functools.lru_cache(MAX_KEPT)
+def _of_grammar(text: str) -> str:
+    try:
+        return _without_forcing(any_to_lark(text))
+    except Exception as error:  # whatever its parser of GBNF meets
+        raise _refusal(str(error)) from None
+
+
+def _without_forcing(rules: str) -> str:
+    return f"{rules}\n{FREE_TOKENS}\n"
 
 
 def _refusal(reason: str) -> SamplingParamsError:

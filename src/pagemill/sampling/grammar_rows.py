@@ -6,74 +6,42 @@ the commit and the next forward pass, without the interpreter's lock.
 
 from __future__ import annotations
 
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from pagemill.errors import SamplingParamsError
-from pagemill.sampling.grammar import compile_grammar, in_roomy_thread, lark_of, why_stuck
+from pagemill.sampling.grammar import why_stuck
+from pagemill.sampling.grammar_cache import Grammars
 from pagemill.sampling.kernels import Mask
 from pagemill.sampling.structured import StructuredOutputsParams
 
-MAX_GRAMMARS = 64
-"""Compiled grammars that are kept, the last used."""
 MAX_MASKS = 256
 """Masks that are kept as lists of tokens: most rows of one grammar stand at the same few places."""
+WORK_S = 0.002
+"""Seconds of a processor that following an answer may take for each of its tokens, on average: a hundred times what
+usual forms take."""
+WORK_AHEAD_S = 0.1
+"""Seconds that it may take beyond that: the first tokens cost the most."""
 
 
-class Grammars:
-    """Compiles grammars over a model's vocabulary, each once. One thread calls it."""
+@dataclass(slots=True)
+class Followed:
+    """An answer that is followed, and what that took."""
 
-    def __init__(self, tokenizer_json: Callable[[], str], vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """tokenizer_json: returns the tokenizer in Hugging Face's form; called when there is a first grammar."""
-        self.vocab_size = vocab_size
-        self.eos_token_ids = [*eos_token_ids]
-        self._tokenizer_json = tokenizer_json
-        self._vocabulary: LLTokenizer | None = None
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+    matcher: LLMatcher
+    tokens: int = 0
+    seconds: float = 0.0
 
-    def prepare(self, asked: StructuredOutputsParams) -> bool:
-        """Begins to compile a grammar that is not there. Returns whether `matcher` need not wait for it. Raises
-        `SamplingParamsError` once it has turned out not to compile."""
-        future = self._of(lark_of(asked))
-        if future.done() and (error := future.exception()) is not None:
-            raise error
-        return future.done()
-
-    def matcher(self, asked: StructuredOutputsParams) -> LLMatcher:
-        """Returns a matcher of its own at the beginning of an answer. Waits for it, and raises as `prepare` does."""
-        return self._of(lark_of(asked)).result().deep_copy()
-
-    def _of(self, lark: str) -> Future[LLMatcher]:
-        if lark not in self._compiled:
-            self._compiled[lark] = in_roomy_thread(lambda: self._compile(lark))
-            while len(self._compiled) > MAX_GRAMMARS:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(lark)
-        return self._compiled[lark]
-
-    def _compile(self, lark: str) -> LLMatcher:
-        if not self.eos_token_ids:
-            raise SamplingParamsError(
-                "structured_outputs need a model with an end-of-sequence token; leave them out",
-                param="structured_outputs",
-            )
-        if self._vocabulary is None:
-            try:
-                self._vocabulary = LLTokenizer(
-                    self._tokenizer_json(), n_vocab=self.vocab_size, eos_token=self.eos_token_ids
-                )
-            except ValueError as error:
-                raise SamplingParamsError(
-                    f"structured_outputs cannot be had with this model's tokenizer: {error}; leave them out",
-                    param="structured_outputs",
-                ) from None
-        return compile_grammar(self._vocabulary, lark)
+    def is_costly(self) -> bool:
+        return self.seconds > WORK_AHEAD_S + self.tokens * WORK_S
 
 
 class GrammarRows:
@@ -88,36 +56,35 @@ class GrammarRows:
         self._end = np.zeros(self._bits.shape[1], np.uint32)
         for token in grammars.eos_token_ids:
             self._end[token // 32] |= np.uint32(1 << token % 32)
-        self._matchers: dict[int, LLMatcher] = {}
+        self._followed: dict[int, Followed] = {}
         self._failures: dict[int, SamplingParamsError] = {}
         self._masks: OrderedDict[bytes, Mask] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "masks")
-        self._parallel = LLExecutor(1)
         self._begun: Future[None] | None = None
 
-    def prepare(self, asked: StructuredOutputsParams) -> bool:
+    def prepare(self, asked: StructuredOutputsParams, root: bytes) -> bool:
         """Does what `Grammars.prepare` does."""
-        return self._grammars.prepare(asked)
+        return self._grammars.prepare(asked, root)
 
-    def add(self, row: int, asked: StructuredOutputsParams, output: NDArray[np.int32]) -> None:
+    def add(self, row: int, asked: StructuredOutputsParams, root: bytes, output: NDArray[np.int32]) -> None:
         """Gives a row to a sequence that has generated `output` before."""
         self._failures.pop(row, None)
         try:
-            matcher = self._grammars.matcher(asked)
+            followed = Followed(self._grammars.matcher(asked, root))
         except SamplingParamsError as error:
             self._failures[row] = error
             return
-        self._matchers[row] = matcher
-        self._begun = self._thread.submit(self._advance, [(row, matcher, output.tolist())])
+        self._followed[row] = followed
+        self._begun = self._thread.submit(self._advance, [(row, followed, output.tolist())])
 
     def remove(self, row: int) -> None:
         """Takes a row from the sequence that leaves."""
-        self._matchers.pop(row, None)
+        self._followed.pop(row, None)
         self._failures.pop(row, None)
 
     def append(self, rows: Sequence[int], tokens: Sequence[int]) -> None:
         """Takes note of the tokens that joined the answers of these rows, one each, and begins the next masks."""
-        work = [(row, self._matchers[row], [token]) for row, token in zip(rows, tokens, strict=True)]
+        work = [(row, self._followed[row], [token]) for row, token in zip(rows, tokens, strict=True)]
         self._begun = self._thread.submit(self._advance, work)
 
     def failures(self, places: Sequence[int], rows: Sequence[int]) -> dict[int, Exception]:
@@ -151,24 +118,28 @@ class GrammarRows:
             self._begun.result()
             self._begun = None
 
-    def _advance(self, work: list[tuple[int, LLMatcher, list[int]]]) -> None:
+    def _advance(self, work: list[tuple[int, Followed, list[int]]]) -> None:
         """Moves matchers over tokens, and writes what may come next."""
-        wanted = []
-        for row, matcher, tokens in work:
-            for token in tokens:
-                if not matcher.is_stopped():
-                    matcher.consume_token(token)
-            if matcher.is_stopped() and not matcher.is_error():
-                self._bits[row] = self._end
-            else:
-                wanted.append((matcher, row))
-        if wanted:
-            self._parallel.unsafe_compute_mask_ptr(
-                wanted, self._bits.ctypes.data, self._bits.shape[1] * self._bits.itemsize, len(self._bits)
-            )
-        for matcher, row in wanted:
-            if matcher.is_error() and self._matchers.get(row) is matcher:
+        for row, followed, tokens in work:
+            begin = time.thread_time()
+            stuck = self._move(row, followed.matcher, tokens)
+            followed.seconds += time.thread_time() - begin
+            followed.tokens += len(tokens)
+            if stuck is None and followed.is_costly():
+                stuck = f"an answer may take {1e3 * WORK_S:g} ms a token to be followed, and this one takes more"
+            if stuck is not None and self._followed.get(row) is followed:
                 self._failures[row] = SamplingParamsError(
-                    f"structured_outputs lead no further here: {why_stuck(matcher)}; change or simplify them",
+                    f"structured_outputs lead no further here: {stuck}; change or simplify them",
                     param="structured_outputs",
                 )
+
+    def _move(self, row: int, matcher: LLMatcher, tokens: list[int]) -> str | None:
+        """Moves a row's matcher over tokens, and writes what may come next. Returns why it cannot, else None."""
+        for token in tokens:
+            if not matcher.is_stopped():
+                matcher.consume_token(token)
+        if matcher.is_stopped() and not matcher.is_error():
+            self._bits[row] = self._end
+            return None
+        matcher.unsafe_compute_mask_ptr(self._bits[row].ctypes.data, self._bits[row].nbytes)
+        return why_stuck(matcher) if matcher.is_error() else None

@@ -77,18 +77,20 @@ class Sampler:
         self._structured = np.zeros(max_rows, np.bool_)
         self._tokenizer_json = tokenizer_json
         self._params: list[SamplingParams | None] = [None] * max_rows
+        self._roots = [b""] * max_rows
 
     @cached_property
     def _grammars(self) -> GrammarRows:
         """What holds rows to grammars; imported when the first request wants it."""
-        from pagemill.sampling.grammar_rows import GrammarRows, Grammars
+        from pagemill.sampling.grammar_cache import Grammars
+        from pagemill.sampling.grammar_rows import GrammarRows
 
         return GrammarRows(Grammars(self._tokenizer_json, self.vocab_size, self.eos_token_ids), len(self._params))
 
-    def prepare(self, params: SamplingParams) -> bool:
-        """Begins to prepare what sampling by these parameters needs. Returns whether it is there. Raises
-        `SamplingParamsError` for what cannot be."""
-        return params.structured_outputs is None or self._grammars.prepare(params.structured_outputs)
+    def prepare(self, params: SamplingParams, root: bytes = b"") -> bool:
+        """Begins to prepare what sampling by these parameters needs, for a namespace. Returns whether it is there.
+        Raises `SamplingParamsError` for what cannot be."""
+        return params.structured_outputs is None or self._grammars.prepare(params.structured_outputs, root)
 
     def add_row(
         self,
@@ -97,13 +99,15 @@ class Sampler:
         seed: int,
         prompt_token_ids: npt.NDArray[np.int32],
         output_token_ids: npt.NDArray[np.int32],
+        root: bytes = b"",
     ) -> None:
         """Gives `row` to a sequence, whose parameters `check_vocabulary` has accepted.
 
         seed:             any integer; its low 64 bits count.
         output_token_ids: what the sequence generated before. Its random numbers go on from there.
+        root:             stands for its namespace.
         """
-        self._params[row] = params
+        self._params[row], self._roots[row] = params, root
         self._seeds[row] = seed % 2**64
         self._positions[row] = len(output_token_ids)
         self._temperature[row] = 0.0 if params.greedy else params.temperature
@@ -116,13 +120,13 @@ class Sampler:
             self._constraints[row] = RowConstraints(params, self.eos_token_ids, prompt_token_ids, output_token_ids)
         self._structured[row] = params.structured_outputs is not None
         if params.structured_outputs is not None:
-            self._grammars.add(row, params.structured_outputs, output_token_ids)
+            self._grammars.add(row, params.structured_outputs, root, output_token_ids)
 
     def rewind(
         self, row: int, prompt_token_ids: npt.NDArray[np.int32], output_token_ids: npt.NDArray[np.int32]
     ) -> None:
         """Brings `row` back to where its sequence had generated just this, whatever has been sampled since."""
-        self.add_row(row, self.params(row), int(self._seeds[row]), prompt_token_ids, output_token_ids)
+        self.add_row(row, self.params(row), int(self._seeds[row]), prompt_token_ids, output_token_ids, self._roots[row])
 
     def remove_row(self, row: int) -> None:
         """Takes `row` from the sequence that leaves; it may be given again."""

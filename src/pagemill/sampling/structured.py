@@ -5,6 +5,7 @@ Plain data that msgspec sends between processes. Names and meanings are vLLM's. 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -13,13 +14,25 @@ from msgspec import Meta
 
 from pagemill.arguments import about, as_list, check_fields, suggest_arguments
 from pagemill.errors import InvalidRequestError, SamplingParamsError
+from pagemill.fixed_arguments import OF_STRUCTURED, takes_fixed
 
 MAX_CHARACTERS = 65536
 """Characters that a schema, an expression, a grammar, or all choices together may have: compiling costs as much."""
 MAX_CHOICES = 4096
+HALVES = re.compile("[\ud800-\udfff]")
 
 FORMS = ("json", "regex", "choice", "grammar", "json_object")
 """The fields of which exactly one says what the answer must be."""
+
+OLDER_NAMES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "guided_json_object": "json_object",
+    "guided_whitespace_pattern": "whitespace_pattern",
+}
+"""vLLM's names of these fields before it had them in one object."""
 
 Text = Annotated[str, Meta(min_length=1)]
 Choices = Annotated[
@@ -29,6 +42,7 @@ Choices = Annotated[
 Schema = Annotated[Text | dict[str, Any], Meta(title="a JSON schema, as a dict or as text")]
 
 
+@takes_fixed(OF_STRUCTURED, SamplingParamsError)
 @suggest_arguments
 @dataclass(kw_only=True)
 class StructuredOutputsParams:
@@ -82,10 +96,16 @@ class StructuredOutputsParams:
 
     def _check_characters(self, name: str) -> None:
         value = getattr(self, name)
-        characters = sum(map(len, value)) if isinstance(value, list) else 0 if value is True else len(value)
+        texts = [] if value is True else value if isinstance(value, list) else [value]
+        characters = sum(map(len, texts))
         if characters > MAX_CHARACTERS:
             raise SamplingParamsError(
                 f"structured_outputs has {characters} characters in its {name}; give at most {MAX_CHARACTERS}",
+                param=name,
+            )
+        if (half := HALVES.search("".join([*texts, self.whitespace_pattern or ""]))) is not None:
+            raise SamplingParamsError(
+                f"structured_outputs has {half[0]!r} in its {name}, half of a surrogate pair; give valid Unicode",
                 param=name,
             )
 

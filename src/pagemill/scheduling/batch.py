@@ -168,4 +168,4 @@ class Batch:
 def _new_row(sequence: Sequence, index: int, row: int) -> NewRow:
     request = sequence.request
     seed = sequence_seed(request.seed, index)
-    return NewRow(row, sequence.tokens, sequence.prompt_len, request.params, seed, request.adapter)
+    return NewRow(row, sequence.tokens, sequence.prompt_len, request.params, seed, request.adapter, request.root)

@@ -36,6 +36,8 @@ class NewRow:
     """The sequence's own seed, 64 bits, never None."""
     adapter: int = 0
     """The number of its adapter; 0 for none."""
+    root: bytes = b""
+    """Where its namespace's chains begin."""
 
 
 @dataclass(slots=True)

@@ -22,6 +22,7 @@ from pagemill.errors import (
 )
 from pagemill.frontend.outputs import LogprobsOfPosition
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
+from pagemill.sampling.structured import OLDER_NAMES
 from pagemill.server.protocol.body import FIRST_ERROR, Body, C, Name, check_length
 from pagemill.server.protocol.response_format import ResponseFormat
 
@@ -146,6 +147,13 @@ class GenerationRequest(Parameters):
             elif name in NEUTRAL_ONLY:
                 if value is not None and value not in NEUTRAL_ONLY[name]:
                     raise InvalidRequestError(f"this server does not serve {name!r}; leave it out", param=name)
+            elif name in OLDER_NAMES:
+                if value is not None:
+                    raise InvalidRequestError(
+                        f'{name} is now a field of structured_outputs; give {{"structured_outputs": '
+                        f'{{"{OLDER_NAMES[name]}": …}}}} instead',
+                        param=name,
+                    )
             elif name not in WITHOUT_EFFECT:
                 raise UnknownArgumentError.of("this endpoint", str(name), cls.model_fields)
         return kept
