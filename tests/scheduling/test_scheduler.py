@@ -680,6 +680,21 @@ def test_right_drafts_take_fewer_steps_and_wrong_ones_as_many():
     assert plain // 2 < wrong <= plain
 
 
+@pytest.mark.parametrize("limits", [TenantLimits(), TenantLimits(max_blocks=6)])
+@pytest.mark.parametrize("right", [0.0, 1.0])
+def test_drafts_take_what_is_left_and_preempt_nobody(right, limits):
+    """Two sequences that fill the pool, or their tenant's part of it, to the last block, whatever is drafted."""
+    bench = Bench(frames=6 if limits.max_blocks is None else 30, budget=9, drafter=Oracle(2, right=right))
+    bench.scheduler.set_tenant("one", limits)
+    requests = [make_request(f"r{i}", [20 + i] * 4, 8, tenant="one", ignore_eos=True) for i in range(2)]
+    for request in requests:
+        bench.scheduler.add(request)
+    bench.run()
+    assert [bench.outputs[request.request_id, 0] for request in requests] == [expected(one, 0) for one in requests]
+    assert bench.drafted > 0
+    assert bench.scheduler.preemptions == 0
+
+
 def test_what_is_accepted_behind_the_end_is_cut():
     for max_tokens in range(1, 40):
         bench, request = Bench(drafter=Oracle(1)), make_request("r", [1, 2, 3], max_tokens, seed=4)
