@@ -66,7 +66,8 @@ INVOICE = {
         }
     },
 }
-INVOICES = {"type": "array", "items": INVOICE, "minItems": 100}
+INVOICES = {"type": "array", "items": {"$ref": "#/$defs/invoice"}, "minItems": 100}
+INVOICES["$defs"] = {**INVOICE["$defs"], "invoice": {name: INVOICE[name] for name in INVOICE if name != "$defs"}}
 """So many that no answer ends."""
 PROMPT_LEN = 64
 

@@ -6,14 +6,14 @@ compiles it over a vocabulary of single bytes, which takes a thousandth of the m
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import json
 import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper, regex_to_lark
 from llguidance.gbnf_to_lark import any_to_lark
@@ -30,12 +30,12 @@ LIMITS = LLParserLimits(
     step_lexer_fuel=50_000,
     step_max_items=20_000,
     max_items_in_row=2_000,
-    max_lexer_states=10_000,
+    max_lexer_states=20_000,
     max_grammar_size=50_000,
     precompute_large_lexemes=False,
     verbose_errors=False,
 )
-"""What one grammar may cost: about 0.3 s to compile, 5 ms for a mask, 20 MB for a sequence."""
+"""What one grammar may cost: about 0.3 s to compile, 5 ms for a mask, 15 MB for its automaton."""
 WHITESPACE = r"[ \n\r\t]{1,40}"
 """White space between the parts of JSON, where there is any: a model that has begun it must come to an end."""
 FREE_TOKENS = '%llguidance {"no_forcing": true}'
@@ -44,18 +44,30 @@ time in proportion to that text, for every token, and an expression of a few cha
 STACK_BYTES = 256 << 20
 """Stack of a thread that compiles, of which only what is used takes memory: the compiler recurses along chains of rules
 and references."""
-MAX_KEPT = 256
-"""Verdicts, and texts of schemas and of grammars in Lark's syntax, that are kept."""
+MAX_VERDICTS = 256
 MAX_REASON = 300
 
 _ONE_STARTS = threading.Lock()
 _ONE_COMPILES = threading.Lock()
 
 
+Key: TypeAlias = "tuple[str | bool | None, ...]"
+
+
+def key_of(asked: StructuredOutputsParams) -> Key:
+    """Returns what two demands for the same form have in common, in little time."""
+    own = asked.json, asked.json_object, asked.regex, asked.grammar, asked.disable_any_whitespace
+    return *own, asked.whitespace_pattern, *(asked.choice or ())
+
+
 def lark_of(asked: StructuredOutputsParams) -> str:
     """Returns the grammar. Raises `SamplingParamsError` for what cannot be turned into one."""
     if asked.json is not None or asked.json_object:
-        return _of_schema(asked.json, asked.disable_any_whitespace, asked.whitespace_pattern or WHITESPACE)
+        return _of_schema(
+            None if asked.json is None else str(asked.json),
+            asked.disable_any_whitespace,
+            asked.whitespace_pattern or WHITESPACE,
+        )
     if asked.regex is not None:
         rules = f"start: /{regex_to_lark(asked.regex, '')}/"
     elif asked.choice is not None:
@@ -65,12 +77,12 @@ def lark_of(asked: StructuredOutputsParams) -> str:
     return _without_forcing(rules)
 
 
-def in_roomy_thread(function: Callable[[], T]) -> Future[T]:
-    """Runs a function in a thread with a stack of `STACK_BYTES`, when no other such function runs."""
+def in_roomy_thread(function: Callable[[], T], at_once: bool = False) -> Future[T]:
+    """Runs a function in a thread with a stack of `STACK_BYTES`, `at_once` or when no other such function runs."""
     future: Future[T] = Future()
 
     def work() -> None:
-        with _ONE_COMPILES:
+        with contextlib.nullcontext() if at_once else _ONE_COMPILES:
             try:
                 future.set_result(function())
             except BaseException as error:
@@ -113,25 +125,25 @@ class GrammarChecker:
     def __init__(self, special_tokens: Sequence[str], missing_characters: Callable[[str], str]) -> None:
         self._missing_characters = missing_characters
         self._vocabulary = LLTokenizer(TokenizerWrapper(_Bytes(special_tokens)))
-        self._verdicts: OrderedDict[tuple[Namespace, str], str | None] = OrderedDict()
+        self._verdicts: OrderedDict[tuple[Namespace, Key], str | None] = OrderedDict()
 
     def check(self, asked: StructuredOutputsParams, space: Namespace) -> None:
         """Raises `SamplingParamsError` for what cannot be compiled within `LIMITS`. How long that takes tells a
         namespace nothing of what others asked for."""
-        key = space, lark_of(asked)
+        key = space, key_of(asked)
         try:
             verdict = self._verdicts[key]
         except KeyError:
-            verdict = in_roomy_thread(lambda: self._verdict(asked, key[1])).result()
+            verdict = in_roomy_thread(lambda: self._verdict(asked)).result()
             self._verdicts[key] = verdict
-            while len(self._verdicts) > MAX_KEPT:
+            while len(self._verdicts) > MAX_VERDICTS:
                 self._verdicts.popitem(last=False)
         if verdict is not None:
             raise SamplingParamsError(verdict, param="structured_outputs")
 
-    def _verdict(self, asked: StructuredOutputsParams, lark: str) -> str | None:
+    def _verdict(self, asked: StructuredOutputsParams) -> str | None:
         try:
-            compile_grammar(self._vocabulary, lark)
+            compile_grammar(self._vocabulary, lark_of(asked))
         except SamplingParamsError as error:
             return error.message
         for field, text in literals_of(asked):
@@ -156,7 +168,6 @@ class _Bytes:
         return [len(self.special_token_ids) + value for value in text]
 
 
-@functools.lru_cache(MAX_KEPT)
 def _of_schema(text: str | None, compact: bool, whitespace: str) -> str:
     """text: the schema; None for any object. compact: whether there is no white space, else it is `whitespace`."""
     try:
@@ -173,7 +184,6 @@ def _of_schema(text: str | None, compact: bool, whitespace: str) -> str:
     return _without_forcing(f"start: %json {json.dumps(schema)}")
 
 
-@functools.lru_cache(MAX_KEPT)
 def _of_grammar(text: str) -> str:
     try:
         return _without_forcing(any_to_lark(text))

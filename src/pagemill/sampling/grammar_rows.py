@@ -10,21 +10,21 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from llguidance import LLMatcher
 from numpy.typing import NDArray
 
 from pagemill.errors import SamplingParamsError
 from pagemill.sampling.grammar import why_stuck
-from pagemill.sampling.grammar_cache import Grammars
+from pagemill.sampling.grammar_cache import CompiledGrammar, Grammars
 from pagemill.sampling.kernels import Mask
 from pagemill.sampling.structured import StructuredOutputsParams
 
 MAX_MASKS = 256
 """Masks that are kept as lists of tokens: most rows of one grammar stand at the same few places."""
+MOST_AT_ONCE = 256
+"""Tokens that may follow each other without a mask: its limits are counted from mask to mask."""
 WORK_S = 0.002
 """Seconds of a processor that following an answer may take for each of its tokens, on average: a hundred times what
 usual forms take."""
@@ -32,16 +32,45 @@ WORK_AHEAD_S = 0.1
 """Seconds that it may take beyond that: the first tokens cost the most."""
 
 
-@dataclass(slots=True)
 class Followed:
     """An answer that is followed, and what that took."""
 
-    matcher: LLMatcher
-    tokens: int = 0
-    seconds: float = 0.0
+    def __init__(self, grammar: CompiledGrammar) -> None:
+        self._grammar = grammar
+        self._beginning = grammar.beginning
+        self.matcher = self._beginning.deep_copy()
+        self._tokens: list[int] = []
+        self._seconds = 0.0
 
-    def is_costly(self) -> bool:
-        return self.seconds > WORK_AHEAD_S + self.tokens * WORK_S
+    def go_on(self, tokens: list[int], mask: NDArray[np.uint32]) -> str | None:
+        """Moves on by tokens, and writes what may come next, unless the answer is complete. Returns why it cannot, else
+        None."""
+        begin = time.thread_time()
+        self._tokens += tokens
+        self._compute(tokens, mask)
+        if self.matcher.is_error():  # it may be but the automaton that is full, in one of several words
+            self._beginning = self._grammar.renew(self._beginning)
+            self.matcher = self._beginning.deep_copy()
+            self._seconds += self._grammar.seconds
+            self._compute(self._tokens, mask)
+        self._seconds += time.thread_time() - begin
+        if self.matcher.is_error():
+            return why_stuck(self.matcher)
+        if self._seconds > WORK_AHEAD_S + len(self._tokens) * WORK_S:
+            return f"an answer may take {1e3 * WORK_S:g} ms a token to be followed, and this one takes more"
+        return None
+
+    def _compute(self, tokens: list[int], mask: NDArray[np.uint32]) -> None:
+        for begin in range(0, max(len(tokens), 1), MOST_AT_ONCE):
+            for token in tokens[begin : begin + MOST_AT_ONCE]:
+                if not self.matcher.is_stopped():
+                    self.matcher.consume_token(token)
+            if not self.matcher.is_stopped():
+                self.matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+
+    @property
+    def is_complete(self) -> bool:
+        return bool(self.matcher.is_stopped() and not self.matcher.is_error())
 
 
 class GrammarRows:
@@ -70,7 +99,7 @@ class GrammarRows:
         """Gives a row to a sequence that has generated `output` before."""
         self._failures.pop(row, None)
         try:
-            followed = Followed(self._grammars.matcher(asked, root))
+            followed = Followed(self._grammars.compiled(asked, root))
         except SamplingParamsError as error:
             self._failures[row] = error
             return
@@ -119,27 +148,13 @@ class GrammarRows:
             self._begun = None
 
     def _advance(self, work: list[tuple[int, Followed, list[int]]]) -> None:
-        """Moves matchers over tokens, and writes what may come next."""
+        """Moves answers on by their tokens, and writes what may come next."""
         for row, followed, tokens in work:
-            begin = time.thread_time()
-            stuck = self._move(row, followed.matcher, tokens)
-            followed.seconds += time.thread_time() - begin
-            followed.tokens += len(tokens)
-            if stuck is None and followed.is_costly():
-                stuck = f"an answer may take {1e3 * WORK_S:g} ms a token to be followed, and this one takes more"
+            stuck = followed.go_on(tokens, self._bits[row])
+            if followed.is_complete:
+                self._bits[row] = self._end
             if stuck is not None and self._followed.get(row) is followed:
                 self._failures[row] = SamplingParamsError(
                     f"structured_outputs lead no further here: {stuck}; change or simplify them",
                     param="structured_outputs",
                 )
-
-    def _move(self, row: int, matcher: LLMatcher, tokens: list[int]) -> str | None:
-        """Moves a row's matcher over tokens, and writes what may come next. Returns why it cannot, else None."""
-        for token in tokens:
-            if not matcher.is_stopped():
-                matcher.consume_token(token)
-        if matcher.is_stopped() and not matcher.is_error():
-            self._bits[row] = self._end
-            return None
-        matcher.unsafe_compute_mask_ptr(self._bits[row].ctypes.data, self._bits[row].nbytes)
-        return why_stuck(matcher) if matcher.is_error() else None
