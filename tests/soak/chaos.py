@@ -1,10 +1,10 @@
 """A soak: random requests on the real model while everything about its memory changes and fails.
 
 Requests of three tenants, some of them longer than the pool, parallel samples, beams, forks of running requests, turns
-of sessions, pins, aborts, other pool sizes and limits, idle time-outs; a disk that is full, reads that fail, blocks
-that rot on disk, streamed blocks that cannot be written or read or are lost later, steps that break, plans that can
-not be carried out. Every answer must be, to the bit, what a calm engine gives, or its beginning where a fault ended it,
-and in the end every block is free.
+of sessions, pins, aborts, drafts, answers held to forms, other pool sizes and limits, idle time-outs; a disk that is
+full, reads that fail, blocks that rot on disk, streamed blocks that cannot be written or read or are lost later, steps
+that break, plans that cannot be carried out. Every answer must be, to the bit, what a calm engine gives, or its
+beginning where a fault ended it, and in the end every block is free.
 
 `python tests/soak/chaos.py --seconds 600` is `make soak`; `test_soak.py` runs it for a minute.
 """
@@ -30,7 +30,7 @@ import msgspec
 from pagemill import LLM, SamplingParams, TenantLimits
 from pagemill.arguments import arguments_of
 from pagemill.config import EngineConfig
-from pagemill.engine.messages import EngineRequest
+from pagemill.engine.messages import EngineRequest, Failure
 from pagemill.errors import ConfigError, InvalidRequestError, KVMemoryError, KVStoreError
 from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.worker import immediately
@@ -46,6 +46,11 @@ MAX_LEN = 800
 """50 blocks."""
 TENANTS = ("default", "calm", "wild")
 SALTS = ("", "s")
+FORMS = (
+    None, None, None, {"regex": "[a-z ]{2,30}"}, {"choice": ["Manchester", "Man", "the Atlas computer"]},
+    {"grammar": 'start: ("paging" | /[0-9]{1,3}/ | " ")+'},
+    {"json": {"type": "array", "items": {"enum": ["Atlas", 1961, None]}, "minItems": 2}},
+)  # fmt: skip
 ENOUGH = 10_000
 """Steps in which everything ends, unless a block that has been lost is waited for."""
 
@@ -72,6 +77,11 @@ class Answer:
     @property
     def is_over(self) -> bool:
         return len(self.ended) == self.request.params.n
+
+    @property
+    def waits_for_its_form(self) -> bool:
+        """Whether it may still be refused: the scheduler learns of it once its form is compiled."""
+        return self.request.params.structured_outputs is not None and not any(self.tokens.values())
 
 
 class Faults:
@@ -175,11 +185,12 @@ class Soak:
             MODEL, dtype="float32", max_model_len=MAX_LEN, max_num_seqs=8, max_num_batched_tokens=96,
             check_invariants=True, kv_memory=FRAMES * FRAME_BYTES, kv_host_memory=8 * FRAME_BYTES,
             kv_host_compression=self.random.choice(arguments_of(EngineConfig)["kv_host_compression"].choices),
-            speculative_config=self.random.choice([None, {"method": "ngram"}]),
+            speculative_config={"method": "ngram"},
             kv_disk_memory=160 * FRAME_BYTES, kv_disk_path=str(folder), max_sessions=6,
             tenants={name: TenantLimits() for name in TENANTS[1:]},
         )  # fmt: skip
         self.core = self.llm.client.core
+        self.drafter = self.core.scheduler.drafter
         self.faults = Faults(self.core, seed)
         self.answers: dict[str, Answer] = {}
         self.live: dict[str, Answer] = {}
@@ -195,6 +206,7 @@ class Soak:
         actions = {
             self.ask: 30, self.search: 4, self.fork: 8, self.talk: 20, self.change_sessions: 3, self.pin: 4,
             self.unpin: 4, self.abort: 3, self.resize: 4, self.limit: 4, self.faults.change: 3, self.faults.rot: 2,
+            self.speculate: 1,
         }  # fmt: skip
         end = time.monotonic() + seconds
         while time.monotonic() < end and self.counts["steps"] < steps:
@@ -213,7 +225,9 @@ class Soak:
             answer.take(output)
             answer.state.add(output, time.monotonic())
             self.counts["streamed"] += (output.kv_blocks or (0, 0))[1] > 0
-            if output.finish_reason == "error":
+            if output.finish_reason == "error" and answer.waits_for_its_form and is_refusal(output.error):
+                self.counts["refused late"] += 1
+            elif output.finish_reason == "error":
                 assert self.faults.ended > faults, f"{output.request_id} failed: {output.error}"
                 self.counts["ended by faults"] += 1
             if answer.is_over:
@@ -229,7 +243,7 @@ class Soak:
         n, seed = self.random.choice([(1, None), (1, None), (1, 1), (2, 2), (3, 3)])
         return SamplingParams(
             n=n, seed=seed, temperature=0.0 if seed is None else 0.9, max_tokens=self.random.choice([2, 8, 20]),
-            logprobs=1, ignore_eos=self.random.random() < 0.5,
+            logprobs=1, ignore_eos=self.random.random() < 0.5, structured_outputs=self.random.choice(FORMS),
             prompt_logprobs=1 if self.random.random() < 0.1 else None,
         )  # fmt: skip
 
@@ -243,6 +257,7 @@ class Soak:
             self.counts["refused"] += 1
             self.llm.frontend.end_turn(state)
             raise
+        self.counts["held to forms"] += request.params.structured_outputs is not None
         self.answers[request.request_id] = self.live[request.request_id] = answer
 
     def _process(self, prompt, params, tenant: str, salt: str):
@@ -272,7 +287,10 @@ class Soak:
     def talk(self) -> None:
         space, name = Namespace(self.random.choice(TENANTS), self.random.choice(SALTS)), self.random.choice("xy")
         piece = self.random.choice(self.prompts)[: self.random.choice([5, 30])]
-        params = SamplingParams(temperature=0.0, max_tokens=self.random.choice([3, 10]), logprobs=1)
+        params = SamplingParams(
+            temperature=0.0, max_tokens=self.random.choice([3, 10]), logprobs=1,
+            structured_outputs=self.random.choice(FORMS),
+        )  # fmt: skip
         self._add(self.llm.frontend.turns.begin(name, space, piece, params, f"r{next(self.numbers)}"))
 
     def change_sessions(self) -> None:
@@ -318,6 +336,10 @@ class Soak:
             weight=self.random.choice([1.0, 0.5]),
         )
         self.llm.set_tenant(self.random.choice(TENANTS), limits)
+
+    def speculate(self) -> None:
+        """Goes on with drafts, or without."""
+        self.core.scheduler.drafter = self.random.choice([self.drafter, self.drafter, None])
 
     # What is left
 
@@ -379,6 +401,10 @@ def _agrees(answer: Answer, calm: Answer) -> bool:
     begun = [(answer.tokens[i], calm.tokens[i]) for i in answer.tokens]
     begun += [(answer.logprobs[i], calm.logprobs[i]) for i in answer.logprobs]
     return all(part == whole[: len(part)] for part, whole in begun)
+
+
+def is_refusal(failure: Failure) -> bool:
+    return isinstance(failure.to_error(), InvalidRequestError)
 
 
 def main() -> int:

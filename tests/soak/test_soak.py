@@ -13,7 +13,21 @@ def rarest(soak: Soak) -> int:
     """How often what has happened least has, of all that must happen."""
     done, stats = soak.counts, soak.llm.stats()
     return min(
-        *(done[what] for what in ("ask", "talk", "fork", "search", "pin", "abort", "resize", "limit", "streamed")),
+        *(
+            done[what]
+            for what in (
+                "ask",
+                "talk",
+                "fork",
+                "search",
+                "pin",
+                "abort",
+                "resize",
+                "limit",
+                "streamed",
+                "held to forms",
+            )
+        ),
         soak.faults.ended,
         soak.faults.counts["full"],
         stats.blocks_loaded,
