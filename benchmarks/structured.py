@@ -1,6 +1,7 @@
 """Holds decode steps whose answers all follow a JSON schema against steps of as many free answers.
 
     python -m benchmarks.structured [--model smollm2-135m] [--dtype bfloat16] [--running 64] [--rounds 5]
+                                  [--choices drawn greedy]
 
 Both take turns in one engine, with equal prompts and lengths. Figures are the times of steps in which all sequences
 generate, medians over the steps of a round, and their ratio; for drawn tokens (temperature 1) and for greedy ones.
@@ -70,6 +71,7 @@ INVOICES = {"type": "array", "items": {"$ref": "#/$defs/invoice"}, "minItems": 1
 INVOICES["$defs"] = {**INVOICE["$defs"], "invoice": {name: INVOICE[name] for name in INVOICE if name != "$defs"}}
 """So many that no answer ends."""
 PROMPT_LEN = 64
+TEMPERATURES = {"drawn": 1.0, "greedy": 0.0}
 
 
 def steps_of(core: EngineCore, running: int, tokens: int, params: SamplingParams, seed: int) -> list[float]:
@@ -100,6 +102,7 @@ def main() -> None:
     parser.add_argument("--running", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=80)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--choices", nargs="+", choices=TEMPERATURES, default=[*TEMPERATURES])
     given = parser.parse_args()
     core = EngineCore(
         EngineConfig(
@@ -113,8 +116,8 @@ def main() -> None:
     )
     print(f"{cpu_model()}; {core.ready.model}; {given.running} running, {given.tokens} tokens each")
     print("choice | free, ms | structured, ms | structured / free: each round, median")
-    for name, temperature in (("drawn", 1.0), ("greedy", 0.0)):
-        common = {"temperature": temperature, "max_tokens": given.tokens, "ignore_eos": True}
+    for name in given.choices:
+        common = {"temperature": TEMPERATURES[name], "max_tokens": given.tokens, "ignore_eos": True}
         free, structured = SamplingParams(**common), SamplingParams(**common, structured_outputs={"json": INVOICES})
         rounds = []
         for number in range(given.rounds + 1):
