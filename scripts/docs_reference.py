@@ -151,7 +151,7 @@ def metrics() -> Iterator[str]:
     tenants = {"default": zeros(TenantStats)}
     tiers = {"host": 0, "disk": 0}
     stats = zeros(EngineStats, frames=1, tier_blocks=tiers, accepted_per_position=[0], tenants=tenants)
-    families = text_string_to_metric_families(Metrics("a model").render(stats).decode())
+    families = text_string_to_metric_families(Metrics("a model").render(stats, (0, 0)).decode())
     rows = []
     for family in families:
         labels = sorted({label for sample in family.samples for label in sample.labels} - {"le", "model_name"})

@@ -190,7 +190,10 @@ def test_integers_fit_into_64_bits(value):
         EngineConfig(model="m", seed=value)
 
 
-@pytest.mark.parametrize(("entry", "own"), [(LLM, set()), (AsyncLLM, {"on_progress"})])
+OF_ASYNC = {"on_progress", "max_engine_restarts", "engine_restart_window_s"}
+
+
+@pytest.mark.parametrize(("entry", "own"), [(LLM, set()), (AsyncLLM, OF_ASYNC)])
 def test_an_entry_point_has_the_signature_of_the_settings(entry, own):
     parameters = inspect.signature(entry).parameters
     assert parameters.keys() - own == inspect.signature(EngineConfig).parameters.keys()

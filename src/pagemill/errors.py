@@ -282,6 +282,10 @@ class EngineDeadError(PagemillError):
     kind: ClassVar[str] = "service_unavailable_error"
 
 
+class EngineRestartingError(EngineDeadError):
+    """The engine process has died, and another is being started; the request can be sent again."""
+
+
 class TraceError(PagemillError, ValueError):
     """A trace of requests that is missing, cannot be read, or has nothing in the part asked for."""
 

@@ -312,26 +312,32 @@ def test_a_signal_ends_open_requests_with_an_error(stop, num_signals):
         server.wait()
 
 
-def test_a_server_whose_engine_dies_says_so_and_ends():
+def test_a_server_whose_engine_dies_starts_it_again_and_ends_when_that_is_too_much():
     url = ""
-    server = subprocess.Popen([*COMMAND, "serve", MODEL, "--port", "0", *SMALL], stderr=subprocess.PIPE, text=True)
+    once = ["--max-engine-restarts", "1"]
+    server = subprocess.Popen(
+        [*COMMAND, "serve", MODEL, "--port", "0", *SMALL, *once], stderr=subprocess.PIPE, text=True
+    )
     try:
         while "Ctrl-C stops" not in (line := server.stderr.readline()):
             assert server.poll() is None
             url = line.split()[1] if " curl " in line else url
-        (engine,) = children(server.pid)
         body = {"messages": [{"role": "user", "content": "Count."}], "stream": True, "ignore_eos": True}
-        with httpx.stream("POST", url, json=body, timeout=30) as response:
-            lines = response.iter_lines()
-            next(lines)
-            os.kill(engine, signal.SIGKILL)
-            events = [line for line in lines if line.startswith("data: ")]
-        error = json.loads(events[-2].removeprefix("data: "))["error"]
-        assert error["type"] == "service_unavailable_error"
-        assert events[-1] == "data: [DONE]"
+        for _ in range(2):  # the second time it waits until another engine has taken the place of the first
+            with httpx.stream("POST", url, json=body, timeout=30) as response:
+                lines = response.iter_lines()
+                next(lines)
+                (engine,) = children(server.pid)
+                os.kill(engine, signal.SIGKILL)
+                events = [line for line in lines if line.startswith("data: ")]
+            error = json.loads(events[-2].removeprefix("data: "))["error"]
+            assert error["type"] == "service_unavailable_error"
+            assert events[-1] == "data: [DONE]"
         _, messages = server.communicate(timeout=20)
         assert server.returncode == 1
+        assert "another is being started (restart 1 of at most 1 in 300 s)" in messages
         assert "error: the engine process is gone (killed by SIGKILL" in messages
+        assert "and is not once more (max_engine_restarts)" in messages
         assert "Traceback" not in messages
     finally:
         server.kill()

@@ -127,7 +127,7 @@ def test_drafts_change_no_bit(plain, load, make_engine, settings, known):
     assert sum(stats.accepted_per_position) == stats.accepted_tokens
     assert stats.preemptions or "kv_memory" not in settings
     first = f'num_accepted_tokens_per_pos_total{{model_name="m",position="0"}} {stats.accepted_per_position[0]}.0'
-    assert f"pagemill:spec_decode_{first}" in Metrics("m").render(stats).decode()
+    assert f"pagemill:spec_decode_{first}" in Metrics("m").render(stats, (0, 0)).decode()
 
 
 @pytest.mark.parametrize("name", OTHERS)

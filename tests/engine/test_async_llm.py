@@ -259,7 +259,7 @@ def test_there_are_not_more_tenants_than_may_be(served, monkeypatch):
 
 def test_a_killed_engine_fails_everybody_and_leaves_nothing(recwarn):
     async def killed():
-        llm = AsyncLLM("smollm2-135m", kv_memory="16MiB", max_num_seqs=8, on_progress=fail)
+        llm = AsyncLLM("smollm2-135m", kv_memory="16MiB", max_num_seqs=8, on_progress=fail, max_engine_restarts=0)
         with pytest.raises(errors.RequestTooLargeError):
             await read(llm, [5] * 2000, SHORT)
         assert llm.max_model_len == llm.facts.max_model_len

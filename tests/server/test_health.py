@@ -31,7 +31,9 @@ def test_what_does_not_answer_is_stuck_until_it_does(clock):
             questions.append(clock[0])
             await answers.wait()
 
-        asking = health.Health(SimpleNamespace(error=None, is_ready=True, respond=respond), stuck_after_s=100)
+        asking = health.Health(
+            SimpleNamespace(error=None, restarting=None, is_ready=True, respond=respond), stuck_after_s=100
+        )
         statuses = []
         for clock[0] in (0, 0, 99, 101):
             statuses.append(asking.answer().status_code)
@@ -55,7 +57,7 @@ def test_a_busy_server_has_minutes_and_another_time_can_be_set():
     async def never():
         await asyncio.Event().wait()
 
-    llm = SimpleNamespace(error=None, is_ready=True, respond=never, rates=dict, on_request_end=[])
+    llm = SimpleNamespace(error=None, restarting=None, is_ready=True, respond=never, rates=dict, on_request_end=[])
     app = create_app(llm, "m", limits=ServerLimits(stuck_after_s=0.05))
 
     async def asked_twice():

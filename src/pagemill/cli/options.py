@@ -23,6 +23,7 @@ from pagemill.arguments import Argument, arguments_of
 from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError
 from pagemill.fixed_arguments import OF_ENGINES, Fixed
+from pagemill.frontend.supervisor import RestartLimits
 from pagemill.sampling.params import SamplingParams
 from pagemill.server.access.limits import ServerLimits
 from pagemill.server.access.server_access import ServerAccess
@@ -80,6 +81,16 @@ def server_options(command: Command) -> Command:
     return _with_options(
         command, "limits", arguments_of(ServerLimits), "Server", lambda given: ServerLimits(**given), {}
     )
+
+
+def restart_options(command: Command) -> Command:
+    """Gives a command a flag for each limit on restarts of the engine; those given arrive as the dict `restarts`."""
+
+    def collect(given: dict[str, Any]) -> dict[str, Any]:
+        RestartLimits(**given)  # before anything is begun for nothing
+        return given
+
+    return _with_options(command, "restarts", arguments_of(RestartLimits), "Server", collect, {})
 
 
 def access_options(command: Command) -> Command:

@@ -16,7 +16,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pagemill.arguments import arguments_of
-from pagemill.cli.options import ModelArgument, access_options, engine_options, log_options, run, server_options
+from pagemill.cli.options import (
+    ModelArgument,
+    access_options,
+    engine_options,
+    log_options,
+    restart_options,
+    run,
+    server_options,
+)
 from pagemill.cli.setting_sources import take_settings
 from pagemill.cli.show_config import lines_of
 from pagemill.config import EngineConfig, config_for
@@ -46,6 +54,7 @@ THREAD_TURN_S = 0.001
 
 @log_options
 @access_options
+@restart_options
 @server_options
 @engine_options
 def serve(
@@ -81,6 +90,7 @@ def serve(
     context: typer.Context,
     settings: dict[str, Any],
     limits: ServerLimits,
+    restarts: dict[str, Any],
     access: ServerAccess,
     logs: ServerLogs,
 ) -> None:
@@ -101,7 +111,7 @@ def serve(
     access.check_address(str(address[0]), tenants)
     access.certificate()  # before a model is loaded for nothing
     with socket.create_server((host, port), family=family) as sock, logging_to(sys.stderr, logs):
-        run(_serve(model, names, sock, host, settings, pin_file, tenants, limits, access, logs))
+        run(_serve(model, names, sock, host, {**settings, **restarts}, pin_file, tenants, limits, access, logs))
 
 
 async def _serve(

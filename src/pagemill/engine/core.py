@@ -95,9 +95,11 @@ class EngineCore:
 
     def _schedule(self, request: EngineRequest) -> None:
         """Hands a request to the scheduler. Raises as `add_request` does."""
-        drawn = self._random.getrandbits(63) if request.params.seed is None else 0
+        seed = request.seed
+        if seed is None:
+            seed = self._random.getrandbits(63) if request.params.seed is None else 0
         root = self.root(request, self._adapters.digest(request.adapter))
-        asked = intake.scheduled(request, self.ready, seed=drawn, root=root)
+        asked = intake.scheduled(request, self.ready, seed=seed, root=root)
         try:
             self.scheduler.add(asked, request.fork_of)
         except PoolTooSmallError as error:

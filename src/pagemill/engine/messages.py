@@ -12,7 +12,7 @@ from pagemill.config import EngineConfig
 from pagemill.errors import EmptyPromptError, PagemillError, PromptTooLongError, error_of
 from pagemill.sampling.params import BeamSearchParams, SamplingParams, TokenLogprobs
 from pagemill.sampling.pooling_params import PoolingParams
-from pagemill.tenant_limits import DEFAULT_TENANT
+from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 
 TOO_LONG = "is longer than the model's context length"
 """What litellm knows too long prompts by, in the message."""
@@ -22,6 +22,10 @@ class Start(msgspec.Struct, tag=True):
     """Load this model. The first message to an engine process."""
 
     config: EngineConfig
+    kv_bytes: int | None = None
+    """Size of the KV pool once it has loaded; None: as the config says."""
+    tenants: dict[str, TenantLimits] = {}
+    """Tenants to set then, beside those of the config."""
 
 
 class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
@@ -31,6 +35,8 @@ class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
     prompt_token_ids: list[int]
     params: SamplingParams
     arrival_s: float
+    seed: int | None = None
+    """What its random numbers come from where its parameters have no seed; None: the engine draws one."""
     priority: int = 0
     """Smaller is more urgent, as in vLLM."""
     cache_salt: str = ""

@@ -60,9 +60,13 @@ def main(descriptor: int) -> int:
             from pagemill.engine.core import EngineCore
 
             first = channel.receive(block=True)
-            if not first or not isinstance(first[0], Start):
+            if not first or not isinstance(start := first[0], Start):
                 return 1
-            core = EngineCore(first[0].config, _progress(channel))
+            core = EngineCore(start.config, _progress(channel))
+            if start.kv_bytes is not None and start.kv_bytes != core.ready.kv_bytes:
+                core.resize(start.kv_bytes)
+            for name, limits in start.tenants.items():
+                core.set_tenant(name, limits)
             gc.freeze()
             gc.enable()
             try:

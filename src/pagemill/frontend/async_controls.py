@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from pagemill.engine.kv_map import KVMap
-from pagemill.engine.messages import EngineReady
+from pagemill.engine.messages import EngineReady, PinInfo
 from pagemill.engine.stats import EngineStats
 from pagemill.frontend.frontend import Frontend
 from pagemill.namespace import Namespace
-from pagemill.tenant_limits import TenantLimits
+from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
+from pagemill.text.tokenizer import Tokenizer
+
+T = TypeVar("T")
 
 
 class AsyncControls(ABC):
-    """The engine's figures, size, sleep and tenants. All of it happens between two steps."""
+    """The engine's figures, size, sleep, tenants and pins, all of it between two steps; and its tokenizer."""
 
     @abstractmethod
     async def _ready(self) -> Frontend:
@@ -57,3 +62,27 @@ class AsyncControls(ABC):
         Raises `ConfigError`, and changes nothing, for what the pool or requests under way do not allow.
         """
         await (await self._ready()).set_tenant(name, limits)
+
+    async def pins(self) -> list[PinInfo]:
+        """Returns all pins, in the order in which they came."""
+        return await (await self._ready()).pins()
+
+    async def unpin(self, name: str, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> None:
+        """See `LLM.unpin`."""
+        await (await self._ready()).unpin(name, Namespace(tenant, cache_salt))
+
+    async def tokenizer(self) -> Tokenizer:
+        """Returns the one that this engine uses."""
+        return (await self._ready()).inputs.tokenizer
+
+    async def in_tokenizer_thread(
+        self, function: Callable[..., T], *args: Any, size: int, tenant: str = DEFAULT_TENANT
+    ) -> T:
+        """Returns what a function returns that would hold up everybody's events.
+
+        It waits for its tenant's turn among the texts that are tokenized. size: characters or tokens to work on. Raises
+        `TooManyWaitingError`.
+        """
+        worker = (await self._ready()).worker
+        worker.require_room(tenant)
+        return await worker.run_for(tenant, size, function, *args)

@@ -16,7 +16,13 @@ from typing import Any, TypeVar
 
 from pagemill.config import EngineConfig, Settings, config_for, takes_settings
 from pagemill.engine.messages import EngineReady, PinInfo
-from pagemill.errors import EngineDeadError, InvalidRequestError, PagemillError, RequestNotFoundError
+from pagemill.errors import (
+    EngineDeadError,
+    EngineRestartingError,
+    InvalidRequestError,
+    PagemillError,
+    RequestNotFoundError,
+)
 from pagemill.fixed_arguments import OF_CALLS, takes_fixed
 from pagemill.frontend.async_controls import AsyncControls
 from pagemill.frontend.frontend import Frontend, Params
@@ -28,6 +34,7 @@ from pagemill.frontend.rates import RateStatus
 from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.session import AsyncSession
+from pagemill.frontend.supervisor import RestartLimits, Supervisor
 from pagemill.frontend.worker import WorkerThreads
 from pagemill.hub import resolve_model
 from pagemill.lora_request import LoRARequest
@@ -39,28 +46,40 @@ from pagemill.text.tokenizer import Tokenizer
 
 T = TypeVar("T")
 
-OUTPUTS_AT_ONCE = 16
-"""Outputs of one step that are taken before others may use the event loop."""
-
 
 @dataclass(kw_only=True)
 class _Arguments(Settings):
     """Declares the arguments of `AsyncLLM`; there is no instance."""
 
     on_progress: Callable[[int, int], None] | None = None
+    max_engine_restarts: int = 3
+    engine_restart_window_s: float = 300.0
 
 
 class AsyncLLM(AsyncControls):
     """Serves one model from a child process, which starts loading at once.
 
     Settings are `EngineConfig`'s. `on_progress(done, total)` is told how loading goes, in the event loop.
+    `RestartLimits` say how often a process that dies is started again. Requests that had given nothing yet are sent
+    to the new one, the others end with `EngineRestartingError`.
     Raises `ModelNotFoundError`, `ConfigError` and `UnknownArgumentError` here, everything else about the model from
     `ready()`. Every coroutine waits until the model is loaded, and raises `EngineDeadError` once the engine is gone.
     Use it as `async with AsyncLLM(model) as llm`, or call `shutdown()`.
     """
 
     @takes_settings(_Arguments)
-    def __init__(self, model: str, *, on_progress: Callable[[int, int], None] | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: str,
+        *,
+        on_progress: Callable[[int, int], None] | None = None,
+        max_engine_restarts: int = 3,
+        engine_restart_window_s: float = 300.0,
+        **settings: Any,
+    ) -> None:
+        restarts = RestartLimits(
+            max_engine_restarts=max_engine_restarts, engine_restart_window_s=engine_restart_window_s
+        )
         self.config = config_for("AsyncLLM", model, settings)
         self.model = model
         """The model as the caller named it."""
@@ -71,6 +90,7 @@ class AsyncLLM(AsyncControls):
         self._on_progress = on_progress
         self._sessions = SessionStore.of(self.config)  # before a process is started: its file may be refused
         self._client = ProcessClient(self.config)
+        self._supervisor = Supervisor(self._client, restarts, self._progress)
         self._worker = WorkerThreads()
         for tenant, limits in self.config.tenants.items():
             self._worker.limit(tenant, limits.max_waiting)
@@ -95,7 +115,18 @@ class AsyncLLM(AsyncControls):
 
     @property
     def is_ready(self) -> bool:
-        return self._frontend is not None and self.error is None
+        """True while requests are answered; False while the model loads, and while another engine is started."""
+        return self._frontend is not None and self.error is None and self.restarting is None
+
+    @property
+    def restarting(self) -> EngineRestartingError | None:
+        """What became of the engine in whose place another is being started; None where none is."""
+        return self._client.interrupted
+
+    @property
+    def restarts(self) -> tuple[int, int]:
+        """Returns how many engines took the place of one that had died, and how many requests were sent to them."""
+        return self._supervisor.num_restarts, 0 if self._frontend is None else self._frontend.num_sent_again
 
     @property
     def facts(self) -> EngineReady | None:
@@ -283,22 +314,6 @@ class AsyncLLM(AsyncControls):
             owner, size_of(messages), frontend.inputs.render_chat, messages, cache_salt=cache_salt, **template
         )
 
-    async def tokenizer(self) -> Tokenizer:
-        """Returns the one that this engine uses."""
-        return (await self._ready()).inputs.tokenizer
-
-    async def in_tokenizer_thread(
-        self, function: Callable[..., T], *args: Any, size: int, tenant: str = DEFAULT_TENANT
-    ) -> T:
-        """Returns what a function returns that would hold up everybody's events.
-
-        It waits for its tenant's turn among the texts that are tokenized. size: characters or tokens to work on. Raises
-        `TooManyWaitingError`.
-        """
-        worker = (await self._ready()).worker
-        worker.require_room(tenant)
-        return await worker.run_for(tenant, size, function, *args)
-
     # --- sessions and pins ---
 
     def session(self, name: str, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> AsyncSession:
@@ -329,14 +344,6 @@ class AsyncLLM(AsyncControls):
             async for _ in stream:
                 pass
         return await frontend.pin_of(request)
-
-    async def pins(self) -> list[PinInfo]:
-        """Returns all pins, in the order in which they came."""
-        return await (await self._ready()).pins()
-
-    async def unpin(self, name: str, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> None:
-        """See `LLM.unpin`."""
-        await (await self._ready()).unpin(name, Namespace(tenant, cache_salt))
 
     # --- the engine: see also `AsyncControls` ---
 
@@ -371,11 +378,7 @@ class AsyncLLM(AsyncControls):
             frontend.on_request_end = self._request_ended
             self._frontend = frontend
             self._loaded.set()
-            while True:
-                outputs = await self._client.receive()
-                for first in range(0, len(outputs), OUTPUTS_AT_ONCE):
-                    frontend.receive(outputs[first : first + OUTPUTS_AT_ONCE])
-                    await asyncio.sleep(0)
+            await self._supervisor.run(frontend)
         except PagemillError as error:
             self._die(error)
             await self._client.close(now=self._frontend is None)

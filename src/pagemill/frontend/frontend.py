@@ -6,23 +6,19 @@ engine's answers alone: where both are inline, they never wait.
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pagemill.engine import queries
 from pagemill.engine.kv_map import KVMap
-from pagemill.engine.messages import AdapterInfo, EngineReady, PinInfo, SequenceInfo, SequenceOutput
+from pagemill.engine.messages import AdapterInfo, EngineReady, PinInfo, SequenceInfo
 from pagemill.engine.stats import EngineStats
 from pagemill.errors import (
     ConfigError,
     InvalidRequestError,
-    PagemillError,
     PinNotFoundError,
-    RequestNotFoundError,
     shown,
 )
 from pagemill.frontend.client import EngineClient
@@ -30,6 +26,7 @@ from pagemill.frontend.input_processor import InputProcessor, Prompt, as_mapping
 from pagemill.frontend.outputs import RunningRequest
 from pagemill.frontend.rates import Rates
 from pagemill.frontend.request_state import RequestState
+from pagemill.frontend.running_requests import RunningRequests
 from pagemill.frontend.session_turns import SessionTurns
 from pagemill.frontend.sleep import Sleep
 from pagemill.frontend.worker import Worker
@@ -47,7 +44,7 @@ MAX_TENANTS = 4096
 Params = SamplingParams | BeamSearchParams
 
 
-class Frontend:
+class Frontend(RunningRequests):
     """One loaded engine's front end. All methods belong to one thread; `worker` runs what takes long."""
 
     def __init__(
@@ -60,28 +57,15 @@ class Frontend:
         tenants: Mapping[str, TenantLimits],
     ) -> None:
         """model: its name, which sessions keep. tenants: limits at the start."""
-        self.client = client
+        super().__init__(client, tokenizer, Rates(tenants))
+        self.tenants = dict(tenants)
+        """Limits of the tenants as they are now; one that has never been set may be missing."""
         self.worker = worker
         self.inputs = InputProcessor(tokenizer, lambda: client.facts)
         self.turns = SessionTurns(store, self.inputs, model)
-        self.rates = Rates(tenants)
         self.sleep = Sleep(client)
-        self.on_request_end: Callable[[RequestState], None] = lambda request: None
-        """Called with each request when it has ended."""
-        self._running: dict[str, RequestState] = {}
-        self._by_engine_id: dict[str, RequestState] = {}
-        self._numbers = itertools.count()
 
     # --- requests ---
-
-    def new_request_id(self, wanted: str | None = None) -> str:
-        """Returns an id for a request. Raises `InvalidRequestError` for one that is in use."""
-        request_id = f"request-{next(self._numbers)}" if wanted is None else wanted
-        if request_id in self._running:
-            raise InvalidRequestError(
-                f"a request with the id {request_id!r} is still running; give each its own", param="request_id"
-            )
-        return request_id
 
     async def prepare(
         self,
@@ -169,68 +153,10 @@ class Frontend:
         try:
             self.sleep.check_awake()
             self.rates.begin(request.space.tenant, len(request.prompt_token_ids))
-            name = self.new_request_id(request.request_id)
-            # Steps under way may still bring tokens of an earlier request of this name: the engine's is used once.
-            request.asked.request_id = f"{name}#{next(self._numbers)}"
-            self.client.submit(request.asked)
+            self.begin(request)
         except BaseException:
             self.end_turn(request)
             raise
-        self._running[name] = self._by_engine_id[request.engine_id] = request
-
-    def receive(self, outputs: Iterable[SequenceOutput]) -> list[RequestState]:
-        """Takes what a step has brought, and returns the requests that have something new, each once.
-
-        Outputs of other requests are dropped: their end has just crossed with a step.
-        """
-        now, stopped = time.monotonic(), []
-        changed: dict[str, RequestState] = {}
-        for output in outputs:
-            request = self._by_engine_id.get(output.request_id)
-            if request is not None:
-                changed[output.request_id] = request
-                if request.add(output, now):
-                    stopped.append((output.request_id, output.index))
-        if stopped:
-            self.client.finish(stopped)
-        for request in changed.values():
-            request.tell()
-            if request.finished:
-                self.release(request)
-        return [*changed.values()]
-
-    def release(self, request: RequestState) -> None:
-        """Forgets a request; one that the engine still runs is aborted. Its name may be another's by now."""
-        if self._running.get(request.request_id) is not request:
-            return
-        del self._running[request.request_id], self._by_engine_id[request.engine_id]
-        answered = sum(len(sequence.output.token_ids) for sequence in request.sequences)
-        self.rates.spend(request.space.tenant, answered)
-        self.on_request_end(request)
-        if not request.finished:
-            self.client.abort([request.engine_id])
-
-    def abort(self, request: RequestState) -> None:
-        """Ends a request with `finish_reason` "abort"; what has come stays."""
-        self.release(request)
-        request.abort()
-
-    def fail(self, error: PagemillError) -> None:
-        """Ends every request with an error, for an engine that is gone."""
-        failed = [*self._running.values()]
-        self._running.clear()
-        self._by_engine_id.clear()
-        for request in failed:
-            request.fail(error)
-
-    def running(self, request_id: str, space: Namespace | None = None) -> RequestState:
-        """Returns a request that has not ended, of any namespace if that is None. Raises `RequestNotFoundError`."""
-        request = self._running.get(request_id)
-        if request is None or (space is not None and request.space != space):
-            raise RequestNotFoundError(
-                f"no request {request_id!r} is running; to go on from one that has ended, give all of it as a prompt"
-            )
-        return request
 
     async def requests(self, space: Namespace) -> list[RunningRequest]:
         """Returns a namespace's requests that have not ended, and where their KV blocks lie between two steps."""
@@ -310,6 +236,7 @@ class Frontend:
     async def unpin(self, name: str, space: Namespace) -> None:
         """Ends a pin. Raises `PinNotFoundError`."""
         await self.client.ask(queries.Unpin(name, *space))
+        self.made_pins.remove(name, space)
 
     # --- the engine ---
 
@@ -359,6 +286,7 @@ class Frontend:
                 param="tenants",
             )
         await self.client.ask(queries.SetTenant(name, limits))
+        self.tenants[name] = limits
         self.turns.store.set_limit(name, limits)
         self.rates.set_limits(name, limits)
         self.worker.limit(name, limits.max_waiting)

@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import random
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,8 +19,9 @@ from pagemill.engine import messages
 from pagemill.engine.messages import EngineReady, EngineRequest, Failure, SequenceOutput
 from pagemill.engine.queries import Answer, FromEngine, Query, Question
 from pagemill.engine.wire import HEADER, frame
-from pagemill.errors import EngineDeadError, PagemillError
+from pagemill.errors import EngineDeadError, EngineRestartingError, PagemillError
 from pagemill.frontend.spawn import spawn
+from pagemill.tenant_limits import TenantLimits
 
 A = TypeVar("A")
 
@@ -29,7 +32,8 @@ KEEPING_TIMEOUT_S = 300.0
 
 
 class ProcessClient:
-    """An `EngineClient` of one process. Loading begins with construction; all coroutines belong to one event loop.
+    """An `EngineClient` of one process, or of those that take its place one after another. Loading begins with
+    construction; all coroutines belong to one event loop.
 
     Queries are answered, and facts brought up to date, while somebody awaits `receive`.
     """
@@ -37,9 +41,11 @@ class ProcessClient:
     def __init__(self, config: EngineConfig) -> None:
         self.ended: PagemillError | None = None
         """Why nothing can be asked of this engine any more; None while it can."""
+        self.interrupted: EngineRestartingError | None = None
+        """Why nothing can be asked for a while; None while it can."""
+        self._config = config
         self._child = spawn()
         self._timeout_s = SHUTDOWN_TIMEOUT_S if config.kv_disk_memory is None else KEEPING_TIMEOUT_S
-        self._process, self._socket = self._child.process, self._child.socket
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -47,12 +53,14 @@ class ProcessClient:
         self._question_ids = itertools.count()
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._aborting: list[str] = []
-        self._socket.sendall(frame(messages.Start(config)))
+        self._random = random.Random(config.seed)
+        self._loaded = False
+        self._child.socket.sendall(frame(messages.Start(config)))
 
     @property
     def pid(self) -> int:
         """Process id of the engine."""
-        return self._process.pid
+        return self._child.process.pid
 
     @property
     def facts(self) -> EngineReady:
@@ -61,13 +69,30 @@ class ProcessClient:
 
     async def load(self, on_progress: Callable[[int, int], None]) -> None:
         """Attaches to the running event loop, and waits until the engine is loaded. Raises what kept it from that."""
-        self._reader, self._writer = await asyncio.open_connection(sock=self._socket)
-        while self._facts is None:
+        self._reader, self._writer = await asyncio.open_connection(sock=self._child.socket)
+        while not self._loaded:
             message = await self._next()
             if isinstance(message, messages.LoadProgress):
                 on_progress(message.done, message.total)
             elif isinstance(message, EngineReady):
-                self._facts = message
+                self._facts, self._loaded = message, True
+
+    def interrupt(self, error: EngineRestartingError) -> None:
+        """Answers every question with this error, until a `restart` has succeeded. The process has ended."""
+        self.interrupted = error
+        self._refuse(error)
+
+    async def restart(self, tenants: Mapping[str, TenantLimits], on_progress: Callable[[int, int], None]) -> None:
+        """Starts another process with the same settings, and gives it the size of the KV pool that the last one had,
+        and these tenants. Returns when it has loaded. Raises what kept it from that, or why this engine has ended."""
+        await self._disconnect()
+        if self.ended is not None:
+            raise self.ended
+        self._loaded, self._child = False, spawn()
+        start = messages.Start(replace(self._config, tenants={}), self.facts.kv_bytes, dict(tenants))
+        self._child.socket.sendall(frame(start))
+        await self.load(on_progress)
+        self.interrupted = None
 
     async def receive(self) -> list[SequenceOutput]:
         """Waits for the next step's outputs. Raises why there will be none when the process has ended."""
@@ -83,6 +108,8 @@ class ProcessClient:
     def submit(self, request: EngineRequest) -> None:
         if self.ended is not None:
             raise self.ended
+        if request.seed is None and request.params.seed is None:
+            request.seed = self._random.getrandbits(63)  # here, so that an engine that is sent it again takes the same
         self._send(request)
 
     def abort(self, request_ids: list[str]) -> None:
@@ -94,8 +121,8 @@ class ProcessClient:
         self._send(messages.FinishSequences(sequences))
 
     async def ask(self, query: Query[A]) -> A:
-        if self.ended is not None:
-            raise self.ended
+        if (error := self.ended or self.interrupted) is not None:
+            raise error
         question = Question(next(self._question_ids), query)  # type: ignore[arg-type]
         self._send(question)
         answer = self._asked[question.id] = asyncio.get_running_loop().create_future()
@@ -108,25 +135,34 @@ class ProcessClient:
     def end(self, error: PagemillError) -> None:
         """Answers every question with this error, now and from now on. The process is left to itself."""
         self.ended = error
-        asked, self._asked = self._asked, {}
-        for answer in asked.values():
-            if not answer.done():
-                answer.set_exception(error)
+        self._refuse(error)
 
     async def close(self, *, now: bool = False) -> None:
         """Ends the process: after its current step, or `now` (nothing it holds needs saving). May be called twice."""
         if self.ended is None:
             self.end(EngineDeadError("the engine was shut down"))
         if now:
-            self._process.kill()
+            self._child.process.kill()
         else:
             self._send(messages.Shutdown())
         await self._wait()
-        if self._writer is not None:
-            self._writer.close()
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
+        """Gives back what belongs to a process that has ended."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            writer.close()
             with contextlib.suppress(OSError):
-                await self._writer.wait_closed()
+                await writer.wait_closed()
         self._child.end()
+
+    def _refuse(self, error: PagemillError) -> None:
+        """Answers every question with an error."""
+        asked, self._asked = self._asked, {}
+        for answer in asked.values():
+            if not answer.done():
+                answer.set_exception(error)
 
     def _send_aborts(self) -> None:
         aborting, self._aborting = self._aborting, []
@@ -135,7 +171,7 @@ class ProcessClient:
     def _send(self, message: Any) -> None:
         """Queues a message, in order. Nothing happens if the process is gone: `receive` says so."""
         data = frame(message)
-        if self._writer is not None and not self._writer.is_closing():
+        if self._writer is not None and self.interrupted is None and not self._writer.is_closing():
             self._writer.write(data)
 
     async def _next(self) -> FromEngine:
@@ -149,7 +185,7 @@ class ProcessClient:
                     return message
                 fault = message
         except (asyncio.IncompleteReadError, ConnectionError):
-            raise cause_of_death(fault, await self._wait(), loaded=self._facts is not None) from None
+            raise cause_of_death(fault, await self._wait(), loaded=self._loaded) from None
 
     def _answered(self, message: Answer) -> None:
         """Ignores answers that nobody waits for any more."""
@@ -163,11 +199,12 @@ class ProcessClient:
 
     async def _wait(self) -> int:
         """Waits for the process to end, kills it when the time is over, and returns its exit status."""
+        process = self._child.process
         try:
-            return await asyncio.to_thread(self._process.wait, self._timeout_s)
+            return await asyncio.to_thread(process.wait, self._timeout_s)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            return await asyncio.to_thread(self._process.wait)
+            process.kill()
+            return await asyncio.to_thread(process.wait)
 
 
 def cause_of_death(fault: Failure | None, status: int, *, loaded: bool) -> PagemillError:

@@ -136,19 +136,31 @@ class RequestState:
         """The caller's name for it; the engine's may become another, which is nobody's after its end."""
         self.asked = asked
         self.space = Namespace(asked.tenant, asked.cache_salt)
-        self.sequences = [
-            SequenceState(index, asked.params, asked.prompt_token_ids, tokenizer) for index in range(asked.params.n)
-        ]
         self.turn: Turn | None = None
         """The session's turn that it is."""
+        self.final_only = best_of is not None
+        """Whether there is news at the end alone."""
+        self.has_given = False
+        """True once `take_delta` has returned a part of the answer: the request cannot begin again."""
+        self.num_sent = 0
+        """Engines that it was sent to."""
         self.on_news: Callable[[], None] | None = None
         """Called when `take_delta` has something to return, or when the request has failed."""
-        self.metrics = RequestMetrics(asked.arrival_s)
         self._failure: PagemillError | None = None
         self._best_of = best_of
         self.prompt = prompt
         """The text that it came from; of a session's turn, the text of that turn."""
         self._tokenizer = tokenizer
+        self.begin_again()
+
+    def begin_again(self) -> None:
+        """Forgets all that has come, which comes once more."""
+        asked = self.asked
+        self.sequences = [
+            SequenceState(index, asked.params, asked.prompt_token_ids, self._tokenizer)
+            for index in range(asked.params.n)
+        ]
+        self.metrics = RequestMetrics(asked.arrival_s)
         self.num_cached_tokens = 0
         self.pooled: bytes | None = None
         """The embedding, float32, if the request asked for one and has ended well."""
@@ -169,7 +181,10 @@ class RequestState:
     @property
     def finished(self) -> bool:
         """True once all its sequences have ended."""
-        return all(sequence.finished for sequence in self.sequences)
+        for sequence in self.sequences:  # noqa: SIM110, `all` takes three times as long, several times for every token
+            if sequence.output.finish_reason is None:
+                return False
+        return True
 
     @property
     def num_logprobs(self) -> int:
@@ -220,8 +235,8 @@ class RequestState:
         self.tell()
 
     def tell(self) -> None:
-        """Calls `on_news` for what has come: where the best of several are asked for, once all have ended."""
-        if self.on_news is not None and (self._best_of is None or self.finished or self._failure is not None):
+        """Calls `on_news` for what has come; once all has come, if that is asked for."""
+        if self.on_news is not None and (not self.final_only or self.finished or self._failure is not None):
             self.on_news()
 
     @property
@@ -245,11 +260,14 @@ class RequestState:
                 del positions[-POSITIONS_AT_ONCE:]
 
     def take_delta(self) -> RequestOutput:
-        """Returns what is new since the last call; prompt log probabilities come once."""
+        """Returns what is new since the last call; no outputs for nothing. Prompt log probabilities come once."""
+        if self.final_only and not self.finished:
+            return self._output([], None)
         self.decode_prompt_logprobs()
         if self._best_of is not None:
             return self.whole()
         outputs = [sequence.take_delta() for sequence in self.sequences if sequence.has_news]
+        self.has_given = self.has_given or bool(outputs)
         prompt_logprobs = None if self._prompt_logprobs_given else self._prompt_logprobs
         self._prompt_logprobs_given = self._prompt_logprobs is not None
         return self._output(outputs, prompt_logprobs)

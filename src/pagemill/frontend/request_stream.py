@@ -34,6 +34,10 @@ class RequestStream:
     def prompt_token_ids(self) -> list[int]:
         return self.request.prompt_token_ids
 
+    def only_whole(self) -> None:
+        """Makes the iterator give all of the answer at once, at the end. Until then it can begin again."""
+        self.request.final_only = True
+
     def whole(self) -> RequestOutput:
         """Returns all that has come so far."""
         return self.request.whole()
@@ -44,15 +48,17 @@ class RequestStream:
     async def __anext__(self) -> RequestOutput:
         if self._ended:
             raise StopAsyncIteration
-        await self._changed.wait()
-        self._changed.clear()
-        if self.request.error is not None:
-            self.close()
-            raise self.request.error
-        if self.request.has_undecoded_logprobs:
-            owner, size = self.request.space.tenant, len(self.request.prompt_token_ids)
-            await self._frontend.worker.run_for(owner, size, self.request.decode_prompt_logprobs)
-        output = self.request.take_delta()
+        output = None
+        while output is None or not output.outputs:  # none where it has begun again since there was something
+            await self._changed.wait()
+            self._changed.clear()
+            if self.request.error is not None:
+                self.close()
+                raise self.request.error
+            if self.request.has_undecoded_logprobs:
+                owner, size = self.request.space.tenant, len(self.request.prompt_token_ids)
+                await self._frontend.worker.run_for(owner, size, self.request.decode_prompt_logprobs)
+            output = self.request.take_delta()
         self._ended = output.finished
         if output.finished:
             await self._frontend.commit_turn(self.request)

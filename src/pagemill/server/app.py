@@ -123,7 +123,7 @@ def create_app(
     async def prometheus() -> Response:
         """Gives counters and times in Prometheus' text format."""
         stats = await llm.stats() if llm.is_ready else None
-        return Response(await asyncio.to_thread(metrics.render, stats), media_type=CONTENT_TYPE)
+        return Response(await asyncio.to_thread(metrics.render, stats, llm.restarts), media_type=CONTENT_TYPE)
 
     @app.get("/version")
     async def version() -> dict[str, str]:

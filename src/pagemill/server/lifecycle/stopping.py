@@ -54,7 +54,7 @@ class StoppingServer(uvicorn.Server):
             sock.close()
         self._feed.close()  # its streams have no end of their own
         await self._until(lambda: not self._feed.num_watching, ANSWER_S)
-        if self._llm.is_ready and self._busy():  # else nothing runs that could finish
+        if (self._llm.is_ready or self._llm.restarting) and self._busy():  # else nothing runs that could finish
             self._say(
                 f"stopping; answers on {self._busy()} of the open connections may go on for {self._drain_timeout_s:g} "
                 f"s; a second signal ends them at once"

@@ -17,6 +17,7 @@ from starlette.exceptions import HTTPException
 from pagemill.errors import (
     AuthenticationError,
     ConfigError,
+    EngineRestartingError,
     InvalidRequestError,
     ModelNotServedError,
     NotFoundError,
@@ -83,7 +84,7 @@ def install_error_handlers(app: FastAPI) -> None:
 def error_answer(error: PagemillError, status: int | None = None) -> JSONResponse:
     """Returns an error as the answer to an HTTP request. status: another than the error's own."""
     response = JSONResponse(error_response(error).model_dump(), status_code=status or error.http_status)
-    if isinstance(error, (TooManyWaitingError, ServerBusyError)):
+    if isinstance(error, (TooManyWaitingError, ServerBusyError, EngineRestartingError)):
         response.headers["Retry-After"] = RETRY_AFTER_S
     elif isinstance(error, RateLimitError):
         response.headers["Retry-After"] = str(math.ceil(error.retry_after_s))

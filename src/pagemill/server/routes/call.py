@@ -77,6 +77,8 @@ class Call(ABC, Generic[R]):
     async def _answer(self) -> Response:
         try:
             await self._start()
+            for stream in self._streams:
+                stream.only_whole()
             async with aclosing(self._deltas()) as deltas:
                 async for _ in deltas:
                     pass

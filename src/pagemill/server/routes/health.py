@@ -28,10 +28,16 @@ class Health:
         self._asked_s = -PERIOD_S
 
     def answer(self, while_loading: int = 503) -> JSONResponse:
-        """Returns 200 if requests are answered; 503 when the engine is gone, and when it is stuck."""
+        """Returns 200 if requests are answered; 503 when the engine is gone, and when it is stuck.
+
+        while_loading: the status while the model loads, also into another engine where one has died.
+        """
         llm = self._llm
         if llm.error is not None:
             return JSONResponse({"status": "dead", "error": llm.error.message}, status_code=503)
+        if llm.restarting is not None:
+            about = {"status": "restarting", "error": llm.restarting.message}
+            return JSONResponse(about, status_code=while_loading)
         if not llm.is_ready:
             done, total = llm.load_progress or (0, 0)
             return JSONResponse(
@@ -63,12 +69,14 @@ def health_routes(llm: AsyncLLM, stuck_after_s: float) -> APIRouter:
     @routes.get("/ready")
     @routes.get("/health")
     async def get_health() -> JSONResponse:
-        """Answers 200 when a request would be answered now; 503 while loading, and when the engine is gone or stuck."""
+        """Answers 200 when a request would be answered now; 503 while loading or restarting, and when the engine is
+        gone or stuck."""
         return health.answer()
 
     @routes.get("/live")
     async def get_live() -> JSONResponse:
-        """Answers 503 when only a restart helps: the engine is gone or stuck; 200 otherwise, also while loading."""
+        """Answers 503 when only a restart helps: the engine is gone or stuck; 200 otherwise, also while loading
+        or restarting."""
         return health.answer(while_loading=200)
 
     return routes

@@ -85,7 +85,7 @@ class Metrics:
         """Counts a request that has ended."""
         times = request.metrics
         for sequence in request.sequences:
-            self._ended.labels(sequence.output.finish_reason or "abort").inc()
+            self._ended.labels(sequence.output.finish_reason or ("abort" if request.error is None else "error")).inc()
         if times.time_in_queue is not None:
             self._queue.observe(times.time_in_queue)
         if times.first_token_time is not None and times.last_token_time is not None:
@@ -103,11 +103,14 @@ class Metrics:
         self._lag.observe(lag_s)
         self._longest_lag_s = max(self._longest_lag_s, lag_s)
 
-    def render(self, stats: EngineStats | None) -> bytes:
-        """Returns all metrics in Prometheus' text format. stats: None while there is no engine to ask."""
+    def render(self, stats: EngineStats | None, restarts: tuple[int, int]) -> bytes:
+        """Returns all metrics in Prometheus' text format.
+
+        stats: None while there is no engine to ask. restarts: of engines, and requests that were sent again.
+        """
         self._longest_lag.set(self._longest_lag_s)
         self._longest_lag_s = 0.0
-        collectors: list[Collector | CollectorRegistry] = [self._registry]
+        collectors: list[Collector | CollectorRegistry] = [_Restarts(*restarts), self._registry]
         if stats is not None:
             collectors.insert(0, _Engine(stats))
         labelled = CollectorRegistry()
@@ -130,6 +133,26 @@ class _OfModel(Collector):
             for metric in collector.collect():
                 metric.samples = [sample._replace(labels=self._label | sample.labels) for sample in metric.samples]
                 yield metric
+
+
+class _Restarts(Collector):
+    """Collects what became of engines that died."""
+
+    def __init__(self, restarts: int, sent_again: int) -> None:
+        self._restarts = restarts
+        self._sent_again = sent_again
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "pagemill:engine_restarts",
+            "Engine processes that took the place of one that had died.",
+            value=self._restarts,
+        )
+        yield CounterMetricFamily(
+            "pagemill:requests_sent_again",
+            "Requests that were sent once more, to an engine that took the place of another.",
+            value=self._sent_again,
+        )
 
 
 class _Engine(Collector):
