@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -183,9 +183,9 @@ def listing_of_many(http: httpx.Client) -> None:
 
 
 @contextlib.contextmanager
-def server() -> Iterator[str]:
+def server(settings: Sequence[str] = SETTINGS) -> Iterator[str]:
     """Runs a server of its own, and gives its URL."""
-    command = [sys.executable, "-m", "pagemill", "serve", MODEL, "--port", "0", *SETTINGS]
+    command = [sys.executable, "-m", "pagemill", "serve", MODEL, "--port", "0", *settings]
     with tempfile.NamedTemporaryFile("a") as log, subprocess.Popen(command, stdout=log, stderr=log) as process:
         try:
             while (found := re.search(r"curl (http://\S+)/v1/", Path(log.name).read_text())) is None:

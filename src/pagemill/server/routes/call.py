@@ -8,6 +8,7 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence, Sized
 from contextlib import aclosing
+from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi.responses import Response
@@ -119,8 +120,8 @@ class Call(ABC, Generic[R]):
                         yield ""  # for `events`
                     size = sum(1 + len(new.logprobs or ()) for new in output.outputs)
                     size += len(output.prompt_logprobs or ())
-                    for part in await _off_loop(size, self._parts, position, output):
-                        yield part
+                    if parts := await _off_loop(size, self._parts, position, output):
+                        yield parts
             if self.request.include_usage:
                 yield event(self.CHUNK(**self._head, choices=[], usage=_usage(self._results())))
         except PagemillError as error:
@@ -135,10 +136,18 @@ class Call(ABC, Generic[R]):
                 self._forget_logprobs()
         yield DONE
 
-    def _parts(self, position: int, output: RequestOutput) -> list[str]:
-        """Returns the events that say what is new of the prompt at `position`."""
+    def _parts(self, position: int, output: RequestOutput) -> str:
+        """Returns the events that say what is new of the prompt at `position`, for one write."""
+        before, after = self._around
         choices = (choice for new in output.outputs for choice in self._chunks(position, new))
-        return [event(self.CHUNK(**self._head, choices=[choice])) for choice in choices]
+        return "".join([f"{before}{choice.model_dump_json()}{after}" for choice in choices])
+
+    @cached_property
+    def _around(self) -> tuple[str, str]:
+        """Returns what stands before and behind the choice of every event; written anew, it would cost as much as the
+        choice."""
+        before, _, after = event(self.CHUNK(**self._head, choices=[])).partition('"choices":[]')
+        return f'{before}"choices":[', f"]{after}"
 
     async def _start(self) -> None:
         """Checks and submits every prompt; if one is refused, `_close` ends the others."""
