@@ -22,9 +22,10 @@ RULES = "Answer in one short and friendly sentence, and say so when you do not k
 
 
 @pytest.fixture(scope="module")
-def server(serving):
+def server(serving, tmp_path_factory):
     """Two sequences run at once, so that a third request waits."""
-    with serving(max_model_len=512, kv_memory="48MiB", max_num_seqs=2, max_engine_restarts=2) as server:
+    disk = {"kv_disk_memory": "16MiB", "kv_disk_path": str(tmp_path_factory.mktemp("kv"))}
+    with serving(max_model_len=512, kv_memory="48MiB", max_num_seqs=2, max_engine_restarts=2, **disk) as server:
         yield server
 
 
@@ -72,7 +73,7 @@ def test_what_had_given_nothing_is_sent_again_and_what_was_set_stays(server):
     def state():
         return (
             server.run(server.llm.ready()).kv_bytes,
-            server.run(server.llm.stats()).tenants["other"].max_running,
+            server.run(server.llm.stats()).tenants["other"].limits.max_running,
             [(pin.name, pin.num_tokens) for pin in server.run(server.llm.pins())],
         )
 

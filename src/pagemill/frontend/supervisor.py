@@ -82,7 +82,7 @@ class Supervisor:
             delay_s = self._next_delay_s(death)
             number, most = len(self._restarts_s), self._limits.max_engine_restarts
             error = EngineRestartingError(
-                f"{death.message.removesuffix('; start a new one')}, and another is being started (restart {number} "
+                f"{_said(death)}, and another is being started (restart {number} "
                 f"of at most {most} in {self._limits.engine_restart_window_s:g} s); send this again"
             )
             LOGGER.error("%s", error.message.removesuffix("; send this again"))
@@ -96,6 +96,9 @@ class Supervisor:
                 await self._client.restart(frontend.tenants, self._on_progress)
             except PagemillError as failed:
                 death = failed
+                continue
+            except OSError as failed:
+                death = EngineDeadError(f"no engine process could be started ({failed})")
                 continue
             again = await frontend.resume()
             LOGGER.warning("an engine runs again; requests that were sent once more: %d", again)
@@ -115,8 +118,13 @@ class Supervisor:
             if not restarts_s:
                 raise death
             raise EngineDeadError(
-                f"{death.message}; it has been started again {len(restarts_s)} times in "
+                f"{_said(death)}; it has been started again {len(restarts_s)} times in "
                 f"{limits.engine_restart_window_s:g} s, and is not once more (max_engine_restarts)"
             )
         restarts_s.append(now)
         return 0.0 if len(restarts_s) == 1 else min(2.0 ** (len(restarts_s) - 2), LONGEST_DELAY_S)
+
+
+def _said(death: PagemillError) -> str:
+    """Returns what became of an engine, without the way out for one that is not started again."""
+    return death.message.removesuffix("; start a new one")
