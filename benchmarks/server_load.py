@@ -149,8 +149,8 @@ def measure_cost(settings: list[str], threads: int, rounds: int) -> None:
         LLM(MODEL, max_model_len=2048, kv_memory="256MiB", max_num_seqs=RUNNING, num_threads=threads) as llm,
     ):
         asked = Server(url)
-        asked.run(bodies)
-        llm.generate(prompts, params, use_tqdm=False)
+        asked.run([body(number, FEW_TOKENS) for number in range(RUNNING)])
+        llm.generate(prompts, SamplingParams(max_tokens=FEW_TOKENS), use_tqdm=False)
         ratios, costs = [], []
         before = asked.lags()
         for number in range(rounds):
@@ -235,7 +235,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--parts", default="cost,first-byte,streams", help="what to measure, separated by commas")
     parser.add_argument("--threads", type=int, default=1, help="threads of the engine")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--streams", type=int, default=4000)
     options = parser.parse_args()
     settings = ["--max-model-len", "2048", "--kv-memory", "256MiB", "--num-threads", str(options.threads)]
