@@ -4,6 +4,7 @@ sent again, and what was set stays set."""
 import contextlib
 import json
 import os
+import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -107,9 +108,9 @@ def test_what_had_given_nothing_is_sent_again_and_what_was_set_stays(server):
     assert state() == before
     assert server.run(server.llm.sessions())[0].num_turns == 1
     metrics = httpx.get(f"{server.url}/metrics").text
-    assert "pagemill:engine_restarts_total 1.0" in metrics
-    assert "pagemill:requests_sent_again_total 3.0" in metrics
-    assert 'finished_reason="error"} 1.0' in metrics
+    assert 'engine_restarts_total{model_name="smollm2-135m"} 1.0' in metrics
+    assert 'requests_sent_again_total{model_name="smollm2-135m"} 3.0' in metrics
+    assert re.search(r'request_success_total\{.*finished_reason="error".*\} 1.0', metrics)
 
     assert not twice.done()
     again = pool.submit(post, TEXT)

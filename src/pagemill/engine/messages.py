@@ -10,6 +10,7 @@ import msgspec
 
 from pagemill.config import EngineConfig
 from pagemill.errors import EmptyPromptError, PagemillError, PromptTooLongError, error_of
+from pagemill.lora_request import LoRARequest
 from pagemill.sampling.params import BeamSearchParams, SamplingParams, TokenLogprobs
 from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
@@ -26,6 +27,8 @@ class Start(msgspec.Struct, tag=True):
     """Size of the KV pool once it has loaded; None: as the config says."""
     tenants: dict[str, TenantLimits] = {}
     """Tenants to set then, beside those of the config."""
+    adapters: list[LoRARequest] = []
+    """LoRA adapters to load then, beside those of the config."""
 
 
 class EngineRequest(msgspec.Struct, tag=True, kw_only=True):

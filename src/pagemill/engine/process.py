@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import os
 import signal
 import socket
@@ -32,9 +33,12 @@ from pagemill.engine.messages import (
 from pagemill.engine.queries import Answer, Question, ToEngine
 from pagemill.engine.wire import Channel
 from pagemill.errors import InvalidRequestError, PagemillError
+from pagemill.lora_request import LoRARequest
 
 if TYPE_CHECKING:
     from pagemill.engine.core import EngineCore
+
+LOGGER = logging.getLogger(__name__)
 
 PROGRESS_PERIOD_S = 0.05
 
@@ -67,6 +71,8 @@ def main(descriptor: int) -> int:
                 core.resize(start.kv_bytes)
             for name, limits in start.tenants.items():
                 core.set_tenant(name, limits)
+            for adapter in start.adapters:
+                _load_again(core, adapter)
             gc.freeze()
             gc.enable()
             try:
@@ -127,6 +133,14 @@ def _answer(core: EngineCore, channel: Channel[ToEngine], question: Question) ->
     if core.ready != before:
         channel.send(core.ready)
     channel.send(Answer(question.id, answer))
+
+
+def _load_again(core: EngineCore, adapter: LoRARequest) -> None:
+    """Loads an adapter that an earlier engine had. Where it is gone, its requests are refused and others go on."""
+    try:
+        core.load_adapter(adapter)
+    except PagemillError as error:
+        LOGGER.error("the LoRA adapter %r could not be loaded again: %s", adapter.lora_name, error)
 
 
 def _progress(channel: Channel[ToEngine]) -> Callable[[int, int], None]:

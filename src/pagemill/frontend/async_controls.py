@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from pagemill.engine.kv_map import KVMap
 from pagemill.engine.messages import EngineReady, PinInfo
 from pagemill.engine.stats import EngineStats
 from pagemill.frontend.frontend import Frontend
+from pagemill.frontend.input_processor import Prompt, size_of
 from pagemill.namespace import Namespace
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 from pagemill.text.tokenizer import Tokenizer
@@ -70,6 +71,21 @@ class AsyncControls(ABC):
     async def unpin(self, name: str, *, cache_salt: str = "", tenant: str = DEFAULT_TENANT) -> None:
         """See `LLM.unpin`."""
         await (await self._ready()).unpin(name, Namespace(tenant, cache_salt))
+
+    async def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        cache_salt: str = "",
+        tenant: str = DEFAULT_TENANT,
+        **template: Any,
+    ) -> Prompt:
+        """Returns a conversation as a prompt for `generate`; see `InputProcessor.render_chat`."""
+        frontend, owner = await self._ready(), Namespace(tenant, cache_salt).tenant
+        frontend.worker.require_room(owner)
+        return await frontend.worker.run_for(
+            owner, size_of(messages), frontend.inputs.render_chat, messages, cache_salt=cache_salt, **template
+        )
 
     async def tokenizer(self) -> Tokenizer:
         """Returns the one that this engine uses."""

@@ -26,7 +26,7 @@ from pagemill.errors import (
 from pagemill.fixed_arguments import OF_CALLS, takes_fixed
 from pagemill.frontend.async_controls import AsyncControls
 from pagemill.frontend.frontend import Frontend, Params
-from pagemill.frontend.input_processor import Prompt, size_of
+from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.outputs import RequestOutput, RunningRequest
 from pagemill.frontend.pooling import EmbeddingRequestOutput, embedding_of
 from pagemill.frontend.process_client import ProcessClient
@@ -298,21 +298,6 @@ class AsyncLLM(AsyncControls):
             if self._frontend is not None:
                 with contextlib.suppress(RequestNotFoundError):
                     self._frontend.abort(self._frontend.running(name))
-
-    async def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        cache_salt: str = "",
-        tenant: str = DEFAULT_TENANT,
-        **template: Any,
-    ) -> Prompt:
-        """Returns a conversation as a prompt for `generate`; see `InputProcessor.render_chat`."""
-        frontend, owner = await self._ready(), Namespace(tenant, cache_salt).tenant
-        frontend.worker.require_room(owner)
-        return await frontend.worker.run_for(
-            owner, size_of(messages), frontend.inputs.render_chat, messages, cache_salt=cache_salt, **template
-        )
 
     # --- sessions and pins ---
 

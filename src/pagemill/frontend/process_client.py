@@ -21,6 +21,7 @@ from pagemill.engine.queries import Answer, FromEngine, Query, Question
 from pagemill.engine.wire import HEADER, frame
 from pagemill.errors import EngineDeadError, EngineRestartingError, PagemillError
 from pagemill.frontend.spawn import spawn
+from pagemill.lora_request import LoRARequest
 from pagemill.tenant_limits import TenantLimits
 
 A = TypeVar("A")
@@ -89,7 +90,8 @@ class ProcessClient:
         if self.ended is not None:
             raise self.ended
         self._loaded, self._child = False, spawn()
-        start = messages.Start(replace(self._config, tenants={}), self.facts.kv_bytes, dict(tenants))
+        adapters = [LoRARequest(each.name, each.number, each.path) for each in self.facts.adapters]
+        start = messages.Start(replace(self._config, tenants={}), self.facts.kv_bytes, dict(tenants), adapters)
         self._child.socket.sendall(frame(start))
         await self.load(on_progress)
         self.interrupted = None
