@@ -32,7 +32,7 @@ from benchmarks.front_end_stalls import JSON, MODEL, server
 TOKENS = 64
 """Tokens of an answer where the time per token is measured."""
 RUNNING = 64
-PROBES = 200
+PROBES = 80
 FEW_TOKENS = 2
 """Tokens of each of many streams."""
 AT_ONCE = 256
