@@ -173,6 +173,10 @@ class SessionNotFoundError(NotFoundError):
     """No session of this name in this namespace."""
 
 
+class ResponseNotFoundError(SessionNotFoundError):
+    """No response of this id in this namespace, or none any more."""
+
+
 class SessionBusyError(InvalidRequestError):
     """A session that another request is using, or that another process has changed meanwhile."""
 

@@ -13,6 +13,7 @@ from pagemill.server.protocol.chat import ChatCompletionRequest
 from pagemill.server.protocol.completions import CompletionRequest
 from pagemill.server.protocol.errors import LONGEST_MESSAGE, error_response
 from pagemill.server.protocol.generation import MAX_CHOICES, MAX_MESSAGES, MAX_PARTS, MAX_PROMPTS
+from pagemill.server.protocol.responses import ResponsesRequest
 from pagemill.server.protocol.tools import MAX_ARGUMENTS, MAX_BRACKETS
 from pagemill.server.routes.pins import PinBody
 from pagemill.server.routes.tokens import TokenizeRequest
@@ -74,6 +75,9 @@ def refusal(kind, body):
         (ChatCompletionRequest, {"messages": [{**MESSAGE, "content": [PART] * 6000}] * 3}, "messages", MAX_PARTS),
         (ChatCompletionRequest, {"messages": [{**MESSAGE, "name": "x" * 300}]}, "messages", 256),
         (PinBody, {"name": "x", "messages": [MESSAGE] * (MAX_MESSAGES + 1)}, "messages", MAX_MESSAGES),
+        (ResponsesRequest, {"input": [MESSAGE] * (MAX_MESSAGES + 1)}, "input", MAX_MESSAGES),
+        (ResponsesRequest, {"input": [{"content": [PART] * 6000}] * 3}, "input", MAX_PARTS),
+        (ResponsesRequest, {"input": "x", "metadata": {str(at): "" for at in range(17)}}, "metadata", 16),
     ],
 )  # fmt: skip
 def test_sizes_have_limits(kind, body, param, limit):
@@ -119,6 +123,8 @@ def test_the_largest_sizes_are_taken():
         (ChatCompletionRequest, {"messages": [{}] * 300_000}),
         (ChatCompletionRequest, {"messages": [{**MESSAGE, "content": [{}] * 300_000}]}),
         (PinBody, {"name": "x", "prompt": [{}] * 300_000}),
+        (ResponsesRequest, {"input": [{}] * 300_000}),
+        (ResponsesRequest, {"input": [{"role": "user", "content": [{}] * 300_000}]}),
     ],
 )
 def test_many_wrong_entries_are_refused_at_the_first(kind, body):

@@ -244,6 +244,20 @@ def test_a_tenant_keeps_no_more_sessions_than_it_may(server):
             owner.delete(f"/sessions/{name}")
 
 
+def test_a_response_is_its_tenants_and_gives_way_to_its_tenants_alone(server):
+    asked = {"input": PROMPTS[0], "max_output_tokens": 2}
+    with api(server, "sk-wild") as wild, api(server, "sk-calm") as calm, api(server, "sk-admin") as admin:
+        other = calm.post("/responses", json=asked).json()["id"]
+        for answer in (wild.get(f"/responses/{other}"), wild.delete(f"/responses/{other}"),
+                       wild.post("/responses", json={**asked, "previous_response_id": other})):  # fmt: skip
+            assert answer.status_code == 404
+        admin.put("/tenants/wild", json={"max_sessions": 1})
+        older, newer = (wild.post("/responses", json=asked).json()["id"] for _ in range(2))
+        assert [wild.get(f"/responses/{name}").status_code for name in (older, newer)] == [404, 200]
+        admin.put("/tenants/wild", json={"max_waiting": 30})
+        assert wild.delete(f"/responses/{newer}").status_code == calm.delete(f"/responses/{other}").status_code == 200
+
+
 def test_an_idle_engine_gives_back_what_its_time_has_come_for(server):
     """Whoever asks for figures wakes the engine, but only after it should have acted."""
     with api(server, "sk-wild") as wild, api(server, "sk-admin") as admin:

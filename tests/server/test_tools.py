@@ -1,6 +1,7 @@
 """Tools over HTTP, with OpenAI's own client. What the model says is given, but for constrained answers: the small one
 calls no tools of its own accord."""
 
+import functools
 import json
 import runpy
 import sys
@@ -11,7 +12,7 @@ import jsonschema
 import openai
 import pytest
 
-from pagemill.frontend import request_state
+from scripted import END, say
 
 MODEL = "smollm2-135m"
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
@@ -29,7 +30,6 @@ WEATHER = {
 }
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 ASKED = {"model": MODEL, "messages": [{"role": "user", "content": "What is the weather in Paris?"}], "tools": [WEATHER]}
-END = "§"
 
 
 @pytest.fixture(scope="module")
@@ -47,22 +47,7 @@ def client(server):
 @pytest.fixture
 def says(monkeypatch):
     """Makes all answers this text, five characters a token."""
-
-    def say(text):
-        class Script:
-            def __init__(self, *_, **__):
-                self.left = text + END
-
-            def add(self, token_ids):
-                piece, self.left = self.left[:5], self.left[5:]
-                return piece
-
-            def finish(self):
-                return ""
-
-        monkeypatch.setattr(request_state, "Detokenizer", Script)
-
-    return say
+    return functools.partial(say, monkeypatch)
 
 
 def answers(client, stream, **asked):
@@ -339,6 +324,8 @@ def test_wrong_tools_are_refused_in_words(client, asked, param, said):
 def test_a_template_without_tools_says_so(served):
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client:
         param, message = refused(client)
+        assert (param, "has no place for them" in message) == ("tools", True)
+        param, message = refused(client, tool_choice="required")
         assert (param, "has no place for them" in message) == ("tools", True)
         param, message = refused(client, tools=openai.omit, messages=[called("{}")])
         assert (param, "has no place for them" in message) == ("messages", True)

@@ -419,3 +419,49 @@ def test_killed_at_any_moment_a_session_has_whole_turns(tmp_path):
         said = max([said, *map(int, rest.split(b"\n")[:-1])])
         (value,) = set(store_of(path).get("a", HERE).token_ids)
         assert value in (said, said + 1)
+
+
+def response(store, name, space=HERE, after=None):
+    begun = store.begin_response(name, space, after=after, keep=True, **OF)
+    store.commit(begun, [*begun.token_ids, 1], [], response={"name": name})
+
+
+def names(store, space=HERE):
+    return {found.name for found in store.list(space)}
+
+
+def test_responses_give_way_to_newer_ones_and_to_sessions():
+    store = store_of(max_sessions=3)
+    turn(store, "named", [1])
+    response(store, "resp_1")
+    response(store, "resp_2")
+    response(store, "resp_3", after="resp_1")  # that is used now: the other one gives way
+    assert names(store) == {"named", "resp_1", "resp_3"}
+    assert store.get("resp_3", HERE).token_ids == [1, 1]
+    turn(store, "another", [1])
+    turn(store, "third", [1])
+    assert names(store) == {"named", "another", "third"}
+    with pytest.raises(errors.SessionLimitError, match="set store to false"):
+        store.begin_response("resp_4", HERE, after=None, keep=True, **OF)
+    store.release(store.begin_response("resp_4", HERE, after=None, keep=False, **OF))
+    with pytest.raises(errors.ResponseNotFoundError, match="gave way to newer ones"):
+        store.begin_response("resp_5", HERE, after="resp_3", keep=False, **OF)
+
+
+def test_responses_give_way_to_their_own_tenant_alone():
+    store = store_of(max_sessions=3)
+    store.set_limit("a", TenantLimits(max_sessions=1))
+    for name in ("resp_1", "resp_2"):
+        response(store, name, Namespace("a"))
+        response(store, name, Namespace("b"))
+    assert (names(store, Namespace("a")), names(store, Namespace("b"))) == ({"resp_2"}, {"resp_1", "resp_2"})
+    with pytest.raises(errors.SessionLimitError):
+        turn(store, "c", [1], space=Namespace("c"))
+
+
+def test_many_responses_at_once_need_no_room_each():
+    store = store_of(max_sessions=1)
+    begun = [store.begin_response(f"resp_{at}", HERE, after=None, keep=True, **OF) for at in range(3)]
+    for each in begun:
+        store.commit(each, [1], [], response={})
+    assert names(store) == {"resp_2"}

@@ -21,7 +21,8 @@ from pagemill.errors import (
     StepFailedError,
 )
 from pagemill.sampling.params import SamplingParams
-from pagemill.sessions.store import check_name, default_path
+from pagemill.sessions.record import check_name
+from pagemill.sessions.store import default_path
 
 if TYPE_CHECKING:
     from pagemill.cli.chat_conversation import Conversation

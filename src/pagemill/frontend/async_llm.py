@@ -40,7 +40,8 @@ from pagemill.hub import resolve_model
 from pagemill.lora_request import LoRARequest
 from pagemill.namespace import Namespace
 from pagemill.sampling.pooling_params import PoolingParams
-from pagemill.sessions.store import SessionRecord, SessionStore
+from pagemill.sessions.record import SessionRecord
+from pagemill.sessions.store import SessionStore
 from pagemill.tenant_limits import DEFAULT_TENANT
 from pagemill.text.tokenizer import Tokenizer
 

@@ -33,7 +33,8 @@ from pagemill.frontend.worker import Worker
 from pagemill.lora_request import LoRARequest, check_lora_request
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
-from pagemill.sessions.store import SessionRecord, SessionStore
+from pagemill.sessions.record import SessionRecord
+from pagemill.sessions.store import SessionStore
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 from pagemill.text.tokenizer import Tokenizer
 

@@ -35,7 +35,8 @@ from pagemill.lora_request import LoRARequest
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.sampling.pooling_params import PoolingParams
-from pagemill.sessions.store import SessionRecord, SessionStore
+from pagemill.sessions.record import SessionRecord
+from pagemill.sessions.store import SessionStore
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 from pagemill.text.tokenizer import Tokenizer
 

@@ -15,7 +15,7 @@ from pagemill.errors import PagemillError
 from pagemill.frontend.outputs import CompletionOutput, Logprob, LogprobsOfPosition, RequestMetrics, RequestOutput
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import SamplingParams, TokenLogprobs
-from pagemill.sessions.store import SessionRecord
+from pagemill.sessions.record import SessionRecord
 from pagemill.text.detokenizer import Detokenizer
 from pagemill.text.stop import StopStrings
 from pagemill.text.tokenizer import Tokenizer
@@ -112,17 +112,35 @@ class BestOf(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
+class ResponseTurn:
+    """Makes a turn a response: it goes on from an earlier one, which stays as it is, and is kept under its own name.
+
+    after: the earlier response, None for none. instructions: the system message before the conversation, of this turn
+    alone. keep: False leaves no trace. on_end: called in another thread once the answer has ended; returns what is kept
+    beside the conversation.
+    """
+
+    after: str | None
+    instructions: str | None
+    keep: bool
+    on_end: Callable[[RequestState], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
 class Turn:
     """A session's turn that has been taken from the store and must be given back.
 
-    messages: the session's after this turn, but for the answer; None for a turn of a plain prompt. tools: those that
-    it is rendered with. max_tool_calls: see `AnswerFormats.reader`.
+    messages: the session's after this turn, but for the answer; None for a turn of a plain prompt. tools,
+    instructions: those that it is rendered with. max_tool_calls: see `AnswerFormats.reader`. response: None for a turn
+    of a session that was named.
     """
 
     begun: SessionRecord
     messages: list[Mapping[str, Any]] | None
     tools: Sequence[Mapping[str, Any]] | None = None
     max_tool_calls: int | None = None
+    instructions: str | None = None
+    response: ResponseTurn | None = None
 
 
 class RequestState:

@@ -8,13 +8,13 @@ from typing import Any
 
 from pagemill.frontend.frontend import Frontend
 from pagemill.frontend.outputs import RequestOutput
-from pagemill.frontend.request_state import RequestState
+from pagemill.frontend.request_state import RequestState, ResponseTurn
 from pagemill.frontend.request_stream import RequestStream
 from pagemill.frontend.worker import immediately
 from pagemill.lora_request import LoRARequest
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import SamplingParams
-from pagemill.sessions.store import SessionRecord
+from pagemill.sessions.record import SessionRecord
 
 
 class Session:
@@ -148,11 +148,17 @@ class AsyncSession:
         request_id: str | None = None,
         *,
         priority: int = 0,
+        max_tool_calls: int | None = None,
+        response: ResponseTurn | None = None,
         lora_request: LoRARequest | None = None,
         **template: Any,
     ) -> RequestStream:
-        """Answers the new turn's messages alone; those before are the session's. `template` goes to the template."""
-        how = {"template": template, "priority": priority, "lora_request": lora_request}
+        """Answers the new turn's messages alone; those before are the session's. `template` goes to the template.
+
+        max_tool_calls: the session keeps so many of the answer's calls; None for all. response: makes it a response.
+        """
+        how: dict[str, Any] = {"priority": priority, "max_tool_calls": max_tool_calls, "response": response}
+        how |= {"template": template, "lora_request": lora_request}
         return await self._start(messages, sampling_params, request_id, **how)
 
     async def record(self) -> SessionRecord:

@@ -9,10 +9,11 @@ from typing import Any
 from pagemill.engine.messages import AdapterInfo
 from pagemill.errors import InvalidRequestError, PromptTooLongError, SamplingParamsError, shown
 from pagemill.frontend.input_processor import InputProcessor, Prompt, token_ids_of
-from pagemill.frontend.request_state import RequestState, Turn
+from pagemill.frontend.request_state import RequestState, ResponseTurn, Turn
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import SamplingParams
-from pagemill.sessions.store import SessionRecord, SessionStore
+from pagemill.sessions.record import SessionRecord
+from pagemill.sessions.store import SessionStore
 from pagemill.text.answer.of_model import message_of
 from pagemill.text.chat_template import check_messages
 
@@ -41,71 +42,84 @@ class SessionTurns:
         template: Mapping[str, Any] | None = None,
         priority: int = 0,
         max_tool_calls: int | None = None,
+        response: ResponseTurn | None = None,
         adapter: AdapterInfo | None = None,
     ) -> RequestState:
         """Takes a session for one turn, and returns the turn's request: the session's tokens, then those of `content`.
 
         content: text or token ids; messages if there is a `template`, which goes to the chat template. Without tools in
-        it, those of the session's last turn count. max_tool_calls: see `AnswerFormats.reader`. adapter: a loaded
-        LoRA adapter, to which the session belongs from its first turn on. Raises what
-        `SessionStore.begin`, `InputProcessor.process` and the chat template raise; then the session is not in use.
+        it, those of the session's last turn count, unless it is a `response`. max_tool_calls: see
+        `AnswerFormats.reader`. adapter: a loaded LoRA adapter, to which the session belongs from its first turn on.
+        Raises what `SessionStore.begin` or `begin_response`, `InputProcessor.process` and the chat template raise; then
+        the session is not in use.
         """
         params = _for_one_answer(params)
         if template is not None:
             check_messages(content)
-        begun = self.store.begin(
-            name,
-            space,
-            model=self._model if adapter is None else adapter.name,
-            tokenizer=self._inputs.tokenizer.fingerprint,
-            adapter=b"" if adapter is None else adapter.digest,
-        )
+        begun = self._begun(name, space, response, adapter)
         try:
             messages = tools = None
+            instructions = begun.instructions if response is None else response.instructions
             if template is None:
                 text, token_ids = self._prompt(begun, content)
             else:
-                tools = _tools(template.get("tools")) or begun.tools
-                text, token_ids = self._chat(begun, content, {**template, "tools": tools})
+                tools = _tools(template.get("tools")) or (begun.tools if response is None else None)
+                text, token_ids = self._chat(begun, instructions, content, {**template, "tools": tools})
                 messages = [*(begun.messages or []), *content]
-                self._check_size(name, messages, tools)
+                if response is None or response.keep:
+                    what = f"session {name!r}" if response is None else "the response"
+                    self._check_size(what, messages, tools)
             prompt: Prompt = {"prompt": text, "prompt_token_ids": token_ids, "cache_salt": space.cache_salt}
             request = self._inputs.process(
-                prompt,
-                params,
-                request_id,
+                *(prompt, params, request_id),
                 tenant=space.tenant,
-                in_session=True,
+                in_session=response is None or response.keep,
                 priority=priority,
                 adapter=0 if adapter is None else adapter.number,
             )
         except PromptTooLongError as error:
             self.store.release(begun)
+            if not begun.token_ids:
+                raise
+            earlier = f"session {name!r}" if response is None else f"response {response.after!r}"
             raise PromptTooLongError(
-                f"{error.message}; {len(begun.token_ids)} of them are those of session {name!r}: begin another",
+                f"{error.message}; {len(begun.token_ids)} of them are those of {earlier}: begin another",
                 param=error.param,
             ) from None
         except BaseException:
             self.store.release(begun)
             raise
-        request.turn = Turn(begun, messages, tools, max_tool_calls)
+        request.turn = Turn(begun, messages, tools, max_tool_calls, instructions, response)
         return request
 
-    def _check_size(self, name: str, messages: list[Any], tools: list[Any] | None) -> None:
+    def _check_size(self, what: str, messages: list[Any], tools: list[Any] | None) -> None:
         """Raises `InvalidRequestError` for more than a session keeps."""
         size, limit = len(json.dumps([messages, tools], default=dict)), MAX_KEPT * self._inputs.facts().max_model_len
         if size > limit:
             raise InvalidRequestError(
-                f"messages and tools of session {name!r} would have {size} characters as JSON; it keeps at most "
+                f"messages and tools of {what} would have {size} characters as JSON; it keeps at most "
                 f"{limit}, {MAX_KEPT} for each token of max_model_len; leave out what the chat template leaves out, "
                 f"such as earlier reasoning, or begin another",
                 param="messages",
             )
 
+    def _begun(
+        self, name: str, space: Namespace, response: ResponseTurn | None, adapter: AdapterInfo | None
+    ) -> SessionRecord:
+        of: dict[str, Any] = {"model": self._model, "tokenizer": self._inputs.tokenizer.fingerprint}
+        if adapter is not None:
+            of |= {"model": adapter.name, "adapter": adapter.digest}
+        if response is None:
+            return self.store.begin(name, space, **of)
+        return self.store.begin_response(name, space, after=response.after, keep=response.keep, **of)
+
     def commit(self, request: RequestState) -> None:
-        """Appends a turn's answer to its session."""
+        """Appends a turn's answer to its session, unless it is a response that is not kept."""
         turn, (answer,) = request.turn, request.whole().outputs
         assert turn is not None
+        content = None if turn.response is None else turn.response.on_end(request)
+        if turn.response is not None and not turn.response.keep:
+            return
         messages = turn.messages
         if messages is not None:
             detokenized, tokenizer = request.asked.params.detokenize, self._inputs.tokenizer
@@ -114,7 +128,8 @@ class SessionTurns:
                 turn.tools, prompt=request.prompt or "", answer_id=request.request_id, max_calls=turn.max_tool_calls
             )
             messages = [*messages, message_of(reader, text)]
-        self.store.commit(turn.begun, [*request.prompt_token_ids, *answer.token_ids], messages, turn.tools)
+        token_ids = [*request.prompt_token_ids, *answer.token_ids]
+        self.store.commit(turn.begun, token_ids, messages, turn.tools, turn.instructions, content)
 
     def _prompt(self, begun: SessionRecord, prompt: Any) -> tuple[str | None, list[int]]:
         """Returns the text of a turn, None for one of token ids, and all tokens up to its end."""
@@ -134,19 +149,24 @@ class SessionTurns:
         return None, [*history, *token_ids_of(prompt)]
 
     def _chat(
-        self, begun: SessionRecord, messages: Sequence[Mapping[str, Any]], template: Mapping[str, Any]
+        self,
+        begun: SessionRecord,
+        instructions: str | None,
+        messages: Sequence[Mapping[str, Any]],
+        template: Mapping[str, Any],
     ) -> tuple[str, list[int]]:
         """Returns the text of a turn, and all tokens up to its end.
 
-        Where the chat template writes earlier turns anew, or the tools are others than before, that is the whole
-        conversation, rendered and tokenized again."""
+        Where the chat template writes earlier turns anew, or tools or instructions are others than before, that is the
+        whole conversation, rendered and tokenized again."""
         if begun.num_turns and begun.messages is None:
             raise InvalidRequestError(
                 f"session {begun.name!r} was begun with a prompt, and goes on with prompts, not with messages",
                 param="messages",
             )
-        tokenizer, earlier = self._inputs.tokenizer, begun.messages or []
-        goes_on = earlier and begun.tools == template["tools"]
+        system = [] if instructions is None else [{"role": "system", "content": instructions}]
+        tokenizer, earlier = self._inputs.tokenizer, [*system, *(begun.messages or [])]
+        goes_on = begun.messages and (begun.tools, begun.instructions) == (template["tools"], instructions)
         text = tokenizer.render_turn(earlier, messages, **template) if goes_on else None
         if text is None:
             return self._inputs.encode_chat([*earlier, *messages], **template)

@@ -24,9 +24,8 @@ from pagemill.server.protocol.body import ErrorResponse
 from pagemill.server.protocol.chat import ChatCompletion, ChatCompletionRequest
 from pagemill.server.protocol.completions import Completion, CompletionRequest
 from pagemill.server.protocol.errors import install_error_handlers
-from pagemill.server.protocol.events import EventStream, until_disconnect
 from pagemill.server.routes.api_docs import Api, docs_routes
-from pagemill.server.routes.call import Call, R
+from pagemill.server.routes.call import Call, R, respond
 from pagemill.server.routes.chat import ChatCall
 from pagemill.server.routes.completions import CompletionCall
 from pagemill.server.routes.embeddings import embedding_routes
@@ -37,6 +36,7 @@ from pagemill.server.routes.metrics import CONTENT_TYPE, Metrics
 from pagemill.server.routes.models import ServedModels, model_routes
 from pagemill.server.routes.page import page_routes
 from pagemill.server.routes.pins import pin_routes
+from pagemill.server.routes.responses import response_routes
 from pagemill.server.routes.sessions import session_routes
 from pagemill.server.routes.tokens import token_routes
 
@@ -90,10 +90,7 @@ def create_app(
     async def answer(kind: type[Call[R]], body: R, request: Request) -> Response:
         model = served.name_for(body.model)
         call = kind(llm, body, model, request.state.tenant, served.adapter(model))
-        request.state.call = call
-        if body.stream:
-            return EventStream(await until_disconnect(request.receive, call.events()))
-        return await until_disconnect(request.receive, call.answer())
+        return await respond(call, request, stream=bool(body.stream))
 
     @app.post("/v1/completions", response_model=Completion)
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -105,6 +102,7 @@ def create_app(
         """Answers a conversation through the model's chat template."""
         return await answer(ChatCall, body, request)
 
+    app.include_router(response_routes(llm, served))
     app.include_router(model_routes(served))
     app.include_router(token_routes(llm, served))
     app.include_router(embedding_routes(llm, served))

@@ -6,38 +6,41 @@ are by now; so a session is small, and going on with one is a prompt that begins
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-import re
 import secrets
 import sqlite3
-import struct
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import msgspec
-import xxhash
 
 from pagemill import errors
 from pagemill.config import EngineConfig
 from pagemill.hub.registry import cache_dir
 from pagemill.namespace import MAX_LENGTH, Namespace
+from pagemill.sessions.record import (
+    RESPONSE,
+    SessionRecord,
+    check_name,
+    checksum_of,
+    fingerprint_of,
+    is_response,
+    listed,
+    record_of,
+    row_of,
+)
 from pagemill.tenant_limits import TenantLimits
 
 logger = logging.getLogger(__name__)
 
 VERSION = 3
-ADAPTER_MARK = " adapter "
 BUSY_TIMEOUT_S = 10.0
 """The time for which a write waits for another process's write."""
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:@-]{0,127}")
 _SCHEMA = """
 CREATE TABLE sessions (
     tenant TEXT, cache_salt TEXT, name TEXT, state TEXT NOT NULL, model TEXT NOT NULL, tokenizer TEXT NOT NULL,
@@ -48,6 +51,8 @@ CREATE TABLE sessions (
 _OLDER = {1: "SELECT 'default', * FROM older", 2: "SELECT * FROM older"}
 """How the rows of earlier versions become this one's, but for the checksum."""
 _KEY = "tenant = ? AND cache_salt = ? AND name = ?"
+_INDEX = "CREATE INDEX IF NOT EXISTS sessions_used ON sessions (tenant, used_s)"
+"""For the tenant's response that was used longest ago: without it, every session's tokens would be read."""
 
 
 def default_path() -> Path:
@@ -55,44 +60,11 @@ def default_path() -> Path:
     return cache_dir() / "sessions.sqlite"
 
 
-@dataclass(frozen=True, slots=True)
-class SessionRecord:
-    """One session as it was when it was read. Times are seconds since 1970.
-
-    token_ids: prompts and answers of all turns, as the engine saw and produced them.
-    messages:  the same as messages; None for a session of plain prompts.
-    tools:     those that the conversation was rendered with; None for none.
-    space:     its namespace: sessions of another one have names of their own, and cannot be seen.
-    tokenizer: fingerprint of the tokenizer that gives the ids their meaning, and the digest of its LoRA adapter, if it
-               has one; model: the model's or the adapter's name, for people.
-    state:     changes with every turn; "" for a session that has none yet.
-    damaged:   its content is lost, and not here: it can be deleted.
-    """
-
-    name: str
-    space: Namespace
-    model: str
-    tokenizer: str
-    token_ids: list[int]
-    messages: list[dict[str, Any]] | None
-    num_turns: int
-    created_s: float
-    used_s: float
-    state: str
-    damaged: bool = False
-    tools: list[dict[str, Any]] | None = None
-
-    @property
-    def adapter(self) -> bytes:
-        """The digest of its LoRA adapter; empty for none."""
-        return bytes.fromhex(self.tokenizer.partition(ADAPTER_MARK)[2])
-
-
 class SessionStore:
     """Thread-safe, and several processes may use one file. Raises SessionStoreError for a file that cannot be used.
 
     path: None keeps sessions in memory. max_sessions: over all namespaces; one more is refused, and so is one more than
-    a tenant's own limit (`set_limit`).
+    a tenant's own limit (`set_limit`), unless responses of the same tenant can give way.
     timeout_s: a session that was not used for so long is forgotten; None keeps it.
     """
 
@@ -130,6 +102,7 @@ class SessionStore:
                         f"{self.path} has sessions of version {version}; this one reads version {VERSION}; give "
                         f"another session_path"
                     )
+                self._db.execute(_INDEX)
             (finding,) = self._db.execute("PRAGMA quick_check(1)").fetchone()
             if finding != "ok":
                 raise errors.SessionStoreError(
@@ -154,10 +127,8 @@ class SessionStore:
         Raises SessionBusyError while another turn of it runs here, SessionLimitError, and InvalidRequestError for a bad
         name or a session of another tokenizer or adapter.
         """
-        if adapter:
-            tokenizer += ADAPTER_MARK + adapter.hex()
         check_name(name)
-        now = time.time()
+        tokenizer, now = fingerprint_of(tokenizer, adapter), time.time()
         with self._lock:
             self._expire(now)
             if (running := self._in_use.get((space, name))) is not None:
@@ -168,7 +139,7 @@ class SessionStore:
                 )
             record = self._find(name, space)
             if record is None:
-                self._require_room(space, name)
+                self._make_room(space, name)
                 record = SessionRecord(name, space, model, tokenizer, [], None, 0, now, now, "")
             elif record.adapter != adapter:
                 raise errors.InvalidRequestError(
@@ -185,23 +156,63 @@ class SessionStore:
             self._in_use[space, name] = record
             return record
 
+    def begin_response(
+        self,
+        name: str,
+        space: Namespace,
+        *,
+        after: str | None,
+        keep: bool,
+        model: str,
+        tokenizer: str,
+        adapter: bytes = b"",
+    ) -> SessionRecord:
+        """Begins a session of one turn, which has the conversation of the response `after`, and returns it.
+
+        keep: checks that there will be room for it. Raises ResponseNotFoundError, SessionLimitError, and
+        InvalidRequestError for an earlier response of another tokenizer; that of another adapter may be gone on from.
+        """
+        now = time.time()
+        with self._lock:
+            self._expire(now)
+            if keep:
+                self._make_room(space, name, evict=False)
+            fingerprint = fingerprint_of(tokenizer, adapter)
+            record = SessionRecord(name, space, model, fingerprint, [], None, 0, now, now, "")
+            if after is not None:
+                earlier = self._use_response(after, space, now)
+                if fingerprint_of(tokenizer, earlier.adapter) != earlier.tokenizer:
+                    raise errors.InvalidRequestError(
+                        f"response {after!r} is of {earlier.model}, whose tokens are not those of {model}; go on with "
+                        f"that model, or send the conversation as input",
+                        param="previous_response_id",
+                    )
+                record = replace(record, token_ids=earlier.token_ids, messages=earlier.messages, tools=earlier.tools)
+                record = replace(record, num_turns=earlier.num_turns, instructions=earlier.instructions)
+            self._in_use[space, name] = record
+            return record
+
     def commit(
         self,
         begun: SessionRecord,
         token_ids: Sequence[int],
         messages: Sequence[Mapping[str, Any]] | None,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        instructions: str | None = None,
+        response: dict[str, Any] | None = None,
     ) -> None:
-        """Ends a turn: the session has these tokens, messages and tools now.
+        """Ends a turn: the session has these tokens and messages now, and what stands beside them.
 
         Raises SessionBusyError, and keeps nothing of the turn, if another process has changed or deleted the session
-        since it was begun."""
+        since it was begun; SessionLimitError for a response for which there is no room any more."""
         kept = None if messages is None else [dict(message) for message in messages]
         record = replace(
             begun,
             token_ids=[*token_ids],
             messages=kept,
             tools=None if tools is None else [dict(tool) for tool in tools],
+            instructions=instructions,
+            response=response,
             num_turns=begun.num_turns + 1,
             used_s=time.time(),
             state=secrets.token_hex(8),
@@ -209,9 +220,11 @@ class SessionStore:
         with self._lock:
             try:
                 with self._transaction():
+                    if is_response(begun.name):
+                        self._make_room(begun.space, begun.name)
                     earlier = (*begun.space, begun.name, begun.state)
                     gone = self._db.execute(f"DELETE FROM sessions WHERE {_KEY} AND state = ?", earlier).rowcount
-                    if gone != bool(begun.state) or not self._insert(_row(record)):
+                    if gone != bool(begun.state) or not self._insert(row_of(record)):
                         raise errors.SessionBusyError(
                             f"session {begun.name!r} was changed or deleted by another process during this turn, "
                             f"which is not kept; ask again",
@@ -245,7 +258,7 @@ class SessionStore:
             self._expire(time.time())
             where = "" if space is None else "WHERE tenant = ? AND cache_salt = ? "
             query = f"SELECT * FROM sessions {where}ORDER BY used_s DESC"
-            return [_listed(row) for row in self._rows(query, space or ())]
+            return [listed(row) for row in self._rows(query, space or ())]
 
     def fork(self, name: str, space: Namespace, new_name: str) -> SessionRecord:
         """Makes and returns another session, which begins as this one is now and shares all its blocks.
@@ -263,9 +276,10 @@ class SessionStore:
                         f"there is a session {new_name!r} already; delete it, or fork to another name",
                         param="session_id",
                     )
-                self._require_room(space, new_name)
-                child = replace(record, name=new_name, created_s=now, used_s=now, state=secrets.token_hex(8))
-                self._insert(_row(child))
+                self._make_room(space, new_name)
+                state = secrets.token_hex(8)
+                child = replace(record, name=new_name, created_s=now, used_s=now, state=state, response=None)
+                self._insert(row_of(child))
         return child
 
     def delete(self, name: str, space: Namespace) -> None:
@@ -292,11 +306,11 @@ class SessionStore:
 
     def _find(self, name: str, space: Namespace) -> SessionRecord | None:
         rows = self._rows(f"SELECT * FROM sessions WHERE {_KEY}", (*space, name))
-        return _record(rows[0]) if rows else None
+        return record_of(rows[0]) if rows else None
 
     def _insert(self, row: tuple[Any, ...]) -> bool:
         """Returns False, and writes nothing, where there is a session of this name. row: all but the checksum."""
-        values = (*row, _checksum(row))
+        values = (*row, checksum_of(row))
         query = f"INSERT OR IGNORE INTO sessions VALUES ({', '.join('?' * len(values))})"
         return self._db.execute(query, values).rowcount > 0
 
@@ -304,22 +318,45 @@ class SessionStore:
         with self._errors():
             return self._db.execute(query, values).fetchall()
 
-    def _require_room(self, space: Namespace, name: str) -> None:
-        """Raises SessionLimitError unless there is room for one more, counting those whose first turn runs."""
-        begun = [of.tenant for of, other in self._in_use if self._find(other, of) is None]
-        query = "SELECT COUNT(*), COUNT(*) FILTER (WHERE tenant = ?) FROM sessions"
-        ((kept, own),) = self._rows(query, (space.tenant,))
-        of_tenant = self._limits.get(space.tenant)
+    def _use_response(self, name: str, space: Namespace, now: float) -> SessionRecord:
+        """Returns a response, which is used now."""
+        with self._transaction():
+            record = self._find(name, space) if is_response(name) else None
+            if record is None:
+                raise _not_found(name, "previous_response_id")
+            used = replace(record, used_s=now)
+            self._db.execute(f"DELETE FROM sessions WHERE {_KEY}", (*space, name))
+            self._insert(row_of(used))
+        return used
+
+    def _make_room(self, space: Namespace, name: str, *, evict: bool = True) -> None:
+        """Raises SessionLimitError unless there is room for one more, counting named ones whose first turn runs.
+
+        The tenant's responses give way, those first that were used longest ago. evict: False only looks."""
+        begun = [of.tenant for of, one in self._in_use if not is_response(one) and self._find(one, of) is None]
+        of_tenant, pattern = self._limits.get(space.tenant), f"{RESPONSE}*"
+        query = "COUNT(*), COUNT(*) FILTER (WHERE tenant = ?), COUNT(*) FILTER (WHERE tenant = ? AND name GLOB ?)"
+        ((kept, own, responses),) = self._rows(f"SELECT {query} FROM sessions", (space.tenant, space.tenant, pattern))
+        too_many = 0
         for limit, count, whose in (
             (self._max_sessions, kept + len(begun), ""),
             (of_tenant, own + begun.count(space.tenant), f" of tenant {space.tenant!r}"),
         ):
-            if limit is not None and count >= limit:
+            excess = 0 if limit is None else count + 1 - limit
+            too_many = max(too_many, excess)
+            if excess > responses:
+                what, param = ("response", "store") if is_response(name) else ("session", "session_id")
+                way_out = ", or set store to false" if is_response(name) else ""
                 raise errors.SessionLimitError(
-                    f"session {name!r} would be number {count + 1}, and max_sessions{whose} is {limit}; delete one, "
-                    f"raise max_sessions, or let idle ones go (session_timeout_s)",
-                    param="session_id",
+                    f"{what} {name!r} would be number {count + 1}, and max_sessions{whose} is {limit}; delete one, "
+                    f"raise max_sessions, or let idle ones go (session_timeout_s){way_out}",
+                    param=param,
                 )
+        if too_many and evict:
+            found = "SELECT tenant, cache_salt, name FROM sessions WHERE tenant = ? AND name GLOB ?"
+            oldest = self._rows(f"{found} ORDER BY used_s LIMIT ?", (space.tenant, pattern, too_many))
+            with self._errors():
+                self._db.executemany(f"DELETE FROM sessions WHERE {_KEY}", oldest)
 
     def _remove_unreachable(self) -> None:
         """Removes sessions of namespaces that no request can name any more: salts had no limit once."""
@@ -365,62 +402,12 @@ class SessionStore:
             ) from error
 
 
-def check_name(name: str) -> None:
-    """Raises InvalidRequestError unless the name can stand in a URL and on a command line."""
-    if not isinstance(name, str) or not _NAME.fullmatch(name):
-        raise errors.InvalidRequestError(
-            f"the session name {name!r:.140} is not 1 to 128 letters, digits and . _ : @ - that begin with a letter or "
-            f"digit; choose another",
-            param="session_id",
-        )
-
-
-def _not_found(name: str) -> errors.SessionNotFoundError:
-    return errors.SessionNotFoundError(f"there is no session {name!r}; a request that names it begins one")
-
-
-def _row(record: SessionRecord) -> tuple[Any, ...]:
-    """Returns a session as the table has it, but for the checksum."""
-    return (
-        *(*record.space, record.name, record.state, record.model, record.tokenizer),
-        struct.pack(f"<{len(record.token_ids)}I", *record.token_ids),
-        _written(record),
-        *(record.num_turns, record.created_s, record.used_s),
+def _not_found(name: str, param: str | None = None) -> errors.SessionNotFoundError:
+    if param is None and not is_response(name):
+        return errors.SessionNotFoundError(f"there is no session {name!r}; a request that names it begins one")
+    return errors.ResponseNotFoundError(
+        f"there is no response {name!r:.140}: it has not ended, was deleted, was sent with store false, belongs to "
+        f"another cache_salt, or gave way to newer ones (max_sessions, session_timeout_s); send the whole conversation "
+        f"as input",
+        param=param,
     )
-
-
-def _written(record: SessionRecord) -> str | None:
-    """Returns a session's messages as JSON: a list, or an object that has the tools too."""
-    if record.messages is None:
-        return None
-    kept = record.messages if record.tools is None else {"messages": record.messages, "tools": record.tools}
-    return json.dumps(kept, default=dict)
-
-
-def _checksum(row: tuple[Any, ...]) -> bytes:
-    return xxhash.xxh3_128_digest(msgspec.msgpack.encode(row))
-
-
-def _record(row: tuple[Any, ...]) -> SessionRecord:
-    """Returns a row of the table as a session. Raises SessionStoreError for one that was not written like this."""
-    *values, checksum = row
-    tenant, cache_salt, name, state, model, tokenizer, packed, written, num_turns, created_s, used_s = values
-    if checksum != _checksum(tuple(values)):
-        raise errors.SessionStoreError(
-            f"session {name!r:.140} is damaged: its checksum is not that of its content; delete it, and begin another"
-        )
-    space, token_ids = Namespace(tenant, cache_salt), list(struct.unpack(f"<{len(packed) // 4}I", packed))
-    kept = None if written is None else json.loads(written)
-    messages, tools = (kept["messages"], kept["tools"]) if isinstance(kept, dict) else (kept, None)
-    return SessionRecord(
-        name, space, model, tokenizer, token_ids, messages, num_turns, created_s, used_s, state, tools=tools
-    )
-
-
-def _listed(row: tuple[Any, ...]) -> SessionRecord:
-    """Returns a row of the table as a session, without its content if it is damaged."""
-    try:
-        return _record(row)
-    except errors.SessionStoreError:
-        tenant, cache_salt, name, *_ = row
-        return SessionRecord(name, Namespace(tenant, cache_salt), "", "", [], None, 0, 0.0, 0.0, "", damaged=True)

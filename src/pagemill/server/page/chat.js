@@ -148,7 +148,8 @@ export class Chat {
 
   async loadSessions() {
     await this.attempt(async () => {
-      this.sessions = (await getJson("/v1/sessions")).data.filter((card) => card.num_messages !== null && !card.damaged);
+      const { data } = await getJson("/v1/sessions"); // responses are gone on from by another path
+      this.sessions = data.filter((card) => card.num_messages !== null && !card.damaged && !card.id.startsWith("resp_"));
     });
     this.showList();
   }

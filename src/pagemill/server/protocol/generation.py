@@ -7,6 +7,7 @@ out of habit and that change nothing in any answer.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Collection, Mapping
 from types import UnionType
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Generic, Literal, Union, get_args, get_origin
 
@@ -107,12 +108,46 @@ MOST_ENTRIES = {name: argument.max_length for name, argument in DECLARED.items()
 """How many entries each field may have that is a list or a dict."""
 ONLY_SEARCHED = ("length_penalty", "early_stopping")
 
+
+def parameters_but(names: Collection[str]) -> Any:
+    """Returns a body of the parameters of `SamplingParams` and `BeamSearchParams`, without some. None means: not
+    given."""
+    left_out = NOT_IN_REQUESTS.union(names)
+    fields: Any = {name: _field(argument) for name, argument in DECLARED.items() if name not in left_out}
+    return create_model("Parameters", __base__=Body, **fields)
+
+
 if TYPE_CHECKING:
     Parameters = Body  # nothing here reads these fields by their own names
 else:
-    taken = {name: _field(argument) for name, argument in DECLARED.items() if name not in NOT_IN_REQUESTS}
-    Parameters = create_model("Parameters", __base__=Body, **taken)
-    """The fields that are parameters of `SamplingParams` and `BeamSearchParams`. None means: not given."""
+    Parameters = parameters_but(())
+
+
+def screened(
+    kind: type[Body], body: Any, without_effect: Collection[str], neutral_only: Mapping[str, tuple[Any, ...]]
+) -> Any:
+    """Returns a body with the fields of its kind alone. Raises `InvalidRequestError` for one with too many entries, for
+    an unknown one, and for one of `neutral_only` that asks for something."""
+    if not isinstance(body, dict):
+        return body
+    kept = {}
+    for name, value in body.items():
+        if name in kind.model_fields:
+            check_length(name, value, MOST_ENTRIES.get(name))
+            kept[name] = value
+        elif name in neutral_only:
+            if value is not None and value not in neutral_only[name]:
+                raise InvalidRequestError(f"this server does not serve {name!r}; leave it out", param=name)
+        elif name in OLDER_NAMES:
+            if value is not None:
+                raise InvalidRequestError(
+                    f'{name} is now a field of structured_outputs; give {{"structured_outputs": '
+                    f'{{"{OLDER_NAMES[name]}": …}}}} instead',
+                    param=name,
+                )
+        elif name not in without_effect:
+            raise UnknownArgumentError.of("this endpoint", str(name), kind.model_fields)
+    return kept
 
 
 class GenerationRequest(Parameters):
@@ -137,26 +172,7 @@ class GenerationRequest(Parameters):
     @model_validator(mode="before")
     @classmethod
     def _screen(cls, body: Any) -> Any:
-        if not isinstance(body, dict):
-            return body
-        kept = {}
-        for name, value in body.items():
-            if name in cls.model_fields:
-                check_length(name, value, MOST_ENTRIES.get(name))
-                kept[name] = value
-            elif name in NEUTRAL_ONLY:
-                if value is not None and value not in NEUTRAL_ONLY[name]:
-                    raise InvalidRequestError(f"this server does not serve {name!r}; leave it out", param=name)
-            elif name in OLDER_NAMES:
-                if value is not None:
-                    raise InvalidRequestError(
-                        f'{name} is now a field of structured_outputs; give {{"structured_outputs": '
-                        f'{{"{OLDER_NAMES[name]}": …}}}} instead',
-                        param=name,
-                    )
-            elif name not in WITHOUT_EFFECT:
-                raise UnknownArgumentError.of("this endpoint", str(name), cls.model_fields)
-        return kept
+        return screened(cls, body, WITHOUT_EFFECT, NEUTRAL_ONLY)
 
     @model_validator(mode="after")
     def _check_stream(self) -> GenerationRequest:

@@ -11,6 +11,7 @@ from contextlib import aclosing
 from functools import cached_property
 from typing import Any, ClassVar, Generic, TypeVar
 
+from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
@@ -25,7 +26,7 @@ from pagemill.lora_request import LoRARequest
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.protocol.errors import error_response
-from pagemill.server.protocol.events import DONE, event
+from pagemill.server.protocol.events import DONE, EventStream, event, until_disconnect
 from pagemill.server.protocol.generation import Answer, GenerationRequest, PromptTokensDetails, Usage
 from pagemill.server.protocol.parts import JSONInParts
 from pagemill.text.detokenizer import Detokenizer
@@ -48,6 +49,8 @@ class Call(ABC, Generic[R]):
 
     ID: ClassVar[str]
     """The beginning of such answers' ids."""
+    END: ClassVar[str] = DONE
+    """The last event of a stream; "" for none."""
     WHOLE: ClassVar[type[Answer[Any]]]
     CHUNK: ClassVar[type[Answer[Any]]]
 
@@ -60,7 +63,7 @@ class Call(ABC, Generic[R]):
         self.request = request
         self._tenant = tenant
         self._began_s = time.monotonic()
-        self._id = f"{self.ID}-{uuid.uuid4().hex}"
+        self._id = f"{self.ID}{uuid.uuid4().hex}"
         self._head: dict[str, Any] = {"id": self._id, "created": int(time.time()), "model": model}
         self._num_choices = request.num_choices
         self._streams: list[RequestStream] = []
@@ -122,19 +125,20 @@ class Call(ABC, Generic[R]):
                     size += len(output.prompt_logprobs or ())
                     if parts := await _off_loop(size, self._parts, position, output):
                         yield parts
-            if self.request.include_usage:
-                yield event(self.CHUNK(**self._head, choices=[], usage=_usage(self._results())))
+            for part in self._last_parts():
+                yield part
         except PagemillError as error:
             refused = self.request.in_own_words(error)
             if not begun:
                 raise refused from None
-            yield event(error_response(refused))
+            yield self._failure(refused)
         finally:
             try:
                 await self._close()
             finally:
                 self._forget_logprobs()
-        yield DONE
+        if self.END:
+            yield self.END
 
     def _parts(self, position: int, output: RequestOutput) -> str:
         """Returns the events that say what is new of the prompt at `position`, for one write."""
@@ -149,9 +153,19 @@ class Call(ABC, Generic[R]):
         before, _, after = event(self.CHUNK(**self._head, choices=[])).partition('"choices":[]')
         return f'{before}"choices":[', f"]{after}"
 
+    def _last_parts(self) -> list[str]:
+        """Returns the events that follow the answer."""
+        if not self.request.include_usage:
+            return []
+        return [event(self.CHUNK(**self._head, choices=[], usage=_usage(self._results())))]
+
+    def _failure(self, error: PagemillError) -> str:
+        """Returns the event that says why the answer broke off."""
+        return event(error_response(error))
+
     async def _start(self) -> None:
-        """Checks and submits every prompt; if one is refused, `_close` ends the others."""
-        request, given = self.request, self.request.given
+        """Checks the request and submits it; if one prompt is refused, `_close` ends the others."""
+        given = self.request.given
         allowed, vocabulary = len(given.get("allowed_token_ids", ())), (await self._llm.ready()).vocab_size
         if allowed > vocabulary:
             raise InvalidRequestError(
@@ -159,6 +173,11 @@ class Call(ABC, Generic[R]):
                 param="allowed_token_ids",
             )
         params = await _off_loop(sum(len(value) for value in given.values() if isinstance(value, Sized)), self._params)
+        await self._submit(params)
+
+    async def _submit(self, params: SamplingParams | BeamSearchParams) -> None:
+        """Submits every prompt."""
+        request = self.request
         if request.fork_of is not None:
             await self._fork(request.fork_of, params)
         elif request.session_id is not None:
@@ -300,6 +319,14 @@ class Call(ABC, Generic[R]):
 def _forget_logprobs_of(requests: Sequence[RequestState]) -> None:
     for request in requests:
         request.forget_logprobs()
+
+
+async def respond(call: Call[Any], request: Request, *, stream: bool) -> Response:
+    """Returns a call's answer, whole or as events; ends the call if its client goes first."""
+    request.state.call = call
+    if stream:
+        return EventStream(await until_disconnect(request.receive, call.events()))
+    return await until_disconnect(request.receive, call.answer())
 
 
 async def _off_loop(size: int, function: Callable[..., T], *args: Any) -> T:

@@ -36,7 +36,7 @@ READ_LIKE_ONE = 50
 class ChatCall(Call[ChatCompletionRequest]):
     """One chat completion."""
 
-    ID, WHOLE, CHUNK = "chatcmpl", ChatCompletion, ChatCompletionChunk
+    ID, WHOLE, CHUNK = "chatcmpl-", ChatCompletion, ChatCompletionChunk
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -27,7 +27,7 @@ class Echo(NamedTuple):
 class CompletionCall(Call[CompletionRequest]):
     """One completion of one or several prompts."""
 
-    ID, WHOLE, CHUNK = "cmpl", Completion, Completion
+    ID, WHOLE, CHUNK = "cmpl-", Completion, Completion
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -13,7 +13,7 @@ from pagemill.server.bodies.reader import BodyRoute
 from pagemill.server.protocol.body import Body, Listing
 from pagemill.server.protocol.parts import written
 from pagemill.server.routes.namespaces import All, Tenant, named, require_all
-from pagemill.sessions.store import SessionRecord
+from pagemill.sessions.record import SessionRecord
 
 
 class SessionCard(BaseModel):
@@ -41,6 +41,8 @@ class OwnedSessionCard(SessionCard):
 
 class SessionContent(SessionCard):
     messages: list[dict[str, Any]] | None
+    instructions: str | None
+    """The system message before them, of a response."""
     kv_blocks: dict[str, int]
     """The blocks that the next turn would find, by tier."""
 
@@ -78,7 +80,8 @@ def session_routes(llm: AsyncLLM) -> APIRouter:
         session = llm.session(session_id, cache_salt=cache_salt, tenant=request.state.tenant)
         record, kv_blocks = await session.record(), await session.kv_blocks()
         card = _card(record).model_dump()
-        return await written(lambda: SessionContent(**card, messages=record.messages, kv_blocks=kv_blocks))
+        said: dict[str, Any] = {"messages": record.messages, "instructions": record.instructions}
+        return await written(lambda: SessionContent(**card, **said, kv_blocks=kv_blocks))
 
     @routes.delete("/{session_id}")
     async def delete(session_id: str, request: Request, cache_salt: str = "", tenant: Tenant = None) -> SessionDeleted:

@@ -63,8 +63,14 @@ class AnswerFormats:
         return REASONING.get(self._reasoning_parser)
 
     def check_tool_calls(self) -> None:
-        """Raises `InvalidRequestError` if the model takes tools, but it is not known how it calls them."""
-        if self.tool_calls is None and "tools" in self._tokenizer.template_reads(tools=True):
+        """Raises `InvalidRequestError` if the model takes no tools, or if it is not known how it calls them."""
+        if self.tool_calls is None and "tools" not in self._tokenizer.template_reads(tools=True):
+            raise InvalidRequestError(
+                "tools are given, but this model's chat template has no place for them; leave them out, or start the "
+                "server with another --chat-template",
+                param="tools",
+            )
+        if self.tool_calls is None:
             raise InvalidRequestError(
                 "how this model writes tool calls cannot be told by its chat template; start the server with "
                 f"--tool-call-parser ({', '.join(TOOL_CALLS)}), or set tool_choice to 'none'",

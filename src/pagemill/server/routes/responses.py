@@ -1,0 +1,198 @@
+"""`/v1/responses`: OpenAI's newer API. A response is a chat completion that is kept, as a session of one turn."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse, Response
+
+from pagemill.errors import InvalidRequestError, PagemillError, ResponseNotFoundError
+from pagemill.frontend.async_llm import AsyncLLM
+from pagemill.frontend.outputs import RequestOutput
+from pagemill.frontend.request_state import RequestState, ResponseTurn
+from pagemill.lora_request import LoRARequest
+from pagemill.sampling.params import BeamSearchParams, SamplingParams
+from pagemill.server.bodies.reader import BodyRoute
+from pagemill.server.protocol.errors import error_response
+from pagemill.server.protocol.response_items import OutputReasoning, listed_items
+from pagemill.server.protocol.responses import (
+    IncompleteDetails,
+    InputTokensDetails,
+    ItemList,
+    OutputTokensDetails,
+    ResponseDeleted,
+    ResponseFailure,
+    ResponseObject,
+    ResponsesRequest,
+    ResponseUsage,
+)
+from pagemill.server.routes.call import respond
+from pagemill.server.routes.chat import ChatCall
+from pagemill.server.routes.models import ServedModels
+from pagemill.server.routes.response_output import ResponseOutput
+from pagemill.sessions.record import RESPONSE, is_response
+
+STATUSES: dict[str | None, Any] = {"stop": "completed", "length": "incomplete", "abort": "cancelled"}
+"""What a response is, by why its answer ended."""
+
+
+class ResponseCall(ChatCall):
+    """One response."""
+
+    ID, END = RESPONSE, ""
+
+    def __init__(
+        self, llm: AsyncLLM, asked: ResponsesRequest, model: str, tenant: str, lora_request: LoRARequest | None
+    ) -> None:
+        super().__init__(llm, asked.chat, model, tenant, lora_request)
+        self._asked = asked
+
+    async def _start(self) -> None:
+        self._tokenizer = await self._llm.tokenizer()
+        await super()._start()
+
+    async def _submit(self, params: SamplingParams | BeamSearchParams) -> None:
+        assert isinstance(params, SamplingParams)
+        asked, chat = self._asked, self.request
+        turn = ResponseTurn(asked.previous_response_id, asked.instructions, asked.keep, self._ended)
+        session = self._llm.session(self._id, cache_salt=chat.cache_salt or "", tenant=self._tenant)
+        stream = await session.submit_chat(
+            *(chat.for_template(), params, self._id),
+            priority=chat.priority,
+            max_tool_calls=chat.max_tool_calls,
+            response=turn,
+            lora_request=self._lora_request,
+            tools=self._tools,
+            **self._options,
+        )
+        self._streams.append(stream)
+        self._answer_reader, self._num_read = self._reader(0), 0
+        self._output = ResponseOutput(self._id, streaming=bool(asked.stream))
+        for name in ("created", "in_progress"):
+            self._output.tell(f"response.{name}", response=self._so_far("in_progress"))
+
+    def _read(self, request: RequestState) -> None:
+        """Takes what is new of the answer."""
+        output = request.sequences[0].output
+        text, self._num_read = output.text[self._num_read :], len(output.text)
+        self._output.add(self._answer_reader.add(text))
+
+    def _ended(self, request: RequestState) -> dict[str, Any]:
+        """Completes the response, and returns what is kept of it beside its conversation."""
+        self._read(request)
+        self._output.add(self._answer_reader.finish())
+        output = request.sequences[0].output
+        self._output.close("completed" if output.finish_reason == "stop" else "incomplete")
+        reasoning = [item.content[0].text for item in self._output.items if isinstance(item, OutputReasoning)]
+        prompt, completion = len(request.prompt_token_ids), len(output.token_ids)
+        thought = sum(len(self._tokenizer.encode(text, add_special_tokens=False)) for text in reasoning)
+        usage = ResponseUsage(
+            input_tokens=prompt,
+            input_tokens_details=InputTokensDetails(cached_tokens=request.num_cached_tokens),
+            output_tokens=completion,
+            output_tokens_details=OutputTokensDetails(reasoning_tokens=thought),
+            total_tokens=prompt + completion,
+        )
+        self._response = self._so_far(STATUSES[output.finish_reason], usage=usage)
+        body = self._response.model_dump(mode="json", by_alias=True)
+        return {"body": body, "input": listed_items(self._asked.input, self._id)}
+
+    def _whole(self) -> bytes:
+        return self._response.model_dump_json(by_alias=True).encode()
+
+    def _parts(self, position: int, output: RequestOutput) -> str:
+        if not output.finished:
+            self._read(self._streams[0].request)
+        return "".join(self._output.take_events())
+
+    def _last_parts(self) -> list[str]:
+        status = self._response.status
+        name = "incomplete" if status == "cancelled" else status
+        self._output.tell(f"response.{name}", response=self._response)
+        return self._output.take_events()
+
+    def _failure(self, error: PagemillError) -> str:
+        body = error_response(error).error
+        failure = ResponseFailure(code=body.code or "server_error", message=body.message)
+        self._output.tell("response.failed", response=self._so_far("failed", error=failure))
+        return "".join(self._output.take_events())
+
+    def _so_far(self, status: Any, **more: Any) -> ResponseObject:
+        cut = IncompleteDetails(reason="max_output_tokens") if status == "incomplete" else None
+        return ResponseObject(
+            id=self._id,
+            created_at=self._head["created"],
+            model=self._head["model"],
+            status=status,
+            incomplete_details=cut,
+            output=self._output.items,
+            **self._asked.repeated(),
+            **more,
+        )
+
+
+def no_response(response_id: str) -> ResponseNotFoundError:
+    """Returns why something that has another name than responses have is none."""
+    return ResponseNotFoundError(f"there is no response {response_id!r:.140}; name one by its id, {RESPONSE}...")
+
+
+def response_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
+    """Returns the routes. A response is in the namespace of its tenant and `cache_salt`."""
+    routes = APIRouter(prefix="/v1/responses", route_class=BodyRoute)
+
+    async def kept(response_id: str, request: Request, cache_salt: str) -> dict[str, Any]:
+        session = llm.session(response_id, cache_salt=cache_salt, tenant=request.state.tenant)
+        record = await session.record() if is_response(response_id) else None
+        if record is None or record.response is None:
+            raise no_response(response_id)
+        return record.response
+
+    @routes.post("", response_model=ResponseObject)
+    async def create(body: ResponsesRequest, request: Request) -> Response:
+        """Answers a conversation through the model's chat template, and keeps the answer unless told not to."""
+        model = served.name_for(body.model)
+        call = ResponseCall(llm, body, model, request.state.tenant, served.adapter(model))
+        return await respond(call, request, stream=bool(body.stream))
+
+    @routes.get("/{response_id}", response_model=ResponseObject)
+    async def retrieve(response_id: str, request: Request, cache_salt: str = "", stream: bool = False) -> Response:
+        """Shows a response that was kept."""
+        if stream:
+            raise InvalidRequestError(
+                "a response that was kept is not streamed again; leave stream out", param="stream"
+            )
+        return JSONResponse((await kept(response_id, request, cache_salt))["body"])
+
+    @routes.delete("/{response_id}")
+    async def delete(response_id: str, request: Request, cache_salt: str = "") -> ResponseDeleted:
+        """Forgets a response. Those that go on from it stay."""
+        if not is_response(response_id):
+            raise no_response(response_id)
+        await llm.session(response_id, cache_salt=cache_salt, tenant=request.state.tenant).delete()
+        return ResponseDeleted(id=response_id)
+
+    @routes.get("/{response_id}/input_items")
+    async def input_items(
+        response_id: str,
+        request: Request,
+        cache_salt: str = "",
+        limit: Annotated[int, Query(ge=1, le=100)] = 20,
+        order: Literal["asc", "desc"] = "desc",
+        after: str | None = None,
+    ) -> ItemList:
+        """Lists the items of a response's own input, the last first; not those of responses before it."""
+        items = (await kept(response_id, request, cache_salt))["input"]
+        items = items if order == "asc" else items[::-1]
+        begin = 0
+        if after is not None:
+            begin = next((at for at, item in enumerate(items, 1) if item["id"] == after), -1)
+            if begin < 0:
+                raise InvalidRequestError(
+                    f"after is {after!r:.140}, which is no item of this input; name one", param="after"
+                )
+        data = items[begin : begin + limit]
+        ends = (data[0]["id"], data[-1]["id"]) if data else (None, None)
+        return ItemList(data=data, first_id=ends[0], last_id=ends[1], has_more=begin + limit < len(items))
+
+    return routes
