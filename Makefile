@@ -25,7 +25,7 @@ MODEL_READY = $(BIN)/pagemill pull $(MODEL)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-gpu test-minimum test-clients coverage soak attack bench bench-gpu screenshots build lint lint-kernels format docs sanitize wheel clean distclean
+.PHONY: help serve test test-slow test-gpu test-minimum test-clients coverage soak attack bench bench-gpu screenshots build lint lint-kernels format docs sanitize wheel clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,12 +37,16 @@ serve: $(BUILT)  ## Install what is missing, fetch the model, serve it
 
 test: lint lint-kernels  ## Install what is missing, fetch the model, check style, types and arrows, run the tests
 	@$(MODEL_READY)
-	@exec $(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS)
+	@exec $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-slow: $(BUILT)  ## Run the further combinations that `make test` leaves out (settings: PYTEST_ARGS)
+	@$(MODEL_READY)
+	@exec $(BIN)/python -m pytest --numprocesses 2 -m slow $(PYTEST_ARGS)
 
 coverage: $(BUILT)  ## Run the tests and state which lines and branches they reach, in all processes (settings: PYTEST_ARGS)
 	@$(MODEL_READY)
 	@$(BIN)/coverage erase
-	@$(BIN)/coverage run -m pytest --numprocesses 2 --dist loadfile $(PYTEST_ARGS) || { echo "error: tests failed, so nothing is stated" >&2; exit 1; }
+	@$(BIN)/coverage run -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS) || { echo "error: tests failed, so nothing is stated" >&2; exit 1; }
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage report
 

@@ -29,8 +29,18 @@ settings.load_profile("busy machines")
 
 settle_vector_math()  # references are computed with torch too
 
+LONG = frozenset({
+    "soak", "attack", "test_replay_commands.py", "test_engine_same_bits.py", "test_offloading.py", "browser",
+})  # fmt: skip
+"""Files and folders that take longest."""
+
 MODEL = "smollm2-135m"
 MAX_MODEL_LEN = 2048
+
+
+def pytest_collection_modifyitems(items):
+    """Begins with what takes longest, so that no worker of several is left alone with it in the end."""
+    items.sort(key=lambda item: LONG.isdisjoint(item.path.parts))
 
 
 class Served:

@@ -1,6 +1,6 @@
 """Measures steps of the real engine and fits the step-time model to them.
 
-python -m benchmarks.replay calibrate [--dtype bfloat16] [--seconds 60] [--out FILE.json]
+python -m benchmarks.replay calibrate [--dtype bfloat16] [--seconds 60] [--max-num-batched-tokens N] [--out FILE.json]
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 from benchmarks.peers.machine import describe_machine
-from benchmarks.replay.real_engine import CLOCKS, RealEngine
+from benchmarks.replay.real_engine import CLOCKS, RUNNING, RealEngine
 from benchmarks.replay.setup import CALIBRATION
 from numpy.typing import NDArray
 
+from pagemill.config import EngineConfig
 from pagemill.simulate.step_time import StepTimes, StepWork, fit
 
 WARM_UP_S = 3.0
@@ -29,12 +30,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--clock", default="wall", choices=list(CLOCKS), help="cpu: one thread, by its CPU time, for a busy machine"
     )
     parser.add_argument("--seconds", type=float, default=60.0, help="how long to measure, at least")
+    parser.add_argument("--max-num-batched-tokens", type=int, default=EngineConfig.max_num_batched_tokens)
     parser.add_argument("--out", type=Path, default=CALIBRATION)
     parser.add_argument("--steps", type=Path, help="also write the measured steps here (.npz)")
 
 
 def main(arguments: argparse.Namespace) -> None:
-    engine = RealEngine(arguments.model, arguments.dtype, arguments.clock)
+    settings = {"max_num_batched_tokens": arguments.max_num_batched_tokens, "max_num_seqs": max(RUNNING)}
+    engine = RealEngine(arguments.model, arguments.dtype, arguments.clock, **settings)
     engine.sample_steps(WARM_UP_S)
     engine.steps.clear()
     engine.sample_steps(arguments.seconds)

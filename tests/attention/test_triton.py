@@ -211,5 +211,5 @@ def test_kernels_compile_for_every_gpu_and_fit() -> None:
     assert all(stack == "0" for _, kernel, _, stack, *_ in compiled if kernel != "attend"), done.stdout
     kernels = ["write_tokens", "attend", "attend_in_chunks", "merge_chunks"]
     assert [line[:2] for line in compiled] == [
-        [capability, kernel] for capability in ("75", "80", "90", "100") for kernel in kernels
+        [capability, kernel] for capability in ("75", "100") for kernel in kernels
     ]

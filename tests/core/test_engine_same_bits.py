@@ -11,8 +11,6 @@ from drive import Run, drive, request
 from harness import FRAME_BYTES
 from pagemill.sampling.params import SamplingParams
 
-"""One block of 16 tokens of SmolLM2-135M in fp32."""
-
 FORMATS = {
     "float32": ({"dtype": "float32"}, FRAME_BYTES),
     "bfloat16": ({"dtype": "bfloat16"}, FRAME_BYTES // 2),
@@ -20,6 +18,32 @@ FORMATS = {
     "int8 cache": ({"dtype": "float32", "kv_cache_dtype": "int8"}, 30 * 2 * 3 * (64 + 4) * 16),
 }
 """Settings, and the bytes of a block."""
+TOGETHER = {
+    "together": {"max_num_batched_tokens": 512},
+    "small chunks": {"max_num_batched_tokens": 37, "max_num_seqs": 5},
+    "one thread": {"max_num_batched_tokens": 160, "num_threads": 1},
+    "no sharing": {"enable_prefix_caching": False, "max_num_batched_tokens": 100},
+}
+"""Settings by which requests share steps in different ways."""
+
+
+def crossed(name, ways, quick):
+    """Tests every format with every way; pairs that are not `quick` are slow."""
+    return pytest.mark.parametrize(
+        ("alone", name),
+        [
+            pytest.param(kind, way, marks=() if (kind, way) in quick else pytest.mark.slow, id=f"{kind}-{way}")
+            for kind in FORMATS
+            for way in ways
+        ],
+        indirect=["alone"],
+    )
+
+
+def formats(*quick):
+    """Tests every format; those that are not `quick` are slow."""
+    every = [pytest.param(kind, marks=() if kind in quick else pytest.mark.slow) for kind in FORMATS]
+    return pytest.mark.parametrize("alone", every, indirect=True)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +83,7 @@ def load(prompts):
     return [request(name, prompt, params) for name, prompt, params in cases]
 
 
-@pytest.fixture(scope="module", params=FORMATS)
+@pytest.fixture(scope="module")
 def alone(request, load, make_engine):
     """Every request on its own, without the prefix cache: (name of the format, expected)."""
     core = make_engine(**FORMATS[request.param][0], enable_prefix_caching=False)
@@ -79,22 +103,23 @@ def assert_same(run: Run, alone: Run) -> None:
         assert torch.equal(logits, alone.logits[key]), f"other bits at {key}"
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"max_num_batched_tokens": 512},
-        {"max_num_batched_tokens": 37, "max_num_seqs": 5},
-        {"max_num_batched_tokens": 160, "num_threads": 1},
-        {"enable_prefix_caching": False, "max_num_batched_tokens": 100},
-    ],
-    ids=["together", "small chunks", "one thread", "no sharing"],
+@crossed(
+    "way",
+    TOGETHER,
+    quick={
+        *(("float32", way) for way in TOGETHER),
+        ("bfloat16", "small chunks"),
+        ("gguf", "one thread"),
+        ("int8 cache", "together"),
+    },
 )
-def test_any_batch_gives_the_same_bits(alone, load, make_engine, settings):
+def test_any_batch_gives_the_same_bits(alone, way, load, make_engine):
     name, expected = alone
-    core = make_engine(**FORMATS[name][0], **settings)
+    core = make_engine(**FORMATS[name][0], **TOGETHER[way])
     assert_same(drive(core, load, every=2, record=True), expected)
 
 
+@formats(*FORMATS)
 def test_greedy_requests_by_themselves_get_the_same_tokens(alone, load, make_engine, monkeypatch):
     """Then no logits are written: the head's sums give the tokens."""
     name, expected = alone
@@ -105,6 +130,7 @@ def test_greedy_requests_by_themselves_get_the_same_tokens(alone, load, make_eng
     assert run.tokens == {(one.request_id, 0): expected.tokens[one.request_id, 0] for one in greedy}
 
 
+@formats("float32", "int8 cache")
 def test_prefix_hits_give_the_same_bits(alone, load, make_engine):
     name, expected = alone
     core = make_engine(**FORMATS[name][0])
@@ -115,6 +141,7 @@ def test_prefix_hits_give_the_same_bits(alone, load, make_engine):
     assert_same(again, expected)
 
 
+@formats("bfloat16", "gguf")
 def test_preemption_gives_the_same_bits(alone, load, make_engine):
     name, expected = alone
     settings, frame_bytes = FORMATS[name]
@@ -124,7 +151,7 @@ def test_preemption_gives_the_same_bits(alone, load, make_engine):
     assert_same(run, expected)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@crossed("seed", range(3), quick={("float32", 0), ("gguf", 1), ("int8 cache", 2)})
 def test_random_mixes_give_the_same_bits(alone, load, make_engine, seed):
     name, expected = alone
     rng = random.Random(seed)

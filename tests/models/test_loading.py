@@ -194,11 +194,11 @@ print(peak() - before)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_peak_memory_is_near_the_weights(tmp_path):
     """Stored as float32: the mapped file must not stay in memory beside what was loaded."""
-    sizes = {"vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 4}
+    sizes = {"vocab_size": 4096, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 2}
     save_llama(tmp_path, num_attention_heads=16, num_key_value_heads=8, **sizes)
     small = save_llama(tmp_path / "small")
     stored = (tmp_path / "model.safetensors").stat().st_size
-    assert stored > 200 << 20
+    assert stored > 100 << 20
     for dtype, weights in (("float32", stored), ("bfloat16", stored // 2)):
         command = [sys.executable, "-c", MEASURE, tmp_path, dtype, small]
         done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -20,7 +20,11 @@ NOT_DESCRIBED = {"/docs", "/openapi.json", "/", "/page/{name}"}
 def got(*paths, keys=None, **headers):
     """The application without an engine, and its answers."""
     app = create_app(
-        SimpleNamespace(facts=None, is_ready=False, model="m", rates=lambda tenant: {}, on_request_end=[]), "m", keys
+        SimpleNamespace(
+            facts=None, is_ready=False, restarts=(0, 0), model="m", rates=lambda tenant: {}, on_request_end=[]
+        ),
+        "m",
+        keys,
     )
 
     async def ask():

@@ -75,7 +75,7 @@ def test_the_template_gets_what_it_reads(client, prompts, asked, prompt):
 @pytest.mark.parametrize(
     ("asked", "param", "said"),
     [
-        ({"chat_template_kwargs": {"mod": 1}}, "chat_template_kwargs", "it reads mood, reasoning_effort; leave"),
+        ({"chat_template_kwargs": {"mod": 1}}, "chat_template_kwargs", "mood, params, priority, reasoning_effort"),
         ({"chat_template_kwargs": {"tools": []}}, "chat_template_kwargs", "'tools'; give it as a field"),
         ({"chat_template_kwargs": {str(i): 1 for i in range(65)}}, "chat_template_kwargs", "at most 64"),
         ({"chat_template_kwargs": {"mood": "x" * 270_000}}, "chat_template_kwargs", "262144 characters"),
@@ -106,7 +106,7 @@ def test_what_the_template_cannot_use_is_refused(client, asked, param, said):
 
 @pytest.mark.parametrize("name", ["priority", "request_id", "params", "max_tool_calls", "size"])
 def test_a_variable_may_be_named_as_something_else_of_the_request(client, prompts, name):
-    for session in ({}, {"session_id": f"has {name}"}):
+    for session in ({}, {"session_id": f"has-{name}"}):
         client.chat.completions.create(**ASKED, extra_body={"chat_template_kwargs": {name: "x"}, **session})
     assert prompts == ["<odd/>" + USER + ASSISTANT] * 2
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 from chaos import Soak
 
-STEPS = 300
+STEPS = 100
 AT_MOST = 2000
 
 
