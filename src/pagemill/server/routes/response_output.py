@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pydantic_core import to_json
+from pydantic import TypeAdapter
 
 from pagemill.server.protocol.response_items import (
     OutputCall,
@@ -16,6 +16,8 @@ from pagemill.server.protocol.response_items import (
     Status,
 )
 from pagemill.text.answer.reader import AnswerPart, CallPart
+
+EVENT = TypeAdapter(dict[str, Any])
 
 
 class ResponseOutput:
@@ -63,7 +65,7 @@ class ResponseOutput:
         if self._streaming:
             body = {"type": event_type, "sequence_number": self._num_events, **fields}
             self._num_events += 1
-            self._events.append(f"event: {event_type}\ndata: {to_json(body, by_alias=True).decode()}\n\n")
+            self._events.append(f"event: {event_type}\ndata: {EVENT.dump_json(body, by_alias=True).decode()}\n\n")
 
     def take_events(self) -> list[str]:
         """Returns the events since the last call, framed as OpenAI's clients read them."""
