@@ -87,7 +87,7 @@ def cli() -> Iterator[str]:
     yield "the sampling flags listed under `generate`.\n"
     for path, command in commands(typer.main.get_command(app), "pagemill"):
         arguments = [param for param in command.params if param.param_type_name == "argument"]
-        metavars = " ".join(param.metavar or param.name.upper() for param in arguments)
+        metavars = " ".join((param.metavar or param.name.upper()) + "..." * (param.nargs != 1) for param in arguments)
         panels = {panel_of(option) for option in flags(command)}
         yield f"## {path}\n"
         yield f"```\n{path} {metavars} [OPTIONS]\n```\n".replace("  ", " ")

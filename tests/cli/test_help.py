@@ -27,6 +27,7 @@ EVERY = list(commands(typer.main.get_command(app)))
 def test_help_is_whole_at_80_columns(path, command):
     shown = CliRunner(env={"COLUMNS": "80", "TERMINAL_WIDTH": "80"}).invoke(app, [*path, "--help"]).output
     assert max(map(len, shown.splitlines())) <= 80
+    assert not re.search(r"^Usage: .*\{|<list|range>|\bmodel <|\barchive <", shown, re.MULTILINE)
     words = re.sub(r"(?<=\w)-\n\s+|\s+", lambda found: "-" if found[0][0] == "-" else " ", shown)
     for param in command.params:
         if not getattr(param, "hidden", False):

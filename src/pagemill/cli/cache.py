@@ -16,6 +16,7 @@ from rich.progress import track
 from rich.table import Table
 
 from pagemill.cli.app import command_group
+from pagemill.cli.help import HelpInSections
 from pagemill.cli.listing import AsJson, print_listing
 from pagemill.cli.wording import ago, counted, printable
 from pagemill.errors import KVStoreError
@@ -32,7 +33,7 @@ Root = Annotated[
 Key = Annotated[str, typer.Argument(metavar="STORE", help="The store's name, or how it begins; see pagemill cache ls.")]
 
 
-@cache.command()
+@cache.command(cls=HelpInSections)
 def ls(root: Root = None, as_json: AsJson = False) -> None:
     """List the stores: model, format, size, last use."""
     table = Table("store", "model", "KV", "kernels", "blocks", "size", "last used", box=None)
@@ -56,7 +57,7 @@ def ls(root: Root = None, as_json: AsJson = False) -> None:
         sys.stderr.write(f"error: {error}\n")
 
 
-@cache.command()
+@cache.command(cls=HelpInSections)
 def verify(store: Key, root: Root = None) -> None:
     """Read every block and check it; drop those that are broken."""
     with closing(store_archive.open_store(root or default_root(), store)) as opened:
@@ -67,7 +68,7 @@ def verify(store: Key, root: Root = None) -> None:
         raise typer.Exit(1)
 
 
-@cache.command()
+@cache.command(cls=HelpInSections)
 def prune(
     store: Key,
     keep_mib: Annotated[int | None, typer.Option("--keep-mib", min=0, help="Keep at most this much.")] = None,
@@ -88,10 +89,10 @@ def prune(
     sys.stdout.write(f"{counted(dropped, 'block')} dropped, {left.blocks:,} kept ({left.bytes / 2**20:,.0f} MiB)\n")
 
 
-@cache.command(name="export")
+@cache.command(name="export", cls=HelpInSections)
 def export_(
     store: Key,
-    archive: Annotated[Path, typer.Argument(help="File to write.")],
+    archive: Annotated[Path, typer.Argument(metavar="ARCHIVE", help="File to write.")],
     pin_file: Annotated[
         Path | None,
         typer.Option(
@@ -156,9 +157,9 @@ def _blocks_of(pin_file: Path, store: DiskStore, tokenizer: str) -> list[BlockNa
     return list(dict.fromkeys(itertools.chain(*found)))
 
 
-@cache.command(name="import")
+@cache.command(name="import", cls=HelpInSections)
 def import_(
-    archive: Annotated[Path, typer.Argument(help="A file that `pagemill cache export` wrote.")],
+    archive: Annotated[Path, typer.Argument(metavar="ARCHIVE", help="A file that pagemill cache export wrote.")],
     limit_mib: Annotated[
         int, typer.Option("--limit-mib", min=1, help="The most that the store may take, with what it has.")
     ] = 16384,

@@ -20,7 +20,7 @@ def generate(
     prompts: Annotated[
         list[str],
         typer.Argument(
-            metavar="PROMPT...", help="Texts to continue, all at the same time; - reads one from standard input."
+            metavar="PROMPT", help="Texts to continue, all at the same time; - reads one from standard input."
         ),
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON list instead of text.")] = False,

@@ -10,12 +10,17 @@ from typer.core import TyperCommand, TyperGroup
 class HelpInSections(TyperCommand):
     """A command whose flags are listed by their `rich_help_panel`. Long names have a line of their own."""
 
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.replace("{", "").replace("}", "") for piece in super().collect_usage_pieces(ctx)]
+
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {}
         for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:
                 kind = "Arguments" if param.param_type_name == "argument" else "Options"
-                sections.setdefault(getattr(param, "rich_help_panel", None) or kind, []).append(record)
+                name, text = record
+                section = sections.setdefault(getattr(param, "rich_help_panel", None) or kind, [])
+                section.append((name.replace("<list[str]>", "<str>").replace(" range>", ">"), text))
         for title, records in sections.items():
             with formatter.section(title):
                 formatter.write_dl(records)

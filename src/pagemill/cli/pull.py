@@ -16,7 +16,11 @@ from pagemill.text.tokenizer_files import read_tokenizer
 
 def pull(
     model: Annotated[
-        str, typer.Argument(help="A name (smollm2-135m), a Hugging Face id (org/name, org/name:file.gguf), or a path.")
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A name (smollm2-135m), a Hugging Face id (org/name, org/name:file.gguf), or a path.",
+        ),
     ],
 ) -> None:
     """Fetch a model and check it.

@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from pagemill.cli.app import command_group
+from pagemill.cli.help import HelpInSections
 from pagemill.cli.listing import AsJson, print_listing
 from pagemill.cli.wording import ago, printable
 from pagemill.errors import SessionNotFoundError
@@ -24,7 +25,7 @@ SessionPath = Annotated[
 ]
 
 
-@sessions.command()
+@sessions.command(cls=HelpInSections)
 def ls(session_path: SessionPath = None, as_json: AsJson = False) -> None:
     """List the sessions: model, length, last use."""
     path = session_path or default_path()
@@ -43,9 +44,9 @@ def ls(session_path: SessionPath = None, as_json: AsJson = False) -> None:
     print_listing(rows, table, f"no sessions are kept in {path}", as_json)
 
 
-@sessions.command()
+@sessions.command(cls=HelpInSections)
 def rm(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Sessions to delete.")],
+    names: Annotated[list[str], typer.Argument(metavar="NAME", help="Sessions to delete.")],
     cache_salt: Annotated[str, typer.Option("--cache-salt", help="The namespace that they are in.")] = "",
     tenant: Annotated[str, typer.Option("--tenant", help="The tenant whose they are.")] = DEFAULT_TENANT,
     session_path: SessionPath = None,
