@@ -142,7 +142,13 @@ class EngineConfig:
     session_path: Annotated[
         str | None, about("File in which sessions are kept. Default: they end with the process.")
     ] = None
-    max_sessions: Annotated[Count, about("Sessions that are kept; one more is refused.")] = 1024
+    max_sessions: Annotated[
+        Count,
+        about(
+            "Sessions that are kept, responses included. For one more, a tenant's oldest response gives way; where it "
+            "has none, it is refused."
+        ),
+    ] = 1024
     session_timeout_s: Annotated[
         Positive | None, about("Seconds without use after which a session is forgotten. Default: never.")
     ] = None

@@ -52,7 +52,11 @@ def test_every_listing_is_also_json():
         (["sessions", "ls", "--api-key", "x"], "there is no flag --api-key; see pagemill sessions ls --help"),
         (["cache", "prune", "x"], "say what to drop: --keep-mib or --unused-hours; see pagemill cache prune --help"),
         (["serve", "m", "--port", "many"], "see pagemill serve --help"),
-        (["nothing"], "'nothing'; see pagemill --help"),
+        (["nothing"], "there is no command 'nothing'; see pagemill --help"),
+        (["serv"], "there is no command 'serv'; did you mean 'serve'? see pagemill --help"),
+        (["top", "--url"], "option '--url' requires an argument; see pagemill top --help"),
+        (["top", "--interval-s", "x"], "--interval-s is 'x'; it must be a valid number; see pagemill top --help"),
+        (["serve", "m", "--port", "-1"], "it must be greater than or equal to 0; see pagemill serve --help"),
         (["pull", "a", "b"], "see pagemill pull --help"),
     ],
 )

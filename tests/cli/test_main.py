@@ -52,9 +52,9 @@ def test_bare_command_shows_help():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["pul"], "Did you mean 'pull'"),
+        (["pul"], "did you mean 'pull'"),
         (["doctor", "--jsn"], "--json"),
-        (["pull"], "Missing argument"),
+        (["pull"], "missing argument 'MODEL'"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_suggests(args, message):

@@ -152,7 +152,7 @@ def test_the_command_line_lists_checks_shrinks_and_carries(tmp_path, run):
     assert "say what to drop" in run("prune", key, fails=True)
     assert "19 blocks dropped, 0 kept" in run("prune", key, "--keep-mib", "0")
     assert "20 blocks read, 20 of them new" in run("import", str(tmp_path / "file"))
-    assert "begin with 'zz'" in run("verify", "zz", fails=True)
+    assert "begins with 'zz'" in run("verify", "zz", fails=True)
     (store.folder / "index.sqlite").write_bytes(b"garbage" * 1000)
     assert [type(info) for info in list_stores(tmp_path / "kv")] == [KVStoreError] or run("ls")
 

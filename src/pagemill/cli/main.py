@@ -20,7 +20,7 @@ def main(args: list[str] | None = None) -> None:
 
     from typer import Abort
 
-    from pagemill.cli.app import app
+    from pagemill.cli.app import COMMANDS, app
     from pagemill.cli.usage import WrongUsage, words_of
     from pagemill.cli.wording import one_line
     from pagemill.errors import PagemillError
@@ -31,7 +31,8 @@ def main(args: list[str] | None = None) -> None:
         sys.stderr.write(f"error: {one_line(str(error))}\n")
         sys.exit(1)
     except WrongUsage as error:
-        sys.stderr.write(f"error: {one_line(words_of(error))}\n")
+        command = " ".join(["pagemill", *(word for word in given[:1] if word in COMMANDS)])
+        sys.stderr.write(f"error: {one_line(words_of(error, command))}\n")
         sys.exit(2)
     except Abort:
         sys.exit(1)

@@ -14,11 +14,22 @@ NEAR = 0.7
 """The likeness from which on another flag is named."""
 
 
-def words_of(error: Any) -> str:
-    """Returns what is wrong, and where the way out stands."""
-    said = error.format_message().rstrip(".")
-    if (flag := getattr(error, "option_name", None)) and hasattr(error, "possibilities"):
-        near = difflib.get_close_matches(flag, error.possibilities or (), n=3, cutoff=NEAR)
-        said = f"there is no flag {flag}" + (f"; did you mean {' or '.join(near)}?" if near else "")
-    command = "pagemill" if error.ctx is None else error.ctx.command_path
+def words_of(error: Any, command: str) -> str:
+    """Returns what is wrong, and where the way out stands. command: what was called, where the error names nothing."""
+    said = _what_is_wrong(error)
+    command = command if error.ctx is None else error.ctx.command_path
     return f"{said}{'' if said.endswith('?') else ';'} see {command} --help"
+
+
+def _what_is_wrong(error: Any) -> str:
+    flag, param, cause = (getattr(error, name, None) for name in ("option_name", "param", "__cause__"))
+    if flag and hasattr(error, "possibilities"):
+        near = difflib.get_close_matches(flag, error.possibilities or (), n=3, cutoff=NEAR)
+        return f"there is no flag {flag}" + (f"; did you mean {' or '.join(near)}?" if near else "")
+    if param and hasattr(cause, "errors"):  # pydantic's, which converts values for typer
+        wrong = cause.errors()[0]
+        must = wrong["msg"].partition(",")[0].removeprefix("Input should be ")
+        return f"{param.opts[0]} is {wrong['input']!r}; it must be {must}"
+    said: str = error.format_message().rstrip(".")
+    said = said.replace("No such command", "there is no command").replace(". Did you mean", "; did you mean")
+    return f"{said[:1].lower()}{said[1:]}"

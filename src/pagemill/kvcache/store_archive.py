@@ -75,7 +75,9 @@ def open_store(root: Path, key: str) -> DiskStore:
     found = [folder for folder in _folders(root) if folder.name.startswith(key)]
     if len(found) != 1:
         known = ", ".join(folder.name for folder in _folders(root))
-        raise KVStoreError(f"{len(found)} KV stores in {root} begin with {key!r}; there are: {known or 'none'}")
+        count = f"{len(found)} KV stores" if found else "no KV store"
+        way_out = f"take one of {known}" if known else "none is kept there"
+        raise KVStoreError(f"{count} in {root} begin{'' if found else 's'} with {key!r}; {way_out}")
     info = _describe(found[0])
     if isinstance(info, KVStoreError):
         raise info

@@ -34,8 +34,8 @@ class ServerAccess:
     api_key: Annotated[
         list[str],
         about(
-            "A key; every request but for /health, /live, /ready and /version must send one of them. Several may be "
-            "given. Default: the environment variable PAGEMILL_API_KEY."
+            "A key; every request but for the page at /, /health, /live, /ready and /version must send one. Several "
+            "may be given. Default: the environment variable PAGEMILL_API_KEY."
         ),
     ] = field(default_factory=list)
     admin_api_key: Annotated[
