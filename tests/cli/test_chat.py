@@ -83,6 +83,7 @@ def test_a_pipe_has_a_turn_per_line_and_plain_answers(served, monkeypatch, capsy
     assert "error: there is no command /hlp; did you mean /help?" in written.err
     assert "error: this conversation has no name" in written.err
     assert "(cut short" in written.err
+    assert "Ctrl-C" not in written.err
 
 
 def test_a_conversation_with_an_own_engine():
@@ -112,7 +113,7 @@ def test_a_conversation_with_an_own_engine():
     ("args", "words"),
     [
         (["--url", "http://127.0.0.1:9"], "error: no server answers at http://127.0.0.1:9: "),
-        (["--url", "ftp://x"], "give http://host:port"),
+        (["--url", "nonsense"], "protocol; give http://host:port"),
         (["--url", "http://x", "--block-size", "16"], "--block-size is a setting of an engine of its own"),
         ([], "error: no model is named"),
         (["--session", "a/b"], "error: the session name 'a/b'"),

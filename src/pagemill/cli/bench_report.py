@@ -93,8 +93,9 @@ class Report:
         from rich.table import Table
 
         workload = self.workload
-        table = Table(title=f"{workload.num_prompts} prompts, {workload.prefix_len} + {workload.input_len} tokens in, "
-                            f"{workload.output_len} out", caption="\n".join([self.measured, *self.notes]))  # fmt: skip
+        lengths = f"{workload.prefix_len} shared and {workload.input_len} own tokens, answers of {workload.output_len}"
+        caption = "\n".join([self.measured, *self.notes])
+        table = Table(title=f"{workload.num_prompts} prompts of {lengths}", caption=caption)
         table.add_column("")
         for name in self.ttft_s:
             table.add_column(name, justify="right")

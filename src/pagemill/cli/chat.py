@@ -98,11 +98,13 @@ async def _talk(conversation: Conversation) -> None:
     """Takes turns until the user leaves."""
     from pagemill.cli.chat_commands import run_command
 
-    turns, screen = _terminal() if sys.stdin.isatty() and sys.stdout.isatty() else _pipe()
+    has_person = sys.stdin.isatty() and sys.stdout.isatty()
+    turns, screen = _terminal() if has_person else _pipe()
     if conversation.name is not None:
         screen.note(await conversation.resume())
         screen.show_turns(conversation.messages)
-    screen.note("/help lists commands and keys, Ctrl-C stops an answer, Ctrl-D leaves")
+    if has_person:
+        screen.note("/help lists commands and keys, Ctrl-C stops an answer, Ctrl-D leaves")
     failed = False
     while (text := await turns.read()) is not None:
         try:

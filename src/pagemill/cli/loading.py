@@ -55,6 +55,6 @@ async def loaded_engine(model: str, settings: dict[str, Any]) -> AsyncIterator[A
         except BaseException:
             await llm.shutdown()
             raise
-    messages.print(ready.description, style="dim")
+    messages.print(ready.description, style="dim", soft_wrap=not messages.is_terminal)
     async with llm:
         yield llm

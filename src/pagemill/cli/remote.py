@@ -79,7 +79,9 @@ class Remote:
         try:
             response = await self._http.send(request, stream=True)
         except httpx.UnsupportedProtocol as error:
-            raise ConfigError(f"--url is {self.url!r}: {error}; give http://host:port", param="url") from error
+            raise ConfigError(
+                f"--url is {self.url!r}: {str(error).rstrip('.')}; give http://host:port", param="url"
+            ) from error
         except httpx.HTTPError as error:
             raise self._unreachable(error) from error
         try:

@@ -144,7 +144,7 @@ async def _serve(
             if logs.log_format == "json":
                 LOGGER.info("ready", extra=fields(model=names[0], address=listening, engine=ready.description))
                 return
-            messages.print(ready.description, style="dim")
+            messages.print(ready.description, style="dim", soft_wrap=not messages.is_terminal)
             question = json.dumps({"model": names[0], "messages": [{"role": "user", "content": "Hello!"}]})
             has_keys = access.api_key or (tenants is not None and tenants.keys)
             key = " -H 'Authorization: Bearer KEY'" if has_keys else ""

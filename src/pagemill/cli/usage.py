@@ -22,14 +22,14 @@ def words_of(error: Any, command: str) -> str:
 
 
 def _what_is_wrong(error: Any) -> str:
-    flag, param, cause = (getattr(error, name, None) for name in ("option_name", "param", "__cause__"))
+    flag, param = getattr(error, "option_name", None), getattr(error, "param", None)
     if flag and hasattr(error, "possibilities"):
         near = difflib.get_close_matches(flag, error.possibilities or (), n=3, cutoff=NEAR)
         return f"there is no flag {flag}" + (f"; did you mean {' or '.join(near)}?" if near else "")
-    if param and hasattr(cause, "errors"):  # pydantic's, which converts values for typer
-        wrong = cause.errors()[0]
+    if param and hasattr(error.__cause__, "errors"):  # pydantic's, which converts values for typer
+        wrong = error.__cause__.errors()[0]
         must = wrong["msg"].partition(",")[0].removeprefix("Input should be ")
         return f"{param.opts[0]} is {wrong['input']!r}; it must be {must}"
-    said: str = error.format_message().rstrip(".")
+    said: str = error.format_message().rstrip(".").removeprefix("Invalid value: ")
     said = said.replace("No such command", "there is no command").replace(". Did you mean", "; did you mean")
     return f"{said[:1].lower()}{said[1:]}"
