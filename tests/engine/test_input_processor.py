@@ -5,11 +5,14 @@ import copy
 import msgspec
 import numpy as np
 import pytest
+import tokenizers
 
 from pagemill import errors
 from pagemill.engine.messages import EngineReady
-from pagemill.frontend.input_processor import InputProcessor, as_list_of_prompts, one_per_prompt
+from pagemill.frontend.input_processor import InputProcessor, as_list_of_prompts, one_per_prompt, size_of
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
+from pagemill.sampling.pooling_params import PoolingParams
+from pagemill.text.fill_in_the_middle import FillInTheMiddle, Form
 from pagemill.text.tokenizer import Tokenizer
 
 VOCAB_SIZE = 49152
@@ -130,6 +133,77 @@ def test_what_can_not_be_served_is_refused(inputs, prompt, params, error, words)
     assert type(caught.value) is error
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def form(inputs):
+    """A form with the tokens 4 to 6, in which 0 ends a file."""
+    names = inputs.tokenizer.names_of([4, 5, 6, 0, 2])
+    return FillInTheMiddle(
+        tokenizers.Tokenizer.from_str(inputs.tokenizer.to_json()), Form(*names[:3], tuple(names[3:]))
+    )
+
+
+@pytest.fixture
+def infilling(inputs, form, monkeypatch):
+    """A model that knows this form."""
+    monkeypatch.setattr(inputs.tokenizer, "fill_in_the_middle", form)
+    return inputs
+
+
+def test_a_suffix_makes_a_prompt_for_the_middle(infilling):
+    tokenizer, around = infilling.tokenizer, {"prompt": "a(", "suffix": ")"}
+    request = infilling.process(around, SamplingParams(stop_token_ids=[9, 5]), "r")
+    assert request.prompt_token_ids == [4, *tokenizer.encode("a("), 5, *tokenizer.encode(")"), 6]
+    assert request.whole().prompt == "a("
+    assert request.asked.params.stop_token_ids == [9, 5, 4, 6, 0]  # 2 ends every answer
+    assert infilling.process(around, SamplingParams(ignore_eos=True), "r").asked.params.stop_token_ids == []
+    fork = infilling.process([5], SamplingParams(), "r", ends=request.ends)
+    assert fork.asked.params.stop_token_ids == [4, 5, 6, 0]
+    for nothing in ("", None):
+        plain = infilling.process({"prompt": "a(", "suffix": nothing}, SamplingParams(), "r")
+        assert (plain.prompt_token_ids, plain.asked.params.stop_token_ids) == (tokenizer.encode("a("), [])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "how", "words", "param"),
+    [
+        ({"prompt_token_ids": [5]}, {}, "here are token ids", "suffix"),
+        ({"prompt": "x", "prompt_token_ids": [5]}, {}, "here are token ids", "suffix"),
+        ({"prompt": "x", "suffix": ["y"]}, {}, "of type list; it must be text", "suffix"),
+        ({"prompt": "x", "suffix": []}, {}, "of type list; it must be text", "suffix"),
+        ({"prompt": "x", "suffix": "\udc00"}, {}, "half of a surrogate pair", "suffix"),
+        ({"prompt": "\udc00"}, {}, "half of a surrogate pair", "prompt"),
+        (
+            {"prompt": "word " * 300_000, "suffix": "word " * 300_000},
+            {},
+            "prompt and its suffix have 3000000",
+            "prompt",
+        ),
+        ({"prompt": "a b " * 8, "suffix": " c d" * 8}, {}, "context length", "prompt"),
+        ({"prompt": "x"}, {"params": BeamSearchParams(2, max_tokens=4)}, "a beam search", "suffix"),
+        ({"prompt": "x"}, {"pooling": PoolingParams()}, "an embedding", "suffix"),
+        ({"prompt": "x"}, {"params": SamplingParams(stop_token_ids=list(range(7, 1031)))}, "1024", "stop_token_ids"),
+    ],
+)
+def test_what_has_no_place_around_a_middle_is_refused(infilling, prompt, how, words, param):
+    with pytest.raises(errors.InvalidRequestError, match=words) as refused:
+        infilling.process({"suffix": "y", **prompt}, **{"params": SamplingParams(), **how}, request_id="r")
+    assert refused.value.param == param
+
+
+def test_a_suffix_needs_a_model_that_has_the_tokens(inputs, infilling):
+    facts = msgspec.structs.replace(infilling.facts(), vocab_size=6)
+    for processor in (
+        InputProcessor(Tokenizer.from_path("smollm2-135m"), inputs.facts),
+        InputProcessor(infilling.tokenizer, lambda: facts),
+    ):
+        with pytest.raises(errors.InvalidRequestError, match="no tokens for filling in the middle"):
+            processor.process({"prompt": "x", "suffix": "y"}, SamplingParams(), "r")
+
+
+def test_a_suffix_counts_where_work_is_shared_out():
+    assert size_of({"prompt": "ab", "suffix": "cde"}) == 5
 
 
 def test_the_longest_prompt_and_the_longest_answer_fit(inputs):

@@ -106,6 +106,7 @@ class Frontend(RunningRequests):
         tokens, space = origin.prompt_token_ids + origin.sequences[index].output.token_ids, origin.space
         prompt = {"prompt_token_ids": tokens, "cache_salt": space.cache_salt}
         how: dict[str, Any] = {"priority": priority, "tenant": space.tenant, "adapter": origin.asked.adapter}
+        how["ends"] = origin.ends
         fork = await self.prepare(prompt, params, request_id, **how)
         fork.asked.fork_of = origin.engine_id, index
         return fork

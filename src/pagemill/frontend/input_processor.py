@@ -12,7 +12,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence, Sized
 from numbers import Integral
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from pagemill import errors
 from pagemill.arguments import as_list
@@ -23,7 +23,7 @@ from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams, check_vocabulary
 from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.tenant_limits import DEFAULT_TENANT
-from pagemill.text.tokenizer import Tokenizer
+from pagemill.text.tokenizer import Tokenizer, check_unicode
 
 if TYPE_CHECKING:
     from pagemill.sampling.grammar import GrammarChecker
@@ -31,13 +31,24 @@ if TYPE_CHECKING:
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 """Text, token ids, or a dict: `{"prompt": text}` or `{"prompt_token_ids": ids}`, either with a `"cache_salt"`.
 
-Where a dict has both, the ids count and the text is only kept for the output.
+Where a dict has both, the ids count and the text is only kept for the output. With `{"prompt": text, "suffix": text}`
+the answer is what stands between the two.
 """
 
-PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt")
+PROMPT_KEYS = ("prompt", "prompt_token_ids", "cache_salt", "suffix")
 MAX_PRIORITY = 2**31 - 1
 MAX_PROMPTS = 65536
 """Prompts of one call: all are held until the last has its answer."""
+
+
+class _Read(NamedTuple):
+    """A prompt in one form."""
+
+    text: str | None
+    token_ids: list[int]
+    salt: str
+    ends: Sequence[int] | None = None
+    """Tokens that end the answer before a suffix; None where there is none."""
 
 
 class InputProcessor:
@@ -66,18 +77,21 @@ class InputProcessor:
         in_session: bool = False,
         pooling: PoolingParams | None = None,
         adapter: int = 0,
+        ends: Sequence[int] | None = None,
     ) -> RequestState:
         """Returns a checked request. `params` (default `SamplingParams()`) is never changed.
 
         pooling: asks for an embedding instead, whatever `params` is. arrival_s: seconds of `time.monotonic()`, None for
-        now. adapter: the number of a loaded LoRA adapter. Raises `InvalidRequestError` or one of its children.
+        now. adapter: the number of a loaded LoRA adapter. ends: of a fork, those of its origin. Raises
+        `InvalidRequestError` or one of its children.
         """
         if not isinstance(priority, int) or abs(priority) > MAX_PRIORITY:
             raise errors.InvalidRequestError(
                 f"priority is {shown(priority)}; it must be an integer from {-MAX_PRIORITY} to {MAX_PRIORITY}",
                 param="priority",
             )
-        text, token_ids, salt = self._read(prompt)
+        text, token_ids, salt, own_ends = self._read(prompt)
+        ends = own_ends if ends is None else ends
         tenant, salt = Namespace(tenant, salt)
         facts = self.facts()
         if tenant not in facts.tenants:
@@ -86,11 +100,14 @@ class InputProcessor:
             pooling = _own_pooling(pooling)
             params = SamplingParams(temperature=0.0, max_tokens=0, detokenize=False)
         _check_token_ids(token_ids, facts, answered=getattr(params, "max_tokens", None) != 0)
+        if ends is not None and (pooling is not None or isinstance(params, BeamSearchParams)):
+            what = "a beam search, which knows no end but that of a text" if pooling is None else "an embedding"
+            raise errors.InvalidRequestError(f"suffix has no meaning with {what}; leave it out", param="suffix")
         beam = None
         if isinstance(params, BeamSearchParams):
             beam = dataclasses.replace(params)
             params = _params_of_search(beam, facts)
-        params = self._fit_params(SamplingParams() if params is None else params, len(token_ids), facts)
+        params = self._fit_params(SamplingParams() if params is None else params, len(token_ids), ends, facts)
         if params.structured_outputs is not None:
             self._grammars.check(params.structured_outputs, Namespace(tenant, salt))
         best_of = None
@@ -110,7 +127,9 @@ class InputProcessor:
             in_session=in_session,
             adapter=adapter,
         )
-        return RequestState(request, self.tokenizer, text, best_of)
+        state = RequestState(request, self.tokenizer, text, best_of)
+        state.ends = ends
+        return state
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], *, cache_salt: str = "", **template: Any) -> Prompt:
         """Returns a conversation as a prompt. Takes and raises what `encode_chat` does."""
@@ -126,22 +145,44 @@ class InputProcessor:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of a text. Raises `PromptTooLongError` for one that is so long that it cannot fit,
         before it is tokenized, and what `Tokenizer.encode` raises."""
-        limit = self.facts().max_model_len
-        if len(text) > limit and (fewest := self.tokenizer.fewest_tokens(text)) >= limit:
+        self._check_characters("the prompt has", text)
+        return self.tokenizer.encode(text, add_special_tokens)
+
+    def _check_characters(self, who_has: str, *texts: str) -> None:
+        limit, count = self.facts().max_model_len, sum(map(len, texts))
+        if count > limit and (fewest := sum(map(self.tokenizer.fewest_tokens, texts))) >= limit:
             raise errors.PromptTooLongError(
-                f"the prompt has {len(text)} characters, at least {fewest} tokens, which with one for the answer "
+                f"{who_has} {count} characters, at least {fewest} tokens, which with one for the answer "
                 f"{TOO_LONG}: max_model_len is {limit}; shorten the prompt or raise max_model_len",
                 param="prompt",
             )
-        return self.tokenizer.encode(text, add_special_tokens)
 
-    def _read(self, prompt: Prompt) -> tuple[str | None, list[int], str]:
-        """Returns a prompt's text, if it has one, its token ids, and its salt."""
+    def _read_around(self, text: str, suffix: Any, salt: Any) -> _Read:
+        """Returns the prompt for what stands between two texts, in the form that the model knows."""
+        if not isinstance(suffix, str):
+            raise errors.InvalidRequestError(
+                f"suffix is of type {type(suffix).__name__}; it must be text", param="suffix"
+            )
+        facts, form = self.facts(), self.tokenizer.fill_in_the_middle
+        if form is None or form.largest_id >= facts.vocab_size:
+            raise errors.InvalidRequestError(
+                "this model has no tokens for filling in the middle, so it cannot take a suffix; leave suffix out, or "
+                "serve a model that was trained for it, such as Qwen2.5-Coder",
+                param="suffix",
+            )
+        self._check_characters("the prompt and its suffix have", text, suffix)
+        check_unicode(text, "prompt")
+        check_unicode(suffix, "suffix")
+        ends = [token_id for token_id in form.end_token_ids if token_id not in facts.eos_token_ids]
+        return _Read(text, form.encode(text, suffix), salt, ends)
+
+    def _read(self, prompt: Prompt) -> _Read:
         given = as_mapping(prompt)
         for key in given:
             if key not in PROMPT_KEYS:
                 raise errors.UnknownArgumentError.of("a prompt", str(key), PROMPT_KEYS)
-        text, token_ids, salt = (given.get(key) for key in PROMPT_KEYS)
+        text, token_ids, salt, suffix = (given.get(key) for key in PROMPT_KEYS)
+        salt = "" if salt is None else salt
         if text is None and token_ids is None:
             raise errors.InvalidRequestError(
                 'a prompt is a text, token ids, or a dict with "prompt" (text) or "prompt_token_ids"; give one of them',
@@ -153,11 +194,20 @@ class InputProcessor:
             )
         if isinstance(token_ids, (list, array)):
             self.facts().check_prompt_length(len(token_ids))  # before anybody looks at a million of them
-        tokens = self.encode(text or "") if token_ids is None else token_ids_of(token_ids)
-        return text, tokens, "" if salt is None else salt
+        if suffix is not None and (suffix or not isinstance(suffix, str)):
+            if text is None or token_ids is not None:
+                raise errors.InvalidRequestError(
+                    "suffix needs a prompt as text, and here are token ids; leave it out, or write the model's own "
+                    "tokens for filling in the middle into the ids",
+                    param="suffix",
+                )
+            return self._read_around(text, suffix, salt)
+        return _Read(text, self.encode(text or "") if token_ids is None else token_ids_of(token_ids), salt)
 
-    def _fit_params(self, params: SamplingParams, prompt_len: int, facts: EngineReady) -> SamplingParams:
-        """Returns a copy that says in numbers what the engine must do: bad words as tokens.
+    def _fit_params(
+        self, params: SamplingParams, prompt_len: int, ends: Sequence[int] | None, facts: EngineReady
+    ) -> SamplingParams:
+        """Returns a copy that says in numbers what the engine must do: bad words as tokens, the ends of a middle.
 
         It is checked once more: the caller may have changed the parameters since they were made.
         """
@@ -166,6 +216,9 @@ class InputProcessor:
                 f"sampling_params is {shown(params)}; it must be SamplingParams(...)", param="sampling_params"
             )
         params = dataclasses.replace(params)
+        if ends is not None and not params.ignore_eos:
+            stops = dict.fromkeys([*params.stop_token_ids, *ends])
+            params = dataclasses.replace(params, stop_token_ids=list(stops))
         name, count = ("n", params.n) if params.best_of is None else ("best_of", params.best_of)
         if count > facts.max_num_seqs:
             raise errors.RequestTooLargeError.of_width(name, count, facts.max_num_seqs)
@@ -244,7 +297,9 @@ def size_of(content: Any) -> int:
     """
     if isinstance(content, Mapping):
         ids = content.get("prompt_token_ids")
-        return size_of(content.get("content", content.get("prompt")) if ids is None else ids)
+        if ids is None:
+            return size_of(content.get("content", content.get("prompt"))) + size_of(content.get("suffix"))
+        return size_of(ids)
     if isinstance(content, (list, tuple)) and content and isinstance(content[0], Mapping):
         return sum(size_of(part.get("text", part)) if isinstance(part, Mapping) else 0 for part in content)
     return len(content) if isinstance(content, Sized) else 0

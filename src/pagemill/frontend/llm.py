@@ -81,6 +81,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continues prompts: text, `{"prompt": …}`, `{"prompt_token_ids": …}`, token ids, or a list of any of these.
 
+        With `{"prompt": …, "suffix": …}` the answer is what stands between the two, for models that have tokens for it.
         Parameters are one for all prompts or one each (default `SamplingParams()`); a smaller `priority` is more
         urgent, `tenant` is whose the request is (see `EngineConfig.tenants`), and `lora_request` is its LoRA adapter,
         which is loaded with its first request. Outputs are in the order of the prompts. If any prompt or parameter is

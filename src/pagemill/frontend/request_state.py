@@ -156,6 +156,8 @@ class RequestState:
         self.space = Namespace(asked.tenant, asked.cache_salt)
         self.turn: Turn | None = None
         """The session's turn that it is."""
+        self.ends: Sequence[int] | None = None
+        """Tokens that end its answer, which stands before a suffix; None for any other answer."""
         self.final_only = best_of is not None
         """Whether there is news at the end alone."""
         self.has_given = False

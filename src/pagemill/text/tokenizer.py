@@ -22,6 +22,7 @@ from pagemill.text.answer.of_model import AnswerFormats
 from pagemill.text.chat_template import ChatTemplate
 from pagemill.text.detokenizer import TokenTexts
 from pagemill.text.fewest_tokens import FewestTokens
+from pagemill.text.fill_in_the_middle import FillInTheMiddle
 from pagemill.text.spelling import Spelling
 from pagemill.text.tokenizer_files import TokenizerSettings, load_with_transformers, read_tokenizer
 
@@ -110,20 +111,18 @@ class Tokenizer:
         return FewestTokens(self._backend).of
 
     @functools.cached_property
+    def fill_in_the_middle(self) -> FillInTheMiddle | None:
+        """What writes prompts with a suffix; None where the vocabulary has no tokens for that."""
+        return FillInTheMiddle.of(self._backend)
+
+    @functools.cached_property
     def missing_characters(self) -> Callable[[str], str]:
         """Returns the characters of a text that no tokens write, each once."""
         return Spelling(self._backend, self.token_texts.byte_level).missing
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Returns the token ids of `text`. Raises InvalidRequestError for text that is not Unicode (surrogates)."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise InvalidRequestError(
-                f"the text has {text[error.start]!r} at character {error.start}, half of a surrogate pair; "
-                f"send valid Unicode",
-                param="prompt",
-            ) from None
+        check_unicode(text, "prompt")
         # A batch of one, because `encode` holds the interpreter's lock and `encode_batch_fast` lets other threads run.
         (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = encoded.ids
@@ -272,6 +271,18 @@ class Tokenizer:
             if given is not None:
                 raise InvalidRequestError(f"{message}; correct it", param="chat_template") from error
             raise TokenizerError(f"{message}; pass --chat-template (chat_template=) with one that does") from error
+
+
+def check_unicode(text: str, param: str) -> None:
+    """Raises InvalidRequestError for text that is not Unicode (surrogates)."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequestError(
+            f"the text has {text[error.start]!r} at character {error.start}, half of a surrogate pair; send valid "
+            f"Unicode",
+            param=param,
+        ) from None
 
 
 def _template_of(given: str, own: str | dict[str, str] | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from pagemill.errors import InvalidRequestError
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
@@ -26,6 +26,7 @@ class CompletionRequest(GenerationRequest):
     prompt: str | Ids | Annotated[list[str], FIRST_ERROR] | Annotated[list[Ids], FIRST_ERROR] | None = None
     logprobs: int | None = None
     echo: bool | None = None
+    suffix: str | None = Field(None, description="What follows the answer, which is written to fit between the two.")
 
     @model_validator(mode="before")
     @classmethod
@@ -45,6 +46,24 @@ class CompletionRequest(GenerationRequest):
                 f"request, and send them in several requests",
                 param="n",
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_suffix(self) -> CompletionRequest:
+        """Refuses what has no place around an answer that stands between two texts."""
+        if not self.suffix:
+            return self
+        count = len(self.prompts())
+        if count > 1:
+            raise InvalidRequestError(
+                f"suffix needs one prompt, and here are {count}; send them in several requests", param="suffix"
+            )
+        for other, why in (("echo", "the model reads them in another order"), ("session_id", "it goes on behind one")):
+            if getattr(self, other):
+                raise InvalidRequestError(
+                    f"{other} has no meaning for an answer between two texts: {why}; leave out {other} or suffix",
+                    param="suffix",
+                )
         return self
 
     def prompts(self) -> list[str | list[int]]:

@@ -40,7 +40,6 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
-    "suffix": ("",),
     "audio": (),
     "prediction": (),
     "reasoning_effort": ("none",),
@@ -205,7 +204,7 @@ class GenerationRequest(Parameters):
                 raise InvalidRequestError("fork_index needs fork_of; leave it out", param="fork_index")
             if getattr(self, name) in (None, []):
                 raise InvalidRequestError(f"{name} is missing or empty; give at least one, or fork_of", param=name)
-        for other in (name, "session_id", "echo") if self.fork_of is not None else ():
+        for other in (name, "session_id", "echo", "suffix") if self.fork_of is not None else ():
             if getattr(self, other, None):
                 raise InvalidRequestError(
                     f"fork_of goes on from another answer, and takes no {other}; leave one of them out", param=other

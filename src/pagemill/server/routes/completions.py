@@ -46,8 +46,9 @@ class CompletionCall(Call[CompletionRequest]):
 
     async def _prompts(self) -> list[Prompt]:
         self._tokenizer = await self._llm.tokenizer()
+        how = {"cache_salt": self.request.cache_salt, "suffix": self.request.suffix}
         return [
-            {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, "cache_salt": self.request.cache_salt}
+            {"prompt" if isinstance(prompt, str) else "prompt_token_ids": prompt, **how}
             for prompt in self.request.prompts()
         ]
 
