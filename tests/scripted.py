@@ -6,15 +6,15 @@ END = "§"
 """What follows every such answer: a stop string."""
 
 
-def say(monkeypatch, text):
-    """Makes all answers this text, five characters a token."""
+def say(monkeypatch, text, size=5):
+    """Makes all answers this text, so many characters a token."""
 
     class Script:
         def __init__(self, *_, **__):
             self.left = text + END
 
         def add(self, token_ids):
-            piece, self.left = self.left[:5], self.left[5:]
+            piece, self.left = self.left[:size], self.left[size:]
             return piece
 
         def finish(self):

@@ -9,12 +9,13 @@ import openai
 import pydantic
 import pytest
 
+from pagemill.server.protocol.responses import LOGPROBS
 from pagemill.text.answer.of_model import AnswerFormats
 from pagemill.text.chat_template import ChatTemplate
 from scripted import END, say
 
 MODEL = "smollm2-135m"
-GREEDY = {"model": MODEL, "temperature": 0, "max_output_tokens": 6}
+GREEDY = {"model": MODEL, "temperature": 0, "max_output_tokens": 3}
 TEMPLATE = Path(__file__).parents[1] / "data" / "templates" / "hermes.jinja"
 WEATHER = {
     "type": "function",
@@ -27,7 +28,7 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</
 LONG = "My name is Ada, and I live in a small house by the sea with two cats and a dog. Say hello."
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def client(served):
     with openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
         yield client
@@ -44,8 +45,8 @@ def calls_tools(served, monkeypatch):
 
 @pytest.fixture
 def says(monkeypatch):
-    """Makes all answers this text, five characters a token."""
-    return functools.partial(say, monkeypatch)
+    """Makes all answers this text, twelve characters a token."""
+    return functools.partial(say, monkeypatch, size=12)
 
 
 SCRIPTED = {"model": MODEL, "max_output_tokens": 60, "extra_body": {"stop": END, "ignore_eos": True}}
@@ -61,14 +62,14 @@ def test_text_in_text_out(client, v1):
     chat = client.chat.completions.create(
         model=MODEL,
         temperature=0,
-        max_tokens=6,
+        max_tokens=3,
         messages=[{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}],
     )
     assert response.output_text == chat.choices[0].message.content
     assert response.usage.input_tokens == chat.usage.prompt_tokens
     assert response.usage.total_tokens == chat.usage.total_tokens
     assert response.status == {"stop": "completed", "length": "incomplete"}[chat.choices[0].finish_reason]
-    assert (response.instructions, response.metadata, response.max_output_tokens) == ("Be brief.", {"a": "b"}, 6)
+    assert (response.instructions, response.metadata, response.max_output_tokens) == ("Be brief.", {"a": "b"}, 3)
     same = client.responses.create(
         **asked, input=[{"role": "user", "content": [{"type": "input_text", "text": "Hello!"}]}], store=False
     )
@@ -145,7 +146,7 @@ def test_instructions_are_of_one_response(client, v1):
     other = client.responses.create(**GREEDY, input="Hm?", instructions="Rhyme.", previous_response_id=none.id)
     asked = [{"role": "user", "content": LONG}, {"role": "assistant", "content": first.output_text}]
     asked.append({"role": "user", "content": "Hm?"})
-    whole = client.chat.completions.create(model=MODEL, messages=asked, temperature=0, max_tokens=6)
+    whole = client.chat.completions.create(model=MODEL, messages=asked, temperature=0, max_tokens=3)
     assert whole.choices[0].message.content == none.output_text
     assert whole.usage.prompt_tokens == none.usage.input_tokens
     card = v1.get(f"/sessions/{other.id}").json()
@@ -282,14 +283,19 @@ def item(**fields):
     [
         ({}, "input", "required"),
         ({"input": []}, "input", "one item"),
-        (item(type="item_reference", id="x"), "input", "'item_reference'"),
+        (item(type="item_reference", id="x"), "input", "'item_reference'; send the item itself"),
+        (item(type="computer_call", id="x"), "input", "'computer_call'; leave it out"),
         (item(role="user", content=[{"type": "input_image", "image_url": "x"}]), "input", "text only"),
         (item(role="user", content="x", other=1), "input", "'other'"),
         (item(type="reasoning", encrypted_content="x"), "input", "'encrypted_content'"),
         (item(type="function_call", call_id="c", name="f", arguments="no"), "input", "no JSON object"),
         (item(type="function_call_output", output="x"), "input", "call_id"),
-        ({"input": "x", "background": True}, "background", "leave it out"),
-        ({"input": "x", "conversation": "c"}, "conversation", "leave it out"),
+        ({"input": "x", "background": True}, "background", "set stream to true"),
+        ({"input": "x", "conversation": "c"}, "conversation", "previous_response_id"),
+        ({"input": "x", "prompt": {"id": "p"}}, "prompt", "instructions"),
+        ({"input": "x", "top_logprobs": 2}, "top_logprobs", "message.output_text.logprobs"),
+        ({"input": "x", "top_logprobs": 21, "include": [LOGPROBS]}, "top_logprobs", "to 20"),
+        ({"input": "x", "tool_choice": {"type": "allowed_tools"}}, "tool_choice", "'allowed_tools'"),
         ({"input": "x", "truncation": "auto"}, "truncation", "disabled"),
         ({"input": "x", "include": ["file_search_call.results"]}, "include", "encrypted_content"),
         ({"input": "x", "max_output_tokens": 5000}, "max_output_tokens", "max_output_tokens 5000"),
@@ -306,10 +312,10 @@ def item(**fields):
         ({"input": "x", "n": 2}, "n", "does not serve"),
     ],
 )
-def test_what_is_not_served_is_refused_in_words(v1, asked, param, said):
-    answer = v1.post("/responses", json={"model": MODEL, **asked})
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
+def test_what_is_not_served_is_refused_in_words(client, asked, param, said):
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.post("/responses", body={"model": MODEL, **asked}, cast_to=object)
+    error = refused.value.body
     assert (error["param"], said in error["message"]) == (param, True), error
 
 

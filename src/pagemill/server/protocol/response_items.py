@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field, model_validator
 
 from pagemill.errors import InvalidRequestError, shown
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Name, check_length
+from pagemill.server.protocol.chat import TokenLogprob
 from pagemill.server.protocol.generation import MAX_MESSAGES, MAX_PARTS
 
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class _Item(Body):
-    """What an item or a part of one has; clients send it back with fields that are empty."""
+    """What an item or a part of one has; clients send it back with fields that are empty, or `_LEFT_IN`."""
+
+    _LEFT_IN: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
     def _screen(cls, item: Any) -> Any:
         if not isinstance(item, dict):
             return item
-        kept = {name: value for name, value in item.items() if value not in (None, [])}
+        kept = {name: value for name, value in item.items() if value not in (None, []) and name not in cls._LEFT_IN}
         unknown = next((name for name in kept if name not in cls.model_fields), None)
         if unknown is not None:
             raise InvalidRequestError(
@@ -34,6 +37,10 @@ class _Item(Body):
 
 
 class TextPart(_Item):
+    """A part of a text. logprobs: an earlier answer's, which change nothing."""
+
+    _LEFT_IN = frozenset({"logprobs"})
+
     type: Literal["input_text", "output_text"]
     text: str
 
@@ -107,6 +114,8 @@ class Reasoning(_Item):
 
 Item = Annotated[Message | CallItem | CallOutput | Reasoning, Field(discriminator="type")]
 TYPES = ("message", "function_call", "function_call_output", "reasoning")
+INSTEAD = {"item_reference": "send the item itself, or name its response in previous_response_id"}
+"""What to do without items that this server does not serve."""
 
 
 def _as_items(given: Any) -> Any:
@@ -137,7 +146,9 @@ def _with_type(item: Any) -> Any:
     kind = item.get("type") or "message"
     if kind not in TYPES:
         raise InvalidRequestError(
-            f"this server does not serve items of type {shown(kind)}; it serves {', '.join(TYPES)}", param="input"
+            f"this server does not serve items of type {shown(kind)}; {INSTEAD.get(str(kind), 'leave it out')} (it "
+            f"serves {', '.join(TYPES)})",
+            param="input",
         )
     return {**item, "type": kind}
 
@@ -195,7 +206,7 @@ class OutputText(BaseModel):
     type: Literal["output_text"] = "output_text"
     text: str = ""
     annotations: list[None] = []
-    logprobs: list[None] = []
+    logprobs: list[TokenLogprob] = []
 
 
 class OutputMessage(BaseModel):

@@ -29,9 +29,15 @@ NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "prompt_cache_options": (),
     "request_id": (),
     "service_tier": ("auto", "default"),
-    "top_logprobs": (0,),
 }
 """Fields that this server does not serve: only these values (and null), which ask for nothing, are accepted."""
+
+INSTEAD = {
+    "background": "leave it out, and set stream to true to see the answer as it comes",
+    "conversation": "name the response before in previous_response_id, or send the whole conversation as input",
+    "prompt": "send its text as instructions or input",
+}
+"""What to do without fields that this server does not serve."""
 
 OF_CHAT = {
     "max_completion_tokens": "max_output_tokens",
@@ -41,6 +47,9 @@ OF_CHAT = {
     "response_format": "text",
 }
 """Names of chat for fields that have another one here."""
+
+LOGPROBS = "message.output_text.logprobs"
+"""The value of `include` that asks for log probabilities."""
 
 MAX_METADATA = 16
 """Entries of `metadata`."""
@@ -142,7 +151,8 @@ class ResponsesRequest(Parameters):
     metadata: dict[Key, Value] | None = None
     user: Value | None = None
     truncation: Literal["disabled"] | None = None
-    include: list[Literal["reasoning.encrypted_content"]] | None = None
+    include: list[Literal["reasoning.encrypted_content", "message.output_text.logprobs"]] | None = None
+    top_logprobs: int | None = None
     cache_salt: str | None = None
     priority: int = 0
     chat_template_kwargs: dict[str, Any] | None = None
@@ -158,13 +168,26 @@ class ResponsesRequest(Parameters):
                     raise InvalidRequestError(
                         f"{name} is a field of chat; this endpoint calls it {own!r}; rename it", param=name
                     )
+            for name, way_out in INSTEAD.items():
+                if body.get(name) not in (None, False):
+                    raise InvalidRequestError(f"this server does not serve {name!r}; {way_out}", param=name)
         body = screened(cls, body, WITHOUT_EFFECT, NEUTRAL_ONLY)
         if isinstance(body, dict):
             for name, most in (("metadata", MAX_METADATA), ("include", 16)):
                 check_length(name, body.get(name), most)
             check_for_template(body)
             _check_tool_types(body.get("tools"))
+            _check_tool_choice(body.get("tool_choice"))
         return body
+
+    @model_validator(mode="after")
+    def _check_logprobs(self) -> ResponsesRequest:
+        if self.top_logprobs and not self.with_logprobs:
+            raise InvalidRequestError(
+                f'top_logprobs needs include to have "{LOGPROBS}"; add it, or leave top_logprobs out',
+                param="top_logprobs",
+            )
+        return self
 
     @model_validator(mode="after")
     def _make_chat(self) -> ResponsesRequest:
@@ -180,6 +203,8 @@ class ResponsesRequest(Parameters):
             "max_completion_tokens": self.max_output_tokens,
             "reasoning_effort": None if self.reasoning is None else self.reasoning.effort,
             "response_format": None if form is None else form.for_chat(),
+            "logprobs": self.with_logprobs,
+            "top_logprobs": self.top_logprobs if self.with_logprobs else None,
         }
         try:
             self._chat = ChatOfResponse.model_validate({k: v for k, v in fields.items() if v is not None})
@@ -191,6 +216,11 @@ class ResponsesRequest(Parameters):
     def chat(self) -> ChatOfResponse:
         """The same as a request of chat; its messages are the input's."""
         return self._chat
+
+    @property
+    def with_logprobs(self) -> bool:
+        """Whether the answer's text comes with the log probabilities of its tokens."""
+        return LOGPROBS in (self.include or ())
 
     @property
     def keep(self) -> bool:
@@ -214,6 +244,7 @@ class ResponsesRequest(Parameters):
             "text": TextConfig(format=(self.text and self.text.format) or TextFormat.model_validate({"type": "text"})),
             "tool_choice": self.tool_choice or "auto",
             "tools": self.tools or [],
+            "top_logprobs": self.top_logprobs or 0,
         }
 
 
@@ -232,6 +263,16 @@ def _check_tool_types(tools: Any) -> None:
                 f"this server does not serve tools of type {kind!r:.128}; offer functions, or leave it out",
                 param="tools",
             )
+
+
+def _check_tool_choice(choice: Any) -> None:
+    kind = choice.get("type") if isinstance(choice, dict) else "function"
+    if kind != "function":
+        raise InvalidRequestError(
+            f"this server does not serve a tool_choice of type {kind!r:.128}; name a function, or give 'auto', "
+            f"'required' or 'none'",
+            param="tool_choice",
+        )
 
 
 def _renamed(error: PagemillError) -> PagemillError:
@@ -290,6 +331,7 @@ class ResponseObject(BaseModel):
     text: TextConfig
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice
     tools: list[FunctionTool]
+    top_logprobs: int
     top_p: float
     truncation: Literal["disabled"] = "disabled"
     usage: ResponseUsage | None = None

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from pydantic import TypeAdapter
 
+from pagemill.server.protocol.chat import TokenLogprob
 from pagemill.server.protocol.response_items import (
     OutputCall,
     OutputItem,
@@ -36,12 +38,12 @@ class ResponseOutput:
         self._events: list[str] = []
         self._num_events = 0
 
-    def add(self, part: AnswerPart) -> None:
-        """Takes what is new of the answer."""
+    def add(self, part: AnswerPart, logprobs: Sequence[TokenLogprob] = ()) -> None:
+        """Takes what is new of the answer. logprobs: of the tokens that wrote its content."""
         if part.reasoning:
             self._add_reasoning(part.reasoning)
         if part.content:
-            self._add_text(part.content)
+            self._add_text(part.content, logprobs)
         for call in part.calls:
             self._add_call(call)
 
@@ -55,7 +57,7 @@ class ResponseOutput:
         if isinstance(item, OutputCall):
             self._tell_of("response.function_call_arguments.done", name=item.name, arguments=item.arguments)
         else:
-            kind, beside = _text_event(item)
+            kind, beside = _text_event(item, item.content[0].logprobs if isinstance(item, OutputMessage) else ())
             self._tell_of(f"{kind}.done", content_index=0, text=item.content[0].text, **beside)
             self._tell_of("response.content_part.done", content_index=0, part=item.content[0])
         self.tell("response.output_item.done", output_index=len(self.items) - 1, item=item)
@@ -77,10 +79,13 @@ class ResponseOutput:
             self._begin(OutputReasoning(id=self._new_id("rs")), OutputReasoningText())
         self._add_to_part(text)
 
-    def _add_text(self, text: str) -> None:
+    def _add_text(self, text: str, logprobs: Sequence[TokenLogprob]) -> None:
         if not (self._open and isinstance(self.items[-1], OutputMessage)):
             self._begin(OutputMessage(id=self._new_id("msg")), OutputText())
-        self._add_to_part(text)
+        item = self.items[-1]
+        assert isinstance(item, OutputMessage)
+        item.content[0].logprobs += logprobs
+        self._add_to_part(text, logprobs)
 
     def _add_call(self, part: CallPart) -> None:
         if part.id is not None:
@@ -102,11 +107,11 @@ class ResponseOutput:
             item.content.append(part)
             self._tell_of("response.content_part.added", content_index=0, part=part)
 
-    def _add_to_part(self, text: str) -> None:
+    def _add_to_part(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> None:
         item = self.items[-1]
         assert not isinstance(item, OutputCall)
         item.content[0].text += text
-        kind, beside = _text_event(item)
+        kind, beside = _text_event(item, logprobs)
         self._tell_of(f"{kind}.delta", content_index=0, delta=text, **beside)
 
     def _tell_of(self, event_type: str, **fields: Any) -> None:
@@ -114,8 +119,8 @@ class ResponseOutput:
         self.tell(event_type, item_id=self.items[-1].id, output_index=len(self.items) - 1, **fields)
 
 
-def _text_event(item: OutputMessage | OutputReasoning) -> tuple[str, dict[str, Any]]:
+def _text_event(item: OutputMessage | OutputReasoning, logprobs: Sequence[TokenLogprob]) -> tuple[str, dict[str, Any]]:
     """Returns what events about the item's text are called, and what they have beside it."""
     if isinstance(item, OutputMessage):
-        return "response.output_text", {"logprobs": []}
+        return "response.output_text", {"logprobs": list(logprobs)}
     return "response.reasoning_text", {}

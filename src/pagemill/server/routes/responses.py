@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
@@ -9,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 
 from pagemill.errors import InvalidRequestError, PagemillError, ResponseNotFoundError
 from pagemill.frontend.async_llm import AsyncLLM
-from pagemill.frontend.outputs import RequestOutput
+from pagemill.frontend.outputs import LogprobsOfPosition, RequestOutput
 from pagemill.frontend.request_state import RequestState, ResponseTurn
 from pagemill.lora_request import LoRARequest
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
@@ -30,8 +31,11 @@ from pagemill.server.protocol.responses import (
 from pagemill.server.routes.call import respond
 from pagemill.server.routes.chat import ChatCall
 from pagemill.server.routes.models import ServedModels
+from pagemill.server.routes.response_logprobs import ReadLogprobs
 from pagemill.server.routes.response_output import ResponseOutput
 from pagemill.sessions.record import RESPONSE, is_response
+from pagemill.text.answer.reader import AnswerPart
+from pagemill.text.detokenizer import Detokenizer
 
 STATUSES: dict[str | None, Any] = {"stop": "completed", "length": "incomplete", "abort": "cancelled"}
 """What a response is, by why its answer ended."""
@@ -68,6 +72,9 @@ class ResponseCall(ChatCall):
         )
         self._streams.append(stream)
         self._answer_reader, self._num_read = self._reader(0), 0
+        skip = params.skip_special_tokens
+        detokenizer = Detokenizer(self._tokenizer, stream.prompt_token_ids, skip_special_tokens=skip)
+        self._read_logprobs = ReadLogprobs(self._answer_reader, detokenizer) if chat.logprobs else None
         self._output = ResponseOutput(self._id, streaming=bool(asked.stream))
         for name in ("created", "in_progress"):
             self._output.tell(f"response.{name}", response=self._so_far("in_progress"))
@@ -75,14 +82,25 @@ class ResponseCall(ChatCall):
     def _read(self, request: RequestState) -> None:
         """Takes what is new of the answer."""
         output = request.sequences[0].output
+        if self._read_logprobs is not None:
+            self._add_parts(self._read_logprobs.read(output))
+            return
         text, self._num_read = output.text[self._num_read :], len(output.text)
         self._output.add(self._answer_reader.add(text))
 
+    def _add_parts(self, parts: Iterator[tuple[AnswerPart, list[LogprobsOfPosition]]]) -> None:
+        for part, positions in parts:
+            logprobs = self._logprobs(positions)
+            self._output.add(part, () if logprobs is None else logprobs.content)
+
     def _ended(self, request: RequestState) -> dict[str, Any]:
         """Completes the response, and returns what is kept of it beside its conversation."""
-        self._read(request)
-        self._output.add(self._answer_reader.finish())
         output = request.sequences[0].output
+        if self._read_logprobs is None:
+            self._read(request)
+            self._output.add(self._answer_reader.finish())
+        else:
+            self._add_parts(self._read_logprobs.finish(output))
         self._output.close("completed" if output.finish_reason == "stop" else "incomplete")
         reasoning = [item.content[0].text for item in self._output.items if isinstance(item, OutputReasoning)]
         prompt, completion = len(request.prompt_token_ids), len(output.token_ids)
@@ -96,6 +114,9 @@ class ResponseCall(ChatCall):
         )
         self._response = self._so_far(STATUSES[output.finish_reason], usage=usage)
         body = self._response.model_dump(mode="json", by_alias=True)
+        for item in body["output"] if self._read_logprobs is not None else ():
+            for part in item.get("content", ()):
+                part |= {"logprobs": []} if "logprobs" in part else {}
         return {"body": body, "input": listed_items(self._asked.input, self._id)}
 
     def _whole(self) -> bytes:
