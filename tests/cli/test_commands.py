@@ -260,7 +260,10 @@ def test_serve_listens_at_once_and_ends_without_a_trace(tmp_path):
         server.wait()
 
 
-@pytest.mark.parametrize(("stop", "num_signals"), [(signal.SIGINT, 1), (signal.SIGTERM, 1), (signal.SIGINT, 2)])
+@pytest.mark.parametrize(
+    ("stop", "num_signals"),
+    [pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow), (signal.SIGTERM, 1), (signal.SIGINT, 2)],
+)
 def test_a_signal_ends_open_requests_with_an_error(stop, num_signals):
     """A stream, a plain request, and a client that sends half a request and then nothing."""
     command = [*COMMAND, "serve", MODEL, "--port", "0", "--drain-timeout", "4", *LONG]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 
@@ -53,3 +54,10 @@ def make_engine():
     load.load_model = load_shared
     yield make
     load.load_model = load_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_engines_left():
+    """Frees the engines of a file in its end: several gigabytes would gather before Python does it by itself."""
+    yield
+    gc.collect()

@@ -108,7 +108,7 @@ def test_sequences_and_scores_are_those_of_transformers(alone, searches, referen
 @pytest.mark.parametrize(
     "settings",
     [
-        {"max_num_batched_tokens": 512, "max_num_seqs": 64},
+        pytest.param({"max_num_batched_tokens": 512, "max_num_seqs": 64}, marks=pytest.mark.slow),
         {"max_num_batched_tokens": 6, "max_num_seqs": 6},
         {"kv_memory": 16 * 30 * 2 * 3 * 64 * 16 * 4, "max_model_len": 128, "max_num_seqs": 64},
         {

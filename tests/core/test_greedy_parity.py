@@ -7,7 +7,7 @@ from drive import drive, request
 
 from pagemill.sampling.params import SamplingParams
 
-OUTPUT_TOKENS = 24
+OUTPUT_TOKENS = 16
 CLOSE = 1e-3
 """Two logits of the reference that lie closer than this may change places."""
 

@@ -36,8 +36,15 @@ def settings(tier, folder):
     return {"kv_host_memory": bytes} if tier == "host" else {"kv_disk_memory": bytes, "kv_disk_path": str(folder)}
 
 
-@pytest.mark.parametrize("caching", [True, False])
-@pytest.mark.parametrize("tier", ["host", "disk"])
+@pytest.mark.parametrize(
+    ("tier", "caching"),
+    [
+        ("host", True),
+        pytest.param("host", False, marks=pytest.mark.slow),
+        pytest.param("disk", True, marks=pytest.mark.slow),
+        ("disk", False),
+    ],
+)
 def test_not_a_bit_differs(conversations, expected, make_engine, tmp_path, tier, caching):
     core = make_engine(**SMALL, **settings(tier, tmp_path), enable_prefix_caching=caching)
     assert core.ready.longest_sequence == 512

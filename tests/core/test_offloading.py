@@ -56,7 +56,14 @@ def same(run, expected) -> None:
 
 
 @pytest.mark.parametrize(
-    ("tier", "compression"), [("host", "off"), ("host", "zstd"), ("disk", "off"), ("both", "off"), ("both", "zstd")]
+    ("tier", "compression"),
+    [
+        pytest.param("host", "off", marks=pytest.mark.slow),
+        ("host", "zstd"),
+        ("disk", "off"),
+        ("both", "off"),
+        pytest.param("both", "zstd", marks=pytest.mark.slow),
+    ],
 )
 def test_what_was_evicted_comes_back(conversations, expected, make_engine, tmp_path, tier, compression, monkeypatch):
     monkeypatch.setattr(LoadTime, "pays", lambda *how: True)
@@ -203,7 +210,7 @@ def test_a_share_of_the_disk_counts_what_the_store_has_of_it(conversations, make
         core.close()
 
 
-@pytest.mark.parametrize("mode", ["auto", "swap", "recompute"])
+@pytest.mark.parametrize("mode", [pytest.param("auto", marks=pytest.mark.slow), "swap", "recompute"])
 def test_preempted_sequences_come_back_as_the_mode_says(crowd, make_engine, mode):
     requests, expected = crowd
     core = make_engine(
@@ -328,7 +335,7 @@ def found(core, conversations) -> list[int]:
     return reached
 
 
-@pytest.mark.parametrize("host", [0, 200])
+@pytest.mark.parametrize("host", [pytest.param(0, marks=pytest.mark.slow), 200])
 def test_of_what_does_not_fit_on_disk_the_most_recent_is_kept(conversations, make_engine, tmp_path, host):
     """Six conversations, thirty blocks. With host memory, that of four of them has gone down to it before."""
     settings = {**SMALL, "kv_disk_memory": 30 * SLOT_BYTES, "kv_disk_path": str(tmp_path)}

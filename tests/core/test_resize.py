@@ -136,7 +136,9 @@ def assert_all_else_went_on(core, run, requests, expected, lost) -> None:
     assert again.tokens == expected.tokens
 
 
-@pytest.mark.parametrize("how", ["fails", "is interrupted", "loses what it moves"])
+@pytest.mark.parametrize(
+    "how", ["fails", pytest.param("is interrupted", marks=pytest.mark.slow), "loses what it moves"]
+)
 def test_a_shrink_that_goes_wrong_ends_what_was_being_moved_and_nothing_else(
     crowd, requests, make_engine, monkeypatch, how
 ):

@@ -24,7 +24,7 @@ def torch_engine():
     return make
 
 
-@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", pytest.param("int8", marks=pytest.mark.slow)])
 def test_torch_engine_gives_the_tokens_of_the_kernels(torch_engine, make_engine, prompts, kv_cache_dtype):
     params = [
         SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True),

@@ -51,7 +51,16 @@ def flood(llm):
     llm.client.core.tiers.transfers.flush()
 
 
-@pytest.mark.parametrize("tier", ["pool", "host", "disk", "restart", "restart from host"])
+@pytest.mark.parametrize(
+    "tier",
+    [
+        "pool",
+        pytest.param("host", marks=pytest.mark.slow),
+        "disk",
+        pytest.param("restart", marks=pytest.mark.slow),
+        "restart from host",
+    ],
+)
 def test_a_resumed_session_answers_as_if_it_had_never_stopped(whole, tmp_path, tier):
     settings = {**SETTINGS, "kv_memory": 60 * FRAME_BYTES, "check_invariants": True}
     restarts = tier.startswith("restart")
