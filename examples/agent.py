@@ -1,6 +1,8 @@
 """Lets a model look things up: asks it, runs the tools that it calls, and gives it the results until it answers.
 
-Serve a model whose chat template knows tools, then: python examples/agent.py --model NAME "What is 17 times 23?"
+Serve a model whose chat template knows tools, then:
+
+    python examples/agent.py --model NAME "What is 17 times 23?"
 """
 
 from __future__ import annotations
@@ -41,7 +43,7 @@ TOOLS: list[Any] = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("question")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--url", default="http://127.0.0.1:8000/v1")

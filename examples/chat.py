@@ -1,6 +1,9 @@
 """Chats in the terminal: the server keeps the conversation, so each turn sends only what is new.
 
-Serve a model (`make serve`), then: python examples/chat.py --session ada
+Serve a model (`make serve`), then:
+
+    python examples/chat.py --session ada
+
 Ctrl-D ends. The same command goes on where the conversation was left.
 """
 
@@ -14,7 +17,7 @@ from openai import OpenAI, OpenAIError
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--session", required=True, help="the conversation's name")
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--model", default="smollm2-135m")

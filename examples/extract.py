@@ -1,6 +1,8 @@
 """Takes facts out of free text: the answer is held to a schema, so it always parses.
 
-Serve a model (`make serve`), then: python examples/extract.py "Ada Lovelace was born in London in 1815."
+Serve a model (`make serve`), then:
+
+    python examples/extract.py "Ada Lovelace was born in London in 1815."
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ class People(BaseModel):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("text")
     parser.add_argument("--max-tokens", type=int, default=512)
     parser.add_argument("--model", default="smollm2-135m")

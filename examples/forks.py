@@ -1,6 +1,8 @@
 """Tries several continuations of one conversation: a session is forked, and the forks share what they have in common.
 
-Serve a model (`make serve`), then: python examples/forks.py "Begin a story." "Make it sad." "Make it funny."
+Serve a model (`make serve`), then:
+
+    python examples/forks.py "Begin a story." "Make it sad." "Make it funny."
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ class Conversation:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("beginning")
     parser.add_argument("directions", nargs="+", help="what is said in each fork")
     parser.add_argument("--max-tokens", type=int, default=80)

@@ -1,6 +1,9 @@
 """Answers questions from documents: embeddings find the document, and its pinned prefix is never computed twice.
 
-Serve a model (`make serve`), then: python examples/rag.py notes/*.txt --ask "When is the bridge closed?"
+Serve a model (`make serve`), then:
+
+    python examples/rag.py notes/*.txt --ask "When is the bridge closed?"
+
 Pins are limited to half of the KV memory (--max-pinned-share); give the server enough (--kv-memory).
 """
 
@@ -19,7 +22,7 @@ PIN_S = 3600
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("documents", nargs="+", type=Path)
     parser.add_argument("--ask", action="append", required=True, help="a question; may be given several times")
     parser.add_argument("--max-tokens", type=int, default=128)

@@ -102,6 +102,7 @@ def test_a_conversation_with_an_own_engine():
         last = terminal.wait_until(lambda text: text.endswith("\n>") and text.count("to Ada.\n") == 2)
         assert last.rpartition("Ada.\n")[2] == first
         terminal.type("never sent")
+        terminal.wait_for("never sent")
         terminal.interrupt()  # at the prompt it leaves nothing but an empty one
         terminal.wait_for_prompt()
         terminal.type("\x04")
