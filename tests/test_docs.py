@@ -43,6 +43,13 @@ def test_files_that_pages_name_exist():
             assert list((ROOT / "csrc").rglob(name)), f"{page.relative_to(ROOT)} names {name}"
 
 
+def test_the_index_leads_to_every_page():
+    index = (ROOT / "docs/index.md").read_text()
+    for folder in ("guide", "concepts", "reference"):
+        for page in (ROOT / "docs" / folder).glob("*.md"):
+            assert f"({folder}/{page.name})" in index, f"docs/index.md does not link to {folder}/{page.name}"
+
+
 def test_pictures_are_as_the_script_draws_them(tmp_path):
     script = ROOT / "scripts/draw_docs.py"
     subprocess.run([sys.executable, script, tmp_path], check=True)
