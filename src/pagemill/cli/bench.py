@@ -30,7 +30,10 @@ def bench(
     model: ModelArgument,
     url: Annotated[
         str | None,
-        typer.Option("--url", help="Measure the server there, which has MODEL under this name, not an own engine."),
+        typer.Option(
+            "--url",
+            help="Measure the server at this URL, which serves a model under the name MODEL, not an engine of its own.",
+        ),
     ] = None,
     num_prompts: Annotated[int, typer.Option("--num-prompts", min=1, help="Requests in all.")] = 32,
     input_len: Annotated[int, typer.Option("--input-len", min=1, help="Tokens of each prompt of its own.")] = 128,

@@ -39,7 +39,9 @@ def chat(
     model: ModelArgument = "",
     url: Annotated[
         str | None,
-        typer.Option("--url", help="Talk to the server there, not to an own engine; MODEL may then be left out."),
+        typer.Option(
+            "--url", help="Talk to the server at this URL, not to an engine of its own; MODEL may then be left out."
+        ),
     ] = None,
     api_key: ApiKey = None,
     system: Annotated[str | None, typer.Option("--system", help="The system message.")] = None,

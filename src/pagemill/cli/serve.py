@@ -79,8 +79,8 @@ def serve(
             "--config",
             callback=take_settings,
             is_eager=True,
-            help="YAML file of these settings by their flags' names. Before it come flags, and variables of the "
-            "environment: PAGEMILL_SERVE_PORT is --port.",
+            help="YAML file of these settings, MODEL included, by their flags' names. Flags come before it, and so do "
+            "variables of the environment, such as PAGEMILL_SERVE_PORT for --port.",
         ),
     ] = None,
     show_config: Annotated[

@@ -48,7 +48,7 @@ def ls(session_path: SessionPath = None, as_json: AsJson = False) -> None:
 def rm(
     names: Annotated[list[str], typer.Argument(metavar="NAME", help="Sessions to delete.")],
     cache_salt: Annotated[str, typer.Option("--cache-salt", help="The namespace that they are in.")] = "",
-    tenant: Annotated[str, typer.Option("--tenant", help="The tenant whose they are.")] = DEFAULT_TENANT,
+    tenant: Annotated[str, typer.Option("--tenant", help="Their tenant.")] = DEFAULT_TENANT,
     session_path: SessionPath = None,
 ) -> None:
     """Delete sessions. Their KV blocks are evicted like any others that nobody asks for."""
