@@ -10,10 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 OPERATIONS = {"add": operator.add, "subtract": operator.sub, "multiply": operator.mul}
 MOST_TURNS = 4
@@ -78,4 +79,7 @@ def run(name: str, arguments: str) -> str:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OpenAIError as error:
+        sys.exit(f"error: {error}")

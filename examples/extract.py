@@ -8,9 +8,10 @@ Serve a model (`make serve`), then:
 from __future__ import annotations
 
 import argparse
+import sys
 from typing import Literal
 
-from openai import LengthFinishReasonError, OpenAI
+from openai import LengthFinishReasonError, OpenAI, OpenAIError
 from pydantic import BaseModel, Field
 
 
@@ -55,4 +56,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OpenAIError as error:
+        sys.exit(f"error: {error}")

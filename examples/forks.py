@@ -8,10 +8,11 @@ Serve a model (`make serve`), then:
 from __future__ import annotations
 
 import argparse
+import sys
 import uuid
 from typing import Any
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 
 class Conversation:
@@ -64,4 +65,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OpenAIError as error:
+        sys.exit(f"error: {error}")

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from openai import OpenAI
+from openai import OpenAI, OpenAIError
 
 PIN_S = 3600
 """Seconds for which a document stays computed after it was last pinned."""
@@ -72,4 +73,7 @@ def pin(client: OpenAI, prefix: list[Any]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except OpenAIError as error:
+        sys.exit(f"error: {error}")

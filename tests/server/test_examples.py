@@ -75,3 +75,8 @@ def test_a_file_of_prompts_is_answered_in_order(example, tmp_path):
     tasks.write_text("{}\n")
     with pytest.raises(SystemExit, match="line 1 is no"):
         example("batch.py", *arguments, url=False)
+
+
+def test_what_a_server_refuses_is_one_line(example):
+    with pytest.raises(SystemExit, match="chat template has no place for them"):
+        example("agent.py", "What is 17 times 23?")
