@@ -12,9 +12,9 @@ from pagemill.frontend.fair_queue import LEAST, SHORT, FairQueue
 LONG = SHORT + 1
 
 
-def take(queue: FairQueue, count: int, *, only_short: bool = False) -> list[tuple[str, int]]:
+def take(queue: FairQueue, count: int, thread: int = 0) -> list[tuple[str, int]]:
     """Whose work comes next, and how large each is."""
-    taken = [queue.take(only_short=only_short) for _ in range(count)]
+    taken = [queue.take(thread) for _ in range(count)]
     return [(work.owner, work.size) for work in taken]
 
 
@@ -52,10 +52,10 @@ def test_short_work_passes_long_work_of_the_same_tenant_but_not_for_ever():
 
 
 def test_one_thread_takes_only_short_work():
-    queue = FairQueue()
+    queue = FairQueue(num_threads=2)
     for size in (LONG, SHORT, LONG, 1):
         queue.put("a", size, int)
-    assert take(queue, 2, only_short=True) == [("a", 1), ("a", SHORT)]
+    assert take(queue, 2, thread=1) == [("a", 1), ("a", SHORT)]
     assert take(queue, 2) == [("a", LONG), ("a", LONG)]
 
 
@@ -84,19 +84,19 @@ def test_beyond_its_limit_a_tenant_is_refused_and_others_are_not():
     )
 )
 def test_nothing_is_lost_or_given_twice(script):
-    queue, waiting = FairQueue(), []
+    queue, waiting = FairQueue(num_threads=2), []
     for action in script:
         if action == "drop":
             if waiting:
                 queue.drop(waiting.pop(len(waiting) // 2))
         elif action in ("take", "short"):
             if any(action == "take" or work.size <= SHORT for work in waiting):
-                waiting.remove(queue.take(only_short=action == "short"))
+                waiting.remove(queue.take(int(action == "short")))
         else:
             waiting.append(queue.put(*action, int))
     while waiting:
-        waiting.remove(queue.take(only_short=False))
+        waiting.remove(queue.take())
     late = queue.put("a", LEAST, int)
     queue.close()
     assert late.future.cancelled()
-    assert queue.take(only_short=False) is None
+    assert queue.take() is None

@@ -13,6 +13,22 @@ from pagemill.frontend.fair_queue import SHORT
 from pagemill.frontend.worker import WorkerThreads
 
 
+class Held:
+    """Work that has begun in one thread, and does not end before `end`."""
+
+    @classmethod
+    async def begin(cls, worker, size):
+        held, begun = cls(), threading.Event()
+        held._leave = threading.Event()
+        held._work = asyncio.ensure_future(worker.run_for("a", size, lambda: (begun.set(), held._leave.wait(50))))
+        await asyncio.to_thread(begun.wait, 50)
+        return held
+
+    async def end(self):
+        self._leave.set()
+        await self._work
+
+
 def test_results_are_returned_and_failures_raised():
     async def work():
         worker = WorkerThreads()
@@ -28,25 +44,43 @@ def test_results_are_returned_and_failures_raised():
 
 def test_nothing_short_waits_behind_what_is_long():
     async def work():
-        worker, leave = WorkerThreads(), threading.Event()
-        long = [asyncio.ensure_future(worker.run_for("a", SHORT + 1, leave.wait, 20)) for _ in range(3)]
-        await asyncio.sleep(0)
-        assert await asyncio.wait_for(worker.run_for("a", SHORT, str, "short"), 10) == "short"
-        with pytest.raises(asyncio.TimeoutError):
-            await asyncio.wait_for(worker.respond(), 0.05)
-        leave.set()
-        await asyncio.gather(*long)
+        worker = WorkerThreads()
+        long = await Held.begin(worker, SHORT + 1)
+        more = [asyncio.ensure_future(worker.run_for("a", SHORT + 1, int)) for _ in range(2)]
+        assert await asyncio.wait_for(worker.run_for("a", SHORT, str, "short"), 50) == "short"
+        await long.end()
+        await asyncio.gather(*more)
         worker.close()
+
+    asyncio.run(work())
+
+
+@pytest.mark.parametrize("busy", [0, 1])
+def test_responding_waits_for_every_thread(busy):
+    async def work():
+        worker = WorkerThreads()
+        held = [await Held.begin(worker, SHORT + 1), await Held.begin(worker, 1)]
+        asking = asyncio.ensure_future(worker.respond())
+        await asyncio.sleep(0)
+        await held[1 - busy].end()
+        for size in (1, SHORT + 1)[: 1 + busy]:  # what the other thread takes
+            await worker.run_for("a", size, int)
+        assert not asking.done()
+        await held[busy].end()
+        await asyncio.wait_for(asking, 50)
+        asking = asyncio.ensure_future(worker.respond())
+        worker.close()
+        with pytest.raises(EngineDeadError):
+            await asking
 
     asyncio.run(work())
 
 
 def test_who_hangs_up_takes_its_work_along():
     async def work():
-        worker, leave, done = WorkerThreads(), threading.Event(), []
+        worker, done = WorkerThreads(), []
         worker.limit("a", 2)
-        first = asyncio.ensure_future(worker.run_for("a", SHORT + 1, leave.wait, 20))
-        await asyncio.sleep(0.05)
+        first = await Held.begin(worker, SHORT + 1)
         for _ in range(3):
             waiting = [asyncio.ensure_future(worker.run_for("a", SHORT + 1, done.append, 1)) for _ in range(2)]
             await asyncio.sleep(0)
@@ -55,8 +89,7 @@ def test_who_hangs_up_takes_its_work_along():
             for one in waiting:
                 one.cancel()
             await asyncio.gather(*waiting, return_exceptions=True)
-        leave.set()
-        await first
+        await first.end()
         await worker.respond()
         worker.close()
         return done
@@ -66,9 +99,8 @@ def test_who_hangs_up_takes_its_work_along():
 
 def test_what_has_not_begun_when_it_is_closed_is_told():
     async def work():
-        worker, begun, leave = WorkerThreads(), threading.Event(), threading.Event()
-        running = asyncio.ensure_future(worker.run_for("a", SHORT + 1, lambda: (begun.set(), leave.wait(10))))
-        await asyncio.to_thread(begun.wait)
+        worker = WorkerThreads()
+        running = await Held.begin(worker, SHORT + 1)
         waiting = asyncio.ensure_future(worker.run_for("a", SHORT + 1, int))
         await asyncio.sleep(0)
         worker.close()
@@ -76,8 +108,7 @@ def test_what_has_not_begun_when_it_is_closed_is_told():
         for late in (waiting, worker.run(int)):
             with pytest.raises(EngineDeadError):
                 await asyncio.wait_for(late, 5)
-        leave.set()
-        await running
+        await running.end()
 
     asyncio.run(work())
 

@@ -70,50 +70,71 @@ def test_a_busy_server_has_minutes_and_another_time_can_be_set():
     assert asyncio.run(asked_twice()) == (200, "stuck")
 
 
-def statuses(served, hold, give_back):
+def stop(pid):
+    """Stops the engine's process, and waits until it does nothing any more."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+
+
+def statuses(served, clock, hold, give_back):
     """What a real server's health is: before it is held, while it is, and afterwards."""
 
     async def asked():
-        asking = health.Health(served.llm, stuck_after_s=0.3)
-        found = [asking.answer().status_code]
-        await asyncio.sleep(1.1)  # a question has an answer, and the next one may be asked
-        hold()
+        asking = health.Health(served.llm, stuck_after_s=0.5)
+
+        async def answered():
+            """The status at a time at which it is 503 until the last question has its answer."""
+            clock[0] += 0.9
+            while asking.answer().status_code != 200:
+                await asyncio.sleep(0.01)
+            return 200
+
+        found = [asking.answer().status_code, await answered()]
         try:
-            for _ in range(2):
-                found.append(asking.answer().status_code)
-                await asyncio.sleep(0.5)
-            found.append(json.loads(asking.answer().body)["status"])
+            await hold()
+            clock[0] += 1  # after which the next question is asked
+            found.append(asking.answer().status_code)
+            await asyncio.sleep(0.1)
+            clock[0] += 0.4
+            found.append(asking.answer().status_code)
+            clock[0] += 0.2
+            answer = asking.answer()
+            found += [answer.status_code, json.loads(answer.body)["status"]]
         finally:
             give_back()
-        for _ in range(100):
-            await asyncio.sleep(0.05)
-            if asking.answer().status_code == 200:
-                return [*found, 200]
-        return found
+        return [*found, await answered()]
 
     return served.run(asked())
 
 
-def test_a_stopped_engine_process_is_noticed(served):
+SEEN = [200, 200, 200, 200, 503, "stuck", 200]
+
+
+def test_a_stopped_engine_process_is_noticed(served, clock):
     pid = served.llm.engine_pid
-    found = statuses(served, lambda: os.kill(pid, signal.SIGSTOP), lambda: os.kill(pid, signal.SIGCONT))
-    assert found == [200, 200, 503, "stuck", 200]
+
+    async def hold():
+        stop(pid)
+
+    assert statuses(served, clock, hold, lambda: os.kill(pid, signal.SIGCONT)) == SEEN
 
 
-def test_a_tokenizer_that_does_not_end_is_noticed(served):
-    goes_on = threading.Event()
+def test_a_tokenizer_that_does_not_end_is_noticed(served, clock):
+    begun, goes_on = threading.Event(), threading.Event()
     held = []
 
-    def hold():
-        held.append(asyncio.ensure_future(served.llm.in_tokenizer_thread(goes_on.wait, 20, size=1)))
+    async def hold():
+        work = served.llm.in_tokenizer_thread(lambda: (begun.set(), goes_on.wait(60)), size=1)
+        held.append(asyncio.ensure_future(work))
+        await asyncio.to_thread(begun.wait, 60)
 
-    assert statuses(served, hold, goes_on.set) == [200, 200, 503, "stuck", 200]
+    assert statuses(served, clock, hold, goes_on.set) == SEEN
 
 
 def test_responding_waits_for_engine_and_tokenizer(served):
     served.run(served.llm.respond())
     pid = served.llm.engine_pid
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         with pytest.raises(asyncio.TimeoutError):
             served.run(asyncio.wait_for(served.llm.respond(), 0.3))

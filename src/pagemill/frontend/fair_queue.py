@@ -49,13 +49,16 @@ class _Owner:
 class FairQueue:
     """A queue for several threads. The owner goes first for whom the fewest characters have been taken.
 
+    The first thread takes any work, the others only short one: no short work waits behind a long one, whosever that is.
+
     An owner that comes back is set to what the others have had, so that nobody saves up. Within an owner, work goes
     first that would end first if all of it were done at once, a little of each in turn (its tag): short before long,
     and nothing is passed for ever.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, num_threads: int = 1) -> None:
         self._changed = threading.Condition()
+        self._calls: list[list[Future[None]]] = [[] for _ in range(num_threads)]
         self._owners: dict[str, _Owner] = {}
         self._limits: dict[str, int | None] = {}
         self._numbers = itertools.count()
@@ -92,11 +95,26 @@ class FairQueue:
             self._changed.notify_all()
         return work
 
-    def take(self, *, only_short: bool) -> Work | None:
-        """Waits for work and returns it; None once the queue is closed."""
+    def call_threads(self) -> list[Future[None]]:
+        """Returns a future for each thread, which is done when that next comes for work."""
+        calls: list[Future[None]] = [Future() for _ in self._calls]
+        with self._changed:
+            for waiting, call in zip(self._calls, calls, strict=True):
+                waiting.append(call)
+            if self._closed:
+                self._cancel_calls()
+            self._changed.notify_all()
+        return calls
+
+    def take(self, thread: int = 0) -> Work | None:
+        """Waits for work for a thread, by its number, and returns it; None once the queue is closed."""
+        calls = self._calls[thread]
         with self._changed:
             while not self._closed:
-                if (work := self._next(only_short)) is not None:
+                while calls:
+                    if (call := calls.pop()).set_running_or_notify_cancel():
+                        call.set_result(None)
+                if (work := self._next(only_short=thread > 0)) is not None:
                     return work
                 self._changed.wait()
         return None
@@ -118,7 +136,13 @@ class FairQueue:
                     work.waits = False
                     work.future.cancel()
             self._owners.clear()
+            self._cancel_calls()
             self._changed.notify_all()
+
+    def _cancel_calls(self) -> None:
+        for calls in self._calls:
+            while calls:
+                calls.pop().cancel()
 
     def _next(self, only_short: bool) -> Work | None:
         found: tuple[_Owner, Heap] | None = None

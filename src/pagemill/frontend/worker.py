@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
 from pagemill.errors import EngineDeadError
-from pagemill.frontend.fair_queue import SHORT, FairQueue, Work
+from pagemill.frontend.fair_queue import FairQueue, Work
 
 T = TypeVar("T")
 
@@ -65,15 +65,15 @@ def immediately(work: Coroutine[Any, Any, T]) -> T:
 class WorkerThreads:
     """A `Worker` with threads of its own: a long prompt must not hold up everybody's events.
 
-    The first takes any work, a second only short one: no short prompt waits behind a long one, whoever sent that.
-    They are daemons, unlike those of concurrent.futures: whatever they are doing does not keep the process from ending.
+    They share a `FairQueue`. They are daemons, unlike those of concurrent.futures: whatever they are doing does not
+    keep the process from ending.
     """
 
     def __init__(self, name: str = "tokenizer", *, num_threads: int = 2) -> None:
-        self._queue = FairQueue()
+        self._queue = FairQueue(num_threads)
         weakref.finalize(self, self._queue.close)
         for thread in range(num_threads):
-            threading.Thread(target=_serve, args=(self._queue, thread > 0), name=name, daemon=True).start()
+            threading.Thread(target=_serve, args=(self._queue, thread), name=name, daemon=True).start()
 
     def limit(self, owner: str, max_waiting: int | None) -> None:
         self._queue.limit(owner, max_waiting)
@@ -96,8 +96,10 @@ class WorkerThreads:
 
     async def respond(self) -> None:
         """Returns once every thread has answered, between two works."""
-        long = self._queue.put(OWN, SHORT + 1, int)
-        await asyncio.gather(self._result(long), self.run(int))
+        calls = [asyncio.wrap_future(call) for call in self._queue.call_threads()]
+        await asyncio.wait(calls)
+        if any(call.cancelled() for call in calls):
+            raise EngineDeadError("the engine was shut down")
 
     async def _result(self, work: Work) -> Any:
         """Returns a work's result. Who no longer waits for it takes it out of the queue."""
@@ -122,8 +124,8 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-def _serve(queue: FairQueue, only_short: bool) -> None:
-    while (work := queue.take(only_short=only_short)) is not None:
+def _serve(queue: FairQueue, thread: int) -> None:
+    while (work := queue.take(thread)) is not None:
         function = work.function
         if function is not None and work.future.set_running_or_notify_cancel():
             try:
