@@ -81,7 +81,7 @@ class Terminal:
         self.process.send_signal(signal.SIGINT)
 
     def wait_for_end(self):
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while self.process.poll() is None:
             assert time.monotonic() < deadline, self.text
             time.sleep(0.02)

@@ -45,8 +45,8 @@ def test_a_conversation_with_a_server_in_a_terminal(served, tmp_path):
         terminal.interrupt()
         terminal.wait_for("(stopped)")
         terminal.type("Say yes.\r")
-        terminal.wait_until(lambda text: text.endswith("\n>") and text.count("Say yes.") == 1)
-        terminal.type("\x04")
+        terminal.wait_for("> Say yes.\n")
+        terminal.type("\x04")  # while the answer comes: it ends the chat after it
         assert terminal.wait_for_end() == 0
         assert "Traceback" not in terminal.text
     messages = json.loads((tmp_path / "ada.json").read_text())
@@ -102,9 +102,9 @@ def test_a_conversation_with_an_own_engine():
         last = terminal.wait_until(lambda text: text.endswith("\n>") and text.count("to Ada.\n") == 2)
         assert last.rpartition("Ada.\n")[2] == first
         terminal.type("never sent")
-        terminal.wait_for("never sent")
+        terminal.wait_until(lambda text: text.endswith("\n> never sent"))
         terminal.interrupt()  # at the prompt it leaves nothing but an empty one
-        terminal.wait_for_prompt()
+        terminal.wait_until(lambda text: text.endswith("\n> never sent\n>"))
         terminal.type("\x04")
         assert terminal.wait_for_end() == 0
         assert terminal.written.endswith(b"\n") or b"\r\n" in terminal.written[-40:]

@@ -102,27 +102,28 @@ async def _talk(conversation: Conversation) -> None:
 
     has_person = sys.stdin.isatty() and sys.stdout.isatty()
     turns, screen = _terminal() if has_person else _pipe()
-    if conversation.name is not None:
-        screen.note(await conversation.resume())
-        screen.show_turns(conversation.messages)
-    if has_person:
-        screen.note("/help lists commands and keys, Ctrl-C stops an answer, Ctrl-D leaves")
     failed = False
-    while (text := await turns.read()) is not None:
-        try:
-            if text.startswith("/"):
-                said = await run_command(text.rstrip(), conversation)
-                if said is None:
-                    break
-                screen.note(said)
-            elif text.strip():
-                await _answer(conversation, text.strip(), screen)
-        except PromptTooLongError as error:
-            screen.error(f"{error}; /reset forgets the conversation")
-            failed = True
-        except (InvalidRequestError, StepFailedError, RemoteServerError) as error:
-            screen.error(str(error))
-            failed = True
+    with screen.opened():
+        if conversation.name is not None:
+            screen.note(await conversation.resume())
+            screen.show_turns(conversation.messages)
+        if has_person:
+            screen.note("/help lists commands and keys, Ctrl-C stops an answer, Ctrl-D leaves")
+        while (text := await turns.read()) is not None:
+            try:
+                if text.startswith("/"):
+                    said = await run_command(text.rstrip(), conversation)
+                    if said is None:
+                        break
+                    screen.note(said)
+                elif text.strip():
+                    await _answer(conversation, text.strip(), screen)
+            except PromptTooLongError as error:
+                screen.error(f"{error}; /reset forgets the conversation")
+                failed = True
+            except (InvalidRequestError, StepFailedError, RemoteServerError) as error:
+                screen.error(str(error))
+                failed = True
     if failed and not sys.stdin.isatty():
         raise typer.Exit(FAILED)
 

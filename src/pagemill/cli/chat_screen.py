@@ -6,7 +6,7 @@ import sys
 import termios
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from rich.console import Console
@@ -26,6 +26,10 @@ class Screen(ABC):
 
     def __init__(self) -> None:
         self._messages = Console(stderr=True, highlight=False, markup=False)
+
+    @abstractmethod
+    def opened(self) -> AbstractContextManager[None]:
+        """Makes the screen ready for a conversation, until its end."""
 
     @contextmanager
     @abstractmethod
@@ -48,6 +52,9 @@ class Screen(ABC):
 
 class PlainScreen(Screen):
     """Writes answers as they are; reasoning goes to stderr."""
+
+    def opened(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     @contextmanager
     def answer(self) -> Iterator[Screen]:
@@ -80,9 +87,12 @@ class TerminalScreen(Screen):
         self._console = Console(highlight=False)
         self._stream: MarkdownStream | None = None
 
+    def opened(self) -> AbstractContextManager[None]:
+        return _keys_kept()
+
     @contextmanager
     def answer(self) -> Iterator[Screen]:
-        with _without_echo(), MarkdownStream(self._console) as self._stream:
+        with MarkdownStream(self._console) as self._stream:
             yield self
 
     def add(self, piece: Piece) -> None:
@@ -104,13 +114,14 @@ class TerminalScreen(Screen):
 
 
 @contextmanager
-def _without_echo() -> Iterator[None]:
-    """Keeps what is typed meanwhile out of the answer; the next prompt has it, Enter as Enter."""
+def _keys_kept() -> Iterator[None]:
+    """Keeps what is typed between two prompts out of the answer; the next prompt has it, Enter as Enter, Ctrl-D as
+    Ctrl-D."""
     terminal = sys.stdin.fileno()
     before = termios.tcgetattr(terminal)
     quiet = [*before]
     quiet[0] &= ~termios.ICRNL
-    quiet[3] &= ~termios.ECHO
+    quiet[3] &= ~(termios.ECHO | termios.ICANON)
     termios.tcsetattr(terminal, termios.TCSANOW, quiet)
     try:
         yield
