@@ -22,7 +22,15 @@ HOSTILE = """<img src=x onerror="window.hacked=1"> </script><script>window.hacke
 """
 
 
-def generate(page, tokens=150, prompt="Once upon a time there was a clockmaker by the sea who " * 3, n=1):
+ENDLESS = 1900
+"""Tokens of an answer that does not end before `end_requests`, however long the page takes."""
+MARKED = """() => {
+    const over = document.querySelector('.over');
+    return over.getContext('2d').getImageData(0, 0, over.width, over.height).data.some(Boolean);
+}"""
+
+
+def generate(page, tokens=ENDLESS, prompt="Once upon a time there was a clockmaker by the sea who " * 3, n=1):
     """Starts a request from within the page, which nobody waits for."""
     body = {"model": MODEL, "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, "n": n}
     page.evaluate(
@@ -30,6 +38,13 @@ def generate(page, tokens=150, prompt="Once upon a time there was a clockmaker b
              headers: {'Content-Type': 'application/json'}}); }""",
         body,
     )
+
+
+def end_requests(served):
+    async def abort():
+        await served.llm.abort([request.request_id for request in await served.llm.requests()])
+
+    served.run(abort())
 
 
 def counted(page, state):
@@ -63,9 +78,10 @@ def drawn(page):
 
 
 def test_the_map_shows_a_request_come_and_go(served, opened, v1):
-    with opened(served.url) as page:
+    calm = {"reduced_motion": "reduce"}  # nothing is drawn over the map but what is pointed at
+    with opened(served.url, allowed=["willReadFrequently"], **calm) as page:
         page.wait_for_selector(".map canvas")
-        before = drawn(page)
+        before, hint = drawn(page), page.inner_text("#readout")
         generate(page)
         page.wait_for_selector(".request canvas:not([hidden])")
         wait_until(page, "() => /[1-9]\\d* blocks/.test(document.querySelector('.request .note').textContent)")
@@ -73,13 +89,14 @@ def test_the_map_shows_a_request_come_and_go(served, opened, v1):
         assert drawn(page) != before
         taken = counted(page, "In use")
         wait_until(page, "taken => Number(document.querySelectorAll('#legend .count')[2].textContent) > taken", taken)
+        assert not page.evaluate(MARKED)
         page.hover(".request canvas", position={"x": 4, "y": 4})
         assert re.match(r"Entry 0 \(tokens 1 to 16\) lies in block \d+", page.inner_text("#readout"))
-        wait_until(
-            page,
-            "() => document.querySelector('.over').getContext('2d').getImageData(0, 0, 400, 30).data.some(Boolean)",
-        )
+        assert page.evaluate(MARKED)
+        end_requests(served)
         page.wait_for_selector("#requests .empty")
+        assert not page.evaluate(MARKED), "what has ended is still pointed at"
+        assert page.inner_text("#readout") == hint
         assert counted(page, "Cached") > 0
         page.wait_for_selector("#tree .branch i.cached")
         page.locator(".over").focus()
@@ -89,7 +106,7 @@ def test_the_map_shows_a_request_come_and_go(served, opened, v1):
 
 def test_colours_by_tenant_and_sharing(served, opened, v1):
     with opened(served.url) as page:
-        generate(page, 200, n=3)
+        generate(page, 800, n=3)
         page.wait_for_selector(".request:nth-child(3)")
         wait_until(
             page, "() => [...document.querySelectorAll('.request .note')].some(one => /shared/.test(one.textContent))"
@@ -101,12 +118,13 @@ def test_colours_by_tenant_and_sharing(served, opened, v1):
         assert len(set(pictures)) == 3
         assert "5 or more" in page.inner_text("#legend")
         wait_until(page, "() => document.querySelector('#tree .branch i.shared')")
+        end_requests(served)
 
 
 def test_a_chat_streams_forks_and_resumes(served, opened, v1):
     with opened(served.url) as page:
         page.click("#tab-chat")
-        set_sampling(page, 160)
+        set_sampling(page, 1000)
         say(page, "Tell me a long story about a lighthouse keeper and her three cats.")
         page.wait_for_selector(".message.assistant[aria-busy=true]")
         growing = "least => document.querySelector('.message.assistant .text')?.textContent.length > least"
@@ -117,7 +135,9 @@ def test_a_chat_streams_forks_and_resumes(served, opened, v1):
         wait_until(page, "() => document.querySelector('.blocks .request .note')?.textContent.includes('shared')")
         assert "shared" in page.inner_text(".events")
         assert page.locator(".talks li").count() == 2
+        end_requests(served)
         wait_for_end(page)
+        set_sampling(page, 20)
         say(page, "What is her name?")
         wait_for_end(page)
         assert page.locator(".message").count() == 4
@@ -218,7 +238,7 @@ def test_the_tour_by_keyboard(served, opened):
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_a_phone_needs_no_sideways_scrolling(served, opened, scheme):
     with opened(served.url, color_scheme=scheme, **PHONE) as page:
-        generate(page, 60)
+        generate(page)
         page.wait_for_selector(".request canvas:not([hidden])")
         sizes = "[document.documentElement.scrollWidth, document.body.scrollWidth, innerWidth]"
         assert page.evaluate(sizes) == [375, 375, 375]
@@ -229,6 +249,7 @@ def test_a_phone_needs_no_sideways_scrolling(served, opened, scheme):
             for name in ("color", "backgroundColor")
         )
         assert (ink < paper) == (scheme == "light")
+    end_requests(served)
     served.wait_until_idle()
 
 

@@ -46,10 +46,15 @@ export class ChatBlocks {
   forget() {
     this.before = null;
     this.lookedAt = 0;
-    this.strips.clear();
     this.events.replaceChildren();
+    this.put(el("p", { class: "empty" }, "Write something: its blocks appear here as they are taken, shared and copied."));
+  }
+
+  /** Shows these in place of what was shown, and no longer tells of what was pointed at there. */
+  put(...elements) {
+    this.strips.clear();
     this.words.textContent = "";
-    this.place.replaceChildren(el("p", { class: "empty" }, "Write something: its blocks appear here as they are taken, shared and copied."));
+    this.place.replaceChildren(...elements);
   }
 
   tell(text) {
@@ -64,9 +69,9 @@ export class ChatBlocks {
       return;
     }
     if (!this.strips.has(table.name)) {
-      this.strips.clear();
-      this.strips.set(table.name, new Strip((_, words) => (this.words.textContent = words)));
-      this.place.replaceChildren(this.strips.get(table.name).element);
+      const strip = new Strip((_, words) => (this.words.textContent = words));
+      this.put(strip.element);
+      this.strips.set(table.name, strip);
       const shared = table.holders[0]?.filter((holders) => holders > 1).length;
       if (table.running) this.tell(`Begun with ${count(table.num_entries, "block")}${shared ? `, ${shared} of them shared` : ""}`);
     } else if (this.before?.name === table.name) {
@@ -96,8 +101,7 @@ export class ChatBlocks {
       this.tell(`Between two turns: ${now}`);
     }
     this.resting = `${conversation.id} ${now}`;
-    this.strips.clear();
-    this.place.replaceChildren(
+    this.put(
       el("p", { class: "hint" }, `${count(card.num_tokens, "token")}, held by nobody until the next turn finds them:`),
       el("ul", { class: "places" }, ...rows),
     );

@@ -123,7 +123,11 @@ export class Tables {
   update(picture) {
     const place = find("requests");
     const names = picture.tables.map((table) => `${table.kind} ${table.name} ${table.index}`);
-    for (const name of this.strips.keys()) if (!names.includes(name)) this.strips.delete(name);
+    for (const [name, strip] of this.strips) {
+      if (names.includes(name)) continue;
+      strip.point(-1);
+      this.strips.delete(name);
+    }
     picture.tables.forEach((table, at) => {
       if (!this.strips.has(names[at])) this.strips.set(names[at], new Strip(this.onPoint));
     });
