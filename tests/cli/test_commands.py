@@ -285,17 +285,16 @@ def test_a_signal_ends_open_requests_with_an_error(stop, num_signals):
             silent.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{")
             lines = (line for line in stream.iter_lines() if line)
             assert json.loads(next(lines).removeprefix("data: "))["choices"]
-            time.sleep(0.5)  # the other thread's request is under way as well
-            assert not plain.done()
-            assert other.get(f"{url}/models").status_code == 200
+            while len(other.get(f"{url}/requests").json()["data"]) < 2:  # the other thread's too
+                assert not plain.done()
             started = time.monotonic()
-            for _ in range(num_signals):
+            server.send_signal(stop)
+            while (late := other.get(f"{url}/models")).status_code == 200:
+                assert time.monotonic() < started + 3
+            assert (late.status_code, late.headers["retry-after"]) == (503, "1")
+            assert "asked to stop" in late.json()["error"]["message"]
+            if num_signals == 2:
                 server.send_signal(stop)
-                time.sleep(0.2)
-            if num_signals == 1:
-                late = other.get(f"{url}/models")
-                assert (late.status_code, late.headers["retry-after"]) == (503, "1")
-                assert "asked to stop" in late.json()["error"]["message"]
             *_, last, done = lines
         elapsed = time.monotonic() - started
         _, messages = server.communicate(timeout=20)

@@ -184,7 +184,8 @@ def test_a_reader_that_stops_stops_nobody(monkeypatch):
     while "left out" not in written.getvalue() and time.monotonic() < deadline:
         writer.emit(record("line", number=101))
         time.sleep(0.02)
-    assert re.search(r"warning (8|9)\d lines were left out: the log was not read fast enough", written.getvalue())
+    found = re.search(r"warning (\d+) lines were left out: the log was not read fast enough", written.getvalue())
+    assert int(found[1]) >= 80
 
 
 def test_administrative_acts_are_logged_at_every_level():

@@ -18,7 +18,7 @@ from pagemill.frontend.supervisor import RestartLimits
 
 SEEDED = {"model": "smollm2-135m", "temperature": 1.0, "seed": 7, "ignore_eos": True}
 TEXT = {**SEEDED, "prompt": "The museum", "max_tokens": 40}
-ENDLESS = {**SEEDED, "prompt": "Once", "max_tokens": 400}
+ENDLESS = {**SEEDED, "prompt": "Once", "max_tokens": 500}
 RULES = "Answer in one short and friendly sentence, and say so when you do not know the answer at all. " * 2
 
 

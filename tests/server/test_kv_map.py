@@ -149,7 +149,7 @@ def test_a_tenant_cannot_take_all_places(two):
         assert code == 503
         assert "'blue' watches 4 times, and 4 are allowed" in refusal
         assert status("sk-green")[0] == 200
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while (code := status("sk-blue")[0]) != 200 and time.monotonic() < deadline:
         time.sleep(0.02)
     assert code == 200, "a client that has gone keeps its place"

@@ -129,9 +129,9 @@ def test_the_largest_sizes_are_taken():
 )
 def test_many_wrong_entries_are_refused_at_the_first(kind, body):
     """Before, each entry cost its own error: eight megabytes of {} took a minute and a half, and 11 GB."""
-    began = time.perf_counter()
+    began = time.thread_time()
     refusal(kind, body)
-    assert time.perf_counter() - began < 1
+    assert time.thread_time() - began < 1
 
 
 @pytest.mark.parametrize("what", ["tenant", "cache_salt"])
