@@ -202,6 +202,32 @@ def test_a_damaged_index_is_made_again_from_the_blocks(tmp_path, damage):
     assert write(store, range(40)) == 10
 
 
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE meta SET value = NULL WHERE key = 'slots'",
+        "DELETE FROM meta WHERE key = 'slots'",
+        "CREATE TABLE b AS SELECT * FROM blocks; DROP TABLE blocks; ALTER TABLE b RENAME TO blocks; "
+        "UPDATE blocks SET slot = NULL WHERE slot = 3",
+        "UPDATE blocks SET slot = 'three' WHERE slot = 3",
+        "UPDATE blocks SET slot = 1000000000000 WHERE slot = 3",
+        "UPDATE blocks SET depth = 'deep' WHERE slot = 3",
+        "INSERT INTO free VALUES (-3)",
+    ],
+)
+def test_an_index_with_other_entries_than_it_should_have_is_made_again(tmp_path, damage):
+    store = store_of(tmp_path)
+    write(store, range(40))
+    store.close()
+    with closing(sqlite3.connect(store.folder / "index.sqlite")) as index:
+        index.executescript(damage)
+    store = store_of(tmp_path)
+    assert read(store, list(range(40))) == list(range(40))
+    assert store.names() == [name_of(i) for i in range(40)]
+    assert write(store, range(60)) == 20
+    assert store.stats().blocks == 60
+
+
 def test_a_damaged_index_that_others_use_is_left_to_them(tmp_path):
     store = store_of(tmp_path)
     write(store, range(40))

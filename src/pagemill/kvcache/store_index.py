@@ -30,6 +30,16 @@ CREATE INDEX blocks_by_use ON blocks (used_s, depth DESC);
 CREATE TABLE free (slot INTEGER PRIMARY KEY);
 """
 
+_SOUND = """
+SELECT COUNT(*) FROM meta WHERE key = 'slots' AND typeof(value) = 'integer'
+AND NOT EXISTS (
+    SELECT 1 FROM blocks WHERE typeof(digest) <> 'blob' OR typeof(layer_group) <> 'integer' OR typeof(slot) <> 'integer'
+    OR slot NOT BETWEEN 0 AND value - 1 OR typeof(parent) <> 'blob' OR typeof(depth) <> 'integer'
+    OR typeof(used_s) <> 'real'
+) AND NOT EXISTS (SELECT 1 FROM free WHERE slot NOT BETWEEN 0 AND value - 1)
+"""
+"""Gives 1 for an index whose entries are what they should be. SQLite holds anything in any column."""
+
 
 class StoreIndex:
     """Indexes the blocks of a store's folder. Thread-safe. A damaged index is made again from the headers in the
@@ -140,6 +150,8 @@ class StoreIndex:
                 self._recover(db)
         if self._db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
             raise sqlite3.DatabaseError("its pages are damaged")
+        if not self._db.execute(_SOUND).fetchone()[0]:
+            raise sqlite3.DatabaseError("its entries are damaged")
         self._stored_format()
 
     def _rebuild(self, path: Path, in_use: int, error: Exception) -> None:
