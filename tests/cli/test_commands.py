@@ -23,6 +23,17 @@ MODEL = "smollm2-135m"
 SMALL = ["--max-model-len", "256", "--kv-memory", "32MiB", "--max-num-seqs", "8"]
 LONG = ["--max-model-len", "4096", "--kv-memory", "256MiB", "--max-num-seqs", "8"]
 COMMAND = [sys.executable, "-m", "pagemill"]
+STUCK = """
+import time
+from pagemill.cli.main import main
+from pagemill.text.tokenizer import Tokenizer
+encode = Tokenizer.encode
+def encode_or_not(self, text, *how, **more):
+    return time.sleep(1000) if text == "stuck" else encode(self, text, *how, **more)
+Tokenizer.encode = encode_or_not
+main()
+"""
+"""The program, with a text that its tokenizer never ends with."""
 
 
 def run(*args, **kwargs):
@@ -265,10 +276,11 @@ def test_serve_listens_at_once_and_ends_without_a_trace(tmp_path):
     [pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow), (signal.SIGTERM, 1), (signal.SIGINT, 2)],
 )
 def test_a_signal_ends_open_requests_with_an_error(stop, num_signals):
-    """A stream, a plain request, and a client that sends half a request and then nothing."""
-    command = [*COMMAND, "serve", MODEL, "--port", "0", "--drain-timeout", "4", *LONG]
+    """A stream, a plain request, one whose text never ends being tokenized, and a client that sends half a request and
+    then nothing."""
+    command = [sys.executable, "-c", STUCK, "serve", MODEL, "--port", "0", "--drain-timeout", "4", *LONG]
     server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    pool = concurrent.futures.ThreadPoolExecutor(1)
+    pool = concurrent.futures.ThreadPoolExecutor(2)
     try:
         while " curl " not in (line := server.stderr.readline()):
             assert server.poll() is None
@@ -277,6 +289,7 @@ def test_a_signal_ends_open_requests_with_an_error(stop, num_signals):
         body = {"model": MODEL, "prompt": "Hi", "max_tokens": 4000, "ignore_eos": True}
         plain = pool.submit(httpx.post, f"{url}/completions", json=body, timeout=60)
         address = httpx.URL(url)
+        stuck = pool.submit(httpx.post, address.join("/tokenize"), json={"prompt": "stuck"}, timeout=60)
         with (
             socket.create_connection((address.host, address.port)) as silent,
             httpx.Client() as other,
@@ -287,6 +300,7 @@ def test_a_signal_ends_open_requests_with_an_error(stop, num_signals):
             assert json.loads(next(lines).removeprefix("data: "))["choices"]
             while len(other.get(f"{url}/requests").json()["data"]) < 2:  # the other thread's too
                 assert not plain.done()
+            assert not stuck.done()
             started = time.monotonic()
             server.send_signal(stop)
             while (late := other.get(f"{url}/models")).status_code == 200:
@@ -302,6 +316,8 @@ def test_a_signal_ends_open_requests_with_an_error(stop, num_signals):
         assert (error["type"], done) == ("service_unavailable_error", "data: [DONE]")
         assert plain.result().status_code == 503
         assert plain.result().json()["error"] == error
+        with pytest.raises(httpx.HTTPError):
+            stuck.result()
         assert server.returncode == 0
         assert "Traceback" not in messages
         assert "Exception" not in messages

@@ -114,6 +114,23 @@ def test_the_process_may_end_and_is_started_again():
     assert reader.pid is None
 
 
+def test_nobody_waits_for_a_body_whose_client_has_gone():
+    app = create_app(SimpleNamespace(rates=lambda tenant: {}, on_request_end=[]), "m")
+    app.state.body_reader = SimpleNamespace(read=lambda *body: asyncio.Event().wait())
+    coming, sent = [{"type": "http.request", "body": b"{" + PADDING}], []
+
+    async def receive():
+        return coming.pop() if coming else {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"host", b"here"), (b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"", "headers": headers}
+    asyncio.run(asyncio.wait_for(app(scope, receive, send), 10))
+    assert sent[0]["status"] == 499
+
+
 def test_allowed_tokens_are_named_once(v1, served):
     size = served.llm.facts.vocab_size
     body = {"prompt": "x", "max_tokens": 1, "allowed_token_ids": [5] * (size + 1)}

@@ -1,6 +1,8 @@
 """Tokenizing over HTTP, the names of the model, and whether the server is ready."""
 
 import asyncio
+import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -13,7 +15,7 @@ from pagemill.server.access.api_keys import ApiKeys
 from pagemill.server.app import create_app
 from pagemill.server.routes.models import check_served_names
 from pagemill.server.routes.tokens import MAX_CHARACTERS
-from pagemill.tenant_limits import TenantsFile, key_digest
+from pagemill.tenant_limits import TenantLimits, TenantsFile, key_digest
 from pagemill.text.tokenizer import Tokenizer
 
 MODEL = "smollm2-135m"
@@ -96,6 +98,39 @@ def test_half_a_surrogate_pair_and_another_model_are_refused(http):
     for path, body in (("/tokenize", {"prompt": "x"}), ("/detokenize", {"tokens": [1]})):
         response = http.post(path, json={**body, "model": "gpt-4"})
         assert (response.status_code, response.json()["error"]["code"]) == (404, "model_not_found")
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"prompt": TEXT}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/v1/pins", {"name": "a", "messages": MESSAGES}),
+    ],
+)
+def test_who_hangs_up_takes_its_text_along(http, served, path, body):
+    goes_on = threading.Event()
+
+    async def hold():
+        return [asyncio.ensure_future(served.llm.in_tokenizer_thread(goes_on.wait, 20, size=1)) for _ in range(2)]
+
+    async def let_go(held):
+        goes_on.set()
+        await asyncio.gather(*held)
+
+    def limit(most):
+        served.run(served.llm.set_tenant("default", TenantLimits(max_waiting=most)))
+
+    held = served.run(hold())
+    limit(1)
+    try:
+        for _ in range(2):  # before, the second got 429: the first still waited
+            with pytest.raises(httpx.ReadTimeout):
+                http.post(path, json=body, timeout=0.3)
+            time.sleep(0.1)
+    finally:
+        served.run(let_go(held))
+        limit(None)
 
 
 def test_a_key_is_needed_where_there_are_keys():

@@ -21,6 +21,7 @@ from pagemill.errors import BodyTooLargeError, ServerBusyError
 from pagemill.frontend.spawn import Child, start_child
 from pagemill.frontend.worker import WorkerThreads
 from pagemill.server.access.large_bodies import SMALL_BODY_BYTES
+from pagemill.server.protocol.events import until_disconnect
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -107,7 +108,7 @@ class BodyRoute(APIRoute):
 
 
 class _BodyRequest(Request):
-    """A request whose `json` is the checked body already, if that is large."""
+    """A request whose `json` is the checked body already, if that is large; it raises ClientGone if nobody waits."""
 
     def __init__(self, request: Request, kind: type[BaseModel] | None) -> None:
         super().__init__(request.scope, request.receive)
@@ -121,7 +122,8 @@ class _BodyRequest(Request):
             raise BodyTooLargeError(
                 f"the body has {len(body)} bytes; {self.url.path} takes at most {SMALL_BODY_BYTES}; send a shorter one"
             )
-        return await self.app.state.body_reader.read(self._kind, body, self.state.tenant)
+        reading = self.app.state.body_reader.read(self._kind, body, self.state.tenant)
+        return await until_disconnect(self.receive, reading)
 
 
 def _body_kind(endpoint: Callable[..., Any]) -> type[BaseModel] | None:

@@ -129,6 +129,8 @@ async def _http_error(request: Request, error: Exception) -> Response:
     """Answers with 404, 405 and their like, from the router, and with why a body could not be read."""
     assert isinstance(error, HTTPException)
     cause = error.__cause__
+    if isinstance(cause, ClientGone):
+        return Response(status_code=CLIENT_CLOSED_REQUEST)
     if error.status_code == HTTPStatus.BAD_REQUEST and cause is not None:
         return error_answer(cause if isinstance(cause, PagemillError) else not_json(cause))
     kind = NotFoundError if error.status_code == HTTPStatus.NOT_FOUND else InvalidRequestError

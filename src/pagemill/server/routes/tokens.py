@@ -16,6 +16,7 @@ from pagemill.frontend.input_processor import size_of
 from pagemill.server.bodies.reader import BodyRoute
 from pagemill.server.protocol.body import FIRST_ERROR, Body, Ids, Name, check_length
 from pagemill.server.protocol.chat import ChatMessage, check_conversation
+from pagemill.server.protocol.events import until_disconnect
 from pagemill.server.protocol.generation import MAX_MESSAGES
 from pagemill.server.protocol.parts import JSONInParts
 from pagemill.server.protocol.tools import Tool, check_for_template
@@ -111,7 +112,8 @@ class Text(BaseModel):
 
 
 def token_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
-    """Returns the routes. Long texts and lists are worked on in the tokenizer's threads, as are answers to them."""
+    """Returns the routes. Long texts and lists are worked on in the tokenizer's threads, as are answers to them, while
+    their clients wait."""
     routes = APIRouter(route_class=BodyRoute)
 
     @routes.post("/tokenize", response_model=Tokens)
@@ -120,7 +122,8 @@ def token_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
         served.name_for(body.model)
         longest, tokenizer = (await llm.ready()).max_model_len, await llm.tokenizer()
         how = {"size": body.size, "tenant": request.state.tenant}
-        return _json(await llm.in_tokenizer_thread(_tokenize, tokenizer, body, longest, **how))
+        work = llm.in_tokenizer_thread(_tokenize, tokenizer, body, longest, **how)
+        return _json(await until_disconnect(request.receive, work))
 
     @routes.post("/detokenize", response_model=Text)
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
@@ -128,7 +131,8 @@ def token_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
         served.name_for(body.model)
         vocab_size, tokenizer = (await llm.ready()).vocab_size, await llm.tokenizer()
         how = {"size": len(body.tokens), "tenant": request.state.tenant}
-        return _json(await llm.in_tokenizer_thread(_detokenize, tokenizer, body.tokens, vocab_size, **how))
+        work = llm.in_tokenizer_thread(_detokenize, tokenizer, body.tokens, vocab_size, **how)
+        return _json(await until_disconnect(request.receive, work))
 
     return routes
 
