@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import hashlib
 import json
+import logging
 import re
 import time
 
@@ -165,7 +166,8 @@ def test_a_pin_is_its_tenants_and_charged_to_it(server):
         assert wild.delete("/pins/p").status_code == 200
 
 
-def test_an_admin_finds_and_removes_what_lies_under_a_salt_that_nobody_knows(server):
+def test_an_admin_finds_and_removes_what_lies_under_a_salt_that_nobody_knows(server, caplog):
+    caplog.set_level(logging.INFO, "pagemill.audit")
     salt = {"cache_salt": "forgotten"}
     talk = {"prompt": PROMPTS[0], "session_id": "lost", "max_tokens": 1, **salt}
     with api(server, "sk-calm") as calm, api(server, "sk-wild") as wild, api(server, "sk-admin") as admin:
@@ -189,6 +191,10 @@ def test_an_admin_finds_and_removes_what_lies_under_a_salt_that_nobody_knows(ser
             assert admin.delete(f"/{kind}/lost", params={"tenant": "calm"}).status_code == 404
             assert admin.delete(f"/{kind}/lost", params={"tenant": "calm", **salt}).status_code == 200
             assert admin.get(f"/{kind}", params={"all": True}).json()["data"] == []
+    lines = [(record.message, record.fields) for record in caplog.records if "removed" in record.message]
+    assert [line for line, _ in lines] == ["session removed", "pin removed"]
+    assert {(found["tenant"], found["name"]) for _, found in lines} == {("calm", "lost")}
+    assert "forgotten" not in str(lines)
 
 
 def test_a_salt_is_at_most_as_long_wherever_it_is_given(server):

@@ -13,8 +13,7 @@ from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.outputs import RunningRequest
 from pagemill.server.access.api_keys import ApiKeys
 from pagemill.server.bodies.reader import BodyRoute
-from pagemill.server.logs.access_log import client_address
-from pagemill.server.logs.output import AUDIT, fields
+from pagemill.server.logs.audit import audit
 from pagemill.server.protocol.body import KVMemory, Listing
 from pagemill.server.protocol.errors import asked_by_client
 from pagemill.server.protocol.parts import written
@@ -60,7 +59,7 @@ def engine_routes(llm: AsyncLLM, keys: ApiKeys) -> APIRouter:
         """Makes a tenant known, or gives it other limits; those that are left out are the defaults."""
         with asked_by_client():
             await llm.set_tenant(name, TenantLimits.read(name, limits, keys.tenant_defaults))
-        _audit(request, "tenant set", tenant=name, limits=limits)
+        audit(request, "tenant set", tenant=name, limits=limits)
         shown: dict[str, Any] = msgspec.to_builtins((await llm.stats()).tenants[name])
         return shown
 
@@ -74,7 +73,7 @@ def engine_routes(llm: AsyncLLM, keys: ApiKeys) -> APIRouter:
         """Gives the KV pool another size, while requests go on."""
         with asked_by_client():
             size = (await llm.resize_kv_memory(body.kv_memory)).kv_bytes
-        _audit(request, "KV pool resized", kv_bytes=size)
+        audit(request, "KV pool resized", kv_bytes=size)
         return KVMemory(kv_memory=size)
 
     return routes
@@ -86,13 +85,3 @@ def _card(request: RunningRequest) -> RequestCard:
         for sequence in request.sequences
     ]
     return RequestCard(id=request.request_id, num_prompt_tokens=len(request.prompt_token_ids), sequences=sequences)
-
-
-def _audit(request: Request, act: str, **what: Any) -> None:
-    """Logs what an administrator has done."""
-    AUDIT.info(
-        act,
-        extra=fields(
-            request_id=getattr(request.state, "request_id", None), client=client_address(request.scope), **what
-        ),
-    )

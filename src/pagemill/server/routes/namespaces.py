@@ -8,6 +8,7 @@ from fastapi import Query, Request
 
 from pagemill.errors import InvalidRequestError, PermissionDeniedError
 from pagemill.namespace import Namespace
+from pagemill.server.logs.audit import audit
 
 All = Annotated[
     bool, Query(alias="all", description="Every namespace of every tenant, or of `tenant`; needs an admin key.")
@@ -28,6 +29,12 @@ def require_all(request: Request, cache_salt: str) -> None:
     _require_admin(request, "all namespaces")
     if cache_salt:
         raise InvalidRequestError("all lists every cache_salt; leave one of the two out", param="cache_salt")
+
+
+def removed(request: Request, what: str, name: str, space: Namespace) -> None:
+    """Logs the end of a session or a pin, if an admin has ended another tenant's."""
+    if space.tenant != request.state.tenant:
+        audit(request, f"{what} removed", tenant=space.tenant, name=name)
 
 
 def _require_admin(request: Request, what: str) -> None:

@@ -16,9 +16,10 @@ from pagemill.frontend.input_processor import Prompt
 from pagemill.server.bodies.reader import BodyRoute
 from pagemill.server.protocol.body import Body, Ids, Listing
 from pagemill.server.protocol.chat import ChatMessage, check_conversation
+from pagemill.server.protocol.events import until_disconnect
 from pagemill.server.protocol.generation import MAX_MESSAGES
 from pagemill.server.protocol.parts import written
-from pagemill.server.routes.namespaces import All, Tenant, named, require_all
+from pagemill.server.routes.namespaces import All, Tenant, named, removed, require_all
 from pagemill.tenant_limits import DEFAULT_TENANT
 from pagemill.text.tokenizer import Tokenizer
 
@@ -103,13 +104,14 @@ def pin_routes(llm: AsyncLLM) -> APIRouter:
     @routes.post("")
     async def create(body: PinBody, request: Request) -> PinCard:
         """Pins a prefix: computes its blocks and keeps them from eviction."""
-        return _card(await pin(llm, body, request.state.tenant))
+        return _card(await until_disconnect(request.receive, pin(llm, body, request.state.tenant)))
 
     @routes.delete("/{name}")
     async def delete(name: str, request: Request, cache_salt: str = "", tenant: Tenant = None) -> PinDeleted:
         """Ends a pin; its blocks are evicted like any others that nobody asks for."""
         space = named(request, tenant, cache_salt)
         await llm.unpin(name, cache_salt=space.cache_salt, tenant=space.tenant)
+        removed(request, "pin", name, space)
         return PinDeleted(name=name)
 
     return routes

@@ -12,7 +12,7 @@ from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.bodies.reader import BodyRoute
 from pagemill.server.protocol.body import Body, Listing
 from pagemill.server.protocol.parts import written
-from pagemill.server.routes.namespaces import All, Tenant, named, require_all
+from pagemill.server.routes.namespaces import All, Tenant, named, removed, require_all
 from pagemill.sessions.record import SessionRecord
 
 
@@ -88,6 +88,7 @@ def session_routes(llm: AsyncLLM) -> APIRouter:
         """Forgets a session."""
         space = named(request, tenant, cache_salt)
         await llm.session(session_id, cache_salt=space.cache_salt, tenant=space.tenant).delete()
+        removed(request, "session", session_id, space)
         return SessionDeleted(id=session_id)
 
     @routes.post("/{session_id}/fork")
