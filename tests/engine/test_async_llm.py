@@ -354,8 +354,15 @@ def test_what_cannot_be_sent_is_refused_and_later_answers_keep_their_questions(s
         served.run(served.llm.resize_kv_memory(size))
     assert served.run(served.llm.pins()) == []
     assert served.stats().frames > 0
-    answer = httpx.post(f"{served.url}/v1/kv_memory", content=json.dumps({"kv_memory": size}))
-    assert (answer.status_code, answer.json()["error"]["type"]) == (400, "invalid_request_error")
+    asked = [("POST", "kv_memory", {"kv_memory": size}, "cannot be sent")]
+    asked += [("PUT", "tenants/default", {"max_blocks": size}, "max_blocks is ")]
+    asked += [("PUT", "tenants/default", {size: 1}, "has no limit ")]
+    for method, path, body, words in asked:
+        content, headers = json.dumps(body), {"Content-Type": "application/json"}
+        answer = httpx.request(method, f"{served.url}/v1/{path}", content=content, headers=headers)
+        assert answer.status_code == 400
+        assert words in answer.json()["error"]["message"]
+    assert served.stats().tenants["default"].limits == TenantLimits()
 
 
 def test_a_question_whose_asker_has_gone_is_answered_to_nobody(served):

@@ -464,6 +464,7 @@ def test_habits_of_clients_change_nothing(client):
         ("completions", {"fork_of": "x", "suffix": "y"}, 400, "suffix", "takes no suffix"),
         ("completions", {"prompt": [5], "suffix": "y"}, 400, "suffix", "token ids"),
         ("chat/completions", {"suffix": "y"}, 400, "suffix", "suffix"),
+        ("completions", {"prompt": "x", "logit_bias": {"9" * 5000: 1}}, 400, "logit_bias", "999"),
         ("nothing", {}, 404, None, "Not Found"),
         ("kv_memory", {"kv_memory": True}, 400, "kv_memory", "given: True"),
         ("models", {}, 405, None, "Method Not Allowed"),
@@ -507,10 +508,13 @@ def test_a_body_that_cannot_be_read_is_told_why(http, content, words):
 
 
 def test_half_of_a_surrogate_pair_is_refused_where_it_stands(http):
-    for field, param in ((r"\ud800", r"\ud800"), ("cache_salt", "cache_salt")):
-        body = b'{"prompt": "x", "%s": "\\ud800"}' % field.encode()
-        response = http.post("/v1/completions", content=body, headers={"Content-Type": "application/json"})
-        assert (response.status_code, response.json()["error"]["param"]) == (400, param)
+    fields = {"completions": [r"\ud800", "cache_salt", "stop", "session_id", "model", "bad_words"], "pins": ["name"]}
+    for path, names in fields.items():
+        for name in names:
+            value = '["\\ud800"]' if name == "bad_words" else '"\\ud800"'
+            body = f'{{"prompt": "{"x " * 30}", "{name}": {value}}}'
+            response = http.post(f"/v1/{path}", content=body, headers={"Content-Type": "application/json"})
+            assert (response.status_code, response.json()["error"]["param"]) == (400, name)
 
 
 def test_a_prompt_that_a_small_pool_cannot_hold_is_too_long_a_context(served, http):

@@ -190,11 +190,19 @@ class SamplingParams:
 
     def _check_characters(self) -> None:
         for name, limit in MAX_CHARACTERS.items():
-            characters = sum(map(len, getattr(self, name)))
+            texts: list[str] = getattr(self, name)
+            characters = sum(map(len, texts))
             if characters > limit:
                 raise SamplingParamsError(
                     f"{name} has {characters} characters in all; give at most {limit}", param=name
                 )
+            try:
+                "".join(texts).encode()
+            except UnicodeEncodeError:
+                raise SamplingParamsError(
+                    f"{name} is {shown(texts)}; it must be valid Unicode; leave out what is half of a surrogate pair",
+                    param=name,
+                ) from None
 
     def _check_contradictions(self) -> None:
         if self.best_of is not None and self.best_of < self.n:
