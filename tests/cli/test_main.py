@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
 
 import pagemill
 from pagemill.cli import app
@@ -122,6 +123,14 @@ def test_a_taken_port_is_refused_with_a_free_one():
 def test_an_address_of_another_machine_is_refused():
     with pytest.raises(ConfigError, match="choose another --host"):
         require_free_port("192.0.2.1", 8000)
+
+
+@pytest.mark.parametrize("more", [[], ["--admin-api-key", "sk-a"]])
+def test_a_server_that_others_reach_does_not_start_without_keys(more):
+    given = ["serve", "no-such-model", "--host", "0.0.0.0", "--port", "0", *more]
+    refused = CliRunner(env={"PAGEMILL_API_KEY": ""}).invoke(app.app, given).exception
+    assert isinstance(refused, ConfigError)
+    assert "there is no API key; give one (--api-key, PAGEMILL_API_KEY, or --tenants)" in refused.message
 
 
 def test_a_port_that_can_not_be_is_wrong_usage():

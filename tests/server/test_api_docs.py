@@ -42,6 +42,7 @@ def test_every_route_is_described():
     routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
     assert {route.path for route in routes if not route.include_in_schema} <= NOT_DESCRIBED
     assert {"/health", "/metrics", "/version", "/v1/pins/{name}"} <= schema["paths"].keys()
+    assert list(schema["paths"]["/metrics"]["get"]["responses"]["200"]["content"]) == ["text/plain"]
     for path, methods in schema["paths"].items():
         for method, operation in methods.items():
             assert operation.get("description", "").endswith("."), f"{method} {path}"

@@ -6,7 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from pagemill.server.access.limits import ServerLimits
 from pagemill.server.logs import quiet
+from pagemill.server.run import server_config
 
 WORDS = "secret prompt"
 
@@ -51,6 +53,20 @@ def test_different_failures_are_all_written_without_their_words(log):
     assert text.count("Traceback") == 2
     assert "ValueError" in text
     assert "in second" in text
+
+
+@pytest.mark.parametrize(("name", "kind"), [("uvicorn.error", ValueError), ("asyncio", KeyError)])
+def test_a_servers_loggers_write_no_words(name, kind):
+    server_config(print, ServerLimits(), print)
+    logger, written = logging.getLogger(name), io.StringIO()
+    handler = logging.StreamHandler(written)
+    logger.addHandler(handler)
+    try:
+        logger.error("Exception in ASGI application", exc_info=kind(WORDS))
+    finally:
+        logger.removeHandler(handler)
+    assert f"{kind.__name__}; what it says is left out" in written.getvalue()
+    assert WORDS not in written.getvalue()
 
 
 @pytest.mark.parametrize(
