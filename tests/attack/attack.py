@@ -2,13 +2,14 @@
 (`make attack`).
 
     python tests/attack/attack.py [--seconds 600] [--seed 0] [--threads 8] [--connections 10000] [--examples 30]
-                                  [--damages 10] [--times-stated]
+                                  [--kills 2] [--damages 10] [--times-stated]
 
 First all is calm. Then come requests that break HTTP, what the OpenAPI description lets one make up, thousands of idle
-connections, and for the given time all of `ways` in several threads. In the end the server must hold no block and no
-connection, have answered the other tenant, kept its memory and log small, its event loop free, and stop when it is
-told to; then an engine's stores are damaged. Prints what was found as JSON, and ends with status 1 if something failed.
-With `--times-stated` nothing fails for what took long, which on a busy machine says nothing.
+connections, and for the given time all of `ways` in several threads, while processes that read large bodies are killed.
+In the end the server must hold no block and no connection, have answered the other tenant and kept what is that
+tenant's, kept its memory and log small, its event loop free, answer as before when its engine is killed, and stop when
+it is told to; then an engine's stores are damaged. Prints what was found as JSON, and ends with status 1 if something
+failed. With `--times-stated` nothing fails for what took long, which on a busy machine says nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ import psutil
 import raw_http
 import schema
 from attacked_server import Server
-from ways import Attack
+from ways import KEPT, Attack
 
 SETTINGS = ["--max-model-len", "2048", "--kv-memory", "128MiB", "--max-num-seqs", "16", "--request-timeout-s", "3"]
 SETTINGS += ["--num-threads", "1", "--max-failed-keys", "1000000", "--log-level", "warning"]
@@ -45,9 +46,13 @@ KEYS = {"attacker": "attacker's", "bystander": "bystander's"}
 ADMIN = "admin's"
 ATTACKERS, IDLERS = "127.0.0.2", "127.0.0.3"
 """Addresses that attacks come from, so that the other tenant's has its own share of connections."""
+ENGINE = "pagemill.engine"
+"""Stands in the command line of the engine's process."""
 STORY, QUESTION = "Once upon a time", "Twice two is"
 """What the other tenant asks again and again."""
 CALM_S, SHORTLY_CALM_S = 3.0, 0.5
+LOOK_S, KILL_S = 0.05, 5.0
+"""Between two looks at the memory, and between two kills of what reads large bodies."""
 NICENESS = 10
 """The attack stands back behind the server: what is measured is the server, not who else is on the machine."""
 
@@ -79,6 +84,7 @@ class Bystander:
         self.gap_s = self.wait_s = 0.0
         self.answers = 0
         self.failed: list[str] = []
+        self._keep()
         self._threads = [threading.Thread(target=self._until_stopped, args=(work,)) for work in (self._read, self._ask)]
         for thread in self._threads:
             thread.start()
@@ -86,6 +92,32 @@ class Bystander:
     def join(self) -> None:
         for thread in self._threads:
             thread.join(90)
+
+    def look(self) -> None:
+        """Notes what is missing of what it keeps on the server."""
+        with httpx.Client(base_url=self._url, headers=self._headers, timeout=60) as http:
+            sessions, pins = (http.get(f"/v1/{kind}").json()["data"] for kind in ("sessions", "pins"))
+        if [(one["id"], one["num_turns"]) for one in sessions] != [(KEPT, 1)]:
+            self.failed.append(f"the other tenant has these sessions: {sessions}")
+        if [one["name"] for one in pins] != [KEPT]:
+            self.failed.append(f"the other tenant has these pins: {pins}")
+
+    def ask(self) -> None:
+        """Asks for a short answer, which must be the one that it has always had."""
+        began = time.perf_counter()
+        body = {"prompt": QUESTION, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+        answer = httpx.post(f"{self._url}/v1/completions", json=body, headers=self._headers, timeout=60)
+        answer.raise_for_status()
+        self.answers += 1
+        self.wait_s = max(self.wait_s, time.perf_counter() - began)
+        self._compare(QUESTION, answer.json()["choices"][0]["text"])
+
+    def _keep(self) -> None:
+        """Begins a session, and pins a prefix."""
+        with httpx.Client(base_url=self._url, headers=self._headers, timeout=60) as http:
+            turn = {"prompt": STORY, "session_id": KEPT, "max_tokens": 1}
+            for path, body in (("completions", turn), ("pins", {"name": KEPT, "prompt": STORY * 10})):
+                http.post(f"/v1/{path}", json=body).raise_for_status()
 
     def _until_stopped(self, work: Any) -> None:
         try:
@@ -113,13 +145,7 @@ class Bystander:
         self._compare(STORY, text)
 
     def _ask(self) -> None:
-        began = time.perf_counter()
-        body = {"prompt": QUESTION, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
-        answer = httpx.post(f"{self._url}/v1/completions", json=body, headers=self._headers, timeout=60)
-        answer.raise_for_status()
-        self.answers += 1
-        self.wait_s = max(self.wait_s, time.perf_counter() - began)
-        self._compare(QUESTION, answer.json()["choices"][0]["text"])
+        self.ask()
         self.stop.wait(0.5)
 
     def _compare(self, prompt: str, text: str) -> None:
@@ -163,6 +189,8 @@ class Plan:
     connections: int
     examples: int
     """Made-up requests for each operation."""
+    kills: int
+    """How often the engine is killed; with 0, nothing is."""
     damages: int
     """Damages to the stores."""
     times_stated: bool
@@ -220,10 +248,16 @@ def _attack(server: Server, plan: Plan) -> tuple[dict[str, Any], list[str]]:
         threads = [threading.Thread(target=work, args=(attack,)) for attack in attacks]
         for thread in threads:
             thread.start()
-        end = time.monotonic() + plan.seconds
+        end, killed = time.monotonic() + plan.seconds, time.monotonic()
         while time.monotonic() < end and server.process.poll() is None:
-            memory.append(_memory(front, server))
-            time.sleep(0.05)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                memory.append(_memory(front))
+            if plan.kills and time.monotonic() > killed + KILL_S:
+                killed = time.monotonic()
+                for reader in _readers(front):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        reader.kill()
+            time.sleep(LOOK_S)
         stop.set()
         for thread in threads:
             thread.join(90)
@@ -234,28 +268,49 @@ def _attack(server: Server, plan: Plan) -> tuple[dict[str, Any], list[str]]:
         for attack in attacks:
             attack.close()
     statuses = sum((attack.statuses for attack in attacks), Counter())
-    failed += [*bystander.failed, *_after(url, front, descriptors)]
+    failed += [taken for attack in attacks for taken in attack.taken]
+    wait_s = bystander.wait_s
+    bystander.look()
+    after = _after(url, front, descriptors)
+    for _ in range(plan.kills):
+        _engine(front).kill()
+        bystander.ask()
+    failed += [*bystander.failed, *after]
     failed += ["the other tenant had no answer"] * (not bystander.answers)
     if plan.seconds >= 60:
         failed += [f"no attack was refused with {status}" for status in REFUSALS if not statuses[status]]
     failed += ["there were answers of status 500"] * bool(statuses["500"])
     times = {"calm_lag_s": calm_lag_s, "lag_s": lag_s, "calm_late_share": calm_share, "late_share": share}
-    times |= {"gap_s": bystander.gap_s, "wait_s": bystander.wait_s, "health_s": health_s}
+    times |= {"gap_s": bystander.gap_s, "wait_s": wait_s, "health_s": health_s}
     found = {"answers": dict(sorted(statuses.items())), **{name: round(value, 4) for name, value in times.items()}}
     return found | {"answered": bystander.answers, "memory_mib": max(memory) >> 20}, failed
 
 
-def _memory(front: psutil.Process, server: Server) -> int:
-    """Returns the bytes that the front end and its readers of bodies have; the engine is the child that came first."""
-    engine, total = None, 0
+def _engine(front: psutil.Process) -> psutil.Process:
+    return next(child for child in front.children() if _is_engine(child))
+
+
+def _readers(front: psutil.Process) -> list[psutil.Process]:
+    """Returns the processes that read large bodies, and those that they have begun."""
+    found = [child for child in front.children() if not _is_engine(child)]
+    for one in tuple(found):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            found += one.children()
+    return found
+
+
+def _is_engine(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.NoSuchProcess):
-        total = front.memory_info().rss
-        for child in front.children():
-            if engine is None or child.create_time() < engine.create_time():
-                engine = child
-        for child in front.children():
-            if child != engine:
-                total += child.memory_info().rss + sum(one.memory_info().rss for one in child.children())
+        return any(ENGINE in argument for argument in process.cmdline())
+    return False
+
+
+def _memory(front: psutil.Process) -> int:
+    """Returns the bytes that the front end and its readers of bodies have."""
+    total = 0
+    for process in (front, *_readers(front)):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            total += process.memory_info().rss
     return total
 
 
@@ -305,6 +360,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=8)
     parser.add_argument("--connections", type=int, default=10_000)
     parser.add_argument("--examples", type=int, default=30, help="made-up requests for each operation")
+    parser.add_argument("--kills", type=int, default=2, help="how often the engine is killed; with 0, nothing is")
     parser.add_argument("--damages", type=int, default=10, help="damages to the stores")
     parser.add_argument("--times-stated", action="store_true", help="fail for nothing that took long")
     found = run(Plan(**vars(parser.parse_args())))

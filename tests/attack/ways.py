@@ -24,6 +24,34 @@ TEXTS = [
     "null",
 ]
 PLACES = ["model", "session_id", "fork_of", "cache_salt", "prompt", "seed", "n", "max_tokens", "priority", "nothing"]
+KEPT = "kept"
+"""The name of the other tenant's session and pin."""
+TRESPASSES = [
+    ("GET", f"/v1/sessions/{KEPT}", None),
+    ("DELETE", f"/v1/sessions/{KEPT}", None),
+    ("POST", f"/v1/sessions/{KEPT}/fork", {"session_id": "stolen"}),
+    ("DELETE", f"/v1/pins/{KEPT}", None),
+    ("DELETE", f"/v1/pins/{KEPT}?tenant=bystander", None),
+    ("GET", "/v1/sessions?tenant=bystander", None),
+    ("GET", "/v1/pins?all=true", None),
+    ("GET", "/v1/tenants", None),
+    ("PUT", "/v1/tenants/bystander", {"max_running": 1}),
+    ("POST", "/v1/kv_memory", {"kv_memory": "used"}),
+    ("GET", "/metrics", None),
+]
+"""Requests for what is the other tenant's, or an admin's."""
+ENTRIES = [("chat/completions", "messages"), ("responses", "input"), ("embeddings", "input")]
+"""Where lists are taken beside completions: endpoint and field."""
+FORMS: list[dict[str, object]] = [
+    {"regex": "((a{1000}){1000}){1000}"},
+    {"regex": "(a|b)*a(a|b){400}"},
+    {"regex": "(" * 5000 + "a" + ")" * 5000},
+    {"json": {"anyOf": [{"const": number} for number in range(3500)]}},
+    {"json": {"type": "array", "minItems": 10**9, "items": {"type": "string", "maxLength": 10**9}}},
+    {"grammar": 'start: e\ne: e e | "a" | '},
+    {"choice": [f"choice {number}" for number in range(4096)]},
+]
+"""Forms of answers that are dear to compile or to follow."""
 LARGEST = 8 << 20
 MOST_HELD = 60
 NOW = struct.pack("ii", 1, 0)
@@ -40,9 +68,12 @@ class Attack:
         self._random = random.Random(seed)
         self._held: list[socket.socket] = []
         self.statuses: Counter[str] = Counter()
+        self.taken: list[str] = []
+        """What it got that is not its own."""
         self._ways = [self.half_open, self.slow_body, self.lists, self.large_text, self.deep, self.odd_value]
         self._ways += [self.control, self.broken_http, self.hang_up, self.kill, self.unread, self.too_long]
-        self._ways += [self.greedy, self.wrong_key, self.not_unicode]
+        self._ways += [self.greedy, self.wrong_key, self.not_unicode, self.sip, self.trespass]
+        self._ways += [self.dear_form]
 
     def step(self) -> None:
         with contextlib.suppress(OSError, httpx.HTTPError):
@@ -72,7 +103,8 @@ class Attack:
         count = self._random.choice([2000, 100_000, LARGEST // (len(item) + 1) - 50])
         path, beginning = "completions", f'{{"prompt":"x","{field}":['
         if self._random.random() < 0.3:
-            path, beginning = "chat/completions", '{"messages":['
+            path, field = self._random.choice(ENTRIES)
+            beginning = f'{{"{field}":['
         self._post(path, beginning + ",".join([item] * count) + "]}")
 
     def large_text(self) -> None:
@@ -82,6 +114,10 @@ class Attack:
     def deep(self) -> None:
         text = self._random.choice(["[", '{"a":', '{"prompt":['])
         self._post("completions", text * self._random.choice([500, 500_000]))
+
+    def dear_form(self) -> None:
+        form = self._random.choice(FORMS)
+        self._post("completions", json.dumps({"prompt": "x", "max_tokens": 20, "structured_outputs": form}))
 
     def not_unicode(self) -> None:
         body = b'{"prompt":"' + self._random.choice([b"\xff", b"\xc0\x80", b"\xed\xa0\x80", b"\x00"]) + b'"}'
@@ -130,6 +166,21 @@ class Attack:
 
     def unread(self) -> None:
         self._hold(self._completion(max_tokens=200))
+
+    def sip(self) -> None:
+        """Reads a few bytes of what it has not read, as slow clients do."""
+        for connection in self._held:
+            with contextlib.suppress(OSError):
+                connection.recv(64, socket.MSG_DONTWAIT)
+
+    def trespass(self) -> None:
+        """Reaches for what is not its own."""
+        method, path, body = self._random.choice(TRESPASSES)
+        with self._client() as http:
+            answer = http.request(method, path, json=body)
+            self._count(answer)
+            if answer.status_code < 400:
+                self.taken.append(f"{method} {path} was answered: {answer.text[:200]}")
 
     def greedy(self) -> None:
         """Asks for all rows, sessions and pins that the tenant can have, and more."""
