@@ -166,7 +166,7 @@ def import_(
     root: Root = None,
 ) -> None:
     """Add the blocks of an exported file to this machine's store of the same model, as far as there is room. None that
-    it has is dropped for them."""
+    it has is dropped for them. Import only files that you trust: their checksums find damage, not malice."""
     try:
         with archive.open("rb") as file:
             blocks, new, left_out = store_archive.import_archive(root or default_root(), file, limit_mib << 20)
