@@ -127,6 +127,7 @@ def test_calibrate_fits_the_steps_that_it_has_measured(calibrated):
     assert 0.5 < modelled / measured < 2
 
 
+@pytest.mark.slow
 def test_confirm_serves_a_slice_for_real_and_simulates_it(calibrated, trace):
     sizes = ("--kv-mib", 512, "--max-num-batched-tokens", 256)
     printed = replay("confirm", trace, "--seconds", 0.5, "--rate", 0.5, "--calibration", calibrated[0], *sizes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -49,11 +50,10 @@ def make_engine():
 
     def make(**settings) -> EngineCore:
         settings = {"max_model_len": 1024, "max_num_seqs": 16, "dtype": "float32", "kv_memory": "256MiB"} | settings
-        return EngineCore(EngineConfig(model=MODEL, check_invariants=True, **settings))
+        with mock.patch.object(load, "load_model", load_shared):  # others, in other folders, load for themselves
+            return EngineCore(EngineConfig(model=MODEL, check_invariants=True, **settings))
 
-    load.load_model = load_shared
-    yield make
-    load.load_model = load_model
+    return make
 
 
 @pytest.fixture(scope="module", autouse=True)

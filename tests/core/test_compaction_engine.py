@@ -25,18 +25,24 @@ def requests(prompts):
     return [one(number) for number in range(24)]
 
 
+@pytest.fixture(scope="module")
+def expected(requests, make_engine):
+    """What requests get while no block moves."""
+    still = make_engine(**SMALL, kv_compaction="off")
+    run = drive(still, requests, every=6, record=True)
+    assert (still.stats().compactions, still.stats().compaction_copies) == (0, 0)
+    return run
+
+
 @pytest.fixture(autouse=True)
 def eager(monkeypatch):
     """Sequences this short are seldom worth a move."""
     monkeypatch.setattr(Compaction, "payback_steps", 2)
 
 
-def test_no_bit_changes(requests, make_engine):
-    still = make_engine(**SMALL, kv_compaction="off")
-    expected = drive(still, requests, every=6, record=True)
+def test_no_bit_changes(requests, expected, make_engine):
     moving = make_engine(**SMALL)
     run = drive(moving, requests, every=6, record=True)
-    assert (still.stats().compactions, still.stats().compaction_copies) == (0, 0)
     assert moving.stats().compactions > 0
     assert moving.stats().compaction_copies >= 2 * moving.stats().compactions
     assert run.tokens == expected.tokens
@@ -44,8 +50,7 @@ def test_no_bit_changes(requests, make_engine):
         assert logits.equal(expected.logits[key]), key
 
 
-def test_what_did_not_arrive_is_not_found(requests, make_engine, monkeypatch):
-    expected = drive(make_engine(**SMALL, kv_compaction="off"), requests, every=6)
+def test_what_did_not_arrive_is_not_found(requests, expected, make_engine, monkeypatch):
     core = make_engine(**SMALL)
     copy, fail = core.executor.pool.frames.copy, [True]
 

@@ -37,6 +37,7 @@ def crossed(name, ways, quick):
             for way in ways
         ],
         indirect=["alone"],
+        scope="module",
     )
 
 

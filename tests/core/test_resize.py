@@ -20,8 +20,12 @@ def requests(prompts):
     return [request(f"r{i}", joined[37 * i : 37 * i + 120], PARAMS) for i in range(6)]
 
 
-def test_requests_do_not_notice(requests, make_engine):
-    expected = drive(make_engine(), requests, record=True)
+@pytest.fixture(scope="module")
+def expected(requests, make_engine):
+    return drive(make_engine(), requests, record=True)
+
+
+def test_requests_do_not_notice(requests, expected, make_engine):
     core, run = make_engine(kv_memory=100 * FRAME_BYTES, max_model_len=176, max_num_batched_tokens=64), Run()
     record_logits(core, run)
     for each in requests:
@@ -140,9 +144,8 @@ def assert_all_else_went_on(core, run, requests, expected, lost) -> None:
     "how", ["fails", pytest.param("is interrupted", marks=pytest.mark.slow), "loses what it moves"]
 )
 def test_a_shrink_that_goes_wrong_ends_what_was_being_moved_and_nothing_else(
-    crowd, requests, make_engine, monkeypatch, how
+    crowd, requests, expected, monkeypatch, how
 ):
-    expected = drive(make_engine(), requests)
     core, run = crowd
     (lost, lost_pins), (running, pins) = in_frames(core, range(48, 100)), in_frames(core, range(100))
     assert (lost, running) == ({"r4"}, {"r0", "r1", "r2", "r3", "r4"})
@@ -178,8 +181,7 @@ def test_a_shrink_that_goes_wrong_ends_what_was_being_moved_and_nothing_else(
     assert_all_else_went_on(core, run, requests, expected, {"r4": error})
 
 
-def test_a_growth_that_fails_ends_nothing(crowd, requests, make_engine, monkeypatch):
-    expected = drive(make_engine(), requests)
+def test_a_growth_that_fails_ends_nothing(crowd, requests, expected, monkeypatch):
     core, run = crowd
     core.abort(["r2"])
     with monkeypatch.context() as patch:

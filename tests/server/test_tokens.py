@@ -175,7 +175,7 @@ def test_one_flag_takes_several_values():
 
 def test_a_loading_server_is_live_but_not_ready(served):
     class Loading:
-        error, is_ready, load_progress = None, False, (1, 4)
+        error, is_ready, restarting, load_progress = None, False, None, (1, 4)
         rates, on_request_end = dict, []
 
     async def asked(llm):

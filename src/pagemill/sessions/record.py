@@ -65,9 +65,9 @@ def fingerprint_of(tokenizer: str, adapter: bytes) -> str:
     return tokenizer + _ADAPTER_MARK + adapter.hex() if adapter else tokenizer
 
 
-def is_response(name: str) -> bool:
+def is_response(name: object) -> bool:
     """Returns whether a session of this name is a response."""
-    return name.startswith(RESPONSE)
+    return isinstance(name, str) and name.startswith(RESPONSE)
 
 
 def check_name(name: str) -> None:

@@ -58,8 +58,11 @@ def wait_until(page, condition, *args):
 
 
 def say(page, text):
+    """Sends a message, and waits until it is shown: what stood there before may not be taken for its answer."""
+    before = page.locator(".message").count()
     page.fill(".composer textarea", text)
     page.keyboard.press("Enter")
+    wait_until(page, "before => document.querySelectorAll('.message').length > before", before)
 
 
 def wait_for_end(page):
