@@ -38,6 +38,46 @@ def test_chat_whole_streamed_and_beside_others(chat):
     assert asyncio.run(chat().ainvoke(messages)).content == whole.content
 
 
+def test_responses_whole_streamed_and_gone_on_from(chat):
+    question = HumanMessage("What is the capital of France?")
+    ask = chat(use_responses_api=True)
+    whole = ask.invoke([question])
+    assert whole.text
+    assert whole.response_metadata["id"].startswith("resp_")
+    assert whole.usage_metadata["output_tokens"] > 0
+    first, *others = ask.stream([question])
+    for chunk in others:
+        first += chunk
+    assert first.text == whole.text
+    assert first.usage_metadata["output_tokens"] == whole.usage_metadata["output_tokens"]
+    # Only what came last is sent; the server has the rest.
+    again = chat(use_responses_api=True, use_previous_response_id=True).invoke([question, whole, HumanMessage("Why?")])
+    assert again.usage_metadata["input_tokens"] > whole.usage_metadata["input_tokens"]
+    assert again.usage_metadata["input_token_details"]["cache_read"] > 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_agent_makes_two_tool_turns_in_responses(chat, tools, calculate, stream):
+    def ask(messages, choice):
+        kept = {"use_responses_api": True, "use_previous_response_id": True}
+        bound = chat(max_tokens=100, **kept).bind_tools(tools, tool_choice=choice)
+        if not stream:
+            return bound.invoke(messages)
+        first, *others = bound.stream(messages)
+        for chunk in others:
+            first += chunk
+        return first
+
+    messages = [HumanMessage("What is 17 times 23, and 5 more?")]
+    for choice in ("required", "calculate"):
+        answer = ask(messages, choice)
+        assert len(answer.tool_calls) == 1
+        messages += [answer, result_of(answer, calculate)]
+    answer = ask(messages, "none")
+    assert answer.text
+    assert not answer.tool_calls
+
+
 def test_log_probabilities_and_stop(chat):
     answer = chat(logprobs=True, top_logprobs=2).invoke("Count from one to nine.", stop=["\n"])
     (first, *_) = answer.response_metadata["logprobs"]["content"]

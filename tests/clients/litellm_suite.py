@@ -33,6 +33,42 @@ def test_chat_whole_and_streamed(common):
     assert asyncio.run(litellm.acompletion(**asked)).choices[0].message.content == text
 
 
+def test_responses_whole_streamed_and_gone_on_from(common):
+    asked = {**common, "input": "What is the capital of France?", "temperature": 0, "max_output_tokens": 24}
+    whole = litellm.responses(**asked)
+    text = text_of(whole)
+    assert text
+    events = list(litellm.responses(**asked, stream=True))
+    assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
+    assert events[-1].type in ("response.completed", "response.incomplete")
+    assert events[-1].response.usage.output_tokens == whole.usage.output_tokens
+    again = litellm.responses(**{**asked, "input": "Why?"}, previous_response_id=whole.id)
+    assert again.usage.input_tokens > whole.usage.input_tokens
+    assert again.usage.input_tokens_details.cached_tokens > 0
+
+
+def text_of(response):
+    return "".join(part.text for item in response.output if item.type == "message" for part in item.content)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_agent_makes_two_tool_turns_in_responses(common, tools, calculate, stream):
+    def ask(items, choice, **kept):
+        asked = {"input": items, "tools": [{"type": "function", **tool["function"]} for tool in tools], **kept}
+        answer = litellm.responses(**common, **asked, tool_choice=choice, max_output_tokens=100, stream=stream)
+        return list(answer)[-1].response if stream else answer
+
+    items = [{"role": "user", "content": "What is 17 times 23, and 5 more?"}]
+    answer = ask(items, "required")
+    for choice in ({"type": "function", "name": "calculate"}, "none"):
+        (call,) = (item for item in answer.output if item.type == "function_call")
+        arguments = json.loads(call.arguments)
+        said = calculate(arguments) if call.name == "calculate" else "Done."
+        items = [{"type": "function_call_output", "call_id": call.call_id, "output": said}]
+        answer = ask(items, choice, previous_response_id=answer.id)
+    assert text_of(answer)
+
+
 def test_structured_output(common):
     answer = litellm.completion(**common, messages=QUESTION, response_format=Person, max_tokens=200, seed=1)
     Person.model_validate_json(answer.choices[0].message.content)
