@@ -45,11 +45,9 @@ def test_responses_whole_streamed_and_gone_on_from(chat):
     assert whole.text
     assert whole.response_metadata["id"].startswith("resp_")
     assert whole.usage_metadata["output_tokens"] > 0
-    first, *others = ask.stream([question])
-    for chunk in others:
-        first += chunk
-    assert first.text == whole.text
-    assert first.usage_metadata["output_tokens"] == whole.usage_metadata["output_tokens"]
+    streamed = joined(ask, [question])
+    assert streamed.text == whole.text
+    assert streamed.usage_metadata["output_tokens"] == whole.usage_metadata["output_tokens"]
     # Only what came last is sent; the server has the rest.
     again = chat(use_responses_api=True, use_previous_response_id=True).invoke([question, whole, HumanMessage("Why?")])
     assert again.usage_metadata["input_tokens"] > whole.usage_metadata["input_tokens"]
@@ -61,12 +59,7 @@ def test_an_agent_makes_two_tool_turns_in_responses(chat, tools, calculate, stre
     def ask(messages, choice):
         kept = {"use_responses_api": True, "use_previous_response_id": True}
         bound = chat(max_tokens=100, **kept).bind_tools(tools, tool_choice=choice)
-        if not stream:
-            return bound.invoke(messages)
-        first, *others = bound.stream(messages)
-        for chunk in others:
-            first += chunk
-        return first
+        return joined(bound, messages) if stream else bound.invoke(messages)
 
     messages = [HumanMessage("What is 17 times 23, and 5 more?")]
     for choice in ("required", "calculate"):
@@ -110,12 +103,7 @@ def test_embeddings(url, model):
 def test_an_agent_makes_two_tool_turns_in_a_session(chat, url, session, tools, calculate, stream):
     def ask(messages, choice):
         bound = chat(max_tokens=100, extra_body={"session_id": session}).bind_tools(tools, tool_choice=choice)
-        if not stream:
-            return bound.invoke(messages)
-        first, *others = bound.stream(messages)
-        for chunk in others:
-            first += chunk
-        return first
+        return joined(bound, messages) if stream else bound.invoke(messages)
 
     answer = ask([HumanMessage("What is 17 times 23, and 5 more?")], "required")
     assert len(answer.tool_calls) == 1
@@ -126,6 +114,12 @@ def test_an_agent_makes_two_tool_turns_in_a_session(chat, url, session, tools, c
     assert not answer.tool_calls
     kept = httpx.get(f"{url}/sessions/{session}").json()
     assert [message["role"] for message in kept["messages"]] == ["user", *["assistant", "tool"] * 2, "assistant"]
+
+
+def joined(model, messages):
+    """Streams an answer, and returns its chunks as one."""
+    first, *others = model.stream(messages)
+    return sum(others, first)
 
 
 def result_of(answer, calculate):

@@ -27,7 +27,7 @@ def requests(prompts):
 
 @pytest.fixture(scope="module")
 def expected(requests, make_engine):
-    """What requests get while no block moves."""
+    """Serves the requests while no block moves."""
     still = make_engine(**SMALL, kv_compaction="off")
     run = drive(still, requests, every=6, record=True)
     assert (still.stats().compactions, still.stats().compaction_copies) == (0, 0)
