@@ -306,11 +306,11 @@ def _is_engine(process: psutil.Process) -> bool:
 
 
 def _memory(front: psutil.Process) -> int:
-    """Returns the bytes that the front end and its readers of bodies have."""
+    """Returns the bytes that the front end and its readers of bodies have; what they share counts once."""
     total = 0
     for process in (front, *_readers(front)):
         with contextlib.suppress(psutil.NoSuchProcess):
-            total += process.memory_info().rss
+            total += process.memory_full_info().pss
     return total
 
 

@@ -153,3 +153,31 @@ def test_a_large_body_does_not_hold_the_event_loop(v1, served):
         assert v1.post("/completions", content=body, headers=JSON).status_code == 400
         lags.append(lag())
     assert min(lags) < 0.1
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"prompt":' * 300_000,
+        b'{"prompt":"x","stop":[' + b'"y",' * 700_000 + b'"y"]}',
+        b'{"prompt":"' + b"ab cd " * 500_000 + b'"}',
+        b'{"prompt":"x","unknown":"' + b"y" * 900_000 + b'"}',
+    ],
+    ids=["deep", "long list", "too long for the model", "unknown field"],
+)
+def test_a_refused_body_is_freed_without_a_collection(server, body):
+    headers = {**JSON, **server.headers} if hasattr(server, "headers") else JSON
+    gc.collect()
+    gc.disable()
+    tracemalloc.start()
+    try:
+        for times in (1, 4):
+            for _ in range(times):
+                answer = httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=60)
+                assert answer.status_code == 400, answer.text
+            if times == 1:
+                before = tracemalloc.get_traced_memory()[0]
+        assert tracemalloc.get_traced_memory()[0] - before < len(body)
+    finally:
+        tracemalloc.stop()
+        gc.enable()

@@ -23,6 +23,7 @@ from pagemill.server.access.limits import ServerLimits, room_for
 from pagemill.server.access.server_access import ServerAccess, is_loopback
 from pagemill.server.app import create_app
 from pagemill.server.lifecycle.drain import Drain
+from pagemill.server.lifecycle.freed_memory import give_back_freed_memory
 from pagemill.server.lifecycle.loop_lag import watch_loop_lag
 from pagemill.server.lifecycle.reload import TenantsReload
 from pagemill.server.lifecycle.signals import obey_signals
@@ -58,6 +59,7 @@ async def run_server(
     where the system allows fewer connections than the limits.
     Raises what kept it from being ready, or `EngineDeadError`; returns after a signal to stop.
     """
+    give_back_freed_memory()
     limits = limits or ServerLimits()
     access, on_loopback = access or ServerAccess(), is_loopback(sock.getsockname()[0])
     keys = ApiKeys(tenants, access, on_loopback=on_loopback)

@@ -26,7 +26,7 @@ from pagemill.server.access.limits import ServerLimits
 from pagemill.server.access.rate_headers import with_rate_headers
 from pagemill.server.logs.access_log import MAX_PATH, Lines, client_address
 from pagemill.server.logs.output import AUDIT, fields
-from pagemill.server.protocol.errors import error_answer
+from pagemill.server.protocol.errors import error_answer, without_frames
 from pagemill.server.protocol.events import ClientGone
 
 
@@ -81,7 +81,7 @@ class Gate:
                 f"it without a pause, or start the server with a higher --request-timeout-s"
             )
         except PagemillError as refused:
-            error = refused
+            error = without_frames(refused)
         else:
             size, replay = len(body), _replay(bytes(body), receive)
             body.clear()

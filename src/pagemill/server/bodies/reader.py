@@ -12,16 +12,19 @@ from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
 from fastapi import Request
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from fastapi.routing import APIRoute
 from pydantic import BaseModel
+from starlette.exceptions import HTTPException
 
 from pagemill.engine.messages import Failure
-from pagemill.errors import BodyTooLargeError, ServerBusyError
+from pagemill.errors import BodyTooLargeError, PagemillError, ServerBusyError
 from pagemill.frontend.spawn import Child, start_child
 from pagemill.frontend.worker import WorkerThreads
 from pagemill.server.access.large_bodies import SMALL_BODY_BYTES
-from pagemill.server.protocol.events import until_disconnect
+from pagemill.server.protocol.errors import without_frames
+from pagemill.server.protocol.events import ClientGone, until_disconnect
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -96,13 +99,16 @@ class BodyReader:
 
 
 class BodyRoute(APIRoute):
-    """A route whose large bodies are read by the application's `BodyReader`."""
+    """A route whose large bodies are read by the application's `BodyReader`, and freed when they are refused."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handler, kind = super().get_route_handler(), _body_kind(self.endpoint)
 
         async def handle(request: Request) -> Response:
-            return await handler(_BodyRequest(request, kind))
+            try:
+                return await handler(_BodyRequest(request, kind))
+            except (PagemillError, HTTPException, RequestValidationError, ClientGone) as refused:
+                raise without_frames(refused)
 
         return handle
 

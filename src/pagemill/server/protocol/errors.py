@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -30,6 +30,8 @@ from pagemill.errors import (
 )
 from pagemill.server.protocol.body import ErrorBody, ErrorResponse
 from pagemill.server.protocol.events import ClientGone
+
+E = TypeVar("E", bound=BaseException)
 
 CODES: dict[type[PagemillError], str] = {
     PromptTooLongError: "context_length_exceeded",
@@ -89,6 +91,18 @@ def error_answer(error: PagemillError, status: int | None = None) -> JSONRespons
     elif isinstance(error, RateLimitError):
         response.headers["Retry-After"] = str(math.ceil(error.retry_after_s))
     return response
+
+
+def without_frames(error: E) -> E:
+    """Returns an error without the frames that it and its causes came through.
+
+    Frames that keep an error are kept by it in turn, with the request's body, until a collection of cycles.
+    """
+    link: BaseException | None = error
+    while link is not None:
+        link.__traceback__ = None
+        link = link.__cause__ or link.__context__
+    return error
 
 
 async def _pagemill_error(_: Request, error: Exception) -> Response:
