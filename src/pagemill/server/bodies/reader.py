@@ -108,7 +108,7 @@ class BodyRoute(APIRoute):
             try:
                 return await handler(_BodyRequest(request, kind))
             except (PagemillError, HTTPException, RequestValidationError, ClientGone) as refused:
-                raise without_frames(refused)
+                raise without_frames(refused) from refused.__cause__
 
         return handle
 
