@@ -23,7 +23,7 @@ from pagemill.errors import BodyTooLargeError, PagemillError, ServerBusyError
 from pagemill.frontend.spawn import Child, start_child
 from pagemill.frontend.worker import WorkerThreads
 from pagemill.server.access.large_bodies import SMALL_BODY_BYTES
-from pagemill.server.protocol.errors import without_frames
+from pagemill.server.protocol.errors import refusal_of, without_frames
 from pagemill.server.protocol.events import ClientGone, until_disconnect
 
 B = TypeVar("B", bound=BaseModel)
@@ -105,10 +105,17 @@ class BodyRoute(APIRoute):
         handler, kind = super().get_route_handler(), _body_kind(self.endpoint)
 
         async def handle(request: Request) -> Response:
+            refused: Exception
             try:
                 return await handler(_BodyRequest(request, kind))
-            except (PagemillError, HTTPException, RequestValidationError, ClientGone) as refused:
-                raise without_frames(refused) from refused.__cause__
+            except RequestValidationError as invalid:
+                refused = refusal_of(without_frames(invalid).errors()[0])
+            except (PagemillError, HTTPException, ClientGone) as error:
+                refused = error
+            try:
+                raise without_frames(refused)
+            finally:
+                del refused  # this frame is the error's first, so it must not keep the error in turn
 
         return handle
 
