@@ -28,7 +28,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import damaged_stores
@@ -156,27 +156,38 @@ class Bystander:
             self.failed.append(f"the other tenant had {text!r} instead of {first!r}")
 
 
+class Late(NamedTuple):
+    """How late an event loop was: the longest time in seconds, and the share of looks with more than `LATE_S`."""
+
+    longest_s: float
+    share: float
+
+
 class Lag:
     """What the server says of its event loop, since the last time that it was asked."""
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._counts = (0.0, 0.0)
+        self._counts: dict[str, tuple[float, float]] = {}
         self.since()
 
-    def since(self) -> tuple[float, float]:
-        """Returns the longest lag in seconds, and the share of those above `LATE_S`."""
+    def since(self) -> dict[str, Late]:
+        """Returns by how much it was late (`lag`), and how much of that is not for want of a processor (`held`)."""
         text = httpx.get(f"{self._url}/metrics", headers={"Authorization": f"Bearer {ADMIN}"}, timeout=60).text
 
         def value(name: str, labels: str = 'model_name="[^"]*"') -> float:
-            found = re.search(rf"^pagemill:{name}{{{labels}}} (\S+)$", text, re.MULTILINE)
+            found = re.search(rf"^pagemill:event_loop_{name}{{{labels}}} (\S+)$", text, re.MULTILINE)
             assert found is not None, name
             return float(found[1])
 
-        all_now = value("event_loop_lag_seconds_count")
-        late_now = all_now - value("event_loop_lag_seconds_bucket", rf'le="{LATE_S}",model_name="[^"]*"')
-        (looks, late), self._counts = self._counts, (all_now, late_now)
-        return value("event_loop_lag_max_seconds"), (late_now - late) / max(all_now - looks, 1)
+        found = {}
+        for name in ("lag", "held"):
+            looks, late = self._counts.get(name, (0.0, 0.0))
+            all_now = value(f"{name}_seconds_count")
+            late_now = all_now - value(f"{name}_seconds_bucket", rf'le="{LATE_S}",model_name="[^"]*"')
+            self._counts[name] = all_now, late_now
+            found[name] = Late(value(f"{name}_max_seconds"), (late_now - late) / max(all_now - looks, 1))
+        return found
 
 
 @dataclass
@@ -235,7 +246,7 @@ def _attack(server: Server, plan: Plan) -> tuple[dict[str, Any], list[str]]:
     attacks = [Attack(url, key, ADMIN, ATTACKERS, plan.seed * 1000 + number) for number in range(plan.threads)]
     try:
         time.sleep(SHORTLY_CALM_S if plan.times_stated else CALM_S)
-        calm_lag_s, calm_share = lag.since()
+        calm = lag.since()
         failed += raw_http.wrong_answers(address, key)
         failed += schema.wrong_answers(url, key, plan.examples, plan.seed)
         health_s = _crowd(address, plan.connections)
@@ -261,7 +272,7 @@ def _attack(server: Server, plan: Plan) -> tuple[dict[str, Any], list[str]]:
         stop.set()
         for thread in threads:
             thread.join(90)
-        lag_s, share = lag.since()
+        late = lag.since()
     finally:
         bystander.stop.set()
         bystander.join()
@@ -280,9 +291,11 @@ def _attack(server: Server, plan: Plan) -> tuple[dict[str, Any], list[str]]:
     if plan.seconds >= 60:
         failed += [f"no attack was refused with {status}" for status in REFUSALS if not statuses[status]]
     failed += ["there were answers of status 500"] * bool(statuses["500"])
-    times = {"calm_lag_s": calm_lag_s, "lag_s": lag_s, "calm_late_share": calm_share, "late_share": share}
+    times = {"calm_lag_s": calm["lag"].longest_s, "calm_late_share": calm["lag"].share}
+    times |= {"lag_s": late["lag"].longest_s, "late_share": late["lag"].share}
+    times |= {"held_s": late["held"].longest_s, "held_share": late["held"].share}
     times |= {"gap_s": bystander.gap_s, "wait_s": wait_s, "health_s": health_s}
-    found = {"answers": dict(sorted(statuses.items())), **{name: round(value, 4) for name, value in times.items()}}
+    found = {"answers": dict(sorted(statuses.items())), **{name: round(value, 6) for name, value in times.items()}}
     return found | {"answered": bystander.answers, "memory_mib": max(memory) >> 20}, failed
 
 

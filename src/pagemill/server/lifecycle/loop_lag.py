@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Iterator
 
 PERIOD_S = 0.005
 """Seconds between two looks: what holds the loop is seen to this much."""
+WAITS = "/proc/thread-self/schedstat"
+"""Linux's count of nanoseconds that a thread ran, then of those in which it was ready and no processor was free."""
 
 
-async def watch_loop_lag(observe: Callable[[float], None]) -> None:
-    """Calls `observe` with the seconds by which the running event loop is late, again and again, until cancelled."""
+async def watch_loop_lag(observe: Callable[[float, float], None]) -> None:
+    """Calls `observe` again and again, until cancelled, with the seconds by which the running event loop is late, and
+    with what is left of them without those in which its thread waited for a processor.
+
+    The first is what streams notice. The second is what the front end itself is to blame for: a call that took long, or
+    another thread that held the interpreter. Where the system counts no waits, both are equal.
+    """
     loop = asyncio.get_running_loop()
-    while True:
-        due = loop.time() + PERIOD_S
-        await asyncio.sleep(PERIOD_S)
-        observe(max(loop.time() - due, 0.0))
+    with _waits() as waited_s:
+        while True:
+            due, waited_before_s = loop.time() + PERIOD_S, waited_s()
+            await asyncio.sleep(PERIOD_S)
+            lag_s = max(loop.time() - due, 0.0)
+            observe(lag_s, max(lag_s - (waited_s() - waited_before_s), 0.0))
+
+
+@contextlib.contextmanager
+def _waits() -> Iterator[Callable[[], float]]:
+    """Gives a function that returns the seconds for which this thread has waited for a processor since its start."""
+    try:
+        counts = os.open(WAITS, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        yield lambda: 0.0
+        return
+    try:
+        yield lambda: int(os.pread(counts, 64, 0).split()[1]) / 1e9
+    finally:
+        os.close(counts)

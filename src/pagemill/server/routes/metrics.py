@@ -69,7 +69,17 @@ class Metrics:
             "Longest lag of the HTTP server's event loop since metrics were last asked for.",
             registry=self._registry,
         )
-        self._longest_lag_s = 0.0
+        self._held = self._histogram(
+            "event_loop_held_seconds",
+            "Seconds by which the HTTP server's event loop was late while it had a processor, measured every 5 ms.",
+            LAG_S,
+        )
+        self._longest_held = Gauge(
+            "pagemill:event_loop_held_max_seconds",
+            "Longest such lag, without waits for a processor, since metrics were last asked for.",
+            registry=self._registry,
+        )
+        self._longest_lag_s = self._longest_held_s = 0.0
         self._answers = Counter(
             "pagemill:http_requests",
             "HTTP requests that have ended, by path and by status of the answer.",
@@ -98,10 +108,11 @@ class Metrics:
         if times.finished_time is not None:
             self._whole.observe(times.finished_time - times.arrival_time)
 
-    def observe_lag(self, lag_s: float) -> None:
-        """Counts by how many seconds the event loop was late."""
+    def observe_lag(self, lag_s: float, held_s: float) -> None:
+        """Counts by how many seconds the event loop was late. held_s: what the front end itself is to blame for."""
         self._lag.observe(lag_s)
-        self._longest_lag_s = max(self._longest_lag_s, lag_s)
+        self._held.observe(held_s)
+        self._longest_lag_s, self._longest_held_s = max(self._longest_lag_s, lag_s), max(self._longest_held_s, held_s)
 
     def render(self, stats: EngineStats | None, restarts: tuple[int, int]) -> bytes:
         """Returns all metrics in Prometheus' text format.
@@ -109,7 +120,8 @@ class Metrics:
         stats: None while there is no engine to ask. restarts: of engines, and requests that were sent again.
         """
         self._longest_lag.set(self._longest_lag_s)
-        self._longest_lag_s = 0.0
+        self._longest_held.set(self._longest_held_s)
+        self._longest_lag_s = self._longest_held_s = 0.0
         collectors: list[Collector | CollectorRegistry] = [_Restarts(*restarts), self._registry]
         if stats is not None:
             collectors.insert(0, _Engine(stats))
