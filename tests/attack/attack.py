@@ -56,10 +56,10 @@ LOOK_S, KILL_S = 0.05, 5.0
 NICENESS = 10
 """The attack stands back behind the server: what is measured is the server, not who else is on the machine."""
 
-LONGEST_LAG_S = 0.5
-"""By which the event loop may be late once, beside the longest while all is calm."""
-LATE_S, LATE_SHARE = 0.02, 0.01
-"""The share of looks at the event loop that may find it so late, beside the share while all is calm."""
+LATE_S, HELD_SHARE = 0.02, 0.001
+"""The share of looks at the event loop that may find it so late for another reason than a busy machine."""
+LONGEST_HELD_S = 0.1
+"""By which the event loop may be late once for such a reason."""
 LONGEST_GAP_S = 2.0
 """Between two parts of the other tenant's stream: steps that carry the attackers' prompts are the longest."""
 LONGEST_WAIT_S = 10.0
@@ -227,7 +227,7 @@ def run(plan: Plan) -> dict[str, Any]:
             failed.append(f"the log has a traceback: {server.log[-3000:]}")
     limits = {"memory_mib": MOST_MEMORY_MIB, "log_bytes": MOST_LOG}
     if not plan.times_stated:
-        limits |= {"lag_s": LONGEST_LAG_S + found["calm_lag_s"], "late_share": LATE_SHARE + found["calm_late_share"]}
+        limits |= {"held_s": LONGEST_HELD_S, "held_share": HELD_SHARE}
         limits |= {"gap_s": LONGEST_GAP_S, "wait_s": LONGEST_WAIT_S, "ended_s": LONGEST_END_S}
         limits |= {"health_s": LONGEST_HEALTH_S}
     failed += [f"{name} is over {limit}" for name, limit in limits.items() if found[name] > limit]
@@ -319,11 +319,14 @@ def _is_engine(process: psutil.Process) -> bool:
 
 
 def _memory(front: psutil.Process) -> int:
-    """Returns the bytes that the front end and its readers of bodies have; what they share counts once."""
-    total = 0
-    for process in (front, *_readers(front)):
+    """Returns the bytes that the front end and its readers of bodies have; what readers share counts once.
+
+    The front end's are those in memory: counting shares takes a lock for which its event loop would wait.
+    """
+    total = front.memory_info().rss
+    for reader in _readers(front):
         with contextlib.suppress(psutil.NoSuchProcess):
-            total += process.memory_full_info().pss
+            total += reader.memory_full_info().pss
     return total
 
 

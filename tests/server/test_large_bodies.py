@@ -14,6 +14,7 @@ import pytest
 from fastapi.routing import APIRoute
 
 from pagemill.errors import ServerBusyError
+from pagemill.server.access.connections import MOST_READ_BYTES, Connection
 from pagemill.server.access.gate import SMALL_BODY_BYTES
 from pagemill.server.app import create_app
 from pagemill.server.bodies.process import packed
@@ -183,3 +184,15 @@ def _kept_of_a_refusal(v1, body):
     """Returns how many bytes are in use after a body has been refused."""
     assert v1.post("/completions", content=body, headers=JSON).status_code == 400
     return tracemalloc.get_traced_memory()[0]
+
+
+def test_no_connection_takes_a_whole_turn_of_the_event_loop(v1, monkeypatch):
+    sizes, take = [], Connection.data_received
+
+    def noted(connection, data):
+        sizes.append(len(data))
+        take(connection, data)
+
+    monkeypatch.setattr(Connection, "data_received", noted)
+    assert v1.post("/completions", content=b"[" * 900_000, headers=JSON).status_code == 400
+    assert max(sizes) <= MOST_READ_BYTES < sum(sizes)

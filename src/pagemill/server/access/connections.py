@@ -22,6 +22,8 @@ from pagemill.errors import ServerBusyError
 from pagemill.server.protocol.errors import RETRY_AFTER_S, error_response
 
 MAX_HEAD_BYTES = 16 << 10
+MOST_READ_BYTES = 32 << 10
+"""What is read of a connection in one turn of the event loop; by itself asyncio takes 256 KiB of each."""
 LOOKS = 4
 """How often in its time a client is looked at, whether it has taken something."""
 
@@ -138,6 +140,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._raw = self.transport = transport
+        transport.max_size = MOST_READ_BYTES  # type: ignore[attr-defined]
         client = get_remote_addr(transport)
         self.address = client_of(client[0]) if client else ""
         try:
