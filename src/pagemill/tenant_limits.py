@@ -197,6 +197,13 @@ class TenantsFile(NamedTuple):
     admin_keys: list[bytes]
     defaults: Mapping[str, Any] = {}
 
+    def defaults_of(self, tenant: str) -> Mapping[str, Any]:
+        """Returns the limits of a tenant where none are given. One that the file does not name is guaranteed nothing:
+        the file's tenants have all that is guaranteed by default."""
+        if tenant in self.limits:
+            return self.defaults
+        return {name: limit for name, limit in self.defaults.items() if name != "guaranteed_blocks"}
+
 
 def read_tenants_file(path: str | os.PathLike[str]) -> TenantsFile:
     """Reads a tenants file. Raises ConfigError, which names the file."""

@@ -107,7 +107,7 @@ class Bystander:
         began = time.perf_counter()
         body = {"prompt": QUESTION, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
         answer = httpx.post(f"{self._url}/v1/completions", json=body, headers=self._headers, timeout=60)
-        answer.raise_for_status()
+        _require_answer(answer)
         self.answers += 1
         self.wait_s = max(self.wait_s, time.perf_counter() - began)
         self._compare(QUESTION, answer.json()["choices"][0]["text"])
@@ -117,7 +117,7 @@ class Bystander:
         with httpx.Client(base_url=self._url, headers=self._headers, timeout=60) as http:
             turn = {"prompt": STORY, "session_id": KEPT, "max_tokens": 1}
             for path, body in (("completions", turn), ("pins", {"name": KEPT, "prompt": STORY * 10})):
-                http.post(f"/v1/{path}", json=body).raise_for_status()
+                _require_answer(http.post(f"/v1/{path}", json=body))
 
     def _until_stopped(self, work: Any) -> None:
         try:
@@ -132,7 +132,7 @@ class Bystander:
         with httpx.stream(
             "POST", f"{self._url}/v1/completions", json=body, headers=self._headers, timeout=60
         ) as response:
-            response.raise_for_status()
+            _require_answer(response)
             last = None
             for line in response.iter_lines():
                 now = time.perf_counter()
@@ -154,6 +154,12 @@ class Bystander:
         length = min(len(first), len(text))
         if first[:length] != text[:length]:
             self.failed.append(f"the other tenant had {text!r} instead of {first!r}")
+
+
+def _require_answer(response: httpx.Response) -> None:
+    """Raises RuntimeError with the words of a refusal."""
+    if response.is_error:
+        raise RuntimeError(f"{response.status_code}: {response.read().decode()}")
 
 
 class Late(NamedTuple):

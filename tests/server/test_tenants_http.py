@@ -116,6 +116,8 @@ def test_an_admin_changes_limits_and_others_do_not(server):
         refused = admin.put("/wild", json={"guaranteed_blocks": "60%"})
         assert refused.status_code == 400
         assert "blocks would be guaranteed" in refused.json()["error"]["message"]
+        later = admin.put("/later", json={"weight": 2}).json()["limits"]
+        assert (later["guaranteed_blocks"], later["max_running"], later["weight"]) == (0, "75%", 2)
         assert "no limit 'max_block'" in admin.put("/wild", json={"max_block": 3}).json()["error"]["message"]
     assert complete(server, "sk-wild", "Hello", 2)
 

@@ -46,8 +46,6 @@ class ApiKeys:
         self._on_loopback = on_loopback
         self._tenants: dict[bytes, str] = {}
         self._admins: dict[bytes, str] = {}
-        self.tenant_defaults: Mapping[str, Any] = {}
-        """Limits of tenants where none are given, as the tenants file has it."""
         self.take(file)
 
     @property
@@ -69,7 +67,11 @@ class ApiKeys:
         self._tenants = self._merged(file)
         admins = [*key_digests("admin_api_key", self._own.admin_api_key), *([] if file is None else file.admin_keys)]
         self._admins = dict.fromkeys(admins, "")
-        self.tenant_defaults = {} if file is None else file.defaults
+        self._file = file
+
+    def tenant_defaults(self, tenant: str) -> Mapping[str, Any]:
+        """Returns the limits of a tenant where none are given, as the tenants file has it."""
+        return {} if self._file is None else self._file.defaults_of(tenant)
 
     def _merged(self, file: TenantsFile | None) -> dict[bytes, str]:
         """Returns the tenant by each key."""

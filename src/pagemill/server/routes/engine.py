@@ -58,7 +58,7 @@ def engine_routes(llm: AsyncLLM, keys: ApiKeys) -> APIRouter:
     ) -> dict[str, Any]:
         """Makes a tenant known, or gives it other limits; those that are left out are the defaults."""
         with asked_by_client():
-            await llm.set_tenant(name, TenantLimits.read(name, limits, keys.tenant_defaults))
+            await llm.set_tenant(name, TenantLimits.read(name, limits, keys.tenant_defaults(name)))
         audit(request, "tenant set", tenant=name, limits=limits)
         shown: dict[str, Any] = msgspec.to_builtins((await llm.stats()).tenants[name])
         return shown
