@@ -1,14 +1,15 @@
-// Node's openai over the endpoints that it uses: models, chat, completions, embeddings, whole and streamed.
+// Node's openai over the endpoints that it uses: models, chat, responses, completions, embeddings, whole and streamed.
 import assert from "node:assert/strict";
 import { test } from "node:test";
 import OpenAI from "openai";
-import { zodResponseFormat } from "openai/helpers/zod";
+import { zodResponseFormat, zodTextFormat } from "openai/helpers/zod";
 import { z } from "zod";
 
 const model = "smollm2-135m";
 const baseURL = `${process.env.PAGEMILL_URL}/v1`;
 const client = new OpenAI({ baseURL, apiKey: "none", maxRetries: 0 });
 const messages = [{ role: "user", content: "What is the capital of France?" }];
+const Person = z.object({ name: z.string().max(12), age: z.number().int().min(0).max(120) });
 const operands = { type: "integer", minimum: 0, maximum: 999 };
 const tools = [
   {
@@ -65,7 +66,6 @@ test("a stream that is left ends at the server", async () => {
 });
 
 test("structured output", async () => {
-  const Person = z.object({ name: z.string().max(12), age: z.number().int().min(0).max(120) });
   const answer = await client.chat.completions.parse({
     model,
     messages: [{ role: "user", content: "Name a person." }],
@@ -112,6 +112,70 @@ for (const stream of [false, true]) {
     const kept = await client.get(`/sessions/${session_id}`);
     const roles = ["user", "assistant", "tool", "assistant", "tool", "assistant"];
     assert.deepEqual(kept.messages.map((each) => each.role), roles);
+  });
+}
+
+// The text of a response. At the end of a stream this client sets output_text only for formats that it parses.
+const textOf = (response) =>
+  response.output
+    .filter((item) => item.type === "message")
+    .flatMap((item) => item.content.map((part) => part.text))
+    .join("");
+
+test("responses, whole, streamed, gone on from and forgotten", async () => {
+  const asked = { model, input: "What is the capital of France?", temperature: 0, max_output_tokens: 24 };
+  const whole = await client.responses.create(asked);
+  assert.ok(whole.output_text);
+  let said = "";
+  let last;
+  for await (const event of await client.responses.create({ ...asked, stream: true })) {
+    if (event.type === "response.output_text.delta") said += event.delta;
+    last = event;
+  }
+  assert.equal(said, whole.output_text);
+  assert.equal(textOf(last.response), whole.output_text);
+  assert.equal(last.response.usage.output_tokens, whole.usage.output_tokens);
+  assert.equal(textOf(await client.responses.stream(asked).finalResponse()), whole.output_text);
+  const again = await client.responses.create({ ...asked, input: "Why?", previous_response_id: whole.id });
+  assert.ok(again.usage.input_tokens > whole.usage.input_tokens);
+  assert.ok(again.usage.input_tokens_details.cached_tokens > 0);
+  assert.equal(textOf(await client.responses.retrieve(whole.id)), whole.output_text);
+  const items = await client.responses.inputItems.list(whole.id);
+  assert.deepEqual(items.data.map((item) => item.role), ["user"]);
+  await client.responses.delete(whole.id);
+  await assert.rejects(client.responses.retrieve(whole.id), OpenAI.NotFoundError);
+});
+
+test("structured output of responses", async () => {
+  const asked = { model, input: "Name a person.", text: { format: zodTextFormat(Person, "person") }, temperature: 0 };
+  for (const parsed of [
+    await client.responses.parse(asked),
+    await client.responses.stream(asked).finalResponse(),
+  ]) {
+    assert.ok(Person.safeParse(parsed.output_parsed).success);
+    assert.equal(textOf(parsed), parsed.output_text);
+  }
+});
+
+for (const stream of [false, true]) {
+  test(`an agent makes two tool turns in responses, ${stream ? "streamed" : "whole"}`, async () => {
+    const flat = tools.map(({ type, function: described }) => ({ type, ...described, strict: true }));
+    const ask = async (input, tool_choice, previous_response_id) => {
+      const asked = { model, input, tools: flat, tool_choice, previous_response_id, temperature: 0, max_output_tokens: 100 };
+      return stream ? client.responses.stream(asked).finalResponse() : client.responses.create(asked);
+    };
+    const resultOf = (response) => {
+      const [call, ...others] = response.output.filter((item) => item.type === "function_call");
+      assert.equal(others.length, 0);
+      const { left, right } = JSON.parse(call.arguments);
+      return [{ type: "function_call_output", call_id: call.call_id, output: String(left + right) }];
+    };
+    let response = await ask("What is 17 and 23, and 5 more?", "required");
+    response = await ask(resultOf(response), { type: "function", name: "add" }, response.id);
+    response = await ask(resultOf(response), "none", response.id);
+    assert.ok(textOf(response));
+    assert.ok(response.output.every((item) => item.type === "message"));
+    if (!stream) assert.equal(response.output_text, textOf(response));
   });
 }
 
