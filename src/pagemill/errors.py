@@ -71,7 +71,7 @@ class RequestTooLargeError(InvalidRequestError):
     @classmethod
     def of_width(cls, name: str, count: int, limit: int) -> RequestTooLargeError:
         way_out = "ask for fewer or raise it"
-        return cls(f"{name} is {count}, but max_num_seqs lets {limit} sequences run at once; {way_out}", param=name)
+        return cls(f"{name} is {count}, but max_num_seqs lets {limit} run at once; {way_out}", param=name)
 
 
 class PoolTooSmallError(RequestTooLargeError):
@@ -141,6 +141,21 @@ class SlowBodyError(InvalidRequestError):
     """An HTTP request whose body did not come in time."""
 
     http_status: ClassVar[int] = 408
+
+
+class RequestTimeoutError(InvalidRequestError):
+    """A request whose answer had not ended when its `timeout` was over; all that it held is given back."""
+
+    http_status: ClassVar[int] = 408
+    kind: ClassVar[str] = "timeout_error"
+
+    @classmethod
+    def after(cls, timeout_s: float) -> RequestTimeoutError:
+        return cls(
+            f"timeout is {timeout_s:g} s, and the answer had not ended by then; raise it, ask for fewer tokens, or "
+            "send this again when there is less to do",
+            param="timeout",
+        )
 
 
 class ServerBusyError(InvalidRequestError):

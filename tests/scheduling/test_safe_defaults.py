@@ -44,7 +44,7 @@ def add_all(bench: Bench, requests, refusal) -> int:
 
 def test_a_tenant_that_does_its_worst_lets_another_begin_within_its_fair_share(bench):
     """The others have every row, every block and all places to wait and to pin when calm's first request comes."""
-    with pytest.raises(RequestTooLargeError, match=r"n is 16, but max_running lets 12 sequences of tenant 'wild'"):
+    with pytest.raises(RequestTooLargeError, match=r"n is 16, but max_running lets 12 run at once for tenant 'wild'"):
         bench.scheduler.add(make_request("all rows", [1] * 9, 30, n=ROWS, tenant="wild"))
     pins = (make_request(f"pin{i}", [8, i] * 8, 1, tenant="wild", pin=f"pin{i}") for i in range(99))
     assert add_all(bench, pins, PinLimitError) == 7  # four blocks each, of the 30 that are a quarter of the pinnable

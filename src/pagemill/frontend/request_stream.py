@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from pagemill.errors import PagemillError
 from pagemill.frontend.frontend import Frontend
 from pagemill.frontend.outputs import RequestOutput
 from pagemill.frontend.request_state import RequestState
@@ -73,6 +74,10 @@ class RequestStream:
     async def aclose(self) -> None:
         """Does what `close` does, for `contextlib.aclosing`."""
         self.close()
+
+    def fail(self, error: PagemillError) -> None:
+        """Makes the iterator raise an error, unless it has ended."""
+        self.request.fail(error)
 
     def abort(self) -> None:
         """Ends the iterator with `finish_reason` "abort"."""

@@ -212,8 +212,8 @@ class Tenancy:
             )
         if width > state.max_rows:
             raise RequestTooLargeError(
-                f"{asked} is {width}, but max_running lets {state.max_rows} sequences of tenant {name!r} run at "
-                f"once; ask for fewer or raise it",
+                f"{asked} is {width}, but max_running lets {state.max_rows} run at once for tenant {name!r}; ask for "
+                f"fewer or raise it",
                 param=asked,
             )
         if limits.max_waiting is None:

@@ -12,6 +12,8 @@ LONGEST_NAME = 256
 Name = Annotated[str, Field(max_length=LONGEST_NAME)]
 FIRST_ERROR = Field(fail_fast=True)
 """For a list of which the first wrong entry is enough for a refusal: there may be a million."""
+Timeout = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""Seconds after which a request without an answer is given up."""
 Ids = Annotated[list[int], FIRST_ERROR]
 """Token ids: of a large body, an array."""
 

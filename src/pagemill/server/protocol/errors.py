@@ -24,6 +24,7 @@ from pagemill.errors import (
     PagemillError,
     PromptTooLongError,
     RateLimitError,
+    RequestTimeoutError,
     ServerBusyError,
     TooManyWaitingError,
     shown,
@@ -90,6 +91,8 @@ def error_answer(error: PagemillError, status: int | None = None) -> JSONRespons
         response.headers["Retry-After"] = RETRY_AFTER_S
     elif isinstance(error, RateLimitError):
         response.headers["Retry-After"] = str(math.ceil(error.retry_after_s))
+    elif isinstance(error, RequestTimeoutError):
+        response.headers["x-should-retry"] = "false"  # OpenAI's clients would do so, though the caller's time is over
     return response
 
 

@@ -5,12 +5,15 @@ waits for the answer.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Coroutine
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
+
+from pagemill.errors import RequestTimeoutError
 
 T = TypeVar("T")
 
@@ -43,6 +46,19 @@ async def until_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         for unfinished in (task, watcher):
             unfinished.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
+
+
+async def until_late(timeout_s: float | None, began_s: float, work: Coroutine[Any, Any, T]) -> T:
+    """Returns the result of `work`; cancels it and raises RequestTimeoutError once `timeout_s` is over.
+
+    began_s: seconds of `time.monotonic()`.
+    """
+    if timeout_s is None:
+        return await work
+    try:
+        return await asyncio.wait_for(work, began_s + timeout_s - time.monotonic())
+    except asyncio.TimeoutError:
+        raise RequestTimeoutError.after(timeout_s) from None
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -24,7 +24,7 @@ from pagemill.errors import (
 from pagemill.frontend.outputs import LogprobsOfPosition
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.sampling.structured import OLDER_NAMES
-from pagemill.server.protocol.body import FIRST_ERROR, Body, C, Name, check_length
+from pagemill.server.protocol.body import FIRST_ERROR, Body, C, Name, Timeout, check_length
 from pagemill.server.protocol.response_format import ResponseFormat
 
 WITHOUT_EFFECT = frozenset(
@@ -164,6 +164,7 @@ class GenerationRequest(Parameters):
     fork_of: Name | None = None
     fork_index: int | None = None
     priority: int = 0
+    timeout: Timeout | None = None
 
     _BEGINNING: ClassVar[str]
     """The field that holds what is answered or continued."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, Field, PrivateAttr, ValidationError, model_validator
 
 from pagemill.errors import InvalidRequestError, PagemillError
-from pagemill.server.protocol.body import FIRST_ERROR, Body, Name, check_length
+from pagemill.server.protocol.body import FIRST_ERROR, Body, Name, Timeout, check_length
 from pagemill.server.protocol.chat import ChatCompletionRequest
 from pagemill.server.protocol.errors import refusal_of
 from pagemill.server.protocol.generation import parameters_but, screened
@@ -155,6 +155,7 @@ class ResponsesRequest(Parameters):
     top_logprobs: int | None = None
     cache_salt: str | None = None
     priority: int = 0
+    timeout: Timeout | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     _chat: ChatOfResponse = PrivateAttr()
@@ -248,7 +249,7 @@ class ResponsesRequest(Parameters):
         }
 
 
-SAME_IN_CHAT = ("model", "parallel_tool_calls", "cache_salt", "priority", "chat_template_kwargs")
+SAME_IN_CHAT = ("model", "parallel_tool_calls", "cache_salt", "priority", "timeout", "chat_template_kwargs")
 
 
 def _tool_of_chat(tool: FunctionTool) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from fastapi import Request
 from fastapi.responses import Response
 from pydantic import BaseModel
 
-from pagemill.errors import InvalidRequestError, PagemillError
+from pagemill.errors import InvalidRequestError, PagemillError, RequestTimeoutError
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.outputs import CompletionOutput, RequestMetrics, RequestOutput
@@ -26,7 +26,7 @@ from pagemill.lora_request import LoRARequest
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.protocol.errors import error_response
-from pagemill.server.protocol.events import DONE, EventStream, event, until_disconnect
+from pagemill.server.protocol.events import DONE, EventStream, event, until_disconnect, until_late
 from pagemill.server.protocol.generation import Answer, GenerationRequest, PromptTokensDetails, Usage
 from pagemill.server.protocol.parts import JSONInParts
 from pagemill.text.detokenizer import Detokenizer
@@ -68,6 +68,8 @@ class Call(ABC, Generic[R]):
         self._num_choices = request.num_choices
         self._streams: list[RequestStream] = []
         """One for each prompt."""
+        self._timer: asyncio.TimerHandle | None = None
+        """Ends the request at its `timeout`."""
         self._forked = ""
         """The text that a fork begins with."""
 
@@ -80,7 +82,7 @@ class Call(ABC, Generic[R]):
 
     async def _answer(self) -> Response:
         try:
-            await self._start()
+            await self._begin()
             for stream in self._streams:
                 stream.only_whole()
             async with aclosing(self._deltas()) as deltas:
@@ -115,7 +117,7 @@ class Call(ABC, Generic[R]):
     async def _events(self) -> AsyncGenerator[str, None]:
         begun = False
         try:
-            await self._start()
+            await self._begin()
             async with aclosing(self._deltas()) as deltas:
                 async for position, output in deltas:
                     if not begun:
@@ -162,6 +164,18 @@ class Call(ABC, Generic[R]):
     def _failure(self, error: PagemillError) -> str:
         """Returns the event that says why the answer broke off."""
         return event(error_response(error))
+
+    async def _begin(self) -> None:
+        """Does what `_start` does; once the request's `timeout` is over, it fails."""
+        timeout_s = self.request.timeout
+        await until_late(timeout_s, self._began_s, self._start())
+        if timeout_s is not None:
+            left_s = self._began_s + timeout_s - time.monotonic()
+            self._timer = asyncio.get_running_loop().call_later(left_s, self._be_late, timeout_s)
+
+    def _be_late(self, timeout_s: float) -> None:
+        for stream in self._streams:
+            stream.fail(RequestTimeoutError.after(timeout_s))
 
     async def _start(self) -> None:
         """Checks the request and submits it; if one prompt is refused, `_close` ends the others."""
@@ -300,6 +314,8 @@ class Call(ABC, Generic[R]):
 
     async def _close(self) -> None:
         """Gives back all that has been started, even if it is cancelled on the way."""
+        if self._timer is not None:
+            self._timer.cancel()
         try:
             for number, stream in enumerate(self._streams, 1):
                 stream.close()

@@ -21,8 +21,8 @@ from pagemill.frontend.outputs import RequestMetrics
 from pagemill.frontend.pooling import EmbeddingRequestOutput
 from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.server.bodies.reader import BodyRoute
-from pagemill.server.protocol.body import FIRST_ERROR, Body, Ids, Name, check_length
-from pagemill.server.protocol.events import until_disconnect
+from pagemill.server.protocol.body import FIRST_ERROR, Body, Ids, Name, Timeout, check_length
+from pagemill.server.protocol.events import until_disconnect, until_late
 from pagemill.server.protocol.parts import JSONInParts
 from pagemill.server.routes.models import ServedModels
 
@@ -44,6 +44,7 @@ class EmbeddingRequest(Body):
     normalize: bool = PoolingParams.normalize
     cache_salt: str = ""
     priority: int = 0
+    timeout: Timeout | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -112,7 +113,8 @@ def embedding_routes(llm: AsyncLLM, served: ServedModels) -> APIRouter:
         name = served.name_for(body.model)
         request.state.call = figures = EmbeddingFigures()
         how = {"priority": body.priority, "tenant": request.state.tenant, "lora_request": served.adapter(name)}
-        return await until_disconnect(request.receive, _answer(llm, body, name, how, figures))
+        answer = until_late(body.timeout, time.monotonic(), _answer(llm, body, name, how, figures))
+        return await until_disconnect(request.receive, answer)
 
     return routes
 
