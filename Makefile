@@ -25,7 +25,7 @@ MODEL_READY = $(BIN)/pagemill pull $(MODEL)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-slow test-gpu test-minimum test-clients coverage soak attack bench bench-gpu screenshots build lint lint-kernels format docs sanitize wheel clean distclean
+.PHONY: help serve test test-slow test-gpu test-minimum test-clients coverage soak soak-server attack bench bench-gpu screenshots build lint lint-kernels format docs sanitize wheel clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -53,6 +53,10 @@ coverage: $(BUILT)  ## Run the tests and state which lines and branches they rea
 soak: $(BUILT)  ## Ten minutes of random requests, faults, limits and sizes: no bit may change, no block be lost (settings: SOAK_ARGS)
 	@$(MODEL_READY)
 	@exec $(BIN)/python tests/soak/chaos.py $(SOAK_ARGS)
+
+soak-server: $(BUILT)  ## Ten minutes of random clients while engine and server are killed, stopped and changed: no answer may be wrong, no block be lost (settings: SOAK_ARGS)
+	@$(MODEL_READY)
+	@exec $(BIN)/python -m tests.soak.clients $(SOAK_ARGS)
 
 attack: $(BUILT)  ## Ten minutes of hostile HTTP beside another tenant, then damaged stores: no block lost, memory, log, gaps and waits bounded (settings: ATTACK_ARGS)
 	@$(MODEL_READY)
