@@ -55,7 +55,8 @@ def test_bare_command_shows_help():
     [
         (["pul"], "did you mean 'pull'"),
         (["doctor", "--jsn"], "--json"),
-        (["pull"], "missing argument 'MODEL'"),
+        (["pull"], "no model is named; to begin with, a small one: pagemill pull smollm2-135m"),
+        (["serve"], "no model is named; to begin with, a small one: pagemill serve smollm2-135m"),
     ],
 )
 def test_wrong_usage_exits_with_2_and_suggests(args, message):

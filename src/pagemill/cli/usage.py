@@ -10,6 +10,8 @@ import typer
 WrongUsage = cast("type[Exception]", typer.BadParameter.__mro__[2])
 """What typer raises for a command line that it cannot read; it exports this child of it only."""
 
+FIRST_MODEL = "smollm2-135m"
+"""What is offered where no model is named."""
 NEAR = 0.7
 """The likeness from which on another flag is named."""
 
@@ -30,6 +32,8 @@ def _what_is_wrong(error: Any) -> str:
         wrong = error.__cause__.errors()[0]
         must = wrong["msg"].partition(",")[0].removeprefix("Input should be ")
         return f"{param.opts[0]} is {wrong['input']!r}; it must be {must}"
+    if param is not None and param.name == "model" and error.format_message().startswith("Missing argument"):
+        return f"no model is named; to begin with, a small one: {error.ctx.command_path} {FIRST_MODEL}"
     said: str = error.format_message().rstrip(".").removeprefix("Invalid value: ")
     said = said.replace("No such command", "there is no command").replace(". Did you mean", "; did you mean")
     return f"{said[:1].lower()}{said[1:]}"
