@@ -91,7 +91,7 @@ def test_an_admin_changes_limits_and_others_do_not(server):
         assert (limits["max_waiting"], limits["max_sessions"], *safe) == (0, None, "75%", "33.33%", "25%")
         with pytest.raises(openai.RateLimitError) as caught:
             complete(server, "sk-wild-2", "Hello")
-        assert caught.value.response.headers["retry-after"] == "1"
+        assert 1 <= int(caught.value.response.headers["retry-after"]) <= 60
         assert "max_waiting is 0" in caught.value.body["message"]
         assert caught.value.param == "tenant"
         assert admin.put("/wild", json={"max_running": 1, "max_blocks_per_request": 3}).status_code == 200

@@ -18,6 +18,7 @@ from pagemill.server.access.hosts import AllowedHosts
 from pagemill.server.access.limits import ServerLimits
 from pagemill.server.access.rate_headers import RATE_HEADERS
 from pagemill.server.access.server_access import ServerAccess
+from pagemill.server.access.turnover import Turnover
 from pagemill.server.bodies.reader import BodyReader, BodyRoute
 from pagemill.server.logs.access_log import REQUEST_ID
 from pagemill.server.protocol.body import ErrorResponse
@@ -82,7 +83,9 @@ def create_app(
             allow_credentials=access.allow_credentials,
             expose_headers=EXPOSED_HEADERS,
         )
-    install_error_handlers(app)
+    turnover = Turnover()
+    llm.on_request_end.append(turnover.note)
+    install_error_handlers(app, turnover.wait_s)
     app.router.route_class = BodyRoute
     app.state.body_reader = BodyReader()
     served = ServedModels(llm, served_model_name, adapters)

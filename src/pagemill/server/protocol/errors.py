@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 from typing import Any, TypeVar
@@ -46,7 +46,7 @@ CODES: dict[type[PagemillError], str] = {
 CLIENT_CLOSED_REQUEST = 499
 
 RETRY_AFTER_S = "1"
-"""Seconds to wait before asking again where too many wait: a place is free when one of them has begun."""
+"""Seconds to wait before asking again where nothing says how long it takes."""
 
 LONGEST_MESSAGE = 4096
 """Characters of a message that an answer has: what a caller sent may be quoted in it."""
@@ -75,9 +75,18 @@ def asked_by_client() -> Iterator[None]:
         raise InvalidRequestError(error.message, param=error.param) from error
 
 
-def install_error_handlers(app: FastAPI) -> None:
-    """Makes every failure of the application an answer of this shape."""
-    app.add_exception_handler(PagemillError, _pagemill_error)
+def install_error_handlers(app: FastAPI, wait_s: Callable[[str], float]) -> None:
+    """Makes every failure of the application an answer of this shape. wait_s: seconds until a tenant's queue has a
+    place again."""
+
+    async def pagemill_error(request: Request, error: Exception) -> Response:
+        assert isinstance(error, PagemillError)
+        answer = error_answer(error)
+        if isinstance(error, TooManyWaitingError):
+            answer.headers["Retry-After"] = str(math.ceil(wait_s(request.state.tenant)))
+        return answer
+
+    app.add_exception_handler(PagemillError, pagemill_error)
     app.add_exception_handler(RequestValidationError, _validation_error)
     app.add_exception_handler(HTTPException, _http_error)
     app.add_exception_handler(ClientGone, _client_gone)
@@ -106,11 +115,6 @@ def without_frames(error: E) -> E:
         link.__traceback__ = None
         link = link.__cause__ or link.__context__
     return error
-
-
-async def _pagemill_error(_: Request, error: Exception) -> Response:
-    assert isinstance(error, PagemillError)
-    return error_answer(error)
 
 
 async def _validation_error(_: Request, error: Exception) -> Response:
