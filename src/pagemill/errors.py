@@ -77,8 +77,16 @@ class RequestTooLargeError(InvalidRequestError):
 class PoolTooSmallError(RequestTooLargeError):
     """A request that needs more KV blocks than the whole pool has, whatever its tenant may have."""
 
-    least_blocks = 0
-    """The blocks of the smallest pool that would do; 0 where that is not known."""
+    blocks = 0
+    """The blocks that it needs, beside pinned ones."""
+
+
+class TenantShareTooSmallError(RequestTooLargeError):
+    """A request that needs more KV blocks than its tenant can count on in the pool as it is, beside what others are
+    guaranteed."""
+
+    blocks = 0
+    """The blocks that it needs, beside pinned ones."""
 
 
 class UnknownTenantError(InvalidRequestError):
@@ -299,6 +307,19 @@ class EngineDeadError(PagemillError):
 
     http_status: ClassVar[int] = 503
     kind: ClassVar[str] = "service_unavailable_error"
+
+
+class EngineStoppedError(EngineDeadError):
+    """The engine was told to stop before it had done what was asked; that can be sent again, to another one."""
+
+    def __init__(
+        self,
+        message: str = "the engine was shut down before this had ended; send it again when it has started anew, or to "
+        "another one",
+        *,
+        param: str | None = None,
+    ) -> None:
+        super().__init__(message, param=param)
 
 
 class EngineRestartingError(EngineDeadError):

@@ -316,6 +316,8 @@ def test_a_signal_ends_open_requests_with_an_error(stop, num_signals):
         assert (error["type"], done) == ("service_unavailable_error", "data: [DONE]")
         assert plain.result().status_code == 503
         assert plain.result().json()["error"] == error
+        assert plain.result().headers["retry-after"] == "1"
+        assert "send it again when it has started anew" in error["message"]
         with pytest.raises(httpx.HTTPError):
             stuck.result()
         assert server.returncode == 0

@@ -6,7 +6,7 @@ import pytest
 from drive import Run, drive, record_logits, request
 
 from harness import FRAME_BYTES
-from pagemill.errors import ConfigError, KVMemoryError, PoolShrunkError, ResizeFailedError
+from pagemill.errors import ConfigError, KVMemoryError, PoolShrunkError, RequestTooLargeError, ResizeFailedError
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import SamplingParams
 from pagemill.tenant_limits import TenantLimits
@@ -205,8 +205,24 @@ def test_a_request_for_which_the_pool_was_made_too_small_may_come_again(make_eng
     core, long = make_engine(kv_memory=12 * FRAME_BYTES, max_model_len=192), (prompts[0] * 50)[:150]
     for params in (SamplingParams(max_tokens=None), SamplingParams(max_tokens=0), SamplingParams(max_tokens=9)):
         core.resize("used")
-        with pytest.raises(PoolShrunkError, match=r"needs a KV pool of 10 blocks, which has 1 of 12 now"):
+        with pytest.raises(PoolShrunkError, match=r"needs 10 KV blocks, and the KV pool has 1 of 12 now"):
             core.add_request(request("long", long, params))
         core.resize(None)
         core.add_request(request("long", long, params))
         core.abort(["long"])
+
+
+def test_so_may_one_that_its_tenant_cannot_count_on_now(make_engine, prompts):
+    limits = {"default": TenantLimits(guaranteed_blocks="25%"), "other": TenantLimits(guaranteed_blocks=2)}
+    core, short = make_engine(kv_memory=12 * FRAME_BYTES, max_model_len=192), (prompts[0] * 50)[:10]
+    for name, given in limits.items():
+        core.set_tenant(name, given)
+    core.resize("used")
+    assert core.stats().frames == 2  # as many as the other is guaranteed
+    with pytest.raises(PoolShrunkError, match="needs 1 KV block, and the KV pool has 2 of 12 now"):
+        core.add_request(request("short", short, SamplingParams(max_tokens=1)))
+    with pytest.raises(RequestTooLargeError, match="takes 11 KV blocks"):  # nor would the whole pool do
+        core.add_request(request("long", short * 16, SamplingParams(max_tokens=16)))
+    core.resize(None)
+    core.add_request(request("short", short, SamplingParams(max_tokens=1)))
+    core.abort(["short"])

@@ -955,7 +955,7 @@ def test_what_can_never_fit_is_refused_at_once():
     for request, param in ((make_request("big", [1] * 10, 10), "max_tokens"), (unsaid, "prompt")):
         with pytest.raises(PoolTooSmallError) as caught:
             bench.scheduler.add(request)
-        assert (caught.value.param, caught.value.least_blocks) == (param, 5)
+        assert (caught.value.param, caught.value.blocks) == (param, 5)
         assert ("max_tokens" in caught.value.message) == (param == "max_tokens"), "who gave none cannot lower it"
     with pytest.raises(RequestTooLargeError, match="n is 3, but max_num_seqs"):
         bench.scheduler.add(make_request("wide", [1], 1, n=3))

@@ -30,7 +30,7 @@ from pagemill.engine.queries import BlocksQuery, KVMapQuery
 from pagemill.engine.stats import EngineStats
 from pagemill.engine.tenant_stats import tenant_stats
 from pagemill.engine.tiers import blocks_by_tier, find_by_tier
-from pagemill.errors import InvalidRequestError, PinNotFoundError, PoolTooSmallError
+from pagemill.errors import InvalidRequestError, PinNotFoundError, PoolTooSmallError, TenantShareTooSmallError
 from pagemill.executor.interface import Executor
 from pagemill.executor.load import open_executor
 from pagemill.kvcache.sizing import num_frames
@@ -102,9 +102,11 @@ class EngineCore:
         asked = intake.scheduled(request, self.ready, seed=seed, root=root)
         try:
             self.scheduler.add(asked, request.fork_of)
-        except PoolTooSmallError as error:
-            at_start = self._frames_at_start if self._gave_back else 0
-            raise intake.of_small_pool(error, self.memory.num_frames, at_start) from None
+        except (PoolTooSmallError, TenantShareTooSmallError) as error:
+            at_start = self._frames_at_start
+            if self._gave_back and error.blocks <= self.scheduler.tenants.countable(asked.tenant, at_start):
+                raise intake.may_come_again(error.blocks, self.memory.num_frames, at_start) from None
+            raise
         self._prompt_tokens += len(request.prompt_token_ids)
 
     def abort(self, request_ids: Iterable[str]) -> None:
@@ -270,7 +272,7 @@ class EngineCore:
         now, pins = time.monotonic(), self.scheduler.pins
         pins.expire(now)
         if not pins.unpin(name, space, now):
-            raise PinNotFoundError(f"there is no pin {name!r}; it may have expired", param="name")
+            raise PinNotFoundError(f"there is no pin {name!r}; it may have expired; see the list of pins", param="name")
         return self.pins()
 
     def sequences(self) -> SequenceList:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pagemill.engine.messages import EngineReady, EngineRequest
-from pagemill.errors import PoolShrunkError, PoolTooSmallError
+from pagemill.errors import PoolShrunkError
 from pagemill.namespace import Namespace
 from pagemill.scheduling.beam import row_params
 from pagemill.scheduling.sequence import Pinning, Request
@@ -37,17 +37,16 @@ def scheduled(asked: EngineRequest, ready: EngineReady, *, seed: int, root: byte
     )
 
 
-def of_small_pool(error: PoolTooSmallError, num_frames: int, at_start: int) -> PoolTooSmallError | PoolShrunkError:
-    """Returns what to raise for a request that the pool, of `num_frames` now, cannot hold.
+def may_come_again(blocks: int, num_frames: int, at_start: int) -> PoolShrunkError:
+    """Returns what to raise for a request that needs so many blocks, more than it can count on in a pool that has
+    given its memory back for a while.
 
-    at_start: the frames of a pool that has given its memory back for a while, so that what fits there may come again;
-    0 for a pool that is meant to be as it is.
+    num_frames, at_start: the pool's frames now, and those with which the request would fit.
     """
-    if error.least_blocks > at_start:
-        return error
+    needed = "1 KV block" if blocks == 1 else f"{blocks} KV blocks"
     return PoolShrunkError(
-        f"this request needs a KV pool of {error.least_blocks} blocks, which has {num_frames} of {at_start} now; try "
-        f"again later, or give the pool its memory back (kv_memory)"
+        f"this request needs {needed}, and the KV pool has {num_frames} of {at_start} now; try again later, or give "
+        f"the pool its memory back (kv_memory)"
     )
 
 

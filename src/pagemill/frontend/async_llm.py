@@ -19,6 +19,7 @@ from pagemill.engine.messages import EngineReady, PinInfo
 from pagemill.errors import (
     EngineDeadError,
     EngineRestartingError,
+    EngineStoppedError,
     InvalidRequestError,
     PagemillError,
     RequestNotFoundError,
@@ -163,7 +164,7 @@ class AsyncLLM(AsyncControls):
     async def shutdown(self) -> None:
         """Ends the engine process and waits for it. What still runs gets `EngineDeadError`. May be called twice."""
         loaded = self.is_ready
-        self._die(EngineDeadError("the engine was shut down"))
+        self._die(EngineStoppedError())
         try:
             await self._client.close(now=not loaded)
             if self._receiving is not None:

@@ -19,7 +19,7 @@ from pagemill.engine import messages
 from pagemill.engine.messages import EngineReady, EngineRequest, Failure, SequenceOutput
 from pagemill.engine.queries import Answer, FromEngine, Query, Question
 from pagemill.engine.wire import HEADER, frame
-from pagemill.errors import EngineDeadError, EngineRestartingError, PagemillError
+from pagemill.errors import EngineDeadError, EngineRestartingError, EngineStoppedError, PagemillError
 from pagemill.frontend.spawn import spawn
 from pagemill.lora_request import LoRARequest
 from pagemill.tenant_limits import TenantLimits
@@ -142,7 +142,7 @@ class ProcessClient:
     async def close(self, *, now: bool = False) -> None:
         """Ends the process: after its current step, or `now` (nothing it holds needs saving). May be called twice."""
         if self.ended is None:
-            self.end(EngineDeadError("the engine was shut down"))
+            self.end(EngineStoppedError())
         if now:
             self._child.process.kill()
         else:

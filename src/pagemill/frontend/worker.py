@@ -10,7 +10,7 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
-from pagemill.errors import EngineDeadError
+from pagemill.errors import EngineStoppedError
 from pagemill.frontend.fair_queue import FairQueue, Work
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class WorkerThreads:
         calls = [asyncio.wrap_future(call) for call in self._queue.call_threads()]
         await asyncio.wait(calls)
         if any(call.cancelled() for call in calls):
-            raise EngineDeadError("the engine was shut down")
+            raise EngineStoppedError()
 
     async def _result(self, work: Work) -> Any:
         """Returns a work's result. Who no longer waits for it takes it out of the queue."""
@@ -110,7 +110,7 @@ class WorkerThreads:
         finally:
             self._queue.drop(work)
         if future.cancelled():  # by `close`, which leaves nothing in the queue
-            raise EngineDeadError("the engine was shut down")
+            raise EngineStoppedError()
         return future.result()
 
     def close(self) -> None:

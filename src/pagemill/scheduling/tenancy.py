@@ -14,6 +14,7 @@ from pagemill.errors import (
     ConfigError,
     PoolTooSmallError,
     RequestTooLargeError,
+    TenantShareTooSmallError,
     TooManyWaitingError,
     UnknownTenantError,
 )
@@ -183,16 +184,18 @@ class Tenancy:
                 f"give the pool more memory (kv_memory)",
                 param=param,
             )
-            error.least_blocks = need - pinned + self._pins.num_frames
+            error.blocks = need - pinned
             raise error
         countable = self._countable(state)
         if need - pinned > countable:
-            raise RequestTooLargeError(
-                f"{beside}, but tenant {name!r} can count on {countable} (its "
-                f"max_blocks is {limits.max_blocks}; {self._promised_beside(state)} of the pool's {frames} are "
-                f"guaranteed to others{self._pinned}); {shorter}, or raise the tenant's limit",
+            quota = "no max_blocks" if limits.max_blocks is None else f"its max_blocks is {limits.max_blocks}"
+            share = TenantShareTooSmallError(
+                f"{beside}, but tenant {name!r} can count on {countable} ({quota}; {self._promised_beside(state)} of "
+                f"the pool's {frames} are guaranteed to others{self._pinned}); {shorter}, or raise the tenant's limit",
                 param=param,
             )
+            share.blocks = need - pinned
+            raise share
         per_request = limits.number("max_blocks_per_request", frames)
         shared = self._memory.windows.count(None) * (len(request.prompt_token_ids) // size)
         total = need + apart * (need - shared)
@@ -233,6 +236,14 @@ class Tenancy:
         All such parts are a quarter of the rows.
         """
         return max(1, self._max_num_seqs // (4 * len(self._states)))
+
+    def countable(self, name: str, num_frames: int) -> int:
+        """Returns how many blocks, beside pinned ones, a sequence of a tenant could count on in a pool of so many
+        frames. Raises UnknownTenantError."""
+        quotas = {each.account.name: _quota(each.limits, num_frames) for each in self}
+        own, held = quotas.pop(self[name].account.name), self._pins.held(name)
+        left = num_frames - promised(quotas, {other: self._pins.held(other) for other in quotas})
+        return min(own.most, left) - held
 
     def max_pinned(self, name: str, pinnable: int) -> int | None:
         """Returns how many of the blocks that may be pinned a tenant's pins may hold. Raises UnknownTenantError."""

@@ -18,6 +18,7 @@ from pagemill.errors import (
     AuthenticationError,
     ConfigError,
     EngineRestartingError,
+    EngineStoppedError,
     InvalidRequestError,
     ModelNotServedError,
     NotFoundError,
@@ -96,7 +97,7 @@ def install_error_handlers(app: FastAPI, wait_s: Callable[[str], float]) -> None
 def error_answer(error: PagemillError, status: int | None = None) -> JSONResponse:
     """Returns an error as the answer to an HTTP request. status: another than the error's own."""
     response = JSONResponse(error_response(error).model_dump(), status_code=status or error.http_status)
-    if isinstance(error, (TooManyWaitingError, ServerBusyError, EngineRestartingError)):
+    if isinstance(error, (TooManyWaitingError, ServerBusyError, EngineRestartingError, EngineStoppedError)):
         response.headers["Retry-After"] = RETRY_AFTER_S
     elif isinstance(error, RateLimitError):
         response.headers["Retry-After"] = str(math.ceil(error.retry_after_s))
