@@ -11,7 +11,8 @@ import jsonschema
 
 MODEL = "smollm2-135m"
 STORY = "Once upon a time"
-LONG = "The history of paging begins with the Atlas computer in Manchester. " * 12
+SHORT = "The history of paging begins with the Atlas computer in Manchester. " * 4
+LONG = SHORT * 3
 CHAT = [{"role": "user", "content": "What is the capital of France?"}]
 OPERANDS = {"type": "integer", "minimum": 0, "maximum": 99}
 FUNCTION = {
@@ -158,8 +159,8 @@ class Refused(Exception):
 
 
 WAY_OUT = re.compile(
-    r"\b(ask|begins?|choose|delete|give|go on|leave|lower|make|name|raise|repeat|see|send|set|shorten|sleep|start|take|"
-    r"try|unpin|use|wait|write|must be|should be|known)\b"
+    r"\b(ask|begins?|choose|correct|delete|give|go on|leave|lower|make|name|raise|repeat|see|send|set|shorten|sleep|"
+    r"start|take|try|unpin|use|wait|write|must be|should be|this server has|known)\b"
 )
 INSIDES = re.compile(r'Traceback|File "|/(src|site-packages)/|\.py\b| object at 0x|NoneType|/tmp/|Error\(')
 KINDS = {
