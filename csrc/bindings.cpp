@@ -153,11 +153,20 @@ class Linear {
         set.linear(weight, at<void>(x), x_row, at<void>(y), y_row, dtype(type), rows);
     }
 
-    void argmax(Address x, int64_t x_row, int type, const Output& tokens) const {
+    void argmax(Address x, int64_t x_row, int type, const Output& tokens, const OptionalInput& bits,
+                const OptionalInput& rows_of_bits) const {
         const auto rows = int64_t(tokens.size());
         auto* each = elements<int64_t>("tokens", tokens, {rows});
+        if (bits.has_value() != rows_of_bits.has_value())
+            throw std::invalid_argument("bits and their rows are given together or not");
+        AllowedOutputs allowed{.words = (weight.n + 31) / 32};
+        allowed.bits = elements<uint32_t>("bits", bits, {kAny, allowed.words});
+        allowed.rows = elements<int64_t>("rows of bits", rows_of_bits, {rows});
+        for (int64_t i = 0; allowed.rows && i < rows; ++i)
+            if (allowed.rows[i] >= int64_t(bits->shape(0)))
+                throw std::out_of_range("there are no bits " + std::to_string(allowed.rows[i]));
         Run run;
-        set.linear_argmax(weight, at<void>(x), x_row, dtype(type), rows, each);
+        set.linear_argmax(weight, at<void>(x), x_row, dtype(type), rows, allowed, each);
     }
 
   private:
@@ -516,7 +525,7 @@ NB_MODULE(_kernels, m) {
                       int>(),
              "values"_a, "slopes"_a.none(), "offsets"_a.none(), "scales"_a, "bias"_a.none(), "dtype"_a)
         .def("__call__", &Linear::call)
-        .def("argmax", &Linear::argmax)
+        .def("argmax", &Linear::argmax, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none())
         .def("rows", &Linear::rows)
         .def_prop_ro("nbytes", [](const Linear& linear) { return linear.weight.bytes; });
     nb::class_<Addition>(m, "LowRank")

@@ -210,6 +210,15 @@ struct LowRankArgs {
     int num_runs = 0;
 };
 
+// Which outputs count, row by row: those whose bits are set, output o's being bit o % 32 of its row's word o / 32.
+struct AllowedOutputs {
+    const uint32_t* bits = nullptr;  // [.., words]
+    int64_t words = 0;
+    const int64_t* rows = nullptr;  // each row's among `bits`; negative: all outputs count. Null: in all rows
+
+    const uint32_t* of(int64_t row) const { return rows && rows[row] >= 0 ? bits + rows[row] * words : nullptr; }
+};
+
 struct Kernels {
     const char* isa = nullptr;
 
@@ -223,9 +232,10 @@ struct Kernels {
     void (*linear)(const PackedLinear&, const void* x, int64_t x_row, void* y, int64_t y_row, DType type,
                    int64_t m) = nullptr;
     // tokens [m]: the argmax of each row of `linear`, as choose_tokens would find it at temperature 0 in the row
-    // rounded to `type`, and what that says of rows without one. No output is written.
+    // rounded to `type`, where what is not allowed is -inf, and what that says of rows without one. No output is
+    // written.
     void (*linear_argmax)(const PackedLinear&, const void* x, int64_t x_row, DType type, int64_t m,
-                          int64_t* tokens) = nullptr;
+                          const AllowedOutputs& allowed, int64_t* tokens) = nullptr;
     // y [m, n of down] = down · (activation(first half of gate_up's outputs) * second half), the same bits as linear,
     // gated and linear give; false, and nothing is done: this set has no such kernel for these operands.
     bool (*mlp)(const PackedLinear& gate_up, const PackedLinear& down, const void* x, int64_t x_row, void* y,

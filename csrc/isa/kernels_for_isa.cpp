@@ -27,9 +27,10 @@ void linear_of_any_format(const PackedLinear& weight, const void* x, int64_t x_r
     else linear(weight, x, x_row, y, y_row, type, m);
 }
 
-void linear_argmax(const PackedLinear& weight, const void* x, int64_t x_row, DType type, int64_t m, int64_t* tokens) {
+void linear_argmax(const PackedLinear& weight, const void* x, int64_t x_row, DType type, int64_t m,
+                   const AllowedOutputs& allowed, int64_t* tokens) {
     if (m <= 0) return;
-    Argmax argmax{tokens, type};
+    Argmax argmax{tokens, type, allowed};
     if (quantized(weight)) linear_quantized(weight, x, x_row, nullptr, 0, type, m, &argmax);
     else linear(weight, x, x_row, nullptr, 0, type, m, &argmax);
 }

@@ -176,12 +176,14 @@ INLINE Tiles cut_rows(int64_t rows, int64_t n, int highest = kMaxTile, int64_t m
     return Tiles(rows, highest, own ? whole : blocks);
 }
 
-// The largest output of each row, taken from a linear layer's sums as they come: nothing else of the outputs is kept.
+// The largest allowed output of each row, taken from a linear layer's sums as they come: nothing else of the outputs is
+// kept.
 // They are compared as they would have been rounded to `type`, and the first of equals is found, whatever the order of
 // the tasks.
 struct Argmax {
     int64_t* tokens;  // [rows]: the answer, or kNotFinite, kAllForbidden as in ChooseArgs
     DType type;
+    AllowedOutputs allowed;
     int64_t rows = 0, parts = 0;
     // [parts][rows][2][W]: by lane the largest so far, infinite if one was no number; its vector's number
     float* found = nullptr;
@@ -200,6 +202,7 @@ struct Argmax {
             for (int r = 0; r < height; ++r) {
                 float* best = found + (part * rows + row + r) * 2 * W;
                 F most = load(best), where = load(best + W);
+                const uint32_t* bits = allowed.of(row + r);
                 for (int v = 0; v < width && first + v < n; v += W) {
                     F x = load(c + r * width + v);
                     if (bias) x = x + load(bias + v);
@@ -207,6 +210,7 @@ struct Argmax {
                     store(rounded, x);
                     x = load(rounded);
                     x = select_less(x, broadcast(kInf), x, broadcast(kInf));
+                    if (bits) x = select_set(bits[(first + v) / 32] >> (first + v) % 32, x, broadcast(-kInf));
                     if (const int left = int(lesser<int64_t>(W, n - first - v)); left < W) {
                         float some[W];
                         store(some, broadcast(-kInf));

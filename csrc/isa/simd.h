@@ -100,6 +100,8 @@ INLINE F min(F a, F b) { return {_mm512_min_ps(a.v, b.v)}; }
 INLINE F select_less(F a, F b, F yes, F no) {
     return {_mm512_mask_mov_ps(no.v, _mm512_cmp_ps_mask(a.v, b.v, _CMP_LT_OQ), yes.v)};
 }
+// By the lowest bit in the first lane, by the next in the second, …
+INLINE F select_set(uint32_t bits, F yes, F no) { return {_mm512_mask_mov_ps(no.v, __mmask16(bits), yes.v)}; }
 
 #elif defined(__AVX2__)
 
@@ -140,6 +142,11 @@ INLINE F max(F a, F b) { return {_mm256_max_ps(a.v, b.v)}; }
 INLINE F min(F a, F b) { return {_mm256_min_ps(a.v, b.v)}; }
 INLINE F select_less(F a, F b, F yes, F no) {
     return {_mm256_blendv_ps(no.v, yes.v, _mm256_cmp_ps(a.v, b.v, _CMP_LT_OQ))};
+}
+INLINE F select_set(uint32_t bits, F yes, F no) {
+    const __m256i lanes = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+    const __m256i set = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(int(bits)), lanes), lanes);
+    return {_mm256_blendv_ps(no.v, yes.v, _mm256_castsi256_ps(set))};
 }
 
 #else  // compiler vectors: SSE2 on x86-64, NEON on ARM
@@ -205,6 +212,9 @@ INLINE Floats blend(Dwords mask, Floats yes, Floats no) {
 INLINE F max(F a, F b) { return {blend(a.v > b.v, a.v, b.v)}; }
 INLINE F min(F a, F b) { return {blend(a.v < b.v, a.v, b.v)}; }
 INLINE F select_less(F a, F b, F yes, F no) { return {blend(a.v < b.v, yes.v, no.v)}; }
+INLINE F select_set(uint32_t bits, F yes, F no) {
+    return {blend((int32_t(bits) & Dwords{1, 2, 4, 8}) != 0, yes.v, no.v)};
+}
 
 #endif
 

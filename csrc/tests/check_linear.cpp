@@ -24,12 +24,19 @@ void check_linear() {
             for (int64_t i = 0; i < k; ++i) sum += x.get(row * (k + gap) + i) * weight.get(out * k + i);
             expect(y.get(row * n + out), sum, tolerance(type));
         }
-    const Array<int64_t> argmax(m);
-    kernels().linear_argmax(packed, x.data(), k + gap, type, m, argmax.data());
+    const Array<int64_t> argmax(m), places(m);
+    AllowedOutputs allowed{.words = (n + 31) / 32};
+    const Array<uint32_t> bits(m * allowed.words);
+    for (int64_t i = 0; i < m * allowed.words; ++i) bits[i] = uint32_t(below(1 << 16)) & uint32_t(below(1 << 16));
+    for (int64_t row = 0; row < m; ++row) places[row] = below(int(m) + 1) - 1;
+    if (below(2)) allowed.bits = bits.data(), allowed.rows = places.data();
+    kernels().linear_argmax(packed, x.data(), k + gap, type, m, allowed, argmax.data());
     for (int64_t row = 0; row < m; ++row) {
-        int64_t best = 0;
-        for (int64_t out = 1; out < n; ++out)
-            if (y.get(row * n + out) > y.get(row * n + best)) best = out;
+        int64_t best = kAllForbidden;
+        const uint32_t* const own = allowed.of(row);
+        for (int64_t out = 0; out < n; ++out)
+            if (!own || own[out / 32] >> out % 32 & 1)
+                if (best < 0 || y.get(row * n + out) > y.get(row * n + best)) best = out;
         expect(argmax[row], best, 0);
     }
     expect_row(packed, below(2) ? stored : DType::f32, 0, [&](int64_t i) { return weight.get(i); });

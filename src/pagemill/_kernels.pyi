@@ -11,6 +11,7 @@ from torch import Tensor
 
 Int32: TypeAlias = npt.NDArray[np.int32]
 Int64: TypeAlias = npt.NDArray[np.int64]
+UInt32: TypeAlias = npt.NDArray[np.uint32]
 Float32: TypeAlias = npt.NDArray[np.float32]
 
 interface: str  # SHA-256 of this file when the kernels were compiled
@@ -82,8 +83,14 @@ class Linear:
     @overload
     def __init__(self, values: Tensor, scale: Tensor, low: Tensor, bias: Tensor | None, bits: int) -> None: ...
     def __call__(self, x: int, x_row: int, y: int, y_row: int, dtype: int, rows: int) -> None: ...
-    def argmax(self, x: int, x_row: int, dtype: int, tokens: Int64) -> None:
-        """Writes tokens [rows]: as `choose_tokens` at temperature 0 from what a call would have written."""
+    def argmax(
+        self, x: int, x_row: int, dtype: int, tokens: Int64, bits: UInt32 | None, rows_of_bits: Int64 | None
+    ) -> None:
+        """Writes tokens [rows]: as `choose_tokens` at temperature 0 from what a call would have written, where outputs
+        whose bits are not set are -inf.
+
+        bits: [any, ceil(n / 32)], output o's being bit o % 32 of word o / 32. rows_of_bits: [rows], negative for rows
+        in which all outputs count."""
 
     def rows(self, ids: Int64, y: int) -> None:
         """Writes weight[ids] to y [len(ids), k], in the weight's dtype."""

@@ -88,7 +88,7 @@ def test_preempted_drafted_and_calm_answers_are_the_same(make_engine, engine, to
                 assert re.fullmatch(["", "[a-z]{20,40}", "yes|no", "a[0-9]{9}"][i % 4], text)
 
 
-def test_greedy_answers_need_no_logits_where_the_argmax_is_allowed(engine, tokenizer, monkeypatch):
+def test_greedy_answers_need_no_logits(engine, tokenizer, monkeypatch):
     prompt = tokenizer.encode("Count: 1, 2, 3, 4,")
     asked = request("a", prompt, structured({"regex": "( [0-9]+,){6}"}, temperature=0.0))
     rows = []
@@ -98,7 +98,7 @@ def test_greedy_answers_need_no_logits_where_the_argmax_is_allowed(engine, token
     )
     run = drive(engine, [asked])
     assert text_of(tokenizer, run.tokens["a", 0]) == " 5, 6, 7, 8, 9, 10,"
-    assert len(rows) < len(run.tokens["a", 0]) / 2
+    assert not rows
 
 
 def test_a_fork_begins_its_own_answer(engine, tokenizer):

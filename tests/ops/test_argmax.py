@@ -9,6 +9,7 @@ import torch
 from kernel_settings import kernels_of
 from pagemill import _kernels
 from pagemill.ops.cpu_ops import CpuLinear, CpuOps
+from pagemill.ops.interface import AllowedOutputs
 from pagemill.ops.quantized import quantize_int8
 from pagemill.sampling.cpu_kernels import CpuSamplingKernels
 from pagemill.sampling.kernels import Choices
@@ -73,6 +74,40 @@ def test_rows_whose_outputs_are_all_minus_infinity(ops: CpuOps, dtype):
     found = linear.argmax(x).tolist()
     assert found == in_logits(linear, x)
     assert set(found) == {-2}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 31, 33, 500, 4160])
+def test_only_allowed_outputs_count(ops: CpuOps, n, dtype):
+    generator = np.random.default_rng(n)
+    weight = torch.randn(n, 40).round().to(dtype)
+    weight[n // 2 :: 7] = weight[n // 3].clone()  # equal logits
+    weights = [ops.pack_linear(weight), ops.pack_quantized(quantize_int8(weight.float()), None, torch.float32)]
+    for share, m in zip((0, 0.001, 0.3, 0.97), (3, 20, 64, 300), strict=True):
+        allows = generator.random((m, n)) < share
+        padded = np.concatenate((allows, np.ones((m, -n % 32), np.bool_)), axis=1)  # beyond the last output: ignored
+        bits = np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
+        rows = generator.integers(-1, m, m)
+        x = torch.randn(m, 40).round().to(dtype)
+        for linear in weights:
+            logits = linear(x).float()
+            logits[torch.from_numpy((rows >= 0)[:, None] & ~allows[rows])] = float("-inf")
+            expected = CpuSamplingKernels().choose(logits, np.arange(m), Choices.argmax(m)).tolist()
+            assert linear.argmax(x, AllowedOutputs(bits, rows)).tolist() == expected
+
+
+def test_a_number_that_is_none_counts_where_it_is_allowed(ops: CpuOps):
+    linear = ops.pack_linear(torch.ones(3, 1), torch.tensor([0.0, float("nan"), float("inf")]))
+    bits, x = np.array([[1], [2], [4], [0]], np.uint32), torch.ones(5, 1)
+    assert linear.argmax(x, AllowedOutputs(bits, np.array([0, 1, 2, 3, -1]))).tolist() == [0, -1, -1, -2, -1]
+
+
+def test_wrong_bits(ops: CpuOps):
+    linear = ops.pack_linear(torch.randn(33, 8))
+    with pytest.raises(ValueError, match="bits must be contiguous uint32"):
+        linear.argmax(torch.empty(1, 8), AllowedOutputs(np.zeros((1, 1), np.uint32), np.zeros(1, np.int64)))
+    with pytest.raises(IndexError, match="no bits 1"):
+        linear.argmax(torch.empty(1, 8), AllowedOutputs(np.zeros((1, 2), np.uint32), np.ones(1, np.int64)))
 
 
 @pytest.mark.parametrize("threads", [1, 3])

@@ -28,6 +28,7 @@ from pagemill.kvcache.sizing import host_memory
 from pagemill.models.adapter import Adapter, AdapterTokens
 from pagemill.models.decoder import Decoder, OnLayer
 from pagemill.models.loading.adapter import AdapterLoader
+from pagemill.ops.interface import AllowedOutputs
 from pagemill.sampling.params import SamplingParams, TokenLogprobs
 from pagemill.sampling.sampler import Sampled, Sampler
 from pagemill.scheduling.step_plan import StepPlan, StepResult
@@ -238,7 +239,7 @@ class LocalExecutor:
             if plan.forks:
                 queries, which = np.unique(queries, return_inverse=True)
             last = _take_rows(hidden, queries)
-        choose = self._chooser(last, which, only_argmax)
+        choose = self._chooser(plan, last, which, only_argmax)
         if drafts:
             sampled, tokens, logprobs = self._verify(plan, choose, ends)
         else:
@@ -261,9 +262,9 @@ class LocalExecutor:
             tokens[i], logprobs[i] = [], None
         return StepResult(tokens, logprobs, failed)
 
-    def _chooser(self, hidden: Tensor, which: NDArray[np.int64] | None, only_argmax: bool) -> Choose:
+    def _chooser(self, plan: StepPlan, hidden: Tensor, which: NDArray[np.int64] | None, only_argmax: bool) -> Choose:
         """Returns what samples from the logits of these hidden states; place i is that of `which[i]`, if given."""
-        argmax = self.decoder.argmax(hidden) if only_argmax else None
+        argmax = self.decoder.argmax(hidden, self._allowed(plan, len(hidden), which)) if only_argmax else None
         if argmax is not None:
             found = argmax if which is None else argmax[which]
 
@@ -288,6 +289,20 @@ class LocalExecutor:
                 return self.sampler.sample(logits if index is None else _take_rows(logits, index), rows)
 
         return choose
+
+    def _allowed(self, plan: StepPlan, count: int, which: NDArray[np.int64] | None) -> AllowedOutputs | None:
+        """Returns what grammars let come next at the hidden state of each sample's first token. Behind drafts nobody
+        knows it yet; forks of one prompt share its state and, so far, their grammar."""
+        allowed = self.sampler.allowed(plan.sample_to)
+        if allowed is None:
+            return None
+        bits, of_samples = allowed
+        first = (
+            np.cumsum(plan.max_accepted) - plan.max_accepted if len(plan.draft_tokens) else np.arange(len(of_samples))
+        )
+        rows = np.full(count, -1, np.int64)
+        rows[first if which is None else which[first]] = of_samples
+        return AllowedOutputs(bits, rows)
 
     def _verify(self, plan: StepPlan, choose: Choose, ends: NDArray[np.int32]) -> Verified:
         """Samples with drafts. If that fails half-way, the sampler forgets it all, so that rows may be run again."""

@@ -17,7 +17,7 @@ from pagemill.models.adapter import Adapter, AdapterTokens
 from pagemill.models.decoder import Decoder, DecoderWeights, GatedMLP, LayerCaches, LayerWeights, OnLayer
 from pagemill.models.spec import DecoderSpec
 from pagemill.ops.cpu_ops import ACTIVATIONS, DTYPES, CpuLinear, CpuLowRank, CpuOps
-from pagemill.ops.interface import Linear
+from pagemill.ops.interface import AllowedOutputs, Linear
 
 
 def cpu_decoder(
@@ -69,15 +69,16 @@ class CpuDecoder(Decoder):
         )  # fmt: skip
         return output
 
-    def argmax(self, hidden: Tensor) -> npt.NDArray[np.int64] | None:
-        """Returns each row's argmax from the head's sums, without writing the logits, or None.
+    def argmax(self, hidden: Tensor, allowed: AllowedOutputs | None = None) -> npt.NDArray[np.int64] | None:
+        """Returns each row's argmax, among the allowed tokens, from the head's sums, without writing the logits, or
+        None.
 
         A soft cap is rounded, which may make two logits equal: with one, the logits have to be written.
         """
         head = self.weights.lm_head
         if self.spec.final_soft_cap is not None or not isinstance(head, CpuLinear):
             return None
-        return head.argmax(hidden)
+        return head.argmax(hidden, allowed)
 
     def operator_seconds(self) -> dict[str, float]:
         """Returns the seconds that `forward` has spent in each operator so far."""

@@ -16,7 +16,7 @@ from pagemill.kvcache.layer_groups import group_layers
 from pagemill.models.adapter import AdapterTokens, runs_of
 from pagemill.models.rope import AngleTable
 from pagemill.models.spec import Activation, DecoderSpec, LayerSpec, MoESpec
-from pagemill.ops.interface import Linear, Ops
+from pagemill.ops.interface import AllowedOutputs, Linear, Ops
 
 OnLayer = Callable[[int], None]
 Adapt = Callable[[str, Tensor, Tensor], Tensor]
@@ -144,8 +144,9 @@ class Decoder:
             return cap * torch.tanh(logits.float() / cap)
         return logits.float() if out is None or logits.dtype == torch.float32 else out.copy_(logits)
 
-    def argmax(self, hidden: Tensor) -> npt.NDArray[np.int64] | None:
-        """Returns each row's argmax as the sampler finds it in `logits`; None: it has to look there itself."""
+    def argmax(self, hidden: Tensor, allowed: AllowedOutputs | None = None) -> npt.NDArray[np.int64] | None:
+        """Returns each row's argmax, among the allowed tokens, as the sampler finds it in `logits`; None: it has to
+        look there itself."""
         return None
 
     def _attend(

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from pagemill import _kernels
-from pagemill.ops.interface import LowRankRun
+from pagemill.ops.interface import AllowedOutputs, LowRankRun
 from pagemill.ops.low_rank import LowRankPart, check_parts, pad_to_blocks
 from pagemill.ops.quantized import BLOCK, AffineWeight, QuantizedWeight, check_contiguous
 
@@ -55,14 +55,17 @@ class CpuLinear:
         self.packed(x.data_ptr(), x.stride(0), y.data_ptr(), self.out_features, dtype_code(x), x.shape[0])
         return y
 
-    def argmax(self, x: Tensor) -> npt.NDArray[np.int64]:
+    def argmax(self, x: Tensor, allowed: AllowedOutputs | None = None) -> npt.NDArray[np.int64]:
         """x [tokens, in_features] -> [tokens]: the first of each row's largest outputs; no output is written.
 
-        Negative where a row has none: what `SamplingKernels.choose` gives for the outputs, widened to float32.
+        allowed: the outputs that count.
+        Negative where a row has none: what `SamplingKernels.choose` gives for the outputs, widened to float32, where
+        those that do not count are -inf.
         """
         self._check(x)
         ids = np.empty(x.shape[0], np.int64)
-        self.packed.argmax(x.data_ptr(), x.stride(0), dtype_code(x), ids)
+        bits, rows = (None, None) if allowed is None else allowed
+        self.packed.argmax(x.data_ptr(), x.stride(0), dtype_code(x), ids, bits, rows)
         return ids
 
     def _check(self, x: Tensor) -> None:

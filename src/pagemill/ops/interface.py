@@ -7,8 +7,10 @@ there are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -30,6 +32,17 @@ class Linear(Protocol):
 
         They have the weight's dtype, or the one that a quantized weight was packed for.
         """
+
+
+class AllowedOutputs(NamedTuple):
+    """Says which outputs of a layer count, row by row.
+
+    bits: uint32 [.., ceil(out_features / 32)], output o's being bit o % 32 of word o // 32. rows: int64 [tokens], each
+    token's row of `bits`; negative where all outputs count.
+    """
+
+    bits: npt.NDArray[np.uint32]
+    rows: npt.NDArray[np.int64]
 
 
 class LowRank(Protocol):

@@ -121,6 +121,11 @@ class GrammarRows:
         self._wait()
         return {place: self._failures[row] for place, row in zip(places, rows, strict=True) if row in self._failures}
 
+    def allowed(self) -> NDArray[np.uint32]:
+        """Returns bits [max_rows, ceil(vocab_size / 32)]: which tokens may come next in each row."""
+        self._wait()
+        return self._bits
+
     def allows(self, rows: NDArray[np.integer[Any]], tokens: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Returns whether these tokens may come next in these rows, one in each."""
         self._wait()

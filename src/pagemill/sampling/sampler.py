@@ -145,8 +145,16 @@ class Sampler:
         return params
 
     def only_argmax(self, rows: Rows) -> bool:
-        """Returns True if the argmax is all that `rows` need of their logits, unless their grammars forbid it."""
+        """Returns True if the argmax of what is `allowed` is all that `rows` need of their logits."""
         return bool(self._only_argmax[rows].all())
+
+    def allowed(self, rows: Rows) -> tuple[npt.NDArray[np.uint32], Ids] | None:
+        """Returns bits of the tokens that grammars let come next, and each row's place among them, negative for a row
+        without a grammar. None: no row has one."""
+        structured = self._structured[rows]
+        if not structured.any():
+            return None
+        return self._grammars.allowed(), np.where(structured, rows.astype(np.int64), -1)
 
     def forbidden(self, tokens: Ids, rows: Rows) -> Ids:
         """Returns the places whose token must not come next in their row, by its grammar."""
