@@ -13,12 +13,12 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from pagemill.server.access import limits as server_limits
 from pagemill.server.access.connections import client_of
 from pagemill.server.access.limits import OTHER_DESCRIPTORS, ServerLimits, room_for
+from pagemill.server.access.turns import ListeningServer
 from pagemill.server.run import server_config
 
 HEAD = b"GET / HTTP/1.1\r\nHost: here\r\n"
@@ -51,7 +51,7 @@ def listening(*, send_buffer=None, tls=None, **limits):
     with socket.create_server(("127.0.0.1", 0)) as sock:
         if send_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        server = uvicorn.Server(server_config(app, ServerLimits(**limits), print, tls=tls))
+        server = ListeningServer(server_config(app, ServerLimits(**limits), print, tls=tls))
         thread = threading.Thread(target=asyncio.run, args=(server.serve(sockets=[sock]),))
         thread.start()
         while not server.started:

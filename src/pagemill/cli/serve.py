@@ -189,13 +189,14 @@ def url_of(scheme: str, host: str, port: int, *, here: bool) -> str:
 def _spare_streams() -> None:
     """Spares running streams the pauses of the garbage collector, and of threads that hold the interpreter.
 
-    A collection that visited all that was imported and loaded takes 25 ms. One of the older objects takes 100 ms while
-    a few answers have many log probabilities, so these are rare: most objects are freed without a collection.
+    A collection that visited all that was imported and loaded takes 25 ms, and so does one of 50,000 new objects while
+    many requests begin. One of the older objects takes 100 ms while a few answers have many log probabilities, so these
+    are rare: most objects are freed without a collection.
     """
     sys.setswitchinterval(THREAD_TURN_S)
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 1_000, 100)
+    gc.set_threshold(5_000, 10_000, 100)
 
 
 def require_free_port(host: str, port: int) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-import uvicorn
 from starlette.types import ASGIApp
 
 from pagemill.engine.messages import EngineReady
@@ -22,6 +21,7 @@ from pagemill.server.access.connections import Connection, Places
 from pagemill.server.access.hosts import AllowedHosts
 from pagemill.server.access.limits import ServerLimits, room_for
 from pagemill.server.access.server_access import ServerAccess, is_loopback
+from pagemill.server.access.turns import ListeningConfig, Turns
 from pagemill.server.app import create_app
 from pagemill.server.lifecycle.drain import Drain
 from pagemill.server.lifecycle.freed_memory import give_back_freed_memory
@@ -126,7 +126,7 @@ def server_config(
     say: Callable[[str], None],
     proxies: Sequence[str] = (),
     tls: ssl.SSLContext | None = None,
-) -> uvicorn.Config:
+) -> ListeningConfig:
     """Returns uvicorn's settings: its switches where it has them, `Connection` for the other limits.
 
     `say` is called where the system allows fewer connections. proxies: whose word about a client's address is taken.
@@ -140,11 +140,11 @@ def server_config(
         )
     per_client = limits.max_connections_per_client or max(room.connections // 2, 1)
     places = Places(room.connections, per_client, limits.request_timeout_s, limits.reading_timeout_s)
-    config = uvicorn.Config(
+    config = ListeningConfig(
         app,
-        http=partial(Connection, places, tls),  # type: ignore[arg-type]  # it is only called
+        http=partial(Connection, places, Turns(), tls),
         ws="none",
-        backlog=room.queue,
+        queue=room.queue,
         log_config=None,
         log_level="warning",
         proxy_headers=bool(proxies),

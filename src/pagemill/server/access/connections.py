@@ -12,6 +12,7 @@ import contextlib
 import ipaddress
 import ssl
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import h11
@@ -19,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import get_remote_addr
 
 from pagemill.errors import ServerBusyError
+from pagemill.server.access.turns import Turns
 from pagemill.server.protocol.errors import RETRY_AFTER_S, error_response
 
 MAX_HEAD_BYTES = 16 << 10
@@ -120,14 +122,16 @@ class _Counted(h11.Connection):
 
 
 class Connection(H11Protocol):
-    """uvicorn's connection, with a place among others and limits on what it may wait for."""
+    """uvicorn's connection, with a place among others and limits on what it may wait for. What its client sends, and
+    its end, wait for their turn."""
 
-    def __init__(self, places: Places, tls: ssl.SSLContext | None, **how: Any) -> None:
+    def __init__(self, places: Places, turns: Turns, tls: ssl.SSLContext | None, **how: Any) -> None:
         """tls: None for plain connections."""
         super().__init__(**how)
         self.conn: _Counted = _Counted(h11.SERVER, MAX_HEAD_BYTES)
         self.address = ""
         self._places = places
+        self._turns = turns
         self._tls = tls
         self._handshake: asyncio.Task[None] | None = None
         self._early: list[bytes] | None = None
@@ -180,8 +184,13 @@ class Connection(H11Protocol):
         if self._early is not None:
             self._early.append(data)
             return
+        self.transport.pause_reading()  # nothing gathers here
+        self._turns.add(partial(self._take, data))
+
+    def _take(self, data: bytes) -> None:
         if not self._has_place:  # it was refused, or has given way
             return
+        self.transport.resume_reading()
         super().data_received(data)
         self._follow()
 
@@ -190,6 +199,9 @@ class Connection(H11Protocol):
         self._follow()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._turns.add(partial(self._lost, exc))
+
+    def _lost(self, exc: Exception | None) -> None:
         try:
             super().connection_lost(exc)
         finally:

@@ -18,7 +18,7 @@ OTHER_DESCRIPTORS = 64
 MACOS_DESCRIPTORS = 10240
 """Descriptors that macOS grants a process, although it says that there is no limit."""
 LONGEST_QUEUE = 2048
-"""Connections that the system may keep for the server to accept; all of them may be accepted at once."""
+"""Connections that the system may keep for the server to accept."""
 
 
 @suggest_arguments

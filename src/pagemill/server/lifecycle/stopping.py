@@ -8,10 +8,9 @@ import time
 from collections.abc import Callable
 from types import FrameType
 
-import uvicorn
-
 from pagemill.frontend.async_llm import AsyncLLM
 from pagemill.server.access.connections import Connection
+from pagemill.server.access.turns import ListeningConfig, ListeningServer
 from pagemill.server.lifecycle.drain import Drain
 from pagemill.server.routes.kv_map import Feed
 
@@ -19,7 +18,7 @@ ANSWER_S = 2.0
 """Seconds that a client may take to read the error that ends its request."""
 
 
-class StoppingServer(uvicorn.Server):
+class StoppingServer(ListeningServer):
     """Ends open requests by ending the engine: each gets its error as an answer, which a cancelled task cannot give.
 
     uvicorn's own `timeout_graceful_shutdown` must stay unset, for it cancels. Signals are not raised again after the
@@ -28,7 +27,7 @@ class StoppingServer(uvicorn.Server):
 
     def __init__(
         self,
-        config: uvicorn.Config,
+        config: ListeningConfig,
         llm: AsyncLLM,
         feed: Feed,
         drain: Drain,
