@@ -2,9 +2,10 @@
 
     python -m benchmarks.lora [--model smollm2-135m] [--dtype auto] [--rank 16] [--held bfloat16] [--rounds 5]
 
-Both take turns in one engine, with equal prompts and lengths; requests take the adapters in turn, and each has one.
-Adapters are random and add to all seven projections of every layer. Figures are medians over rounds: of decode, the
-step in which all sequences generate; of prefill, tokens per second.
+Two engines take turns of a few steps, with equal prompts and lengths; requests take the adapters in turn, and each has
+one. Adapters are random and add to all seven projections of every layer. Figures are medians: of decode, a step in
+which all sequences generate; of prefill, the seconds of all steps. Ratios are of neighbouring turns, with their
+quartiles.
 """
 
 from __future__ import annotations
@@ -12,11 +13,10 @@ from __future__ import annotations
 import argparse
 import json
 import tempfile
-import time
 from pathlib import Path
-from statistics import median
 
 import torch
+from benchmarks.in_turns import ratios_of, sums_of_steps, turns_of_steps
 from safetensors.torch import save_file
 
 from pagemill.config import EngineConfig
@@ -32,7 +32,7 @@ ADAPTERS = 4
 PROMPT_LEN = 16
 LONG_PROMPT_LEN = 512
 """Of the prompts of prefill; there is one for each adapter."""
-DECODE_TOKENS = 12
+DECODE_TOKENS = 49
 
 
 def save_adapter(folder: Path, spec: DecoderSpec, rank: int, dtype: torch.dtype, seed: int) -> None:
@@ -57,10 +57,7 @@ def save_adapter(folder: Path, spec: DecoderSpec, rank: int, dtype: torch.dtype,
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 
-def run(
-    core: EngineCore, count: int, prompt_len: int, tokens: int, adapted: bool, seed: int
-) -> list[tuple[int, float]]:
-    """Returns the new tokens and seconds of each step."""
+def add(core: EngineCore, count: int, prompt_len: int, tokens: int, adapted: bool, seed: int) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     for i in range(count):
         prompt = [(7 * i + 3 * j + seed) % 40000 + 100 for j in range(prompt_len)]
@@ -68,23 +65,6 @@ def run(
         core.add_request(
             EngineRequest(request_id=str(i), prompt_token_ids=prompt, params=params, arrival_s=0.0, adapter=adapter)
         )
-    steps = []
-    while core.has_work():
-        begin = time.perf_counter()
-        outputs = core.step()
-        steps.append((sum(len(output.new_token_ids) for output in outputs), time.perf_counter() - begin))
-        if failed := next((output.error for output in outputs if output.error is not None), None):
-            raise SystemExit(f"a request failed: {failed.message}")
-    return steps
-
-
-def decode_s(core: EngineCore, running: int, adapted: bool, seed: int) -> float:
-    steps = run(core, running, PROMPT_LEN, DECODE_TOKENS, adapted, seed)
-    return median(seconds for tokens, seconds in steps if tokens == running)
-
-
-def prefill_s(core: EngineCore, adapted: bool, seed: int) -> float:
-    return sum(seconds for _, seconds in run(core, ADAPTERS, LONG_PROMPT_LEN, 1, adapted, seed))
 
 
 def main() -> None:
@@ -96,50 +76,48 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="state the seconds of each operator, too")
     given = parser.parse_args()
-    core = EngineCore(
-        EngineConfig(
-            model=given.model,
-            dtype=given.dtype,
-            max_model_len=LONG_PROMPT_LEN + 8,
-            max_num_seqs=64,
-            enable_prefix_caching=False,
-            enable_lora=True,
-            max_lora_rank=given.rank,
-        )
+    config = EngineConfig(
+        model=given.model,
+        dtype=given.dtype,
+        max_model_len=LONG_PROMPT_LEN + 8,
+        max_num_seqs=64,
+        kv_memory="1GiB",
+        enable_prefix_caching=False,
+        enable_lora=True,
+        max_lora_rank=given.rank,
     )
-    assert isinstance(core.executor, LocalExecutor)
-    decoder = core.executor.decoder
+    cores = [EngineCore(config), EngineCore(config)]
+    decoders = []
     with tempfile.TemporaryDirectory() as folder:
+        for core in cores:
+            assert isinstance(core.executor, LocalExecutor)
+            decoders.append(core.executor.decoder)
         for number in range(1, ADAPTERS + 1):
             path = Path(folder) / str(number)
-            save_adapter(path, decoder.spec, given.rank, getattr(torch, given.held), number)
-            core.load_adapter(LoRARequest(str(number), number, str(path)))
-    print(f"{cpu_model()}; {core.ready.model}; rank {given.rank} in {given.held}")
-    print(f"{sum(adapter.nbytes for adapter in core.ready.adapters) >> 20} MiB of adapters")
-    print("what | without, ms | with, ms | with / without: each round, median")
-    for name, measure in (
-        ("decode, 16 running", lambda adapted, seed: decode_s(core, 16, adapted, seed)),
-        ("decode, 64 running", lambda adapted, seed: decode_s(core, 64, adapted, seed)),
-        (f"prefill, {ADAPTERS} prompts of {LONG_PROMPT_LEN}", lambda adapted, seed: prefill_s(core, adapted, seed)),
+            save_adapter(path, decoders[0].spec, given.rank, getattr(torch, given.held), number)
+            cores[1].load_adapter(LoRARequest(str(number), number, str(path)))
+    print(f"{cpu_model()}; {cores[1].ready.model}; rank {given.rank} in {given.held}")
+    print(f"{sum(adapter.nbytes for adapter in cores[1].ready.adapters) >> 20} MiB of adapters")
+    print("what | without, ms | with, ms | with / without")
+    for count, prompt_len, tokens in (
+        (16, PROMPT_LEN, DECODE_TOKENS),
+        (64, PROMPT_LEN, DECODE_TOKENS),
+        (ADAPTERS, LONG_PROMPT_LEN, 1),
     ):
-        rounds, spent = [], ({}, {})
+        turns, before = [], [_operators(decoder) for decoder in decoders]
         for number in range(given.rounds + 1):
-            pair = []
-            for adapted in (False, True):
-                before = _operators(decoder)
-                pair.append(measure(adapted, number))
-                for key, seconds in _operators(decoder).items():
-                    spent[adapted][key] = spent[adapted].get(key, 0.0) + seconds - before[key]
-            if number:  # the first warms up
-                rounds.append(pair)
-        ratios = [b / a for a, b in rounds]
-        ms = [1e3 * median(times) for times in zip(*rounds, strict=True)]
-        each = " ".join(f"{ratio:.3f}" for ratio in ratios)
-        print(f"{name} | {ms[0]:.1f} | {ms[1]:.1f} | {each}, {median(ratios):.3f}", flush=True)
-        if given.profile:
-            for which, seconds in zip(("without", "with"), spent, strict=True):
-                print(f"  {which}, ms: {', '.join(f'{key} {1e3 * value:.0f}' for key, value in seconds.items())}")
-    core.close()
+            for adapted, core in enumerate(cores):
+                add(core, count, prompt_len, tokens, bool(adapted), number)
+            found = [sums_of_steps(cores)] if tokens == 1 else turns_of_steps(cores, count)
+            turns += found if number else []  # the first warms up
+        what = f"prefill, {count} prompts of {prompt_len}" if tokens == 1 else f"decode, {count} running"
+        print(f"{what} | {ratios_of(turns)}", flush=True)
+        for which, decoder, earlier in zip(("without", "with"), decoders, before, strict=True):
+            spent = {key: seconds - earlier[key] for key, seconds in _operators(decoder).items()}
+            if given.profile:
+                print(f"  {which}, ms: {', '.join(f'{key} {1e3 * value:.0f}' for key, value in spent.items())}")
+    for core in cores:
+        core.close()
 
 
 def _operators(decoder: object) -> dict[str, float]:

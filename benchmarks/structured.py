@@ -3,15 +3,16 @@
     python -m benchmarks.structured [--model smollm2-135m] [--dtype bfloat16] [--running 64] [--rounds 5]
                                   [--choices drawn greedy]
 
-Both take turns in one engine, with equal prompts and lengths. Figures are the times of steps in which all sequences
-generate, medians over the steps of a round, and their ratio; for drawn tokens (temperature 1) and for greedy ones.
+Two engines take turns of six steps, with equal prompts and lengths. Figures are the times of steps in which all
+sequences generate, medians, and the ratio of neighbouring turns, its median and quartiles; for drawn tokens
+(temperature 1) and for greedy ones.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from statistics import median
+
+from benchmarks.in_turns import ratios_of, turns_of_steps
 
 from pagemill.config import EngineConfig
 from pagemill.doctor import cpu_model
@@ -74,24 +75,10 @@ PROMPT_LEN = 64
 TEMPERATURES = {"drawn": 1.0, "greedy": 0.0}
 
 
-def steps_of(core: EngineCore, running: int, tokens: int, params: SamplingParams, seed: int) -> list[float]:
-    """Returns the seconds of each step in which all of `running` answers get a token."""
+def add(core: EngineCore, running: int, params: SamplingParams, seed: int) -> None:
     for i in range(running):
         prompt = [(7 * i + 3 * j + seed) % 40000 + 100 for j in range(PROMPT_LEN)]
         core.add_request(EngineRequest(request_id=str(i), prompt_token_ids=prompt, params=params, arrival_s=0.0))
-    seconds: list[float] = []
-    while core.has_work():
-        begin = time.perf_counter()
-        outputs = core.step()
-        taken = time.perf_counter() - begin
-        failed = next((output.error for output in outputs if output.error is not None), None)
-        if failed is not None:
-            raise SystemExit(f"a request failed: {failed.message}")
-        if sum(len(output.new_token_ids) for output in outputs) == running:
-            seconds.append(taken)
-    if len(seconds) < tokens // 2:
-        raise SystemExit(f"only {len(seconds)} steps had all {running} sequences; lower --running")
-    return seconds
 
 
 def main() -> None:
@@ -104,31 +91,30 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--choices", nargs="+", choices=TEMPERATURES, default=[*TEMPERATURES])
     given = parser.parse_args()
-    core = EngineCore(
-        EngineConfig(
-            model=given.model,
-            dtype=given.dtype,
-            quantization=given.quantization,
-            max_model_len=PROMPT_LEN + given.tokens + 1,
-            max_num_seqs=given.running,
-            enable_prefix_caching=False,
-        )
+    config = EngineConfig(
+        model=given.model,
+        dtype=given.dtype,
+        quantization=given.quantization,
+        max_model_len=PROMPT_LEN + given.tokens + 1,
+        max_num_seqs=given.running,
+        kv_memory="1GiB",
+        enable_prefix_caching=False,
     )
-    print(f"{cpu_model()}; {core.ready.model}; {given.running} running, {given.tokens} tokens each")
-    print("choice | free, ms | structured, ms | structured / free: each round, median")
+    cores = [EngineCore(config), EngineCore(config)]
+    print(f"{cpu_model()}; {cores[0].ready.model}; {given.running} running, {given.tokens} tokens each")
+    print("choice | free, ms | structured, ms | structured / free")
     for name in given.choices:
         common = {"temperature": TEMPERATURES[name], "max_tokens": given.tokens, "ignore_eos": True}
         free, structured = SamplingParams(**common), SamplingParams(**common, structured_outputs={"json": INVOICES})
-        rounds = []
+        turns = []
         for number in range(given.rounds + 1):
-            pair = [median(steps_of(core, given.running, given.tokens, p, number)) for p in (free, structured)]
-            if number > 0:  # the first compiles and warms up
-                rounds.append(pair)
-        ratios = [b / a for a, b in rounds]
-        each = " ".join(f"{ratio:.3f}" for ratio in ratios)
-        ms = [1e3 * median(times) for times in zip(*rounds, strict=True)]
-        print(f"{name} | {ms[0]:.1f} | {ms[1]:.1f} | {each}, {median(ratios):.3f}")
-    core.close()
+            for core, params in zip(cores, (free, structured), strict=True):
+                add(core, given.running, params, number)
+            found = turns_of_steps(cores, given.running)
+            turns += found if number else []  # the first compiles and warms up
+        print(f"{name} | {ratios_of(turns)}", flush=True)
+    for core in cores:
+        core.close()
 
 
 if __name__ == "__main__":
