@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import socket
 import ssl
-import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -37,10 +36,6 @@ from pagemill.tenant_limits import TenantsFile
 if TYPE_CHECKING:
     from pagemill.server.logs.traces import Traces
 
-SWITCH_S = 0.001
-"""How long a thread that tokenizes keeps the interpreter when the event loop wants it. Python's 5 ms add up: the loop
-gives it away with each part that it sends."""
-
 
 async def run_server(
     llm: AsyncLLM,
@@ -65,7 +60,6 @@ async def run_server(
     Raises what kept it from being ready, or `EngineDeadError`; returns after a signal to stop.
     """
     give_back_freed_memory()
-    sys.setswitchinterval(SWITCH_S)
     limits = limits or ServerLimits()
     access, on_loopback = access or ServerAccess(), is_loopback(sock.getsockname()[0])
     keys = ApiKeys(tenants, access, on_loopback=on_loopback)
