@@ -35,7 +35,7 @@ from tests.soak.asked import CHATS, KNOWN, RESPONSES, SCRIPTS, TURN, whole
 from tests.soak.client import Client
 
 SETTINGS = ["--max-model-len", "512", "--kv-host-memory", "8MiB", "--kv-disk-memory", "64MiB", "--max-num-seqs", "8"]
-SETTINGS += ["--num-threads", "1", "--drain-timeout", "3", "--max-engine-restarts", "1000", "--log-level", "warning"]
+SETTINGS += ["--num-threads", "1", "--drain-timeout", "1", "--max-engine-restarts", "1000", "--log-level", "warning"]
 SETTINGS += ["--engine-restart-window-s", "5", "--max-failed-keys", "1000000", "--max-sessions", "100000"]
 SETTINGS += ["--chat-template", "tests/data/templates/hermes.jinja"]
 SIZE, OTHER_SIZES = "48MiB", ("32MiB", "40MiB", "64MiB")
@@ -51,7 +51,7 @@ TENANTS: dict[str, dict[str, Any]] = {
 OTHER_LIMITS: list[dict[str, Any]] = [{}, {"max_running": 3}, {"max_running": 4, "weight": 0.5}, {"max_blocks": "60%"}]
 RELOADED_S = 3.0
 """After which a changed file of tenants has been read."""
-PATIENCE_S = 60.0
+PATIENCE_S = 30.0
 MORE_DESCRIPTORS = 10
 
 
@@ -114,9 +114,14 @@ class Fate:
             self._calm(what)
 
     def edit_tenants(self) -> None:
-        self._write_tenants(self._random.random() < 0.5)
+        """Takes the guest's key away, or gives it back, and changes limits; waits until the server has seen it."""
+        self._write_tenants(with_guest := not self._known[-1][1])
         if self._random.random() < 0.5:
             self.server.process.send_signal(signal.SIGHUP)
+        deadline = time.monotonic() + PATIENCE_S
+        while self._takes(GUEST) != with_guest:
+            assert time.monotonic() < deadline, "the file of tenants is not read again"
+            time.sleep(0.1)
 
     def resize(self) -> None:
         self._set_size(self._random.choice(OTHER_SIZES))
@@ -155,6 +160,10 @@ class Fate:
 
     def admin(self) -> httpx.Client:
         return httpx.Client(base_url=self.url, headers={"Authorization": f"Bearer {ADMIN}"}, timeout=PATIENCE_S)
+
+    def _takes(self, key: str) -> bool:
+        answer = httpx.get(f"{self.url}/v1/models", headers={"Authorization": f"Bearer {key}"}, timeout=PATIENCE_S)
+        return answer.status_code == 200
 
     def _write_tenants(self, with_guest: bool) -> None:
         limits = {"two": self._random.choice(OTHER_LIMITS)}
