@@ -466,6 +466,7 @@ def test_habits_of_clients_change_nothing(client):
         ("chat/completions", {"suffix": "y"}, 400, "suffix", "suffix"),
         ("completions", {"prompt": "x", "logit_bias": {"9" * 5000: 1}}, 400, "logit_bias", "999"),
         ("nothing", {}, 404, None, "Not Found"),
+        ("score", {}, 404, None, "not served here; compare embeddings, see POST /v1/embeddings"),
         ("kv_memory", {"kv_memory": True}, 400, "kv_memory", "given: True"),
         ("models", {}, 405, None, "Method Not Allowed"),
     ],

@@ -44,6 +44,15 @@ CODES: dict[type[PagemillError], str] = {
 }
 """OpenAI's machine-readable codes, where it has one."""
 
+SIMILAR = "compare embeddings, see POST /v1/embeddings"
+INSTEAD = {
+    "score": SIMILAR,
+    "rerank": SIMILAR,
+    "classify": "ask in words, and give the classes as choice in structured_outputs",
+    "pooling": "ask POST /v1/embeddings, with pooling_type",
+}
+"""What to ask instead of endpoints of vLLM that are not served, by the last part of their paths."""
+
 CLIENT_CLOSED_REQUEST = 499
 
 RETRY_AFTER_S = "1"
@@ -156,8 +165,9 @@ async def _http_error(request: Request, error: Exception) -> Response:
     if error.status_code == HTTPStatus.BAD_REQUEST and cause is not None:
         return error_answer(cause if isinstance(cause, PagemillError) else not_json(cause))
     kind = NotFoundError if error.status_code == HTTPStatus.NOT_FOUND else InvalidRequestError
-    phrase = HTTPStatus(error.status_code).phrase
-    refusal = kind(f"{request.method} {request.url.path}: {phrase}; see /docs for what is served")
+    path, why = request.url.path, f"{HTTPStatus(error.status_code).phrase}; see /docs for what is served"
+    instead = INSTEAD.get(path.rpartition("/")[2]) if kind is NotFoundError else None
+    refusal = kind(f"{request.method} {path}: {why if instead is None else f'not served here; {instead}'}")
     response = error_answer(refusal, error.status_code)
     response.headers.update(error.headers or {})
     return response
