@@ -86,10 +86,14 @@ def test_the_cache_may_have_a_dtype_of_its_own(dtype):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (3, "is 3; it must be None or a dict with method='ngram'"),
+        (3, "is 3; it must be None or a dict with method='ngram' or 'draft_model'"),
         ({}, "is {}; it must be None or a dict with method='ngram'"),
-        ({"method": "eagle"}, "method is 'eagle'; it must be ngram; no other way"),
-        ({"method": "draft_model", "model": "m"}, "it has no 'model'; known: method, num_speculative_tokens"),
+        ({"method": "eagle"}, "method is 'eagle'; it must be ngram or draft_model; no other way"),
+        ({"method": "ngram", "draft": "m"}, "it has no 'draft'; known: method, model, num_speculative_tokens"),
+        ({"method": "draft_model"}, "method is 'draft_model', but there is no model; name"),
+        ({"method": "draft_model", "model": ""}, "model is ''; "),
+        ({"method": "ngram", "model": "m"}, "model is 'm', but method 'ngram' has none"),
+        ({"method": "draft_model", "model": "m", "prompt_lookup_max": 3}, "prompt_lookup_max is for method 'ngram'"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "num_speculative_tokens is 0; .* from 1 to 64"),
         ({"method": "ngram", "num_speculative_tokens": 65}, "num_speculative_tokens is 65; .* from 1 to 64"),
         ({"method": "ngram", "prompt_lookup_max": 17}, "prompt_lookup_max is 17; .* from 1 to 16"),
@@ -107,6 +111,8 @@ def test_a_speculative_config_may_be_a_dict_and_is_off_by_default():
     given = EngineConfig(model="m", speculative_config={"method": "ngram", "num_speculative_tokens": 5})
     assert given.speculative_config == SpeculativeConfig(method="ngram", num_speculative_tokens=5)
     assert EngineConfig(model="m").speculative_config is None
+    drafts = EngineConfig(model="m", speculative_config={"method": "draft_model", "model": Path("d")})
+    assert drafts.speculative_config == SpeculativeConfig(method="draft_model", model="d")
 
 
 def test_no_overrides_may_be_said_with_none():

@@ -124,8 +124,9 @@ class EngineConfig:
     speculative_config: Annotated[
         SpeculativeConfig | None,
         about(
-            'JSON object: {"method": "ngram"} drafts tokens by looking up the last ones in prompt and answer, and '
-            "verifies several in one step. Default: one token at a time."
+            'JSON object: {"method": "ngram"} drafts tokens by looking up the last ones in prompt and answer, '
+            '{"method": "draft_model", "model": NAME} by a smaller model; several are verified in one step. Default: '
+            "one token at a time."
         ),
     ] = None
     """A dict of `SpeculativeConfig`'s fields is taken too. The answers are the same, to the bit on CPU."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -20,9 +21,16 @@ class SpeculativeConfig:
     """Says how tokens are drafted, to be verified several in one step. Raises ConfigError for a wrong value."""
 
     method: Annotated[
-        Literal["ngram"],
-        about("How drafts are made: ngram (looked up in the sequence itself).", "no other way of drafting is there"),
+        Literal["ngram", "draft_model"],
+        about(
+            "How drafts are made: ngram (looked up in the sequence itself) or draft_model (by a smaller model).",
+            "no other way of drafting is there",
+        ),
     ]
+    model: Annotated[
+        Annotated[str, Meta(min_length=1)] | None,
+        about("With draft_model: the smaller model, as the model itself is named. Both must have one vocabulary."),
+    ] = None
     num_speculative_tokens: Annotated[Drafts, about("The most drafts of a sequence in one step.")] = 8
     prompt_lookup_max: Annotated[Ngram, about("The longest n-gram that is looked up, in tokens.")] = 4
     prompt_lookup_min: Annotated[Ngram, about("The shortest n-gram that is looked up, in tokens.")] = 2
@@ -32,6 +40,16 @@ class SpeculativeConfig:
             check_fields(self, ConfigError)
         except ConfigError as error:
             raise _refusal(error.message) from None
+        if self.method == "draft_model" and self.model is None:
+            raise _refusal("method is 'draft_model', but there is no model; name the smaller one with model")
+        if self.method != "draft_model" and self.model is not None:
+            raise _refusal(
+                f"model is {self.model!r}, but method {self.method!r} has none; use method 'draft_model', or leave "
+                f"model out"
+            )
+        for name in ("prompt_lookup_max", "prompt_lookup_min"):
+            if self.method != "ngram" and getattr(self, name) != getattr(type(self), name):
+                raise _refusal(f"{name} is for method 'ngram'; leave it out with {self.method!r}")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise _refusal(
                 f"prompt_lookup_min is {self.prompt_lookup_min}, above prompt_lookup_max ({self.prompt_lookup_max}); "
@@ -43,11 +61,13 @@ class SpeculativeConfig:
         """Reads the settings from a dict, as callers and flags give it. Raises ConfigError."""
         if isinstance(values, SpeculativeConfig):
             return values
+        if isinstance(values, dict) and isinstance(values.get("model"), os.PathLike):
+            values = values | {"model": os.fspath(values["model"])}
         known = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(values, dict) or "method" not in values:
             raise ConfigError(
-                f"speculative_config is {shown(values)}; it must be None or a dict with method='ngram' and, if wanted, "
-                f"{', '.join(known[1:])}",
+                f"speculative_config is {shown(values)}; it must be None or a dict with method='ngram' or "
+                f"'draft_model' and, if wanted, {', '.join(known[1:])}",
                 param="speculative_config",
             )
         for name in values:

@@ -132,7 +132,7 @@ class Oracle:
     def verified(self, sequence, proposed, accepted):
         assert 0 <= accepted <= proposed
 
-    def note_step(self, tokens, drafts, seconds):
+    def note_step(self, tokens, drafts, seconds, work):
         pass
 
 

@@ -12,8 +12,10 @@ from pagemill.kvcache.sizing import num_frames
 from pagemill.memory.block_table import Footprint
 from pagemill.memory.eviction import POLICIES
 from pagemill.memory.manager import MemoryManager
+from pagemill.scheduling.model_drafting import ModelDrafter
 from pagemill.scheduling.scheduler import Scheduler
-from pagemill.scheduling.speculation import NgramDrafter
+from pagemill.scheduling.speculation import Drafter, NgramDrafter
+from pagemill.speculative_config import SpeculativeConfig
 
 
 def build(config: EngineConfig, executor: Executor) -> tuple[MemoryManager, Tiers | None, Scheduler, Streamed]:
@@ -47,11 +49,15 @@ def build(config: EngineConfig, executor: Executor) -> tuple[MemoryManager, Tier
         max_pinned_share=config.max_pinned_share,
         target_tpot_s=math.inf if config.target_tpot_ms is None else config.target_tpot_ms / 1e3,
         compacts=config.kv_compaction == "auto" and facts.compacts,
-        drafter=None if config.speculative_config is None else NgramDrafter(config.speculative_config),
+        drafter=None if config.speculative_config is None else _drafter(config.speculative_config, facts),
     )
     for name, limits in config.tenants.items():
         scheduler.set_tenant(name, limits)
     return memory, tiers, scheduler, streamed
+
+
+def _drafter(config: SpeculativeConfig, facts: ExecutorFacts) -> Drafter:
+    return NgramDrafter(config) if config.method == "ngram" else ModelDrafter(config, facts.draft_cost)
 
 
 def _check_use_of_tiers(config: EngineConfig, streamed: Streamed) -> None:

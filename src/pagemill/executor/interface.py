@@ -26,13 +26,15 @@ class ExecutorFacts:
 
     windows: by layer group, the sliding window in tokens; None for full attention.
     attention_share: the share of attention in a prompt's cost per block, see `DecoderSpec.attention_share`.
-    fingerprint, kv_format, numerics: the parts of the digests that name blocks: weights, bytes of K/V, kernels.
+    fingerprint, kv_format, numerics: the parts of the digests that name blocks: weights, those of a draft model too;
+        bytes of K/V; kernels.
     frame_bytes: K and V of one block of one layer group; also the size of its record in an offload store.
     kv: the format in which K and V are stored.
     streams: True if attention can read frames outside the pool.
     compacts: True if attention gains from frames that are neighbours.
     locks_pages: True if host memory must be page-locked to be copied by the device itself.
     description: family, device, weights and kernels, for people.
+    draft_cost: the work of one token of the draft model, as a multiple of the model's; 0 if there is none.
     """
 
     vocab_size: int
@@ -50,6 +52,7 @@ class ExecutorFacts:
     compacts: bool
     locks_pages: bool
     description: str
+    draft_cost: float = 0.0
 
 
 class ExecutorMemory(NamedTuple):

@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
+import logging
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from pagemill.config import EngineConfig
+from pagemill.errors import ConfigError, TokenizerError
 from pagemill.executor.backend import Backend, select_backend
+from pagemill.executor.draft_model import DraftLayers, DraftModel
 from pagemill.executor.interface import ExecutorFacts
 from pagemill.executor.local import LocalExecutor
 from pagemill.hub import resolve_model
-from pagemill.kvcache.kv_format import kv_format
-from pagemill.kvcache.layout import FrameShape
-from pagemill.models.loading import load_model
+from pagemill.kvcache.kv_format import KVFormat, kv_format
+from pagemill.kvcache.layer_groups import LayerGroups, add_full_layers, group_layers
+from pagemill.kvcache.layout import FrameShape, LayoutMaker
+from pagemill.models.loading import LoadedModel, load_model
 from pagemill.models.loading.adapter import AdapterLoader
+from pagemill.models.spec import DecoderSpec
 from pagemill.ops.prepare import check_compiled, settle_vector_math
 from pagemill.text.tokenizer import Tokenizer
 
+Progress = Callable[[int, int], None]
+logger = logging.getLogger(__name__)
+
 
 def open_executor(
-    config: EngineConfig, progress: Callable[[int, int], None] | None = None, backend: Backend | None = None
+    config: EngineConfig, progress: Progress | None = None, backend: Backend | None = None
 ) -> LocalExecutor:
     """Loads the model. The KV pool is allocated later, in what memory is left.
 
@@ -44,10 +55,18 @@ def open_executor(
         progress=progress,
         quantization=config.quantization,
     )
+    speculation = config.speculative_config
+    draft = None
+    if speculation is not None and speculation.model is not None:
+        draft = _load_draft(config, resolve_model(speculation.model), model, backend)
     weights = str(model.dtype).removeprefix("torch.")
     kv = kv_format(weights if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
     groups, spec, on_cpu = model.decoder.groups, model.spec, backend.device.type == "cpu"
-    shape = FrameShape(groups, spec.num_kv_heads, config.block_size, spec.head_dim, spec.head_dim, kv)
+    layers = None
+    if draft is not None:
+        layers = place_layers(backend.layout, _shape(model, groups, config.block_size, kv), draft.spec)
+        groups = layers.groups
+    shape = _shape(model, groups, config.block_size, kv)
     layout = backend.layout(shape, 1)
     if config.quantization is not None:
         weights = f"{config.quantization} (others {weights})"
@@ -58,7 +77,7 @@ def open_executor(
         hidden_size=spec.hidden_size,
         windows=tuple(group.window for group in groups.groups),
         attention_share=spec.attention_share(config.block_size),
-        fingerprint=model.fingerprint,
+        fingerprint=model.fingerprint if draft is None else joint_fingerprint(model, draft),
         kv_format=kv.digest_name(config.block_size, layout.name),
         numerics=f"{backend.ops.name},{backend.attention.name},{weights}",
         frame_bytes=layout.frame_bytes,
@@ -70,8 +89,84 @@ def open_executor(
             f"{spec.family} on {backend.device}, weights {weights}, kernels "
             + " and ".join(dict.fromkeys([backend.ops.name, backend.attention.name]))
         ),
+        draft_cost=0.0 if draft is None else draft.spec.cost_beside(spec),
     )
     adapters = AdapterLoader(spec, model.names, backend.ops, model.dtype, backend.device, config.max_lora_rank)
     return LocalExecutor(
-        model.decoder, backend, facts, shape, config.max_num_seqs, lambda: Tokenizer.load(config).to_json(), adapters
+        model.decoder,
+        backend,
+        facts,
+        shape,
+        config.max_num_seqs,
+        lambda: Tokenizer.load(config).to_json(),
+        adapters,
+        None if draft is None or layers is None else DraftModel(draft.decoder, layers),
     )
+
+
+def place_layers(layout: LayoutMaker, shape: FrameShape, draft: DecoderSpec) -> DraftLayers:
+    """Returns where the layers of a draft model go, beside those of the model that has frames of this shape: as many in
+    a place of a frame as fit. Raises ConfigError if not even one does."""
+    dim = draft.head_dim
+    own = replace(shape, kv_heads=draft.num_kv_heads, key_dim=dim, value_dim=dim, groups=group_layers([None]))
+    room, needed = layout(shape, 1).place_bytes, layout(own, 1).place_bytes
+    if needed > room:
+        raise _refusal(
+            f"keys and values of one of its layers take {needed} bytes per block, more than the model's ({room}), in "
+            f"whose place they would lie; use a draft model with fewer KV heads or a smaller head size"
+        )
+    per_place = room // needed
+    groups = add_full_layers(shape.groups, -(-len(draft.layers) // per_place))
+    before, after = (room * len(each.groups) * each.layers_per_frame for each in (shape.groups, groups))
+    logger.info(
+        "with the draft model's keys and values, %d bytes each of %d layers, %d tokens take %d bytes instead of %d",
+        needed, len(draft.layers), shape.block_size, after, before,
+    )  # fmt: skip
+    return DraftLayers(own, groups, shape.groups.num_layers, per_place)
+
+
+def joint_fingerprint(model: LoadedModel, draft: LoadedModel) -> bytes:
+    """Returns the fingerprint of K/V that two models have written."""
+    return hashlib.sha256(model.fingerprint + draft.fingerprint).digest()
+
+
+def _shape(model: LoadedModel, groups: LayerGroups, block_size: int, kv: KVFormat) -> FrameShape:
+    spec = model.spec
+    return FrameShape(groups, spec.num_kv_heads, block_size, spec.head_dim, spec.head_dim, kv)
+
+
+def _load_draft(config: EngineConfig, path: Path, model: LoadedModel, backend: Backend) -> LoadedModel:
+    """Loads a draft model, in the dtype of the model and quantized like it, unless it has no integers to keep. Raises
+    as `load_model` does, and ConfigError for one that cannot draft for the model."""
+    draft = load_model(
+        path,
+        dtype=str(model.dtype).removeprefix("torch."),
+        max_model_len=None,
+        device=backend.device,
+        ops=backend.ops,
+        attention=backend.attention,
+        decoder=backend.decoder,
+        quantization=None if config.quantization == "gguf" and path.suffix != ".gguf" else config.quantization,
+    )
+    if draft.spec.vocab_size != model.spec.vocab_size:
+        raise _refusal(
+            f"its vocabulary has {draft.spec.vocab_size} tokens, the model's {model.spec.vocab_size}; both must have "
+            f"the same tokenizer"
+        )
+    if any(layer.window is not None for layer in draft.spec.layers):
+        raise _refusal(
+            "it has layers with a sliding window, whose keys and values are given up before it may need them; use one "
+            "with full attention in all layers"
+        )
+    try:
+        tokenizers = Tokenizer.load(config), Tokenizer.from_path(path)
+    except TokenizerError as error:
+        logger.warning("nobody checks that the draft model has the model's tokenizer: %s", error.message)
+    else:
+        if (other := tokenizers[0].difference(tokenizers[1])) is not None:
+            raise _refusal(f"its tokenizer is another than the model's: {other}; both must have the same")
+    return draft
+
+
+def _refusal(why: str) -> ConfigError:
+    return ConfigError(f"speculative_config: the draft model cannot be used: {why}", param="speculative_config")

@@ -15,10 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagemill.attention.interface import AttentionBatch, GroupBatch
 from pagemill.errors import NonFiniteLogitsError, SamplingParamsError
 from pagemill.executor.backend import Backend
+from pagemill.executor.draft_model import DraftModel
 from pagemill.executor.interface import AdapterFacts, ExecutorFacts, ExecutorMemory, StepHandle
+from pagemill.executor.rows import Rows
 from pagemill.executor.verification import Choose, Verified, verify
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layout import FrameShape
@@ -31,7 +32,7 @@ from pagemill.models.loading.adapter import AdapterLoader
 from pagemill.ops.interface import AllowedOutputs
 from pagemill.sampling.params import SamplingParams, TokenLogprobs
 from pagemill.sampling.sampler import Sampled, Sampler
-from pagemill.scheduling.step_plan import StepPlan, StepResult
+from pagemill.scheduling.step_plan import DraftWork, StepPlan, StepResult
 
 LOGITS_ROWS = 64
 """Prompt log probabilities take this many rows of logits at a time: a bound on their memory."""
@@ -40,13 +41,6 @@ LOGITS_ROWS = 64
 class LocalExecutor:
     """Implements `Executor` on the backend that the model was loaded with. A step runs when it is submitted: on CPU it
     would take the cores from whoever planned the next one meanwhile.
-
-    tables  int32 [groups, rows, entries]: frame numbers, -1 where nothing is held
-    _tokens int32 [rows, max_model_len + 1]: prompt, then what has been sampled
-    _adapter_numbers int32 [rows]: 0 for the model itself
-
-    All lie on the host, where a step's few rows and tokens are picked out of them by NumPy: torch would wake its own
-    threads for that, beside the kernels'.
     """
 
     def __init__(
@@ -58,6 +52,7 @@ class LocalExecutor:
         max_num_seqs: int,
         tokenizer_json: Callable[[], str],
         adapters: AdapterLoader,
+        draft: DraftModel | None = None,
     ) -> None:
         self.facts = facts
         self.decoder = decoder
@@ -65,12 +60,8 @@ class LocalExecutor:
         self._shape = shape
         self._layout = backend.layout
         self._device = backend.device
-        self._block_size = shape.block_size
-        entries = -(-facts.max_model_len // shape.block_size)
-        self.tables = np.full((len(facts.windows), max_num_seqs, entries), -1, dtype=np.int32)
-        self._tokens = np.zeros((max_num_seqs, facts.max_model_len + 1), dtype=np.int32)
-        self._prompt_lens = np.zeros(max_num_seqs, dtype=np.int32)
-        self._adapter_numbers = np.zeros(max_num_seqs, dtype=np.int32)
+        self._rows = Rows(len(facts.windows), max_num_seqs, facts.max_model_len, shape.block_size, backend.device)
+        self._draft = draft
         self._adapter_loader = adapters
         self._adapters: dict[int, Adapter] = {}
         self._logits = torch.empty(0, facts.vocab_size)
@@ -89,7 +80,9 @@ class LocalExecutor:
         self.pages = PagesAhead(self.pool)
         self.frames = PooledFrames(self.pool, self.pages)
         if (file := self.pool.streamed_file) is not None:
-            self._read_ahead = ReadAhead(file, self._shape.groups)
+            self._read_ahead = ReadAhead(file, self.decoder.groups)
+        if self._draft is not None:
+            self._draft.begin(self.pool, self._rows, self.sampler)
         return self.pool.first_streamed
 
     def memory(self) -> ExecutorMemory:
@@ -108,18 +101,14 @@ class LocalExecutor:
             self.sampler.remove_row(row)
         for new in plan.new_rows:
             tokens = np.array(new.token_ids, dtype=np.int32)
-            self._tokens[new.row, : len(tokens)] = tokens
-            self._prompt_lens[new.row] = new.prompt_len
-            self._adapter_numbers[new.row] = new.adapter
             prompt, output = tokens[: new.prompt_len], tokens[new.prompt_len :]
             self.sampler.add_row(new.row, new.params, new.seed, prompt, output, new.root)
-        for row, position, token_ids in plan.chosen_tokens:
-            self._tokens[row, position : position + len(token_ids)] = token_ids
+        self._rows.apply(plan)
+        if self._draft is not None:
+            self._draft.apply(plan)
         work = plan.work
         written = np.concatenate((work.copy_target, work.edit_frame))
         self.pages.reach(int(written[written < self.pool.first_streamed].max(initial=-1)))
-        if len(work.edit_row):
-            self.tables[work.edit_group, work.edit_row, work.edit_index] = work.edit_frame
         return self.pool.frames.copy(work.copy_source, work.copy_target)
 
     def resize(self, num_frames: int) -> None:
@@ -146,23 +135,21 @@ class LocalExecutor:
         """Runs the model over the plan's rows, and samples. Running the same rows again gives the same result."""
         if not len(plan.rows):
             return StepResult()
-        query_start = np.zeros(len(plan.rows) + 1, dtype=np.int32)
-        np.cumsum(plan.query_lens, out=query_start[1:])
-        rows = np.repeat(plan.rows, plan.query_lens)
-        positions = np.repeat(plan.starts - query_start[:-1], plan.query_lens) + np.arange(len(rows))
-        context_lens = plan.starts + plan.query_lens
-        ends = context_lens[plan.sample_from]
+        undrafted, draft_work = set[int](), DraftWork()
+        if self._draft is not None:
+            plan, undrafted, draft_work = self._draft.propose(plan)
+        inputs = self._rows.inputs(plan.rows, plan.starts, plan.query_lens)
+        if self._draft is not None:
+            self._draft.forget(inputs)
+        query_start = inputs.query_start
+        ends = inputs.context_lens[plan.sample_from]
         if len(plan.draft_tokens):
             counts = plan.max_accepted - 1
             ends -= counts
-            self._tokens[np.repeat(plan.sample_to, counts), _runs(ends, counts)] = plan.draft_tokens
+            self._rows.tokens[np.repeat(plan.sample_to, counts), _runs(ends, counts)] = plan.draft_tokens
         only_argmax = self.sampler.only_argmax(plan.sample_to)
         hidden = self.decoder.forward(
-            self._to_device(self._tokens[rows, positions].astype(np.int64)),
-            self._batch(plan, query_start, context_lens, rows, positions),
-            self.pool,
-            self._on_layer(plan),
-            self._adapter_tokens(plan),
+            inputs.token_ids(), inputs.batch(), self.pool, self._on_layer(plan), self._adapter_tokens(plan)
         )
         of_prompts: dict[int, list[TokenLogprobs]] = {}
         for index in plan.prompt_logprobs.tolist():
@@ -174,6 +161,7 @@ class LocalExecutor:
         output = self._sample(plan, hidden, query_start, ends, only_argmax)
         output.prompt_logprobs, output.pooled = of_prompts, pooled
         output.failed |= not_finite
+        output.undrafted, output.draft_work = undrafted, draft_work
         return output
 
     def close(self) -> None:
@@ -184,9 +172,9 @@ class LocalExecutor:
         """Returns the adapters of the plan's rows, with the tokens of these."""
         if not self._adapters:
             return []
-        numbers = np.repeat(self._adapter_numbers[plan.rows], plan.query_lens)
+        numbers = np.repeat(self._rows.adapter_numbers[plan.rows], plan.query_lens)
         return [
-            (self._adapters[number], self._to_device(np.flatnonzero(numbers == number)))
+            (self._adapters[number], self._rows.to_device(np.flatnonzero(numbers == number)))
             for number in np.unique(numbers[numbers > 0]).tolist()
         ]
 
@@ -198,32 +186,8 @@ class LocalExecutor:
         return self._read_ahead.step(streamed) if any(map(len, streamed)) else None
 
     def streamed_frames(self, plan: StepPlan) -> list[NDArray[np.int32]]:
-        entries = -(-int((plan.starts + plan.query_lens).max(initial=0)) // self._block_size)
-        return [tables[tables >= self.pool.first_streamed] for tables in self.tables[:, plan.rows, :entries]]
-
-    def _batch(
-        self,
-        plan: StepPlan,
-        query_start: NDArray[np.int32],
-        context_lens: NDArray[np.int32],
-        rows: NDArray[np.int32],
-        positions: NDArray[np.int64],
-    ) -> AttentionBatch:
-        size = self._block_size
-        max_context = int(context_lens.max())
-        tables = self.tables[:, plan.rows, : -(-max_context // size)]
-        entries, offsets = np.divmod(positions, size)
-        frames = self.tables[:, rows, entries].astype(np.int64, order="C")  # which indexing does not keep
-        slots = np.where(frames < 0, -1, frames * size + offsets)
-        groups = (GroupBatch(self._to_device(t), self._to_device(s)) for t, s in zip(tables, slots, strict=True))
-        return AttentionBatch(
-            query_start=self._to_device(query_start),
-            context_lens=self._to_device(context_lens),
-            positions=self._to_device(positions),
-            groups=tuple(groups),
-            max_query_len=int(plan.query_lens.max()),
-            max_context_len=max_context,
-        )
+        entries = -(-int((plan.starts + plan.query_lens).max(initial=0)) // self._rows.block_size)
+        return [tables[tables >= self.pool.first_streamed] for tables in self._rows.tables[:, plan.rows, :entries]]
 
     def _sample(
         self, plan: StepPlan, hidden: Tensor, query_start: NDArray[np.int32], ends: NDArray[np.int32], only_argmax: bool
@@ -244,7 +208,7 @@ class LocalExecutor:
             sampled, tokens, logprobs = self._verify(plan, choose, ends)
         else:
             sampled, tokens, logprobs = Verified.without_drafts(choose(None, plan.sample_to))
-            self._tokens[plan.sample_to, ends] = sampled.token_ids
+            self._rows.tokens[plan.sample_to, ends] = sampled.token_ids
         failed: dict[int, Exception] = {}
         for i in sampled.not_finite:
             failed[int(plan.sample_from[i])] = NonFiniteLogitsError.of("logits")
@@ -310,11 +274,11 @@ class LocalExecutor:
             verified = verify(plan, choose)
         except Exception:
             for row, end in zip(plan.sample_to.tolist(), ends.tolist(), strict=True):
-                prompt_len = int(self._prompt_lens[row])
-                self.sampler.rewind(row, self._tokens[row, :prompt_len], self._tokens[row, prompt_len:end])
+                prompt_len = int(self._rows.prompt_lens[row])
+                self.sampler.rewind(row, self._rows.tokens[row, :prompt_len], self._rows.tokens[row, prompt_len:end])
             raise
         counts = np.array([len(accepted) for accepted in verified.tokens])
-        self._tokens[plan.sample_to, ends + counts - 1] = [accepted[-1] for accepted in verified.tokens]
+        self._rows.tokens[plan.sample_to, ends + counts - 1] = [accepted[-1] for accepted in verified.tokens]
         return verified
 
     def _logits_of(self, rows: int) -> Tensor | None:
@@ -328,17 +292,13 @@ class LocalExecutor:
     @torch.inference_mode()
     def _prompt_logprobs(self, hidden: Tensor, start: int, row: int) -> list[TokenLogprobs]:
         """Returns, for query tokens at start.. of a prompt, log probabilities of the prompt token that follows each."""
-        targets = self._tokens[row, start + 1 : min(start + 1 + len(hidden), int(self._prompt_lens[row]))]
+        targets = self._rows.tokens[row, start + 1 : min(start + 1 + len(hidden), int(self._rows.prompt_lens[row]))]
         found: list[TokenLogprobs] = []
         for begin in range(0, len(targets), LOGITS_ROWS):
             part = targets[begin : begin + LOGITS_ROWS]
             logits = self.decoder.logits(hidden[begin : begin + len(part)])
             found += self.sampler.prompt_logprobs(row, logits, part)
         return found
-
-    def _to_device(self, array: NDArray[np.int32] | NDArray[np.int64]) -> Tensor:
-        tensor = torch.from_numpy(array)
-        return tensor if self._device.type == "cpu" else tensor.to(self._device, non_blocking=True)
 
 
 def _pool(

@@ -12,7 +12,7 @@ from pagemill.errors import KVMemoryError
 from pagemill.kvcache.frames import FileBackedFrames, FrameStorage, HostFrames
 from pagemill.kvcache.gpu_frames import GpuFrames
 from pagemill.kvcache.kv_format import SCALE_BYTES
-from pagemill.kvcache.layout import FrameShape, LayoutMaker, layer_major
+from pagemill.kvcache.layout import FrameShape, KVLayout, LayoutMaker, layer_major
 from pagemill.kvcache.streamed_file import StreamedFile
 
 PAGES_APART = 64
@@ -59,7 +59,8 @@ class DevicePool:
                 if self.capacity == num_frames:
                     raise
         self.storage = self.frames.bytes.view(-1).view(self.dtype)
-        places = [self._place(place) for place in range(shape.places)]
+        self._layout_of = layout
+        places = [self._view(shape, self.layout, place * self.layout.place_stride) for place in range(shape.places)]
         self._layers = {layer: places[shape.groups.place(layer)[1]] for layer in range(shape.groups.num_layers)}
 
     def _open(self, layout: LayoutMaker, streamed_frames: int, folder: Path | None) -> None:
@@ -84,6 +85,13 @@ class DevicePool:
         """Returns the keys and values of a model layer, as views."""
         return self._layers[layer]
 
+    def packed_layer(self, shape: FrameShape, place: int, index: int) -> LayerCache:
+        """Returns the keys and values of a layer of another shape, of the same format, as views: the one with this
+        index among those of that shape that lie in one place of each frame."""
+        layout = self._layout_of(shape, 1)
+        begin = place * self.layout.place_stride + index * layout.place_bytes // self.dtype.itemsize
+        return self._view(shape, layout, begin)
+
     @property
     def nbytes(self) -> int:
         """Bytes of all frames, without streamed ones."""
@@ -103,12 +111,12 @@ class DevicePool:
         self.frames.release(num_frames, self.num_frames)
         self.num_frames = num_frames
 
-    def _place(self, place: int) -> LayerCache:
-        at, shape, begin = self.layout, self.shape, place * self.layout.place_stride
-        block_size, pairs = shape.block_size, self.layout.pairs
+    def _view(self, shape: FrameShape, at: KVLayout, begin: int) -> LayerCache:
+        """Returns a layer of this shape, laid out like this from element `begin` of each frame on."""
+        block_size, pairs, frame_stride = shape.block_size, at.pairs, self.layout.frame_stride
 
         def view(dims: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
-            sizes, strides = (self.frames.bytes.shape[1], shape.kv_heads, *dims), (at.frame_stride, *strides)
+            sizes, strides = (self.frames.bytes.shape[1], shape.kv_heads, *dims), (frame_stride, *strides)
             return torch.as_strided(self.storage, sizes, strides, begin + offset)
 
         if pairs:
@@ -124,7 +132,7 @@ class DevicePool:
         words = self.storage.view(torch.float32)
         per_scale = SCALE_BYTES // self.dtype.itemsize  # elements
         sizes = (self.frames.bytes.shape[1], shape.kv_heads, block_size)
-        scale_strides = (at.frame_stride // per_scale, at.scale_head // SCALE_BYTES, 1)
+        scale_strides = (frame_stride // per_scale, at.scale_head // SCALE_BYTES, 1)
         key_scale, value_scale = (
             torch.as_strided(words, sizes, scale_strides, begin // per_scale + scales // SCALE_BYTES)
             for scales in (at.key_scales, at.value_scales)

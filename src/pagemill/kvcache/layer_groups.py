@@ -57,3 +57,24 @@ def group_layers(windows: Sequence[int | None]) -> LayerGroups:
         for i in range(0, len(members), size)
     ]
     return LayerGroups(tuple(groups), size)
+
+
+def add_full_layers(groups: LayerGroups, count: int) -> LayerGroups:
+    """Returns groups that hold `count` more layers, with full attention, all in one group, numbered on from the others.
+
+    They go to the group with full attention that has the fewest layers, whose frames then have more places, or into a
+    group of their own: whichever gives a token of a full context fewer places.
+    """
+    first = groups.num_layers
+    more = tuple(range(first, first + count))
+    full = [index for index, group in enumerate(groups.groups) if group.window is None]
+    alone = LayerGroups((*groups.groups, LayerGroup(None, more)), max(groups.layers_per_frame, count))
+    if not full:
+        return alone
+    at = min(full, key=lambda index: len(groups.groups[index].layers))
+    layers = groups.groups[at].layers + more
+    grown = LayerGroup(None, layers)
+    joined = LayerGroups(
+        (*groups.groups[:at], grown, *groups.groups[at + 1 :]), max(groups.layers_per_frame, len(layers))
+    )
+    return min(joined, alone, key=lambda one: len(one.groups) * one.layers_per_frame)

@@ -43,6 +43,7 @@ class KVLayout:
     those of a head's tokens are neighbours, and begin key_scales or value_scales bytes after the frame's place, plus
     head * scale_head bytes. Where elements are not scaled, nothing lies there.
 
+    place_bytes: bytes of one place of a frame.
     piece_bytes: bytes of each contiguous piece of a frame; every piece starts at a page, or at a cache line
         where filling pages up would add more than a sixteenth.
     frame_bytes: bytes of one frame, all places; also those of its record.
@@ -62,6 +63,7 @@ class KVLayout:
     key_scales: int
     value_scales: int
     scale_head: int
+    place_bytes: int
     piece_bytes: int
     frame_bytes: int
 
@@ -99,6 +101,7 @@ def layer_major(shape: FrameShape, frames: int) -> KVLayout:
         key_scales=scales,
         value_scales=scales + block_size * format.scale_bytes,
         scale_head=head_bytes,
+        place_bytes=piece * format.itemsize,
         piece_bytes=piece * format.itemsize,
         frame_bytes=shape.places * piece * format.itemsize,
     )
@@ -129,6 +132,7 @@ def block_major(shape: FrameShape, frames: int) -> KVLayout:
         key_scales=scales,
         value_scales=scales + kv_heads * block_size * format.scale_bytes,
         scale_head=block_size * format.scale_bytes,
+        place_bytes=place * format.itemsize,
         piece_bytes=frame * format.itemsize,
         frame_bytes=frame * format.itemsize,
     )

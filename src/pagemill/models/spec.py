@@ -77,15 +77,24 @@ class DecoderSpec:
     tied_embeddings: bool = False
     moe: MoESpec | None = None
 
-    def attention_share(self, num_keys: int) -> float:
-        """Returns the work of attending from one token to `num_keys` keys, as a share of its layers' other work."""
-        hidden, queries = self.hidden_size, self.num_heads * self.head_dim
-        products = 0
+    @property
+    def layer_products(self) -> int:
+        """Returns how many products of a weight all layers take for one token, without attention."""
+        hidden, products = self.hidden_size, 0
         for layer in self.layers:
-            products += hidden * (2 * queries + 2 * self.num_kv_heads * self.head_dim)
+            products += hidden * 2 * self.head_dim * (self.num_heads + self.num_kv_heads)
             if layer.moe and self.moe is not None:
                 products += self.moe.experts_per_token * 3 * hidden * self.moe.intermediate_size
             else:
                 products += 3 * hidden * self.intermediate_size
+        return products
+
+    def attention_share(self, num_keys: int) -> float:
+        """Returns the work of attending from one token to `num_keys` keys, as a share of its layers' other work."""
         full = sum(layer.window is None for layer in self.layers)
-        return full * 2 * queries * num_keys / products
+        return full * 2 * self.num_heads * self.head_dim * num_keys / self.layer_products
+
+    def cost_beside(self, other: DecoderSpec) -> float:
+        """Returns the work of one token, the head's included, as a multiple of another model's."""
+        mine, others = (one.layer_products + one.hidden_size * one.vocab_size for one in (self, other))
+        return mine / others

@@ -181,6 +181,15 @@ class Sampler:
         failed = self._follow(tokens, rows) if structured.any() else {}
         return Sampled(token_ids, [None] * len(token_ids), not_finite, np.flatnonzero(exhausted).tolist(), failed)
 
+    def guess(self, logits: torch.Tensor, rows: Rows, ahead: int) -> Ids:
+        """Returns what `sample` would choose `ahead` tokens later if the logits there were these; it may be none.
+
+        It draws with the random numbers of those tokens, so that of a distribution that is near the later one it
+        chooses mostly the same. Penalties, grammars and other constraints are left out. Nothing is remembered.
+        """
+        choices = self._choices(rows.astype(np.int64), ahead)
+        return self._kernels.choose(logits, np.arange(len(rows)), choices)
+
     def sample(self, logits: torch.Tensor, rows: Rows) -> Sampled:
         """Chooses the next token of each of `rows` ([m], distinct) from `logits` (float32 [m, vocab], on this device).
 
@@ -233,11 +242,11 @@ class Sampler:
         self._grammars.append(rows[moved].tolist(), tokens[moved].tolist())
         return failed
 
-    def _choices(self, rows: npt.NDArray[np.int64]) -> Choices:
+    def _choices(self, rows: npt.NDArray[np.int64], ahead: int = 0) -> Choices:
         temperature = self._temperature[rows]
         if not temperature.any():
             return Choices.argmax(len(rows))
-        uniforms = uniform(self._seeds[rows], self._positions[rows])
+        uniforms = uniform(self._seeds[rows], self._positions[rows] + ahead)
         return Choices(temperature, self._top_k[rows], self._top_p[rows], self._min_p[rows], uniforms)
 
     def prompt_logprobs(self, row: int, logits: torch.Tensor, next_token_ids: npt.ArrayLike) -> list[TokenLogprobs]:

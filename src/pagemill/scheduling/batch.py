@@ -79,10 +79,16 @@ class Batch:
         sequence.tokens += tokens
         sequence.prefill_len = len(sequence.tokens) - 1
 
-    def plan(self, planned: abc.Mapping[Sequence, int], drafts: abc.Mapping[Sequence, list[int]] = NONE) -> StepPlan:
+    def plan(
+        self,
+        planned: abc.Mapping[Sequence, int],
+        drafts: abc.Mapping[Sequence, list[int]] = NONE,
+        catch_up: int = 0,
+    ) -> StepPlan:
         """Plans a step, which is in flight from now on.
 
-        planned: how many tokens each sequence computes. drafts: the last of these, where they are guesses.
+        planned: how many tokens each sequence computes. drafts: the last of these, where they are guesses. catch_up:
+        the most tokens that a draft model takes in of those that it has not yet.
         """
         entries: list[Entry] = []
         rows: list[int] = []
@@ -162,6 +168,7 @@ class Batch:
             pooled=np.fromiter(pooled, np.int32, len(pooled)),
             pools_all=np.fromiter(pools_all, np.bool_, len(pooled)),
             forks=forks,
+            catch_up=catch_up,
         )
 
 

@@ -10,6 +10,8 @@ import math
 from collections.abc import Sequence
 from heapq import heapify, heapreplace
 
+from pagemill.scheduling.step_plan import DraftWork
+
 FADING = 1 / 64
 """What the last step counts in the line, beside all before it."""
 DOUBT = 1 / 512
@@ -22,6 +24,10 @@ FIRST_DRAFTS = 4
 """The most drafts of the first step that has any. Each step may have twice as many as any before it."""
 MARGIN = 1.1
 """A draft must be worth so many times what it costs."""
+PASS_FADING = 1 / 16
+"""What a draft model's last passes count, beside all before them."""
+CATCH_UP_FADING = 1 / 4
+"""What the last tokens that it had to take in count, beside all before them."""
 
 
 class Candidate:
@@ -38,38 +44,64 @@ class Candidate:
         self.count = 0
 
 
+class Line:
+    """Fits seconds to a count by a line through the last values, near which it holds.
+
+    each: seconds for one more, at least 0; `slope` until counts have differed.
+    """
+
+    def __init__(self, count: float, seconds: float, slope: float = 0.0) -> None:
+        self._count, self._seconds = count, seconds
+        self._variance = self._covariance = 0.0
+        self.each = slope
+
+    def at(self, count: float) -> float:
+        """Returns the seconds of a count."""
+        return max(self._seconds + self.each * (count - self._count), self._seconds / OUTLIER)
+
+    def note(self, count: float, seconds: float, fading: float = FADING) -> None:
+        """Takes in what a count took."""
+        seconds = min(seconds, OUTLIER * self.at(count))
+        more, longer = count - self._count, seconds - self._seconds
+        self._count += fading * more
+        self._seconds += fading * longer
+        self._variance = (1 - fading) * (self._variance + fading * more * more)
+        self._covariance = (1 - fading) * (self._covariance + fading * more * longer)
+        self._settle()
+
+    def doubt(self) -> None:
+        """Takes a little off the slope."""
+        self._covariance *= 1 - DOUBT
+        self._settle()
+
+    def _settle(self) -> None:
+        if self._variance > 1e-6:
+            self.each = max(0.0, self._covariance / self._variance)
+
+
 class DraftControl:
-    """Fits a step's seconds to its query tokens: a line through the last steps in which all sequences generated."""
+    """Fits a step's seconds to its query tokens, in steps in which all sequences generated."""
 
     def __init__(self) -> None:
         self._steps = 0
-        self._tokens = self._seconds = self._variance = self._covariance = 0.0
-        self._each = 0.0
-        """Seconds of one more token."""
+        self._line = Line(0.0, 0.0)
         self._reach = FIRST_DRAFTS
 
     def note_step(self, tokens: int, drafts: int, seconds: float) -> None:
         """Notes how long a step took that had so many query tokens, drafts among them, and none of a prompt."""
         self._steps += 1
         if self._steps <= PLAIN_STEPS:  # the first pays for pages and caches
-            self._tokens, self._seconds = tokens, seconds
+            self._line = Line(tokens, seconds)
             return
         if drafts:
             self._reach = max(self._reach, 2 * drafts)
-        seconds = min(seconds, OUTLIER * self._expected(tokens))
-        more, longer = tokens - self._tokens, seconds - self._seconds
-        self._tokens += FADING * more
-        self._seconds += FADING * longer
-        self._variance = (1 - FADING) * (self._variance + FADING * more * more)
-        self._covariance = (1 - FADING) * (self._covariance + FADING * more * longer)
+        self._line.note(tokens, seconds)
         if not drafts:
-            self._covariance *= 1 - DOUBT
-        if self._variance > 1e-6:
-            self._each = max(0.0, self._covariance / self._variance)
+            self._line.doubt()
 
     def pays(self, chance: float, rows: int) -> bool:
         """Returns whether the first draft of a step of so many generating rows pays if it is right by `chance`."""
-        return self._steps >= PLAIN_STEPS and chance * self._expected(rows) > MARGIN * self._each * rows
+        return self._steps >= PLAIN_STEPS and chance * self._line.at(rows) > MARGIN * self._line.each * rows
 
     def choose(self, candidates: Sequence[Candidate], rows: int, most: int, limit_s: float = math.inf) -> None:
         """Sets how many drafts of each candidate a step of so many generating rows verifies, at most `most` in all.
@@ -77,21 +109,79 @@ class DraftControl:
         To be called where a draft that is sure to be right pays. The likeliest come first, as long as they raise the
         tokens per second, and the step takes at most `limit_s`.
         """
-        left, tokens, seconds = min(most, self._reach), float(rows), self._expected(rows)
+        left, tokens, seconds = min(most, self._reach), float(rows), self._line.at(rows)
         heap = [(-one.chance, index) for index, one in enumerate(candidates) if one.most]
         heapify(heap)
-        while heap and left and seconds + self._each <= limit_s:
+        while heap and left and seconds + self._line.each <= limit_s:
             negated, index = heap[0]
-            if -negated * seconds <= MARGIN * self._each * tokens:
+            if -negated * seconds <= MARGIN * self._line.each * tokens:
                 return
             candidate = candidates[index]
             candidate.count += 1
             left -= 1
             tokens -= negated
-            seconds += self._each
+            seconds += self._line.each
             follows = negated * candidate.chance if candidate.count < candidate.most else 0.0
             heapreplace(heap, (follows, index))
 
-    def _expected(self, tokens: int) -> float:
-        """Returns the seconds of a step with so many query tokens."""
-        return max(self._seconds + self._each * (tokens - self._tokens), self._seconds / OUTLIER)
+
+class ModelDraftControl(DraftControl):
+    """Counts what a draft model takes as well: a pass for each further draft, over the rows that have it.
+
+    cost: of one of its tokens, as a multiple of the model's; what it takes is judged by that until it is measured.
+    """
+
+    def __init__(self, cost: float) -> None:
+        super().__init__()
+        self._cost = cost
+        self._passes: Line | None = None
+        self._caught_up_s: float | None = None
+
+    def note_work(self, work: DraftWork) -> None:
+        """Notes what the draft model did in a step."""
+        if work.passes:
+            rows, seconds = work.rows / work.passes, work.seconds / work.passes
+            self._passes = self._passes or Line(rows, seconds, self._cost * self._line.each)
+            self._passes.note(rows, seconds, PASS_FADING)
+        if work.caught_up:
+            seconds = work.catch_up_s / work.caught_up
+            before = seconds if self._caught_up_s is None else self._caught_up_s
+            self._caught_up_s = before + CATCH_UP_FADING * (seconds - before)
+
+    def catch_up_s(self, tokens: int) -> float:
+        """Returns the seconds in which the draft model takes in so many tokens of a sequence, before its drafts."""
+        each = self._cost * self._line.each if self._caught_up_s is None else self._caught_up_s
+        return tokens * each
+
+    def step_s(self, rows: int) -> float:
+        """Returns the seconds of a step without drafts."""
+        return self._line.at(rows)
+
+    def pays(self, chance: float, rows: int) -> bool:
+        if self._steps < PLAIN_STEPS:
+            return False
+        costs = ((count, count * self._line.each + self._pass_s(count)) for count in (1, rows))
+        return any(count * chance * self._line.at(rows) > MARGIN * cost * rows for count, cost in costs)
+
+    def choose(self, candidates: Sequence[Candidate], rows: int, most: int, limit_s: float = math.inf) -> None:
+        """Sets the drafts of each candidate, as `DraftControl.choose` does; draft after draft, as the passes go."""
+        left, tokens, seconds = min(most, self._reach), float(rows), self._line.at(rows)
+        going = [one for one in candidates if one.most]
+        depth = 0
+        while going:
+            depth += 1
+            gains = [(one.chance**depth, one) for one in going]
+            gains.sort(key=lambda gain: gain[0], reverse=True)
+            each = self._line.each + self._pass_s(2) - self._pass_s(1)
+            chosen = [gain for gain in gains[:left] if gain[0] * seconds > MARGIN * each * tokens]
+            cost = len(chosen) * self._line.each + self._pass_s(len(chosen))
+            gain = sum(chance for chance, _ in chosen)
+            if not chosen or gain * seconds <= MARGIN * cost * tokens or seconds + cost > limit_s:
+                return
+            tokens, seconds, left = tokens + gain, seconds + cost, left - len(chosen)
+            for _, one in chosen:
+                one.count = depth
+            going = [one for _, one in chosen if one.most > depth]
+
+    def _pass_s(self, rows: int) -> float:
+        return self._cost * self._line.at(rows) if self._passes is None else self._passes.at(rows)

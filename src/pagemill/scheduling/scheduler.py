@@ -21,7 +21,7 @@ from pagemill.scheduling.loading import Stored
 from pagemill.scheduling.sequence import Rank, Request, Sequence, SequenceUpdate, Status
 from pagemill.scheduling.speculation import DraftCounts, Drafter
 from pagemill.scheduling.state import SchedulerState, StepDraft
-from pagemill.scheduling.step_plan import StepPlan, StepResult
+from pagemill.scheduling.step_plan import NO_WORK, StepPlan, StepResult
 from pagemill.tenant_limits import TenantLimits
 
 SCORED_BESIDE = 16
@@ -79,6 +79,7 @@ class Scheduler:
         self.tenants = self.state.tenants
         self.drafter = drafter
         self.drafts = DraftCounts()
+        self._draft_work = NO_WORK
         self._eos = eos_token_ids
         self._ageing_s = ageing_s
         self._compactor = Compactor() if compacts else None
@@ -281,7 +282,7 @@ class Scheduler:
         self.tenants.serve(draft.planned)
         if self.drafter is not None:
             speculation.add_drafts(state, draft, self.drafter)
-        return state.batch.plan(draft.planned, draft.drafts)
+        return state.batch.plan(draft.planned, draft.drafts, draft.catch_up)
 
     def expire(self, now: float) -> float:
         """Ends pins and cached blocks whose time is over, as `schedule` does too.
@@ -306,7 +307,9 @@ class Scheduler:
             return
         generating = plan.num_generating
         if self.drafter is not None and generating == plan.num_tokens:
-            self.drafter.note_step(generating, len(plan.draft_tokens), seconds)
+            withdrawn = self._draft_work.withdrawn
+            drafts = len(plan.draft_tokens) - withdrawn
+            self.drafter.note_step(generating - withdrawn, drafts, seconds, self._draft_work)
         self.controller.note_step(seconds, plan.num_tokens - generating, generating, self.num_running)
         self.controller.note_memory(self.preemptions, self.memory.num_frames)
 
@@ -338,6 +341,7 @@ class Scheduler:
         state = self.state
         flight = state.batch.flights.popleft()
         self.memory.retire(flight.step)
+        self._draft_work = result.draft_work
         updates: list[SequenceUpdate] = []
         entries, failed, finished = flight.entries, result.failed, Status.FINISHED
         for position, entry in enumerate(entries):
@@ -353,7 +357,8 @@ class Scheduler:
             sequence.prompt_logprobs += of_prompt
         for position, hidden in result.pooled.items():
             entries[position].sequence.pool(hidden, entries[position].start)
-        for (position, index), tokens, logprobs in zip(flight.samples, result.tokens, result.logprobs, strict=True):
+        samples = zip(flight.samples, result.tokens, result.logprobs, strict=True)
+        for sample, ((position, index), tokens, logprobs) in enumerate(samples):
             sequence = entries[position].sequence
             if sequence.status is finished or (failed and position in failed):
                 continue
@@ -371,7 +376,11 @@ class Scheduler:
                 self.pins.keep(sequence.request.request_id, sequence.table, now)
             accepted, reason, stop_reason = sequence.accept(tokens, self._eos)
             if entries[position].drafts:
-                self._keep_accepted(entries[position], len(tokens), len(accepted))
+                self._keep_accepted(entries[position], len(accepted))
+                if sample not in result.undrafted:
+                    self.drafts.note(entries[position].drafts, len(tokens) - 1)
+                    if self.drafter is not None:
+                        self.drafter.verified(sequence, entries[position].drafts, len(tokens) - 1)
             if reason is not None:
                 state.finish(sequence, now)
             logprobs = None if logprobs is None else logprobs[: len(accepted)]
@@ -394,19 +403,13 @@ class Scheduler:
         if fills:
             state.resume(state.pending.computed(sequence, end // size))
 
-    def _keep_accepted(self, entry: Entry, accepted: int, kept: int) -> None:
-        """Commits what a row with drafts has computed and keeps, and gives back what the others had.
-
-        accepted: tokens that it accepted. kept: those of them that the sequence takes, up to its end.
-        """
-        sequence, proposed = entry.sequence, entry.drafts
+    def _keep_accepted(self, entry: Entry, kept: int) -> None:
+        """Commits what a row with drafts has computed and the sequence takes, and gives back what the others had."""
+        sequence = entry.sequence
         sequence.scheduled = entry.start + kept
         self._keep(sequence, entry.start, sequence.scheduled)
         speculation.give_back(self.state, sequence, sequence.scheduled)
         self.tenants.serve({sequence: kept - 1})  # the first was counted when it was planned
-        self.drafts.note(proposed, accepted - 1)
-        if self.drafter is not None:
-            self.drafter.verified(sequence, proposed, accepted - 1)
 
     def _fail(self, sequence: Sequence, error: Exception, now: float) -> list[SequenceUpdate]:
         """Ends a sequence that failed, and returns what to tell.

@@ -20,6 +20,7 @@ from pagemill.tenant_limits import DEFAULT_TENANT
 
 if TYPE_CHECKING:
     from pagemill.scheduling.beam import BeamGroup, Hypothesis
+    from pagemill.scheduling.model_drafting import ModelDrafting
 
 
 LEAST_NORM = 1e-12
@@ -126,8 +127,8 @@ class Sequence:
     """What its request's pooling has of the tokens computed so far: their sum, or the last one's hidden state."""
     scheduled_s: float | None = None
     """When it first entered a step."""
-    drafting: Drafting | None = None
-    """What its drafts are looked up in, while it runs."""
+    drafting: Drafting | ModelDrafting | None = None
+    """What is known of its drafts, while it runs."""
     group: BeamGroup | None = None
     """The beams among which it is one."""
     residency: Residency | None = None

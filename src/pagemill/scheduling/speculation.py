@@ -19,6 +19,7 @@ from pagemill.scheduling.draft_control import Candidate, DraftControl
 from pagemill.scheduling.drafting import Drafting, Match, NgramTable
 from pagemill.scheduling.sequence import Sequence
 from pagemill.scheduling.state import SchedulerState, StepDraft
+from pagemill.scheduling.step_plan import DraftWork
 from pagemill.speculative_config import SpeculativeConfig
 
 TAKEN_IN = 2048
@@ -31,7 +32,7 @@ class Drafter(Protocol):
     def propose(
         self, room: Mapping[Sequence, int], rows: int, budget: int, limit_s: float
     ) -> dict[Sequence, list[int]]:
-        """Returns drafts, at least one for each sequence that gets any.
+        """Returns drafts, at least one for each sequence that gets any; -1 for each that the device shall propose.
 
         room: by sequence, the most drafts that it may get. rows: how many rows generate in the step. budget: the most
         drafts of all. limit_s: the longest that the step should take.
@@ -40,8 +41,9 @@ class Drafter(Protocol):
     def verified(self, sequence: Sequence, proposed: int, accepted: int) -> None:
         """Is told how many of a sequence's drafts were right."""
 
-    def note_step(self, tokens: int, drafts: int, seconds: float) -> None:
-        """Is told how long a step took in which all of its query tokens, drafts among them, were generating rows'."""
+    def note_step(self, tokens: int, drafts: int, seconds: float, work: DraftWork) -> None:
+        """Is told how long a step took in which all of its query tokens, drafts among them, were generating rows', and
+        what the draft model did in it."""
 
 
 @dataclass
@@ -78,6 +80,7 @@ def add_drafts(state: SchedulerState, draft: StepDraft, drafter: Drafter) -> Non
         fitting = tokens[: _reserve(state.memory, sequence, len(tokens))]
         if fitting:
             draft.add_drafts(sequence, fitting)
+    draft.catch_up = draft.budget
 
 
 def give_back(state: SchedulerState, sequence: Sequence, length: int) -> None:
@@ -121,7 +124,9 @@ class NgramDrafter:
         found: list[tuple[Sequence, Drafting, Match, Candidate]] = []
         left = TAKEN_IN
         for sequence, most in room.items():
-            drafting = sequence.drafting = sequence.drafting or self._begin(sequence)
+            if not isinstance(sequence.drafting, Drafting):
+                sequence.drafting = self._begin(sequence)
+            drafting = sequence.drafting
             left -= drafting.take_in(sequence.tokens, left)
             match = drafting.match(sequence.tokens)
             if match is not None:
@@ -140,8 +145,8 @@ class NgramDrafter:
         return Drafting(sequence.prompt_len, self._lengths, request.ngrams)
 
     def verified(self, sequence: Sequence, proposed: int, accepted: int) -> None:
-        if sequence.drafting is not None:
+        if isinstance(sequence.drafting, Drafting):
             sequence.drafting.verified(proposed, accepted)
 
-    def note_step(self, tokens: int, drafts: int, seconds: float) -> None:
+    def note_step(self, tokens: int, drafts: int, seconds: float, work: DraftWork) -> None:
         self._control.note_step(tokens, drafts, seconds)

@@ -122,6 +122,7 @@ class StepDraft:
 
     scored: how many more tokens of prompts may run of which log probabilities are asked for.
     drafts: those that are verified behind a sequence's last token, counted in `planned`.
+    catch_up: the most tokens that a draft model takes in of those that it has not yet.
     paced: how many more tokens of prompts of some tenants may run.
     """
 
@@ -130,6 +131,7 @@ class StepDraft:
         self.drafts: dict[Sequence, list[int]] = {}
         self.budget = budget
         self.scored = budget
+        self.catch_up = 0
         self.paced: dict[str, int] = {}
 
     def most(self, sequence: Sequence) -> int:

@@ -51,11 +51,13 @@ class StepPlan:
     sample_from int32 [m]  index into `rows`: whose last query token's logits are sampled, and those before its drafts
     sample_to   int32 [m]  persistent row that gets the sampled tokens (not rows[sample_from] for a forked child)
     max_accepted int32 [m] how many tokens the sample may accept: 1, and 1 for each of its drafts
-    draft_tokens int32 [d] the drafts of all samples, one after the other: a row's last query tokens, if it has any
+    draft_tokens int32 [d] the drafts of all samples, one after the other: a row's last query tokens, if it has any;
+                           -1 for each that the device's draft model shall propose
     prompt_logprobs int32 [k]  indices into `rows` whose every query token needs log probabilities
     pooled      int32 [p]  indices into `rows` whose hidden states are wanted: of each a vector
     pools_all   bool  [p]  whether that is the sum over all query tokens; else it is the last one's
     forks       whether several samples may be of one row; if not, `sample_from` rises
+    catch_up    the most tokens that the draft model takes in of those that it has not yet
 
     Edits (`new_rows`, `freed_rows`, `chosen_tokens`, `work`) are applied once, in the order freed, new, chosen, work;
     the rest may be run in parts.
@@ -78,6 +80,7 @@ class StepPlan:
     pooled: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
     pools_all: NDArray[np.bool_] = field(default_factory=lambda: np.empty(0, np.bool_))
     forks: bool = False
+    catch_up: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -113,6 +116,35 @@ class StepPlan:
         )
 
 
+class DraftWork(NamedTuple):
+    """Counts what a draft model did for a plan, or a part of one.
+
+    passes: those that brought a draft for each of their rows and took in hardly more; rows, seconds: of all of them.
+    caught_up, catch_up_s: tokens that it took in before it could draft, and the seconds of that.
+    withdrawn: drafts that were planned, and not proposed.
+    """
+
+    passes: int = 0
+    rows: int = 0
+    seconds: float = 0.0
+    caught_up: int = 0
+    catch_up_s: float = 0.0
+    withdrawn: int = 0
+
+    def join(self, other: DraftWork) -> DraftWork:
+        return DraftWork(
+            self.passes + other.passes,
+            self.rows + other.rows,
+            self.seconds + other.seconds,
+            self.caught_up + other.caught_up,
+            self.catch_up_s + other.catch_up_s,
+            self.withdrawn + other.withdrawn,
+        )
+
+
+NO_WORK = DraftWork()
+
+
 @dataclass(slots=True)
 class StepResult:
     """Holds what a plan, or a part of one, brought. Indices are those of the plan that was run.
@@ -123,6 +155,7 @@ class StepResult:
     failed: by row, what went wrong with that row alone.
     prompt_logprobs: by row, for each query token that another prompt token follows, log probabilities of that token.
     pooled: by row, the vector that the plan asks for, [hidden].
+    undrafted: samples for which the draft model has proposed nothing, so that they brought one token.
     """
 
     tokens: list[list[int]] = field(default_factory=list)
@@ -130,6 +163,8 @@ class StepResult:
     failed: dict[int, Exception] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     pooled: dict[int, NDArray[np.float64]] = field(default_factory=dict)
+    undrafted: set[int] = field(default_factory=set)
+    draft_work: DraftWork = NO_WORK
 
     @classmethod
     def failure(cls, plan: StepPlan, error: Exception) -> StepResult:
@@ -157,4 +192,6 @@ class StepResult:
             self.failed | {rows + row: error for row, error in other.failed.items()},
             self.prompt_logprobs | {rows + row: found for row, found in other.prompt_logprobs.items()},
             self.pooled | {rows + row: vector for row, vector in other.pooled.items()},
+            self.undrafted | {len(self.tokens) + sample for sample in other.undrafted},
+            self.draft_work.join(other.draft_work),
         )

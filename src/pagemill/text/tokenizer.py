@@ -84,6 +84,21 @@ class Tokenizer:
         """The number of tokens, added ones included. A model may have more logits than that."""
         return int(self._backend.get_vocab_size())
 
+    def difference(self, other: Tokenizer) -> str | None:
+        """Returns, in words, a token that has another number in another tokenizer, or none; None: there is no such."""
+        if self.fingerprint == other.fingerprint:
+            return None
+        mine, others = self.vocabulary(), other.vocabulary()
+        for token in sorted(mine.keys() | others.keys()):
+            if mine.get(token) != others.get(token):
+                numbers = ["none" if number is None else number for number in (mine.get(token), others.get(token))]
+                return f"the numbers of token {token!r} are {numbers[0]} and {numbers[1]}"
+        return None
+
+    def vocabulary(self) -> dict[str, int]:
+        """Returns the numbers of all tokens, added ones included."""
+        return dict(self._backend.get_vocab())
+
     @property
     def special_texts(self) -> list[str]:
         """The texts of special tokens, as grammars name them."""

@@ -1,0 +1,213 @@
+"""DraftModel: a smaller model that proposes the next tokens of rows, before the step in which they are verified.
+
+Its keys and values lie in the same frames as the model's, in further layers of a group with full attention, so that
+all that happens to a block (shared, forked, copied, evicted, offloaded, kept for a session) happens to both. They are
+not always there: the model computes tokens for which nobody wants drafts, and the draft model takes these in when a row
+is to draft again. A token whose key is NaN in its first layer is one that it has not taken in. So a block may be
+completed after it was published: with the bits that it would have had at once.
+
+Whatever the drafts are, verification samples from the model (`verification`), with a random number for each position.
+A draft is drawn from the draft model's distribution with the same one: the nearer that is to the model's, the more
+often both draws are the same token.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagemill.attention.interface import LayerCache
+from pagemill.executor.rows import Inputs, Rows
+from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.layer_groups import LayerGroups
+from pagemill.kvcache.layout import FrameShape
+from pagemill.models.decoder import Decoder
+from pagemill.sampling.sampler import Sampler
+from pagemill.scheduling.step_plan import DraftWork, StepPlan
+
+
+class DraftLayers(NamedTuple):
+    """States where a draft model's layers lie: several in each place, the first in that of the pool's layer `first`.
+
+    shape: of its own keys and values. groups: the pool's.
+    """
+
+    shape: FrameShape
+    groups: LayerGroups
+    first: int
+    per_place: int
+
+    @property
+    def group(self) -> int:
+        return self.groups.place(self.first)[0]
+
+
+class DraftCaches:
+    """Gives the draft model its layers' keys and values in the pool."""
+
+    def __init__(self, pool: DevicePool, layers: DraftLayers, count: int) -> None:
+        self._layers = []
+        for layer in range(count):
+            pack, index = divmod(layer, layers.per_place)
+            place = layers.groups.place(layers.first + pack)[1]
+            self._layers.append(pool.packed_layer(layers.shape, place, index))
+
+    def layer(self, index: int) -> LayerCache:
+        return self._layers[index]
+
+
+class DraftModel:
+    """Proposes drafts for the rows of a `LocalExecutor`.
+
+    _known int32 [rows]: so many leading tokens at least have their keys and values
+    """
+
+    def __init__(self, decoder: Decoder, layers: DraftLayers) -> None:
+        self.decoder = decoder
+        self._layers = layers
+        self._groups = slice(layers.group, layers.group + 1)
+
+    def begin(self, pool: DevicePool, rows: Rows, sampler: Sampler) -> None:
+        """Takes its places in the pool, once. The sampler knows how each row's tokens are chosen."""
+        self._sampler = sampler
+        self._rows = rows
+        self._known = np.zeros(len(rows.tokens), dtype=np.int32)
+        self._first_streamed = pool.first_streamed
+        self._caches = DraftCaches(pool, self._layers, len(self.decoder.spec.layers))
+        first = self._caches.layer(0)
+        self._marks = first.key[:, 0] if first.key_scale is None else first.key_scale[:, 0]
+        """[frames, block_size, ...]: one element of each token's key, or its scale."""
+        while self._marks.dim() > 2:
+            self._marks = self._marks[..., 0]
+
+    def apply(self, plan: StepPlan) -> None:
+        """Follows a plan's edits."""
+        for new in plan.new_rows:
+            self._known[new.row] = 0
+        work = plan.work
+        mine = work.edit_group == self._layers.group
+        np.minimum.at(self._known, work.edit_row[mine], work.edit_index[mine] * self._rows.block_size)
+
+    def forget(self, inputs: Inputs) -> None:
+        """Marks those of the model's query tokens that this one has not taken in."""
+        slots = inputs.slots[self._layers.group]
+        slots = slots[(inputs.positions >= self._known[inputs.rows]) & (slots >= 0)]
+        if len(slots):
+            frames, offsets = (self._rows.to_device(part) for part in np.divmod(slots, self._rows.block_size))
+            self._marks[frames, offsets] = torch.nan
+
+    def propose(self, plan: StepPlan) -> tuple[StepPlan, set[int], DraftWork]:
+        """Returns the plan with drafts where it asks for them, without those that cannot be had, and the samples that
+        have none for that reason."""
+        self._known[plan.rows] = np.minimum(self._known[plan.rows], plan.starts)
+        asking = np.flatnonzero(plan.max_accepted > 1)
+        if not len(asking):
+            return plan, set(), DraftWork()
+        counts = plan.max_accepted[asking] - 1
+        drafting, work = self._draft(
+            plan.sample_to[asking], plan.starts[plan.sample_from[asking]], counts, plan.catch_up
+        )
+        without = asking[~drafting]
+        max_accepted, query_lens = plan.max_accepted.copy(), plan.query_lens.copy()
+        query_lens[plan.sample_from[without]] -= counts[~drafting]
+        max_accepted[without] = 1
+        tokens = [
+            self._rows.tokens[row, start + 1 : start + 1 + count]
+            for row, start, count in zip(
+                plan.sample_to[asking][drafting],
+                plan.starts[plan.sample_from[asking]][drafting],
+                counts[drafting],
+                strict=True,
+            )
+        ]
+        drafts = np.concatenate(tokens) if tokens else plan.draft_tokens[:0]
+        plan = replace(plan, query_lens=query_lens, max_accepted=max_accepted, draft_tokens=drafts)
+        return plan, set(without.tolist()), work._replace(withdrawn=int(counts[~drafting].sum()))
+
+    def _draft(
+        self, rows: NDArray[np.int32], starts: NDArray[np.int32], counts: NDArray[np.int32], catch_up: int
+    ) -> tuple[NDArray[np.bool_], DraftWork]:
+        """Puts `counts` drafts of each row behind its token at `starts`, if all before that can be taken in now.
+
+        catch_up: the most tokens that are, but for one of each row. Returns which rows have drafts.
+        """
+        begin = time.perf_counter()
+        each = zip(rows.tolist(), starts.tolist(), strict=True)
+        missing = np.array([self._missing(row, start) for row, start in each])
+        drafting = (missing == 0) | (missing == 1)
+        taken = np.where(drafting, missing, 0)
+        for index in np.flatnonzero(missing > 1).tolist():
+            taken[index] = min(int(missing[index]), catch_up)
+            catch_up -= int(taken[index])
+            drafting[index] = taken[index] == missing[index]
+        lens = (taken + drafting).astype(np.int32)
+        some = np.flatnonzero(lens)
+        caught_up = int(taken[missing > 1].sum())
+        if not len(some):
+            return drafting, DraftWork()
+        inputs = self._rows.inputs(rows[some], self._known[rows[some]], lens[some])
+        hidden = self._forward(inputs)
+        self._known[rows[some]] += lens[some]
+        last = inputs.query_start[1:][drafting[some]] - 1
+        rows, starts, counts = rows[drafting], starts[drafting], counts[drafting]
+        if not len(rows):
+            return drafting, DraftWork(caught_up=caught_up, catch_up_s=time.perf_counter() - begin)
+        self._rows.tokens[rows, starts + 1] = self._choose(hidden, last, rows, 0)
+        work = DraftWork()
+        if caught_up:
+            now = time.perf_counter()
+            work, begin = DraftWork(caught_up=caught_up, catch_up_s=now - begin), now
+        passes, total = (0, 0) if caught_up else (1, len(rows))
+        for depth in range(1, int(counts.max())):
+            going = counts > depth
+            at = starts[going] + depth
+            inputs = self._rows.inputs(rows[going], at, np.ones(len(at), dtype=np.int32))
+            hidden = self._forward(inputs)
+            self._rows.tokens[rows[going], at + 1] = self._choose(hidden, None, rows[going], depth)
+            passes, total = passes + 1, total + len(at)
+        self._known[rows] = starts + counts
+        return drafting, work._replace(passes=passes, rows=total, seconds=time.perf_counter() - begin)
+
+    def _missing(self, row: int, start: int) -> int:
+        """Returns how many of a row's tokens before `start` it has to take in, from `_known` on; -1 if it cannot: they
+        lie outside the pool, where it does not write."""
+        size, known = self._rows.block_size, int(self._known[row])
+        if known == start:
+            return 0
+        first = known // size
+        frames = self._rows.tables[self._layers.group, row, first : -(-start // size)].astype(np.int64)
+        if (frames >= self._first_streamed).any():
+            return -1
+        marks = torch.isnan(self._marks[self._rows.to_device(frames)]).cpu().numpy()
+        holes = np.flatnonzero(marks.reshape(-1)[known - first * size : start - first * size])
+        self._known[row] = known = known + int(holes[0]) if len(holes) else start
+        return start - known
+
+    def _forward(self, inputs: Inputs) -> Tensor:
+        if len(inputs.rows) > 1:  # rows that share a block take in the same tokens
+            slots = inputs.slots[self._layers.group]
+            first = np.unique(slots, return_index=True)[1]
+            others = np.ones(len(slots), dtype=bool)
+            others[first] = False
+            slots[others] = -1
+        return self.decoder.forward(inputs.token_ids(), inputs.batch(self._groups), self._caches)
+
+    def _choose(
+        self, hidden: Tensor, which: NDArray[np.int32] | None, rows: NDArray[np.int32], ahead: int
+    ) -> NDArray[np.int64]:
+        """Returns a token for each of `rows`, `ahead` behind its next, from these hidden states; any, if there is none.
+
+        which: each row's; None: they are one for each.
+        """
+        if which is not None and len(which) < hidden.shape[0]:
+            hidden = hidden[self._rows.to_device(which.astype(np.int64))]
+        found = self.decoder.argmax(hidden) if self._sampler.only_argmax(rows) else None
+        if found is None:
+            found = self._sampler.guess(self.decoder.logits(hidden), rows, ahead)
+        return np.maximum(found, 0)

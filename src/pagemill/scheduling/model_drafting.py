@@ -1,0 +1,85 @@
+"""Decides how many drafts the executor's draft model proposes for each sequence. The drafts stay on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pagemill.scheduling.draft_control import Candidate, ModelDraftControl
+from pagemill.scheduling.sequence import Sequence
+from pagemill.scheduling.step_plan import DraftWork
+from pagemill.speculative_config import SpeculativeConfig
+
+PROPOSED = -1
+"""Stands for a draft that the executor proposes."""
+FIRST_CHANCE = 0.8
+"""What a draft is taken to be right by, as long as nothing is known."""
+LEARN = 0.1
+"""What one draft counts in its sequence's chance, beside all before it; and in that of new sequences, a tenth of it."""
+FORGET = 0.005
+"""What each step without drafts counts, after which there is another try the sooner, the less a try costs."""
+CATCH_UP = 0.25
+"""The draft model takes in what it has not yet of a sequence when that takes at most this share of the time in which
+the sequence has generated so far: whoever has generated for long is likely to go on for as long."""
+
+
+class ModelDrafting:
+    """What is known of one sequence's drafts. taken_in: tokens that the draft model is sure to have taken in."""
+
+    __slots__ = ("chance", "taken_in")
+
+    def __init__(self, chance: float) -> None:
+        self.chance = chance
+        self.taken_in = 0
+
+
+class ModelDrafter:
+    """Asks the executor's draft model for as many drafts as pay (`draft_control`).
+
+    cost: of one of its tokens, as a multiple of the model's.
+    """
+
+    def __init__(self, config: SpeculativeConfig, cost: float) -> None:
+        self._most = config.num_speculative_tokens
+        self._control = ModelDraftControl(cost)
+        self._chance = FIRST_CHANCE
+
+    def propose(
+        self, room: Mapping[Sequence, int], rows: int, budget: int, limit_s: float
+    ) -> dict[Sequence, list[int]]:
+        if not self._control.pays(1.0, rows):
+            return {}
+        found: list[tuple[Sequence, ModelDrafting, Candidate]] = []
+        for sequence, most in room.items():
+            if not isinstance(sequence.drafting, ModelDrafting):
+                sequence.drafting = ModelDrafting(self._chance)
+            drafting = sequence.drafting
+            if self._is_worth_catching_up(sequence, drafting, rows):
+                found.append((sequence, drafting, Candidate(drafting.chance, min(most, self._most))))
+        self._control.choose([candidate for *_, candidate in found], rows, budget, limit_s)
+        proposed = {sequence: [PROPOSED] * one.count for sequence, _, one in found if one.count}
+        for sequence, drafting, _ in found:
+            if sequence not in proposed:
+                drafting.chance += FORGET * (self._chance - drafting.chance)
+        if not proposed:
+            self._chance += FORGET / 10 * (FIRST_CHANCE - self._chance)
+        return proposed
+
+    def verified(self, sequence: Sequence, proposed: int, accepted: int) -> None:
+        drafting = sequence.drafting
+        tried = min(accepted + 1, proposed)
+        kept = (1 - LEARN) ** tried
+        self._chance += (1 - kept) / 10 * (accepted / tried - self._chance)
+        if isinstance(drafting, ModelDrafting):
+            drafting.chance += (1 - kept) * (accepted / tried - drafting.chance)
+            drafting.taken_in = len(sequence.tokens)
+
+    def note_step(self, tokens: int, drafts: int, seconds: float, work: DraftWork) -> None:
+        self._control.note_work(work)
+        self._control.note_step(tokens, drafts, seconds - work.seconds - work.catch_up_s)
+
+    def _is_worth_catching_up(self, sequence: Sequence, drafting: ModelDrafting, rows: int) -> bool:
+        """Returns whether the draft model should take in what it may not have of a sequence's tokens."""
+        length = len(sequence.tokens)
+        going_on = min(sequence.num_output_tokens, sequence.request.max_len - length)
+        share = self._control.step_s(rows) / rows
+        return self._control.catch_up_s(length - drafting.taken_in) <= CATCH_UP * going_on * share
