@@ -60,8 +60,8 @@ class LocalExecutor:
         self._shape = shape
         self._layout = backend.layout
         self._device = backend.device
-        self._rows = Rows(len(facts.windows), max_num_seqs, facts.max_model_len, shape.block_size, backend.device)
-        self._draft = draft
+        self.rows = Rows(len(facts.windows), max_num_seqs, facts.max_model_len, shape.block_size, backend.device)
+        self.draft = draft
         self._adapter_loader = adapters
         self._adapters: dict[int, Adapter] = {}
         self._logits = torch.empty(0, facts.vocab_size)
@@ -81,8 +81,8 @@ class LocalExecutor:
         self.frames = PooledFrames(self.pool, self.pages)
         if (file := self.pool.streamed_file) is not None:
             self._read_ahead = ReadAhead(file, self.decoder.groups)
-        if self._draft is not None:
-            self._draft.begin(self.pool, self._rows, self.sampler)
+        if self.draft is not None:
+            self.draft.begin(self.pool, self.rows, self.sampler)
         return self.pool.first_streamed
 
     def memory(self) -> ExecutorMemory:
@@ -103,9 +103,9 @@ class LocalExecutor:
             tokens = np.array(new.token_ids, dtype=np.int32)
             prompt, output = tokens[: new.prompt_len], tokens[new.prompt_len :]
             self.sampler.add_row(new.row, new.params, new.seed, prompt, output, new.root)
-        self._rows.apply(plan)
-        if self._draft is not None:
-            self._draft.apply(plan)
+        self.rows.apply(plan)
+        if self.draft is not None:
+            self.draft.apply(plan)
         work = plan.work
         written = np.concatenate((work.copy_target, work.edit_frame))
         self.pages.reach(int(written[written < self.pool.first_streamed].max(initial=-1)))
@@ -136,17 +136,17 @@ class LocalExecutor:
         if not len(plan.rows):
             return StepResult()
         undrafted, draft_work = set[int](), DraftWork()
-        if self._draft is not None:
-            plan, undrafted, draft_work = self._draft.propose(plan)
-        inputs = self._rows.inputs(plan.rows, plan.starts, plan.query_lens)
-        if self._draft is not None:
-            self._draft.forget(inputs)
+        if self.draft is not None:
+            plan, undrafted, draft_work = self.draft.propose(plan)
+        inputs = self.rows.inputs(plan.rows, plan.starts, plan.query_lens)
+        if self.draft is not None:
+            self.draft.forget(inputs)
         query_start = inputs.query_start
         ends = inputs.context_lens[plan.sample_from]
         if len(plan.draft_tokens):
             counts = plan.max_accepted - 1
             ends -= counts
-            self._rows.tokens[np.repeat(plan.sample_to, counts), _runs(ends, counts)] = plan.draft_tokens
+            self.rows.tokens[np.repeat(plan.sample_to, counts), _runs(ends, counts)] = plan.draft_tokens
         only_argmax = self.sampler.only_argmax(plan.sample_to)
         hidden = self.decoder.forward(
             inputs.token_ids(), inputs.batch(), self.pool, self._on_layer(plan), self._adapter_tokens(plan)
@@ -172,9 +172,9 @@ class LocalExecutor:
         """Returns the adapters of the plan's rows, with the tokens of these."""
         if not self._adapters:
             return []
-        numbers = np.repeat(self._rows.adapter_numbers[plan.rows], plan.query_lens)
+        numbers = np.repeat(self.rows.adapter_numbers[plan.rows], plan.query_lens)
         return [
-            (self._adapters[number], self._rows.to_device(np.flatnonzero(numbers == number)))
+            (self._adapters[number], self.rows.to_device(np.flatnonzero(numbers == number)))
             for number in np.unique(numbers[numbers > 0]).tolist()
         ]
 
@@ -186,8 +186,8 @@ class LocalExecutor:
         return self._read_ahead.step(streamed) if any(map(len, streamed)) else None
 
     def streamed_frames(self, plan: StepPlan) -> list[NDArray[np.int32]]:
-        entries = -(-int((plan.starts + plan.query_lens).max(initial=0)) // self._rows.block_size)
-        return [tables[tables >= self.pool.first_streamed] for tables in self._rows.tables[:, plan.rows, :entries]]
+        entries = -(-int((plan.starts + plan.query_lens).max(initial=0)) // self.rows.block_size)
+        return [tables[tables >= self.pool.first_streamed] for tables in self.rows.tables[:, plan.rows, :entries]]
 
     def _sample(
         self, plan: StepPlan, hidden: Tensor, query_start: NDArray[np.int32], ends: NDArray[np.int32], only_argmax: bool
@@ -208,7 +208,7 @@ class LocalExecutor:
             sampled, tokens, logprobs = self._verify(plan, choose, ends)
         else:
             sampled, tokens, logprobs = Verified.without_drafts(choose(None, plan.sample_to))
-            self._rows.tokens[plan.sample_to, ends] = sampled.token_ids
+            self.rows.tokens[plan.sample_to, ends] = sampled.token_ids
         failed: dict[int, Exception] = {}
         for i in sampled.not_finite:
             failed[int(plan.sample_from[i])] = NonFiniteLogitsError.of("logits")
@@ -274,11 +274,11 @@ class LocalExecutor:
             verified = verify(plan, choose)
         except Exception:
             for row, end in zip(plan.sample_to.tolist(), ends.tolist(), strict=True):
-                prompt_len = int(self._rows.prompt_lens[row])
-                self.sampler.rewind(row, self._rows.tokens[row, :prompt_len], self._rows.tokens[row, prompt_len:end])
+                prompt_len = int(self.rows.prompt_lens[row])
+                self.sampler.rewind(row, self.rows.tokens[row, :prompt_len], self.rows.tokens[row, prompt_len:end])
             raise
         counts = np.array([len(accepted) for accepted in verified.tokens])
-        self._rows.tokens[plan.sample_to, ends + counts - 1] = [accepted[-1] for accepted in verified.tokens]
+        self.rows.tokens[plan.sample_to, ends + counts - 1] = [accepted[-1] for accepted in verified.tokens]
         return verified
 
     def _logits_of(self, rows: int) -> Tensor | None:
@@ -292,7 +292,7 @@ class LocalExecutor:
     @torch.inference_mode()
     def _prompt_logprobs(self, hidden: Tensor, start: int, row: int) -> list[TokenLogprobs]:
         """Returns, for query tokens at start.. of a prompt, log probabilities of the prompt token that follows each."""
-        targets = self._rows.tokens[row, start + 1 : min(start + 1 + len(hidden), int(self._rows.prompt_lens[row]))]
+        targets = self.rows.tokens[row, start + 1 : min(start + 1 + len(hidden), int(self.rows.prompt_lens[row]))]
         found: list[TokenLogprobs] = []
         for begin in range(0, len(targets), LOGITS_ROWS):
             part = targets[begin : begin + LOGITS_ROWS]

@@ -76,11 +76,11 @@ def add_drafts(state: SchedulerState, draft: StepDraft, drafter: Drafter) -> Non
     limit_s = CALM * state.controller.target_s
     if not room or draft.budget < 1 or (rows < len(draft.planned) and limit_s < math.inf):
         return
+    draft.catch_up = draft.budget
     for sequence, tokens in drafter.propose(room, rows, draft.budget, limit_s).items():
         fitting = tokens[: _reserve(state.memory, sequence, len(tokens))]
         if fitting:
             draft.add_drafts(sequence, fitting)
-    draft.catch_up = draft.budget
 
 
 def give_back(state: SchedulerState, sequence: Sequence, length: int) -> None:

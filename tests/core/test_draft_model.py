@@ -1,0 +1,269 @@
+"""A draft model changes no bit, and drafts what it would alone, whatever has happened to the blocks of its K/V."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from benchmarks.draft_pair import save_pair
+from drive import Run, drive, request
+
+from harness import PagedSequences
+from pagemill.config import EngineConfig
+from pagemill.engine.core import EngineCore
+from pagemill.errors import ConfigError
+from pagemill.sampling.params import SamplingParams
+
+VOCAB, MOST, BLOCK = 160, 4, 8
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory):
+    return save_pair(tmp_path_factory.mktemp("pair"), draft_layers=1, later=0.05, **SIZES)
+
+
+@pytest.fixture(scope="module")
+def make(pair):
+    def make(draft=pair[1], model=pair[0], **settings) -> EngineCore:
+        settings = {"dtype": "float32", "block_size": BLOCK, "kv_memory": "8MiB", "max_num_seqs": 12} | settings
+        if draft is not None:
+            settings["speculative_config"] = {"method": "draft_model", "model": draft, "num_speculative_tokens": MOST}
+        return EngineCore(EngineConfig(model=str(model), max_model_len=160, check_invariants=True, **settings))
+
+    return make
+
+
+def text(seed: int, length: int) -> list[int]:
+    return [random.Random(seed * 1000 + at).randrange(3, VOCAB) for at in range(length)]
+
+
+LOAD = [
+    request(name, prompt, SamplingParams(ignore_eos=True, **params))
+    for name, prompt, params in [
+        ("greedy", text(1, 45), {"temperature": 0.0, "max_tokens": 60}),
+        ("seeded", text(1, 40) + text(2, 9), {"temperature": 1.0, "seed": 7, "max_tokens": 30}),
+        ("filtered", text(3, 30), {"temperature": 1.1, "top_p": 0.8, "top_k": 40, "seed": 8, "max_tokens": 25}),
+        ("forked", text(4, 35), {"temperature": 0.9, "n": 3, "seed": 10, "max_tokens": 20}),
+        ("greedy logprobs", text(5, 17), {"temperature": 0.0, "logprobs": 2, "max_tokens": 24}),
+        (
+            "everything",
+            text(6, 50),
+            {
+                "temperature": 1.2,
+                "n": 2,
+                "seed": 12,
+                "repetition_penalty": 1.2,
+                "presence_penalty": 0.6,
+                "frequency_penalty": 0.4,
+                "logit_bias": {17: 2.0},
+                "bad_words_token_ids": [[20], [30, 31]],
+                "min_tokens": 8,
+                "stop_token_ids": [40, 41],
+                "logprobs": 3,
+                "prompt_logprobs": 2,
+                "max_tokens": 40,
+            },
+        ),
+    ]
+]
+
+
+class Eager:
+    """Asks for drafts wherever there may be some, of some sequences now and then, and more or fewer of them."""
+
+    def __init__(self, seed: int = 0, share: float = 0.7) -> None:
+        self._random = random.Random(seed)
+        self._share = share
+        self.works = []
+
+    def propose(self, room, rows, budget, limit_s):
+        asked = {}
+        for sequence, most in room.items():
+            count = min(most, budget, self._random.randint(1, MOST))
+            if count > 0 and self._random.random() < self._share:
+                asked[sequence] = [-1] * count
+                budget -= count
+        return asked
+
+    def verified(self, sequence, proposed, accepted):
+        assert 0 <= accepted <= proposed
+
+    def note_step(self, tokens, drafts, seconds, work):
+        self.works.append(work)
+
+
+def watch_drafts(core: EngineCore) -> list[int]:
+    """Compares each row's drafts with those of the draft model alone, over all of the row's tokens at once. The number
+    of drafts compared, step by step."""
+    draft, sampler, compared = core.executor.draft, core.executor.sampler, []
+    propose = draft.propose
+
+    def watching(plan):
+        found, undrafted, work = propose(plan)
+        left = found.draft_tokens.tolist()
+        for at, to, most in zip(found.sample_from, found.sample_to, found.max_accepted, strict=True):
+            drafts, left = left[: most - 1], left[most - 1 :]
+            if drafts:
+                start = int(found.starts[at])
+                tokens = core.executor.rows.tokens[to, : start + 1].tolist() + drafts
+                (logits,) = PagedSequences(draft.decoder, [tokens[:-1]], block_size=BLOCK, kv_dtype=kv_dtype).run()
+                rows = np.array([to])
+                alone = [int(sampler.guess(logits[start + i : start + i + 1], rows, i)[0]) for i in range(len(drafts))]
+                assert drafts == alone
+        compared.append(len(found.draft_tokens))
+        return found, undrafted, work
+
+    kv_dtype = getattr(torch, core.executor.facts.kv.element)
+    draft.propose = watching
+    return compared
+
+
+def assert_same(run: Run, expected: Run) -> None:
+    assert run.tokens == expected.tokens
+    assert run.logprobs == expected.logprobs
+    assert {key: last.finish_reason for key, last in run.last.items()} == {
+        key: last.finish_reason for key, last in expected.last.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def plain(make):
+    return drive(make(draft=None), LOAD)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"max_num_batched_tokens": 24, "num_threads": 1},
+        {"kv_memory": "480KiB", "enable_prefix_caching": False},
+        {"kv_memory": "480KiB", "kv_host_memory": "1MiB", "preemption_mode": "swap"},
+    ],
+    ids=["all at once", "small steps", "a tiny pool", "a tiny pool over host memory"],
+)
+def test_a_draft_model_changes_no_bit_and_drafts_as_alone(make, plain, settings):
+    core = make(**settings)
+    core.scheduler.drafter = Eager()
+    compared = watch_drafts(core)
+    assert_same(drive(core, LOAD, every=2), plain)
+    stats = core.stats()
+    assert stats.draft_tokens == sum(compared) > 100
+    assert stats.accepted_tokens > 0.4 * stats.draft_tokens
+    assert stats.preemptions or "kv_memory" not in settings
+    assert sum(stats.accepted_per_position) == stats.accepted_tokens
+    if "max_num_batched_tokens" in settings:
+        assert sum(work.withdrawn for work in core.scheduler.drafter.works), (
+            "more to take in than one step has room for"
+        )
+
+
+@pytest.mark.parametrize("settings", [{"kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}], ids=["int8 cache", "bf16"])
+def test_a_draft_model_changes_no_bit_of_narrow_formats(make, settings):
+    expected = drive(make(draft=None, **settings), LOAD[:3])
+    core = make(**settings)
+    core.scheduler.drafter = Eager()
+    compared = watch_drafts(core)
+    assert_same(drive(core, LOAD[:3]), expected)
+    assert sum(compared) > 50
+
+
+def test_what_is_measured_to_pay_changes_no_bit(make, plain):
+    core = make()
+    assert_same(drive(core, LOAD), plain)
+    assert core.stats().draft_tokens > 0
+
+
+def test_cached_blocks_hold_what_the_draft_model_made_of_them(make, plain):
+    """A prompt that is found again, in the pool or in host memory, is not taken in again: only what is behind it."""
+    core = make(kv_memory="480KiB", kv_host_memory="4MiB")
+    drafter = core.scheduler.drafter = Eager(share=1.0)
+    compared = watch_drafts(core)
+    first = [request("a", text(1, 100), SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True))]
+    expected = drive(core, first).tokens
+    assert sum(work.caught_up for work in drafter.works) == 100
+    again = drive(core, first)
+    assert again.cached["a"] >= 96
+    others = [request(str(i), text(i, 100), LOAD[0].params) for i in range(20, 25)]
+    drive(core, others)
+    core.tiers.transfers.flush()
+    before = core.stats().blocks_loaded
+    drafter.works.clear()
+    assert drive(core, first).tokens == again.tokens == expected
+    assert core.stats().blocks_loaded > before
+    assert sum(work.caught_up for work in drafter.works) <= 4
+    turn = [request("b", text(1, 100) + expected["a", 0] + [5, 6], first[0].params)]
+    drafter.works.clear()
+    drive(core, turn)
+    assert sum(work.caught_up for work in drafter.works) <= BLOCK + 2, "of the answer, all whole blocks are found"
+    assert sum(compared) > 50
+
+
+@pytest.mark.parametrize("budget", [32, 512])
+def test_what_was_computed_without_drafts_is_taken_in_when_some_are_wanted(make, budget):
+    core = make(max_num_batched_tokens=budget)
+    drafter, core.scheduler.drafter = Eager(share=1.0), None
+    params = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
+    core.add_request(request("a", text(1, 90), params))
+    core.add_request(request("b", text(1, 70) + text(2, 9), params))  # they share blocks that neither has taken in
+    for _ in range(12):
+        core.step()
+    compared = watch_drafts(core)
+    core.scheduler.drafter = drafter
+    while core.has_work():
+        core.step()
+    caught_up = [work.caught_up for work in drafter.works if work.caught_up]
+    if budget == 32:
+        assert max(caught_up) <= 32
+        assert 100 < sum(caught_up) < 140, "each of the shared blocks once"
+    else:
+        assert 160 < caught_up[0] < 200, "both at once"
+    assert sum(compared) > 20
+
+
+def test_a_fault_in_the_middle_changes_no_bit(make, plain):
+    core = make()
+    core.scheduler.drafter = Eager()
+    forward, draw, failed = core.executor.decoder.forward, random.Random(1), []
+
+    def failing(token_ids, batch, *more):
+        if len(batch.context_lens) > 1 and draw.random() < 0.2:
+            failed.append(batch)
+            raise RuntimeError("the device hiccups")
+        return forward(token_ids, batch, *more)
+
+    core.executor.decoder.forward = failing
+    compared = watch_drafts(core)
+    assert_same(drive(core, LOAD), plain)
+    assert len(failed) > 3
+    assert sum(compared) > 100
+
+
+def test_narrow_layers_share_a_place_and_wide_ones_are_refused(make, pair, tmp_path, plain):
+    """Of a draft model with three layers of one KV head: two lie in a place of the model's, which has two heads."""
+    _, narrow = save_pair(
+        tmp_path, draft_layers=3, later=1.0, **SIZES | {"num_key_value_heads": 1, "num_attention_heads": 4}
+    )
+    core = make(draft=narrow)
+    assert core.executor.facts.frame_bytes == (4 + 2) * 2 * 2 * 32 * BLOCK * 4
+    core.scheduler.drafter = Eager()
+    compared = watch_drafts(core)
+    run = drive(core, LOAD)
+    assert_same(run, plain)
+    assert sum(compared) > 50
+    _, wide = save_pair(tmp_path / "wide", draft_layers=1, later=1.0, **SIZES | {"num_key_value_heads": 4})
+    with pytest.raises(ConfigError, match="take 8192 bytes per block, more than the model's \\(4096\\)"):
+        make(draft=wide)
