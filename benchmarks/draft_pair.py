@@ -1,4 +1,4 @@
-"""Makes a model of random weights and a smaller one that drafts well for it: its embedding, first layers, norm and head.
+"""Makes a model of random weights, and a smaller one that drafts well for it: its embedding, first layers and head.
 
 The model's other layers add little to what the first ones have made of a token, so that both often agree on the next.
 """

@@ -1,20 +1,30 @@
-"""Measures what drafts by n-gram look-up are worth: the same requests with and without, in turn, in one engine.
+"""Measures what drafts are worth: the same requests with and without, in turn, in one engine.
 
-    python -m benchmarks.speculation [--workloads edit,edit-sampled,prose,crowd] [--dtype float32] [--rounds 3]
+    python -m benchmarks.speculation [--draft ngram|self|pair] [--workloads edit,edit-sampled,chat,prose,crowd]
+        [--dtype float32] [--rounds 3] [--drafts 4]
 
-edit is one user whose answer repeats a document of the prompt, edit-sampled the same at temperature 1; prose is one
-user at temperature 1, where hardly anything repeats; crowd is 64 of these at once. Tokens per second are of all tokens
+edit is one user whose answer repeats a document of the prompt, edit-sampled the same at temperature 1; chat is one
+greedy user, prose one at temperature 1, where hardly anything repeats; crowd is 64 of these at once. Drafts come from
+n-gram look-up; from the model itself (self), the bound of drafts that are all right; or, for a model of random weights,
+from another of a tenth of its size (pair, see draft_pair.py), over random tokens. Tokens per second are of all tokens
 behind the first of each request; ratios are medians over the rounds, each of another piece of text. In each, the tokens
 of both must be the same.
+
+Allowed is the ratio that the accepted drafts allow: where a step takes as long with drafts as without, and a pass of
+the draft model so much less than the model's as it has fewer products.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
+from pathlib import Path
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+from benchmarks.draft_pair import save_pair
 from benchmarks.peers.engines import MODEL
 from benchmarks.peers.machine import describe_machine, heading
 from benchmarks.peers.workloads import tokenize
@@ -24,6 +34,7 @@ from pagemill.engine.core import EngineCore
 from pagemill.engine.messages import EngineRequest
 from pagemill.hub import resolve_model
 from pagemill.sampling.params import SamplingParams
+from pagemill.scheduling.step_plan import DraftWork
 
 COPY = 8
 """So many tokens of a document's copy are given."""
@@ -42,9 +53,38 @@ class Workload(NamedTuple):
 WORKLOADS = {
     "edit": Workload(1, 0.0, 160, True, 150),
     "edit-sampled": Workload(1, 1.0, 160, True, 150),
+    "chat": Workload(1, 0.0, 80, False, 150),
     "prose": Workload(1, 1.0, 80, False, 150),
     "crowd": Workload(64, 1.0, 40, False, 24),
 }
+
+
+PAIR = {
+    "vocab_size": 16384,
+    "hidden_size": 1024,
+    "intermediate_size": 4096,
+    "num_hidden_layers": 20,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+class Passes:
+    """Counts the passes of a draft model, between the engine and its drafter."""
+
+    def __init__(self, drafter: Any) -> None:
+        self.count = 0
+        self.caught_up = 0
+        self._drafter = drafter
+        self.propose, self.verified = drafter.propose, drafter.verified
+
+    def note_step(self, tokens: int, drafts: int, seconds: float, work: DraftWork) -> None:
+        self.count += work.passes + (work.caught_up > 0)
+        self.caught_up += work.caught_up
+        self._drafter.note_step(tokens, drafts, seconds, work)
 
 
 def prompts_of(workload: Workload, text: list[int], round: int) -> list[list[int]]:
@@ -73,35 +113,60 @@ def serve(core: EngineCore, workload: Workload, prompts: list[list[int]], round:
     return (sum(map(len, tokens)) - known) / (time.perf_counter() - begin), tokens
 
 
+def load(arguments: argparse.Namespace, folder: str) -> tuple[EngineCore, list[int]]:
+    """Returns an engine that drafts, and a text for it."""
+    model, speculation = str(resolve_model(MODEL)), {"method": "ngram"}
+    if arguments.draft != "ngram":
+        draft = model
+        if arguments.draft == "pair":
+            model, draft = map(str, save_pair(Path(folder), draft_layers=1, later=arguments.later, **PAIR))
+        speculation = {"method": "draft_model", "model": draft}
+    speculation["num_speculative_tokens"] = arguments.drafts
+    config = EngineConfig(
+        model=model, dtype=arguments.dtype, quantization=arguments.quantization, max_model_len=1024,
+        kv_memory="512MiB", enable_prefix_caching=False, speculative_config=speculation,
+    )  # fmt: skip
+    if arguments.draft == "pair":
+        return EngineCore(config), np.random.default_rng(0).integers(3, PAIR["vocab_size"], 100_000).tolist()
+    return EngineCore(config), list(tokenize(MODEL))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draft", default="ngram", choices=["ngram", "self", "pair"])
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--quantization")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--drafts", type=int, default=8, help="num_speculative_tokens")
+    parser.add_argument("--later", type=float, default=0.05, help="pair: the less, the more drafts are right")
     arguments = parser.parse_args()
     print(heading(describe_machine()), end="\n\n")
-    text = list(tokenize(MODEL))
-    core = EngineCore(
-        EngineConfig(
-            model=str(resolve_model(MODEL)), dtype=arguments.dtype, quantization=arguments.quantization,
-            max_model_len=1024, kv_memory="512MiB", enable_prefix_caching=False,
-            speculative_config={"method": "ngram"},
-        )
-    )  # fmt: skip
-    drafter = core.scheduler.drafter
-    print("| dtype | workload | off, tokens/s | on, tokens/s | on / off | each | drafts per token | accepted |")
-    print("| --- | --- | ---: | ---: | ---: | --- | ---: | ---: |")
+    with tempfile.TemporaryDirectory() as folder:
+        core, text = load(arguments, folder)
+    measure(core, text, arguments)
+    core.close()
+
+
+def measure(core: EngineCore, text: list[int], arguments: argparse.Namespace) -> None:
+    passes = Passes(core.scheduler.drafter)
+    print(
+        "| dtype | workload | off, tokens/s | on, tokens/s | on / off | each | drafts per token | accepted | allowed |"
+    )
+    print("| --- | --- | ---: | ---: | ---: | --- | ---: | ---: | ---: |")
     for name in arguments.workloads.split(","):
         workload = WORKLOADS[name]
         serve(core, workload._replace(new_tokens=8), prompts_of(workload, text, 0), 0)
         speeds: dict[bool, list[float]] = {False: [], True: []}
-        before = core.stats()
+        steps = {False: 0, True: 0}
+        before, passes.count, passes.caught_up = core.stats(), 0, 0
         for round in range(arguments.rounds):
             prompts, answers = prompts_of(workload, text, round + 1), []
             for on in (round % 2 == 1, round % 2 == 0):
-                core.scheduler.drafter = drafter if on else None
+                core.scheduler.drafter = passes if on else None
+                begin = core.stats().steps
                 speed, tokens = serve(core, workload, prompts, round)
+                steps[on] += core.stats().steps - begin
                 speeds[on].append(speed)
                 answers.append(tokens)
             assert answers[0] == answers[1], "drafts have changed the answer"
@@ -109,13 +174,13 @@ def main() -> None:
         drafts, accepted = after.draft_tokens - before.draft_tokens, after.accepted_tokens - before.accepted_tokens
         ratios = [on / off for on, off in zip(speeds[True], speeds[False], strict=True)]
         generated = workload.requests * workload.new_tokens * arguments.rounds
+        allowed = steps[False] / (steps[True] + passes.count * core.executor.facts.draft_cost)
         print(
             f"| {arguments.dtype} | {name} | {median(speeds[False]):.1f} | {median(speeds[True]):.1f} | "
             f"{median(ratios):.2f} | {', '.join(f'{ratio:.2f}' for ratio in ratios)} | {drafts / generated:.2f} | "
-            f"{accepted / max(1, drafts):.0%} |",
+            f"{accepted / max(1, drafts):.0%} | {allowed:.2f} |",
             flush=True,
         )
-    core.close()
 
 
 if __name__ == "__main__":

@@ -65,7 +65,7 @@ class DraftCaches:
 class DraftModel:
     """Proposes drafts for the rows of a `LocalExecutor`.
 
-    _known int32 [rows]: so many leading tokens at least have their keys and values
+    _known int32 [rows]: so many leading tokens at least have their keys and values; none behind an edited table entry
     """
 
     def __init__(self, decoder: Decoder, layers: DraftLayers) -> None:
@@ -87,9 +87,7 @@ class DraftModel:
             self._marks = self._marks[..., 0]
 
     def apply(self, plan: StepPlan) -> None:
-        """Follows a plan's edits."""
-        for new in plan.new_rows:
-            self._known[new.row] = 0
+        """Follows a plan's edits of tables: what lies in the new frames is not known."""
         work = plan.work
         mine = work.edit_group == self._layers.group
         np.minimum.at(self._known, work.edit_row[mine], work.edit_index[mine] * self._rows.block_size)
