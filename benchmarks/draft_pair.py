@@ -14,16 +14,16 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 @torch.no_grad()
 def save_pair(
-    folder: Path, *, draft_layers: int, later: float, dtype: torch.dtype = torch.float32, **sizes: Any
+    folder: Path, *, draft_layers: int, later: float, family: str = "llama", **sizes: Any
 ) -> tuple[Path, Path]:
     """Saves both below `folder` in Hugging Face's form, and returns the model's folder and the draft model's.
 
     draft_layers: those that the draft model has. later: what the other layers add is multiplied by this.
-    sizes: of a Llama, by transformers' names.
+    family, sizes: by transformers' names.
     """
     torch.manual_seed(0)
-    config = AutoConfig.for_model("llama", tie_word_embeddings=False, **sizes)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    config = AutoConfig.for_model(family, tie_word_embeddings=False, **sizes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for name, weight in model.named_parameters():
         if weight.dim() > 1:  # each layer turns its tokens as far as those before it
             weight.normal_(0, 1 if "embed" in name else weight.shape[1] ** -0.5)

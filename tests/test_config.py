@@ -88,7 +88,7 @@ def test_the_cache_may_have_a_dtype_of_its_own(dtype):
     [
         (3, "is 3; it must be None or a dict with method='ngram' or 'draft_model'"),
         ({}, "is {}; it must be None or a dict with method='ngram'"),
-        ({"method": "eagle"}, "method is 'eagle'; it must be ngram or draft_model; no other way"),
+        ({"method": "eagle"}, "method is 'eagle'; it must be one of ngram, draft_model; no other way"),
         ({"method": "ngram", "draft": "m"}, "it has no 'draft'; known: method, model, num_speculative_tokens"),
         ({"method": "draft_model"}, "method is 'draft_model', but there is no model; name"),
         ({"method": "draft_model", "model": ""}, "model is ''; "),

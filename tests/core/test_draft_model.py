@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from benchmarks.draft_pair import save_pair
 from drive import Run, drive, request
+from tokenizers import Tokenizer, models
 
 from harness import PagedSequences
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.errors import ConfigError
 from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.structured import StructuredOutputsParams
 
 VOCAB, MOST, BLOCK = 160, 4, 8
 SIZES = {
@@ -29,6 +32,7 @@ SIZES = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+MISTRAL = SIZES | {"family": "mistral", "sliding_window": 20}
 
 
 @pytest.fixture(scope="module")
@@ -267,3 +271,71 @@ def test_narrow_layers_share_a_place_and_wide_ones_are_refused(make, pair, tmp_p
     _, wide = save_pair(tmp_path / "wide", draft_layers=1, later=1.0, **SIZES | {"num_key_value_heads": 4})
     with pytest.raises(ConfigError, match="take 8192 bytes per block, more than the model's \\(4096\\)"):
         make(draft=wide)
+
+
+def test_a_model_with_windows_has_the_drafts_layers_in_a_group_of_their_own(make, tmp_path):
+    model, windowed = save_pair(tmp_path, draft_layers=1, later=0.05, **MISTRAL)
+    expected = drive(make(draft=None, model=model), LOAD[:3])
+    core = make(model=model)
+    assert core.executor.facts.windows == (20, None)
+    core.scheduler.drafter = Eager()
+    compared = watch_drafts(core)
+    assert_same(drive(core, LOAD[:3]), expected)
+    assert sum(compared) > 50
+    with pytest.raises(ConfigError, match="layers with a sliding window"):
+        make(draft=windowed)
+
+
+def test_contexts_longer_than_the_pool_rest(make, plain):
+    """Draft models do not write outside the pool; of the others, nothing changes."""
+    settings = {"kv_memory": 14 * 5 * 4096, "kv_host_memory": "2MiB", "max_num_batched_tokens": 16}
+    core = make(**settings)
+    core.scheduler.drafter = Eager(share=1.0)
+    compared, streamed, step = watch_drafts(core), [], core.step
+    core.step = lambda: [step(), streamed.append(core.stats().blocks_streamed)][0]
+    assert_same(drive(core, LOAD), plain)
+    assert max(streamed) > 0
+    assert sum(compared) > 20
+
+
+def test_the_draft_models_weights_are_part_of_the_digests(make, pair):
+    prints = [make(draft=draft).executor.facts.fingerprint for draft in (None, pair[1], pair[0], pair[1])]
+    assert len(set(prints)) == 3
+    assert prints[1] == prints[3]
+
+
+def test_draft_models_that_cannot_draft_are_refused(make, pair, tmp_path):
+    _, few = save_pair(tmp_path, draft_layers=1, later=1.0, **SIZES | {"vocab_size": 150})
+    with pytest.raises(ConfigError, match="its vocabulary has 150 tokens, the model's 160; both must") as caught:
+        make(draft=few)
+    assert caught.value.param == "speculative_config"
+    model, draft = (shutil.copytree(folder, tmp_path / f"with {folder.name}") for folder in pair)
+    for folder, words in ((model, "ab"), (draft, "ba")):
+        backend = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="a"))
+        backend.save(str(folder / "tokenizer.json"))
+    with pytest.raises(ConfigError, match="the numbers of token 'a' are 0 and 1; both"):
+        make(model=model, draft=draft)
+    shutil.copy(model / "tokenizer.json", draft)
+    make(model=model, draft=draft)
+
+
+def test_the_model_as_its_own_draft_model_is_always_right(make_engine, prompts):
+    """On the real model, answers held to a form apart: what the form forbids, the draft model does not know."""
+    params = {
+        "greedy": SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True),
+        "sampled": SamplingParams(temperature=1.0, seed=3, max_tokens=24, ignore_eos=True),
+        "form": SamplingParams(
+            temperature=0.0, max_tokens=24, structured_outputs=StructuredOutputsParams(regex="[a-f]{4} [0-9]+\\.")
+        ),
+    }
+    asked = [request(name, prompts[0], each) for name, each in params.items()]
+    expected = drive(make_engine(), asked)
+    core = make_engine(
+        speculative_config={"method": "draft_model", "model": "smollm2-135m", "num_speculative_tokens": MOST}
+    )
+    core.scheduler.drafter = Eager(share=1.0)
+    free = drive(core, asked[:2])
+    assert free.tokens == {key: expected.tokens[key] for key in free.tokens}
+    stats = core.stats()
+    assert stats.accepted_tokens >= 0.9 * stats.draft_tokens > 20, "those behind the end are not"
+    assert_same(drive(core, asked), expected)

@@ -11,7 +11,7 @@ from harness import frame_shape
 from pagemill.errors import KVMemoryError
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.kv_format import kv_format
-from pagemill.kvcache.layer_groups import group_layers
+from pagemill.kvcache.layer_groups import LayerGroup, LayerGroups, add_full_layers, group_layers
 from pagemill.kvcache.layout import LINE_BYTES, PAGE_BYTES, FrameShape, KVLayout, block_major, layer_major
 
 LAYOUTS = [layer_major, block_major]
@@ -47,6 +47,49 @@ def test_no_two_elements_share_a_place(layout: Callable[..., KVLayout], dtype: t
     assert pool.storage.max() == 1
     per_token = 20 + (4 if dtype == torch.int8 else 0)
     assert int(pool.storage.sum(dtype=torch.float64)) == len(full) * 2 * 5 * 3 * 8 * per_token
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+def test_packed_layers_of_another_shape_lie_side_by_side_in_a_place(
+    layout: Callable[..., KVLayout], dtype: torch.dtype
+) -> None:
+    """Beside those of the pool's own shape in other places."""
+    pool, own = make(layout, dtype), frame_shape([None], 1, 16, 8, str(dtype))
+    per_place = pool.layout.place_bytes // layout(own, 1).place_bytes
+    assert per_place == 3
+    pool.storage.view(torch.int8).fill_(0)
+    caches = [pool.packed_layer(own, 0, index) for index in range(per_place)] + [pool.layer(2)]
+    assert [cache.block_shape for cache in caches] == [(1, 8, 16)] * 3 + [(3, 8, 20)]
+    tensors = [tensor for cache in caches for tensor in cache if tensor is not None]
+    assert len({tensor.shape[0] for tensor in tensors}) == 1
+    for number, tensor in enumerate(tensors, start=1):
+        tensor.fill_(number)
+    assert all((tensor == number).all() for number, tensor in enumerate(tensors, start=1))
+
+
+@pytest.mark.parametrize(
+    ("windows", "count", "layers", "places"),
+    [
+        ([None] * 6, 2, [(0, 1, 2, 3, 4, 5, 6, 7)], 8),
+        ([8] * 6, 2, [(0, 1, 2, 3, 4, 5), (6, 7)], 6),
+        ([8, 8, 8, None, None, None], 3, [(0, 1, 2), (3, 4, 5), (6, 7, 8)], 3),
+        ([8, 8, 8, None], 1, [(0, 1, 2), (3, 4)], 3),
+    ],
+    ids=["into their group", "alone", "cheaper alone", "into what is padding"],
+)
+def test_further_layers_go_where_a_token_has_the_fewest_places(windows, count, layers, places) -> None:
+    groups = LayerGroups(
+        tuple(
+            LayerGroup(window, tuple(i for i, other in enumerate(windows) if other == window))
+            for window in dict.fromkeys(windows)
+        ),
+        max(windows.count(window) for window in windows),
+    )
+    found = add_full_layers(groups, count)
+    assert [group.layers for group in found.groups] == layers
+    assert found.layers_per_frame == places
+    assert found.num_layers == len(windows) + count
 
 
 def test_bf16_lies_in_pairs_as_products_take_them() -> None:

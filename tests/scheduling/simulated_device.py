@@ -7,7 +7,9 @@ The next token is a function of the sequence's seed and tokens alone, so any fau
 from __future__ import annotations
 
 import hashlib
+import random
 from collections import defaultdict
+from dataclasses import replace
 
 import numpy as np
 
@@ -48,6 +50,7 @@ class SimulatedDevice:
         self.seeds: dict[int, int] = {}
         self.logprobs: dict[int, int | None] = {}
         self.computed_tokens = 0
+        self.random = random.Random(0)
 
     def apply(self, plan: StepPlan) -> None:
         for row in plan.freed_rows:
@@ -82,6 +85,7 @@ class SimulatedDevice:
         for index, row in enumerate(plan.rows.tolist()):
             if row in faulty:
                 result.failed[index] = RuntimeError(f"row {row} failed")
+        plan, result.undrafted = self._propose(plan)
         drafts, behind = self._write_drafts(plan)
         for row, start, count in zip(plan.rows.tolist(), plan.starts.tolist(), plan.query_lens.tolist(), strict=True):
             tokens = self.tokens[row]
@@ -116,6 +120,25 @@ class SimulatedDevice:
             result.logprobs.append(None if failed or count is None else logprobs)
         result.check(plan)
         return result
+
+    def _propose(self, plan: StepPlan) -> tuple[StepPlan, set[int]]:
+        """Proposes the drafts that the plan leaves to the device: what will come, wrong now and then; or none."""
+        undrafted, drafts, left = set(), [], plan.draft_tokens.tolist()
+        query_lens, max_accepted = plan.query_lens.copy(), plan.max_accepted.copy()
+        for sample, (at, to) in enumerate(zip(plan.sample_from.tolist(), plan.sample_to.tolist(), strict=True)):
+            count = int(plan.max_accepted[sample]) - 1
+            guesses, left = left[:count], left[count:]
+            if guesses and guesses[0] < 0:
+                tokens = self.tokens[to][: int(plan.starts[at]) + 1]
+                for i in range(count):
+                    guesses[i] = next_token(self.seeds[to], tokens) if self.random.random() < 0.8 else 7
+                    tokens.append(guesses[i])
+                if self.random.random() < 0.3:
+                    undrafted.add(sample)
+                    query_lens[at], max_accepted[sample], guesses = query_lens[at] - count, 1, []
+            drafts += guesses
+        found = np.array(drafts, dtype=np.int32)
+        return replace(plan, query_lens=query_lens, max_accepted=max_accepted, draft_tokens=found), undrafted
 
     def _write_drafts(self, plan: StepPlan) -> tuple[list[list[int]], list[int]]:
         """Puts each row's drafts behind its last token. By sample: the drafts, and where the first of them stands."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 
@@ -9,9 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagemill.scheduling.draft_control import Candidate, DraftControl
+from pagemill.sampling.params import SamplingParams
+from pagemill.scheduling.draft_control import Candidate, DraftControl, ModelDraftControl
 from pagemill.scheduling.drafting import Drafting, Match, NgramTable, first_chance
+from pagemill.scheduling.model_drafting import ModelDrafter
+from pagemill.scheduling.sequence import Rank, Request, Sequence
 from pagemill.scheduling.speculation import TAKEN_IN
+from pagemill.scheduling.step_plan import DraftWork
+from pagemill.speculative_config import SpeculativeConfig
 
 LENGTHS = range(2, 5)
 
@@ -145,6 +151,57 @@ def test_drafts_are_as_many_as_pay(rows, share, chance, gain, drafts, noise):
     measured, length = run(DraftControl(), rows, share * 0.01, chance, 600, noise)
     assert measured >= gain - noise / 2
     assert drafts[0] <= length <= drafts[1]
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.05])
+@pytest.mark.parametrize(
+    ("rows", "share", "cost", "true_cost", "chance", "gain", "drafts"),
+    [
+        (1, 0.03, 0.1, 0.1, 0.95, 2.3, (5, 8)),
+        (1, 0.03, 0.1, 0.1, 0.5, 1.15, (1, 3)),
+        (1, 0.03, 1.0, 1.0, 1.0, 0.97, (0, 0.1)),
+        (1, 0.03, 0.1, 1.0, 0.9, 0.97, (0, 0.1)),
+        (64, 1 / 64, 0.1, 0.1, 0.9, 0.97, (0, 0.1)),
+        (8, 0.03, 0.1, 0.1, 0.95, 1.5, (2, 8)),
+    ],
+    ids=["right", "half right", "its own draft", "dearer than it seems", "64 at once", "8 at once"],
+)
+def test_passes_of_a_draft_model_count(rows, share, cost, true_cost, chance, gain, drafts, noise):
+    """cost: what it is taken to cost at first. true_cost: what a pass costs of a step of so many rows."""
+    draw, control = random.Random(1), ModelDraftControl(cost)
+    base, total_s, tokens, lengths = 0.01, 0.0, 0, []
+    for _ in range(600):
+        candidates = [Candidate(chance, 8) for _ in range(rows)]
+        if control.pays(1.0, rows):
+            control.choose(candidates, rows, 512)
+        counts = [one.count for one in candidates]
+        passes = [sum(count > depth for count in counts) for depth in range(max(counts))]
+        spent = sum(true_cost * base * (1 + share * (going - rows)) for going in passes)
+        seconds = base * (1 + share * sum(counts)) * draw.uniform(1 - noise, 1 + noise)
+        control.note_work(DraftWork(len(passes), sum(passes), spent))
+        control.note_step(rows + sum(counts), sum(counts), seconds)
+        total_s += seconds + spent
+        for count in counts:
+            tokens += 1 + next((i for i in range(count) if draw.random() >= chance), count)
+        lengths.append(sum(counts) / rows)
+    assert tokens / total_s / (rows / base) >= gain - noise / 2
+    assert drafts[0] <= sum(lengths[-50:]) / 50 <= drafts[1]
+
+
+def test_what_a_draft_model_has_to_take_in_is_worth_it_only_in_a_long_answer():
+    def wanted(prompt_len: int, answer: int, max_tokens: int = 1000) -> bool:
+        drafter = ModelDrafter(SpeculativeConfig(method="draft_model", model="m"), 0.1)
+        for tokens in (1, 1, 3, 5, 9, 17):
+            drafter.note_step(tokens, tokens - 1, 0.02 + 0.0002 * tokens, DraftWork(caught_up=100, catch_up_s=0.01))
+        request = Request("r", [5] * prompt_len, SamplingParams(max_tokens=max_tokens), 0, 0, 0.0, b"", 4096)
+        request.max_len = prompt_len + max_tokens
+        sequence = Sequence(request, 0, Rank(0.0, 0, 0), [5] * (prompt_len + answer))
+        return bool(drafter.propose({sequence: 8}, 1, 512, math.inf))
+
+    assert wanted(20, 2)
+    assert not wanted(1000, 2)
+    assert wanted(1000, 60)
+    assert not wanted(1000, 60, max_tokens=70)
 
 
 def test_a_step_that_took_long_by_accident_does_not_end_drafting():

@@ -109,9 +109,13 @@ def expected_of_search(request: Request) -> list[Hypothesis]:
 
 
 class Oracle:
-    """Drafts what will come, wrong at a random place of some drafts, and the more of them the better."""
+    """Drafts what will come, wrong at a random place of some drafts, and the more of them the better.
 
-    def __init__(self, seed: int, most: int = 6, right: float = 0.8) -> None:
+    leaves: how often it leaves drafts to the device.
+    """
+
+    def __init__(self, seed: int, most: int = 6, right: float = 0.8, leaves: float = 0.0) -> None:
+        self.leaves = leaves
         self.random = random.Random(seed)
         self.most = most
         self.right = right
@@ -125,7 +129,8 @@ class Oracle:
                 right = self.random.random() < self.right
                 tokens.append(next_token(seed, tokens) if right else self.random.randrange(VOCAB))
             if len(tokens) > known:
-                drafts[sequence] = tokens[known:]
+                left = self.leaves and self.random.random() < self.leaves
+                drafts[sequence] = [-1] * (len(tokens) - known) if left else tokens[known:]
                 budget -= len(tokens) - known
         return drafts
 
@@ -408,6 +413,7 @@ scripts = st.lists(
     lower=st.sampled_from([0, 0, 8, 60]),
     payback_steps=st.sampled_from([None, 0.1, 2]),
     drafts=st.one_of(st.none(), st.integers(0, 99)),
+    leaves=st.sampled_from([0.0, 0.5, 1.0]),
 )
 def test_any_load_gives_the_tokens_of_a_lone_run(
     loads,
@@ -424,10 +430,11 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
     lower,
     payback_steps,
     drafts,
+    leaves,
 ):
     """Same request, same tokens: beside others, of other tenants too, with preemptions, prefix hits, forks, beams,
-    requests that sample nothing, embeddings, drafts right and wrong, faults, aborts, steps ahead, pins,
-    turns of sessions, limits that change, idle blocks that go, a pool that shrinks and grows, blocks that are streamed
+    requests that sample nothing, embeddings, drafts right and wrong, the device's own among them, faults, aborts, steps
+    ahead, pins, turns of sessions, limits that change, idle blocks that go, a pool that shrinks and grows, blocks that are streamed
     or moved together, and blocks that go to a lower tier and come back or get lost, lower frames that lose what they
     hold, a device that fails between steps. In the end every block is free."""
     bench = Bench(
@@ -441,7 +448,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
         policy=policy,
         lower=lower,
         payback_steps=payback_steps,
-        drafter=None if drafts is None else Oracle(drafts),
+        drafter=None if drafts is None else Oracle(drafts, leaves=leaves),
     )
     waiting = [
         make_request(
@@ -678,6 +685,16 @@ def test_right_drafts_take_fewer_steps_and_wrong_ones_as_many():
     plain, right, wrong = steps
     assert right <= plain // 2
     assert plain // 2 < wrong <= plain
+
+
+def test_drafts_that_the_device_did_not_propose_are_not_counted():
+    bench, request = Bench(drafter=Oracle(0, leaves=1.0)), make_request("r", range(20, 29), 60, ignore_eos=True)
+    bench.scheduler.add(request)
+    bench.run()
+    assert bench.outputs["r", 0] == expected(request, 0)
+    counts = bench.scheduler.drafts
+    assert 0 < counts.proposed < bench.drafted
+    assert sum(counts.by_position) == counts.accepted == 60 - bench.steps
 
 
 @pytest.mark.parametrize("limits", [TenantLimits(), TenantLimits(max_blocks=6)])
