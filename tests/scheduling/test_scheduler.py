@@ -434,9 +434,9 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
 ):
     """Same request, same tokens: beside others, of other tenants too, with preemptions, prefix hits, forks, beams,
     requests that sample nothing, embeddings, drafts right and wrong, the device's own among them, faults, aborts, steps
-    ahead, pins, turns of sessions, limits that change, idle blocks that go, a pool that shrinks and grows, blocks that are streamed
-    or moved together, and blocks that go to a lower tier and come back or get lost, lower frames that lose what they
-    hold, a device that fails between steps. In the end every block is free."""
+    ahead, pins, turns of sessions, limits that change, idle blocks that go, a pool that shrinks and grows, blocks that
+    are streamed or moved together, and blocks that go to a lower tier and come back or get lost, lower frames that lose
+    what they hold, a device that fails between steps. In the end every block is free."""
     bench = Bench(
         frames=frames * len(windows),
         windows=windows,
