@@ -10,6 +10,9 @@ from another of a tenth of its size (pair, see draft_pair.py), over random token
 behind the first of each request; ratios are medians over the rounds, each of another piece of text. In each, the tokens
 of both must be the same.
 
+--by-step: drafts are allowed in every other step of one answer, and the tokens per second of both kinds of steps are
+compared, over all rounds: what drifts from answer to answer on a shared machine does not count.
+
 Allowed is the ratio that the accepted drafts allow: where a step takes as long with drafts as without, and a pass of
 the draft model so much less than the model's as it has fewer products.
 """
@@ -79,7 +82,11 @@ class Passes:
         self.count = 0
         self.caught_up = 0
         self._drafter = drafter
-        self.propose, self.verified = drafter.propose, drafter.verified
+        self.verified = drafter.verified
+        self.rests = False
+
+    def propose(self, room: Any, rows: int, budget: int, limit_s: float) -> Any:
+        return {} if self.rests else self._drafter.propose(room, rows, budget, limit_s)
 
     def note_step(self, tokens: int, drafts: int, seconds: float, work: DraftWork) -> None:
         self.count += work.passes + (work.caught_up > 0)
@@ -96,13 +103,17 @@ def prompts_of(workload: Workload, text: list[int], round: int) -> list[list[int
     return prompts
 
 
+def add(core: EngineCore, workload: Workload, index: int, prompt: list[int], round: int) -> None:
+    params = SamplingParams(
+        temperature=workload.temperature, seed=1 + round, max_tokens=workload.new_tokens, ignore_eos=True
+    )
+    core.add_request(EngineRequest(request_id=str(index), prompt_token_ids=prompt, params=params, arrival_s=0.0))
+
+
 def serve(core: EngineCore, workload: Workload, prompts: list[list[int]], round: int) -> tuple[float, list[list[int]]]:
     """Returns tokens per second behind the first of each request, and all tokens by request."""
     for index, prompt in enumerate(prompts):
-        params = SamplingParams(
-            temperature=workload.temperature, seed=1 + round, max_tokens=workload.new_tokens, ignore_eos=True
-        )
-        core.add_request(EngineRequest(request_id=str(index), prompt_token_ids=prompt, params=params, arrival_s=0.0))
+        add(core, workload, index, prompt, round)
     tokens: list[list[int]] = [[] for _ in prompts]
     begin, known = 0.0, 0
     while core.has_work():
@@ -139,12 +150,13 @@ def main() -> None:
     parser.add_argument("--quantization")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--drafts", type=int, default=8, help="num_speculative_tokens")
+    parser.add_argument("--by-step", action="store_true")
     parser.add_argument("--later", type=float, default=0.05, help="pair: the less, the more drafts are right")
     arguments = parser.parse_args()
     print(heading(describe_machine()), end="\n\n")
     with tempfile.TemporaryDirectory() as folder:
         core, text = load(arguments, folder)
-    measure(core, text, arguments)
+    (measure_steps if arguments.by_step else measure)(core, text, arguments)
     core.close()
 
 
@@ -179,6 +191,39 @@ def measure(core: EngineCore, text: list[int], arguments: argparse.Namespace) ->
             f"| {arguments.dtype} | {name} | {median(speeds[False]):.1f} | {median(speeds[True]):.1f} | "
             f"{median(ratios):.2f} | {', '.join(f'{ratio:.2f}' for ratio in ratios)} | {drafts / generated:.2f} | "
             f"{accepted / max(1, drafts):.0%} | {allowed:.2f} |",
+            flush=True,
+        )
+
+
+def measure_steps(core: EngineCore, text: list[int], arguments: argparse.Namespace) -> None:
+    drafter = core.scheduler.drafter = Passes(core.scheduler.drafter)
+    print("| dtype | workload | off, tokens/s | on, tokens/s | on / off | its parts | drafts per token | accepted |")
+    print("| --- | --- | ---: | ---: | ---: | --- | ---: | ---: |")
+    for name in arguments.workloads.split(","):
+        workload, ratios = WORKLOADS[name], []
+        whole = np.zeros((2, 2))
+        before = core.stats()
+        for round in range(arguments.rounds):
+            part = np.zeros((2, 2))  # off, on: tokens, seconds
+            for index, prompt in enumerate(prompts_of(workload, text, round)):
+                add(core, workload, index, prompt, round)
+            while core.has_work():
+                state = core.scheduler.state
+                generating = len(state.running) == workload.requests and all(one.generates for one in state.running)
+                drafter.rests = core.stats().steps % 2 == 0
+                begin = time.perf_counter()
+                tokens = sum(len(output.new_token_ids) for output in core.step())
+                if generating:
+                    part[int(not drafter.rests)] += tokens, time.perf_counter() - begin
+            whole += part
+            ratios.append(part[1, 0] / part[1, 1] / (part[0, 0] / part[0, 1]))
+        off, on = whole[:, 0] / whole[:, 1]
+        after = core.stats()
+        drafts, accepted = after.draft_tokens - before.draft_tokens, after.accepted_tokens - before.accepted_tokens
+        print(
+            f"| {arguments.dtype} | {name} | {off:.1f} | {on:.1f} | {on / off:.3f} | "
+            f"{', '.join(f'{ratio:.2f}' for ratio in ratios)} | {drafts / whole[1, 0]:.2f} | "
+            f"{accepted / max(1, drafts):.0%} |",
             flush=True,
         )
 
