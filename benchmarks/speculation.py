@@ -88,10 +88,10 @@ class Passes:
     def propose(self, room: Any, rows: int, budget: int, limit_s: float) -> Any:
         return {} if self.rests else self._drafter.propose(room, rows, budget, limit_s)
 
-    def note_step(self, tokens: int, drafts: int, seconds: float, work: DraftWork) -> None:
+    def note_step(self, tokens: int, drafts: int, accepted: int, seconds: float, work: DraftWork) -> None:
         self.count += work.passes + (work.caught_up > 0)
         self.caught_up += work.caught_up
-        self._drafter.note_step(tokens, drafts, seconds, work)
+        self._drafter.note_step(tokens, drafts, accepted, seconds, work)
 
 
 def prompts_of(workload: Workload, text: list[int], round: int) -> list[list[int]]:

@@ -106,7 +106,7 @@ class Eager:
     def verified(self, sequence, proposed, accepted):
         assert 0 <= accepted <= proposed
 
-    def note_step(self, tokens, drafts, seconds, work):
+    def note_step(self, tokens, drafts, accepted, seconds, work):
         self.works.append(work)
 
 

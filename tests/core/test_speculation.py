@@ -33,7 +33,7 @@ class Eager(NgramDrafter):
 
     def propose(self, room, rows, budget, limit_s):
         for each in (1, 1, 3, 5, 9, 17, 33, 65):
-            self._control.note_step(each, each - 1, 0.01)
+            self._control.note_step(each, each - 1, 0.01, each - 1)
         proposed = super().propose(room, rows, budget, limit_s) if self._answers is None else self._known(room)
         for drafts in proposed.values():
             if self._random.random() < 0.3:

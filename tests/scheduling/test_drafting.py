@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pagemill.sampling.params import SamplingParams
 from pagemill.scheduling.draft_control import Candidate, DraftControl, ModelDraftControl
-from pagemill.scheduling.drafting import Drafting, Match, NgramTable, first_chance
+from pagemill.scheduling.drafting import Drafting, Match, NgramTable, first_chance, first_chances
 from pagemill.scheduling.model_drafting import ModelDrafter
 from pagemill.scheduling.sequence import Rank, Request, Sequence
 from pagemill.scheduling.speculation import TAKEN_IN
@@ -44,7 +44,7 @@ def test_the_latest_place_of_the_longest_ngram_is_found(prompt, answers, shortes
     lengths = range(shortest, shortest + more + 1)
     shared = NgramTable(0, lengths)
     for answer in answers:
-        drafting, tokens = Drafting(len(prompt), lengths, shared), list(prompt)
+        drafting, tokens = Drafting(len(prompt), lengths, shared, first_chances(lengths)), list(prompt)
         for token in answer:
             tokens.append(token)
             while taken := drafting.take_in(tokens, slices):
@@ -53,7 +53,10 @@ def test_the_latest_place_of_the_longest_ngram_is_found(prompt, answers, shortes
 
 
 def test_nothing_is_drafted_before_all_is_taken_in():
-    drafting, tokens = Drafting(8, LENGTHS, NgramTable(0, LENGTHS)), [1, 2, 3, 4] * 2 + [1, 2, 3, 4]
+    drafting, tokens = (
+        Drafting(8, LENGTHS, NgramTable(0, LENGTHS), first_chances(LENGTHS)),
+        [1, 2, 3, 4] * 2 + [1, 2, 3, 4],
+    )
     assert drafting.take_in(tokens, 10) == 10
     assert drafting.match(tokens) is None
     assert drafting.take_in(tokens, 10) == 1
@@ -69,13 +72,14 @@ def test_nothing_is_drafted_before_all_is_taken_in():
     ],
 )
 def test_drafts_go_on_as_before_and_repeat_what_repeats(tokens, drafts):
-    drafting = Drafting(1, LENGTHS, NgramTable(0, LENGTHS))
+    drafting = Drafting(1, LENGTHS, NgramTable(0, LENGTHS), first_chances(LENGTHS))
     drafting.take_in(tokens, 99)
     assert drafting.draft(tokens, drafting.match(tokens), 7) == drafts
 
 
 def test_a_chance_follows_what_was_right_and_comes_back_slowly():
-    drafting, match = Drafting(1, LENGTHS, NgramTable(0, LENGTHS)), Match(3, 1)
+    common = first_chances(LENGTHS)
+    drafting, match = Drafting(1, LENGTHS, NgramTable(0, LENGTHS), common), Match(3, 1)
     first = drafting.chance(match)
     for _ in range(5):
         drafting.draft([1, 2, 3, 4], match, 4)
@@ -89,7 +93,9 @@ def test_a_chance_follows_what_was_right_and_comes_back_slowly():
     for _ in range(20):
         drafting.draft([1, 2, 3, 4], match, 0)
     assert 0.05 < drafting.chance(match) < 0.2
-    for _ in range(2000):
+    later = Drafting(1, LENGTHS, NgramTable(0, LENGTHS), common)
+    assert drafting.chance(match) < later.chance(match) < first, "another sequence begins with what was learned"
+    for _ in range(20_000):
         drafting.draft([1, 2, 3, 4], match, 0)
     assert drafting.chance(match) == pytest.approx(first, rel=1e-3)
 
@@ -99,7 +105,7 @@ def test_a_long_prompt_is_taken_in_without_a_stall():
     tokens = [random.Random(0).randrange(50_000) for _ in range(32_000)]
     slices = []
     for _ in range(3):
-        drafting, longest = Drafting(len(tokens), LENGTHS, NgramTable(0, LENGTHS)), 0.0
+        drafting, longest = Drafting(len(tokens), LENGTHS, NgramTable(0, LENGTHS), first_chances(LENGTHS)), 0.0
         while True:
             begin = time.process_time()
             if not drafting.take_in(tokens, TAKEN_IN):
@@ -122,14 +128,10 @@ def run(control: DraftControl, rows: int, cost_s: float, chance: float, steps: i
             control.choose(candidates, rows, 512)
         drafts = sum(one.count for one in candidates)
         seconds = (base + cost_s * drafts) * draw.uniform(1 - noise, 1 + noise)
-        control.note_step(rows + drafts, drafts, seconds)
+        accepted = [next((i for i in range(one.count) if draw.random() >= chance), one.count) for one in candidates]
+        control.note_step(rows + drafts, drafts, seconds, sum(accepted))
         total_s += seconds
-        for one in candidates:
-            tokens += 1
-            for _ in range(one.count):
-                if draw.random() >= chance:
-                    break
-                tokens += 1
+        tokens += rows + sum(accepted)
         lengths.append(drafts / rows)
     return tokens / total_s / (rows / base), sum(lengths[-50:]) / 50
 
@@ -178,11 +180,11 @@ def test_passes_of_a_draft_model_count(rows, share, cost, true_cost, chance, gai
         passes = [sum(count > depth for count in counts) for depth in range(max(counts))]
         spent = sum(true_cost * base * (1 + share * (going - rows)) for going in passes)
         seconds = base * (1 + share * sum(counts)) * draw.uniform(1 - noise, 1 + noise)
+        accepted = [next((i for i in range(count) if draw.random() >= chance), count) for count in counts]
         control.note_work(DraftWork(len(passes), sum(passes), spent))
-        control.note_step(rows + sum(counts), sum(counts), seconds)
+        control.note_step(rows + sum(counts), sum(counts), seconds, sum(accepted))
         total_s += seconds + spent
-        for count in counts:
-            tokens += 1 + next((i for i in range(count) if draw.random() >= chance), count)
+        tokens += rows + sum(accepted)
         lengths.append(sum(counts) / rows)
     assert tokens / total_s / (rows / base) >= gain - noise / 2
     assert drafts[0] <= sum(lengths[-50:]) / 50 <= drafts[1]
@@ -192,7 +194,9 @@ def test_what_a_draft_model_has_to_take_in_is_worth_it_only_in_a_long_answer():
     def wanted(prompt_len: int, answer: int, max_tokens: int = 1000) -> bool:
         drafter = ModelDrafter(SpeculativeConfig(method="draft_model", model="m"), 0.1)
         for tokens in (1, 1, 3, 5, 9, 17):
-            drafter.note_step(tokens, tokens - 1, 0.02 + 0.0002 * tokens, DraftWork(caught_up=100, catch_up_s=0.01))
+            drafter.note_step(
+                tokens, tokens - 1, tokens - 1, 0.02 + 0.0002 * tokens, DraftWork(caught_up=100, catch_up_s=0.01)
+            )
         request = Request("r", [5] * prompt_len, SamplingParams(max_tokens=max_tokens), 0, 0, 0.0, b"", 4096)
         request.max_len = prompt_len + max_tokens
         sequence = Sequence(request, 0, Rank(0.0, 0, 0), [5] * (prompt_len + answer))
@@ -207,8 +211,8 @@ def test_what_a_draft_model_has_to_take_in_is_worth_it_only_in_a_long_answer():
 def test_a_step_that_took_long_by_accident_does_not_end_drafting():
     control = DraftControl()
     for _ in range(2):
-        control.note_step(1, 0, 0.01)
-    control.note_step(5, 4, 1.0)
+        control.note_step(1, 0, 0.01, 0)
+    control.note_step(5, 4, 1.0, 0)
     assert run(control, 1, 0.0005, 0.9, 600)[0] > 2
 
 
@@ -217,7 +221,7 @@ def test_drafts_keep_to_the_limits():
     candidates = [Candidate(0.9, 8), Candidate(0.5, 2)]
     assert not control.pays(1.0, 2), "nothing has been measured"
     for tokens in (2, 2, 6, 10, 18, 34, 66):
-        control.note_step(tokens, tokens - 2, 0.01 + 0.0001 * tokens)
+        control.note_step(tokens, tokens - 2, 0.01 + 0.0001 * tokens, tokens - 2)
     control.choose(candidates, 2, 3)
     assert [one.count for one in candidates] == [3, 0]
     candidates = [Candidate(0.9, 8), Candidate(0.5, 2)]

@@ -137,7 +137,7 @@ class Oracle:
     def verified(self, sequence, proposed, accepted):
         assert 0 <= accepted <= proposed
 
-    def note_step(self, tokens, drafts, seconds, work):
+    def note_step(self, tokens, drafts, accepted, seconds, work):
         pass
 
 

@@ -24,6 +24,12 @@ FIRST_DRAFTS = 4
 """The most drafts of the first step that has any. Each step may have twice as many as any before it."""
 MARGIN = 1.1
 """A draft must be worth so many times what it costs."""
+FREE_ROWS = 16
+"""Before it is measured, a further token is taken to cost what one of a step's does that has so many more."""
+ALLOWED_LOSS = 0.01
+"""Of the time of steps, so much may be lost to drafts that were wrong: they are tried again now and then."""
+MOST_LOST_STEPS = 2
+"""What drafts have saved pays for later losses of at most so many steps."""
 PASS_FADING = 1 / 16
 """What a draft model's last passes count, beside all before them."""
 CATCH_UP_FADING = 1 / 4
@@ -47,12 +53,12 @@ class Candidate:
 class Line:
     """Fits seconds to a count by a line through the last values, near which it holds.
 
-    each: seconds for one more, at least 0; `slope` until counts have differed.
+    each: seconds for one more, at least 0; `slope` at first, which counts the less, the more counts have differed.
     """
 
     def __init__(self, count: float, seconds: float, slope: float = 0.0) -> None:
         self._count, self._seconds = count, seconds
-        self._variance = self._covariance = 0.0
+        self._variance, self._covariance = 1.0, slope
         self.each = slope
 
     def at(self, count: float) -> float:
@@ -84,24 +90,39 @@ class DraftControl:
 
     def __init__(self) -> None:
         self._steps = 0
+        self._balance = 0.0
         self._line = Line(0.0, 0.0)
         self._reach = FIRST_DRAFTS
 
-    def note_step(self, tokens: int, drafts: int, seconds: float) -> None:
-        """Notes how long a step took that had so many query tokens, drafts among them, and none of a prompt."""
+    def note_step(self, tokens: int, drafts: int, seconds: float, accepted: int) -> None:
+        """Notes how long a step took that had so many query tokens, drafts among them, and none of a prompt; and how
+        many of the drafts were right."""
         self._steps += 1
         if self._steps <= PLAIN_STEPS:  # the first pays for pages and caches
-            self._line = Line(tokens, seconds)
+            self._line = Line(tokens, seconds, seconds / (tokens + FREE_ROWS))
+            self._balance = seconds
             return
         if drafts:
             self._reach = max(self._reach, 2 * drafts)
+        self._settle(tokens - drafts, accepted, drafts * self._line.each)
         self._line.note(tokens, seconds)
         if not drafts:
             self._line.doubt()
 
+    def _settle(self, rows: int, accepted: int, cost: float) -> None:
+        """Sets what accepted drafts have saved in a step of so many rows against what all cost, in seconds."""
+        step = self._line.at(rows)
+        saved = accepted * step / max(1, rows)
+        self._balance = min(self._balance + ALLOWED_LOSS * step + saved - cost, MOST_LOST_STEPS * step)
+
     def pays(self, chance: float, rows: int) -> bool:
-        """Returns whether the first draft of a step of so many generating rows pays if it is right by `chance`."""
-        return self._steps >= PLAIN_STEPS and chance * self._line.at(rows) > MARGIN * self._line.each * rows
+        """Returns whether the first draft of a step of so many generating rows pays if it is right by `chance`.
+
+        Never while all drafts so far have cost more than may be lost.
+        """
+        if self._steps < PLAIN_STEPS or self._balance < 0:
+            return False
+        return chance * self._line.at(rows) > MARGIN * self._line.each * rows
 
     def choose(self, candidates: Sequence[Candidate], rows: int, most: int, limit_s: float = math.inf) -> None:
         """Sets how many drafts of each candidate a step of so many generating rows verifies, at most `most` in all.
@@ -139,6 +160,7 @@ class ModelDraftControl(DraftControl):
 
     def note_work(self, work: DraftWork) -> None:
         """Notes what the draft model did in a step."""
+        self._balance -= work.seconds
         if work.passes:
             rows, seconds = work.rows / work.passes, work.seconds / work.passes
             self._passes = self._passes or Line(rows, seconds, self._cost * self._line.each)
@@ -158,7 +180,7 @@ class ModelDraftControl(DraftControl):
         return self._line.at(rows)
 
     def pays(self, chance: float, rows: int) -> bool:
-        if self._steps < PLAIN_STEPS:
+        if self._steps < PLAIN_STEPS or self._balance < 0:
             return False
         costs = ((count, count * self._line.each + self._pass_s(count)) for count in (1, rows))
         return any(count * chance * self._line.at(rows) > MARGIN * cost * rows for count, cost in costs)

@@ -14,6 +14,8 @@ LEARN = 0.4
 """What the last verification counts in a chance, beside all before it."""
 FORGET = 0.005
 """What each step without drafts counts, after which there is another try the sooner, the less a try costs."""
+COMMON = 0.1
+"""So much less either counts in what sequences have in common."""
 
 
 class Match(NamedTuple):
@@ -53,14 +55,16 @@ class Drafting:
     """What one sequence drafts from: its tokens by n-gram, and how well its drafts have been doing.
 
     lengths: of the n-grams, the shortest first. prompt: the prompt's table, which sequences of one request share.
+    common: the chances by length with which sequences begin; it learns from all of them.
     """
 
-    def __init__(self, prompt_len: int, lengths: range, prompt: NgramTable) -> None:
+    def __init__(self, prompt_len: int, lengths: range, prompt: NgramTable, common: dict[int, float]) -> None:
         self._prompt_len = prompt_len
         self._lengths = lengths
         self._prompt = prompt
         self._answer = NgramTable(prompt_len - 1, lengths)
-        self._chances = {length: first_chance(length) for length in lengths}
+        self._common = common
+        self._chances = common.copy()
         self._behind = lengths[0]
 
     def take_in(self, tokens: Sequence[int], most: int) -> int:
@@ -93,11 +97,13 @@ class Drafting:
     def draft(self, tokens: Sequence[int], match: Match, count: int) -> list[int]:
         """Returns `count` tokens that follow if all goes on as before, be that a repetition of what they are part of.
 
-        With none, the chance of such drafts slowly becomes what it was at first.
+        With none, the chance of such drafts slowly becomes what it is elsewhere, and this what it was at first.
         """
         self._behind = match.length
         if not count:
-            self._chances[match.length] += FORGET * (first_chance(match.length) - self._chances[match.length])
+            length, common = match.length, self._common
+            self._chances[length] += FORGET * (common[length] - self._chances[length])
+            common[length] += COMMON * FORGET * (first_chance(length) - common[length])
         drafts = list(tokens[match.position : match.position + count])
         period = len(tokens) - match.position
         while len(drafts) < count:
@@ -108,6 +114,12 @@ class Drafting:
         """Learns how many of the last drafts were right."""
         rate = accepted / min(accepted + 1, proposed)
         self._chances[self._behind] += LEARN * (rate - self._chances[self._behind])
+        self._common[self._behind] += COMMON * LEARN * (rate - self._common[self._behind])
+
+
+def first_chances(lengths: range) -> dict[int, float]:
+    """Returns the chances of n-grams of these lengths before anything is known of any sequence."""
+    return {length: first_chance(length) for length in lengths}
 
 
 def first_chance(length: int) -> float:

@@ -73,9 +73,9 @@ class ModelDrafter:
             drafting.chance += (1 - kept) * (accepted / tried - drafting.chance)
             drafting.taken_in = len(sequence.tokens)
 
-    def note_step(self, tokens: int, drafts: int, seconds: float, work: DraftWork) -> None:
+    def note_step(self, tokens: int, drafts: int, accepted: int, seconds: float, work: DraftWork) -> None:
         self._control.note_work(work)
-        self._control.note_step(tokens, drafts, seconds - work.seconds - work.catch_up_s)
+        self._control.note_step(tokens, drafts, seconds - work.seconds - work.catch_up_s, accepted)
 
     def _is_worth_catching_up(self, sequence: Sequence, drafting: ModelDrafting, rows: int) -> bool:
         """Returns whether the draft model should take in what it may not have of a sequence's tokens."""

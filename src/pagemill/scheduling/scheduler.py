@@ -80,6 +80,7 @@ class Scheduler:
         self.drafter = drafter
         self.drafts = DraftCounts()
         self._draft_work = NO_WORK
+        self._accepted = 0
         self._eos = eos_token_ids
         self._ageing_s = ageing_s
         self._compactor = Compactor() if compacts else None
@@ -306,10 +307,12 @@ class Scheduler:
         if not self.controller.has_target and self.drafter is None:
             return
         generating = plan.num_generating
+        accepted = self.drafts.accepted - self._accepted
+        self._accepted += accepted
         if self.drafter is not None and generating == plan.num_tokens:
             withdrawn = self._draft_work.withdrawn
             drafts = len(plan.draft_tokens) - withdrawn
-            self.drafter.note_step(generating - withdrawn, drafts, seconds, self._draft_work)
+            self.drafter.note_step(generating - withdrawn, drafts, accepted, seconds, self._draft_work)
         self.controller.note_step(seconds, plan.num_tokens - generating, generating, self.num_running)
         self.controller.note_memory(self.preemptions, self.memory.num_frames)
 

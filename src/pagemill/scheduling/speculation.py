@@ -16,7 +16,7 @@ from typing import Protocol
 from pagemill.memory.manager import MemoryManager
 from pagemill.scheduling.controller import CALM
 from pagemill.scheduling.draft_control import Candidate, DraftControl
-from pagemill.scheduling.drafting import Drafting, Match, NgramTable
+from pagemill.scheduling.drafting import Drafting, Match, NgramTable, first_chances
 from pagemill.scheduling.sequence import Sequence
 from pagemill.scheduling.state import SchedulerState, StepDraft
 from pagemill.scheduling.step_plan import DraftWork
@@ -41,9 +41,9 @@ class Drafter(Protocol):
     def verified(self, sequence: Sequence, proposed: int, accepted: int) -> None:
         """Is told how many of a sequence's drafts were right."""
 
-    def note_step(self, tokens: int, drafts: int, seconds: float, work: DraftWork) -> None:
-        """Is told how long a step took in which all of its query tokens, drafts among them, were generating rows', and
-        what the draft model did in it."""
+    def note_step(self, tokens: int, drafts: int, accepted: int, seconds: float, work: DraftWork) -> None:
+        """Is told how long a step took in which all of its query tokens, drafts among them, were generating rows', how
+        many of the drafts were right, and what the draft model did in it."""
 
 
 @dataclass
@@ -114,6 +114,7 @@ class NgramDrafter:
     def __init__(self, config: SpeculativeConfig) -> None:
         self._most = config.num_speculative_tokens
         self._lengths = range(config.prompt_lookup_min, config.prompt_lookup_max + 1)
+        self._chances = first_chances(self._lengths)
         self._control = DraftControl()
 
     def propose(
@@ -142,11 +143,11 @@ class NgramDrafter:
     def _begin(self, sequence: Sequence) -> Drafting:
         request = sequence.request
         request.ngrams = request.ngrams or NgramTable(0, self._lengths)
-        return Drafting(sequence.prompt_len, self._lengths, request.ngrams)
+        return Drafting(sequence.prompt_len, self._lengths, request.ngrams, self._chances)
 
     def verified(self, sequence: Sequence, proposed: int, accepted: int) -> None:
         if isinstance(sequence.drafting, Drafting):
             sequence.drafting.verified(proposed, accepted)
 
-    def note_step(self, tokens: int, drafts: int, seconds: float, work: DraftWork) -> None:
-        self._control.note_step(tokens, drafts, seconds)
+    def note_step(self, tokens: int, drafts: int, accepted: int, seconds: float, work: DraftWork) -> None:
+        self._control.note_step(tokens, drafts, seconds, accepted)
