@@ -1,7 +1,7 @@
 """A soak of a whole server: random clients of several tenants, while its engine is killed, and the server is stopped,
 started again, and given other keys, limits and sizes of its pool (`make soak-server`).
 
-    python -m tests.soak.clients [--seconds 600] [--seed 0] [--clients 8] [--pause 5]
+    python -m tests.soak.clients [--seconds 600] [--seed 0] [--clients 8] [--pause 4]
 
 Clients stream and do not, chat, complete, embed and tokenize, go on in sessions and responses, fork, pin, call tools,
 hold answers to forms, hang up, flood, and send garbage. Every answer must be the one that was given before, when all
@@ -306,7 +306,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=600.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--clients", type=int, default=8)
-    parser.add_argument("--pause", type=float, default=5.0, help="seconds between two things that happen, about")
+    parser.add_argument("--pause", type=float, default=4.0, help="seconds between two things that happen, about")
     args = parser.parse_args()
     os.chdir(Path(__file__).parents[2])
     found = run(args.seconds, args.seed, args.clients, args.pause)
