@@ -207,10 +207,12 @@ def measure_steps(core: EngineCore, text: list[int], arguments: argparse.Namespa
             part = np.zeros((2, 2))  # off, on: tokens, seconds
             for index, prompt in enumerate(prompts_of(workload, text, round)):
                 add(core, workload, index, prompt, round)
+            index = round  # the first and the last steps of answers are of both kinds in turn
             while core.has_work():
                 state = core.scheduler.state
                 generating = len(state.running) == workload.requests and all(one.generates for one in state.running)
-                drafter.rests = core.stats().steps % 2 == 0
+                drafter.rests = index % 2 == 0
+                index += generating
                 begin = time.perf_counter()
                 tokens = sum(len(output.new_token_ids) for output in core.step())
                 if generating:
