@@ -155,6 +155,21 @@ def test_drafts_are_as_many_as_pay(rows, share, chance, gain, drafts, noise):
     assert drafts[0] <= length <= drafts[1]
 
 
+@pytest.mark.parametrize("rows", [1, 8])
+def test_drafts_that_are_always_wrong_lose_a_hundredth_whatever_was_hoped_for(rows):
+    """And where they are right again, that is found out."""
+    control, base, each, total_s = DraftControl(), 0.01, 0.0005, 0.0
+    for _ in range(1000):
+        candidates = [Candidate(0.9, 8) for _ in range(rows)]
+        if control.pays(1.0, rows):
+            control.choose(candidates, rows, 512)
+        drafts = sum(one.count for one in candidates)
+        control.note_step(rows + drafts, drafts, base + each * drafts, 0)
+        total_s += base + each * drafts
+    assert 1.002 < total_s / (1000 * base) < 1.02
+    assert run(control, rows, each, 0.9, 600)[0] > (2 if rows == 1 else 1.1)
+
+
 @pytest.mark.parametrize("noise", [0.0, 0.05])
 @pytest.mark.parametrize(
     ("rows", "share", "cost", "true_cost", "chance", "gain", "drafts"),
