@@ -101,6 +101,19 @@ struct Run {
     Exclusive exclusive;
 };
 
+AllowedOutputs allowed_outputs(const OptionalInput& bits, const OptionalInput& rows_of_bits, int64_t outputs,
+                               int64_t rows) {
+    if (bits.has_value() != rows_of_bits.has_value())
+        throw std::invalid_argument("bits and their rows are given together or not");
+    AllowedOutputs allowed{.words = (outputs + 31) / 32};
+    allowed.bits = elements<uint32_t>("bits", bits, {kAny, allowed.words});
+    allowed.rows = elements<int64_t>("rows of bits", rows_of_bits, {rows});
+    for (int64_t i = 0; allowed.rows && i < rows; ++i)
+        if (allowed.rows[i] >= int64_t(bits->shape(0)))
+            throw std::out_of_range("there are no bits " + std::to_string(allowed.rows[i]));
+    return allowed;
+}
+
 class Linear {
   public:
     const Kernels& set = kernels();  // the panels' format is this set's
@@ -157,14 +170,7 @@ class Linear {
                 const OptionalInput& rows_of_bits) const {
         const auto rows = int64_t(tokens.size());
         auto* each = elements<int64_t>("tokens", tokens, {rows});
-        if (bits.has_value() != rows_of_bits.has_value())
-            throw std::invalid_argument("bits and their rows are given together or not");
-        AllowedOutputs allowed{.words = (weight.n + 31) / 32};
-        allowed.bits = elements<uint32_t>("bits", bits, {kAny, allowed.words});
-        allowed.rows = elements<int64_t>("rows of bits", rows_of_bits, {rows});
-        for (int64_t i = 0; allowed.rows && i < rows; ++i)
-            if (allowed.rows[i] >= int64_t(bits->shape(0)))
-                throw std::out_of_range("there are no bits " + std::to_string(allowed.rows[i]));
+        const AllowedOutputs allowed = allowed_outputs(bits, rows_of_bits, weight.n, rows);
         Run run;
         set.linear_argmax(weight, at<void>(x), x_row, dtype(type), rows, allowed, each);
     }
@@ -412,6 +418,17 @@ void run_step(Decoder& decoder, const Input& token_ids, const Input& positions, 
     decoder.run(step);
 }
 
+void mask(const Output& logits, const Input& places, const OptionalInput& bits, const OptionalInput& rows_of_bits) {
+    const auto items = int64_t(places.size());
+    const MaskArgs args{.logits = elements<float>("logits", logits, {kAny, kAny}),
+                        .n = int64_t(logits.shape(1)),
+                        .places = elements<int64_t>("places", places, {items}),
+                        .items = items,
+                        .allowed = allowed_outputs(bits, rows_of_bits, int64_t(logits.shape(1)), items)};
+    Run run;
+    kernels().mask_logits(args);
+}
+
 // Sampling's inputs [items] each, from rows `places` of logits [rows, n].
 void choose(const Input& logits, const Input& places, const Input& temperature, const Input& top_k, const Input& top_p,
             const Input& min_p, const Input& uniforms, const Output& tokens) {
@@ -515,6 +532,7 @@ NB_MODULE(_kernels, m) {
                 throw std::invalid_argument("no GGUF format has the number " + std::to_string(format));
         },
         "From whole blocks of a GGUF format, by its number, to fp32.");
+    m.def("mask_logits", &mask);
     m.def("choose_tokens", &choose);
     m.def("log_probabilities", &log_probabilities);
     nb::class_<Linear>(m, "Linear")

@@ -161,6 +161,24 @@ struct ChooseArgs {
     int64_t* tokens = nullptr;  // [items]
 };
 
+// Which outputs count, row by row: those whose bits are set, output o's being bit o % 32 of its row's word o / 32.
+struct AllowedOutputs {
+    const uint32_t* bits = nullptr;  // [.., words]
+    int64_t words = 0;
+    const int64_t* rows = nullptr;  // each row's among `bits`; negative: all outputs count. Null: in all rows
+
+    const uint32_t* of(int64_t row) const { return rows && rows[row] >= 0 ? bits + rows[row] * words : nullptr; }
+};
+
+// Of `items` rows, `places` of logits [.., n], what is not allowed becomes -inf.
+struct MaskArgs {
+    float* logits = nullptr;
+    int64_t n = 0;
+    const int64_t* places = nullptr;  // no two equal
+    int64_t items = 0;
+    AllowedOutputs allowed;  // its rows: [items]
+};
+
 // Log probabilities of a token in each row, its rank, and the k largest; all NaN where no token could be chosen.
 struct LogprobArgs {
     const float* logits = nullptr;
@@ -210,15 +228,6 @@ struct LowRankArgs {
     int num_runs = 0;
 };
 
-// Which outputs count, row by row: those whose bits are set, output o's being bit o % 32 of its row's word o / 32.
-struct AllowedOutputs {
-    const uint32_t* bits = nullptr;  // [.., words]
-    int64_t words = 0;
-    const int64_t* rows = nullptr;  // each row's among `bits`; negative: all outputs count. Null: in all rows
-
-    const uint32_t* of(int64_t row) const { return rows && rows[row] >= 0 ? bits + rows[row] * words : nullptr; }
-};
-
 struct Kernels {
     const char* isa = nullptr;
 
@@ -265,6 +274,7 @@ struct Kernels {
                      DType type, int64_t rows, int64_t n) = nullptr;
     // Norms of queries and keys, rotary embedding, and keys and values to their slots.
     void (*prepare_heads)(const HeadsArgs&) = nullptr;
+    void (*mask_logits)(const MaskArgs&) = nullptr;
     void (*choose_tokens)(const ChooseArgs&) = nullptr;
     void (*log_probabilities)(const LogprobArgs&) = nullptr;
     // Elementwise exp and tanh as the kernels use them, for tests.

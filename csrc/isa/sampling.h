@@ -46,6 +46,17 @@ int64_t first_of(const float* x, const float* maxima, float most) {
     return i;
 }
 
+void mask_logits(const MaskArgs& a) {
+    auto mask = [&](int64_t item, int) {
+        float* x = a.logits + a.places[item] * a.n;
+        if (const uint32_t* bits = a.allowed.of(item))
+            for_vectors(a.n, [&](int64_t i, auto part) {
+                part.store(x + i, select_set(bits[i / 32] >> i % 32, part.load(x + i), broadcast(-kInf)));
+            });
+    };
+    parallel(a.items, mask);
+}
+
 // Weights are probabilities times a factor of the row: exp((x - most) / temperature).
 struct Weigh {
     float most, inverse;  // inverse: 1 / temperature

@@ -84,6 +84,23 @@ void check_sampling() {
             row.expect_kept(token, temperature[i], top_k[i], top_p[i], min_p[i]);
         }
     }
+    where = "mask_logits";
+    AllowedOutputs allowed{.words = (n + 31) / 32};
+    const Array<uint32_t> bits(rows * allowed.words);
+    const Array<int64_t> all_places(rows), of_bits(rows);
+    for (int64_t i = 0; i < rows * allowed.words; ++i) bits[i] = uint32_t(below(1 << 16)) << 16 | below(1 << 16);
+    for (int64_t r = 0; r < rows; ++r) all_places[r] = r, of_bits[r] = below(int(rows) + 1) - 1;
+    allowed.bits = bits.data(), allowed.rows = of_bits.data();
+    const Array<float> masked(rows * n);
+    for (int64_t i = 0; i < rows * n; ++i) masked[i] = logits[i];
+    kernels().mask_logits(
+        {.logits = masked.data(), .n = n, .places = all_places.data(), .items = rows, .allowed = allowed});
+    for (int64_t r = 0; r < rows; ++r)
+        for (int64_t i = 0; i < n; ++i) {
+            const bool counts = of_bits[r] < 0 || (bits[of_bits[r] * allowed.words + i / 32] >> i % 32 & 1);
+            const float x = counts ? logits[r * n + i] : -float(HUGE_VAL);
+            expect(masked[r * n + i] == x || (x != x && masked[r * n + i] != masked[r * n + i]), 1, 0);
+        }
     where = "log_probabilities";
     const int64_t k = below(3) ? below(int(std::min<int64_t>(n, 21)) + 1) : 0;
     const Array<float> own(items), logprobs(items * k);

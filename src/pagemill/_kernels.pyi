@@ -51,6 +51,11 @@ def choose_tokens(
 ) -> None:
     """Writes a token for each of `places`, rows of logits [rows, n]; the others [places]."""
 
+def mask_logits(logits: Float32, places: Int64, bits: UInt32, rows_of_bits: Int64) -> None:
+    """Makes -inf, in rows `places` of logits [rows, n], of those whose bits are not set.
+
+    bits: [any, ceil(n / 32)], token t's being bit t % 32 of word t / 32. rows_of_bits: [places], each place's row."""
+
 def log_probabilities(
     logits: Float32,
     places: Int64,

@@ -416,3 +416,18 @@ def test_likeliest_tokens_are_taken_as_if_sampled(passes):
     assert taken.not_finite == sampled.not_finite == [1, 3]
     assert taken.exhausted == sampled.exhausted == []
     assert taken.logprobs == sampled.logprobs
+
+
+@pytest.mark.parametrize("vocab", [5, 64, 1000])
+def test_masks_forbid_what_their_bits_do_not_have(passes, vocab):
+    generator = np.random.default_rng(vocab)
+    allows = generator.random((6, vocab)) < [[0], [0.01], [0.5], [0.9], [1], [0.5]]
+    padded = np.concatenate((allows, generator.random((6, -vocab % 32)) < 0.5), axis=1)
+    bits = np.packbits(padded, axis=1, bitorder="little").view(np.uint32)
+    logits = torch.from_numpy(generator.normal(size=(9, vocab)).astype(np.float32))
+    logits[3, 0] = torch.nan
+    places, rows = np.array([8, 3, 0, 5]), np.array([2, 3, 0, 2])
+    expected = logits.numpy().copy()
+    expected[places] = np.where(allows[rows], expected[places], -np.inf)
+    passes.mask(logits, places, bits, rows)
+    np.testing.assert_array_equal(logits.numpy(), expected)

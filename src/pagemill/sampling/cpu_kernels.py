@@ -6,21 +6,14 @@ import numpy as np
 import torch
 
 from pagemill import _kernels
-from pagemill.sampling.kernels import Choices, Ids, Mask
+from pagemill.sampling.kernels import Bits, Choices, Ids
 from pagemill.sampling.params import TokenLogprobs
 
 
 class CpuSamplingKernels:
-    def mask(self, logits: torch.Tensor, places: list[int], masks: list[Mask]) -> None:
-        values = logits.numpy()  # in a fourth of the time that torch takes for the same
-        for place, (token_ids, allows) in zip(places, masks, strict=True):
-            row = values[place]
-            if allows:
-                kept = row[token_ids]
-                row.fill(-np.inf)
-                row[token_ids] = kept
-            else:
-                row[token_ids] = -np.inf
+    def mask(self, logits: torch.Tensor, places: Ids, bits: Bits, rows: Ids) -> None:
+        _check(logits, places)
+        _kernels.mask_logits(logits.numpy(), places, bits, rows)
 
     def choose(self, logits: torch.Tensor, places: Ids, choices: Choices) -> Ids:
         tokens = np.empty(len(places), np.int64)

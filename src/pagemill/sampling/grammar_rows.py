@@ -7,7 +7,6 @@ the commit and the next forward pass, without the interpreter's lock.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -18,11 +17,8 @@ from numpy.typing import NDArray
 from pagemill.errors import SamplingParamsError
 from pagemill.sampling.grammar import why_stuck
 from pagemill.sampling.grammar_cache import CompiledGrammar, Grammars
-from pagemill.sampling.kernels import Mask
 from pagemill.sampling.structured import StructuredOutputsParams
 
-MAX_MASKS = 256
-"""Masks that are kept as lists of tokens: most rows of one grammar stand at the same few places."""
 MOST_AT_ONCE = 256
 """Tokens that may follow each other without a mask: its limits are counted from mask to mask."""
 WORK_S = 0.002
@@ -87,7 +83,6 @@ class GrammarRows:
             self._end[token // 32] |= np.uint32(1 << token % 32)
         self._followed: dict[int, Followed] = {}
         self._failures: dict[int, SamplingParamsError] = {}
-        self._masks: OrderedDict[bytes, Mask] = OrderedDict()
         self._thread = ThreadPoolExecutor(1, "masks")
         self._begun: Future[None] | None = None
 
@@ -132,20 +127,6 @@ class GrammarRows:
         bits = self._bits[rows, tokens // 32] >> (tokens % 32).astype(np.uint32)
         allowed: NDArray[np.bool_] = bits & np.uint32(1) != 0
         return allowed
-
-    def mask(self, row: int) -> Mask:
-        """Returns which tokens may come next in this row."""
-        self._wait()
-        bits = self._bits[row]
-        key = bits.tobytes()
-        if key not in self._masks:
-            allowed = np.unpackbits(bits.view(np.uint8), count=self._grammars.vocab_size, bitorder="little")
-            allows = 2 * np.count_nonzero(allowed) <= len(allowed)
-            self._masks[key] = Mask(np.flatnonzero(allowed if allows else allowed == 0), allows)
-            while len(self._masks) > MAX_MASKS:
-                self._masks.popitem(last=False)
-        self._masks.move_to_end(key)
-        return self._masks[key]
 
     def _wait(self) -> None:
         if self._begun is not None:

@@ -18,6 +18,7 @@ from pagemill.sampling.params import TokenLogprobs
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
+Bits = npt.NDArray[np.uint32]
 
 NOT_FINITE = -1
 """Stands in the place of a token if one of the row's logits is NaN or +inf."""
@@ -44,18 +45,14 @@ class Choices(NamedTuple):
         return cls(zeros, np.zeros(rows, np.int64), np.ones(rows, np.float32), zeros, np.zeros(rows))
 
 
-class Mask(NamedTuple):
-    """Lists the tokens that may come next (`allows`), or those that must not, whichever are fewer."""
-
-    token_ids: Ids
-    allows: bool
-
-
 class SamplingKernels(Protocol):
     """Samples from logits, float32 [m, vocab], contiguous. `places` are rows of them."""
 
-    def mask(self, logits: torch.Tensor, places: list[int], masks: list[Mask]) -> None:
-        """Makes -inf, in place, of what the mask of each place does not let come next."""
+    def mask(self, logits: torch.Tensor, places: Ids, bits: Bits, rows: Ids) -> None:
+        """Makes -inf, in place, of the logits at each place whose bits are not set.
+
+        bits: [.., ceil(vocab / 32)], token t's being bit t % 32 of word t // 32. rows: each place's row of them.
+        """
 
     def choose(self, logits: torch.Tensor, places: Ids, choices: Choices) -> Ids:
         """Returns a token for each place; NOT_FINITE or ALL_FORBIDDEN where there is none."""

@@ -165,8 +165,9 @@ class Sampler:
 
     def best_allowed(self, logits: torch.Tensor, rows: Rows) -> Ids:
         """Returns the argmax of each of `rows` among what its grammar lets come next. `logits` is overwritten."""
-        self._mask(logits, range(len(rows)), rows)
-        return self._kernels.choose(logits, np.arange(len(rows)), Choices.argmax(len(rows)))
+        places = np.arange(len(rows))
+        self._mask(logits, places, rows)
+        return self._kernels.choose(logits, places, Choices.argmax(len(rows)))
 
     def take_argmax(self, tokens: Ids, rows: Rows) -> Sampled:
         """Returns what `sample` would for rows that are `only_argmax`. Their positions stand still: they draw nothing.
@@ -206,7 +207,7 @@ class Sampler:
             finite = self._kernels.choose(logits, constrained, Choices.argmax(len(constrained))) >= 0
             constrained = constrained[finite]
         if len(structured):
-            self._mask(logits, structured.tolist(), rows[structured])
+            self._mask(logits, structured, rows[structured])
         if len(constrained):
             apply_constraints(logits, [(i, self._constraints[int(rows[i])]) for i in constrained.tolist()])
         tokens = self._kernels.choose(logits, np.arange(len(rows)), self._choices(rows))
@@ -230,9 +231,9 @@ class Sampler:
         not_finite = np.flatnonzero(~(chosen | exhausted))
         return Sampled(tokens.tolist(), logprobs, not_finite.tolist(), np.flatnonzero(exhausted).tolist(), failed)
 
-    def _mask(self, logits: torch.Tensor, places: Iterable[int], rows: Rows) -> None:
+    def _mask(self, logits: torch.Tensor, places: Ids, rows: Rows) -> None:
         """Forbids, at these places, what the grammars of these rows do not let come next."""
-        self._kernels.mask(logits, [*places], [self._grammars.mask(row) for row in rows.tolist()])
+        self._kernels.mask(logits, places, self._grammars.allowed(), rows.astype(np.int64))
 
     def _follow(self, tokens: Ids, rows: Rows) -> dict[int, Exception]:
         """Moves the grammars of `rows` on by their tokens. Returns, by place, why one cannot be followed."""

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from pagemill.sampling.kernels import ALL_FORBIDDEN, NOT_FINITE, Choices, Ids, Mask
+from pagemill.sampling.kernels import ALL_FORBIDDEN, NOT_FINITE, Bits, Choices, Ids
 from pagemill.sampling.params import TokenLogprobs
 
 _CHUNK = 1 << 21
@@ -25,15 +25,10 @@ _WIDTHS = (256, 2048, 16384)
 
 
 class TorchSamplingKernels:
-    def mask(self, logits: torch.Tensor, places: list[int], masks: list[Mask]) -> None:
-        for place, (token_ids, allows) in zip(places, masks, strict=True):
-            row, index = logits[place], torch.from_numpy(token_ids).to(logits.device)
-            if allows:
-                kept = row[index]
-                row.fill_(-torch.inf)
-                row[index] = kept
-            else:
-                row[index] = -torch.inf
+    def mask(self, logits: torch.Tensor, places: Ids, bits: Bits, rows: Ids) -> None:
+        allowed = np.unpackbits(bits[rows].view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
+        index, forbidden = (torch.from_numpy(array).to(logits.device) for array in (places, allowed == 0))
+        logits[index] = logits[index].masked_fill(forbidden, -torch.inf)
 
     def choose(self, logits: torch.Tensor, places: Ids, choices: Choices) -> Ids:
         device = logits.device
