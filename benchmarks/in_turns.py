@@ -1,4 +1,4 @@
-"""Runs engines in turns of a few steps: a shared machine's speed changes from second to second, and within a turn less."""
+"""Runs engines in turns of a few steps: within a turn, a shared machine's speed changes less than between seconds."""
 
 from __future__ import annotations
 
