@@ -98,7 +98,7 @@ def main() -> None:
     parser.add_argument("--workload", default="mixed", choices=list(SHAPES))
     parser.add_argument("--dtype", default="float32,bfloat16")
     parser.add_argument("--pool-share", type=float, default=0.5)
-    parser.add_argument("--target-tpot-ms", type=float)
+    parser.add_argument("--target-tpot-ms", type=lambda text: text if text == "auto" else float(text))
     parser.add_argument("--modes", default="roomy,recompute,swap,auto")
     parser.add_argument("--rounds", type=int, default=1)
     arguments = parser.parse_args()

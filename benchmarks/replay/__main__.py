@@ -12,6 +12,7 @@ COMMANDS = {
     "eviction": "prompt tokens that each eviction policy finds again, beside the best possible",
     "allocators": "paged and contiguous KV memory of equal size",
     "control": "the controller against fixed settings",
+    "foresight": "admission by foresight: preemptions of a 13B model, modelled",
     "waste": "KV memory that is reserved and holds nothing, by block size",
     "calibrate": "fit the step-time model to steps of the real engine on this machine",
     "confirm": "serve a slice of a trace for real, and hold the simulation against it",

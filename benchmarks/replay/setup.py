@@ -16,7 +16,7 @@ from pagemill.arguments import arguments_of
 from pagemill.config import EngineConfig
 from pagemill.memory.manager import MemoryManager
 from pagemill.scheduling.scheduler import Scheduler
-from pagemill.simulate.simulator import Served
+from pagemill.simulate.simulator import END_TOKEN, Served
 from pagemill.simulate.step_time import StepTimes
 from pagemill.simulate.trace import TracedRequest, read_trace, slice_of
 
@@ -33,7 +33,7 @@ class Setup:
     block_size: int = 16
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 512
-    target_tpot_s: float = math.inf
+    target_tpot_s: float | None = math.inf
     kv_compaction: str = "auto"
 
     def memory(self, step_times: StepTimes, **settings: Any) -> MemoryManager:
@@ -46,7 +46,7 @@ class Setup:
             memory,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
-            eos_token_ids=frozenset(),
+            eos_token_ids=frozenset({END_TOKEN}),
             ageing_s=10.0,
             enable_prefix_caching=caching,
             target_tpot_s=self.target_tpot_s,

@@ -118,8 +118,12 @@ class EngineConfig:
         about("Move blocks of running sequences together again: auto (on CPU, where it pays) or off."),
     ] = "auto"
     target_tpot_ms: Annotated[
-        Positive | None,
-        about("Milliseconds between a request's tokens to aim for. Default: no limit beside the settings."),
+        Positive | Literal["auto"] | None,
+        about(
+            "Milliseconds between a request's tokens to aim for; auto: prompts make a step at most 1.75 times as long "
+            "as it is without them, and admission keeps room for what running answers will need. Default: no limit "
+            "beside the settings."
+        ),
     ] = None
     speculative_config: Annotated[
         SpeculativeConfig | None,

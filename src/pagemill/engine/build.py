@@ -47,7 +47,7 @@ def build(config: EngineConfig, executor: Executor) -> tuple[MemoryManager, Tier
         enable_prefix_caching=config.enable_prefix_caching,
         stored=None if tiers is None else tiers.stored,
         max_pinned_share=config.max_pinned_share,
-        target_tpot_s=math.inf if config.target_tpot_ms is None else config.target_tpot_ms / 1e3,
+        target_tpot_s=_target_s(config.target_tpot_ms),
         compacts=config.kv_compaction == "auto" and facts.compacts,
         drafter=None if config.speculative_config is None else _drafter(config.speculative_config, facts),
     )
@@ -58,6 +58,13 @@ def build(config: EngineConfig, executor: Executor) -> tuple[MemoryManager, Tier
 
 def _drafter(config: SpeculativeConfig, facts: ExecutorFacts) -> Drafter:
     return NgramDrafter(config) if config.method == "ngram" else ModelDrafter(config, facts.draft_cost)
+
+
+def _target_s(target_tpot_ms: float | str | None) -> float | None:
+    """Returns the scheduler's `target_tpot_s` for a setting."""
+    if isinstance(target_tpot_ms, str):
+        return None
+    return math.inf if target_tpot_ms is None else target_tpot_ms / 1e3
 
 
 def _check_use_of_tiers(config: EngineConfig, streamed: Streamed) -> None:

@@ -290,6 +290,10 @@ class MemoryManager:
         """Returns how many tables hold each block, 0 for each -1."""
         return np.where(blocks < 0, 0, np.frombuffer(self.core.blocks.references, np.int32)[blocks])
 
+    def count_own(self, table: BlockTable) -> int:
+        """Returns how many of a table's blocks no other table holds, so that they would come free with it."""
+        return int((self.count_holders(np.array(table.held, np.int32)) == 1).sum())
+
     @property
     def num_published(self) -> int:
         """Returns how many blocks can be found by their digests."""

@@ -7,9 +7,13 @@ from typing import NamedTuple
 
 from pagemill.memory.manager import Opened
 from pagemill.scheduling import preemption
+from pagemill.scheduling.forecast import Forecast, Growing
 from pagemill.scheduling.sequence import Sequence
 from pagemill.scheduling.state import SchedulerState, StepDraft
 from pagemill.scheduling.tenancy import TenantState
+
+LOOK_AGAIN = 4
+"""Steps after which it is foreseen anew whether a sequence will find room that would not have found it."""
 
 
 class Limit(Enum):
@@ -39,7 +43,9 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
     If it lacks rows, only as many may pass as are their tenant's part: else it might never find all that it needs.
     """
     passed: set[TenantState] = set()
-    crowded = lacks_rows = False
+    lacks_rows = False
+    if draft.budget > 0:
+        state.crowded = False
     while draft.budget > 0 and (turn := state.waiting.first(passed)) is not None:
         sequence, tenant = turn
         guaranteed = _is_guaranteed(state, sequence, tenant)
@@ -48,7 +54,7 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
             passed.add(tenant)
             continue
         beyond_part = lacks_rows and tenant.rows + sequence.num_rows > state.tenants.row_part
-        full = crowded or len(state.running) >= state.controller.max_running
+        full = state.crowded or len(state.running) >= state.controller.max_running
         if full and (not guaranteed or beyond_part):
             passed.add(tenant)
             continue
@@ -64,7 +70,7 @@ def admit(state: SchedulerState, draft: StepDraft, now: float) -> None:
             continue
         if limit is Limit.QUOTA:
             state.waiting.level(tenant)
-        crowded = crowded or limit is Limit.POOL
+        state.crowded = state.crowded or limit is Limit.POOL
         lacks_rows = lacks_rows or state.batch.num_free < sequence.num_rows
         passed.add(tenant)
     for tenant in state.tenants:
@@ -126,7 +132,10 @@ def _open(
         return Limit.POOL
     opened = _look_up(state, sequence, now)
     demand = _demand(state, sequence, opened)
-    limit = _limit(state, tenant, demand, guaranteed) or _reserve(state, sequence, opened, budget, demand.streams)
+    limit = _limit(state, tenant, demand, guaranteed)
+    if limit is None and not guaranteed and not _fits_later(state, sequence, tenant, demand):
+        limit = Limit.POOL
+    limit = limit or _reserve(state, sequence, opened, budget, demand.streams)
     if limit is None:
         _enter(state, sequence, tenant, opened)
     else:
@@ -168,6 +177,41 @@ def _limit(state: SchedulerState, tenant: TenantState, demand: Demand, guarantee
     frames = demand.in_pool + max(0, demand.streamed - state.memory.streamed.available)
     room = state.memory.available(tenant.account) - (tenant.running if guaranteed else headroom(state))
     return None if frames <= room and tenant.within_quota(frames) else Limit.POOL
+
+
+def _fits_later(state: SchedulerState, sequence: Sequence, tenant: TenantState, demand: Demand) -> bool:
+    """Returns whether a sequence and those that run will find the blocks that they grow by, as far as can be foreseen.
+
+    Where contexts stream, they need no more of the pool, and nothing is foreseen.
+    """
+    memory = state.memory
+    if state.lengths is None or not state.running or memory.streamed.count:
+        return True
+    step = state.batch.steps
+    if state.refused is not None and state.refused[0] is sequence and step < state.refused[1]:
+        return False
+    running = [_growing(state, one) for one in state.running]
+    available = memory.available(tenant.account)
+    forecast = Forecast(state.lengths, running, available, memory.block_size, memory.windows)
+    new = _growing(state, sequence)._replace(entries=-(-len(sequence.tokens) // memory.block_size))
+    others = [new] * (sequence.num_rows - 1)
+    fits = forecast.fits([new._replace(coming=demand.in_pool), *others])
+    state.refused = None if fits else (sequence, step + LOOK_AGAIN)
+    return fits
+
+
+def _growing(state: SchedulerState, sequence: Sequence) -> Growing:
+    table, request = sequence.table, sequence.request
+    return Growing(
+        held=0 if table is None else state.memory.count_own(table),
+        entries=0 if table is None else table.num_entries,
+        coming=0,
+        length=len(sequence.tokens),
+        has=sequence.num_output_tokens,
+        most=max(1, request.max_len - len(sequence.tokens)),
+        sure=request.ends_at_limit,
+        limited=request.params.max_tokens is not None,
+    )
 
 
 def headroom(state: SchedulerState) -> int:

@@ -49,7 +49,7 @@ class Batch:
         self._freed: list[int] = []
         """Since the last plan."""
         self._chosen: dict[int, ChosenTokens] = {}
-        self._step = 0
+        self.steps = 0
 
     @property
     def num_free(self) -> int:
@@ -145,14 +145,14 @@ class Batch:
                 if guesses:
                     draft_tokens += guesses
                     sequence.open_ended = True
-        self._step += 1
-        self.flights.append(Flight(self._step, entries, list(zip(sample_from, sample_index, strict=True)), computed))
+        self.steps += 1
+        self.flights.append(Flight(self.steps, entries, list(zip(sample_from, sample_index, strict=True)), computed))
         freed, self._freed = self._freed, []
         chosen = list(self._chosen.values())
         self._chosen.clear()
         return StepPlan(
-            step=self._step,
-            work=self._memory.drain(self._step),
+            step=self.steps,
+            work=self._memory.drain(self.steps),
             rows=np.fromiter(rows, np.int32, len(rows)),
             starts=np.fromiter(starts, np.int32, len(rows)),
             query_lens=np.fromiter(planned.values(), np.int32, len(rows)),

@@ -36,6 +36,7 @@ def steps_left(sequence: Sequence) -> int:
     As many as it may have; and if it may end by itself, no more than it has had already, which is what to expect of a
     length about which nothing is known.
     """
-    params, left = sequence.request.params, sequence.request.max_len - len(sequence.tokens)
-    certain = params.ignore_eos and not params.stop_token_ids and not params.stop
-    return left if certain and sequence.num_output_tokens else min(left, sequence.num_output_tokens)
+    left = sequence.request.max_len - len(sequence.tokens)
+    return (
+        left if sequence.request.ends_at_limit and sequence.num_output_tokens else min(left, sequence.num_output_tokens)
+    )

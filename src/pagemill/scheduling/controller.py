@@ -62,8 +62,6 @@ class Controller:
 
     def note_memory(self, preemptions: int, frames: int) -> None:
         """Notes, after a step, how many preemptions there were since the start, and how many frames the pool has."""
-        if not self.has_target:
-            return
         new, self._preemptions = preemptions - self._preemptions, preemptions
         if new:
             self.watermark = min(int(MOST_KEPT * frames), 2 * self.watermark + new)

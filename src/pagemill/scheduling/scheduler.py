@@ -17,7 +17,9 @@ from pagemill.scheduling.batch import Batch, Entry
 from pagemill.scheduling.beam import BeamGroup
 from pagemill.scheduling.compactor import Compactor
 from pagemill.scheduling.controller import Controller
+from pagemill.scheduling.forecast import AnswerLengths
 from pagemill.scheduling.loading import Stored
+from pagemill.scheduling.pacing import Pacer
 from pagemill.scheduling.sequence import Rank, Request, Sequence, SequenceUpdate, Status
 from pagemill.scheduling.speculation import DraftCounts, Drafter
 from pagemill.scheduling.state import SchedulerState, StepDraft
@@ -41,6 +43,7 @@ class Scheduler:
     is preempted while a step is in flight.
 
     state:   what runs and what waits. Admission, preemption, forks, limits and speculation are functions over it.
+    pacer:   says how many prompt tokens a step takes, where no target does (`target_tpot_s` None).
     drafter: guesses the next tokens of sequences that generate; None for one token at a time.
     drafts:  what has come of its guesses.
     """
@@ -56,16 +59,17 @@ class Scheduler:
         enable_prefix_caching: bool = True,
         stored: Stored | None = None,
         max_pinned_share: float = 0.5,
-        target_tpot_s: float = math.inf,
+        target_tpot_s: float | None = math.inf,
         compacts: bool = False,
         drafter: Drafter | None = None,
     ) -> None:
         self.memory = memory
         self.pins = Pins(memory, max_pinned_share)
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.controller = Controller(
-            target_tpot_s, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs
-        )
+        self.pacer = Pacer(max_num_batched_tokens) if target_tpot_s is None else None
+        target_s = math.inf if target_tpot_s is None else target_tpot_s
+        self.controller = Controller(target_s, max_num_batched_tokens=max_num_batched_tokens, max_num_seqs=max_num_seqs)
+        self._adapts = target_tpot_s != math.inf
         self.state = SchedulerState(
             memory,
             self.pins,
@@ -75,6 +79,7 @@ class Scheduler:
             max_num_seqs=max_num_seqs,
             caches_prefixes=enable_prefix_caching,
             stored=stored,
+            lengths=None if self.pacer is None else AnswerLengths(),
         )
         self.tenants = self.state.tenants
         self.drafter = drafter
@@ -187,6 +192,7 @@ class Scheduler:
             if sequence.group is not None:
                 return self.abort(request_id, now)
             if sequence.index == index:
+                self._note_length(sequence)
                 self.state.finish(sequence, now)
                 return
 
@@ -253,6 +259,7 @@ class Scheduler:
         self.check_size(num_frames)
         while self.memory.resize(num_frames) is not None:
             preemption.preempt(self.state, preemption.borrower(running) or running[-1], now)
+        self.state.refused = None
         self.tenants.resized()
 
     # Steps
@@ -271,6 +278,7 @@ class Scheduler:
                 (generating if sequence.generates else prompts).append((remaining, sequence))
         self._continue(generating, draft, now)
         if draft.planned:
+            self._pace(draft)
             draft.budget = min(draft.budget, self.controller.prompt_tokens)
             draft.scored = SCORED_BESIDE
             draft.paced = self.tenants.paced(draft.planned, self.max_num_batched_tokens)
@@ -304,7 +312,7 @@ class Scheduler:
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """Tells controller and drafter how long a step took that has been committed, planning and all."""
-        if not self.controller.has_target and self.drafter is None:
+        if not self._adapts and self.drafter is None:
             return
         generating = plan.num_generating
         accepted = self.drafts.accepted - self._accepted
@@ -313,8 +321,25 @@ class Scheduler:
             withdrawn = self._draft_work.withdrawn
             drafts = len(plan.draft_tokens) - withdrawn
             self.drafter.note_step(generating - withdrawn, drafts, accepted, seconds, self._draft_work)
-        self.controller.note_step(seconds, plan.num_tokens - generating, generating, self.num_running)
+        prompt_tokens = plan.num_tokens - generating
+        if not self._adapts:
+            return
+        if self.pacer is not None:
+            self.pacer.note_step(seconds, prompt_tokens, generating)
+        else:
+            self.controller.note_step(seconds, prompt_tokens, generating, self.num_running)
         self.controller.note_memory(self.preemptions, self.memory.num_frames)
+
+    def _pace(self, draft: StepDraft) -> None:
+        """Sets how many prompt tokens a step takes beside the generating sequences that it has."""
+        if self.pacer is None:
+            return
+        running, memory = len(self.state.running), self.memory
+        batch = running
+        if not self.state.crowded:
+            fitting = running * memory.num_frames // max(1, memory.num_frames - memory.num_available)
+            batch = min(running + self.num_waiting, self.controller.max_running, fitting)
+        self.controller.prompt_tokens = self.pacer.prompt_tokens(sum(draft.planned.values()), batch)
 
     def _continue(self, wanted: Wanted, draft: StepDraft, now: float) -> None:
         """Plans running sequences, each with the tokens it has left to compute, as far as the budget goes.
@@ -385,6 +410,7 @@ class Scheduler:
                     if self.drafter is not None:
                         self.drafter.verified(sequence, entries[position].drafts, len(tokens) - 1)
             if reason is not None:
+                self._note_length(sequence)
                 state.finish(sequence, now)
             logprobs = None if logprobs is None else logprobs[: len(accepted)]
             updates.append(SequenceUpdate(sequence, accepted, logprobs, reason, stop_reason))
@@ -394,6 +420,11 @@ class Scheduler:
                 state.finish(sequence, now)
                 updates.append(SequenceUpdate(sequence, [], None, "length" if sequence.pooled is None else "stop"))
         return updates
+
+    def _note_length(self, sequence: Sequence) -> None:
+        """Remembers the length of an answer that has ended, if it could have been another."""
+        if self.state.lengths is not None and not sequence.request.ends_at_limit:
+            self.state.lengths.note(sequence.num_output_tokens, len(sequence.tokens) >= sequence.request.max_len)
 
     def _keep(self, sequence: Sequence, start: int, end: int) -> None:
         """Commits a sequence's tokens from `start` to `end`, and wakes who waits for a block that they fill."""

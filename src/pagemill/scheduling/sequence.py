@@ -90,6 +90,11 @@ class Request:
         self.stop_token_ids = frozenset(self.params.stop_token_ids)
 
     @property
+    def ends_at_limit(self) -> bool:
+        """Returns whether nothing ends its sequences but their limit."""
+        return self.params.ignore_eos and not self.stop_token_ids and not self.params.stop
+
+    @property
     def width(self) -> tuple[str, int]:
         """Returns how many of its sequences or beams run at once, behind the name of the parameter that sets this."""
         return ("n", self.params.n) if self.beam is None else ("beam_width", self.beam.beam_width)

@@ -10,6 +10,7 @@ from pagemill.memory.manager import MemoryManager
 from pagemill.memory.pins import Pins
 from pagemill.scheduling.batch import Batch
 from pagemill.scheduling.controller import Controller
+from pagemill.scheduling.forecast import AnswerLengths
 from pagemill.scheduling.loading import Loading, Stored
 from pagemill.scheduling.sequence import Sequence, Status, by_rank
 from pagemill.scheduling.tenancy import Tenancy
@@ -26,6 +27,10 @@ class SchedulerState:
     waiting:  sequences whose turn has not come. Others wait in `pending` for a block that somebody computes or loads.
     loading:  loads from offload stores.
     chunk:    the most tokens of a step.
+    lengths:  how long answers became, by which admission foresees what running sequences will hold; None: it does not.
+    crowded:  whether the last sequence that could have begun found no room.
+    refused:  the sequence for which no room was foreseen, and the step from which on to look again; None once another
+              has stopped.
     """
 
     memory: MemoryManager
@@ -40,6 +45,9 @@ class SchedulerState:
     requests: dict[str, list[Sequence]] = field(default_factory=dict)
     pending: PendingPrefixes = field(default_factory=PendingPrefixes)
     recomputed_tokens: int = 0
+    lengths: AnswerLengths | None = None
+    crowded: bool = False
+    refused: tuple[Sequence, int] | None = None
 
     def __post_init__(self, stored: Stored | None) -> None:
         self.tenants = Tenancy(self.memory, self.pins, self.max_num_seqs)
@@ -73,6 +81,7 @@ class SchedulerState:
         assert sequence.table is not None
         sequence.residency = self.memory.residency(sequence.table)
         self.memory.close(sequence.table, now)
+        self.refused = None
         self.resume(self.pending.drop(sequence))
         self.running.remove(sequence)
         tenant = self.tenants[sequence.request.tenant]

@@ -6,6 +6,7 @@ seconds that the model gives the step.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -22,6 +23,8 @@ from pagemill.simulate.trace import TracedRequest
 ROOT = root_digest(b"simulated", "simulated", "simulated", "")
 OUTPUT_TOKENS = 1 << 31
 """The first generated token. No prompt has such tokens, and no two requests share one."""
+END_TOKEN = OUTPUT_TOKENS - 1
+"""Ends an answer whose length the scheduler is not told: it must be among the scheduler's `eos_token_ids`."""
 
 Observer = Callable[[StepPlan, float], None]
 """A function that is called in every step, before its commit, with the plan and the seconds that the step takes."""
@@ -34,6 +37,7 @@ class Served:
     request: TracedRequest
     first_token_s: float | None = None
     finished_s: float | None = None
+    last_token_s: float = 0.0
     num_tokens: int = 0
     num_cached_tokens: int = 0
     starts: int = 0
@@ -56,7 +60,11 @@ class Served:
 
 @dataclass(slots=True)
 class Replay:
-    """Records a replayed trace. busy_s: simulated seconds in steps; running_s: their sum over running sequences."""
+    """Records a replayed trace.
+
+    busy_s: simulated seconds in steps; running_s: their sum over running sequences. gaps_s: the seconds between two
+    tokens of a request, for all tokens but first ones, preemptions included.
+    """
 
     served: list[Served] = field(default_factory=list)
     steps: int = 0
@@ -65,6 +73,7 @@ class Replay:
     running_s: float = 0.0
     most_running: int = 0
     preemptions: int = 0
+    gaps_s: array[float] = field(default_factory=lambda: array("d"))
 
     @property
     def finished(self) -> list[Served]:
@@ -87,11 +96,14 @@ def replay(
     *,
     root: Callable[[TracedRequest], bytes] = lambda request: ROOT,
     until_s: float = float("inf"),
+    max_tokens: int | None = None,
 ) -> Replay:
     """Serves the trace (in order of arrival), each request for exactly its output length, until all have ended.
 
     root:    gives the digest at which a request's prefix chain begins; by default one for all, so that all may share.
     until_s: simulated second at which the replay stops, with whatever is still running.
+    max_tokens: what all requests set, at least; they end by `END_TOKEN`, and nobody knows before how long they become.
+             None: each sets its output length, and the scheduler is told that nothing else ends it.
     """
     outcome = Replay()
     served = outcome.served
@@ -100,7 +112,7 @@ def replay(
     now = 0.0
     while now < until_s:
         while len(served) < len(trace) and trace[len(served)].arrival_s <= now:
-            _submit(scheduler, served, trace[len(served)], root)
+            _submit(scheduler, served, trace[len(served)], root, max_tokens)
         plan = scheduler.schedule(now)
         if plan is None:
             assert not scheduler.has_work(), "requests wait, and nothing can run"
@@ -119,13 +131,16 @@ def replay(
         outcome.busy_s += seconds
         outcome.running_s += seconds * scheduler.num_running
         outcome.most_running = max(outcome.most_running, scheduler.num_running)
-        tokens = [[OUTPUT_TOKENS + index_of_row[row]] for row in plan.sample_to.tolist()]
+        tokens = [[_next_token(served, index_of_row[row], max_tokens)] for row in plan.sample_to.tolist()]
         for update in scheduler.commit(StepResult(tokens, [None] * len(tokens)), now):
             one = served[update.sequence.request.seed]
             one.num_tokens += len(update.tokens)
             if one.first_token_s is None:
                 one.first_token_s = now
                 one.num_cached_tokens = update.sequence.num_cached_tokens
+            else:
+                outcome.gaps_s.append(now - one.last_token_s)
+            one.last_token_s = now
             if update.finish_reason is not None:
                 one.finished_s = now
         scheduler.note_step(plan, seconds)
@@ -134,23 +149,34 @@ def replay(
     return outcome
 
 
+def _next_token(served: list[Served], index: int, max_tokens: int | None) -> int:
+    """Returns a request's next token."""
+    output_len = served[index].request.output_len
+    ends = max_tokens is not None and max_tokens > output_len == served[index].num_tokens + 1
+    return END_TOKEN if ends else OUTPUT_TOKENS + index
+
+
 def _submit(
-    scheduler: Scheduler, served: list[Served], request: TracedRequest, root: Callable[[TracedRequest], bytes]
+    scheduler: Scheduler,
+    served: list[Served],
+    request: TracedRequest,
+    root: Callable[[TracedRequest], bytes],
+    max_tokens: int | None,
 ) -> None:
     """Adds a request. Its index in `served` is its id and seed, by which the results of steps find back to it."""
-    index = len(served)
+    index, most = len(served), max(request.output_len, max_tokens or 0)
     served.append(Served(request))
     try:
         scheduler.add(
             Request(
                 request_id=str(index),
                 prompt_token_ids=request.prompt(),
-                params=SamplingParams(temperature=0.0, max_tokens=request.output_len, ignore_eos=True),
+                params=SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=max_tokens is None),
                 seed=index,
                 priority=0,
                 arrival_s=request.arrival_s,
                 root=root(request),
-                max_len=request.length,
+                max_len=request.prompt_len + most,
             )
         )
     except RequestTooLargeError:
