@@ -504,7 +504,7 @@ def test_any_load_gives_the_tokens_of_a_lone_run(
         over = [r for r in all_requests if bench.reasons.get((r.request_id, 0)) in ("stop", "length") and not r.beam]
         if over:
             last = over[pick % len(over)]
-            tokens = last.prompt_token_ids + bench.outputs[last.request_id, 0] + [8, 9]
+            tokens = last.prompt_token_ids + bench.outputs.get((last.request_id, 0), []) + [8, 9]
             turn = make_request(f"turn{len(all_requests)}", tokens, 5, tenant=last.tenant, in_session=True)
             turn.root, turn.arrival_s = last.root, bench.now
             with contextlib.suppress(RequestTooLargeError):
