@@ -47,16 +47,16 @@ constexpr ElementType element_type(nb::dlpack::dtype_code code, uint8_t bits) { 
 constexpr ElementType kBfloat16 = element_type(nb::dlpack::dtype_code::Bfloat, 16);
 // In the order of DType.
 constexpr ElementType kElementTypes[] = {nb::dtype<float>(), kBfloat16, element_type(nb::dlpack::dtype_code::Float, 16),
-                                         nb::dtype<int8_t>()};
+                                         nb::dtype<int8_t>(), nb::dtype<uint8_t>()};
 
 std::string name_of(ElementType type) {
     const char* const kinds[] = {"int", "uint", "float", "opaque", "bfloat", "complex", "bool"};
     return (type.code < std::size(kinds) ? kinds[type.code] : "unknown") + std::to_string(type.bits);
 }
 
-// Raises TypeError for elements that there are no kernels for; only caches may be of int8.
+// Raises TypeError for elements that there are no kernels for; only caches may be of int8, and of uint8, which is two integers of 4 bits.
 DType dtype_of(ElementType type, bool cache = false) {
-    const auto* const end = kElementTypes + (cache ? 4 : 3);
+    const auto* const end = kElementTypes + (cache ? 5 : 3);
     const auto* const found = std::find(kElementTypes, end, type);
     if (found == end)
         throw nb::type_error(("the CPU kernels take float32, bfloat16 and float16, not " + name_of(type)).c_str());
@@ -195,38 +195,59 @@ class Linear {
     }
 };
 
-// Keys or values [frames, kv_heads, block_size, head_dim], `dim` being the last dimension's place; those in pairs have
-// one dimension more. Raises ValueError for int8 without scales.
-CacheView view(const Output& array, const std::optional<Output>& scale, size_t dim) {
+// Keys or values [frames, kv_heads, block_size, head_dim]; where some lie side by side they have one dimension more,
+// keys the last one, values the last but one. Raises ValueError for integers without scales.
+CacheView view(const Output& array, const std::optional<Output>& scales, bool is_key, int64_t block_size) {
+    const bool beside = array.ndim() == 5;
     CacheView made{.data = array.data(),
                    .frame = array.stride(0),
                    .head = array.stride(1),
                    .token = array.stride(2),
-                   .dim = array.stride(dim),
-                   .pairs = array.ndim() == 5};
-    if (array.dtype() != nb::dtype<int8_t>()) return made;
-    bool fits = scale && scale->dtype() == nb::dtype<float>() && scale->ndim() == 3 && scale->stride(2) == 1;
-    for (size_t i = 0; fits && i < 3; ++i) fits = scale->shape(i) == array.shape(i);
+                   .dim = array.stride(is_key || !beside ? 3 : 4),
+                   .type = dtype_of(array.dtype(), true),
+                   .beside = beside ? int(array.shape(is_key ? 4 : 3)) : 1};
+    if (made.type < DType::i8) return made;
+    const bool whole = made.type == DType::i8;
+    const int64_t dims = 2 * int64_t(array.size()) / int64_t(array.shape(0) * array.shape(1)) / block_size,
+                  words = block_size * (!whole && is_key ? dims / kKeyGroup : 1);
+    const auto type = whole ? nb::dtype<float>() : nb::dtype<int32_t>();
+    const bool fits = scales && scales->dtype() == type && scales->ndim() == 3 && scales->stride(2) == 1 &&
+                      scales->shape(0) == array.shape(0) && scales->shape(1) == array.shape(1) &&
+                      int64_t(scales->shape(2)) == words;
     if (!fits)
-        throw std::invalid_argument(
-            "an int8 cache needs float32 scales [frames, kv_heads, block_size], tokens side by side");
-    made.scale = static_cast<float*>(scale->data());
-    made.scale_frame = scale->stride(0);
-    made.scale_head = scale->stride(1);
+        throw std::invalid_argument("a cache of " + name_of(array.dtype()) + " needs " + name_of(type) +
+                                    " scales [frames, kv_heads, " + std::to_string(words) + "], tokens side by side");
+    made.scales = scales->data();
+    made.scale_frame = scales->stride(0);
+    made.scale_head = scales->stride(1);
     return made;
 }
 
 LayerCache layer_cache(const Output& key, const Output& value, const std::optional<Output>& key_scale,
                        const std::optional<Output>& value_scale) {
-    if (key.dtype() != value.dtype() || key.size() != value.size() || key.ndim() != value.ndim() || key.ndim() < 4)
-        throw std::invalid_argument("keys and values must be equal in size and dtype, not " + name_of(key.dtype()) +
-                                    " and " + name_of(value.dtype()));
-    return {.key = view(key, key_scale, 3),
-            .value = view(value, value_scale, value.ndim() - 1),
-            .type = dtype_of(key.dtype(), true),
-            .kv_heads = int(key.shape(1)),
-            .block_size = int(key.shape(2)),
-            .head_dim = int(value.shape(value.ndim() - 1))};
+    if (key.ndim() < 4 || key.ndim() != value.ndim())
+        throw std::invalid_argument("keys and values must have 4 or 5 dimensions, and equally many");
+    const auto block_size = int64_t(key.shape(2));
+    LayerCache made{.key = view(key, key_scale, true, block_size),
+                    .value = view(value, value_scale, false, block_size),
+                    .kv_heads = int(key.shape(1)),
+                    .block_size = int(block_size)};
+    const auto elements_of = [](const Output& array, const CacheView& view) {
+        return array.size() * (view.type == DType::u4 ? 2 : 1);
+    };
+    const DType keys = made.key.type, values = made.value.type;
+    if (elements_of(key, made.key) != elements_of(value, made.value) ||
+        (keys != values && (keys != DType::i8 || values != DType::u4)))
+        throw std::invalid_argument("keys and values must be equal in size and dtype, or int8 and uint8, not " +
+                                    name_of(key.dtype()) + " and " + name_of(value.dtype()));
+    made.head_dim = int(value.shape(value.ndim() - 1)) * (values == DType::u4 ? 2 : 1);
+    if (values == DType::u4 && made.head_dim % 32)
+        throw std::invalid_argument("heads of 4-bit integers must be multiples of 32, not " +
+                                    std::to_string(made.head_dim));
+    if (keys >= DType::i8 && made.head_dim > kMostNarrowDims)
+        throw std::invalid_argument("heads of integers have at most " + std::to_string(kMostNarrowDims) +
+                                    " dimensions, not " + std::to_string(made.head_dim));
+    return made;
 }
 
 void write_cache(const LayerCache& cache, Address key, int64_t key_token, int64_t key_head, Address value,
@@ -471,8 +492,8 @@ void log_probabilities(const Input& logits, const Input& places, const Input& to
 
 NB_MODULE(_kernels, m) {
     m.doc() =
-        "CPU kernels. Arguments are arrays, or addresses, strides in elements and dtypes (0 fp32, 1 bf16, 2 fp16; 3 "
-        "int8, of caches only).";
+        "CPU kernels. Arguments are arrays, or addresses, strides in elements and dtypes (0 fp32, 1 bf16, "
+        "2 fp16).";
 #if defined(NDEBUG)
     nb::set_leak_warnings(false);  // modules that still hold objects at exit are not cleared by the interpreter
 #endif

@@ -10,9 +10,9 @@
 
 namespace pagemill {
 
-enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3 };  // i8: caches only
+enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3, u4 = 4 };  // i8 and u4: caches only; u4: two in a byte
 
-inline size_t item_size(DType type) { return type == DType::f32 ? 4 : type == DType::i8 ? 1 : 2; }
+inline size_t item_size(DType type) { return type == DType::f32 ? 4 : type >= DType::i8 ? 1 : 2; }
 
 // How a weight is held: in its dtype, as integers of 8 or 4 bits that are multiplied as such (isa/quantized.h), as bf16
 // in 12 bits (isa/coded.h), or as fp32 in integers of 4 or 8 bits (isa/affine.h).
@@ -51,21 +51,29 @@ struct AffineSource {
     const float* bias = nullptr;  // [n] or null
 };
 
-// One layer's keys or values: element (frame, head, token, dim) at data + frame * frame_stride + ... In pairs (bf16
-// only), neighbouring dimensions of a key (d even, d + 1) lie side by side, and neighbouring tokens of a value: `dim`
-// of keys and `token` of values are then the strides of pairs, and the other one is 2. An i8 element is a multiple of
-// scale[frame * scale_frame + head * scale_head + token].
+// One layer's keys or values: element (frame, head, token, dim) at data + frame * frame_stride + ... `beside`
+// neighbouring dimensions of a key lie side by side (2 of bf16, 4 of integers, or 1), and as many neighbouring tokens
+// of a value: `dim` of keys and `token` of values are then the strides of so many, and the other one is `beside`.
+//
+// An i8 element is a multiple of its token's fp32 scale, scales[frame * scale_frame + head * scale_head + token].
+//
+// A u4 vector is bytes: byte 16 g + i, i < 16, has dimension 32 g + i in its lower half and 32 g + i + 16 in its upper
+// one. Element n of a group of dimensions is low + n * scale, two bf16 numbers in one word, the scale in its upper half:
+// scales[frame * scale_frame + head * scale_head + group * block_size + token]. Groups are kKeyGroup dimensions of a
+// key, all dimensions of a value. Keys are rotated (rotate_head in isa/narrow_kv.h), and so are queries.
 struct CacheView {
     void* data = nullptr;
     int64_t frame = 0, head = 0, token = 0, dim = 0;
-    bool pairs = false;
-    float* scale = nullptr;
+    DType type = DType::f32;
+    int beside = 1;
+    void* scales = nullptr;
     int64_t scale_frame = 0, scale_head = 0;
 };
 
+constexpr int kKeyGroup = 32, kMostNarrowDims = 512;
+
 struct LayerCache {
     CacheView key, value;
-    DType type = DType::f32;
     int kv_heads = 0, block_size = 0, head_dim = 0;
 };
 

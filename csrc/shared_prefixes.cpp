@@ -33,7 +33,7 @@ SharedPrefixes::SharedPrefixes(const AttentionArgs& args, bool share) {
     std::vector<Candidate> candidates;
     for (int row = 0; share && args.tables && row < args.rows; ++row) {
         const int begin = args.query_start[row], end = args.query_start[row + 1];
-        if (begin == end || (args.cache.type == DType::f32 && end - begin > kMaxTokens)) continue;
+        if (begin == end || (args.cache.key.type == DType::f32 && end - begin > kMaxTokens)) continue;
         KeyRange seen = key_range(args, row, begin);
         for (int token = begin + 1; token < end; ++token) {
             const KeyRange r = key_range(args, row, token);

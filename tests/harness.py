@@ -40,8 +40,8 @@ def frame_shape(
 
 
 def poison(pool: DevicePool) -> None:
-    """Fills the whole pool with NaN; int8 with -1 and scales that are NaN."""
-    pool.storage.fill_(-1 if pool.dtype == torch.int8 else float("nan"))
+    """Fills the whole pool with NaN; integers with ones in all bits, and scales that are NaN."""
+    pool.frames.bytes.fill_(255) if pool.dtype.itemsize == 1 else pool.storage.fill_(float("nan"))
 
 
 class PagedSequences:

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "../threads.h"
+#include "attention_bytes.h"
 #include "attention_pairs.h"
 #include "attention_plan.h"
 #include "attention_tiled.h"
@@ -170,11 +171,31 @@ template <class Few, class Many> void attend_with(const AttentionArgs& args) {
     tasks_and_merges(plan.shared_tasks, plan.num_tasks, plan.shared_merges, plan.num_merges);
 }
 
-void attend(const AttentionArgs& args) {
-#if defined(__AVX512BF16__)
-    if (args.type == DType::bf16 && args.cache.type == DType::bf16) return attend_with<PairPass, TiledPass>(args);
+template <class K, class V> void attend_on_vectors(const AttentionArgs& args) {
+    attend_with<VectorPass<K, V>, VectorPass<K, V>>(args);
+}
+
+// Over integers: on bytes, where there are instructions for them and keys and values lie as these take them.
+template <class K, class V> void attend_narrow(const AttentionArgs& args) {
+#if defined(__AVX512VNNI__)
+    if (lies_for_bytes(args.cache)) {
+        if (args.type == DType::f32) attend_with<BytePass<K, V, 3>, BytePass<K, V, 3>>(args);
+        else attend_with<BytePass<K, V, 2>, BytePass<K, V, 2>>(args);
+        return;
+    }
 #endif
-    with_cache_type(args.cache.type, [&]<class T>(T*) { attend_with<VectorPass<T>, VectorPass<T>>(args); });
+    attend_on_vectors<K, V>(args);
+}
+
+void attend(const AttentionArgs& args) {
+    const DType key = args.cache.key.type, value = args.cache.value.type;
+#if defined(__AVX512BF16__)
+    if (args.type == DType::bf16 && key == DType::bf16) return attend_with<PairPass, TiledPass>(args);
+#endif
+    with_type(key, [&]<class T>(T*) { attend_on_vectors<T, T>(args); });
+    if (key == DType::i8 && value == DType::i8) attend_narrow<int8_t, int8_t>(args);
+    if (key == DType::i8 && value == DType::u4) attend_narrow<int8_t, u4>(args);
+    if (key == DType::u4) attend_narrow<u4, u4>(args);
 }
 
 }}  // namespace pagemill

@@ -130,7 +130,7 @@ struct PairPass {
 
     // None if keys and values cannot be read where they lie.
     static int most_rows(const AttentionArgs& args) {
-        return args.cache.key.pairs && args.cache.value.pairs && args.cache.block_size % W == 0 &&
+        return args.cache.key.beside == 2 && args.cache.value.beside == 2 && args.cache.block_size % W == 0 &&
                        args.cache.head_dim % W == 0
                    ? kPairRows
                    : 0;

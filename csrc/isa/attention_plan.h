@@ -3,6 +3,7 @@
 
 #include "../threads.h"
 #include "linear_tiles.h"
+#include "narrow_kv.h"
 #include "simd.h"
 
 namespace pagemill { namespace {
@@ -41,6 +42,20 @@ INLINE int64_t frame_of(const AttentionArgs& args, int row, int64_t block) {
 template <class T> INLINE const T* block_at(const AttentionArgs& args, const CacheView& cache, int row, int64_t block,
                                             int head) {
     return (const T*)cache.data + frame_of(args, row, block) * cache.frame + head * cache.head;
+}
+
+// Scales and lows of a block's 4-bit keys or values of one head.
+INLINE const uint32_t* words_at(const AttentionArgs& args, const CacheView& cache, int row, int64_t block, int head) {
+    return (const uint32_t*)cache.scales + frame_of(args, row, block) * cache.scale_frame + head * cache.scale_head;
+}
+
+// A query of one head, rotated and scaled as 4-bit keys take it.
+template <class Q> INLINE void widen_query(const Q* q, const AttentionArgs& args, float* to) {
+    const int dims = args.cache.head_dim;
+    for (int d = 0; d < dims; ++d) to[d] = widen_one(q + d);
+    rotate_head(to, dims);
+    const float scale = args.scale / float(rotated_together(dims));
+    for (int d = 0; d < dims; ++d) to[d] *= scale;
 }
 
 // What a task reads after a head of a partition: the keys of `row` and `head` from `token` on, up to `last`.

@@ -35,8 +35,8 @@ struct TiledPass {
         : args(args), task(task), group(args.heads / args.cache.kv_heads), padded(padded),
           tiles(task.tokens * group, kHeight), height(int((tiles.rows + tiles.count - 1) / tiles.count)),
           dim_steps((args.cache.head_dim + 31) / 32), dim_tiles(padded / 16),
-          keys_in_place(args.cache.key.pairs && args.cache.block_size % 16 == 0 && args.cache.head_dim % 32 == 0),
-          values_in_place(args.cache.value.pairs && args.cache.block_size % kPieceTokens == 0 &&
+          keys_in_place(args.cache.key.beside == 2 && args.cache.block_size % 16 == 0 && args.cache.head_dim % 32 == 0),
+          values_in_place(args.cache.value.beside == 2 && args.cache.block_size % kPieceTokens == 0 &&
                           args.cache.value.token == 2 * padded),
           products(height) {}
 
@@ -82,7 +82,7 @@ struct TiledPass {
         for_pieces(args, base, begin, end, [&](int64_t, int, int t, int count) {
             const bf16* from = key_at<bf16>(args, row, head, base + t);
             bf16* at = to + (t - token) * 2;
-            if (cache.pairs) {
+            if (cache.beside == 2) {
                 const __mmask16 these = __mmask16(first_bits(count));
                 for (int d = 0; d < args.cache.head_dim / 2; ++d, from += cache.dim, at += 32)
                     _mm512_mask_storeu_epi32(at, these, _mm512_maskz_loadu_epi32(these, from));
@@ -98,7 +98,7 @@ struct TiledPass {
     // head.
     void copy_values(int row, int head, int64_t base, int token, KeyRange range, bf16* to) const {
         const CacheView& cache = args.cache.value;
-        if (!cache.pairs) {
+        if (cache.beside != 2) {
             std::memset(to, 0, dim_tiles * kTile * sizeof(bf16));
             for (int t = greater(token, int(range.begin)); t < lesser(token + 32, int(range.end)); ++t) {
                 const int64_t block = (base + t) / args.cache.block_size,

@@ -31,13 +31,19 @@ struct TileOperand {
     int64_t row, step, tile;
 };
 
-// How many elements lie side by side in what is read in place: bf16 is read in pairs, other dtypes one by one.
+// How many elements lie side by side in what is read in place: bf16 is read in pairs, int8 in fours, others one by one.
 template <class T> constexpr int kSideBySide = 1;
 template <> constexpr int kSideBySide<bf16> = 2;
+template <> constexpr int kSideBySide<int8_t> = 4;
 template <class T> INLINE void load_each(const T* p, F (&x)[1]) { x[0] = load(p); }
 INLINE void load_each(const bf16* p, F (&x)[2]) { load_pairs(p, x[0], x[1]); }
+INLINE void load_each(const int8_t* p, F (&x)[4]) {
+    Dwords fours;
+    std::memcpy(&fours, p, sizeof fours);
+    for (int i = 0; i < 4; ++i) x[i] = to_float(fours << (24 - 8 * i) >> 24);
+}
 
-// scores [MR][kScoreRow] = q [dims][MR] · NV vectors of W keys; vector v of dimension d, or of a pair of dimensions,
+// scores [MR][kScoreRow] = q [dims][MR] · NV vectors of W keys; vector v of dimension d, or of so many that lie side by side,
 // lies at key[v] + d * key_dim. With `ahead`, the lines at ahead[v] + d * key_dim are fetched.
 template <int MR, class T>
 void score_tile(const float* q, const T* const* key, const T* const* ahead, int64_t key_dim, int dims, float* scores) {
@@ -67,8 +73,8 @@ void score_tile(const float* q, const T* const* key, const T* const* ahead, int6
         for (int v = 0; v < NV; ++v) store(scores + r * kScoreRow + v * W, acc[r][v]);
 }
 
-// Where a partition's values lie: token t of the partition at block[t / tokens] + t % tokens * stride; in pairs, token
-// t and the next one at block[t / tokens] + t % tokens / 2 * stride. Behind the last block come those to fetch, if any
+// Where a partition's values lie: token t of the partition at block[t / tokens] + t % tokens * stride; so many
+// as lie side by side, P, at block[t / tokens] + t % tokens / P * stride. Behind the last block come those to fetch, if any
 // are.
 template <class T> struct Values {
     const T* block[kPartition / 8 + kBlocksAhead];
@@ -103,12 +109,12 @@ void value_tile(const float* weights, const Values<T>& values, bool ahead, int d
             at += values.stride;
             next += values.stride;
         };
-        if (key % P) add(1, P);
+        if (key % P) add(key % P, lesser(P, key % P + stop - key));
         while (key + P <= stop) {
             for (int v = 0; v < NV && ahead; v += 4 / (P * sizeof(T))) fetch_line(next + v * W * P);
             add(0, P);
         }
-        if (key < stop) add(0, 1);
+        if (key < stop) add(0, stop - key);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < MR; ++r)
@@ -140,18 +146,21 @@ template <class T, int... R> const TileKernels<T>& tile_kernels(int rows, Sequen
     return table[rows - 1];
 }
 
-// Of a partition's int8 keys and values, by token; zero outside the range that was loaded.
-struct TokenScales { float key[kPartition], value[kPartition]; };
+// What a partition's scores and weights are multiplied by, by token, zero outside the range; null: nothing.
+// lows: of values, what is added to all dimensions of one.
+struct TokenScales { const float *key = nullptr, *value = nullptr, *lows = nullptr; };
 
 // Scores of keys [begin, end) of a partition become weights exp(score - maximum) in place, zero over the rest of
-// [from, to). Returns maximum and sum; -inf and 0 for an empty range. With `scales`, scores are multiplied by the keys'
-// first, and the weights that are left, not their sum, by the values'.
+// [from, to). Returns maximum and sum; -inf and 0 for an empty range. Scores are multiplied by `scales` of keys
+// first, and the weights that are left, not their sum, by those of values; `low` becomes the weighted sum of lows.
 struct Softmax { float reference, sum; };
 
-INLINE Softmax softmax(float* s, int begin, int end, int from, int to, float soft_cap, const TokenScales* scales) {
+INLINE Softmax softmax(float* s, int begin, int end, int from, int to, float soft_cap, const TokenScales& scales,
+                       float* low = nullptr) {
     const int first = from / W, last = (to + W - 1) / W;
     if (begin >= end) {
         for (int v = first; v < last; ++v) store(s + v * W, zero());
+        if (low) *low = 0.0f;
         return {-kInf, 0.0f};
     }
     // Pairs of vectors, for two independent chains of each reduction; what lies outside the range is masked.
@@ -161,14 +170,14 @@ INLINE Softmax softmax(float* s, int begin, int end, int from, int to, float sof
     const F iota = load(lanes), none = broadcast(-kInf);
     auto masked = [&](int v) __attribute__((always_inline)) {
         F x = load(s + v * W);
-        if (scales) x = x * load(scales->key + v * W);
+        if (scales.key) x = x * load(scales.key + v * W);
         const bool edge = v * W < begin || v * W + W > end;
         if (soft_cap != 0.0f) x = tanh(x * broadcast(1.0f / soft_cap)) * broadcast(soft_cap);
         if (edge) {
             x = select_less(iota, broadcast(float(begin - v * W)), none, x);
             x = select_less(iota, broadcast(float(end - v * W)), x, none);
         }
-        if (edge || soft_cap != 0.0f || scales) store(s + v * W, x);
+        if (edge || soft_cap != 0.0f || scales.key) store(s + v * W, x);
         return x;
     };
     F top_even = none, top_odd = none;
@@ -178,14 +187,19 @@ INLINE Softmax softmax(float* s, int begin, int end, int from, int to, float sof
     }
     const float maximum_score = maximum(max(top_even, top_odd));
     const F m = broadcast(maximum_score);
-    F even = zero(), odd = zero();
+    F even = zero(), odd = zero(), even_low = zero(), odd_low = zero();
     for (int v = own_first; v < own_last; v += 2) {
         const F p = exp_nonpositive(load(s + v * W) - m), q = exp_nonpositive(load(s + v * W + W) - m);
         even = even + p;
         odd = odd + q;
-        store(s + v * W, scales ? p * load(scales->value + v * W) : p);
-        store(s + v * W + W, scales ? q * load(scales->value + v * W + W) : q);
+        if (scales.lows) {
+            even_low = fma(p, load(scales.lows + v * W), even_low);
+            odd_low = fma(q, load(scales.lows + v * W + W), odd_low);
+        }
+        store(s + v * W, scales.value ? p * load(scales.value + v * W) : p);
+        store(s + v * W + W, scales.value ? q * load(scales.value + v * W + W) : q);
     }
+    if (low) *low = sum(even_low + odd_low);
     for (int v = first; v < own_first; ++v) store(s + v * W, zero());
     for (int v = own_last; v < last; ++v) store(s + v * W, zero());
     return {maximum_score, sum(even + odd)};

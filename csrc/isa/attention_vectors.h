@@ -3,6 +3,7 @@
 
 #include "attention_plan.h"
 #include "attention_tiles.h"
+#include "narrow_kv.h"
 #include "simd.h"
 
 namespace pagemill { namespace {
@@ -29,10 +30,24 @@ template <class T> struct InPlace {
     }
 };
 
+template <class K, class V> constexpr bool kEqual = false;
+template <class T> constexpr bool kEqual<T, T> = true;
+
+// Scales of a partition's int8 keys or values, by token; zero outside the range.
+INLINE void load_scales(const AttentionArgs& args, const CacheView& cache, int row, int head, int64_t base, int begin,
+                        int end, float* to) {
+    std::memset(to, 0, kPartition * sizeof(float));
+    for_pieces(args, base, begin, end, [&](int64_t block, int offset, int token, int count) {
+        const float* from = (const float*)cache.scales + frame_of(args, row, block) * cache.scale_frame +
+                            head * cache.scale_head + offset;
+        std::memcpy(to + token, from, count * sizeof(float));
+    });
+}
+
 // The pass over a partition on plain vectors, in fp32 whatever the dtype of the cache; each sum is one chain of
 // multiply-adds.
-template <class T> struct VectorPass {
-    static constexpr int kRows = kTaskRows, kSide = kSideBySide<T>;
+template <class K, class V> struct VectorPass {
+    static constexpr int kRows = kTaskRows;
     static int most_rows(const AttentionArgs&) { return kRows; }
 
     const AttentionArgs& args;
@@ -47,11 +62,11 @@ template <class T> struct VectorPass {
         : args(args), task(task), next(next), group(args.heads / args.cache.kv_heads), padded(padded),
           tiles(task.tokens * group, kTileRows), query_size(int64_t(task.tokens) * group * args.cache.head_dim) {
         // Whether key vectors, and values, can be read where they lie.
-        const bool direct_keys =
-            args.cache.key.pairs == (kSide == 2) && args.cache.key.token == kSide && args.cache.block_size % W == 0;
-        const bool direct_values =
-            args.cache.value.pairs == (kSide == 2) && args.cache.value.dim == kSide && args.cache.head_dim % W == 0;
-        widen = !direct_keys || !direct_values || (sizeof(T) < 4 && tiles.count > 2);
+        constexpr int side = kSideBySide<K>;
+        const CacheView &key = args.cache.key, &value = args.cache.value;
+        const bool direct_keys = key.beside == side && key.token == side && args.cache.block_size % W == 0;
+        const bool direct_values = value.beside == side && value.dim == side && args.cache.head_dim % W == 0;
+        widen = !kEqual<K, V> || kEqual<K, u4> || !direct_keys || !direct_values || (sizeof(K) < 4 && tiles.count > 2);
     }
 
     int64_t scratch_size() const {
@@ -76,6 +91,12 @@ template <class T> struct VectorPass {
                 for (int r = 0; r < height; ++r) {
                     const int64_t i = tiles.begin(tile) + r;
                     const Q* q = query_at<Q>(args, task, group, head, i);
+                    if constexpr (kEqual<K, u4>) {
+                        float wide[kMostNarrowDims];
+                        widen_query(q, args, wide);
+                        for (int d = 0; d < args.cache.head_dim; ++d) to[d * height + r] = wide[d];
+                        continue;
+                    }
                     for (int d = 0; d < args.cache.head_dim; ++d) to[d * height + r] = widen_one(q + d) * args.scale;
                 }
             }
@@ -88,11 +109,15 @@ template <class T> struct VectorPass {
     template <class Emit> void partition(int64_t base, int h, const KeyRange* ranges, KeyRange all, Emit&& emit) const {
         const float* q = queries + h * query_size;
         const int row = args.order[task.first].row, head = task.head + h;
-        TokenScales token_scales;
-        const TokenScales* scales = nullptr;
-        if constexpr (sizeof(T) == 1) {
-            load_scales(row, head, base, int(all.begin), int(all.end), token_scales);
-            scales = &token_scales;
+        float key_scales[kPartition], value_scales[kPartition];
+        TokenScales scales;
+        if constexpr (kEqual<K, int8_t>) {
+            load_scales(args, args.cache.key, row, head, base, int(all.begin), int(all.end), key_scales);
+            scales.key = key_scales;
+        }
+        if constexpr (kEqual<V, int8_t>) {
+            load_scales(args, args.cache.value, row, head, base, int(all.begin), int(all.end), value_scales);
+            scales.value = value_scales;
         }
         if (widen) {
             const float* keys[kPartition / W + 4];
@@ -102,16 +127,16 @@ template <class T> struct VectorPass {
             for (int v = int(all.begin) / W; v < last + 4; ++v) keys[v] = wide_keys + lesser(v, last - 1) * W;
             tile_rows<float>(q, ranges, keys, nullptr, kPartition, {{wide_values, wide_values}, padded, kPartition},
                              scales, emit);
-        } else {
-            const InPlace<T> at(args, row, head, base, int(all.begin), int(all.end), vectors_beside(tiles.height(0)),
+        } else if constexpr (kEqual<K, V> && !kEqual<K, u4>) {
+            const InPlace<K> at(args, row, head, base, int(all.begin), int(all.end), vectors_beside(tiles.height(0)),
                                 NextKeys(args, task, next, base, int(all.begin), h));
-            tile_rows<T>(q, ranges, at.keys, at.ahead, args.cache.key.dim, at.values, scales, emit);
+            tile_rows<K>(q, ranges, at.keys, at.ahead, args.cache.key.dim, at.values, scales, emit);
         }
     }
 
     template <class E, class Emit>
     void tile_rows(const float* q, const KeyRange* ranges, const E* const* keys, const E* const* ahead, int64_t key_dim,
-                   const Values<E>& values, const TokenScales* scales, Emit&& emit) const {
+                   const Values<E>& values, const TokenScales& scales, Emit&& emit) const {
         for (int64_t tile = 0; tile < tiles.count; ++tile, ahead = nullptr) {
             const int height = tiles.height(tile), first_row = int(tiles.begin(tile));
             const KeyRange span =
@@ -132,68 +157,105 @@ template <class T> struct VectorPass {
         }
     }
 
-    // Keys [begin, end) of a partition as fp32 [dim][kPartition], to scratch.
+    // Keys [begin, end) of a partition as fp32 [dim][kPartition], to scratch; int8 without its scales.
     void widen_keys(int row, int head, int64_t base, int begin, int end) const {
         const CacheView& cache = args.cache.key;
         for_pieces(args, base, begin, end, [&](int64_t block, int offset, int token, int count) {
-            const T* k = block_at<T>(args, cache, row, block, head) + offset * cache.token;
-            for (int d = 0; d < args.cache.head_dim; ++d) {
-                const T* from = cache.pairs ? k + d / 2 * cache.dim + d % 2 : k + d * cache.dim;
-                float* to = wide_keys + d * kPartition + token;
-                int i = 0;
-                if constexpr (kSide == 2) {
-                    if (cache.pairs && d % 2 == 0) {
-                        for (; i + W <= count; i += W) {
-                            F even, odd;
-                            load_pairs(from + 2 * i, even, odd);
-                            store(to + i, even);
-                            store(to + kPartition + i, odd);
-                        }
-                    } else if (cache.pairs) {
-                        i = count / W * W;
-                    }
-                }
-                if (cache.token == 1)
-                    for (; i + W <= count; i += W) store(to + i, load(from + i));
-                for (; i < count; ++i) to[i] = widen_one(from + i * cache.token);
-            }
+            const K* k = block_at<K>(args, cache, row, block, head) + offset * cache.token;
+            if constexpr (kEqual<K, u4>)
+                widen_narrow_keys(k, words_at(args, cache, row, block, head) + offset, count, wide_keys + token);
+            else
+                for (int d = 0; d < args.cache.head_dim; ++d)
+                    widen_dimension(k + d / cache.beside * cache.dim + d % cache.beside, d, count,
+                                    wide_keys + d * kPartition + token);
         });
     }
 
-    // Values [begin, end) of a partition as fp32 [kPartition][padded], to scratch.
+    // A dimension of neighbouring keys; with the first of those that lie side by side come all.
+    void widen_dimension(const K* from, int d, int count, float* to) const {
+        constexpr int side = kSideBySide<K>;
+        const CacheView& cache = args.cache.key;
+        int i = 0;
+        if (side > 1 && cache.beside == side && d % side == 0) {
+            for (; i + W <= count; i += W) {
+                F each[side];
+                load_each(from + side * i, each);
+                for (int s = 0; s < side; ++s) store(to + s * kPartition + i, each[s]);
+            }
+        } else if (side > 1 && cache.beside == side) {
+            i = count / W * W;
+        }
+        if (cache.token == 1)
+            for (; i + W <= count; i += W) store(to + i, load(from + i));
+        for (; i < count; ++i) to[i] = widen_one(from + i * cache.token);
+    }
+
+    // Values [begin, end) of a partition as fp32 [kPartition][padded], to scratch; int8 without its scales.
     void widen_values(int row, int head, int64_t base, int begin, int end) const {
         const CacheView& cache = args.cache.value;
         for_pieces(args, base, begin, end, [&](int64_t block, int offset, int token, int count) {
-            const T* v = block_at<T>(args, cache, row, block, head);
+            const V* v = block_at<V>(args, cache, row, block, head);
             for (int i = offset; i < offset + count; ++i) {
-                const T* from = cache.pairs ? v + i / 2 * cache.token + i % 2 : v + i * cache.token;
+                const V* from = v + i / cache.beside * cache.token + i % cache.beside;
                 float* to = wide_values + (token + i - offset) * padded;
-                int d = 0;
-                if constexpr (kSide == 2) {
-                    for (; cache.pairs && d + W <= args.cache.head_dim; d += W) {
-                        F each[2];
-                        load_pairs(from - i % 2 + 2 * d, each[0], each[1]);
-                        store(to + d, each[i % 2]);
-                    }
-                }
-                if (cache.dim == 1)
-                    for (; d + W <= args.cache.head_dim; d += W) store(to + d, load(from + d));
-                for (; d < args.cache.head_dim; ++d) to[d] = widen_one(from + d * cache.dim);
-                for (; d < padded; ++d) to[d] = 0.0f;
+                if constexpr (kEqual<V, u4>)
+                    widen_narrow_value(from, i, words_at(args, cache, row, block, head)[i], to);
+                else widen_value(from, i, to);
+                for (int d = args.cache.head_dim; d < padded; ++d) to[d] = 0.0f;
             }
         });
     }
 
-    void load_scales(int row, int head, int64_t base, int begin, int end, TokenScales& to) const {
-        std::memset(&to, 0, sizeof to);
-        for_pieces(args, base, begin, end, [&](int64_t block, int offset, int token, int count) {
-            const int64_t frame = frame_of(args, row, block);
-            const CacheView &k = args.cache.key, &v = args.cache.value;
-            std::memcpy(to.key + token, k.scale + frame * k.scale_frame + head * k.scale_head + offset,
-                        count * sizeof(float));
-            std::memcpy(to.value + token, v.scale + frame * v.scale_frame + head * v.scale_head + offset,
-                        count * sizeof(float));
-        });
+    // The `i`th token's value of its block.
+    void widen_value(const V* from, int i, float* to) const {
+        constexpr int side = kSideBySide<V>;
+        const CacheView& cache = args.cache.value;
+        int d = 0;
+        if (side > 1 && cache.beside == side)
+            for (; d + W <= args.cache.head_dim; d += W) {
+                F each[side];
+                load_each(from - i % side + side * d, each);
+                store(to + d, each[i % side]);
+            }
+        if (cache.dim == 1)
+            for (; d + W <= args.cache.head_dim; d += W) store(to + d, load(from + d));
+        for (; d < args.cache.head_dim; ++d) to[d] = widen_one(from + d * cache.dim);
+    }
+
+    // Keys of 4 bits from `k` and their words on.
+    void widen_narrow_keys(const u4* k, const uint32_t* words, int count, float* to) const {
+        const CacheView& cache = args.cache.key;
+        for (int d = 0; d < args.cache.head_dim; ++d) {
+            const int byte = byte_of(d), shift = in_upper_half(d) ? 4 : 0;
+            const u4* from = k + byte / cache.beside * cache.dim + byte % cache.beside;
+            const uint32_t* of_group = words + d / kKeyGroup * args.cache.block_size;
+            int i = 0;
+            for (; cache.beside == 4 && i + W <= count; i += W) {
+                const Integers word = load_integers(of_group + i);
+                const Integers fours = load_integers((const uint32_t*)(from - byte % 4) + i);
+                const F n = lowest_bits<4>(fours >> (8 * (byte % 4) + shift));
+                store(to + d * kPartition + i, low_in(word) + n * scale_in(word));
+            }
+            for (; i < count; ++i)
+                to[d * kPartition + i] = float_of(of_group[i] << 16) + float(from[i * cache.token].bits >> shift & 15) *
+                                                                           float_of(of_group[i] & 0xffff0000u);
+        }
+    }
+
+    // A value of 4 bits, the `i`th token of its block.
+    void widen_narrow_value(const u4* from, int i, uint32_t word, float* to) const {
+        const CacheView& cache = args.cache.value;
+        const float low = float_of(word << 16), scale = float_of(word & 0xffff0000u);
+        for (int d = 0; d < args.cache.head_dim; d += W) {
+            const int byte = byte_of(d), shift = in_upper_half(d) ? 4 : 0;
+            if (cache.beside == 4) {
+                const Integers fours = load_integers((const uint32_t*)(from - i % 4) + byte);
+                store(to + d, broadcast(low) + lowest_bits<4>(fours >> (8 * (i % 4) + shift)) * broadcast(scale));
+            } else {
+                for (int lane = 0; lane < W; ++lane)
+                    to[d + lane] = low + float(from[(byte + lane) * cache.dim].bits >> shift & 15) * scale;
+            }
+        }
     }
 };
 

@@ -3,6 +3,7 @@
 
 #include "attention_tiles.h"
 #include "elementwise.h"
+#include "narrow_kv.h"
 #include "simd.h"
 
 namespace pagemill { namespace {
@@ -50,28 +51,30 @@ template <class S, class T> INLINE void write_head(const S* from, T* to, int64_t
     for (; d < head_dim; ++d) narrow_one(to + d * stride, widen_one(from + d));
 }
 
-// The same as int8; returns their scale. The bits are those of `quantize` in attention/torch_backend.py.
-template <class S> INLINE float write_scaled(const S* from, int8_t* to, int64_t stride, int head_dim) {
-    constexpr float kLeast = 0x1p-100f;
-    F top = zero(), spoilt = zero();  // `spoilt` becomes NaN by infinities and NaN, which max passes over
-    for (int d = 0; d < head_dim; d += W) {
-        const F x = load_upto(from + d, head_dim - d);
-        top = max(abs(x), top);
-        spoilt = fma(x, zero(), spoilt);
+// A vector's bytes to their slot.
+template <class T> INLINE void place_bytes(const T* bytes, int count, T* to, const CacheView& cache, bool is_key) {
+    if (is_key && cache.beside == 4)
+        for (int d = 0; d < count; d += 4) std::memcpy(to + d / 4 * cache.dim, bytes + d, 4);
+    else if (cache.dim == 1) std::memcpy(to, bytes, count);
+    else
+        for (int d = 0; d < count; ++d) to[d * cache.dim] = bytes[d];
+}
+
+// A token's key or value of one head to its slot as integers.
+template <class S> INLINE void write_narrow(const S* from, const CacheView& cache, const LayerCache& layer,
+                                            bool is_key, int64_t frame, int64_t offset, int head) {
+    const int beside = is_key ? 1 : cache.beside;
+    const int64_t place = frame * cache.frame + head * cache.head + offset / beside * cache.token + offset % beside,
+                  scale = frame * cache.scale_frame + head * cache.scale_head + offset;
+    if (cache.type == DType::i8) {
+        int8_t bytes[kMostNarrowDims];
+        ((float*)cache.scales)[scale] = quantize_int8(from, bytes, layer.head_dim);
+        place_bytes(bytes, layer.head_dim, (int8_t*)cache.data + place, cache, is_key);
+    } else {
+        uint8_t bytes[kMostNarrowDims / 2];
+        quantize_int4(from, bytes, layer.head_dim, is_key, (uint32_t*)cache.scales + scale, layer.block_size);
+        place_bytes(bytes, layer.head_dim / 2, (uint8_t*)cache.data + place, cache, is_key);
     }
-    const float largest = maximum(top);
-    const bool finite = sum(spoilt) == 0.0f, usable = finite && largest >= kLeast;
-    const F factor = broadcast(usable ? 127.0f / largest : 0.0f);
-    for (int d = 0; d < head_dim; d += W) {
-        const int count = lesser(W, head_dim - d);
-        const F x = load_upto(from + d, count);
-        int8_t lanes[W];
-        store(lanes, usable ? x * factor : zero());
-        if (stride == 1) std::memcpy(to + d, lanes, count);
-        else
-            for (int i = 0; i < count; ++i) to[(d + i) * stride] = lanes[i];
-    }
-    return usable ? largest / 127.0f : finite ? 0.0f : __builtin_nanf("");
 }
 
 // A token's key, and its value; where the token before or after it shares the value's pair, the first writes both.
@@ -91,29 +94,32 @@ template <class S> INLINE void write_token_pairs(const WriteArgs& args, int64_t 
     }
 }
 
+// T: of keys and values, int8_t for integers of any width.
 template <class S, class T> INLINE void write_token(const WriteArgs& args, int64_t token) {
     const int64_t slot = args.slots[token];
     if (slot < 0) return;
     const int64_t frame = slot / args.cache.block_size, offset = slot % args.cache.block_size;
-    auto write = [&](const S* from, const CacheView& cache, int head) __attribute__((always_inline)) {
-        T* to = (T*)cache.data + frame * cache.frame + head * cache.head + offset * cache.token;
-        if constexpr (sizeof(T) == 1)
-            cache.scale[frame * cache.scale_frame + head * cache.scale_head + offset] =
-                write_scaled(from, to, cache.dim, args.cache.head_dim);
-        else write_head(from, to, cache.dim, args.cache.head_dim);
+    auto write = [&](const S* from, const CacheView& cache, bool is_key, int head) __attribute__((always_inline)) {
+        if constexpr (sizeof(T) == 1) {
+            write_narrow(from, cache, args.cache, is_key, frame, offset, head);
+        } else {
+            T* to = (T*)cache.data + frame * cache.frame + head * cache.head + offset * cache.token;
+            write_head(from, to, cache.dim, args.cache.head_dim);
+        }
     };
     if constexpr (kSideBySide<T> == 2) {
-        if (args.cache.key.pairs) return write_token_pairs<S>(args, token, frame, offset);
+        if (args.cache.key.beside == 2) return write_token_pairs<S>(args, token, frame, offset);
     }
     for (int head = 0; head < args.cache.kv_heads; ++head) {
-        write((const S*)args.key.data + token * args.key.token + head * args.key.head, args.cache.key, head);
-        write((const S*)args.value.data + token * args.value.token + head * args.value.head, args.cache.value, head);
+        write((const S*)args.key.data + token * args.key.token + head * args.key.head, args.cache.key, true, head);
+        write((const S*)args.value.data + token * args.value.token + head * args.value.head, args.cache.value, false,
+              head);
     }
 }
 
 void write_kv(const WriteArgs& args) {
     with_type(args.type, [&]<class S>(S*) {
-        with_cache_type(args.cache.type, [&]<class T>(T*) {
+        with_written_type(args.cache.key.type, [&]<class T>(T*) {
             for_rows(args.tokens, 2 * int64_t(args.cache.kv_heads) * args.cache.head_dim,
                      [&](int64_t token) { write_token<S, T>(args, token); });
         });
@@ -124,7 +130,7 @@ void prepare_heads(const HeadsArgs& args) {
     const WriteArgs& write = args.write;
     const int64_t row = (args.heads + 2 * int64_t(write.cache.kv_heads)) * write.cache.head_dim;
     with_type(write.type, [&]<class S>(S*) {
-        with_cache_type(write.cache.type, [&]<class T>(T*) {
+        with_written_type(write.cache.key.type, [&]<class T>(T*) {
             for_rows(write.tokens, row, [&](int64_t token) {
                 S* at = (S*)args.qkv + token * row;
                 for (int head = 0; head < args.heads + write.cache.kv_heads; ++head, at += write.cache.head_dim) {

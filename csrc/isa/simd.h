@@ -21,6 +21,7 @@ namespace pagemill { namespace {
 
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
+struct u4 { uint8_t bits; };  // two integers of 4 bits
 
 INLINE uint32_t bits_of(float x) {
     uint32_t u;
@@ -323,17 +324,19 @@ template <int N, class Body> INLINE void with_count(int n, Body&& body) {
 template <int... I> using Sequence = std::integer_sequence<int, I...>;
 template <int N> using Upto = std::make_integer_sequence<int, N>;  // Sequence<0, ..., N - 1>
 
-// Calls body(T*) with the element type of `type`, which is not i8.
+// Calls body(T*) with the element type of `type`, one of floating point.
 template <class Body> INLINE void with_type(DType type, Body&& body) {
     switch (type) {
         case DType::f32: body((float*)nullptr); break;
         case DType::bf16: body((bf16*)nullptr); break;
         case DType::f16: body((f16*)nullptr); break;
-        case DType::i8: break;
+        case DType::i8:
+        case DType::u4: break;
     }
 }
-template <class Body> INLINE void with_cache_type(DType type, Body&& body) {
-    if (type == DType::i8) body((int8_t*)nullptr);
+// The same for a cache's; integers of any width are written as int8_t.
+template <class Body> INLINE void with_written_type(DType type, Body&& body) {
+    if (type >= DType::i8) body((int8_t*)nullptr);
     else with_type(type, body);
 }
 

@@ -10,10 +10,12 @@ namespace pagemill {
 // Rows of several lengths over shuffled frames, some of which begin with those of the first row; slots that belong to
 // nobody stay NaN.
 void check_attention() {
-    const DType type = any_type(), cached = any_cache_type();
+    const DType type = any_type();
     const int rows = 1 + below(4), kv_heads = 1 + below(3), heads = kv_heads * (1 + below(5));
     const int dim = one_of({16, 64, 80, 96, 128, 256}), block = one_of({8, 16, 32, 64});
-    const bool transposed = below(4) != 0, pairs = cached == DType::bf16 && below(4) != 0;
+    const CacheTypes cached(dim);
+    const bool transposed = below(4) != 0;
+    const int beside = below(4) ? cached.beside() : 1;
     const int64_t window = below(3) ? 0 : 1 + below(60);
     const float soft_cap = below(3) ? 0.0f : 5.0f;
     const bool share = below(2);
@@ -32,7 +34,7 @@ void check_attention() {
         tokens += queries[r];
         entries = used > entries ? used : entries;
     }
-    GuardedCache cache(cached, frames, kv_heads, block, dim, transposed || pairs, pairs);
+    GuardedCache cache(cached, frames, kv_heads, block, dim, transposed || beside > 1, beside);
     Array<int32_t> tables(rows * entries), starts(rows + 1), contexts(rows);
     Array<int64_t> positions(tokens);
     std::vector<int> order(frames);
@@ -72,14 +74,15 @@ void check_attention() {
                             .cache = cache.layer,
                             .slots = slots.data(),
                             .tokens = lengths[r]});
-        for (int64_t i = 0; i < count; ++i) {
-            const int64_t slot = slots[i / token_size], head = i / dim % kv_heads;
-            const double off = cached == DType::i8 ? 1.0 / 250 : 0;  // half a step of the largest, which is at most 1
-            keys[r].push_back(cache.key_at(slot, head, i % dim));
-            values[r].push_back(cache.value_at(slot, head, i % dim));
-            expect(keys[r].back(), k.get(i), off);
-            expect(values[r].back(), v.get(i), off);
-        }
+        for (int64_t i = 0; i < count; i += dim)
+            for (const bool is_key : {true, false}) {
+                std::vector<double>& all = (is_key ? keys : values)[r];
+                for (const double each : cache.vector_at(is_key, slots[i / token_size], i / dim % kv_heads)) {
+                    const double off = step_off(is_key ? cached.key : cached.value, is_key);
+                    expect(each, (is_key ? k : v).get(int64_t(all.size())), off);
+                    all.push_back(each);
+                }
+            }
     }
 
     where = "attend";
@@ -125,7 +128,7 @@ void check_attention() {
                     sum += weight;
                     for (int d = 0; d < dim; ++d) mixed[d] += weight * values[r][(j * kv_heads + kv) * dim + d];
                 }
-                const double off = tolerance(type) > tolerance(cached) ? tolerance(type) : tolerance(cached);
+                const double off = tolerance(type) > tolerance(cached.key) ? tolerance(type) : tolerance(cached.key);
                 for (int d = 0; d < dim; ++d) expect(output.get(at + d), mixed[d] / sum, off);
                 expect(lse[size_t(token) * heads + h], most + std::log(sum), off);
             }

@@ -59,7 +59,7 @@ void check_elementwise() {
 // Queries, keys and values of some tokens as a joined projection gives them.
 void check_prepare_heads() {
     where = "prepare_heads";
-    const DType type = any_type(), cached = any_cache_type();
+    const DType type = any_type();
     const int64_t tokens = 1 + below(40), heads = 1 + below(5), kv_heads = 1 + below(3), half = 1 + below(64);
     const int64_t dim = 2 * half + below(2) * 16, row = (heads + 2 * kv_heads) * dim;
     const int block = one_of({8, 16, 32}), frames = int(tokens + block - 1) / block + 1;
@@ -69,8 +69,9 @@ void check_prepare_heads() {
     const Array<int64_t> positions(tokens), slots(tokens);
     std::vector<double> before(tokens * row);
     for (int64_t i = 0; i < tokens * row; ++i) before[i] = qkv.get(i);
-    const bool pairs = cached == DType::bf16 && dim % 2 == 0 && below(4) != 0;
-    GuardedCache cache(cached, frames, int(kv_heads), block, int(dim), true, pairs);
+    const CacheTypes cached{int(dim)};
+    const int beside = dim % cached.beside() == 0 && below(4) ? cached.beside() : 1;
+    GuardedCache cache(cached, frames, int(kv_heads), block, int(dim), true, beside);
     const int64_t start = below(block);
     for (int64_t t = 0; t < tokens; ++t) {
         positions[t] = below(100);
@@ -114,11 +115,11 @@ void check_prepare_heads() {
             }
             const int64_t slot = slots[t];
             if (is_query || slot < 0) continue;
-            for (int64_t i = 0; i < dim; ++i) {
-                const int64_t head = (h - heads) % kv_heads;
-                const double stored = is_value ? cache.value_at(slot, head, i) : cache.key_at(slot, head, i);
-                expect(stored, qkv.get(t * row + h * dim + i), cached == DType::i8 ? largest / 250 : tolerance(cached));
-            }
+            const DType stored_as = is_value ? cached.value : cached.key;
+            const double off =
+                stored_as >= DType::i8 ? 1.1 * largest * step_off(stored_as, !is_value) : tolerance(stored_as);
+            const std::vector<double> stored = cache.vector_at(!is_value, slot, (h - heads) % kv_heads);
+            for (int64_t i = 0; i < dim; ++i) expect(stored[i], qkv.get(t * row + h * dim + i), off);
         }
 }
 

@@ -22,7 +22,18 @@ inline std::mt19937 random_source;  // NOLINT(bugprone-random-generator-seed): s
 inline int below(int n) { return int(random_source() % uint32_t(n)); }
 template <class T> T one_of(std::initializer_list<T> values) { return values.begin()[below(int(values.size()))]; }
 inline DType any_type() { return DType(below(3)); }
-inline DType any_cache_type() { return DType(below(4)); }
+
+// Of a cache's keys and values. 4-bit values are in heads of multiples of 32.
+struct CacheTypes {
+    DType key, value;
+
+    explicit CacheTypes(int dim) : key(DType(below(dim % 32 ? 4 : 6))), value(key) {
+        if (key >= DType::u4) value = DType::u4;
+        if (int(key) == 5) key = DType::i8;
+    }
+    // Elements that may lie side by side.
+    int beside() const { return key == DType::bf16 ? 2 : key >= DType::i8 ? 4 : 1; }
+};
 
 constexpr size_t kPage = 4096;
 
@@ -58,7 +69,7 @@ template <class T> struct Array : Guarded {
     T& operator[](size_t i) const { return data()[i]; }
 };
 
-// Numbers of any dtype; filled with ones they are NaN, but for int8.
+// Numbers of any dtype; filled with ones they are NaN, but for integers; 4-bit ones are read by bytes.
 class Numbers : public Guarded {
   public:
     Numbers(size_t count, DType type) : Guarded(count * item_size(type)), type_(type) {}
@@ -70,6 +81,7 @@ class Numbers : public Guarded {
 
     double get(size_t i) const {
         if (type_ == DType::i8) return at<int8_t>()[i];
+        if (type_ == DType::u4) return at<uint8_t>()[i];
         if (type_ == DType::f32) return at<float>()[i];
         const uint16_t h = at<uint16_t>()[i];
         if (type_ == DType::bf16) return std::bit_cast<float>(uint32_t(h) << 16);
@@ -94,52 +106,72 @@ class Numbers : public Guarded {
     DType type_;
 };
 
-// A layer's cache of so many frames, keys and values side by side in memory as `transposed` and `pairs` say.
+// A layer's cache of so many frames, keys and values side by side in memory as `transposed` and `beside` say.
 struct GuardedCache {
     Numbers key, value;
-    Array<float> key_scale, value_scale;
+    Array<float> key_scales, value_scales;
     LayerCache layer;
 
-    GuardedCache(DType type, int64_t frames, int kv_heads, int block, int dim, bool transposed, bool pairs)
-        : key(frames * kv_heads * block * dim, type), value(frames * kv_heads * block * dim, type),
-          key_scale(frames * kv_heads * block), value_scale(frames * kv_heads * block) {
-        const int64_t side = pairs ? 2 : 1, per_head = int64_t(block) * dim;
-        layer.type = type;
+    GuardedCache(CacheTypes types, int64_t frames, int kv_heads, int block, int dim, bool transposed, int beside)
+        : key(frames * kv_heads * block * bytes_of(types.key, dim), types.key),
+          value(frames * kv_heads * block * bytes_of(types.value, dim), types.value),
+          key_scales(frames * kv_heads * block * groups_of(types.key, dim)), value_scales(frames * kv_heads * block) {
+        const int64_t key_dim = bytes_of(types.key, dim), value_dim = bytes_of(types.value, dim);
         layer.kv_heads = kv_heads;
         layer.block_size = block;
         layer.head_dim = dim;
-        layer.key = {.data = key.data(), .token = transposed ? side : dim, .dim = transposed ? side * block : 1};
-        layer.value = {.data = value.data(), .token = side * dim, .dim = side};
-        layer.key.scale = key_scale.data();
-        layer.value.scale = value_scale.data();
+        layer.key = {.data = key.data(),
+                     .token = transposed ? beside : key_dim,
+                     .dim = transposed ? beside * block : 1,
+                     .type = types.key};
+        layer.value = {.data = value.data(), .token = beside * value_dim, .dim = beside, .type = types.value};
+        layer.key.scales = key_scales.data();
+        layer.value.scales = value_scales.data();
         for (CacheView* view : {&layer.key, &layer.value}) {
-            view->frame = kv_heads * per_head;
-            view->head = per_head;
-            view->pairs = pairs;
-            view->scale_frame = int64_t(kv_heads) * block;
-            view->scale_head = block;
+            view->head = block * (view == &layer.key ? key_dim : value_dim);
+            view->frame = kv_heads * view->head;
+            view->beside = beside;
+            view->scale_head = block * int64_t(view == &layer.key ? groups_of(types.key, dim) : 1);
+            view->scale_frame = kv_heads * view->scale_head;
         }
     }
 
-    double key_at(int64_t slot, int64_t head, int64_t d) const {
-        const CacheView& view = layer.key;
-        const int64_t place = view.pairs ? d / 2 * view.dim + d % 2 : d * view.dim;
-        return get(key, key_scale, view, slot, head, place + slot % layer.block_size * view.token);
-    }
-    double value_at(int64_t slot, int64_t head, int64_t d) const {
-        const CacheView& view = layer.value;
-        const int64_t token = slot % layer.block_size,
-                      place = view.pairs ? token / 2 * view.token + token % 2 : token * view.token;
-        return get(value, value_scale, view, slot, head, place + d * view.dim);
+    // A slot's key or value of one head, as it was before it was rotated.
+    std::vector<double> vector_at(bool is_key, int64_t slot, int64_t head) const {
+        const CacheView& view = is_key ? layer.key : layer.value;
+        const Numbers& elements = is_key ? key : value;
+        const int64_t frame = slot / layer.block_size, token = slot % layer.block_size, beside = view.beside,
+                      first = frame * view.frame + head * view.head +
+                              (is_key ? token * view.token : token / beside * view.token + token % beside);
+        const auto* scales = static_cast<const float*>(view.scales) + frame * view.scale_frame + head * view.scale_head;
+        std::vector<double> all;
+        for (int d = 0; d < layer.head_dim; ++d) {
+            const int64_t i = view.type == DType::u4 ? d / 32 * 16 + d % 16 : d;
+            const double element =
+                elements.get(first + (is_key ? i / beside * view.dim + i % beside : i * view.dim));
+            if (view.type == DType::u4) {
+                const int64_t group = is_key ? d / kKeyGroup : 0;
+                const auto word = std::bit_cast<uint32_t>(scales[group * layer.block_size + token]);
+                const double n = int(element) >> (d / 16 % 2 * 4) & 15;
+                all.push_back(n * std::bit_cast<float>(word & 0xffff0000u) + std::bit_cast<float>(word << 16));
+            } else {
+                all.push_back(view.type == DType::i8 ? element * scales[token] : element);
+            }
+        }
+        return is_key && view.type == DType::u4 ? turned_back(all) : all;
     }
 
   private:
-    double get(const Numbers& elements, const Array<float>& scales, const CacheView& view, int64_t slot, int64_t head,
-               int64_t place) const {
-        const int64_t frame = slot / layer.block_size, token = slot % layer.block_size;
-        const double element = elements.get(frame * view.frame + head * view.head + place);
-        if (layer.type != DType::i8) return element;
-        return element * scales[frame * view.scale_frame + head * view.scale_head + token];
+    static int64_t bytes_of(DType type, int dim) { return type == DType::u4 ? dim / 2 : dim; }
+    static int groups_of(DType type, int dim) { return type == DType::u4 ? dim / kKeyGroup : 1; }
+
+    static std::vector<double> turned_back(std::vector<double> x) {
+        const int count = int(x.size()), together = count & -count;
+        std::vector<double> back(count);
+        for (int i = 0; i < count; ++i)
+            for (int j = i / together * together; j < i / together * together + together; ++j)
+                back[i] += (std::popcount(unsigned(i % together & j % together)) % 2 ? -x[j] : x[j]) / together;
+        return back;
     }
 };
 
@@ -167,7 +199,13 @@ template <class Weight> void expect_row(const PackedLinear& packed, DType type, 
     for (int64_t i = 0; i < packed.k; ++i) expect(row.get(i), weight(ids[0] * packed.k + i), off);
 }
 
-inline double tolerance(DType type) { return type == DType::f32 ? 1e-4 : type == DType::f16 ? 3e-3 : 2e-2; }
+// What rounding numbers of up to 1 to a cache's integers may change: half a step. A step of 4 bits is a 15th of up to
+// 2; where keys are rotated, errors of all dimensions meet in one.
+inline double step_off(DType type, bool is_key) {
+    return type == DType::u4 ? is_key ? 0.4 : 0.09 : type == DType::i8 ? 1.0 / 250 : 0;
+}
+
+inline double tolerance(DType type) { return type == DType::f32 || type >= DType::i8 ? 1e-4 : type == DType::f16 ? 3e-3 : 2e-2; }
 
 // Each in the file of its name, or of its subject; a failure ends the process.
 void check_linear();

@@ -1,6 +1,5 @@
 # The compiled CPU kernels (csrc/bindings.cpp). Arrays and tensors raise ValueError for another dtype or shape, or gaps
-# between their elements. Addresses are integers, strides are in elements; dtypes: 0 fp32, 1 bf16, 2 fp16; 3 int8, of
-# caches only.
+# between their elements. Addresses are integers, strides are in elements; dtypes: 0 fp32, 1 bf16, 2 fp16.
 
 from collections.abc import Callable
 from typing import TypeAlias, overload
@@ -128,7 +127,8 @@ class Adapter:
 class Cache:
     """One layer's cache, as `attention.LayerCache` holds it. Keep the tensors.
 
-    Raises TypeError for a dtype without kernels, ValueError for unequal keys and values and for int8 without scales."""
+    Raises TypeError for a dtype without kernels, ValueError for keys and values that do not belong together and for
+    integers without scales."""
 
     def __init__(self, key: Tensor, value: Tensor, key_scale: Tensor | None, value_scale: Tensor | None) -> None: ...
     def write(

@@ -91,8 +91,11 @@ class EngineConfig:
         about("Share of a device's memory that the whole engine may use; it sizes the KV cache (vLLM's name)."),
     ] = None
     kv_cache_dtype: Annotated[
-        Dtype | Literal["int8"],
-        about("Number format of the KV cache: auto (as the weights), float32, bfloat16, float16 or int8."),
+        Dtype | Literal["int8", "int8/int4", "int4"],
+        about(
+            "Number format of the KV cache: auto (as the weights), float32, bfloat16, float16, int8, int8/int4 (8-bit "
+            "keys, 4-bit values), or int4, which costs quality: try it on your model first."
+        ),
     ] = "auto"
     kv_host_memory: Annotated[
         Size | None, about('Host memory for KV blocks that the pool evicts: bytes or "4GiB".')

@@ -1,4 +1,4 @@
-"""Runs a backend over copies of what tests made on CPU: on another device, and never in pairs."""
+"""Runs a backend over copies of what tests made on CPU: on another device, and nothing side by side."""
 
 from __future__ import annotations
 
@@ -39,11 +39,15 @@ class Elsewhere:
         return output.cpu(), None if lse is None else lse.cpu()
 
     def cache(self, cache: LayerCache) -> LayerCache:
-        if cache.pairs:
+        if cache.beside > 1:
             frames, kv_heads, block_size, _, _ = cache.key.shape
             key = cache.key.reshape(frames, kv_heads, block_size, -1)
             value = cache.value.reshape(frames, kv_heads, block_size, -1)
-            return LayerCache(key.to(self.device), value.to(self.device))
+            return LayerCache(
+                key.to(self.device),
+                value.to(self.device),
+                *(None if scale is None else self.send(scale) for scale in cache[2:]),
+            )
         return LayerCache(*(None if tensor is None else self.send(tensor) for tensor in cache))
 
     def send(self, tensor: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from harness import frame_shape, poison
 from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.attention.interface import AttentionBackend, AttentionBatch, GroupBatch, LayerCache
-from pagemill.attention.torch_backend import quantize
+from pagemill.attention.quantize import dequantize, quantize_as, rotate, rotated_together
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layout import LayoutMaker, layer_major
 
@@ -20,7 +20,7 @@ from pagemill.kvcache.layout import LayoutMaker, layer_major
 class PagedCase:
     """Rows as (context length, query length); keys and values of each row in full, and its part of a scattered pool.
 
-    dtype: the pool's; keys and values that become int8 are drawn in float32.
+    dtype: the pool's, a torch type or a KV format's name; keys and values that become integers are drawn in float32.
     """
 
     rows: list[tuple[int, int]]
@@ -28,7 +28,7 @@ class PagedCase:
     kv_heads: int = 2
     head_dim: int = 64
     block_size: int = 16
-    dtype: torch.dtype = torch.float32
+    dtype: torch.dtype | str = torch.float32
     query_dtype: torch.dtype = torch.float32
     seed: int = 0
     device: str = "cpu"
@@ -56,7 +56,7 @@ class PagedCase:
             return torch.randn(shape, generator=random)
 
         shape = (self.kv_heads, self.head_dim)
-        drawn = torch.float32 if self.dtype == torch.int8 else self.dtype
+        drawn = torch.float32 if self.narrow else self.dtype
         self.keys = [(2 * draw(context, *shape)).to(drawn) for context, _ in self.rows]
         self.values = [draw(context, *shape).to(drawn) for context, _ in self.rows]
         self.queries = [draw(length, self.heads, self.head_dim).to(self.query_dtype) for _, length in self.rows]
@@ -80,12 +80,19 @@ class PagedCase:
             slots = self.slots(row, 0, context).to(self.device)
             backend.write(self.keys[row].to(self.device), self.values[row].to(self.device), self.cache, slots)
 
-    def stored(self, tensor: torch.Tensor) -> torch.Tensor:
+    @property
+    def narrow(self) -> bool:
+        return self.pool.shape.format.itemsize == 1
+
+    def stored(self, tensor: torch.Tensor, *, is_key: bool) -> torch.Tensor:
         """Keys or values as the pool has them, at least in the precision of its dtype."""
-        if self.dtype != torch.int8:
+        if not self.narrow:
             return tensor
-        elements, scale = quantize(tensor)
-        return elements.double() * scale.double().unsqueeze(-1)
+        element = (self.cache.key if is_key else self.cache.value).dtype
+        wide = dequantize(*quantize_as(element, tensor, is_key=is_key)).double()
+        if element == torch.uint8 and is_key:  # Hadamard's matrix is its own inverse, but for a factor
+            return rotate(wide).double() / rotated_together(self.head_dim)
+        return wide
 
     def batch(self, parts: list[tuple[int, int, int]]) -> tuple[torch.Tensor, AttentionBatch]:
         """Queries and batch of parts (row, begin, end): query tokens begin..end of the row's queries."""
@@ -123,7 +130,8 @@ class PagedCase:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         results = [
             reference_attention(
-                self.queries[row], self.stored(self.keys[row]), self.stored(self.values[row]),
+                self.queries[row], self.stored(self.keys[row], is_key=True),
+                self.stored(self.values[row], is_key=False),
                 torch.arange(context - length, context), scale=scale, window=window, soft_cap=soft_cap,
                 key_start=0 if key_start is None else int(key_start[row]),
                 key_end=None if key_end is None else int(key_end[row]),

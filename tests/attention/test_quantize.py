@@ -10,7 +10,7 @@ import torch
 from harness import frame_shape, poison
 from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.attention.interface import AttentionBackend, LayerCache
-from pagemill.attention.torch_backend import LEAST, quantize
+from pagemill.attention.quantize import LEAST, quantize
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layout import block_major, layer_major
 
@@ -60,7 +60,8 @@ def test_every_backend_writes_the_same_bits(
     backend.write(key, value, cache, slots)
     written = slots >= 0
     frames, offsets = slots[written] // block_size, slots[written] % block_size
-    for source, elements, scale in ((key, cache.key, cache.key_scale), (value, cache.value, cache.value_scale)):
+    keys, values = cache.key.flatten(3), cache.value.flatten(2, -2)
+    for source, elements, scale in ((key, keys, cache.key_scale), (value, values, cache.value_scale)):
         expected, expected_scale = quantize(source[written])
         assert scale is not None
         assert torch.equal(elements[frames, :, offsets], expected)
@@ -73,5 +74,5 @@ def test_every_backend_writes_the_same_bits(
 def test_an_int8_cache_needs_scales() -> None:
     cache = DevicePool(2, frame_shape([None], 2, 16, 8, "int8")).layer(0)
     x = torch.zeros(1, 2, 16)
-    with pytest.raises(ValueError, match="int8 cache needs float32 scales"):
+    with pytest.raises(ValueError, match="cache of int8 needs float32 scales"):
         CpuAttention().write(x, x, LayerCache(cache.key, cache.value), torch.tensor([0]))

@@ -110,7 +110,7 @@ def test_what_has_no_pairs_lies_as_other_dtypes_do(block_size: int, head_dim: in
         for dtype in (torch.bfloat16, torch.float16)
     ]
     assert pools[0].layout == pools[1].layout
-    assert not pools[0].layer(0).pairs
+    assert pools[0].layer(0).beside == 1
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -250,5 +250,10 @@ def test_stored_blocks_keep_their_names() -> None:
         "float32": "float32,16,layer-major",
         "float16": "float16,16,layer-major",
         "int8": "int8-1,16,layer-major",
+    }
+    narrow = {name: kv_format(name).digest_name(16, "layer-major-fours") for name in ("int8/int4", "int4")}
+    assert narrow == {
+        "int8/int4": "int8-1/int4-1,16,layer-major-fours",
+        "int4": "int4-rotated-32-1/int4-1,16,layer-major-fours",
     }
     assert kv_format("torch.bfloat16").digest_name(32, "layer-major-pairs") == "bfloat16,32,layer-major-pairs"

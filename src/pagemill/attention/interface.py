@@ -10,13 +10,14 @@ from torch import Tensor
 
 
 class LayerCache(NamedTuple):
-    """Holds one layer's keys and values in the device pool, as views [frames, kv_heads, block_size, head_dim]; in pairs
-    (see `KVLayout`), keys as [frames, kv_heads, block_size, head_dim / 2, 2] and values as
-    [frames, kv_heads, block_size / 2, 2, head_dim].
+    """Holds one layer's keys and values in the device pool, as views [frames, kv_heads, block_size, elements of a
+    head]. Where n lie side by side (see `KVLayout`), keys are [frames, kv_heads, block_size, elements / n, n] and
+    values [frames, kv_heads, block_size / n, n, elements].
 
     Strides are the layout's: any order of dimensions in memory is allowed, also a different one for K and V.
-    int8 elements are multiples of their token's scale, fp32 [frames, kv_heads, block_size], neighbouring tokens side by
-    side; see `quantize`. Other dtypes have no scales.
+    int8 elements are multiples of their token's scale, fp32 [frames, kv_heads, block_size]. uint8 elements are two
+    numbers of 4 bits, whose scales and lows are int32 [frames, kv_heads, groups x block_size]. Neighbouring tokens'
+    scales lie side by side; see `attention/quantize.py`. Other dtypes have none.
     """
 
     key: Tensor
@@ -25,13 +26,15 @@ class LayerCache(NamedTuple):
     value_scale: Tensor | None = None
 
     @property
-    def pairs(self) -> bool:
-        return self.key.dim() == 5
+    def beside(self) -> int:
+        """Elements that lie side by side."""
+        return self.key.shape[-1] if self.key.dim() == 5 else 1
 
     @property
     def block_shape(self) -> tuple[int, int, int]:
         """(kv_heads, block_size, head_dim)"""
-        return self.key.shape[1], self.key.shape[2], self.value.shape[-1]
+        packed = 2 if self.value.dtype == torch.uint8 else 1
+        return self.key.shape[1], self.key.shape[2], self.value.shape[-1] * packed
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +75,8 @@ class AttentionBackend(Protocol):
 
     name: str
     """Part of the numerics id: equal names give equal bits on equal machines."""
+    kv_formats: tuple[str, ...] | None
+    """Names of the KV formats that it takes; None: all."""
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
         """Writes key, value [tokens, kv_heads, head_dim] to their slots, converted to the cache's dtype.

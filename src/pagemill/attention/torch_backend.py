@@ -13,12 +13,10 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pagemill.attention.interface import AttentionBatch, LayerCache
+from pagemill.attention.quantize import dequantize, quantize_as, rotate, rotated_together
 
 _ELEMENTS = 1 << 26
 """The most gathered key elements, and the most scores, at a time: bounds the scratch memory (256 MiB each)."""
-
-LEAST = 2.0**-100
-"""Vectors without an element of this magnitude are stored as zeros: their reciprocal would leave fp32's range."""
 
 
 class _Part(NamedTuple):
@@ -35,6 +33,7 @@ class _Part(NamedTuple):
 
 class TorchAttention:
     name = f"torch-{torch.__version__}"
+    kv_formats: tuple[str, ...] | None = None
 
     def __init__(self) -> None:
         self._planned: tuple[AttentionBatch, list[_Part]] | None = None
@@ -48,12 +47,14 @@ class TorchAttention:
         _, block_size, _ = cache.block_shape
         frames, offsets = slots.div(block_size, rounding_mode="floor"), slots.remainder(block_size)
         if cache.key_scale is not None and cache.value_scale is not None:
-            key, cache.key_scale[frames, :, offsets] = quantize(key)
-            value, cache.value_scale[frames, :, offsets] = quantize(value)
-        key, value = key.to(cache.key.dtype), value.to(cache.value.dtype)
-        if cache.pairs:
-            cache.key[frames, :, offsets] = key.view(*key.shape[:2], key.shape[2] // 2, 2)
-            cache.value[frames, :, offsets // 2, offsets % 2] = value
+            key, key_scale = quantize_as(cache.key.dtype, key, is_key=True)
+            value, value_scale = quantize_as(cache.value.dtype, value, is_key=False)
+            for scales, new in ((cache.key_scale, key_scale), (cache.value_scale, value_scale)):
+                scales.view(*scales.shape[:2], -1, block_size)[frames, :, :, offsets] = new
+        key, value, beside = key.to(cache.key.dtype), value.to(cache.value.dtype), cache.beside
+        if beside > 1:
+            cache.key[frames, :, offsets] = key.unflatten(2, (-1, beside))
+            cache.value[frames, :, offsets // beside, offsets % beside] = value
         else:
             cache.key[frames, :, offsets] = key
             cache.value[frames, :, offsets] = value
@@ -82,7 +83,7 @@ class TorchAttention:
         return_lse: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
         kv_heads, block_size, head_dim = cache.block_shape
-        heads = query.shape[1]
+        heads, rotated = query.shape[1], cache.key.dtype == torch.uint8
         tables = batch.groups[group].tables
         output = torch.zeros_like(query)
         lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device) if return_lse else None
@@ -98,11 +99,12 @@ class TorchAttention:
             keys = torch.arange(frames.shape[1] * block_size, device=query.device)
             seen = (keys >= first.unsqueeze(-1)) & (keys <= last.unsqueeze(-1))  # [n, query_len, keys]
             count = len(rows)
-            key = _flatten(cache.key[frames].float().flatten(4), cache.key_scale, frames)
-            value = _flatten(cache.value[frames].float().flatten(3, -2), cache.value_scale, frames)
+            key = _widen(cache.key[frames].flatten(4), cache.key_scale, frames)
+            value = _widen(cache.value[frames].flatten(3, -2), cache.value_scale, frames)
             # What no query sees may be NaN, and 0 * NaN is NaN.
             value = value.masked_fill(~seen.any(1)[:, None, :, None], 0)
-            q = query[tokens].float().view(count, query_len, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
+            q = rotate(query[tokens]) / rotated_together(head_dim) if rotated else query[tokens].float()
+            q = q.view(count, query_len, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
             q = q.reshape(count, kv_heads, -1, head_dim)
             scores = (q @ key.transpose(2, 3) * scale).view(count, kv_heads, -1, query_len, len(keys))
             if soft_cap is not None:
@@ -144,25 +146,12 @@ class TorchAttention:
         return parts
 
 
-def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Rounds keys or values to int8, symmetrically. Each token's vector of each KV head has a scale of its own, so that
-    what a slot holds depends on nothing but its token. Other bits need another name in `kvcache/kv_format.py`.
-
-    x: [..., head_dim]. Returns int8 of the same shape, and fp32 scales [...]: x is about int8 * scale, within
-    scale / 2. A vector that is not finite becomes zeros with the scale NaN. The kernels' bits (`write_scaled` in csrc).
-    """
-    x = x.float()
-    largest = x.abs().amax(-1)
-    usable = (largest >= LEAST) & (largest < torch.inf)
-    most = torch.full_like(largest, 127.0)
-    factor = torch.where(usable, most / largest, 0.0)
-    scale = torch.where(usable, largest / most, torch.where(largest < LEAST, 0.0, torch.nan))
-    return torch.round(torch.where(usable.unsqueeze(-1), x, 0.0) * factor.unsqueeze(-1)).to(torch.int8), scale
-
-
-def _flatten(gathered: Tensor, scale: Tensor | None, frames: Tensor) -> Tensor:
-    """Flattens keys or values of frames [rows, entries], fp32 [rows, entries, kv_heads, block_size, head_dim], times
-    their scale as [rows, kv_heads, entries * block_size, head_dim]."""
-    if scale is not None:
-        gathered *= scale[frames].unsqueeze(-1)
-    return gathered.transpose(1, 2).flatten(2, 3)
+def _widen(gathered: Tensor, scales: Tensor | None, frames: Tensor) -> Tensor:
+    """Widens keys or values of frames [rows, entries], [rows, entries, kv_heads, block_size, elements], to fp32
+    [rows, kv_heads, entries * block_size, head_dim]."""
+    if scales is None:
+        wide = gathered.float()
+    else:
+        of_frames = scales[frames].view(*gathered.shape[:3], -1, gathered.shape[3])
+        wide = dequantize(gathered, of_frames.transpose(-1, -2))
+    return wide.transpose(1, 2).flatten(2, 3)

@@ -90,6 +90,7 @@ class TritonAttention:
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self.name = f"triton-{triton.__version__}-{capability[0]}.{capability[1]}-{KERNEL_VERSION}"
+        self.kv_formats: tuple[str, ...] | None = ("float32", "float16", "bfloat16", "int8")
         self._major = capability[0]
 
     def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
@@ -187,8 +188,8 @@ def _padded(head_dim: int) -> int:
 
 
 def _block_shape(cache: LayerCache) -> tuple[int, int, int]:
-    if cache.pairs:
-        raise ValueError("the cache lies in pairs, as CPU kernels take it; Triton's need the block-major layout")
+    if cache.beside > 1:
+        raise ValueError("elements lie side by side, as CPU kernels take them; Triton's need the block-major layout")
     return cache.block_shape
 
 

@@ -24,7 +24,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 FAR = tl.constexpr(2**31 - 1)
 LEAST = tl.constexpr(2.0**-100)
-"""As in torch_backend.py: shorter vectors are stored as zeros."""
+"""As in quantize.py: shorter vectors are stored as zeros."""
 ROUNDER = tl.constexpr(1.5 * 2**23)
 """Added and taken away, it rounds a float32 below 2**22 to an integer, halves to even."""
 
@@ -72,7 +72,7 @@ def write_tokens(
 
 @triton.jit
 def _quantize(x):
-    """Returns int8 elements and fp32 scales [n] of vectors [n, dims]: the bits of `quantize` in torch."""
+    """Returns int8 elements and fp32 scales [n] of vectors [n, dims]: the bits of `quantize` in quantize.py."""
     x = x.to(tl.float32)
     largest = tl.max(tl.abs(x), 1)
     finite = tl.max(((x != x) | (tl.abs(x) == float("inf"))).to(tl.int32), 1) == 0

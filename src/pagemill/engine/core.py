@@ -393,7 +393,7 @@ class EngineCore:
             eos_token_ids=sorted(facts.eos_token_ids),
             hidden_size=facts.hidden_size,
             model=facts.description,
-            kv_format=f"{facts.kv.element}{self._streamed.description}",
+            kv_format=f"{facts.kv.name}{self._streamed.description}",
             adapters=self._adapters.infos(),
         )
 

@@ -61,6 +61,7 @@ def open_executor(
         draft = _load_draft(config, resolve_model(speculation.model), model, backend)
     weights = str(model.dtype).removeprefix("torch.")
     kv = kv_format(weights if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
+    _check_format(kv, model.spec.head_dim, backend)
     groups, spec, on_cpu = model.decoder.groups, model.spec, backend.device.type == "cpu"
     layers = None
     if draft is not None:
@@ -170,3 +171,15 @@ def _load_draft(config: EngineConfig, path: Path, model: LoadedModel, backend: B
 
 def _refusal(why: str) -> ConfigError:
     return ConfigError(f"speculative_config: the draft model cannot be used: {why}", param="speculative_config")
+
+
+def _check_format(kv: KVFormat, head_dim: int, backend: Backend) -> None:
+    """Raises ConfigError where the model, or the backend's attention, does not take the format."""
+    refusal = kv.refusal(head_dim)
+    formats = backend.attention.kv_formats
+    if refusal is None and formats is not None and kv.name not in formats:
+        refusal = f"attention on {backend.device} ({backend.attention.name}) takes {', '.join(formats)}"
+    if refusal is not None:
+        raise ConfigError(
+            f"kv_cache_dtype {kv.name!r} cannot be used: {refusal}; use 'int8' or 'auto'", param="kv_cache_dtype"
+        )

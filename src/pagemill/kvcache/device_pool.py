@@ -11,7 +11,7 @@ from pagemill.attention.interface import LayerCache
 from pagemill.errors import KVMemoryError
 from pagemill.kvcache.frames import FileBackedFrames, FrameStorage, HostFrames
 from pagemill.kvcache.gpu_frames import GpuFrames
-from pagemill.kvcache.kv_format import SCALE_BYTES
+from pagemill.kvcache.kv_format import SCALE_BYTES, VectorFormat
 from pagemill.kvcache.layout import FrameShape, KVLayout, LayoutMaker, layer_major
 from pagemill.kvcache.streamed_file import StreamedFile
 
@@ -113,28 +113,37 @@ class DevicePool:
 
     def _view(self, shape: FrameShape, at: KVLayout, begin: int) -> LayerCache:
         """Returns a layer of this shape, laid out like this from element `begin` of each frame on."""
-        block_size, pairs, frame_stride = shape.block_size, at.pairs, self.layout.frame_stride
+        format, block_size, beside, frame_stride = shape.format, shape.block_size, at.beside, self.layout.frame_stride
+        key_dim, value_dim = format.key.elements(shape.key_dim), format.value.elements(shape.value_dim)
 
-        def view(dims: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
+        def view(element: str, dims: tuple[int, ...], strides: tuple[int, ...], offset: int) -> Tensor:
+            storage = self.storage.view(getattr(torch, element))
             sizes, strides = (self.frames.bytes.shape[1], shape.kv_heads, *dims), (frame_stride, *strides)
-            return torch.as_strided(self.storage, sizes, strides, begin + offset)
+            return torch.as_strided(storage, sizes, strides, begin + offset)
 
-        if pairs:
-            key = view((block_size, shape.key_dim // 2, 2), (at.key_head, at.key_token, at.key_dim, 1), 0)
-            strides = (at.value_head, at.value_token, 1, at.value_dim)
-            value = view((block_size // 2, 2, shape.value_dim), strides, at.value_offset)
-        else:
-            key = view((block_size, shape.key_dim), (at.key_head, at.key_token, at.key_dim), 0)
-            value_strides = (at.value_head, at.value_token, at.value_dim)
-            value = view((block_size, shape.value_dim), value_strides, at.value_offset)
-        if not shape.format.scaled:
+        key_sizes: tuple[int, ...] = (block_size, key_dim)
+        value_sizes: tuple[int, ...] = (block_size, value_dim)
+        key_strides: tuple[int, ...] = (at.key_head, at.key_token, at.key_dim)
+        value_strides: tuple[int, ...] = (at.value_head, at.value_token, at.value_dim)
+        if beside > 1:
+            key_sizes, key_strides = (block_size, key_dim // beside, beside), (*key_strides, 1)
+            value_sizes = (block_size // beside, beside, value_dim)
+            value_strides = (at.value_head, at.value_token, 1, at.value_dim)
+        key = view(format.key.element, key_sizes, key_strides, 0)
+        value = view(format.value.element, value_sizes, value_strides, at.value_offset)
+        if not format.key.scaled:
             return LayerCache(key, value)
-        words = self.storage.view(torch.float32)
-        per_scale = SCALE_BYTES // self.dtype.itemsize  # elements
-        sizes = (self.frames.bytes.shape[1], shape.kv_heads, block_size)
-        scale_strides = (frame_stride // per_scale, at.scale_head // SCALE_BYTES, 1)
-        key_scale, value_scale = (
-            torch.as_strided(words, sizes, scale_strides, begin // per_scale + scales // SCALE_BYTES)
-            for scales in (at.key_scales, at.value_scales)
+        per_word = SCALE_BYTES // format.itemsize  # elements
+
+        def words(vector: VectorFormat, dim: int, scales: int, head: int) -> Tensor:
+            storage = self.storage.view(torch.int32 if vector.packed > 1 else torch.float32)
+            sizes = (self.frames.bytes.shape[1], shape.kv_heads, vector.scales(dim) * block_size)
+            strides = (frame_stride // per_word, head // SCALE_BYTES, 1)
+            return torch.as_strided(storage, sizes, strides, begin // per_word + scales // SCALE_BYTES)
+
+        return LayerCache(
+            key,
+            value,
+            words(format.key, shape.key_dim, at.key_scales, at.key_scale_head),
+            words(format.value, shape.value_dim, at.value_scales, at.value_scale_head),
         )
-        return LayerCache(key, value, key_scale, value_scale)

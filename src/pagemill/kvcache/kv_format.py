@@ -5,46 +5,102 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 SCALE_BYTES = 4
+KEY_GROUP = 32
+"""Dimensions of a 4-bit key that share a scale; 4-bit vectors are whole groups."""
+MOST_NARROW_DIMS = 512
+"""Dimensions of the widest head that is stored as integers."""
+
+
+@dataclass(frozen=True, slots=True)
+class VectorFormat:
+    """Describes how one head's key or value of a token is stored.
+
+    name: changes when the same vector would be stored as other bits.
+    element: torch's name of the type of stored elements; packed: numbers in one of them.
+    scaled: True if vectors have words of SCALE_BYTES: an fp32 scale, or a scale and a low in bf16.
+    group: numbers that share such a word; None: all of a vector.
+    """
+
+    name: str
+    element: str
+    packed: int = 1
+    scaled: bool = False
+    group: int | None = None
+
+    def elements(self, dim: int) -> int:
+        """Returns how many elements hold a vector of `dim` numbers."""
+        return dim // self.packed
+
+    def scales(self, dim: int) -> int:
+        """Returns how many words a vector of `dim` numbers has."""
+        if not self.scaled:
+            return 0
+        return 1 if self.group is None else dim // self.group
 
 
 @dataclass(frozen=True, slots=True)
 class KVFormat:
-    """Describes the elements of a KV pool, and how many bytes they take.
+    """Describes the elements of a KV pool, and how many bytes they take. Keys and values may differ, but for the bytes
+    of an element.
 
-    element: torch's name of their type; itemsize: its bytes.
-    name: part of the digests that name blocks; it changes when the same K and V would be stored as other bits.
-    scaled: True if each token of each KV head has an fp32 scale for its key and one for its value.
-    pairs: True if a layout for matrix products stores neighbouring elements side by side, where their number is even.
+    name: as settings have it. itemsize: bytes of an element.
+    beside: elements that a layout for matrix products stores side by side, where dimensions and tokens allow it.
     """
 
-    element: str
-    itemsize: int
     name: str
-    scaled: bool = False
-    pairs: bool = False
+    key: VectorFormat
+    value: VectorFormat
+    itemsize: int
+    beside: int = 1
 
     @property
-    def scale_bytes(self) -> int:
-        """Bytes of the scale of one head's key or value."""
-        return SCALE_BYTES if self.scaled else 0
+    def element(self) -> str:
+        """The type that the pool is seen as where keys and values are not told apart."""
+        return self.key.element
 
     def slot_bytes(self, kv_heads: int, key_dim: int, value_dim: int) -> int:
         """Returns the bytes of one token's K and V in one layer, scales included."""
-        return kv_heads * ((key_dim + value_dim) * self.itemsize + 2 * self.scale_bytes)
+        elements = self.key.elements(key_dim) + self.value.elements(value_dim)
+        return kv_heads * (elements * self.itemsize + self.scale_bytes(key_dim, value_dim))
+
+    def scale_bytes(self, key_dim: int, value_dim: int) -> int:
+        """Returns the bytes of the scales of one head's key and value."""
+        return SCALE_BYTES * (self.key.scales(key_dim) + self.value.scales(value_dim))
 
     def digest_name(self, block_size: int, layout: str) -> str:
         """Returns what the digests of blocks of this format begin with: equal names mean equal bytes for equal K/V."""
-        return f"{self.name},{block_size},{layout}"
+        names = dict.fromkeys((self.key.name, self.value.name))
+        return f"{'/'.join(names)},{block_size},{layout}"
 
+    def refusal(self, head_dim: int) -> str | None:
+        """Returns why heads of this size cannot be stored, or None if they can."""
+        if any(each.packed > 1 for each in (self.key, self.value)) and head_dim % KEY_GROUP:
+            return f"it holds heads of multiples of {KEY_GROUP} dimensions, and the model's have {head_dim}"
+        if self.itemsize == 1 and head_dim > MOST_NARROW_DIMS:
+            return f"it holds heads of up to {MOST_NARROW_DIMS} dimensions, and the model's have {head_dim}"
+        return None
+
+
+def _float(element: str, itemsize: int, beside: int = 1) -> KVFormat:
+    vector = VectorFormat(element, element)
+    return KVFormat(element, vector, vector, itemsize, beside)
+
+
+# The numbers count the versions of `attention/quantize.py`.
+_INT8 = VectorFormat("int8-1", "int8", scaled=True)
+_INT4_KEY = VectorFormat("int4-rotated-32-1", "uint8", packed=2, scaled=True, group=KEY_GROUP)
+_INT4_VALUE = VectorFormat("int4-1", "uint8", packed=2, scaled=True)
 
 _FORMATS = (
-    KVFormat("float32", 4, "float32"),
-    KVFormat("float16", 2, "float16"),
-    KVFormat("bfloat16", 2, "bfloat16", pairs=True),
-    KVFormat("int8", 1, "int8-1", scaled=True),  # the number counts the versions of `quantize`
+    _float("float32", 4),
+    _float("float16", 2),
+    _float("bfloat16", 2, beside=2),
+    KVFormat("int8", _INT8, _INT8, 1, beside=4),
+    KVFormat("int8/int4", _INT8, _INT4_VALUE, 1, beside=4),
+    KVFormat("int4", _INT4_KEY, _INT4_VALUE, 1, beside=4),
 )
 
 
-def kv_format(element: str) -> KVFormat:
-    """Returns the format of a torch type by its name, with or without "torch.". Raises KeyError for others."""
-    return {format.element: format for format in _FORMATS}[element.removeprefix("torch.")]
+def kv_format(name: str) -> KVFormat:
+    """Returns the format of this name, a torch type's with or without "torch.". Raises KeyError for others."""
+    return {format.name: format for format in _FORMATS}[name.removeprefix("torch.")]

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pagemill.kvcache.kv_format import KVFormat
+from pagemill.kvcache.kv_format import SCALE_BYTES, KVFormat
 from pagemill.kvcache.layer_groups import LayerGroups
 from pagemill.kvcache.pages import PAGE_BYTES
 
@@ -36,12 +36,13 @@ class KVLayout:
     place * place_stride + frame * frame_stride + head * key_head + token * key_token + dim * key_dim;
     a value's likewise with its own three strides, plus value_offset. Keys and values may differ in width.
 
-    In pairs, dimensions 2i and 2i + 1 of a key lie side by side, and so do tokens 2i and 2i + 1 of a value: key_dim is
-    then the stride of a pair of dimensions, value_token that of a pair of tokens.
+    Where `beside` is more than 1, so many neighbouring dimensions of a key lie side by side, and as many neighbouring
+    tokens of a value: key_dim is then the stride of so many dimensions, value_token that of so many tokens. Of numbers
+    that are packed (4 bits), the element's index takes the dimension's place.
 
-    Where elements are scaled (int8), each token of each KV head has a scale for its key and one for its value, fp32:
-    those of a head's tokens are neighbours, and begin key_scales or value_scales bytes after the frame's place, plus
-    head * scale_head bytes. Where elements are not scaled, nothing lies there.
+    Where vectors are scaled, those of a head's tokens have their words side by side, one group of dimensions after the
+    other: keys' begin key_scales + head * key_scale_head bytes after the frame's place, values' likewise. Where they
+    are not, nothing lies there.
 
     place_bytes: bytes of one place of a frame.
     piece_bytes: bytes of each contiguous piece of a frame; every piece starts at a page, or at a cache line
@@ -59,10 +60,11 @@ class KVLayout:
     value_head: int
     value_token: int
     value_dim: int
-    pairs: bool
+    beside: int
     key_scales: int
     value_scales: int
-    scale_head: int
+    key_scale_head: int
+    value_scale_head: int
     place_bytes: int
     piece_bytes: int
     frame_bytes: int
@@ -77,30 +79,33 @@ def layer_major(shape: FrameShape, frames: int) -> KVLayout:
     linear read.
 
     Keys are stored transposed, [dim][token]: a vector register then holds neighbouring tokens of one dimension, and
-    scores need no sums across lanes. Values are [token][dim]. In pairs, as products of bf16 take them: keys
-    [dim / 2][token][2], values [token / 2][dim][2]; an odd key_dim or block_size has none.
+    scores need no sums across lanes. Values are [token][dim]. As products take them, some lie side by side: in pairs
+    (bf16) keys are [dim / 2][token][2], values [token / 2][dim][2]; in fours (integers) the same with 4. Other
+    dimensions and block sizes than whole pairs or fours have none.
     """
-    block_size, value_dim, format = shape.block_size, shape.value_dim, shape.format
-    pairs = format.pairs and block_size % 2 == 0 and shape.key_dim % 2 == 0
-    head_bytes = block_size * format.slot_bytes(1, shape.key_dim, value_dim)
-    scales = head_bytes - 2 * block_size * format.scale_bytes
+    block_size, format = shape.block_size, shape.format
+    key_dim, value_dim = format.key.elements(shape.key_dim), format.value.elements(shape.value_dim)
+    beside = format.beside if block_size % format.beside == 0 and key_dim % format.beside == 0 else 1
+    head_bytes = block_size * format.slot_bytes(1, shape.key_dim, shape.value_dim)
+    scales = head_bytes - block_size * format.scale_bytes(shape.key_dim, shape.value_dim)
     head = head_bytes // format.itemsize
     piece = _aligned(shape.kv_heads * head, format.itemsize)
     return KVLayout(
-        name="layer-major-pairs" if pairs else "layer-major",
+        name={1: "layer-major", 2: "layer-major-pairs", 4: "layer-major-fours"}[beside],
         place_stride=frames * piece,
         frame_stride=piece,
-        value_offset=block_size * shape.key_dim,
+        value_offset=block_size * key_dim,
         key_head=head,
-        key_token=2 if pairs else 1,
-        key_dim=2 * block_size if pairs else block_size,
+        key_token=beside,
+        key_dim=beside * block_size,
         value_head=head,
-        value_token=2 * value_dim if pairs else value_dim,
-        value_dim=2 if pairs else 1,
-        pairs=pairs,
+        value_token=beside * value_dim,
+        value_dim=beside,
+        beside=beside,
         key_scales=scales,
-        value_scales=scales + block_size * format.scale_bytes,
-        scale_head=head_bytes,
+        value_scales=scales + block_size * SCALE_BYTES * format.key.scales(shape.key_dim),
+        key_scale_head=head_bytes,
+        value_scale_head=head_bytes,
         place_bytes=piece * format.itemsize,
         piece_bytes=piece * format.itemsize,
         frame_bytes=shape.places * piece * format.itemsize,
@@ -110,10 +115,12 @@ def layer_major(shape: FrameShape, frames: int) -> KVLayout:
 def block_major(shape: FrameShape, frames: int) -> KVLayout:
     """Returns the layout for CUDA: [frame][place][K|V][kv head][token][dim], so that a frame is one contiguous record.
 
-    A place's scales, [K|V][kv head][token], lie behind its values. Nothing lies in pairs.
+    A place's scales, [K|V][kv head][group][token], lie behind its values. Nothing lies side by side.
     """
     block_size, kv_heads, format = shape.block_size, shape.kv_heads, shape.format
-    key_tile, value_tile = block_size * shape.key_dim, block_size * shape.value_dim
+    key_dim, value_dim = format.key.elements(shape.key_dim), format.value.elements(shape.value_dim)
+    key_tile, value_tile = block_size * key_dim, block_size * value_dim
+    key_scales = block_size * SCALE_BYTES * format.key.scales(shape.key_dim)
     scales = kv_heads * (key_tile + value_tile) * format.itemsize
     place = block_size * format.slot_bytes(kv_heads, shape.key_dim, shape.value_dim) // format.itemsize
     frame = _aligned(shape.places * place, format.itemsize)
@@ -123,15 +130,16 @@ def block_major(shape: FrameShape, frames: int) -> KVLayout:
         frame_stride=frame,
         value_offset=kv_heads * key_tile,
         key_head=key_tile,
-        key_token=shape.key_dim,
+        key_token=key_dim,
         key_dim=1,
         value_head=value_tile,
-        value_token=shape.value_dim,
+        value_token=value_dim,
         value_dim=1,
-        pairs=False,
+        beside=1,
         key_scales=scales,
-        value_scales=scales + kv_heads * block_size * format.scale_bytes,
-        scale_head=block_size * format.scale_bytes,
+        value_scales=scales + kv_heads * key_scales,
+        key_scale_head=key_scales,
+        value_scale_head=block_size * SCALE_BYTES * format.value.scales(shape.value_dim),
         place_bytes=place * format.itemsize,
         piece_bytes=frame * format.itemsize,
         frame_bytes=frame * format.itemsize,

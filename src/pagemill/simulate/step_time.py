@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagemill.errors import CalibrationError
-from pagemill.kvcache.kv_format import KVFormat
+from pagemill.kvcache.kv_format import KVFormat, VectorFormat
 from pagemill.kvcache.layer_groups import LayerGroups, group_layers
 from pagemill.kvcache.layout import FrameShape, layer_major
 from pagemill.scheduling.step_plan import StepPlan
@@ -34,7 +34,8 @@ class KVShape:
 
     @property
     def _format(self) -> KVFormat:
-        return KVFormat("", self.itemsize, "")
+        vector = VectorFormat("", "")
+        return KVFormat("", vector, vector, self.itemsize)
 
     @property
     def slot_bytes(self) -> float:

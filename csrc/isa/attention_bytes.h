@@ -1,0 +1,365 @@
+// The pass over a partition of keys and values in integers of 8 and 4 bits, by instructions that multiply bytes (VNNI):
+// each adds the products of 4 neighbouring dimensions of 16 keys, or of 4 neighbouring tokens of 16 dimensions.
+//
+// A query, and a partition's weights, become integers of L bytes, a share of their largest magnitude: 2 bytes for
+// queries in 16 bits, 3 for fp32. Each of their bytes is multiplied by itself. Sums of products are exact, so their order
+// changes no bit; what is left to round is done once per score and output.
+#pragma once
+
+#include "attention_plan.h"
+#include "attention_tiles.h"
+#include "linear_tiles.h"
+#include "narrow_kv.h"
+#include "simd.h"
+
+#if defined(__AVX512VNNI__)
+namespace pagemill { namespace {
+
+INLINE bool lies_for_bytes(const LayerCache& cache) {
+    return cache.key.beside == 4 && cache.value.beside == 4 && cache.block_size % 16 == 0 && cache.head_dim % 16 == 0;
+}
+
+INLINE __m512i add_products(__m512i sum, __m512i bytes, int32_t four) {
+    return _mm512_dpbusd_epi32(sum, bytes, _mm512_set1_epi32(four));
+}
+
+// 64 bytes of keys or values as one or two vectors of bytes without sign; int8 is kRaisedBy higher.
+constexpr int kRaisedBy = 128;
+INLINE void load_bytes(const int8_t* p, __m512i (&x)[1]) {
+    x[0] = _mm512_xor_si512(_mm512_loadu_si512(p), _mm512_set1_epi8(int8_t(0x80)));
+}
+INLINE void load_bytes(const u4* p, __m512i (&x)[2]) {
+    const __m512i both = _mm512_loadu_si512(p), mask = _mm512_set1_epi8(0x0f);
+    x[0] = _mm512_and_si512(both, mask);
+    x[1] = _mm512_and_si512(_mm512_srli_epi16(both, 4), mask);
+}
+template <class T> constexpr int kVectorsInLine = 1;
+template <> constexpr int kVectorsInLine<u4> = 2;
+template <class T> constexpr int kDimsInLine = 16 * kVectorsInLine<T>;  // of values; of keys a quarter
+// Groups of dimensions that have scales and lows of their own.
+template <class T> int groups_of(int) { return 1; }
+template <> inline int groups_of<u4>(int head_dim) { return head_dim / kKeyGroup; }
+
+// Where 16 tokens' keys or values lie: lines of 64 bytes.
+struct BytePiece {
+    const char* at;
+    int64_t stride;
+    int lines;
+
+    INLINE void fetch(int line) const {
+        if (line < lines) fetch_line(at + line * stride);
+    }
+};
+
+// Numbers as integers of L bytes: number = unit * sum of 256^l byte l. NaN and infinities become a unit that is NaN.
+template <int L> struct Bytes {
+    static constexpr float kMost = L == 2 ? 127 * 256 : 127 * 65536;
+
+    // put(i, l, 16 bytes in the vector's elements) for the numbers from 16 i on.
+    template <class Put> INLINE static float split(const float* x, int count, Put&& put) {
+        F top = zero(), all = zero();
+        for (int i = 0; i < count; i += 16) {
+            const F each = load(x + i);
+            top = max(abs(each), top);
+            all = fma(each, zero(), all);
+        }
+        const float most = maximum(top), spoilt = sum(all);
+        const F factor = broadcast(most > 0.0f ? kMost / most : 0.0f);
+        for (int i = 0; i < count; i += 16) {
+            __m512i whole = _mm512_cvtps_epi32((load(x + i) * factor).v);
+            for (int l = 0; l < L; ++l) {
+                const __m512i byte = _mm512_srai_epi32(_mm512_slli_epi32(whole, 24), 24);
+                put(i / 16, l, byte);
+                whole = _mm512_srai_epi32(_mm512_sub_epi32(whole, byte), 8);
+            }
+        }
+        return most / kMost + spoilt;
+    }
+    INLINE static F join(const __m512i* sums) {
+        F x{_mm512_cvtepi32_ps(sums[L - 1])};
+        for (int l = L - 2; l >= 0; --l) x = fma(x, broadcast(256.0f), {_mm512_cvtepi32_ps(sums[l])});
+        return x;
+    }
+};
+
+template <class K, class V, int L> struct BytePass {
+    static constexpr int kRows = kTaskRows, kHeight = L == 2 ? 6 : 4, kPieces = kPartition / 16, kAhead = 8;
+    static constexpr int kMostGroups = kMostNarrowDims / kKeyGroup;
+    // Vectors side by side.
+    static constexpr int beside(int height) { return height * 4 * L <= 24 ? 4 : 2; }
+    static int most_rows(const AttentionArgs&) { return kRows; }
+
+    const AttentionArgs& args;
+    const AttentionTask &task, *next;
+    const int group, padded, dims, groups;
+    const Tiles tiles;
+    float *queries = nullptr, *scores, *part, *scales;
+    int32_t* weights;
+
+    BytePass(const AttentionArgs& args, const AttentionTask& task, const AttentionTask* next, int padded)
+        : args(args), task(task), next(next), group(args.heads / args.cache.kv_heads), padded(padded),
+          dims(args.cache.head_dim), groups(groups_of<K>(dims)), tiles(task.tokens * group, kHeight) {}
+
+    // A query: its bytes in fours, by dimensions and then by byte; what each byte's sum begins with (int8), or the
+    // groups' sums (4 bits); and its unit.
+    int64_t query_size() const { return dims / 4 * L + greater(L, groups) + 1; }
+    int64_t scratch_size() const {
+        const int64_t queries = task.heads * tiles.rows * query_size();
+        return queries + kHeight * (kScoreRow + padded + L * (kPartition / 4 + 1)) + (2 * groups + 2) * kScoreRow;
+    }
+
+    void begin(float* memory) {
+        queries = memory;
+        scores = queries + task.heads * tiles.rows * query_size();
+        part = scores + kHeight * kScoreRow;
+        weights = (int32_t*)(part + kHeight * padded);
+        scales = (float*)(weights + kHeight * L * (kPartition / 4 + 1));
+        for (int h = 0; h < task.heads; ++h)
+            for (int64_t tile = 0; tile < tiles.count; ++tile)
+                for (int r = 0; r < tiles.height(tile); ++r) pack_query(h, tile, r);
+    }
+
+    float* tile_at(int h, int64_t tile) const { return queries + (h * tiles.rows + tiles.begin(tile)) * query_size(); }
+
+    void pack_query(int h, int64_t tile, int r) const {
+        const int height = tiles.height(tile);
+        auto* fours = (int32_t*)tile_at(h, tile);
+        float wide[kMostNarrowDims];
+        with_type(args.type, [&]<class Q>(Q*) {
+            const Q* q = query_at<Q>(args, task, group, task.head + h, tiles.begin(tile) + r);
+            if constexpr (kVectorsInLine<K> == 2) widen_query(q, args, wide);
+            else
+                for (int d = 0; d < dims; ++d) wide[d] = widen_one(q + d) * args.scale;
+        });
+        int32_t sums[L] = {}, by_group[kMostGroups][L] = {};
+        const float unit = Bytes<L>::split(wide, dims, [&](int i, int l, __m512i bytes) {
+            int8_t lanes[16];
+            _mm_storeu_si128((__m128i*)lanes, _mm512_cvtepi32_epi8(bytes));
+            const int32_t total = _mm512_reduce_add_epi32(bytes);
+            sums[l] += total;
+            by_group[i / 2][l] += total;
+            for (int f = 0; f < 4; ++f) {
+                // Lines of 4-bit keys have 4 dimensions and the 4 that are 16 further.
+                const int step = kVectorsInLine<K> == 2 ? i / 2 * 8 + f * 2 + i % 2 : i * 4 + f;
+                std::memcpy(fours + (step * L + l) * height + r, lanes + f * 4, 4);
+            }
+        });
+        int32_t* begin = fours + dims / 4 * L * height;
+        for (int l = 0; l < L; ++l) begin[l * height + r] = -kRaisedBy * sums[l];
+        float* after = (float*)begin;
+        for (int g = 0; kVectorsInLine<K> == 2 && g < groups; ++g) {
+            float total = float(by_group[g][L - 1]);
+            for (int l = L - 2; l >= 0; --l) total = total * 256.0f + float(by_group[g][l]);
+            after[g * height + r] = total;
+        }
+        after[greater(L, groups) * height + r] = unit;
+    }
+
+    // A partition's pieces as they are read: keys, values, then the keys that are read next.
+    struct Located {
+        BytePiece pieces[2 * kPieces + kAhead];
+        const void *key_scales[kPieces], *value_scales[kPieces];  // of what is read next
+        int first, count;
+    };
+
+    const char* value_at(int row, int head, int64_t token) const {
+        const int size = args.cache.block_size;
+        return block_at<char>(args, args.cache.value, row, token / size, head) +
+               token % size / 4 * args.cache.value.token;
+    }
+    const float* scales_at(const CacheView& cache, int row, int head, int64_t token) const {
+        const int size = args.cache.block_size;
+        return (const float*)cache.scales + frame_of(args, row, token / size) * cache.scale_frame +
+               head * cache.scale_head + token % size;
+    }
+
+    void locate(int row, int head, int h, int64_t base, KeyRange all, Located& at) const {
+        const CacheView &key = args.cache.key, &value = args.cache.value;
+        at.first = int(all.begin) / 16;
+        at.count = (int(all.end) + 15) / 16 - at.first;
+        const int key_lines = dims / 4 / kVectorsInLine<K>, value_lines = dims / 4 / kVectorsInLine<V>;
+        for (int i = 0; i < at.count; ++i) {
+            const int64_t token = base + (at.first + i) * 16;
+            at.pieces[i] = {key_at<char>(args, row, head, token), key.dim, key_lines};
+            at.pieces[at.count + i] = {value_at(row, head, token), 64, value_lines};
+        }
+        const NextKeys then(args, task, next, base, int(all.begin), h);
+        for (int i = 0; i < kAhead; ++i)
+            at.pieces[2 * at.count + i] = {key_at<char>(args, then.row, then.head, then[i]), key.dim, key_lines};
+        for (int i = 0; i < kPieces; ++i) {
+            at.key_scales[i] = scales_at(key, then.row, then.head, then[i]);
+            at.value_scales[i] = scales_at(value, then.row, then.head, then[i]);
+        }
+    }
+
+    // Scales of keys [groups], their lows if they have them, scales of values and their lows: kScoreRow each by token,
+    // zero outside the range.
+    void load_scales(int row, int head, int64_t base, KeyRange all, const Located& at) const {
+        for (int i = 0; i < at.count; ++i) {
+            const int token = (at.first + i) * 16;
+            const __mmask16 in = __mmask16(first_tokens(int(all.end) - token) & ~first_tokens(int(all.begin) - token));
+            const auto put = [&](const float* from, float* to, float* lows) {
+                const __m512i words = _mm512_maskz_loadu_epi32(in, from);
+                if (!lows) return _mm512_storeu_si512(to + token, words);
+                store(to + token, scale_in((Integers)words));
+                store(lows + token, low_in((Integers)words));
+            };
+            const float* key = scales_at(args.cache.key, row, head, base + token);
+            for (int g = 0; g < groups; ++g)
+                put(key + g * args.cache.block_size, scales + g * kScoreRow,
+                    kVectorsInLine<K> == 2 ? scales + (groups + g) * kScoreRow : nullptr);
+            put(scales_at(args.cache.value, row, head, base + token), value_scales(),
+                kVectorsInLine<V> == 2 ? value_scales() + kScoreRow : nullptr);
+        }
+        // Softmax takes vectors in pairs, and scores are computed for some vectors beyond the range.
+        const auto clear = [&](int v) {
+            for (int g = 0; g < 2 * groups + 2; ++g) store(scales + g * kScoreRow + v * 16, zero());
+        };
+        if (at.first > 0) clear(at.first - 1);
+        for (int v = at.first + at.count; v < at.first + at.count + 4; ++v) clear(v);
+    }
+    float* value_scales() const { return scales + 2 * groups * kScoreRow; }
+    static unsigned first_tokens(int count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1u << count) - 1; }
+
+    // scores [MR][kScoreRow] of NV pieces from piece `piece` on.
+    template <int MR> void score(const float* tile, const Located& at, int piece, bool fetch) const {
+        constexpr int NV = beside(MR), P = kVectorsInLine<K>;
+        const auto* fours = (const int32_t*)tile;
+        const int32_t* begin = fours + dims / 4 * L * MR;
+        const float *group_sums = (const float*)begin, *units = group_sums + greater(L, groups) * MR;
+        const K* keys[NV];
+        const BytePiece* ahead[NV];
+        for (int v = 0; v < NV; ++v) {
+            const int own = lesser(piece + v, at.count - 1);
+            keys[v] = (const K*)at.pieces[own].at;
+            ahead[v] = at.pieces + own + kAhead;
+            if (!fetch || piece + v >= at.count) continue;
+            fetch_line(at.key_scales[own]);
+            if (P == 2) fetch_line((const float*)at.key_scales[own] + args.cache.block_size);
+            fetch_line(at.value_scales[own]);
+        }
+        const int lines = dims / 4 / P, in_group = lines / groups;
+        __m512i sums[MR][NV][L];
+        for (int line = 0; line < lines; line += in_group) {
+            for (int r = 0; r < MR; ++r)
+                for (int v = 0; v < NV; ++v)
+                    for (int l = 0; l < L; ++l)
+                        sums[r][v][l] = P == 2 ? _mm512_setzero_si512() : _mm512_set1_epi32(begin[l * MR + r]);
+            for (int i = line; i < line + in_group; ++i) {
+                __m512i x[NV][P];
+                for (int v = 0; v < NV; ++v) load_bytes(keys[v] + i * args.cache.key.dim, x[v]);
+                for (int v = 0; v < NV && fetch; ++v) ahead[v]->fetch(i);
+                for (int p = 0; p < P; ++p, fours += L * MR)
+                    for (int l = 0; l < L; ++l)
+                        for (int r = 0; r < MR; ++r)
+                            for (int v = 0; v < NV; ++v)
+                                sums[r][v][l] = add_products(sums[r][v][l], x[v][p], fours[l * MR + r]);
+            }
+            const int g = line / in_group;
+            for (int v = 0; v < NV; ++v) {
+                const int token = (at.first + piece + v) * 16;
+                const F scale = load(scales + g * kScoreRow + token);
+                for (int r = 0; r < MR; ++r) {
+                    float* to = scores + r * kScoreRow + token;
+                    F x = Bytes<L>::join(sums[r][v]) * scale;
+                    if (P == 2) x = fma(broadcast(group_sums[g * MR + r]), load(scales + (groups + g) * kScoreRow + token), x);
+                    x = x * broadcast(units[r]);
+                    store(to, g ? load(to) + x : x);
+                }
+            }
+        }
+    }
+
+    // part [MR][padded] from dimension `dim` on: lines of ND vectors.
+    template <int MR, int ND> void value(const Located& at, int dim, int from, int until, const float* units,
+                                         const float* lows, bool fetch) const {
+        constexpr int P = kVectorsInLine<V>, lines = ND / P;
+        constexpr int64_t in_token = 64;
+        const int line = dim / kDimsInLine<V>, token_lines = dims / kDimsInLine<V>;
+        __m512i sums[MR][ND][L];
+        for (int r = 0; r < MR; ++r)
+            for (int l = 0; l < L; ++l)
+                for (int d = 0; d < ND; ++d)
+                    sums[r][d][l] = P == 2 ? _mm512_setzero_si512() : _mm512_set1_epi32(begins(r)[l]);
+        for (int token = from / 4 * 4; token < until; token += 4) {
+            const int piece = token / 16 - at.first, quad = token % 16 / 4;
+            const char* from_line = at.pieces[at.count + piece].at + quad * args.cache.value.token + line * in_token;
+            __m512i x[lines][P];
+            for (int i = 0; i < lines; ++i) load_bytes((const V*)(from_line + i * in_token), x[i]);
+            if (fetch) {
+                const BytePiece& ahead = at.pieces[lesser(at.count + piece + kAhead, 2 * at.count + kAhead - 1)];
+                for (int i = 0; i < lines; ++i) {
+                    const int own = quad * token_lines + line + i;
+                    ahead.fetch(own);
+                    if (P > kVectorsInLine<K>) ahead.fetch(own + token_lines * 4);
+                }
+            }
+            for (int l = 0; l < L; ++l)
+                for (int r = 0; r < MR; ++r)
+                    for (int d = 0; d < ND; ++d)
+                        sums[r][d][l] = add_products(sums[r][d][l], x[d / P][d % P],
+                                                     weights[(r * L + l) * (kPartition / 4) + token / 4]);
+        }
+        for (int r = 0; r < MR; ++r)
+            for (int d = 0; d < ND; ++d)
+                store(part + r * padded + dim + d * 16,
+                      fma(Bytes<L>::join(sums[r][d]), broadcast(units[r]), broadcast(lows[r])));
+    }
+
+    int32_t* begins(int r) const { return weights + kHeight * L * kPartition / 4 + r * L; }
+
+    // Weights [from, until) of row r, multiplied by the values' scales, as bytes; returns their unit.
+    float split_weights(int r, int from, int until) const {
+        int32_t sums[L] = {};
+        const int first = from / 16 * 16;
+        auto* to = (int8_t*)(weights + r * L * (kPartition / 4));
+        const float unit = Bytes<L>::split(scores + r * kScoreRow + first, until - first,
+                                           [&](int i, int l, __m512i bytes) {
+                                               _mm_storeu_si128((__m128i*)(to + l * kPartition + first + i * 16),
+                                                                _mm512_cvtepi32_epi8(bytes));
+                                               sums[l] += _mm512_reduce_add_epi32(bytes);
+                                           });
+        for (int l = 0; l < L; ++l) begins(r)[l] = -kRaisedBy * sums[l];
+        return unit;
+    }
+
+    // As of VectorPass.
+    template <class Emit> void partition(int64_t base, int h, const KeyRange* ranges, KeyRange all, Emit&& emit) const {
+        const int row = args.order[task.first].row, head = task.head + h;
+        Located at;
+        locate(row, head, h, base, all, at);
+        load_scales(row, head, base, all, at);
+        for (int64_t tile = 0; tile < tiles.count; ++tile)
+            with_count<kHeight>(tiles.height(tile), [&]<int MR>() {
+                const int first_row = int(tiles.begin(tile));
+                const KeyRange span =
+                    span_of(ranges + first_row / group, (first_row + MR - 1) / group - first_row / group + 1);
+                const int from = int(span.begin), until = int(span.end);
+                Softmax result[MR];
+                float units[MR], lows[MR];
+                for (int v = from / 16; v * 16 < until; v += beside(MR))
+                    score<MR>(tile_at(h, tile), at, v - at.first, tile == 0);
+                const TokenScales by_token{nullptr, value_scales(),
+                                           kVectorsInLine<V> == 2 ? value_scales() + kScoreRow : nullptr};
+                for (int r = 0; r < MR; ++r) {
+                    const KeyRange& own = ranges[(first_row + r) / group];
+                    result[r] = softmax(scores + r * kScoreRow, int(own.begin), int(own.end), from, until,
+                                        args.soft_cap, by_token, lows + r);
+                    units[r] = from < until ? split_weights(r, from, until) : 0.0f;
+                }
+                if (from < until) value_rows<MR>(at, from, until, units, lows, tile == 0);
+                emit(first_row, MR, result, part);
+            });
+    }
+
+    template <int MR> void value_rows(const Located& at, int from, int until, const float* units, const float* lows,
+                                      bool fetch) const {
+        constexpr int ND = beside(MR), least = kVectorsInLine<V>;
+        int dim = 0;
+        for (; dim + 16 * ND <= dims; dim += 16 * ND) value<MR, ND>(at, dim, from, until, units, lows, fetch);
+        for (; dim < dims; dim += 16 * least) value<MR, least>(at, dim, from, until, units, lows, fetch);
+    }
+};
+
+}}  // namespace pagemill
+#endif

@@ -1,0 +1,199 @@
+"""Keys and values in 8 and 4 bits: near what was written, the same bits from torch and every kernel, and attention over
+what is stored as near the reference as over floats, with bits that depend on a query alone."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from paged_case import PagedCase
+
+from harness import frame_shape, poison
+from pagemill import _kernels
+from pagemill.attention.cpu_backend import CpuAttention
+from pagemill.attention.interface import AttentionBackend, LayerCache
+from pagemill.attention.quantize import LEAST, MOST, dequantize_int4, quantize_int4, rotate, rotated_together
+from pagemill.attention.torch_backend import TorchAttention
+from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.layout import block_major, layer_major
+
+FORMATS = ["int8", "int8/int4", "int4"]
+ROWS = [(1, 1), (300, 1), (77, 33), (270, 270), (40, 0), (0, 0), (257, 2), (519, 7)]
+SHAPES = [(6, 2, 64, 16), (9, 3, 64, 32), (8, 1, 128, 16), (7, 1, 96, 8), (2, 2, 32, 256), (16, 2, 256, 64)]
+"""Heads, KV heads, head size, block size."""
+OPTIONS = [{}, {"window": 60}, {"soft_cap": 5.0}]
+
+
+@pytest.fixture(params=["torch", *_kernels.available_isas()])
+def backend(request: pytest.FixtureRequest) -> AttentionBackend:
+    if request.param == "torch":
+        return TorchAttention()
+    backend: AttentionBackend = request.getfixturevalue("kernel_backend")(request.param)
+    return backend
+
+
+@pytest.fixture
+def kernel_backend() -> Callable[[str], CpuAttention]:
+    def make(isa: str) -> CpuAttention:
+        _kernels.use_isa(isa)
+        _kernels.set_num_threads(2)
+        return CpuAttention()
+
+    before, threads = _kernels.isa(), _kernels.num_threads()
+    yield make
+    _kernels.use_isa(before)
+    _kernels.set_num_threads(threads)
+
+
+def vectors(head_dim: int) -> torch.Tensor:
+    """[tokens, 2, head_dim]: of all magnitudes, and some that are special."""
+    random = torch.Generator().manual_seed(head_dim)
+    x = torch.randn(40, 2, head_dim, generator=random) * 10.0 ** torch.randint(-20, 20, (40, 2, 1), generator=random)
+    x[3], x[4], x[5] = 0, -0.0, LEAST / 4
+    x[6, 0] = torch.arange(head_dim) + 1000.0
+    x[7] = torch.finfo(torch.float32).max
+    x[8, 1, 5] = float("nan")
+    x[9, 0, head_dim - 1] = float("-inf")
+    x[10] = -3.0
+    x[11, 0, :2], x[11, 0, 2:] = MOST, -1.0
+    return x
+
+
+def test_numbers_are_within_half_a_scale() -> None:
+    x = vectors(64)
+    stored, words = quantize_int4(x, 32)
+    assert stored.shape == (40, 2, 32)
+    assert words.shape == (40, 2, 2)
+    wide = dequantize_int4(stored, words).double()
+    groups = x.unflatten(-1, (2, 32)).double()
+    finite = groups.isfinite().all(-1) & (groups.abs().amax(-1) <= MOST)
+    assert torch.equal(wide.unflatten(-1, (2, 32)).isnan().all(-1), ~finite)
+    # Half a step, and what rounding the scale and the low to bf16 adds.
+    off = (groups.amax(-1) - groups.amin(-1)) / 30 + groups.abs().amax(-1) / 256 + LEAST
+    error = (wide.unflatten(-1, (2, 32)) - groups).abs().amax(-1)
+    assert bool((error <= off)[finite].all())
+
+
+@pytest.mark.parametrize("head_dim", [32, 64, 96, 160])
+def test_rotation_keeps_products_and_spreads_what_is_large(head_dim: int) -> None:
+    a, b = torch.randn(2, 5, head_dim)
+    together = rotated_together(head_dim)
+    assert head_dim % together == 0
+    torch.testing.assert_close((rotate(a) * rotate(b)).sum(-1) / together, (a * b).sum(-1))
+    one = torch.zeros(head_dim)
+    one[3] = 1.0
+    assert rotate(one)[:together].abs().tolist() == [1.0] * together
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", [layer_major, block_major])
+@pytest.mark.parametrize("format", ["int8/int4", "int4"])
+@pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (96, 8)])
+def test_every_backend_writes_the_same_bits(
+    kernel_backend: Callable[[str], CpuAttention],
+    format: str,
+    head_dim: int,
+    block_size: int,
+    layout: Callable[..., object],
+    dtype: torch.dtype,
+) -> None:
+    key, value = vectors(head_dim).to(dtype), vectors(head_dim).flip(0).to(dtype)
+    slots = torch.randperm(6 * block_size, generator=torch.Generator().manual_seed(1))[:40]
+    slots[[2, 20]] = -1
+
+    def written(backend: AttentionBackend) -> torch.Tensor:
+        pool = DevicePool(6, frame_shape([None, None], 2, head_dim, block_size, format), layout=layout)
+        poison(pool)
+        backend.write(key, value, pool.layer(1), slots)
+        return pool.frames.bytes
+
+    expected = written(TorchAttention())
+    for isa in _kernels.available_isas():
+        assert torch.equal(written(kernel_backend(isa)), expected), isa
+
+
+@pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", FORMATS)
+def test_attention_over_what_is_stored(backend: AttentionBackend, format: str, query_dtype: torch.dtype) -> None:
+    tolerance = 1e-5 if query_dtype == torch.float32 else 1e-2
+    cases = zip(
+        SHAPES, itertools.cycle((layer_major, layer_major, block_major)), itertools.cycle(OPTIONS), strict=False
+    )
+    for seed, ((heads, kv_heads, head_dim, block_size), layout, options) in enumerate(cases):
+        case = PagedCase(
+            ROWS, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_size=block_size, dtype=format,
+            query_dtype=query_dtype, layout=layout, seed=seed,
+        )  # fmt: skip
+        case.write_all(backend)
+        query, batch = case.whole()
+        output, lse = backend.attend(query, case.cache, batch, 0, scale=head_dim**-0.5, return_lse=True, **options)
+        expected, expected_lse = case.expected(scale=head_dim**-0.5, **options)
+        torch.testing.assert_close(output.double(), expected, rtol=tolerance, atol=tolerance)
+        assert lse is not None
+        torch.testing.assert_close(lse.double(), expected_lse, rtol=1e-5, atol=1e-5 if tolerance == 1e-5 else 1e-3)
+
+
+@pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("isa", _kernels.available_isas())
+def test_bits_depend_on_the_query_alone(
+    kernel_backend: Callable[[str], CpuAttention], isa: str, format: str, query_dtype: torch.dtype
+) -> None:
+    """Alone, beside others, in chunks, on other threads, with and without a shared prefix."""
+    backend = kernel_backend(isa)
+    rows = [(700, 1), (700, 90), (1, 1), (520, 3), (300, 47)]
+    case = PagedCase(rows, heads=6, dtype=format, query_dtype=query_dtype, seed=3)
+    for shared in (case.tables, case.keys, case.values):
+        count = 600 // 16 if shared is case.tables else 600 // 16 * 16
+        shared[1][:count] = shared[0][:count]
+    case.write_all(backend)
+
+    def attend(parts: list[tuple[int, int, int]], share: bool = True) -> list[torch.Tensor]:
+        query, batch = case.batch(parts)
+        backend.share_prefixes = share
+        output, _ = backend.attend(query, case.cache, batch, 0, scale=0.125)
+        return list(output.split([end - begin for _, begin, end in parts]))
+
+    whole = attend([(row, 0, length) for row, (_, length) in enumerate(rows)])
+    for row, (_, length) in enumerate(rows):
+        assert torch.equal(attend([(row, 0, length)])[0], whole[row])
+    for begin, end in itertools.pairwise((0, 1, 3, 7, 20, 90)):
+        assert torch.equal(attend([(2, 0, 1), (1, begin, end), (0, 0, 1)])[1], whole[1][begin:end])
+    apart = attend([(row, 0, length) for row, (_, length) in enumerate(rows)], share=False)
+    _kernels.set_num_threads(1)
+    alone = attend([(row, 0, length) for row, (_, length) in enumerate(rows)])
+    for a, b, c in zip(whole, apart, alone, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+
+
+@pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("which", ["keys", "values"])
+@pytest.mark.parametrize("format", ["int8/int4", "int4"])
+def test_what_is_not_finite_spoils_its_own_row_only(
+    backend: AttentionBackend, format: str, which: str, query_dtype: torch.dtype
+) -> None:
+    case = PagedCase([(130, 30), (300, 40)], dtype=format, query_dtype=query_dtype, seed=16)
+    case.write_all(backend)
+    query, batch = case.whole()
+    clean, _ = backend.attend(query, case.cache, batch, 0, scale=0.1)
+    getattr(case, which)[0][50] = float("nan")
+    case.write_all(backend)
+    output, _ = backend.attend(query, case.cache, batch, 0, scale=0.1)
+    assert output[:30].isnan().all()
+    assert torch.equal(output[30:], clean[30:])
+
+
+def test_caches_that_the_kernels_cannot_read() -> None:
+    def refused(match: str, *parts: torch.Tensor | None) -> None:
+        x = torch.zeros(1, 2, 64)
+        with pytest.raises(ValueError, match=match):
+            CpuAttention().write(x, x, LayerCache(*parts), torch.tensor([0]))
+
+    cache = DevicePool(2, frame_shape([None], 2, 64, 8, "int4")).layer(0)
+    refused("cache of uint8 needs int32 scales", cache.key, cache.value)
+    refused("cache of uint8 needs int32 scales", cache.key, cache.value, cache.value_scale, cache.value_scale)
+    mixed = DevicePool(2, frame_shape([None], 2, 64, 8, "int8/int4")).layer(0)
+    refused("must be equal in size and dtype", cache.key, mixed.key, cache.key_scale, mixed.key_scale)
