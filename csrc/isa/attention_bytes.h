@@ -40,17 +40,6 @@ template <class T> constexpr int kDimsInLine = 16 * kVectorsInLine<T>;  // of va
 template <class T> int groups_of(int) { return 1; }
 template <> inline int groups_of<u4>(int head_dim) { return head_dim / kKeyGroup; }
 
-// Where 16 tokens' keys or values lie: lines of 64 bytes.
-struct BytePiece {
-    const char* at;
-    int64_t stride;
-    int lines;
-
-    INLINE void fetch(int line) const {
-        if (line < lines) fetch_line(at + line * stride);
-    }
-};
-
 // Numbers as integers of L bytes: number = unit * sum of 256^l byte l. NaN and infinities become a unit that is NaN.
 template <int L> struct Bytes {
     static constexpr float kMost = L == 2 ? 127 * 256 : 127 * 65536;
@@ -155,46 +144,56 @@ template <class K, class V, int L> struct BytePass {
         after[greater(L, groups) * height + r] = unit;
     }
 
-    // A partition's pieces as they are read: keys, values, then the keys that are read next.
+    // Where the keys and values of 16 tokens lie, and their scales.
+    struct Place {
+        const char *key, *value;
+        const float *key_scale, *value_scale;
+    };
+    // A partition's pieces of 16 tokens, and those that are read next; `lines`: of keys, then of values, then of the
+    // keys that are read next, to fetch ahead.
     struct Located {
-        BytePiece pieces[2 * kPieces + kAhead];
-        const void *key_scales[kPieces], *value_scales[kPieces];  // of what is read next
+        Place own[kPieces], next[kPieces];
+        const char* lines[2 * kPieces + kAhead];
         int first, count;
     };
 
-    const char* value_at(int row, int head, int64_t token) const {
+    // `count` pieces from `token` on; those behind `last` are the last one's.
+    void locate(int row, int head, int64_t token, int64_t last, int count, Place* to) const {
+        const CacheView &key = args.cache.key, &value = args.cache.value;
         const int size = args.cache.block_size;
-        return block_at<char>(args, args.cache.value, row, token / size, head) +
-               token % size / 4 * args.cache.value.token;
-    }
-    const float* scales_at(const CacheView& cache, int row, int head, int64_t token) const {
-        const int size = args.cache.block_size;
-        return (const float*)cache.scales + frame_of(args, row, token / size) * cache.scale_frame +
-               head * cache.scale_head + token % size;
+        int64_t block = token / size, offset = token - block * size, frame = frame_of(args, row, block);
+        for (int i = 0; i < count; ++i) {
+            to[i] = {(const char*)key.data + frame * key.frame + head * key.head + offset * key.token,
+                     (const char*)value.data + frame * value.frame + head * value.head + offset / 4 * value.token,
+                     (const float*)key.scales + frame * key.scale_frame + head * key.scale_head + offset,
+                     (const float*)value.scales + frame * value.scale_frame + head * value.scale_head + offset};
+            if (token + 16 > last) continue;
+            token += 16;
+            if ((offset += 16) < size) continue;
+            offset = 0;
+            frame = frame_of(args, row, ++block);
+        }
     }
 
     void locate(int row, int head, int h, int64_t base, KeyRange all, Located& at) const {
-        const CacheView &key = args.cache.key, &value = args.cache.value;
         at.first = int(all.begin) / 16;
         at.count = (int(all.end) + 15) / 16 - at.first;
-        const int key_lines = dims / 4 / kVectorsInLine<K>, value_lines = dims / 4 / kVectorsInLine<V>;
-        for (int i = 0; i < at.count; ++i) {
-            const int64_t token = base + (at.first + i) * 16;
-            at.pieces[i] = {key_at<char>(args, row, head, token), key.dim, key_lines};
-            at.pieces[at.count + i] = {value_at(row, head, token), 64, value_lines};
-        }
+        locate(row, head, base + at.first * 16, base + all.end - 1, at.count, at.own);
         const NextKeys then(args, task, next, base, int(all.begin), h);
-        for (int i = 0; i < kAhead; ++i)
-            at.pieces[2 * at.count + i] = {key_at<char>(args, then.row, then.head, then[i]), key.dim, key_lines};
-        for (int i = 0; i < kPieces; ++i) {
-            at.key_scales[i] = scales_at(key, then.row, then.head, then[i]);
-            at.value_scales[i] = scales_at(value, then.row, then.head, then[i]);
+        locate(then.row, then.head, then[0], then.last, kPieces, at.next);
+        for (int i = 0; i < at.count; ++i) {
+            at.lines[i] = at.own[i].key;
+            at.lines[at.count + i] = at.own[i].value;
         }
+        for (int i = 0; i < kAhead; ++i) at.lines[2 * at.count + i] = at.next[i].key;
     }
+    // Lines of 64 bytes in a piece.
+    int key_lines() const { return dims / 4 / kVectorsInLine<K>; }
+    int value_lines() const { return dims / 4 / kVectorsInLine<V>; }
 
     // Scales of keys [groups], their lows if they have them, scales of values and their lows: kScoreRow each by token,
     // zero outside the range.
-    void load_scales(int row, int head, int64_t base, KeyRange all, const Located& at) const {
+    void load_scales(KeyRange all, const Located& at) const {
         for (int i = 0; i < at.count; ++i) {
             const int token = (at.first + i) * 16;
             const __mmask16 in = __mmask16(first_tokens(int(all.end) - token) & ~first_tokens(int(all.begin) - token));
@@ -204,11 +203,10 @@ template <class K, class V, int L> struct BytePass {
                 store(to + token, scale_in((Integers)words));
                 store(lows + token, low_in((Integers)words));
             };
-            const float* key = scales_at(args.cache.key, row, head, base + token);
             for (int g = 0; g < groups; ++g)
-                put(key + g * args.cache.block_size, scales + g * kScoreRow,
+                put(at.own[i].key_scale + g * args.cache.block_size, scales + g * kScoreRow,
                     kVectorsInLine<K> == 2 ? scales + (groups + g) * kScoreRow : nullptr);
-            put(scales_at(args.cache.value, row, head, base + token), value_scales(),
+            put(at.own[i].value_scale, value_scales(),
                 kVectorsInLine<V> == 2 ? value_scales() + kScoreRow : nullptr);
         }
         // Softmax takes vectors in pairs, and scores are computed for some vectors beyond the range.
@@ -227,18 +225,22 @@ template <class K, class V, int L> struct BytePass {
         const auto* fours = (const int32_t*)tile;
         const int32_t* begin = fours + dims / 4 * L * MR;
         const float *group_sums = (const float*)begin, *units = group_sums + greater(L, groups) * MR;
-        const K* keys[NV];
-        const BytePiece* ahead[NV];
+        const char *keys[NV], *ahead[NV];
+        int64_t ahead_stride[NV];
+        int ahead_lines[NV];
         for (int v = 0; v < NV; ++v) {
-            const int own = lesser(piece + v, at.count - 1);
-            keys[v] = (const K*)at.pieces[own].at;
-            ahead[v] = at.pieces + own + kAhead;
-            if (!fetch || piece + v >= at.count) continue;
-            fetch_line(at.key_scales[own]);
-            if (P == 2) fetch_line((const float*)at.key_scales[own] + args.cache.block_size);
-            fetch_line(at.value_scales[own]);
+            const int own = lesser(piece + v, at.count - 1), then = own + kAhead;
+            const bool of_keys = then < at.count || then >= 2 * at.count;
+            keys[v] = at.own[own].key;
+            ahead[v] = at.lines[then];
+            ahead_stride[v] = of_keys ? args.cache.key.dim : 64;
+            ahead_lines[v] = !fetch || piece + v >= at.count ? 0 : of_keys ? key_lines() : value_lines();
+            if (ahead_lines[v] == 0) continue;
+            fetch_line(at.next[own].key_scale);
+            if (P == 2) fetch_line(at.next[own].key_scale + args.cache.block_size);
+            fetch_line(at.next[own].value_scale);
         }
-        const int lines = dims / 4 / P, in_group = lines / groups;
+        const int lines = key_lines(), in_group = lines / groups;
         __m512i sums[MR][NV][L];
         for (int line = 0; line < lines; line += in_group) {
             for (int r = 0; r < MR; ++r)
@@ -247,8 +249,9 @@ template <class K, class V, int L> struct BytePass {
                         sums[r][v][l] = P == 2 ? _mm512_setzero_si512() : _mm512_set1_epi32(begin[l * MR + r]);
             for (int i = line; i < line + in_group; ++i) {
                 __m512i x[NV][P];
-                for (int v = 0; v < NV; ++v) load_bytes(keys[v] + i * args.cache.key.dim, x[v]);
-                for (int v = 0; v < NV && fetch; ++v) ahead[v]->fetch(i);
+                for (int v = 0; v < NV; ++v) load_bytes((const K*)(keys[v] + i * args.cache.key.dim), x[v]);
+                for (int v = 0; v < NV && fetch; ++v)
+                    if (i < ahead_lines[v]) fetch_line(ahead[v] + i * ahead_stride[v]);
                 for (int p = 0; p < P; ++p, fours += L * MR)
                     for (int l = 0; l < L; ++l)
                         for (int r = 0; r < MR; ++r)
@@ -274,31 +277,33 @@ template <class K, class V, int L> struct BytePass {
     template <int MR, int ND> void value(const Located& at, int dim, int from, int until, const float* units,
                                          const float* lows, bool fetch) const {
         constexpr int P = kVectorsInLine<V>, lines = ND / P;
-        constexpr int64_t in_token = 64;
         const int line = dim / kDimsInLine<V>, token_lines = dims / kDimsInLine<V>;
         __m512i sums[MR][ND][L];
         for (int r = 0; r < MR; ++r)
             for (int l = 0; l < L; ++l)
                 for (int d = 0; d < ND; ++d)
                     sums[r][d][l] = P == 2 ? _mm512_setzero_si512() : _mm512_set1_epi32(begins(r)[l]);
-        for (int token = from / 4 * 4; token < until; token += 4) {
-            const int piece = token / 16 - at.first, quad = token % 16 / 4;
-            const char* from_line = at.pieces[at.count + piece].at + quad * args.cache.value.token + line * in_token;
-            __m512i x[lines][P];
-            for (int i = 0; i < lines; ++i) load_bytes((const V*)(from_line + i * in_token), x[i]);
-            if (fetch) {
-                const BytePiece& ahead = at.pieces[lesser(at.count + piece + kAhead, 2 * at.count + kAhead - 1)];
-                for (int i = 0; i < lines; ++i) {
+        for (int token = from / 16 * 16; token < until; token += 16) {
+            const int piece = token / 16 - at.first,
+                      then = lesser(at.count + piece + kAhead, 2 * at.count + kAhead - 1);
+            const bool of_keys = then >= 2 * at.count;
+            const char *lines_at = at.own[piece].value + line * 64, *ahead = at.lines[then];
+            const int64_t ahead_stride = of_keys ? args.cache.key.dim : 64;
+            const int32_t* fours = weights + token / 4;
+            for (int quad = 0; quad < 4; ++quad, lines_at += args.cache.value.token, ++fours) {
+                __m512i x[lines][P];
+                for (int i = 0; i < lines; ++i) load_bytes((const V*)(lines_at + i * 64), x[i]);
+                for (int i = 0; i < lines && fetch; ++i) {
                     const int own = quad * token_lines + line + i;
-                    ahead.fetch(own);
-                    if (P > kVectorsInLine<K>) ahead.fetch(own + token_lines * 4);
+                    fetch_line(ahead + own * ahead_stride);
+                    if (P > kVectorsInLine<K> && of_keys) fetch_line(ahead + (own + 4 * token_lines) * ahead_stride);
                 }
+                for (int l = 0; l < L; ++l)
+                    for (int r = 0; r < MR; ++r)
+                        for (int d = 0; d < ND; ++d)
+                            sums[r][d][l] = add_products(sums[r][d][l], x[d / P][d % P],
+                                                         fours[(r * L + l) * (kPartition / 4)]);
             }
-            for (int l = 0; l < L; ++l)
-                for (int r = 0; r < MR; ++r)
-                    for (int d = 0; d < ND; ++d)
-                        sums[r][d][l] = add_products(sums[r][d][l], x[d / P][d % P],
-                                                     weights[(r * L + l) * (kPartition / 4) + token / 4]);
         }
         for (int r = 0; r < MR; ++r)
             for (int d = 0; d < ND; ++d)
@@ -310,25 +315,24 @@ template <class K, class V, int L> struct BytePass {
 
     // Weights [from, until) of row r, multiplied by the values' scales, as bytes; returns their unit.
     float split_weights(int r, int from, int until) const {
-        int32_t sums[L] = {};
+        __m512i sums[L];
+        for (__m512i& sum : sums) sum = _mm512_setzero_si512();
         const int first = from / 16 * 16;
-        auto* to = (int8_t*)(weights + r * L * (kPartition / 4));
-        const float unit = Bytes<L>::split(scores + r * kScoreRow + first, until - first,
-                                           [&](int i, int l, __m512i bytes) {
-                                               _mm_storeu_si128((__m128i*)(to + l * kPartition + first + i * 16),
-                                                                _mm512_cvtepi32_epi8(bytes));
-                                               sums[l] += _mm512_reduce_add_epi32(bytes);
-                                           });
-        for (int l = 0; l < L; ++l) begins(r)[l] = -kRaisedBy * sums[l];
+        auto* to = (int8_t*)(weights + r * L * (kPartition / 4)) + first;
+        const auto put = [&](int i, int l, __m512i bytes) __attribute__((always_inline)) {
+            _mm_storeu_si128((__m128i*)(to + l * kPartition + i * 16), _mm512_cvtepi32_epi8(bytes));
+            sums[l] = _mm512_add_epi32(sums[l], bytes);
+        };
+        const float unit = Bytes<L>::split(scores + r * kScoreRow + first, until - first, put);
+        for (int l = 0; l < L; ++l) begins(r)[l] = -kRaisedBy * _mm512_reduce_add_epi32(sums[l]);
         return unit;
     }
 
     // As of VectorPass.
     template <class Emit> void partition(int64_t base, int h, const KeyRange* ranges, KeyRange all, Emit&& emit) const {
-        const int row = args.order[task.first].row, head = task.head + h;
         Located at;
-        locate(row, head, h, base, all, at);
-        load_scales(row, head, base, all, at);
+        locate(args.order[task.first].row, task.head + h, h, base, all, at);
+        load_scales(all, at);
         for (int64_t tile = 0; tile < tiles.count; ++tile)
             with_count<kHeight>(tiles.height(tile), [&]<int MR>() {
                 const int first_row = int(tiles.begin(tile));

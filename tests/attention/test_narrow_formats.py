@@ -13,7 +13,7 @@ from paged_case import PagedCase
 from harness import frame_shape, poison
 from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
-from pagemill.attention.interface import AttentionBackend, LayerCache
+from pagemill.attention.interface import AttentionBackend
 from pagemill.attention.quantize import LEAST, MOST, dequantize_int4, quantize_int4, rotate, rotated_together
 from pagemill.attention.torch_backend import TorchAttention
 from pagemill.kvcache.device_pool import DevicePool
@@ -188,9 +188,8 @@ def test_what_is_not_finite_spoils_its_own_row_only(
 
 def test_caches_that_the_kernels_cannot_read() -> None:
     def refused(match: str, *parts: torch.Tensor | None) -> None:
-        x = torch.zeros(1, 2, 64)
         with pytest.raises(ValueError, match=match):
-            CpuAttention().write(x, x, LayerCache(*parts), torch.tensor([0]))
+            _kernels.Cache(*parts)
 
     cache = DevicePool(2, frame_shape([None], 2, 64, 8, "int4")).layer(0)
     refused("cache of uint8 needs int32 scales", cache.key, cache.value)
