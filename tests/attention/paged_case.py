@@ -89,7 +89,9 @@ class PagedCase:
         if not self.narrow:
             return tensor
         element = (self.cache.key if is_key else self.cache.value).dtype
-        wide = dequantize(*quantize_as(element, tensor, is_key=is_key)).double()
+        scales = self.cache.key_scale if is_key else self.cache.value_scale
+        groups = scales.shape[2] // self.block_size
+        wide = dequantize(*quantize_as(element, tensor, groups, is_key=is_key)).double()
         if element == torch.uint8 and is_key:  # Hadamard's matrix is its own inverse, but for a factor
             return rotate(wide).double() / rotated_together(self.head_dim)
         return wide

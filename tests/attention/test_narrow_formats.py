@@ -13,7 +13,7 @@ from paged_case import PagedCase
 from harness import frame_shape, poison
 from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
-from pagemill.attention.interface import AttentionBackend
+from pagemill.attention.interface import AttentionBackend, LayerCache
 from pagemill.attention.quantize import LEAST, MOST, dequantize_int4, quantize_int4, rotate, rotated_together
 from pagemill.attention.torch_backend import TorchAttention
 from pagemill.kvcache.device_pool import DevicePool
@@ -189,10 +189,10 @@ def test_what_is_not_finite_spoils_its_own_row_only(
 def test_caches_that_the_kernels_cannot_read() -> None:
     def refused(match: str, *parts: torch.Tensor | None) -> None:
         with pytest.raises(ValueError, match=match):
-            _kernels.Cache(*parts)
+            CpuAttention().native(LayerCache(*parts))
 
     cache = DevicePool(2, frame_shape([None], 2, 64, 8, "int4")).layer(0)
-    refused("cache of uint8 needs int32 scales", cache.key, cache.value)
+    refused("cache of uint8 needs int32 scales", cache.key, cache.value, None, None)
     refused("cache of uint8 needs int32 scales", cache.key, cache.value, cache.value_scale, cache.value_scale)
     mixed = DevicePool(2, frame_shape([None], 2, 64, 8, "int8/int4")).layer(0)
     refused("must be equal in size and dtype", cache.key, mixed.key, cache.key_scale, mixed.key_scale)

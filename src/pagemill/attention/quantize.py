@@ -9,8 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pagemill.kvcache.kv_format import KEY_GROUP
-
 LEAST = 2.0**-100
 """Below this magnitude, or range, vectors are stored as one number: the reciprocal would leave fp32's range."""
 MOST = 2.0**126
@@ -86,11 +84,11 @@ def rotated_together(head_dim: int) -> int:
     return head_dim & -head_dim
 
 
-def quantize_as(dtype: torch.dtype, x: Tensor, *, is_key: bool) -> tuple[Tensor, Tensor]:
+def quantize_as(dtype: torch.dtype, x: Tensor, groups: int, *, is_key: bool) -> tuple[Tensor, Tensor]:
     """Returns keys or values [tokens, kv_heads, head_dim] as the cache's integers, and their scales
     [tokens, kv_heads, groups]."""
     if dtype == torch.uint8:
-        return quantize_int4(rotate(x), KEY_GROUP) if is_key else quantize_int4(x)
+        return quantize_int4(rotate(x) if is_key else x, x.shape[-1] // groups)
     elements, scale = quantize(x)
     return elements, scale.unsqueeze(-1)
 

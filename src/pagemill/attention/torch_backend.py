@@ -47,13 +47,16 @@ class TorchAttention:
         _, block_size, _ = cache.block_shape
         frames, offsets = slots.div(block_size, rounding_mode="floor"), slots.remainder(block_size)
         if cache.key_scale is not None and cache.value_scale is not None:
-            key, key_scale = quantize_as(cache.key.dtype, key, is_key=True)
-            value, value_scale = quantize_as(cache.value.dtype, value, is_key=False)
-            for scales, new in ((cache.key_scale, key_scale), (cache.value_scale, value_scale)):
-                scales.view(*scales.shape[:2], -1, block_size)[frames, :, :, offsets] = new
+            key_scales, value_scales = (
+                scales.view(*scales.shape[:2], -1, block_size) for scales in (cache.key_scale, cache.value_scale)
+            )
+            key, key_scales[frames, :, :, offsets] = quantize_as(cache.key.dtype, key, key_scales.shape[2], is_key=True)
+            value, value_scales[frames, :, :, offsets] = quantize_as(
+                cache.value.dtype, value, value_scales.shape[2], is_key=False
+            )
         key, value, beside = key.to(cache.key.dtype), value.to(cache.value.dtype), cache.beside
         if beside > 1:
-            cache.key[frames, :, offsets] = key.unflatten(2, (-1, beside))
+            cache.key[frames, :, offsets] = key.reshape(*key.shape[:2], key.shape[2] // beside, beside)
             cache.value[frames, :, offsets // beside, offsets % beside] = value
         else:
             cache.key[frames, :, offsets] = key
