@@ -93,8 +93,8 @@ class EngineConfig:
     kv_cache_dtype: Annotated[
         Dtype | Literal["int8", "int8/int4", "int4"],
         about(
-            "Number format of the KV cache: auto (as the weights), float32, bfloat16, float16, int8, int8/int4 (8-bit "
-            "keys, 4-bit values), or int4, which costs quality: try it on your model first."
+            "Number format of the KV cache: auto (as the weights), float32, bfloat16, float16, int8; or "
+            "int8/int4 (8-bit keys, 4-bit values) and int4, which cost quality: try them on your model first."
         ),
     ] = "auto"
     kv_host_memory: Annotated[
