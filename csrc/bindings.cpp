@@ -54,7 +54,8 @@ std::string name_of(ElementType type) {
     return (type.code < std::size(kinds) ? kinds[type.code] : "unknown") + std::to_string(type.bits);
 }
 
-// Raises TypeError for elements that there are no kernels for; only caches may be of int8, and of uint8, which is two integers of 4 bits.
+// Raises TypeError for elements that there are no kernels for; only caches may be of int8, and of uint8, which is two
+// integers of 4 bits.
 DType dtype_of(ElementType type, bool cache = false) {
     const auto* const end = kElementTypes + (cache ? 5 : 3);
     const auto* const found = std::find(kElementTypes, end, type);

@@ -58,9 +58,9 @@ struct AffineSource {
 // An i8 element is a multiple of its token's fp32 scale, scales[frame * scale_frame + head * scale_head + token].
 //
 // A u4 vector is bytes: byte 16 g + i, i < 16, has dimension 32 g + i in its lower half and 32 g + i + 16 in its upper
-// one. Element n of a group of dimensions is low + n * scale, two bf16 numbers in one word, the scale in its upper half:
-// scales[frame * scale_frame + head * scale_head + group * block_size + token]. Groups are kKeyGroup dimensions of a
-// key, all dimensions of a value. Keys are rotated (rotate_head in isa/narrow_kv.h), and so are queries.
+// one. Element n of a group of dimensions is low + n * scale, two bf16 numbers in one word, the scale in its upper
+// half: scales[frame * scale_frame + head * scale_head + group * block_size + token]. Groups are kKeyGroup dimensions
+// of a key, all dimensions of a value. Keys are rotated (rotate_head in isa/narrow_kv.h), and so are queries.
 struct CacheView {
     void* data = nullptr;
     int64_t frame = 0, head = 0, token = 0, dim = 0;

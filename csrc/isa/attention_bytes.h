@@ -2,8 +2,8 @@
 // each adds the products of 4 neighbouring dimensions of 16 keys, or of 4 neighbouring tokens of 16 dimensions.
 //
 // A query, and a partition's weights, become integers of L bytes, a share of their largest magnitude: 2 bytes for
-// queries in 16 bits, 3 for fp32. Each of their bytes is multiplied by itself. Sums of products are exact, so their order
-// changes no bit; what is left to round is done once per score and output.
+// queries in 16 bits, 3 for fp32. Each of their bytes is multiplied by itself. Sums of products are exact, so their
+// order changes no bit; what is left to round is done once per score and output.
 #pragma once
 
 #include "attention_plan.h"
@@ -206,8 +206,7 @@ template <class K, class V, int L> struct BytePass {
             for (int g = 0; g < groups; ++g)
                 put(at.own[i].key_scale + g * args.cache.block_size, scales + g * kScoreRow,
                     kVectorsInLine<K> == 2 ? scales + (groups + g) * kScoreRow : nullptr);
-            put(at.own[i].value_scale, value_scales(),
-                kVectorsInLine<V> == 2 ? value_scales() + kScoreRow : nullptr);
+            put(at.own[i].value_scale, value_scales(), kVectorsInLine<V> == 2 ? value_scales() + kScoreRow : nullptr);
         }
         // Softmax takes vectors in pairs, and scores are computed for some vectors beyond the range.
         const auto clear = [&](int v) {
@@ -265,7 +264,8 @@ template <class K, class V, int L> struct BytePass {
                 for (int r = 0; r < MR; ++r) {
                     float* to = scores + r * kScoreRow + token;
                     F x = Bytes<L>::join(sums[r][v]) * scale;
-                    if (P == 2) x = fma(broadcast(group_sums[g * MR + r]), load(scales + (groups + g) * kScoreRow + token), x);
+                    if (P == 2)
+                        x = fma(broadcast(group_sums[g * MR + r]), load(scales + (groups + g) * kScoreRow + token), x);
                     x = x * broadcast(units[r]);
                     store(to, g ? load(to) + x : x);
                 }
@@ -301,8 +301,8 @@ template <class K, class V, int L> struct BytePass {
                 for (int l = 0; l < L; ++l)
                     for (int r = 0; r < MR; ++r)
                         for (int d = 0; d < ND; ++d)
-                            sums[r][d][l] = add_products(sums[r][d][l], x[d / P][d % P],
-                                                         fours[(r * L + l) * (kPartition / 4)]);
+                            sums[r][d][l] =
+                                add_products(sums[r][d][l], x[d / P][d % P], fours[(r * L + l) * (kPartition / 4)]);
             }
         }
         for (int r = 0; r < MR; ++r)

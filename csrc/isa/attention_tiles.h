@@ -43,8 +43,8 @@ INLINE void load_each(const int8_t* p, F (&x)[4]) {
     for (int i = 0; i < 4; ++i) x[i] = to_float(fours << (24 - 8 * i) >> 24);
 }
 
-// scores [MR][kScoreRow] = q [dims][MR] · NV vectors of W keys; vector v of dimension d, or of so many that lie side by side,
-// lies at key[v] + d * key_dim. With `ahead`, the lines at ahead[v] + d * key_dim are fetched.
+// scores [MR][kScoreRow] = q [dims][MR] · NV vectors of W keys; vector v of dimension d, or of so many that lie side by
+// side, lies at key[v] + d * key_dim. With `ahead`, the lines at ahead[v] + d * key_dim are fetched.
 template <int MR, class T>
 void score_tile(const float* q, const T* const* key, const T* const* ahead, int64_t key_dim, int dims, float* scores) {
     constexpr int NV = vectors_beside(MR);
@@ -74,8 +74,8 @@ void score_tile(const float* q, const T* const* key, const T* const* ahead, int6
 }
 
 // Where a partition's values lie: token t of the partition at block[t / tokens] + t % tokens * stride; so many
-// as lie side by side, P, at block[t / tokens] + t % tokens / P * stride. Behind the last block come those to fetch, if any
-// are.
+// as lie side by side, P, at block[t / tokens] + t % tokens / P * stride. Behind the last block come those to fetch, if
+// any are.
 template <class T> struct Values {
     const T* block[kPartition / 8 + kBlocksAhead];
     int64_t stride;

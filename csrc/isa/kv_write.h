@@ -61,8 +61,8 @@ template <class T> INLINE void place_bytes(const T* bytes, int count, T* to, con
 }
 
 // A token's key or value of one head to its slot as integers.
-template <class S> INLINE void write_narrow(const S* from, const CacheView& cache, const LayerCache& layer,
-                                            bool is_key, int64_t frame, int64_t offset, int head) {
+template <class S> INLINE void write_narrow(const S* from, const CacheView& cache, const LayerCache& layer, bool is_key,
+                                            int64_t frame, int64_t offset, int head) {
     const int beside = is_key ? 1 : cache.beside;
     const int64_t place = frame * cache.frame + head * cache.head + offset / beside * cache.token + offset % beside,
                   scale = frame * cache.scale_frame + head * cache.scale_head + offset;

@@ -147,8 +147,7 @@ struct GuardedCache {
         std::vector<double> all;
         for (int d = 0; d < layer.head_dim; ++d) {
             const int64_t i = view.type == DType::u4 ? d / 32 * 16 + d % 16 : d;
-            const double element =
-                elements.get(first + (is_key ? i / beside * view.dim + i % beside : i * view.dim));
+            const double element = elements.get(first + (is_key ? i / beside * view.dim + i % beside : i * view.dim));
             if (view.type == DType::u4) {
                 const int64_t group = is_key ? d / kKeyGroup : 0;
                 const auto word = std::bit_cast<uint32_t>(scales[group * layer.block_size + token]);
@@ -205,7 +204,9 @@ inline double step_off(DType type, bool is_key) {
     return type == DType::u4 ? is_key ? 0.4 : 0.09 : type == DType::i8 ? 1.0 / 250 : 0;
 }
 
-inline double tolerance(DType type) { return type == DType::f32 || type >= DType::i8 ? 1e-4 : type == DType::f16 ? 3e-3 : 2e-2; }
+inline double tolerance(DType type) {
+    return type == DType::f32 || type >= DType::i8 ? 1e-4 : type == DType::f16 ? 3e-3 : 2e-2;
+}
 
 // Each in the file of its name, or of its subject; a failure ends the process.
 void check_linear();
