@@ -39,7 +39,7 @@ from pagemill.speculative_config import SpeculativeConfig
         ("dtype", "float8"),
         ("dtype", "int8"),
         ("kv_cache_dtype", None),
-        ("kv_cache_dtype", "int4"),
+        ("kv_cache_dtype", "int3"),
         ("device", 0),
         ("hf_overrides", "{}"),
         ("enable_prefix_caching", "yes"),

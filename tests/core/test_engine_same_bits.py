@@ -16,6 +16,7 @@ FORMATS = {
     "bfloat16": ({"dtype": "bfloat16"}, FRAME_BYTES // 2),
     "gguf": ({"dtype": "bfloat16", "quantization": "gguf"}, FRAME_BYTES // 2),
     "int8 cache": ({"dtype": "float32", "kv_cache_dtype": "int8"}, 30 * 2 * 3 * (64 + 4) * 16),
+    "int4 cache": ({"dtype": "bfloat16", "kv_cache_dtype": "int4"}, 30 * 3 * (64 + 12) * 16),
 }
 """Settings, and the bytes of a block."""
 TOGETHER = {

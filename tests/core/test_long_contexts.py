@@ -73,10 +73,10 @@ def test_what_streams_is_told_while_it_runs(conversations, make_engine, tmp_path
     core.close()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
 def test_in_other_dtypes(conversations, make_engine, tmp_path, dtype):
-    kinds = {"dtype": "bfloat16"} if dtype == "bfloat16" else {"kv_cache_dtype": "int8"}
-    small = SMALL | {"kv_memory": SMALL["kv_memory"] // (2 if dtype == "bfloat16" else 3)}
+    kinds = {"dtype": "bfloat16"} if dtype == "bfloat16" else {"kv_cache_dtype": dtype}
+    small = SMALL | {"kv_memory": SMALL["kv_memory"] // {"bfloat16": 2, "int8": 3, "int4": 6}[dtype]}
     whole = drive(make_engine(**kinds), conversations[:1], record=True)
     core = make_engine(**small, **settings("disk", tmp_path), **kinds)
     run = drive(core, conversations[:1], record=True)
