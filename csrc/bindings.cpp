@@ -109,9 +109,9 @@ AllowedOutputs allowed_outputs(const OptionalInput& bits, const OptionalInput& r
     AllowedOutputs allowed{.words = (outputs + 31) / 32};
     allowed.bits = elements<uint32_t>("bits", bits, {kAny, allowed.words});
     allowed.rows = elements<int64_t>("rows of bits", rows_of_bits, {rows});
+    const int64_t known = bits ? int64_t(bits->shape(0)) : 0;
     for (int64_t i = 0; allowed.rows && i < rows; ++i)
-        if (allowed.rows[i] >= int64_t(bits->shape(0)))
-            throw std::out_of_range("there are no bits " + std::to_string(allowed.rows[i]));
+        if (allowed.rows[i] >= known) throw std::out_of_range("there are no bits " + std::to_string(allowed.rows[i]));
     return allowed;
 }
 

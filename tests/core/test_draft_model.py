@@ -317,6 +317,11 @@ def test_draft_models_that_cannot_draft_are_refused(make, pair, tmp_path):
     make(model=model, draft=draft)
 
 
+def test_formats_without_a_place_for_marks_are_refused(make, pair):
+    with pytest.raises(ConfigError, match="kv_cache_dtype is 'int4', and its keys have no place for a mark"):
+        make(pair[1], kv_cache_dtype="int4")
+
+
 def test_the_model_as_its_own_draft_model_is_always_right(make_engine, prompts):
     """On the real model, answers held to a form apart: what the form forbids, the draft model does not know."""
     params = {

@@ -65,6 +65,7 @@ def open_executor(
     groups, spec, on_cpu = model.decoder.groups, model.spec, backend.device.type == "cpu"
     layers = None
     if draft is not None:
+        _check_draft_format(kv, draft.spec.head_dim)
         layers = place_layers(backend.layout, _shape(model, groups, config.block_size, kv), draft.spec)
         groups = layers.groups
     shape = _shape(model, groups, config.block_size, kv)
@@ -167,6 +168,15 @@ def _load_draft(config: EngineConfig, path: Path, model: LoadedModel, backend: B
         if (other := tokenizers[0].difference(tokenizers[1])) is not None:
             raise _refusal(f"its tokenizer is another than the model's: {other}; both must have the same")
     return draft
+
+
+def _check_draft_format(kv: KVFormat, head_dim: int) -> None:
+    """Raises ConfigError where a draft model's keys and values cannot lie in the model's blocks in this format."""
+    why = kv.refusal(head_dim)
+    if kv.key.packed > 1:
+        why = "its keys have no place for a mark that says which of them the draft model has not written"
+    if why is not None:
+        raise _refusal(f"kv_cache_dtype is {kv.name!r}, and {why}; use 'int8' or 'auto'")
 
 
 def _refusal(why: str) -> ConfigError:
