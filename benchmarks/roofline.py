@@ -208,7 +208,7 @@ class Recorder:
         timed(self._decoder, "logits", "head", self._parts)
         timed(self._decoder, "argmax", "head", self._parts)
         timed(core.executor.sampler, "sample", "sampler", self._parts)
-        self._tables, self._block_size = core.executor.tables, core.config.block_size
+        self._tables, self._block_size = core.executor.rows.tables, core.config.block_size
         self._groups = core.executor.decoder.groups
         self._num_frames = core.ready.num_frames
         self._run = core.executor.run

@@ -147,7 +147,7 @@ def test_blocks_of_another_layout_are_not_found(conversations, make_engine, tmp_
         return set(run.cached.values())
 
     def without_pairs(shape, frames):
-        return layer_major(replace(shape, format=replace(shape.format, pairs=False)), frames)
+        return layer_major(replace(shape, format=replace(shape.format, beside=1)), frames)
 
     assert cached() == {0}
     assert cached() == {BLOCKS * 16}

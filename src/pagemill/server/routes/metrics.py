@@ -71,12 +71,12 @@ class Metrics:
         )
         self._held = self._histogram(
             "event_loop_held_seconds",
-            "Seconds by which the HTTP server's event loop was late while it had a processor, measured every 5 ms.",
+            "Seconds by which the HTTP server's event loop was late, without waits for a processor, every 5 ms.",
             LAG_S,
         )
         self._longest_held = Gauge(
             "pagemill:event_loop_held_max_seconds",
-            "Longest such lag, without waits for a processor, since metrics were last asked for.",
+            "Longest lag of the HTTP server's event loop since the last scrape, without waits for a processor.",
             registry=self._registry,
         )
         self._longest_lag_s = self._longest_held_s = 0.0
