@@ -39,7 +39,7 @@ def ratios_of(turns: Sequence[Sequence[float]]) -> str:
     """Returns in words: the milliseconds of two engines, and how often the second takes the first's time."""
     ms = [1e3 * median(times) for times in zip(*turns, strict=True)]
     ratios = [second / first for first, second in turns]
-    low, middle, high = quantiles(ratios, n=4)
+    low, middle, high = quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios
     return f"{ms[0]:.1f} | {ms[1]:.1f} | {middle:.3f} ({low:.3f} to {high:.3f}, {len(ratios)} turns)"
 
 
