@@ -32,7 +32,7 @@ from pagemill.models.loading import LoadedModel, load_model
 
 BLOCK_SIZE = 16
 WORD = 0x3DCC << 16 | 0xBF40
-"""Of 4-bit numbers: a scale of 0.1, a low of -0.75."""
+"""The word of 4-bit numbers with a scale of 0.1 and a low of -0.75."""
 
 
 class Setup(NamedTuple):

@@ -81,7 +81,7 @@ def seed(core: EngineCore, request: EngineRequest, tokens: int) -> None:
 
 
 def shape_of(cache: LayerCache) -> Shape:
-    """Of what is made; for a cache of integers, float32."""
+    """Returns the shape of the keys and values that are made; for a cache of integers, they are float32."""
     kv_heads, _, head_dim = cache.block_shape
     return Shape(kv_heads, head_dim, cache.key.dtype if cache.key.dtype in _BITS else torch.float32)
 

@@ -26,7 +26,7 @@ from pagemill.simulate.trace import TracedRequest
 LAYERS, HEADS, HEAD_DIM, PARAMETERS = 40, 40, 128, 13.0e9
 BYTES_PER_S, FLOP_PER_S = 0.8 * 1.555e12, 0.6 * 312e12
 KNOWN: dict[str, int | None] = {"known": None, "limit": 1, "unknown": 2048}
-"""What all requests set as `max_tokens` at least; None: nothing but that ends them."""
+"""The least `max_tokens` that all requests set; None: they end at their own lengths, whatever they sample."""
 
 
 def step_times() -> StepTimes:

@@ -11,7 +11,7 @@ WrongUsage = cast("type[Exception]", typer.BadParameter.__mro__[2])
 """What typer raises for a command line that it cannot read; it exports this child of it only."""
 
 FIRST_MODEL = "smollm2-135m"
-"""What is offered where no model is named."""
+"""The model that is offered where none is named."""
 NEAR = 0.7
 """The likeness from which on another flag is named."""
 

@@ -27,13 +27,13 @@ MARGIN = 1.1
 FREE_ROWS = 16
 """Before it is measured, a further token is taken to cost what one of a step's does that has so many more."""
 ALLOWED_LOSS = 0.01
-"""Of the time of steps, so much may be lost to drafts that were wrong: they are tried again now and then."""
+"""The share of the steps' time that wrong drafts may cost: they are tried again now and then."""
 MOST_LOST_STEPS = 2
-"""What drafts have saved pays for later losses of at most so many steps."""
+"""The most steps' worth of time that is remembered as saved, to pay for later losses."""
 PASS_FADING = 1 / 16
-"""What a draft model's last passes count, beside all before them."""
+"""The weight of a draft model's last passes in their mean time, beside all before them."""
 CATCH_UP_FADING = 1 / 4
-"""What the last tokens that it had to take in count, beside all before them."""
+"""The weight of the tokens that a draft model took in last, in their mean time, beside all before them."""
 
 
 class Candidate:

@@ -20,15 +20,15 @@ from numpy.typing import NDArray
 KEPT = 512
 """Answers of which the length is remembered."""
 PRIOR_WEIGHT = 4
-"""What is assumed before any answer has ended counts as so many answers."""
+"""The number of answers that the first assumption counts as, once answers have ended."""
 PRIOR_TOKENS = 256
 """The mean length that is assumed, with a tail of power 3: what is long is expected to become longer."""
 DEVIATIONS = 1.0
 """Room is kept for the mean of what will be held and so many standard deviations."""
 AT_ONCE = 0.7
-"""Of the room, what may be promised however far ahead. The rest may only be promised for a time, less the further
-ahead and nothing as far ahead as an answer is long: those that begin at once end at once, and would leave the pool half
-empty until then."""
+"""The share of the room that may be promised however far ahead. The rest may only be promised for a time: less of it
+the further ahead, and none as far ahead as an answer is long. Those that begin at once end at once, and would leave the
+pool half empty until then."""
 HORIZONS = 48
 """The most later steps that are looked at."""
 

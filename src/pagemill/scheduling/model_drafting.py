@@ -12,9 +12,9 @@ from pagemill.speculative_config import SpeculativeConfig
 PROPOSED = -1
 """Stands for a draft that the executor proposes."""
 FIRST_CHANCE = 0.8
-"""What a draft is taken to be right by, as long as nothing is known."""
+"""The chance that a draft is right, as long as nothing is known."""
 LEARN = 0.1
-"""What one draft counts in its sequence's chance, beside all before it; and in that of new sequences, a tenth of it."""
+"""The weight of one draft in its sequence's chance, beside all before it; a tenth of it in that of new sequences."""
 FORGET = 0.005
 """What each step without drafts counts, after which there is another try the sooner, the less a try costs."""
 CATCH_UP = 0.25

@@ -25,7 +25,7 @@ from pagemill.server.protocol.errors import RETRY_AFTER_S, error_response
 
 MAX_HEAD_BYTES = 16 << 10
 MOST_READ_BYTES = 32 << 10
-"""What is read of a connection in one turn of the event loop; by itself asyncio takes 256 KiB of each."""
+"""The most that is read of a connection in one turn of the event loop; by itself asyncio takes 256 KiB of each."""
 LOOKS = 4
 """How often in its time a client is looked at, whether it has taken something."""
 

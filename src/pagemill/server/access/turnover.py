@@ -9,7 +9,7 @@ from statistics import median
 from pagemill.frontend.request_state import RequestState
 
 ENDS = 9
-"""Of a tenant's requests, the last ones that are remembered."""
+"""The number of a tenant's last ends that are remembered."""
 LEAST_S, MOST_S = 1.0, 60.0
 
 
