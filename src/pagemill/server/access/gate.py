@@ -83,8 +83,8 @@ class Gate:
         except PagemillError as refused:
             error = without_frames(refused)
         else:
-            size, replay = len(body), _replay(bytes(body), receive)
-            body.clear()
+            size, replay = len(body), _replay(body, receive)
+            del body
             tenant = caller.tenant
             limited = not is_open(scope["path"]) and bool(self._rates(tenant))
             told = with_rate_headers(send, partial(self._rates, tenant)) if limited else send
@@ -165,7 +165,7 @@ def _check_framing(headers: Headers) -> None:
         )
 
 
-def _replay(body: bytes, receive: Receive) -> Receive:
+def _replay(body: bytearray, receive: Receive) -> Receive:
     """Returns a `receive` that gives the body that has been read, then what else comes of the client."""
     unread: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 

@@ -37,7 +37,7 @@ MARKS = b",[{\\"
 """Characters that parsing a body takes time for: each entry of a list or an object has one before it or behind it."""
 
 
-def is_large(body: bytes) -> bool:
+def is_large(body: bytes | bytearray) -> bool:
     """Returns whether reading a body may take more than some milliseconds."""
     if len(body) <= SMALL_BODY_BYTES:
         return False
@@ -57,7 +57,7 @@ class BodyReader:
         """Process id of the child; None while there is none."""
         return None if self._child is None else self._child.process.pid
 
-    async def read(self, kind: type[B], body: bytes, tenant: str) -> B:
+    async def read(self, kind: type[B], body: bytes | bytearray, tenant: str) -> B:
         """Returns the checked body, whose lists of integers are arrays. Tenants take turns.
 
         Raises why it is refused; `ServerBusyError` if the process ended over it.
@@ -69,7 +69,7 @@ class BodyReader:
         self._worker.close()
         self._end_child()
 
-    def _read(self, kind: type[B], body: bytes) -> B:
+    def _read(self, kind: type[B], body: bytes | bytearray) -> B:
         try:
             if self._connection is None:
                 self._child = start_child(PROCESS)
@@ -126,6 +126,13 @@ class _BodyRequest(Request):
     def __init__(self, request: Request, kind: type[BaseModel] | None) -> None:
         super().__init__(request.scope, request.receive)
         self._kind = kind
+
+    async def body(self) -> bytes:
+        """Returns the body as the gate gives it, in one piece: a copy of 8 MiB holds the event loop for 25 ms."""
+        if not hasattr(self, "_body"):
+            pieces = [piece async for piece in self.stream() if piece]
+            self._body = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return self._body
 
     async def json(self) -> Any:
         body = await self.body()
