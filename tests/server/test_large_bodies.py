@@ -100,8 +100,22 @@ def test_integers_are_sent_as_arrays_and_all_else_as_it_is():
         assert packed(other) == other
 
 
+@pytest.mark.parametrize("many", [False, True])
+def test_a_prompt_of_too_many_token_ids_is_refused_before_it_is_sent_on(v1, served, monkeypatch, many):
+    def received(*_):
+        raise AssertionError("the front end got the token ids")
+
+    monkeypatch.setattr(CompletionRequest, "__setstate__", received)
+    ids = [1] * LARGE_BODY_BYTES
+    refused = v1.post("/completions", json={"prompt": [ids, [2]] if many else ids, "max_tokens": 1}).json()["error"]
+    limit = served.llm.facts.max_model_len
+    assert f"the prompt has {len(ids)} tokens" in refused["message"]
+    assert f"{limit - 1} tokens" in refused["message"]
+    assert (refused["code"], refused["param"]) == ("context_length_exceeded", "prompt")
+
+
 def test_the_process_may_end_and_is_started_again():
-    reader, body = BodyReader(), b'{"prompt":"x"}'
+    reader, body = BodyReader(lambda: None), b'{"prompt":"x"}'
 
     async def ask():
         return await reader.read(CompletionRequest, body, "default")

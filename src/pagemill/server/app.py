@@ -87,7 +87,7 @@ def create_app(
     llm.on_request_end.append(turnover.note)
     install_error_handlers(app, turnover.wait_s)
     app.router.route_class = BodyRoute
-    app.state.body_reader = BodyReader()
+    app.state.body_reader = BodyReader(lambda: llm.facts)
     served = ServedModels(llm, served_model_name, adapters)
 
     async def answer(kind: type[Call[R]], body: R, request: Request) -> Response:

@@ -17,12 +17,14 @@ from typing import Any, NoReturn
 
 from pydantic import BaseModel, ValidationError
 
-from pagemill.engine.messages import Failure
+from pagemill.engine.messages import EngineReady, Failure
 from pagemill.errors import PagemillError
 from pagemill.server.protocol.errors import not_json, refusal_of
 
 NICENESS = 5
 """How far the process stands back behind running streams."""
+PROMPTS = ("prompt", "input")
+"""Fields that hold a prompt, or several."""
 
 
 def run(descriptor: int) -> NoReturn:
@@ -33,13 +35,13 @@ def run(descriptor: int) -> NoReturn:
     with Connection(descriptor) as connection:
         while True:
             try:
-                kind, body = pickle.loads(connection.recv_bytes()), connection.recv_bytes()
+                (kind, facts), body = pickle.loads(connection.recv_bytes()), connection.recv_bytes()
             except (EOFError, OSError):
                 os._exit(0)
             # Millions of small objects leave holes behind: a process of its own for each body gives all memory back.
             reading = os.fork()
             if not reading:
-                connection.send_bytes(pickle.dumps(_read(kind, body)))
+                connection.send_bytes(pickle.dumps(_read(kind, body, facts)))
                 os._exit(0)
             if os.waitpid(reading, 0)[1]:
                 os._exit(1)
@@ -57,7 +59,7 @@ def packed(value: Any) -> Any:
         return value
 
 
-def _read(kind: type[BaseModel], body: bytes) -> dict[str, Any] | Failure:
+def _read(kind: type[BaseModel], body: bytes, facts: EngineReady | None) -> dict[str, Any] | Failure:
     """Returns the state of a checked body, packed, or why it is refused."""
     try:
         try:
@@ -68,7 +70,17 @@ def _read(kind: type[BaseModel], body: bytes) -> dict[str, Any] | Failure:
             raise not_json(error.msg) from None
         except (ValueError, RecursionError) as error:
             raise not_json(error) from None
+        fields = {name: packed(value) for name, value in state["__dict__"].items()}
+        if facts is not None:
+            _check_prompts(fields, facts)
     except PagemillError as refused:
         return Failure.of(refused)
-    fields = {name: packed(value) for name, value in state["__dict__"].items()}
     return {**state, "__dict__": fields}
+
+
+def _check_prompts(fields: dict[str, Any], facts: EngineReady) -> None:
+    """Raises `PromptTooLongError` here, since four million token ids would hold the front end while it gets them."""
+    for value in (fields.get(name) for name in PROMPTS):
+        for prompt in value if isinstance(value, list) else [value]:
+            if isinstance(prompt, array) and len(prompt) > facts.max_model_len:
+                facts.check_prompt_length(len(prompt))

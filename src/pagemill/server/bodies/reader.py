@@ -18,7 +18,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from pagemill.engine.messages import Failure
+from pagemill.engine.messages import EngineReady, Failure
 from pagemill.errors import BodyTooLargeError, PagemillError, ServerBusyError
 from pagemill.frontend.spawn import Child, start_child
 from pagemill.frontend.worker import WorkerThreads
@@ -45,9 +45,13 @@ def is_large(body: bytes | bytearray) -> bool:
 
 
 class BodyReader:
-    """A child process that reads one large body after another. It is started when the first comes."""
+    """A child process that reads one large body after another. It is started when the first comes.
 
-    def __init__(self) -> None:
+    facts: returns the engine's facts, None while it loads. A prompt of too many token ids is refused by the child.
+    """
+
+    def __init__(self, facts: Callable[[], EngineReady | None]) -> None:
+        self._facts = facts
         self._worker = WorkerThreads("large bodies", num_threads=1)
         self._child: Child | None = None
         self._connection: Connection | None = None
@@ -74,7 +78,7 @@ class BodyReader:
             if self._connection is None:
                 self._child = start_child(PROCESS)
                 self._connection = Connection(self._child.socket.detach())
-            self._connection.send_bytes(pickle.dumps(kind))
+            self._connection.send_bytes(pickle.dumps((kind, self._facts())))
             self._connection.send_bytes(body)
             answer = pickle.loads(self._connection.recv_bytes())
         except (EOFError, OSError):
