@@ -62,8 +62,11 @@ class PagedCase:
         self.queries = [draw(length, self.heads, self.head_dim).to(self.query_dtype) for _, length in self.rows]
 
     def lse_tolerance(self, backend: AttentionBackend) -> float:
-        """Where products are of bf16, weights count as they are rounded; over integers, queries of 16 bits become
-        integers of two bytes; other sums are fp32."""
+        """Returns how far a backend's log-sum-exp may be from the dense one's.
+
+        Sums are fp32, with two exceptions: products of bf16 add weights as they are rounded, and over integers the CPU
+        makes two-byte integers of 16-bit queries.
+        """
         if self.narrow and self.query_dtype != torch.float32:
             return 1e-3 if isinstance(backend, CpuAttention) else 1e-5
         rounded = isinstance(backend, CpuAttention) and _kernels.isa() in ("amx_bf16", "avx512_bf16")

@@ -1,4 +1,4 @@
-"""What a KV format costs the real model: tokens that come again are told by looking them up, which needs sound keys."""
+"""Tests what a KV format costs the real model. Tokens come again, and the model finds them only if keys are sound."""
 
 from __future__ import annotations
 
