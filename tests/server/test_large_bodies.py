@@ -87,6 +87,13 @@ def test_a_large_body_has_the_same_answer_as_a_small_one(v1, path, body):
         assert small == large
 
 
+@pytest.mark.parametrize("padding", [b"", PADDING])
+def test_a_body_of_another_content_type_is_told_which_one_is_taken(v1, padding):
+    refused = v1.post("/completions", content=b'{"prompt":"x"}' + padding, headers={"Content-Type": "text/plain"})
+    assert refused.status_code == 400
+    assert "sent with Content-Type: application/json" in refused.json()["error"]["message"]
+
+
 def test_a_body_that_is_no_object_of_known_fields_is_small(v1):
     response = v1.put("/tenants/x", content=b'{"weight":1}' + PADDING, headers=JSON)
     assert response.status_code == 413

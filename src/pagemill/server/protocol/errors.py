@@ -141,7 +141,7 @@ def refusal_of(finding: Any) -> PagemillError:
     if finding["type"] == "json_invalid":
         return not_json(finding["ctx"]["error"])
     place = [str(part) for part in finding["loc"] if part not in ("body", "query")]
-    if isinstance(finding.get("input"), bytes):
+    if isinstance(finding.get("input"), (bytes, bytearray)):
         return InvalidRequestError("the body must be a JSON object, sent with Content-Type: application/json")
     where, given = ".".join(place) or "the body", shown(finding.get("input"))
     return InvalidRequestError(f"{where}: {finding['msg']} (given: {given:.100})", param=place[0] if place else None)
