@@ -1,6 +1,8 @@
 // Keys and values of a partition as they lie in the cache, keys by vectors; and the keys that are fetched meanwhile.
 #pragma once
 
+#include <type_traits>
+
 #include "attention_plan.h"
 #include "attention_tiles.h"
 #include "narrow_kv.h"
@@ -29,9 +31,6 @@ template <class T> struct InPlace {
                                          : values.block[lesser(first_block + v + beside - last, blocks - 1)];
     }
 };
-
-template <class K, class V> constexpr bool kEqual = false;
-template <class T> constexpr bool kEqual<T, T> = true;
 
 // Scales of a partition's int8 keys or values, by token; zero outside the range.
 INLINE void load_scales(const AttentionArgs& args, const CacheView& cache, int row, int head, int64_t base, int begin,
@@ -66,7 +65,8 @@ template <class K, class V> struct VectorPass {
         const CacheView &key = args.cache.key, &value = args.cache.value;
         const bool direct_keys = key.beside == side && key.token == side && args.cache.block_size % W == 0;
         const bool direct_values = value.beside == side && value.dim == side && args.cache.head_dim % W == 0;
-        widen = !kEqual<K, V> || kEqual<K, u4> || !direct_keys || !direct_values || (sizeof(K) < 4 && tiles.count > 2);
+        widen = !std::is_same_v<K, V> || std::is_same_v<K, u4> || !direct_keys || !direct_values ||
+                (sizeof(K) < 4 && tiles.count > 2);
     }
 
     int64_t scratch_size() const {
@@ -91,7 +91,7 @@ template <class K, class V> struct VectorPass {
                 for (int r = 0; r < height; ++r) {
                     const int64_t i = tiles.begin(tile) + r;
                     const Q* q = query_at<Q>(args, task, group, head, i);
-                    if constexpr (kEqual<K, u4>) {
+                    if constexpr (std::is_same_v<K, u4>) {
                         float wide[kMostNarrowDims];
                         widen_query(q, args, wide);
                         for (int d = 0; d < args.cache.head_dim; ++d) to[d * height + r] = wide[d];
@@ -111,11 +111,11 @@ template <class K, class V> struct VectorPass {
         const int row = args.order[task.first].row, head = task.head + h;
         float key_scales[kPartition], value_scales[kPartition];
         TokenScales scales;
-        if constexpr (kEqual<K, int8_t>) {
+        if constexpr (std::is_same_v<K, int8_t>) {
             load_scales(args, args.cache.key, row, head, base, int(all.begin), int(all.end), key_scales);
             scales.key = key_scales;
         }
-        if constexpr (kEqual<V, int8_t>) {
+        if constexpr (std::is_same_v<V, int8_t>) {
             load_scales(args, args.cache.value, row, head, base, int(all.begin), int(all.end), value_scales);
             scales.value = value_scales;
         }
@@ -127,7 +127,7 @@ template <class K, class V> struct VectorPass {
             for (int v = int(all.begin) / W; v < last + 4; ++v) keys[v] = wide_keys + lesser(v, last - 1) * W;
             tile_rows<float>(q, ranges, keys, nullptr, kPartition, {{wide_values, wide_values}, padded, kPartition},
                              scales, emit);
-        } else if constexpr (kEqual<K, V> && !kEqual<K, u4>) {
+        } else if constexpr (std::is_same_v<K, V> && !std::is_same_v<K, u4>) {
             const InPlace<K> at(args, row, head, base, int(all.begin), int(all.end), vectors_beside(tiles.height(0)),
                                 NextKeys(args, task, next, base, int(all.begin), h));
             tile_rows<K>(q, ranges, at.keys, at.ahead, args.cache.key.dim, at.values, scales, emit);
@@ -162,7 +162,7 @@ template <class K, class V> struct VectorPass {
         const CacheView& cache = args.cache.key;
         for_pieces(args, base, begin, end, [&](int64_t block, int offset, int token, int count) {
             const K* k = block_at<K>(args, cache, row, block, head) + offset * cache.token;
-            if constexpr (kEqual<K, u4>)
+            if constexpr (std::is_same_v<K, u4>)
                 widen_narrow_keys(k, words_at(args, cache, row, block, head) + offset, count, wide_keys + token);
             else
                 for (int d = 0; d < args.cache.head_dim; ++d)
@@ -198,7 +198,7 @@ template <class K, class V> struct VectorPass {
             for (int i = offset; i < offset + count; ++i) {
                 const V* from = v + i / cache.beside * cache.token + i % cache.beside;
                 float* to = wide_values + (token + i - offset) * padded;
-                if constexpr (kEqual<V, u4>)
+                if constexpr (std::is_same_v<V, u4>)
                     widen_narrow_value(from, i, words_at(args, cache, row, block, head)[i], to);
                 else widen_value(from, i, to);
                 for (int d = args.cache.head_dim; d < padded; ++d) to[d] = 0.0f;

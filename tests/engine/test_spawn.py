@@ -12,6 +12,7 @@ from pagemill.frontend.spawn import spawn, spawn_ahead
 
 def test_the_process_started_ahead_is_taken_once():
     spawn_ahead()
+    spawn_ahead()
     ahead = {child.pid for child in psutil.Process().children()}
     first, second = spawn(), spawn()
     try:

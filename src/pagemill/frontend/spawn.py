@@ -33,11 +33,14 @@ class Child:
 
 
 _ahead: list[Child] = []
+"""At most one."""
 
 
 def spawn_ahead() -> None:
-    """Starts the process that the next `spawn` will return: it imports torch while this one imports the rest."""
-    _ahead.append(start_child(ENGINE))
+    """Starts the process that the next `spawn` will return, unless one waits for that already: it imports torch while
+    this one imports the rest."""
+    if not _ahead:
+        _ahead.append(start_child(ENGINE))
 
 
 def spawn() -> Child:
