@@ -4,10 +4,11 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 
-from pagemill.frontend.spawn import spawn, spawn_ahead
+from pagemill.frontend.spawn import ENGINE, spawn, spawn_ahead, start_child
 
 
 def test_the_process_started_ahead_is_taken_once():
@@ -23,6 +24,17 @@ def test_the_process_started_ahead_is_taken_once():
         first.end()
         second.end()
     assert first.process.returncode == second.process.returncode == -9
+
+
+def test_a_child_stands_back_behind_this_process():
+    child = start_child(ENGINE, niceness=3)
+    try:
+        assert os.getpriority(os.PRIO_PROCESS, child.process.pid) == os.getpriority(os.PRIO_PROCESS, 0) + 3
+        session = Path(f"/proc/{child.process.pid}/autogroup")
+        if session.exists():
+            assert session.read_text().split()[-1] == "3"
+    finally:
+        child.end()
 
 
 def test_one_that_nobody_took_ends_with_the_interpreter():

@@ -18,7 +18,7 @@ from pagemill.server.access.connections import MOST_READ_BYTES, Connection
 from pagemill.server.access.gate import SMALL_BODY_BYTES
 from pagemill.server.app import create_app
 from pagemill.server.bodies.process import packed
-from pagemill.server.bodies.reader import LARGE_BODY_BYTES, MOST_MARKS, BodyReader, BodyRoute, is_large
+from pagemill.server.bodies.reader import LARGE_BODY_BYTES, MOST_MARKS, MOST_OBJECTS, BodyReader, BodyRoute, is_large
 from pagemill.server.protocol.completions import CompletionRequest
 
 JSON = {"Content-Type": "application/json"}
@@ -43,6 +43,8 @@ def test_every_body_may_be_large():
         (b"[]," * (SMALL_BODY_BYTES // 3 + 1), True),
         (b"x" * LARGE_BODY_BYTES, False),
         (b"x" * (LARGE_BODY_BYTES + 1), True),
+        (b"{}," * MOST_OBJECTS, False),
+        (b"{}," * (MOST_OBJECTS + 1), True),
         (b"x" * SMALL_BODY_BYTES + b"\\" * MOST_MARKS, False),
         (b"x" * SMALL_BODY_BYTES + b"\\" * (MOST_MARKS + 1), True),
     ],

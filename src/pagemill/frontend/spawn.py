@@ -7,6 +7,7 @@ It has its own process session: a Ctrl-C in the terminal reaches the front end a
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -17,6 +18,8 @@ from dataclasses import dataclass
 SOCKET_BUFFER_BYTES = 1 << 20
 
 ENGINE = "pagemill.engine.process"
+ENGINE_NICENESS = 5
+"""How far engines stand back behind their front end: streams wait for its short turns, and these for a processor."""
 _CHILD = "import sys; sys.path[:] = sys.argv[2:]; from {} import run; run(int(sys.argv[1]))"
 
 
@@ -40,16 +43,19 @@ def spawn_ahead() -> None:
     """Starts the process that the next `spawn` will return, unless one waits for that already: it imports torch while
     this one imports the rest."""
     if not _ahead:
-        _ahead.append(start_child(ENGINE))
+        _ahead.append(start_child(ENGINE, ENGINE_NICENESS))
 
 
 def spawn() -> Child:
     """An engine process that waits for its `Start`."""
-    return _ahead.pop() if _ahead else start_child(ENGINE)
+    return _ahead.pop() if _ahead else start_child(ENGINE, ENGINE_NICENESS)
 
 
-def start_child(module: str) -> Child:
-    """Starts a process that runs a module's `run(descriptor)`, with the descriptor of its end of the socket."""
+def start_child(module: str, niceness: int) -> Child:
+    """Starts a process that runs a module's `run(descriptor)`, with the descriptor of its end of the socket.
+
+    niceness: added to this process's own: how far the child stands back behind it.
+    """
     ours, theirs = socket.socketpair()
     with theirs:
         for end in (ours, theirs):
@@ -69,7 +75,17 @@ def start_child(module: str) -> Child:
             stdout=2,
             start_new_session=True,
         )
+    _stand_back(process.pid, niceness)
     return Child(process, ours)
+
+
+def _stand_back(pid: int, niceness: int) -> None:
+    """Lets a child go behind this process for a processor. Where Linux shares processors out among process sessions
+    first (autogroup), the child's session has a niceness of its own, and that of the process counts for nothing."""
+    with contextlib.suppress(OSError):  # it has ended already
+        os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + niceness)
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/autogroup", "w") as session:
+        session.write(str(niceness))
 
 
 def _end(process: subprocess.Popen[bytes], sock: socket.socket) -> None:

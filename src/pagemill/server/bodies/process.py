@@ -21,8 +21,6 @@ from pagemill.engine.messages import EngineReady, Failure
 from pagemill.errors import PagemillError
 from pagemill.server.protocol.errors import not_json, refusal_of
 
-NICENESS = 5
-"""How far the process stands back behind running streams."""
 PROMPTS = ("prompt", "input")
 """Fields that hold a prompt, or several."""
 
@@ -30,7 +28,6 @@ PROMPTS = ("prompt", "input")
 def run(descriptor: int) -> NoReturn:
     """Answers until the other end is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.nice(NICENESS)
     gc.disable()  # what is parsed has no cycles, and collections take most of its time
     with Connection(descriptor) as connection:
         while True:

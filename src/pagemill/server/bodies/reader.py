@@ -29,16 +29,22 @@ from pagemill.server.protocol.events import ClientGone, until_disconnect
 B = TypeVar("B", bound=BaseModel)
 
 PROCESS = "pagemill.server.bodies.process"
+NICENESS = 10
+"""How far the process stands back: behind running streams, and the engine too."""
 LARGE_BODY_BYTES = 1 << 20
 """A body of more bytes takes long to parse whatever is in it."""
 MOST_MARKS = 5_000
 """A body of more bytes than a small one is read here if it has at most so many marks."""
 MARKS = b",[{\\"
 """Characters that parsing a body takes time for: each entry of a list or an object has one before it or behind it."""
+MOST_OBJECTS = 500
+"""A body is read here if it has at most so many objects: to check one, as a message, takes ten microseconds."""
 
 
 def is_large(body: bytes | bytearray) -> bool:
     """Returns whether reading a body may take more than some milliseconds."""
+    if body.count(b"{") > MOST_OBJECTS:
+        return True
     if len(body) <= SMALL_BODY_BYTES:
         return False
     return len(body) > LARGE_BODY_BYTES or sum(body.count(mark) for mark in MARKS) > MOST_MARKS
@@ -76,7 +82,7 @@ class BodyReader:
     def _read(self, kind: type[B], body: bytes | bytearray) -> B:
         try:
             if self._connection is None:
-                self._child = start_child(PROCESS)
+                self._child = start_child(PROCESS, NICENESS)
                 self._connection = Connection(self._child.socket.detach())
             self._connection.send_bytes(pickle.dumps((kind, self._facts())))
             self._connection.send_bytes(body)
@@ -140,12 +146,12 @@ class _BodyRequest(Request):
 
     async def json(self) -> Any:
         body = await self.body()
-        if not is_large(body):
-            return await super().json()
-        if self._kind is None:
+        if self._kind is None and len(body) > SMALL_BODY_BYTES:
             raise BodyTooLargeError(
                 f"the body has {len(body)} bytes; {self.url.path} takes at most {SMALL_BODY_BYTES}; send a shorter one"
             )
+        if self._kind is None or not is_large(body):
+            return await super().json()
         reading = self.app.state.body_reader.read(self._kind, body, self.state.tenant)
         return await until_disconnect(self.receive, reading)
 
