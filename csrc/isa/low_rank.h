@@ -3,7 +3,6 @@
 #pragma once
 
 #include "../threads.h"
-#include "linear_tiles.h"
 #include "simd.h"
 
 namespace pagemill { namespace {
@@ -12,8 +11,7 @@ constexpr int kShrinkTokens = W == 16 ? 8 : 4,
               kExpandTokens = W == 16 ? 6 : 4;  // as many sums as there are registers for
 constexpr int kExpandVectors = W == 16 ? 4 : 2;
 constexpr int64_t kTokensInTask = 48, kPanelsInTask = 4;
-// Bytes: few tokens read all of a and b once, from memory. What follows a block or panel is read next.
-constexpr int64_t kLowRankAhead = kFetchFirst ? 8192 : 3072;
+constexpr int64_t kLowRankAhead = 3072;  // bytes: few tokens read all of a and b once, from memory
 
 INLINE int64_t pieces(int64_t count, int64_t size) { return (count + size - 1) / size; }
 

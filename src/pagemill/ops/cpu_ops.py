@@ -90,23 +90,13 @@ class CpuLowRank:
     def __init__(self, parts: Sequence[LowRankPart], in_features: int, out_features: int) -> None:
         check_parts(parts, in_features, out_features)
         self.in_features, self.out_features = in_features, out_features
-        blocks = [pad_to_blocks(part.a, self.RANKS) for part in parts]
-        panels = [pad_to_blocks(part.b, self.OUTPUTS) for part in parts]
-        packed = _side_by_side([*blocks, *panels])
-        self._packed = [*zip(packed[: len(parts)], packed[len(parts) :], strict=True)]
-        self.nbytes = sum(tensor.nbytes for tensor in packed)
+        self._packed = [(pad_to_blocks(part.a, self.RANKS), pad_to_blocks(part.b, self.OUTPUTS)) for part in parts]
+        self.nbytes = sum(a.nbytes + b.nbytes for a, b in self._packed)
         self.native = _kernels.LowRank(
             out_features,
             in_features,
             [(a, b, part.begin, len(part.b), part.scale) for part, (a, b) in zip(parts, self._packed, strict=True)],
         )
-
-
-def _side_by_side(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns copies that lie behind each other, in one piece of memory."""
-    memory = torch.cat([tensor.flatten() for tensor in tensors])
-    parts = torch.split(memory, [tensor.numel() for tensor in tensors])
-    return [part.view(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
 
 
 class CpuOps:
