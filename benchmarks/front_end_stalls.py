@@ -194,7 +194,7 @@ def server(settings: Sequence[str] = SETTINGS) -> Iterator[str]:
             yield found[1]
         finally:
             process.send_signal(signal.SIGTERM)
-            process.wait(30)
+            process.wait(60)
 
 
 class Gap:

@@ -33,6 +33,8 @@ TOKENS = 64
 """Tokens of an answer where the time per token is measured."""
 RUNNING = 64
 PROBES = 80
+BACKGROUND_TOKENS = 128
+"""Tokens of the answers that run beside those probes: the pool has room for all of them."""
 FEW_TOKENS = 2
 """Tokens of each of many streams."""
 AT_ONCE = 256
@@ -42,7 +44,7 @@ END = b"0\r\n\r\n"
 LAGS = re.compile(r"^pagemill:event_loop_lag_(\w+)\{(?:[^}]*\ble=\"([^\"]+)\")?[^}]*\} (\S+)$", re.MULTILINE)
 
 
-@dataclass
+@dataclass(eq=False)
 class Stream:
     """One client. Times are seconds of `time.perf_counter()`."""
 
@@ -54,7 +56,7 @@ class Stream:
     def send(self, address: str, body: dict[str, object]) -> None:
         content = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nContent-Type: {JSON['Content-Type']}\r\n"
-        self.sent_s = time.perf_counter()
+        self.sent_s, self.end = time.perf_counter(), b""
         self.sock.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
 
     def take(self) -> bool:
@@ -180,15 +182,22 @@ def measure_first_byte(settings: list[str]) -> None:
     with server(settings) as url:
         asked = Server(url)
         background = [asked.connect() for _ in range(RUNNING)]
-        for number, stream in enumerate(background):
-            stream.send(asked.address, body(number, 1900))
         selector = selectors.DefaultSelector()
-        for stream in background:
+        for number, stream in enumerate(background):
+            stream.send(asked.address, body(number, BACKGROUND_TOKENS))
             selector.register(stream.sock, selectors.EVENT_READ, stream)
+
+        def take(stream: Stream) -> bool:
+            """Takes what has come of an answer; another one of the background follows where one is whole."""
+            whole = stream.take()
+            if whole and stream in background:
+                stream.send(asked.address, body(background.index(stream), BACKGROUND_TOKENS))
+            return whole
+
         until_s = time.perf_counter() + 3
         while time.perf_counter() < until_s:
             for key, _ in selector.select(0.1):
-                key.data.take()
+                take(key.data)
         before, firsts, others = asked.lags(), [], []
         for number in range(PROBES):
             probe = asked.connect()
@@ -197,7 +206,7 @@ def measure_first_byte(settings: list[str]) -> None:
             ended = False
             while not ended:
                 for key, _ in selector.select():
-                    whole = key.data.take()
+                    whole = take(key.data)
                     ended = ended or (whole and key.data is probe)
             selector.unregister(probe.sock)
             probe.sock.close()
