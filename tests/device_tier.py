@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 
 import torch
+
+from pagemill.memory.tier_shares import TierShares
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -17,13 +20,14 @@ class DeviceTier:
 
     def __init__(self, capacity: int, record_bytes: int) -> None:
         self.capacity = capacity
+        self.shares = TierShares(capacity)
         self._memory = torch.empty((capacity, record_bytes), dtype=torch.uint8, device=DEVICE)
         self._free = list(range(capacity))
         self._slots = {}
         self._lock = threading.Lock()
 
-    def num_blocks(self):
-        return len(self._slots)
+    def blocks_by_tenant(self):
+        return Counter(name.tenant for _, name in self._slots.values())
 
     def holds(self, blocks):
         with self._lock:

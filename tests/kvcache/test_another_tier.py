@@ -76,7 +76,8 @@ def full(pool, contents, tmp_path, monkeypatch):
 
 def test_blocks_go_down_tier_by_tier_and_come_back_from_each(pool, contents, full):
     transfers, tiers = full
-    assert tiers.num_blocks() == {"device": len(DEVICE), "host": len(HOST), "disk": HOST[0]}
+    expected = {"device": len(DEVICE), "host": len(HOST), "disk": HOST[0]}
+    assert tiers.blocks_by_tenant() == {tier: {"default": count} for tier, count in expected.items()}
     assert [found(tier) for tier in tiers.tiers] == [list(DEVICE), list(HOST), list(range(HOST[0]))]
     assert tiers.holds([(digest_of(i), 0) for i in range(BLOCKS + 1)]) == [True] * BLOCKS + [False]
     write_frames(pool, range(BLOCKS), np.zeros_like(contents))

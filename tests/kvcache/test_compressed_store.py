@@ -88,12 +88,10 @@ def test_it_keeps_what_was_used_last_and_passes_on_the_rest(steps) -> None:
 
         store.write([name_of(i) for i in numbers], [records[i] for i in numbers], spill)
         expected_gone = []
-        for i in numbers:
-            if i not in order:
-                while order and sum(sizes[held] for held in [*order, i]) > 9000:
-                    expected_gone.append(order.pop(0))
-                order.append(i)
-        assert gone == list(dict.fromkeys(expected_gone))
+        order += [i for i in dict.fromkeys(numbers) if i not in order]
+        while sum(sizes[held] for held in order) > 9000:
+            expected_gone.append(order.pop(0))
+        assert gone == expected_gone
         assert [name.digest[0] for name in store.names()] == order[::-1]
         assert store.nbytes == sum(sizes[i] for i in order) <= 9000
         assert store.holds([name_of(i)[:2] for i in range(16)]) == [i in order for i in range(16)]

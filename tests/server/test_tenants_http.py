@@ -273,11 +273,11 @@ def test_an_idle_engine_gives_back_what_its_time_has_come_for(server):
         assert admin.put("/tenants/wild", json=limits).json()["limits"]["idle_timeout_s"] == 0.4
         complete(server, "sk-wild", "Something of which nobody asks again, but which is longer than one block", 4)
         time.sleep(1)
-        assert admin.get("/tenants").json()["wild"]["blocks_cached"] == 0
-        (below,) = re.findall(
-            r'kv_tier_blocks\{[^}]*tier="host"[^}]*\} (\d+)', httpx.get(f"{server.url}/metrics", headers=ADMIN).text
-        )
-        assert int(below) > 0, "they went down a tier"
+        figures = admin.get("/tenants").json()["wild"]
+        assert figures["blocks_cached"] == 0
+        metrics = httpx.get(f"{server.url}/metrics", headers=ADMIN).text
+        (below,) = re.findall(r'tenant_kv_tier_blocks\{[^}]*tenant="wild",tier="host"\} (\d+)', metrics)
+        assert int(below) == figures["tier_blocks"]["host"] > 0, "they went down a tier"
         assert admin.put("/tenants/wild", json={"max_waiting": 30}).status_code == 200
         card = wild.post("/pins", json={"name": "short", "prompt": "A prefix. " * 20, "expires_s": 0.5}).json()
         time.sleep(1)

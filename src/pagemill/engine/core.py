@@ -311,6 +311,7 @@ class EngineCore:
         """Returns counters since the start, and the state now."""
         memory, compaction, drafts = self.memory, self.memory.compaction, self.scheduler.drafts
         transfers = TransferStats() if self.tiers is None else self.tiers.transfers.stats()
+        below = {} if self.tiers is None else self.tiers.offload.blocks_by_tenant()
         return EngineStats(
             **asdict(memory.stats()),
             **memory.occupancy()._asdict(),
@@ -337,8 +338,8 @@ class EngineCore:
             compactions=compaction.sequences,
             stalled_s=self._stalled_s,
             block_bytes=self.executor.facts.frame_bytes,
-            tier_blocks={} if self.tiers is None else self.tiers.offload.num_blocks(),
-            tenants={one.account.name: tenant_stats(one) for one in self.scheduler.tenants},
+            tier_blocks={tier: sum(held.values()) for tier, held in below.items()},
+            tenants={one.account.name: tenant_stats(one, below) for one in self.scheduler.tenants},
         )
 
     def close(self) -> None:
@@ -351,7 +352,7 @@ class EngineCore:
                 self._finish_loads(LOAD_WAIT_S)
             self._save_evicted()
             if self.tiers.offload.lasting:
-                self.tiers.transfers.keep(self.memory.cached_blocks())
+                self.tiers.keep(self.memory.cached_blocks())
             self.tiers.close()
             self.tiers = None
 
@@ -359,7 +360,7 @@ class EngineCore:
         """Copies evicted blocks out of their frames, before the device does anything."""
         saves = self.memory.take_saves()
         if self.tiers is not None:
-            self.tiers.transfers.save(saves)
+            self.tiers.save(saves)
 
     def _start_loads(self) -> None:
         """Begins loads into frames, after the device has copied out of these what was there before."""

@@ -30,11 +30,13 @@ def _counter(name: str, description: str) -> Meta:
 class TenantStats(msgspec.Struct, kw_only=True):
     """One tenant: its blocks, limits and sequences now, and sums since the start.
 
-    blocks_active and blocks_cached together are what it is charged; limits are as they were given.
+    blocks_active and blocks_cached together are what it is charged in the pool, tier_blocks what it has in each lower
+    tier, by name. Limits are as they were given.
     """
 
     blocks_active: int
     blocks_cached: int
+    tier_blocks: dict[str, int]
     guaranteed_blocks: Annotated[
         int, _gauge("guaranteed_blocks", "KV blocks that no other tenant can take from a tenant.")
     ]

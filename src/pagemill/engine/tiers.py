@@ -19,6 +19,7 @@ from pagemill.kvcache.sizing import host_memory, parse_memory
 from pagemill.kvcache.store_format import StoreFormat, default_root
 from pagemill.kvcache.transfers import Transfers
 from pagemill.memory.manager import MemoryManager, Residency
+from pagemill.memory.work import Save
 from pagemill.scheduling.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
@@ -152,6 +153,20 @@ class Tiers:
         lowest = max(sources[digests[entry], group] or 0 for entry, group in blocks)
         compute_s = (reach - found) * self._memory.block_size * self.prefill_s_per_token
         return reach if self.transfers.load_times[lowest].pays(len(blocks), compute_s) else found
+
+    def save(self, saves: Sequence[Save]) -> None:
+        """Saves evicted blocks. Tenants have the parts of each tier that are guaranteed to them of the pool."""
+        self._guarantee()
+        self.transfers.save(saves)
+
+    def keep(self, saves: Sequence[Save]) -> None:
+        """Keeps these blocks, and those in tiers that end with the process, where blocks outlive it."""
+        self._guarantee()
+        self.transfers.keep(saves)
+
+    def _guarantee(self) -> None:
+        memory = self._memory
+        self.offload.guarantee({one.name: one.guaranteed_blocks / memory.num_frames for one in memory.tenants})
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """Notes how long a step took.

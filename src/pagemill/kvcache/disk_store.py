@@ -15,6 +15,7 @@ import os
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ from pagemill.kvcache.frame_access import Places, Records
 from pagemill.kvcache.offload_tiers import Spill
 from pagemill.kvcache.store_format import Slots, StoreFormat, is_whole
 from pagemill.kvcache.store_index import StoreIndex, lock_alone, open_private
+from pagemill.memory.tier_shares import TierShares
 from pagemill.memory.work import BlockName
 
 READ_BYTES = 4 << 20
@@ -56,8 +58,8 @@ class DiskStore:
     """Implements `OffloadStore`. Thread-safe. Raises KVStoreError for a folder that cannot be used, and for what the
     disk refuses.
 
-    limit_bytes: the most that `blocks.dat` may grow to; what was used longest ago makes room, a chain's end first. A
-    file that is larger is cut down to it here, unless another process uses it.
+    limit_bytes: the most that `blocks.dat` may grow to; of the tenant that has borrowed most, what was used longest ago
+    makes room, a chain's end first. A file that is larger is cut down to it here, unless another process uses it.
     """
 
     name = "disk"
@@ -76,6 +78,7 @@ class DiskStore:
             raise KVStoreError(
                 f"the KV store may take {limit_bytes} bytes, but one block takes {self.slot_bytes}; raise its limit"
             )
+        self.shares = TierShares(self.capacity)
         self._lock = threading.RLock()
         self._broken = self._evicted = 0
         try:
@@ -111,6 +114,9 @@ class DiskStore:
     def num_blocks(self) -> int:
         return self._index.num_blocks()
 
+    def blocks_by_tenant(self) -> dict[str, int]:
+        return self._index.blocks_by_tenant()
+
     def stats(self) -> StoreStats:
         blocks = self.num_blocks()
         return StoreStats(blocks, blocks * self.slot_bytes, self._broken, self._evicted)
@@ -142,25 +148,26 @@ class DiskStore:
 
     def write(self, names: Sequence[BlockName], records: Records, spill: Spill | None = None) -> int:
         """Stores what is not stored yet, contents [record_bytes] each, and returns how many blocks that were. Blocks
-        that make room end here: nothing goes to `spill`.
+        that make room end here: nothing goes to `spill`. Blocks that would have to make room at once are not stored.
 
         Raises KVStoreError if the disk takes no more; what was stored before is still there.
         """
         with self._lock:
             fresh = [i for i, slot in enumerate(self._index.slots([name[:2] for name in names])) if slot is None]
-            fresh = fresh[: self.capacity]
             if not fresh:
                 return 0
             try:
-                self._make_room(len(fresh))
+                left_out = self._make_room(Counter(names[i].tenant for i in fresh))
+                for i in sorted(fresh, key=lambda i: names[i].depth, reverse=True) if left_out else ():
+                    if left_out[names[i].tenant] > 0:
+                        left_out[names[i].tenant] -= 1
+                        fresh.remove(i)
                 with self._index.transaction() as db:
                     slots = self._take(db, len(fresh))
                     now, stored = time.time(), 0
                     for i, slot in zip(fresh, slots, strict=False):
-                        name = names[i]
-                        self.put(slot, name, records[i])
-                        row = (name.digest, name.group, slot, name.parent, name.depth, now)
-                        if db.execute("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?)", row).rowcount:
+                        self.put(slot, names[i], records[i])
+                        if self._index.insert(db, names[i], slot, now):
                             stored += 1
                         else:  # another process has stored it meanwhile
                             db.execute("INSERT INTO free VALUES (?)", (slot,))
@@ -197,8 +204,8 @@ class DiskStore:
             if unused_for_s is not None:
                 count += self._index.evict(db, "WHERE used_s < ?", (time.time() - unused_for_s,))
             if keep_bytes is not None:
-                excess = self._index.count(db) - keep_bytes // self.slot_bytes
-                count += self._index.evict(db, "ORDER BY used_s, depth DESC LIMIT ?", (max(0, excess),))
+                room = TierShares(keep_bytes // self.slot_bytes, self.shares.parts)
+                count += self._index.make_room(db, room, {})[0]
             end = db.execute("SELECT COALESCE(MAX(slot) + 1, 0) FROM blocks").fetchone()[0]
             db.execute("DELETE FROM free WHERE slot >= ?", (end,))
             db.execute("UPDATE meta SET value = ? WHERE key = 'slots'", (end,))
@@ -224,13 +231,13 @@ class DiskStore:
             slots += range(end, end + more)
         return slots
 
-    def _make_room(self, count: int) -> None:
-        """Evicts until `count` more blocks fit; apart from writing them, so that no other process finds a block in a
-        slot that is being written."""
+    def _make_room(self, coming: Counter[str]) -> Counter[str]:
+        """Evicts until blocks that are coming, so many of each tenant, fit; apart from writing them, so that no other
+        process finds a block in a slot that is being written. Returns how many of each tenant's find no room."""
         with self._index.transaction() as db:
-            excess = self._index.count(db) + count - self.capacity
-            if excess > 0:
-                self._evicted += self._index.evict(db, "ORDER BY used_s, depth DESC LIMIT ?", (excess,))
+            evicted, left_out = self._index.make_room(db, self.shares, coming)
+            self._evicted += evicted
+            return left_out
 
     def _shrink(self) -> None:
         """Evicts what is more than the limit, moves what lies behind it into free slots, and ends the file there.
@@ -238,7 +245,7 @@ class DiskStore:
         Wherever a process is killed in between, each block lies, whole, where the index says: a slot is free before
         another block is written to it, and what was moved leaves the file after the index has learned of it.
         """
-        self._make_room(0)
+        self._make_room(Counter())
         with self._index.transaction() as db:
             high = db.execute("SELECT slot FROM blocks WHERE slot >= ? ORDER BY slot", (self.capacity,)).fetchall()
             free = db.execute("SELECT slot FROM free ORDER BY slot LIMIT ?", (len(high),)).fetchall()

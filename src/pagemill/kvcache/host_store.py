@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from typing import Generic, TypeVar
 
@@ -22,6 +22,7 @@ from pagemill.kvcache.frame_access import Places, Records
 from pagemill.kvcache.gpu_frames import pin, unpin
 from pagemill.kvcache.offload_tiers import Spill
 from pagemill.kvcache.pages import NOT_HUGE, private_memory
+from pagemill.memory.tier_shares import TierShares
 from pagemill.memory.work import BlockName
 
 ENTRY_BYTES = 512
@@ -33,19 +34,29 @@ Content = TypeVar("Content")
 
 
 class HostTier(ABC, Generic[Content]):
-    """Knows the blocks of an offload store in host memory: content and name of each, the one used last at the end; and
-    those on their way to the tier below."""
+    """Knows the blocks of an offload store in host memory: content and name of each, the one used last at the end, over
+    all tenants and by tenant; and those on their way to the tier below.
+
+    size: of the store, as `_size` counts contents.
+    """
 
     name = "host"
     lasting = False
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self.shares = TierShares(size)
         self._held: OrderedDict[tuple[bytes, int], tuple[Content, BlockName]] = OrderedDict()
+        self._order: dict[str, OrderedDict[tuple[bytes, int], None]] = {}
+        self._charged: Counter[str] = Counter()
         self._leaving: dict[tuple[bytes, int], tuple[Content, BlockName]] = {}
         self._lock = threading.RLock()
 
     def num_blocks(self) -> int:
         return len(self._held)
+
+    def blocks_by_tenant(self) -> dict[str, int]:
+        with self._lock:
+            return {tenant: len(order) for tenant, order in self._order.items() if order}
 
     def holds(self, blocks: Sequence[tuple[bytes, int]]) -> list[bool]:
         with self._lock:
@@ -64,6 +75,7 @@ class HostTier(ABC, Generic[Content]):
             for block in reversed(blocks):
                 if block in self._held:
                     self._held.move_to_end(block)
+                    self._order[self._held[block][1].tenant].move_to_end(block)
 
     def names(self) -> list[BlockName]:
         with self._lock:
@@ -71,6 +83,28 @@ class HostTier(ABC, Generic[Content]):
 
     @abstractmethod
     def _record(self, content: Content) -> NDArray[np.uint8]: ...
+
+    @abstractmethod
+    def _size(self, content: Content) -> int: ...
+
+    def _add(self, name: BlockName, content: Content) -> None:
+        self._held[name[:2]] = content, name
+        self._order.setdefault(name.tenant, OrderedDict())[name[:2]] = None
+        self._charged[name.tenant] += self._size(content)
+
+    def _make_room(self) -> list[tuple[bytes, int]]:
+        """Lets blocks leave until the rest has room, and returns them."""
+        gone = []
+        while (excess := self._charged.total() - self.shares.size) > 0:
+            tenant, amount = self.shares.loser(self._charged, excess)
+            while amount > 0:
+                block, _ = self._order[tenant].popitem(last=False)
+                self._leaving[block] = self._held.pop(block)
+                size = self._size(self._leaving[block][0])
+                self._charged[tenant] -= size
+                amount -= size
+                gone.append(block)
+        return gone
 
     def _pass_on(self, spill: Spill) -> None:
         """Gives what is leaving to the tier below. It is found here until that has it."""
@@ -84,14 +118,14 @@ class HostTier(ABC, Generic[Content]):
 
 
 class HostStore(HostTier[NDArray[np.uint8]]):
-    """Implements `OffloadStore` for `capacity` blocks. Thread-safe. What was used longest ago makes room.
+    """Implements `OffloadStore` for `capacity` blocks. Thread-safe.
 
     pinned: in memory that GPUs copy to and from by themselves.
     Raises KVMemoryError if the memory cannot be had.
     """
 
     def __init__(self, capacity: int, record_bytes: int, pinned: bool = False) -> None:
-        super().__init__()
+        super().__init__(capacity)
         self.capacity = capacity
         self._arena = _arena(capacity, record_bytes)
         self._pinned = pinned
@@ -105,20 +139,29 @@ class HostStore(HostTier[NDArray[np.uint8]]):
 
     def write(self, names: Sequence[BlockName], records: Records, spill: Spill) -> None:
         with self._lock:
+            coming = {}
             for name, record in zip(names, records, strict=True):
-                if name[:2] in self._held:
-                    continue
-                if not self._free:
-                    block, (place, old) = self._held.popitem(last=False)
-                    self._leaving[block] = place.copy(), old
-                    self._free.append(place)
-                place = self._free.pop()
+                if name[:2] not in self._held:
+                    self._add(name, record)
+                    coming[name[:2]] = name, record
+            # What comes and leaves at once takes no place; of the others, each that leaves has one for one that comes.
+            leaving = iter([block for block in self._make_room() if not coming.pop(block, None)])
+            for block, (name, record) in coming.items():
+                if self._free:
+                    place = self._free.pop()
+                else:
+                    other = next(leaving)
+                    place, left = self._leaving[other]
+                    self._leaving[other] = place.copy(), left
                 place[:] = record
-                self._held[name[:2]] = place, name
+                self._held[block] = place, name
         self._pass_on(spill)
 
     def _record(self, content: NDArray[np.uint8]) -> NDArray[np.uint8]:
         return content
+
+    def _size(self, content: NDArray[np.uint8]) -> int:
+        return 1
 
     def close(self) -> None:
         """Unlocks the memory. Nothing may be read or written any more."""
@@ -127,38 +170,36 @@ class HostStore(HostTier[NDArray[np.uint8]]):
 
 
 class CompressedStore(HostTier[bytes]):
-    """Implements `OffloadStore`. Thread-safe. What was used longest ago makes room.
+    """Implements `OffloadStore`. Thread-safe. Tenants share bytes.
 
     limit_bytes: the most that contents take, compressed, with ENTRY_BYTES each; nbytes: what they take now.
     itemsize: bytes of a record's elements.
     """
 
     def __init__(self, limit_bytes: int, itemsize: int) -> None:
-        super().__init__()
+        super().__init__(limit_bytes)
         self.capacity = limit_bytes // ENTRY_BYTES
-        self._limit = limit_bytes
         self._itemsize = itemsize
-        self.nbytes = 0
         self._compressor = zstandard.ZstdCompressor(LEVEL)
 
     def write(self, names: Sequence[BlockName], records: Records, spill: Spill) -> None:
-        for name, record in zip(names, records, strict=True):
-            if name[:2] not in self._held:
-                content = self._pack(record)  # before the lock, for which others would wait
-                with self._lock:
-                    self._put(name, content)
+        new = {name: record for name, record in zip(names, records, strict=True) if name[:2] not in self._held}
+        coming = {name: self._pack(record) for name, record in new.items()}  # before the lock: others would wait for it
+        with self._lock:
+            for name, content in coming.items():
+                self._add(name, content)
+            self._make_room()
         self._pass_on(spill)
 
     def close(self) -> None:
         """Does nothing: the memory goes with the object."""
 
-    def _put(self, name: BlockName, content: bytes) -> None:
-        self.nbytes += len(content) + ENTRY_BYTES
-        while self._held and self.nbytes > self._limit:
-            block, old = self._held.popitem(last=False)
-            self._leaving[block] = old
-            self.nbytes -= len(old[0]) + ENTRY_BYTES
-        self._held[name[:2]] = content, name
+    @property
+    def nbytes(self) -> int:
+        return self._charged.total()
+
+    def _size(self, content: bytes) -> int:
+        return len(content) + ENTRY_BYTES
 
     def _pack(self, record: NDArray[np.uint8]) -> bytes:
         planes = np.ascontiguousarray(record.reshape(-1, self._itemsize).T)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import compress
@@ -14,6 +15,7 @@ from numpy.typing import NDArray
 
 from pagemill.errors import KVStoreError
 from pagemill.kvcache.frame_access import Places, Records
+from pagemill.memory.tier_shares import TierShares
 from pagemill.memory.work import BlockName
 
 Spill = Callable[[Sequence[BlockName], Records], None]
@@ -31,13 +33,15 @@ class OffloadStore(Protocol):
     name: what statistics and metrics call it.
     lasting: True if what it holds outlives the process; then so does what tiers below it hold.
     capacity: the most blocks that it holds.
+    shares: who gives way if it is full.
     """
 
     name: str
     lasting: bool
     capacity: int
+    shares: TierShares
 
-    def num_blocks(self) -> int: ...
+    def blocks_by_tenant(self) -> dict[str, int]: ...
 
     def holds(self, blocks: Sequence[tuple[bytes, int]]) -> list[bool]:
         """Returns which of these blocks (digest, group) are here."""
@@ -51,7 +55,7 @@ class OffloadStore(Protocol):
 
     def write(self, names: Sequence[BlockName], records: Records, spill: Spill) -> object:
         """Takes blocks in. A block that makes room for them ends, or goes to `spill` and is found here until that
-        returns."""
+        returns. It is one of the tenant that gives way by `shares`, the one of its blocks that was used longest ago."""
 
     def names(self) -> Sequence[BlockName]:
         """Returns the names of the blocks that it holds; if these end with the process, those used last first."""
@@ -70,12 +74,17 @@ class OffloadTiers:
         self._coming: dict[tuple[bytes, int], NDArray[np.uint8]] = {}
         self._lock = threading.Lock()
 
-    def num_blocks(self) -> dict[str, int]:
-        """Returns how many blocks each tier holds, by name, without those that cannot say."""
+    def guarantee(self, parts: Mapping[str, float]) -> None:
+        """Keeps these parts of each tier for tenants, by name, from the next write on."""
+        for tier in self.tiers:
+            tier.shares.parts = parts
+
+    def blocks_by_tenant(self) -> dict[str, dict[str, int]]:
+        """Returns how many blocks each tier holds, by its name and tenants', without tiers that cannot say."""
         held = {}
         for tier in self.tiers:
             with suppress(KVStoreError):
-                held[tier.name] = tier.num_blocks()
+                held[tier.name] = tier.blocks_by_tenant()
         return held
 
     def holds(self, blocks: Sequence[tuple[bytes, int]], lasting: bool = False) -> list[bool]:
@@ -133,9 +142,23 @@ class OffloadTiers:
 
     def keepable(self, names: Sequence[BlockName]) -> list[BlockName]:
         """Returns those of `names`, used last first, and of the blocks here that end with the process, that have room
-        where blocks outlive it."""
+        where blocks outlive it, by the shares of their tenants. Raises KVStoreError."""
         ending = (name for tier in self.tiers[: self._kept] for name in tier.names())
-        return list(dict.fromkeys([*names, *ending]))[: sum(tier.capacity for tier in self.tiers[self._kept :])]
+        names = list(dict.fromkeys([*names, *ending]))
+        lasting = self.tiers[self._kept :]
+        held = sum((Counter(tier.blocks_by_tenant()) for tier in lasting), Counter[str]())
+        kept = self.holds([name[:2] for name in names], lasting=True)
+        here = Counter(name.tenant for name in compress(names, kept))
+        coming = Counter(name.tenant for name in names) - here
+        shares = TierShares(sum(tier.capacity for tier in lasting), lasting[0].shares.parts)
+        left_out = shares.giving(held + coming) - (held - here)
+        keepable = []
+        for name in reversed(names):
+            if left_out[name.tenant] > 0:
+                left_out[name.tenant] -= 1
+            else:
+                keepable.append(name)
+        return keepable[::-1]
 
     def sink(self, names: Sequence[BlockName], count: int) -> None:
         """Stores these blocks where they outlive the process too, unless they are there, `count` at a time. Raises

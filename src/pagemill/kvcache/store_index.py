@@ -7,35 +7,53 @@ import os
 import sqlite3
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pagemill.errors import KVStoreError
 from pagemill.kvcache.store_format import HEADER_BYTES, StoreFormat, name_in
+from pagemill.memory.tier_shares import TierShares
 from pagemill.memory.work import BlockName
+from pagemill.tenant_limits import DEFAULT_TENANT
 
 BUSY_TIMEOUT_S = 30.0
 """The longest wait for another process's write."""
 TICK_S = 1e-6
 """The difference between the times of use of blocks that were used together."""
 
-_SCHEMA = """
-CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID;
-CREATE TABLE blocks (
-    digest BLOB, layer_group INTEGER, slot INTEGER NOT NULL UNIQUE, parent BLOB NOT NULL, depth INTEGER NOT NULL,
-    used_s REAL NOT NULL, PRIMARY KEY (digest, layer_group)
-) WITHOUT ROWID;
-CREATE INDEX blocks_by_use ON blocks (used_s, depth DESC);
-CREATE TABLE free (slot INTEGER PRIMARY KEY);
-"""
+VERSION = 1
+"""The version of an index, its `user_version`. One of version 0 knows no tenants, and is brought up to date where it is
+opened: its blocks are the tenant "default"'s."""
+
+_TABLES = (
+    "CREATE TABLE meta (key TEXT PRIMARY KEY, value) WITHOUT ROWID",
+    "CREATE TABLE blocks (digest BLOB, layer_group INTEGER, slot INTEGER NOT NULL UNIQUE, parent BLOB NOT NULL, "
+    "depth INTEGER NOT NULL, used_s REAL NOT NULL, PRIMARY KEY (digest, layer_group)) WITHOUT ROWID",
+    "CREATE TABLE free (slot INTEGER PRIMARY KEY)",
+)
+_TENANTS = (
+    f"ALTER TABLE blocks ADD COLUMN tenant TEXT NOT NULL DEFAULT '{DEFAULT_TENANT}'",
+    "CREATE TABLE tenants (tenant TEXT PRIMARY KEY, blocks INTEGER NOT NULL) WITHOUT ROWID",
+    "INSERT INTO tenants SELECT tenant, COUNT(*) FROM blocks GROUP BY tenant",
+    "CREATE TRIGGER stored AFTER INSERT ON blocks BEGIN INSERT OR IGNORE INTO tenants VALUES (new.tenant, 0); "
+    "UPDATE tenants SET blocks = blocks + 1 WHERE tenant = new.tenant; END",
+    "CREATE TRIGGER dropped AFTER DELETE ON blocks BEGIN "
+    "UPDATE tenants SET blocks = blocks - 1 WHERE tenant = old.tenant; END",
+    "DROP INDEX IF EXISTS blocks_by_use",
+    "CREATE INDEX blocks_by_tenant ON blocks (tenant, used_s, depth DESC)",
+    f"PRAGMA user_version = {VERSION}",
+)
 
 _SOUND = """
 SELECT COUNT(*) FROM meta WHERE key = 'slots' AND typeof(value) = 'integer'
 AND NOT EXISTS (
     SELECT 1 FROM blocks WHERE typeof(digest) <> 'blob' OR typeof(layer_group) <> 'integer' OR typeof(slot) <> 'integer'
     OR slot NOT BETWEEN 0 AND value - 1 OR typeof(parent) <> 'blob' OR typeof(depth) <> 'integer'
-    OR typeof(used_s) <> 'real'
+    OR typeof(used_s) <> 'real' OR typeof(tenant) <> 'text'
+) AND NOT EXISTS (
+    SELECT tenant, COUNT(*) FROM blocks GROUP BY tenant EXCEPT SELECT tenant, blocks FROM tenants
 ) AND NOT EXISTS (SELECT 1 FROM free WHERE slot NOT BETWEEN 0 AND value - 1)
 """
 """Gives 1 for an index whose entries are what they should be. SQLite holds anything in any column."""
@@ -81,12 +99,16 @@ class StoreIndex:
     def names(self) -> list[BlockName]:
         """Returns the names of all blocks, beginnings of chains first."""
         with self._reading() as lookup:
-            query = "SELECT digest, layer_group, parent, depth FROM blocks ORDER BY depth, slot"
+            query = "SELECT digest, layer_group, parent, depth, tenant FROM blocks ORDER BY depth, slot"
             return [BlockName(*row) for row in lookup.execute(query)]
 
     def num_blocks(self) -> int:
         with self._reading() as lookup:
             return self.count(lookup)
+
+    def blocks_by_tenant(self) -> dict[str, int]:
+        with self._reading() as lookup:
+            return dict(lookup.execute("SELECT tenant, blocks FROM tenants WHERE blocks > 0"))
 
     def use(self, blocks: Sequence[tuple[bytes, int]]) -> None:
         """Notes, with the next transaction, that blocks (digest, group) were used just now, the first of them last."""
@@ -117,12 +139,28 @@ class StoreIndex:
         return int(db.execute(query).fetchone()[0])
 
     @staticmethod
-    def evict(db: sqlite3.Connection, which: str, values: tuple[float | bytes, ...]) -> int:
+    def insert(db: sqlite3.Connection, name: BlockName, slot: int, used_s: float) -> bool:
+        """Notes that a slot holds a block. Returns False, and changes nothing, if another slot holds it."""
+        row = (name.digest, name.group, slot, name.parent, name.depth, used_s, name.tenant)
+        return db.execute("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?, ?)", row).rowcount > 0
+
+    @staticmethod
+    def evict(db: sqlite3.Connection, which: str, values: tuple[float | bytes | str, ...]) -> int:
         """Forgets blocks, and frees their slots. Returns how many. which: the end of a query."""
         gone = db.execute(f"SELECT digest, layer_group, slot FROM blocks {which}", values).fetchall()
         db.executemany("DELETE FROM blocks WHERE digest = ? AND layer_group = ?", [row[:2] for row in gone])
         db.executemany("INSERT INTO free VALUES (?)", [row[2:] for row in gone])
         return len(gone)
+
+    def make_room(
+        self, db: sqlite3.Connection, shares: TierShares, coming: Mapping[str, int]
+    ) -> tuple[int, Counter[str]]:
+        """Evicts until as many blocks as are coming, by tenant, have room: a tenant's longest unused first, of these a
+        chain's end. Returns how many were evicted, and of each tenant how many of those that come find no room."""
+        held = Counter(dict(db.execute("SELECT tenant, blocks FROM tenants")))
+        giving = shares.giving(held + Counter(coming))
+        which = "WHERE tenant = ? ORDER BY used_s, depth DESC LIMIT ?"
+        return sum(self.evict(db, which, each) for each in giving.items()), giving - held
 
     def close(self) -> None:
         """Notes what was used last. Nothing else is left to do at the end of a process."""
@@ -144,10 +182,13 @@ class StoreIndex:
         self._db.execute("PRAGMA synchronous = NORMAL")
         with self.transaction() as db:
             if db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()[0] == 0:
-                for statement in _SCHEMA.split(";")[:-1]:
+                for statement in (*_TABLES, *_TENANTS):
                     db.execute(statement)
                 db.execute("INSERT INTO meta VALUES ('format', ?), ('slots', 0)", (self._format.to_json(),))
                 self._recover(db)
+            elif db.execute("PRAGMA user_version").fetchone()[0] < VERSION:
+                for statement in _TENANTS:
+                    db.execute(statement)
         if self._db.execute("PRAGMA quick_check").fetchone()[0] != "ok":
             raise sqlite3.DatabaseError("its pages are damaged")
         if not self._db.execute(_SOUND).fetchone()[0]:
@@ -176,8 +217,7 @@ class StoreIndex:
             name = name_in(os.pread(self._file, HEADER_BYTES, slot * self._slot_bytes))
             held = False
             if name is not None:
-                row = (name.digest, name.group, slot, name.parent, name.depth, 0.0)
-                held = db.execute("INSERT OR IGNORE INTO blocks VALUES (?, ?, ?, ?, ?, ?)", row).rowcount > 0
+                held = self.insert(db, name, slot, 0.0)
             if not held:
                 db.execute("INSERT INTO free VALUES (?)", (slot,))
 

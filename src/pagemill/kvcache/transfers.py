@@ -23,7 +23,7 @@ from pagemill.errors import KVStoreError
 from pagemill.kvcache.frame_access import FrameAccess
 from pagemill.kvcache.load_time import LoadTime
 from pagemill.kvcache.offload_tiers import OffloadTiers
-from pagemill.memory.work import Load, Save
+from pagemill.memory.work import BlockName, Load, Save
 
 logger = logging.getLogger(__name__)
 
@@ -146,9 +146,11 @@ class Transfers:
         """Stores these blocks, those used last first, then those in offload stores, where they outlive the process: as
         many as there is room for, however long that takes."""
         self.flush()
-        names = self._tiers.keepable([save.name for save in saves])
-        self.save(saves[: len(names)], keep=True)
+        names: list[BlockName] = []
         try:
+            names = self._tiers.keepable([save.name for save in saves])
+            keepable = set(names)
+            self.save([save for save in saves if save.name in keepable], keep=True)
             self._writer.submit(self._tiers.sink, names, self._batch).result()
         except KVStoreError as error:
             logger.warning("%s", error)

@@ -102,7 +102,8 @@ class MemoryCore:
     def save_of(self, block: int) -> Save:
         """Returns the name of a published block, and the frame from which to read it."""
         index, blocks = self.index, self.blocks
-        name = BlockName(index.digest[block], blocks.group[block], index.parent[block], index.depth[block])
+        owner = self.tenants.accounts[blocks.owner[block]].name
+        name = BlockName(index.digest[block], blocks.group[block], index.parent[block], index.depth[block], owner)
         return Save(blocks.frame[block], name)
 
     # Steps

@@ -10,13 +10,15 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from pagemill.errors import ConfigError, UnknownTenantError
 from pagemill.memory.eviction import EvictionPolicy
 from pagemill.tenant_limits import DEFAULT_TENANT
 
 NO_QUOTA = sys.maxsize
+
+Owner = TypeVar("Owner")
 
 
 class Quota(NamedTuple):
@@ -145,11 +147,12 @@ class Tenants:
         """
         if len(self.accounts) == 1:
             return tenant, wanted
-        return _most_borrowed({o: o.cached if o is tenant else o.lendable for o in self}, wanted)
+        evictable = {o: o.cached if o is tenant else o.lendable for o in self}
+        return most_borrowed(evictable, lambda o: o.borrowed, wanted)
 
     def loser(self, wanted: int) -> tuple[Tenant, int]:
         """Returns the same for frames that leave the pool; guaranteed blocks are taken too."""
-        return _most_borrowed({tenant: tenant.cached for tenant in self}, wanted)
+        return most_borrowed({tenant: tenant.cached for tenant in self}, lambda tenant: tenant.borrowed, wanted)
 
 
 def refusal(quotas: Mapping[str, Quota], num_frames: int, pinned: Mapping[str, int]) -> str | None:
@@ -183,7 +186,9 @@ def promised(quotas: Mapping[str, Quota], pinned: Mapping[str, int]) -> int:
     return sum(max(quota.guaranteed, pinned.get(name, 0)) for name, quota in quotas.items())
 
 
-def _most_borrowed(evictable: dict[Tenant, int], wanted: int) -> tuple[Tenant, int]:
-    first, *others = sorted((t for t, count in evictable.items() if count), key=lambda t: t.borrowed, reverse=True)
+def most_borrowed(evictable: Mapping[Owner, int], borrowed: Callable[[Owner], int], wanted: int) -> tuple[Owner, int]:
+    """Returns who makes room, the one that has borrowed most of those who have something evictable; and how much of
+    `wanted` it gives before it has less than another."""
+    first, *others = sorted((each for each, count in evictable.items() if count), key=borrowed, reverse=True)
     count = min(wanted, evictable[first])
-    return first, min(count, first.borrowed - others[0].borrowed + 1) if others else count
+    return first, min(count, borrowed(first) - borrowed(others[0]) + 1) if others else count

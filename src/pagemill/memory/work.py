@@ -8,16 +8,22 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from pagemill.tenant_limits import DEFAULT_TENANT
+
 Ints = NDArray[np.int32]
 
 
 class BlockName(NamedTuple):
-    """Names a block on any tier: digest, layer group, digest of the block before it, and how many stand before it."""
+    """Names a block on any tier: digest, layer group, digest of the block before it, and how many stand before it.
+
+    tenant: owner of the namespace in which it is found; "default" if that is not known.
+    """
 
     digest: bytes
     group: int
     parent: bytes
     depth: int
+    tenant: str = DEFAULT_TENANT
 
 
 class Save(NamedTuple):

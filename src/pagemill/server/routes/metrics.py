@@ -205,6 +205,15 @@ class _Engine(Collector):
             for state in ("cached", "active"):
                 owned.add_metric([name, state], getattr(tenant, f"blocks_{state}"))
         yield owned
+        owned_below = GaugeMetricFamily(
+            "pagemill:tenant_kv_tier_blocks",
+            "A tenant's KV blocks that lie in host memory or on disk, by tier.",
+            labels=["tenant", "tier"],
+        )
+        for name, tenant in stats.tenants.items():
+            for tier, held_there in tenant.tier_blocks.items():
+                owned_below.add_metric([name, tier], held_there)
+        yield owned_below
         for metric in TENANT_METRICS:
             by_tenant = FAMILIES[metric.kind](f"pagemill:tenant_{metric.name}", metric.help, labels=["tenant"])
             for name, tenant in stats.tenants.items():

@@ -1,0 +1,41 @@
+"""Shares of a tier below the pool: whose blocks make room there.
+
+As in the pool, it is the tenant that has borrowed most: has most beyond its guarantee. What is guaranteed to a tenant
+of the pool is guaranteed to it of each tier, as the same part. A tenant's share is its guarantee, and an equal part of
+what the tier has beyond the guarantees of all who have blocks there. Within its share, it loses no block to others'.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+from pagemill.memory.tenants import most_borrowed
+
+
+class TierShares:
+    """Shares a tier of `size`, in any unit, among tenants.
+
+    parts: what is kept for a tenant, by name, as a part of the tier; others may borrow it, and give it back first.
+    """
+
+    def __init__(self, size: int, parts: Mapping[str, float] | None = None) -> None:
+        self.size = size
+        self.parts = parts or {}
+
+    def loser(self, held: Mapping[str, int], excess: int) -> tuple[str, int]:
+        """Returns a tenant whose blocks make room, and how much of `excess` they do before another's turn may come.
+
+        held: by tenant, what it has in the tier, with what comes. Some tenant must have something.
+        """
+        parts, size = self.parts, self.size
+        return most_borrowed(held, lambda name: held[name] - int(parts.get(name, 0.0) * size), excess)
+
+    def giving(self, held: Mapping[str, int]) -> Counter[str]:
+        """Returns how much of each tenant's makes room until the rest has room."""
+        left, given = Counter(held), Counter[str]()
+        while (excess := left.total() - self.size) > 0:
+            name, count = self.loser(left, excess)
+            left[name] -= count
+            given[name] += count
+        return given
