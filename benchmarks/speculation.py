@@ -1,14 +1,15 @@
 """Measures what drafts are worth: the same requests with and without, in turn, in one engine.
 
-    python -m benchmarks.speculation [--draft ngram|self|pair] [--workloads edit,edit-sampled,chat,prose,crowd]
-        [--dtype float32] [--rounds 3] [--drafts 4]
+    python -m benchmarks.speculation [--draft ngram|suffix|self|pair]
+        [--workloads edit,edit-sampled,chat,prose,crowd,again,named,forms] [--dtype float32] [--rounds 3] [--drafts 4]
 
 edit is one user whose answer repeats a document of the prompt, edit-sampled the same at temperature 1; chat is one
-greedy user, prose one at temperature 1, where hardly anything repeats; crowd is 64 of these at once. Drafts come from
-n-gram look-up; from the model itself (self), the bound of drafts that are all right; or, for a model of random weights,
-from another of a tenth of its size (pair, see draft_pair.py), over random tokens. Tokens per second are of all tokens
-behind the first of each request; ratios are medians over the rounds, each of another piece of text. In each, the tokens
-of both must be the same.
+greedy user, prose one at temperature 1, where hardly anything repeats; crowd is 64 of these at once. In again, named
+and forms, four greedy users ask one after the other (see repeated_questions.py). Drafts come from n-gram look-up, and
+from other requests' answers beside it (suffix); from the model itself (self), the bound of drafts that are all right;
+or, for a model of random weights, from another of a tenth of its size (pair, see draft_pair.py), over random tokens.
+Tokens per second are of all tokens behind the first of each request; ratios are medians over the rounds, each of
+another piece of text. In each, the tokens of both must be the same.
 
 --by-step: drafts are allowed in every other step of one answer, and the tokens per second of both kinds of steps are
 compared, over all rounds: what drifts from answer to answer on a shared machine does not count.
@@ -31,6 +32,7 @@ from benchmarks.draft_pair import save_pair
 from benchmarks.peers.engines import MODEL
 from benchmarks.peers.machine import describe_machine, heading
 from benchmarks.peers.workloads import tokenize
+from benchmarks.repeated_questions import NAMES, params_of, questions
 
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
@@ -44,13 +46,17 @@ COPY = 8
 
 
 class Workload(NamedTuple):
-    """So many requests, each with a piece of text, or with it twice and what begins it, and tokens of answer."""
+    """So many requests, each with a piece of text, or with it twice and what begins it, and tokens of answer.
+
+    asked: the kind of `questions` that are asked instead, one after the other.
+    """
 
     requests: int
     temperature: float
     text_tokens: int
     repeats: bool
     new_tokens: int
+    asked: str = ""
 
 
 WORKLOADS = {
@@ -59,6 +65,7 @@ WORKLOADS = {
     "chat": Workload(1, 0.0, 80, False, 150),
     "prose": Workload(1, 1.0, 80, False, 150),
     "crowd": Workload(64, 1.0, 40, False, 24),
+    **{kind: Workload(len(NAMES), 0.0, 0, False, 150, kind) for kind in ("again", "named", "forms")},
 }
 
 
@@ -83,6 +90,7 @@ class Passes:
         self.caught_up = 0
         self._drafter = drafter
         self.verified = drafter.verified
+        self.answers = drafter.answers
         self.rests = False
 
     def propose(self, room: Any, rows: int, budget: int, limit_s: float) -> Any:
@@ -95,6 +103,8 @@ class Passes:
 
 
 def prompts_of(workload: Workload, text: list[int], round: int) -> list[list[int]]:
+    if workload.asked:
+        return questions(workload.asked, MODEL, round)
     prompts, length = [], workload.text_tokens
     for index in range(workload.requests):
         at = (round * workload.requests + index) * length % (len(text) - length)
@@ -104,14 +114,15 @@ def prompts_of(workload: Workload, text: list[int], round: int) -> list[list[int
 
 
 def add(core: EngineCore, workload: Workload, index: int, prompt: list[int], round: int) -> None:
-    params = SamplingParams(
-        temperature=workload.temperature, seed=1 + round, max_tokens=workload.new_tokens, ignore_eos=True
-    )
+    settings = {"temperature": workload.temperature, "seed": 1 + round, "max_tokens": workload.new_tokens}
+    params = SamplingParams(**{**settings, "ignore_eos": True, **params_of(workload.asked)})
     core.add_request(EngineRequest(request_id=str(index), prompt_token_ids=prompt, params=params, arrival_s=0.0))
 
 
 def serve(core: EngineCore, workload: Workload, prompts: list[list[int]], round: int) -> tuple[float, list[list[int]]]:
     """Returns tokens per second behind the first of each request, and all tokens by request."""
+    if workload.asked and len(prompts) > 1:
+        return serve_in_turn(core, workload, prompts, round)
     for index, prompt in enumerate(prompts):
         add(core, workload, index, prompt, round)
     tokens: list[list[int]] = [[] for _ in prompts]
@@ -124,10 +135,23 @@ def serve(core: EngineCore, workload: Workload, prompts: list[list[int]], round:
     return (sum(map(len, tokens)) - known) / (time.perf_counter() - begin), tokens
 
 
+def serve_in_turn(
+    core: EngineCore, workload: Workload, prompts: list[list[int]], round: int
+) -> tuple[float, list[list[int]]]:
+    """Returns what `serve` does, of requests of which each is the only one while it runs."""
+    seconds, count, tokens = 0.0, 0, []
+    for prompt in prompts:
+        speed, answers = serve(core, workload, [prompt], round)
+        seconds += (len(answers[0]) - 1) / speed
+        count += len(answers[0]) - 1
+        tokens += answers
+    return count / seconds, tokens
+
+
 def load(arguments: argparse.Namespace, folder: str) -> tuple[EngineCore, list[int]]:
     """Returns an engine that drafts, and a text for it."""
-    model, speculation = str(resolve_model(MODEL)), {"method": "ngram"}
-    if arguments.draft != "ngram":
+    model, speculation = str(resolve_model(MODEL)), {"method": arguments.draft}
+    if arguments.draft in ("self", "pair"):
         draft = model
         if arguments.draft == "pair":
             model, draft = map(str, save_pair(Path(folder), draft_layers=1, later=arguments.later, **PAIR))
@@ -144,7 +168,7 @@ def load(arguments: argparse.Namespace, folder: str) -> tuple[EngineCore, list[i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draft", default="ngram", choices=["ngram", "self", "pair"])
+    parser.add_argument("--draft", default="ngram", choices=["ngram", "suffix", "self", "pair"])
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--quantization")
@@ -171,7 +195,7 @@ def measure(core: EngineCore, text: list[int], arguments: argparse.Namespace) ->
         serve(core, workload._replace(new_tokens=8), prompts_of(workload, text, 0), 0)
         speeds: dict[bool, list[float]] = {False: [], True: []}
         steps = {False: 0, True: 0}
-        before, passes.count, passes.caught_up = core.stats(), 0, 0
+        before, generated, passes.count, passes.caught_up = core.stats(), 0, 0, 0
         for round in range(arguments.rounds):
             prompts, answers = prompts_of(workload, text, round + 1), []
             for on in (round % 2 == 1, round % 2 == 0):
@@ -181,11 +205,11 @@ def measure(core: EngineCore, text: list[int], arguments: argparse.Namespace) ->
                 steps[on] += core.stats().steps - begin
                 speeds[on].append(speed)
                 answers.append(tokens)
+            generated += sum(map(len, answers[0]))
             assert answers[0] == answers[1], "drafts have changed the answer"
         after = core.stats()
         drafts, accepted = after.draft_tokens - before.draft_tokens, after.accepted_tokens - before.accepted_tokens
         ratios = [on / off for on, off in zip(speeds[True], speeds[False], strict=True)]
-        generated = workload.requests * workload.new_tokens * arguments.rounds
         allowed = steps[False] / (steps[True] + passes.count * core.executor.facts.draft_cost)
         print(
             f"| {arguments.dtype} | {name} | {median(speeds[False]):.1f} | {median(speeds[True]):.1f} | "

@@ -86,9 +86,9 @@ def test_the_cache_may_have_a_dtype_of_its_own(dtype):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (3, "is 3; it must be None or a dict with method='ngram' or 'draft_model'"),
+        (3, "is 3; it must be None or a dict with method='ngram', 'suffix' or 'draft_model'"),
         ({}, "is {}; it must be None or a dict with method='ngram'"),
-        ({"method": "eagle"}, "method is 'eagle'; it must be one of ngram, draft_model; no other way"),
+        ({"method": "eagle"}, "method is 'eagle'; it must be one of ngram, suffix, draft_model; no other way"),
         ({"method": "ngram", "draft": "m"}, "it has no 'draft'; known: method, model, num_speculative_tokens"),
         ({"method": "draft_model"}, "method is 'draft_model', but there is no model; name"),
         ({"method": "draft_model", "model": ""}, "model is ''; "),
@@ -98,6 +98,10 @@ def test_the_cache_may_have_a_dtype_of_its_own(dtype):
         ({"method": "ngram", "num_speculative_tokens": 65}, "num_speculative_tokens is 65; .* from 1 to 64"),
         ({"method": "ngram", "prompt_lookup_max": 17}, "prompt_lookup_max is 17; .* from 1 to 16"),
         ({"method": "ngram", "prompt_lookup_min": 5}, r"prompt_lookup_min is 5, above prompt_lookup_max \(4\); raise"),
+        ({"method": "suffix", "prompt_lookup_min": 3}, "prompt_lookup_min is for method 'ngram'"),
+        ({"method": "suffix", "suffix_decoding_max_tree_depth": 24}, "suffix_decoding_max_tree_depth is not supported"),
+        ({"method": "suffix", "suffix_decoding_max_cached_requests": 0}, "suffix_decoding_max_cached_requests is 0"),
+        ({"method": "ngram", "suffix_decoding_max_cached_tokens": 2000}, ".*_tokens is for method 'suffix'"),
         ({"method": "ngram", 3: 4}, "it has no 3"),
     ],
 )

@@ -132,6 +132,7 @@ class EngineConfig:
         SpeculativeConfig | None,
         about(
             'JSON object: {"method": "ngram"} drafts tokens by looking up the last ones in prompt and answer, '
+            '{"method": "suffix"} in other answers of the same tenant and cache salt too, '
             '{"method": "draft_model", "model": NAME} by a smaller model; several are verified in one step. Default: '
             "one token at a time."
         ),

@@ -14,6 +14,18 @@ from pagemill.errors import ConfigError, shown
 
 Drafts = Annotated[int, Meta(ge=1, le=64)]
 Ngram = Annotated[int, Meta(ge=1, le=16)]
+Requests = Annotated[int, Meta(ge=1, le=1_000_000)]
+Tokens = Annotated[int, Meta(ge=1024, le=2**30)]
+
+OWNERS = {
+    "prompt_lookup_max": "ngram",
+    "prompt_lookup_min": "ngram",
+    "suffix_decoding_max_cached_requests": "suffix",
+    "suffix_decoding_max_cached_tokens": "suffix",
+}
+"""The method to which a setting belongs."""
+MEASURED = ("suffix_decoding_max_tree_depth", "suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob")
+"""vLLM's settings of how many drafts a place gives, which is measured here."""
 
 
 @dataclass(kw_only=True, frozen=True)
@@ -21,9 +33,10 @@ class SpeculativeConfig:
     """Says how tokens are drafted, to be verified several in one step. Raises ConfigError for a wrong value."""
 
     method: Annotated[
-        Literal["ngram", "draft_model"],
+        Literal["ngram", "suffix", "draft_model"],
         about(
-            "How drafts are made: ngram (looked up in the sequence itself) or draft_model (by a smaller model).",
+            "How drafts are made: ngram (looked up in the sequence itself), suffix (in other answers of the same "
+            "namespace too) or draft_model (by a smaller model).",
             "no other way of drafting is there",
         ),
     ]
@@ -34,6 +47,13 @@ class SpeculativeConfig:
     num_speculative_tokens: Annotated[Drafts, about("The most drafts of a sequence in one step.")] = 8
     prompt_lookup_max: Annotated[Ngram, about("The longest n-gram that is looked up, in tokens.")] = 4
     prompt_lookup_min: Annotated[Ngram, about("The shortest n-gram that is looked up, in tokens.")] = 2
+
+    suffix_decoding_max_cached_requests: Annotated[
+        Requests, about("With suffix: the most answers that are kept; the oldest are forgotten first.")
+    ] = 10_000
+    suffix_decoding_max_cached_tokens: Annotated[
+        Tokens, about("With suffix: the most tokens of all answers that are kept, a quarter for each namespace.")
+    ] = 2**19
 
     def __post_init__(self) -> None:
         try:
@@ -47,9 +67,9 @@ class SpeculativeConfig:
                 f"model is {self.model!r}, but method {self.method!r} has none; use method 'draft_model', or leave "
                 f"model out"
             )
-        for name in ("prompt_lookup_max", "prompt_lookup_min"):
-            if self.method != "ngram" and getattr(self, name) != getattr(type(self), name):
-                raise _refusal(f"{name} is for method 'ngram'; leave it out with {self.method!r}")
+        for name, owner in OWNERS.items():
+            if self.method != owner and getattr(self, name) != getattr(type(self), name):
+                raise _refusal(f"{name} is for method {owner!r}; leave it out with {self.method!r}")
         if self.prompt_lookup_min > self.prompt_lookup_max:
             raise _refusal(
                 f"prompt_lookup_min is {self.prompt_lookup_min}, above prompt_lookup_max ({self.prompt_lookup_max}); "
@@ -66,11 +86,16 @@ class SpeculativeConfig:
         known = [field.name for field in dataclasses.fields(cls)]
         if not isinstance(values, dict) or "method" not in values:
             raise ConfigError(
-                f"speculative_config is {shown(values)}; it must be None or a dict with method='ngram' or "
-                f"'draft_model' and, if wanted, {', '.join(known[1:])}",
+                f"speculative_config is {shown(values)}; it must be None or a dict with method='ngram', "
+                f"'suffix' or 'draft_model' and, if wanted, {', '.join(known[1:])}",
                 param="speculative_config",
             )
         for name in values:
+            if name in MEASURED:
+                raise _refusal(
+                    f"{name} is not supported: as many are drafted as are measured to pay, up to "
+                    f"num_speculative_tokens; leave it out"
+                )
             if name not in known:
                 raise _refusal(f"it has no {name!r}; known: {', '.join(known)}")
         return cls(**values)

@@ -89,6 +89,8 @@ LOAD = [
 class Eager:
     """Asks for drafts wherever there may be some, of some sequences now and then, and more or fewer of them."""
 
+    answers = None
+
     def __init__(self, seed: int = 0, share: float = 0.7) -> None:
         self._random = random.Random(seed)
         self._share = share

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from contextlib import contextmanager
 
+import msgspec
 import pytest
 from drive import Run, drive, request
 
@@ -14,6 +15,7 @@ from pagemill.errors import NonFiniteLogitsError
 from pagemill.executor import local, verification
 from pagemill.sampling.params import SamplingParams
 from pagemill.scheduling.speculation import NgramDrafter
+from pagemill.scheduling.suffix_drafting import SuffixDrafter
 from pagemill.server.routes.metrics import Metrics
 
 NGRAM = {"method": "ngram", "num_speculative_tokens": 6}
@@ -48,6 +50,10 @@ class Eager(NgramDrafter):
             if coming := answer[begin : begin + min(most, self._random.randint(0, 6))]:
                 drafts[sequence] = coming
         return drafts
+
+
+class EagerSuffix(Eager, SuffixDrafter):
+    """Looks in other answers too."""
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +134,25 @@ def test_drafts_change_no_bit(plain, load, make_engine, settings, known):
     assert stats.preemptions or "kv_memory" not in settings
     first = f'num_accepted_tokens_per_pos_total{{model_name="m",position="0"}} {stats.accepted_per_position[0]}.0'
     assert f"pagemill:spec_decode_{first}" in Metrics("m").render(stats, (0, 0)).decode()
+
+
+def test_drafts_from_other_answers_change_no_bit(plain, load, make_engine):
+    """The second time, all has been answered before; for another namespace, it has not."""
+    core = make_engine(speculative_config={**NGRAM, "method": "suffix"})
+    assert isinstance(core.scheduler.drafter, SuffixDrafter)
+    core.scheduler.drafter = EagerSuffix(core.config.speculative_config)
+    accepted = []
+    for salt in ("", "", "other"):
+        before = core.stats().accepted_tokens
+        salted = [msgspec.structs.replace(one, cache_salt=salt) for one in load]
+        assert_same(drive(core, salted, every=2), plain)
+        accepted.append(core.stats().accepted_tokens - before)
+    assert accepted[1] > 1.5 * max(accepted[0], accepted[2])
+    stats = core.stats()
+    assert stats.draft_source_requests == 3 * len(plain.tokens)
+    assert stats.draft_source_tokens > 3 * sum(map(len, plain.tokens.values()))
+    assert core.reset_prefix_cache()
+    assert core.stats().draft_source_tokens == core.stats().draft_source_requests == 0
 
 
 @pytest.mark.parametrize("name", OTHERS)

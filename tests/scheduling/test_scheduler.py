@@ -114,6 +114,8 @@ class Oracle:
     leaves: how often it leaves drafts to the device.
     """
 
+    answers = None
+
     def __init__(self, seed: int, most: int = 6, right: float = 0.8, leaves: float = 0.0) -> None:
         self.leaves = leaves
         self.random = random.Random(seed)

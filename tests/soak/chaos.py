@@ -185,7 +185,7 @@ class Soak:
             MODEL, dtype="float32", max_model_len=MAX_LEN, max_num_seqs=8, max_num_batched_tokens=96,
             check_invariants=True, kv_memory=FRAMES * FRAME_BYTES, kv_host_memory=8 * FRAME_BYTES,
             kv_host_compression=self.random.choice(arguments_of(EngineConfig)["kv_host_compression"].choices),
-            speculative_config={"method": "ngram"},
+            speculative_config={"method": self.random.choice(["ngram", "suffix"])},
             kv_disk_memory=160 * FRAME_BYTES, kv_disk_path=str(folder), max_sessions=6,
             tenants={name: TenantLimits() for name in TENANTS[1:]},
         )  # fmt: skip

@@ -15,6 +15,7 @@ from pagemill.memory.manager import MemoryManager
 from pagemill.scheduling.model_drafting import ModelDrafter
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.scheduling.speculation import Drafter, NgramDrafter
+from pagemill.scheduling.suffix_drafting import SuffixDrafter
 from pagemill.speculative_config import SpeculativeConfig
 
 
@@ -57,7 +58,9 @@ def build(config: EngineConfig, executor: Executor) -> tuple[MemoryManager, Tier
 
 
 def _drafter(config: SpeculativeConfig, facts: ExecutorFacts) -> Drafter:
-    return NgramDrafter(config) if config.method == "ngram" else ModelDrafter(config, facts.draft_cost)
+    if config.method == "draft_model":
+        return ModelDrafter(config, facts.draft_cost)
+    return SuffixDrafter(config) if config.method == "suffix" else NgramDrafter(config)
 
 
 def _target_s(target_tpot_ms: float | str | None) -> float | None:

@@ -244,10 +244,13 @@ class EngineCore:
         return self._refresh()
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks of the pool, which go nowhere. Returns False, and does nothing, while requests or
-        pins hold blocks."""
+        """Forgets all cached blocks of the pool, which go nowhere, and the answers that drafts come from. Returns
+        False, and does nothing, while requests or pins hold blocks."""
         self._save_evicted()
-        return self.memory.reset()
+        done, drafter = self.memory.reset(), self.scheduler.drafter
+        if done and drafter is not None and drafter.answers is not None:
+            drafter.answers.clear()
+        return done
 
     def pins(self) -> PinList:
         """Returns what is pinned now."""
@@ -310,6 +313,7 @@ class EngineCore:
     def stats(self) -> EngineStats:
         """Returns counters since the start, and the state now."""
         memory, compaction, drafts = self.memory, self.memory.compaction, self.scheduler.drafts
+        answers = None if self.scheduler.drafter is None else self.scheduler.drafter.answers
         transfers = TransferStats() if self.tiers is None else self.tiers.transfers.stats()
         below = {} if self.tiers is None else self.tiers.offload.blocks_by_tenant()
         return EngineStats(
@@ -332,6 +336,8 @@ class EngineCore:
             draft_tokens=drafts.proposed,
             accepted_tokens=drafts.accepted,
             accepted_per_position=drafts.by_position.copy(),
+            draft_source_requests=0 if answers is None else answers.num_requests,
+            draft_source_tokens=0 if answers is None else answers.num_tokens,
             prefix_queried_tokens=self.scheduler.prefix_queried_tokens,
             prefix_hit_tokens=self.scheduler.prefix_hit_tokens,
             compaction_copies=compaction.copies,

@@ -99,6 +99,12 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     ] = 0
     accepted_per_position: list[int] = []
     """Drafts that were accepted, by their place behind the last token."""
+    draft_source_requests: Annotated[
+        int, _gauge("spec_decode_cached_requests", "Answers that are kept for drafts of other requests.")
+    ] = 0
+    draft_source_tokens: Annotated[
+        int, _gauge("spec_decode_cached_tokens", "Tokens of the answers that are kept for drafts of other requests.")
+    ] = 0
     prefix_queried_tokens: Annotated[
         int, _counter("prefix_cache_queries", "Prompt tokens that were looked up in the prefix cache.")
     ]

@@ -51,6 +51,30 @@ class NgramTable:
         return self._found[len(ngram)].get(hash(ngram), -1)
 
 
+class Chances:
+    """How likely a sequence's drafts are right, by the length that they stand behind.
+
+    common: the chances with which sequences begin; it learns from all of them.
+    """
+
+    def __init__(self, common: dict[int, float]) -> None:
+        self._common = common
+        self._own = common.copy()
+
+    def __getitem__(self, length: int) -> float:
+        return self._own[length]
+
+    def rest(self, length: int) -> None:
+        """Lets a chance slowly become what it is elsewhere, and this what it was at first, since nothing is tried."""
+        self._own[length] += FORGET * (self._common[length] - self._own[length])
+        self._common[length] += COMMON * FORGET * (first_chance(length) - self._common[length])
+
+    def learn(self, length: int, rate: float) -> None:
+        """Learns which share of the drafts was right that were verified."""
+        self._own[length] += LEARN * (rate - self._own[length])
+        self._common[length] += COMMON * LEARN * (rate - self._common[length])
+
+
 class Drafting:
     """What one sequence drafts from: its tokens by n-gram, and how well its drafts have been doing.
 
@@ -63,9 +87,8 @@ class Drafting:
         self._lengths = lengths
         self._prompt = prompt
         self._answer = NgramTable(prompt_len - 1, lengths)
-        self._common = common
-        self._chances = common.copy()
-        self._behind = lengths[0]
+        self._chances = Chances(common)
+        self._behind = Match(lengths[0], 0)
 
     def take_in(self, tokens: Sequence[int], most: int) -> int:
         """Takes in tokens that it has not yet, at most so many. Returns how many that were."""
@@ -92,18 +115,14 @@ class Drafting:
 
     def chance(self, match: Match) -> float:
         """Returns how likely a draft behind an n-gram of this length is right if those before it are."""
-        return self._chances[match.length]
+        return self._chances_of(match)[match.length]
 
     def draft(self, tokens: Sequence[int], match: Match, count: int) -> list[int]:
         """Returns `count` tokens that follow if all goes on as before, be that a repetition of what they are part of.
 
         With none, the chance of such drafts slowly becomes what it is elsewhere, and this what it was at first.
         """
-        self._behind = match.length
-        if not count:
-            length, common = match.length, self._common
-            self._chances[length] += FORGET * (common[length] - self._chances[length])
-            common[length] += COMMON * FORGET * (first_chance(length) - common[length])
+        self._note(match, count)
         drafts = list(tokens[match.position : match.position + count])
         period = len(tokens) - match.position
         while len(drafts) < count:
@@ -113,8 +132,16 @@ class Drafting:
     def verified(self, proposed: int, accepted: int) -> None:
         """Learns how many of the last drafts were right."""
         rate = accepted / min(accepted + 1, proposed)
-        self._chances[self._behind] += LEARN * (rate - self._chances[self._behind])
-        self._common[self._behind] += COMMON * LEARN * (rate - self._common[self._behind])
+        self._chances_of(self._behind).learn(self._behind.length, rate)
+
+    def _note(self, match: Match, count: int) -> None:
+        """Notes what the next drafts stand behind; or that there are none."""
+        self._behind = match
+        if not count:
+            self._chances_of(match).rest(match.length)
+
+    def _chances_of(self, match: Match) -> Chances:
+        return self._chances
 
 
 def first_chances(lengths: range) -> dict[int, float]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from pagemill.scheduling.answer_cache import AnswerCache
 from pagemill.scheduling.draft_control import Candidate, ModelDraftControl
 from pagemill.scheduling.sequence import Sequence
 from pagemill.scheduling.step_plan import DraftWork
@@ -37,6 +38,8 @@ class ModelDrafter:
 
     cost: of one of its tokens, as a multiple of the model's.
     """
+
+    answers: AnswerCache | None = None
 
     def __init__(self, config: SpeculativeConfig, cost: float) -> None:
         self._most = config.num_speculative_tokens

@@ -192,7 +192,7 @@ class Scheduler:
             if sequence.group is not None:
                 return self.abort(request_id, now)
             if sequence.index == index:
-                self._note_length(sequence)
+                self._note_answer(sequence)
                 self.state.finish(sequence, now)
                 return
 
@@ -410,7 +410,7 @@ class Scheduler:
                     if self.drafter is not None:
                         self.drafter.verified(sequence, entries[position].drafts, len(tokens) - 1)
             if reason is not None:
-                self._note_length(sequence)
+                self._note_answer(sequence)
                 state.finish(sequence, now)
             logprobs = None if logprobs is None else logprobs[: len(accepted)]
             updates.append(SequenceUpdate(sequence, accepted, logprobs, reason, stop_reason))
@@ -421,8 +421,10 @@ class Scheduler:
                 updates.append(SequenceUpdate(sequence, [], None, "length" if sequence.pooled is None else "stop"))
         return updates
 
-    def _note_length(self, sequence: Sequence) -> None:
-        """Remembers the length of an answer that has ended, if it could have been another."""
+    def _note_answer(self, sequence: Sequence) -> None:
+        """Remembers an answer that has ended, for drafts; and its length, if it could have been another."""
+        if self.drafter is not None and self.drafter.answers is not None:
+            self.drafter.answers.add(sequence.request.root, sequence.tokens, sequence.prompt_len)
         if self.state.lengths is not None and not sequence.request.ends_at_limit:
             self.state.lengths.note(sequence.num_output_tokens, len(sequence.tokens) >= sequence.request.max_len)
 

@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pagemill.memory.manager import MemoryManager
+from pagemill.scheduling.answer_cache import AnswerCache
 from pagemill.scheduling.controller import CALM
 from pagemill.scheduling.draft_control import Candidate, DraftControl
 from pagemill.scheduling.drafting import Drafting, Match, NgramTable, first_chances
-from pagemill.scheduling.sequence import Sequence
+from pagemill.scheduling.sequence import Request, Sequence
 from pagemill.scheduling.state import SchedulerState, StepDraft
 from pagemill.scheduling.step_plan import DraftWork
 from pagemill.speculative_config import SpeculativeConfig
@@ -27,7 +28,12 @@ TAKEN_IN = 2048
 
 
 class Drafter(Protocol):
-    """Guesses the next tokens of sequences that generate."""
+    """Guesses the next tokens of sequences that generate.
+
+    answers: where it looks up what other requests have answered; None if it does not.
+    """
+
+    answers: AnswerCache | None
 
     def propose(
         self, room: Mapping[Sequence, int], rows: int, budget: int, limit_s: float
@@ -116,6 +122,7 @@ class NgramDrafter:
         self._lengths = range(config.prompt_lookup_min, config.prompt_lookup_max + 1)
         self._chances = first_chances(self._lengths)
         self._control = DraftControl()
+        self.answers: AnswerCache | None = None
 
     def propose(
         self, room: Mapping[Sequence, int], rows: int, budget: int, limit_s: float
@@ -141,9 +148,12 @@ class NgramDrafter:
         return {sequence: drafts for sequence, drafts in proposed.items() if drafts}
 
     def _begin(self, sequence: Sequence) -> Drafting:
-        request = sequence.request
+        table = self._prompt_table(sequence.request)
+        return Drafting(sequence.prompt_len, self._lengths, table, self._chances)
+
+    def _prompt_table(self, request: Request) -> NgramTable:
         request.ngrams = request.ngrams or NgramTable(0, self._lengths)
-        return Drafting(sequence.prompt_len, self._lengths, request.ngrams, self._chances)
+        return request.ngrams
 
     def verified(self, sequence: Sequence, proposed: int, accepted: int) -> None:
         if isinstance(sequence.drafting, Drafting):
