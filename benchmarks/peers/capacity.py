@@ -1,12 +1,13 @@
 """Measures capacity under a limit on latency: the requests per second that an engine serves in time.
 
-    python -m benchmarks.peers.capacity [--engines pagemill,vllm] [--slo-tpot-p99 250] [--seconds 40]
-                                        [--first-rate 0.6] [--out benchmarks/results/capacity]
+    python -m benchmarks.peers.capacity [--engines pagemill,vllm] [--slo-tpot-p99 250] [--slo-ttft-p99 2000]
+                                        [--seconds 40] [--first-rate 0.6] [--out benchmarks/results/capacity]
 
 Requests of the mixed workload's lengths arrive at random (Poisson, seeded) at one rate for `--seconds`, and all run to
-their end; the p99 over requests of the time per output token is held against the limit. Rates rise by half each until
-it breaks, then three more runs bisect between the last that held and the first that did not. Every engine gets the same
-requests at a rate. Writes OUT.json, OUT.md and OUT.png.
+their end; the p99 over requests of the time per output token is held against the limit, and that of the time to first
+token against its own, if one is given. Rates rise by half each until one breaks, then three more runs bisect between
+the last that held and the first that did not. Every engine gets the same requests at a rate. Writes OUT.json, OUT.md
+and OUT.png.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks.capacity import LOWEST_RATE, Limits, add_limit_arguments, chosen_limits, find_capacity
 from benchmarks.peers.engines import ENGINES, model_paths
 from benchmarks.peers.goals import CAPACITY_RATIO
 from benchmarks.peers.machine import describe_machine
@@ -28,40 +29,13 @@ from benchmarks.peers.report import describe_cpu, describe_machine_line, figures
 from benchmarks.peers.run import names, require_installed
 from benchmarks.peers.workloads import make_poisson, tokenize
 
+from pagemill.errors import ConfigError
 from pagemill.hub import resolve_model
 
-FACTOR = 1.5
-BISECTIONS = 3
-LOWEST_RATE = 0.1
 RUN_LIMIT_S = 600.0
 
 
-def find_capacity(holds: Callable[[float], bool], first: float) -> float | None:
-    """Returns the highest rate tried that holds, None if not even `LOWEST_RATE` does.
-
-    A higher rate is taken to be harder.
-
-    Rates rise from `first` by `FACTOR` until one breaks, or fall until one holds; then the gap is halved, in ratio,
-    `BISECTIONS` times.
-    """
-    rate = first
-    if holds(rate):
-        while holds(rate * FACTOR):
-            rate *= FACTOR
-    else:
-        rate /= FACTOR
-        while rate >= LOWEST_RATE and not holds(rate):
-            rate /= FACTOR
-        if rate < LOWEST_RATE:
-            return None
-    above = rate * FACTOR
-    for _ in range(BISECTIONS):
-        middle = (rate * above) ** 0.5
-        rate, above = (middle, above) if holds(middle) else (rate, middle)
-    return rate
-
-
-def measure_engine(name: str, text: list[int], arguments: argparse.Namespace) -> dict[str, Any]:
+def measure_engine(name: str, text: list[int], limits: Limits, arguments: argparse.Namespace) -> dict[str, Any]:
     """Returns {"description", "rates": [...], "capacity": the row of the highest rate that held, or None}."""
     rows: list[dict[str, Any]] = []
     pieces = 0
@@ -83,7 +57,7 @@ def measure_engine(name: str, text: list[int], arguments: argparse.Namespace) ->
                 **figures(measured),
             }
             rows.append(row)
-            held = bool(row["tpot_p99_s"] <= arguments.slo_tpot_p99 / 1000)
+            held = limits.hold(row)
             print(
                 f"{name}: {rate:.2f} requests/s: p99 TPOT {1000 * row['tpot_p99_s']:.0f} ms, p99 TTFT "
                 f"{1000 * row['ttft_p99_s']:.0f} ms: {'holds' if held else 'breaks'}",
@@ -97,15 +71,14 @@ def measure_engine(name: str, text: list[int], arguments: argparse.Namespace) ->
 
 
 def markdown(result: dict[str, Any]) -> str:
-    limit_ms = 1000 * result["slo_tpot_p99_s"]
+    limits = Limits(result["slo_tpot_p99_s"], result["slo_ttft_p99_s"])
     lines = [
         f"# {result['model']}, capacity under a limit",
         "",
         f"{describe_machine_line(result['machine'])}.",
         "",
         f"Requests of the mixed workload's lengths arrive at random for {result['seconds']:g} s at each rate. "
-        "Capacity: the highest rate at which the p99 over requests of the time per output token is at most "
-        f"{limit_ms:g} ms.",
+        f"Capacity: the highest rate at which {limits}.",
         "",
     ]
     own = next((found for name, found in result["engines"].items() if name.startswith("pagemill")), None)
@@ -139,11 +112,15 @@ def markdown(result: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--engines", default="pagemill,vllm", help=f"of {','.join(ENGINES)}")
-    parser.add_argument("--slo-tpot-p99", type=float, default=250, help="the limit, milliseconds")
+    add_limit_arguments(parser)
     parser.add_argument("--seconds", type=float, default=40, help="how long requests arrive at each rate")
     parser.add_argument("--first-rate", type=float, default=0.6, help="requests per second to begin with")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/capacity"))
     arguments = parser.parse_args()
+    try:
+        limits = chosen_limits(arguments)
+    except ConfigError as error:
+        parser.error(error.message)
     engines = names(arguments.engines, ENGINES, "engine")
     require_installed(engines)
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
@@ -152,13 +129,14 @@ def main() -> None:
     result: dict[str, Any] = {
         "machine": describe_machine(),
         "model": model_paths()["name"],
-        "slo_tpot_p99_s": arguments.slo_tpot_p99 / 1000,
+        "slo_tpot_p99_s": limits.tpot_p99_s,
+        "slo_ttft_p99_s": limits.ttft_p99_s,
         "seconds": arguments.seconds,
         "engines": {},
     }
     for name in engines:
         try:
-            result["engines"][name] = measure_engine(name, text, arguments)
+            result["engines"][name] = measure_engine(name, text, limits, arguments)
         except EngineFailed as error:
             print(f"{name} failed: {error}", file=sys.stderr, flush=True)
             continue

@@ -51,11 +51,11 @@ def plot_capacity(result: dict[str, Any], title: str, path: Path) -> None:
     """Plots p99 of time per output token and of time to first token against the rate of arrivals, a line per engine."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(1, 2, figsize=(8, 3.2), layout="constrained")
-    limit_ms = 1000 * result["slo_tpot_p99_s"]
     for axis, name, label in (
         (axes[0], "tpot_p99_s", "p99 time per output token, ms"),
         (axes[1], "ttft_p99_s", "p99 time to first token, ms"),
     ):
+        limit_s = result[f"slo_{name}"]
         shades = {True: iter(OWN * 2), False: iter(GREYS * 2)}
         for engine, found in result["engines"].items():
             own = engine.startswith("pagemill")
@@ -74,9 +74,11 @@ def plot_capacity(result: dict[str, Any], title: str, path: Path) -> None:
         axis.tick_params(labelsize=7)
         axis.set_ylim(bottom=0)
         axis.spines[["top", "right"]].set_visible(False)
-    axes[0].axhline(limit_ms, color="#111827", linewidth=0.8, linestyle=":")
-    axes[0].annotate(f"limit {limit_ms:.0f} ms", (0.01, limit_ms), xycoords=("axes fraction", "data"), fontsize=7,
-                     va="bottom")  # fmt: skip
+        if limit_s is not None:
+            limit_ms = 1000 * limit_s
+            axis.axhline(limit_ms, color="#111827", linewidth=0.8, linestyle=":")
+            axis.annotate(f"limit {limit_ms:.0f} ms", (0.01, limit_ms), xycoords=("axes fraction", "data"), fontsize=7,
+                          va="bottom")  # fmt: skip
     axes[0].legend(fontsize=7, frameon=False)
     figure.suptitle(title, fontsize=9)
     figure.savefig(path, dpi=150)
