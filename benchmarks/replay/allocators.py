@@ -21,7 +21,7 @@ from benchmarks.replay.setup import Setup, add_replay_arguments, begin, chosen_s
 
 from pagemill.scheduling.step_plan import StepPlan
 from pagemill.simulate.simulator import Replay, replay
-from pagemill.simulate.step_time import StepTimes
+from pagemill.simulate.step_time import StepModel
 from pagemill.simulate.trace import TracedRequest, read_trace
 
 CONTIGUOUS = (
@@ -68,8 +68,7 @@ class PoolMeter:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_replay_arguments(parser, seconds=120, rate=1.0)
-    parser.set_defaults(kv_mib=1024)
+    add_replay_arguments(parser, seconds=120, rate=1.0, kv_mib=1024)
 
 
 def main(arguments: argparse.Namespace) -> None:
@@ -103,7 +102,7 @@ def main(arguments: argparse.Namespace) -> None:
     )
 
 
-def paged(trace: Sequence[TracedRequest], setup: Setup, step_times: StepTimes) -> Row:
+def paged(trace: Sequence[TracedRequest], setup: Setup, step_times: StepModel) -> Row:
     memory, shape = setup.memory(step_times), step_times.shape
     slot_bytes = shape.frame_bytes(setup.block_size) / setup.block_size
 
@@ -122,7 +121,7 @@ def contiguous(
     trace: Sequence[TracedRequest],
     longest: int,
     setup: Setup,
-    step_times: StepTimes,
+    step_times: StepModel,
     reservation: str,
     placement: str,
 ) -> Row:

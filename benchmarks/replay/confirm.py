@@ -30,6 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     step_times = StepTimes.load(arguments.calibration)
+    arguments.kv_mib = arguments.kv_mib or arguments.calibrated_kv_mib
     trace, setup = chosen_trace(arguments), chosen_setup(arguments)
     engine = RealEngine(
         step_times.about["model"],

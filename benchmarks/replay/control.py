@@ -21,7 +21,7 @@ from benchmarks.replay.setup import Setup, add_replay_arguments, begin, chosen_s
 from pagemill.errors import ConfigError, TraceError
 from pagemill.scheduling.step_plan import StepPlan
 from pagemill.simulate.simulator import replay
-from pagemill.simulate.step_time import StepTimes
+from pagemill.simulate.step_time import StepModel
 from pagemill.simulate.trace import TracedRequest
 
 
@@ -81,7 +81,7 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def measure(
-    name: str, trace: Sequence[TracedRequest], setup: Setup, step_times: StepTimes, target_s: float, until_s: float
+    name: str, trace: Sequence[TracedRequest], setup: Setup, step_times: StepModel, target_s: float, until_s: float
 ) -> Row:
     gaps = late = 0
 

@@ -34,6 +34,7 @@ ANSWER_BLOCKS = 1 << 31
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_trace_arguments(parser, seconds=float("inf"), rate=1.0)
     add_output_argument(parser)
+    parser.set_defaults(device=None)
     parser.add_argument("--blocks", default="1024,2048,4096,8192,16384,32768,65536,131072,262144", help="cache sizes")
     parser.add_argument("--policies", default=",".join(POLICIES))
 

@@ -60,6 +60,8 @@ def _finish(arguments: argparse.Namespace, name: str, figure: Any, axes: Any, x_
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(axis="y", alpha=0.3)
+    if arguments.device is not None:
+        axes.set_title(f"modelled: {arguments.shape} on {arguments.device}, {arguments.dtype}", fontsize=9)
     figure.legend(fontsize=8, loc="outside upper center", ncols=4)  # beside what is drawn, wherever that is
     path = arguments.out / f"{name}.png"
     path.parent.mkdir(parents=True, exist_ok=True)

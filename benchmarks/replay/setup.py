@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,10 +15,12 @@ import numpy as np
 
 from pagemill.arguments import arguments_of
 from pagemill.config import EngineConfig
+from pagemill.errors import ConfigError
 from pagemill.memory.manager import MemoryManager
 from pagemill.scheduling.scheduler import Scheduler
+from pagemill.simulate.roofline import DEVICES, SHAPES, Roofline, read_device, read_shape
 from pagemill.simulate.simulator import END_TOKEN, Served
-from pagemill.simulate.step_time import StepTimes
+from pagemill.simulate.step_time import StepModel, StepTimes
 from pagemill.simulate.trace import TracedRequest, read_trace, slice_of
 
 CALIBRATION = Path(__file__).parent / "xeon-amx-1-thread.json"
@@ -36,7 +39,7 @@ class Setup:
     target_tpot_s: float | None = math.inf
     kv_compaction: str = "auto"
 
-    def memory(self, step_times: StepTimes, **settings: Any) -> MemoryManager:
+    def memory(self, step_times: StepModel, **settings: Any) -> MemoryManager:
         shape = step_times.shape
         frames = self.kv_bytes // shape.frame_bytes(self.block_size)
         return MemoryManager(frames, self.block_size, [group.window for group in shape.groups.groups], **settings)
@@ -61,9 +64,12 @@ def add_trace_arguments(parser: argparse.ArgumentParser, *, seconds: float, rate
     parser.add_argument("--rate", type=float, default=rate, help="arrive this many times as fast as in the trace")
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+def add_engine_arguments(parser: argparse.ArgumentParser, *, kv_mib: int = 2048) -> None:
     parser.add_argument("--calibration", type=Path, default=CALIBRATION, help="step times, made by `calibrate`")
-    parser.add_argument("--kv-mib", type=int, default=2048, help="bytes of the KV pool, in MiB")
+    parser.add_argument(
+        "--kv-mib", type=int, help=f"bytes of the KV pool, in MiB: by default {kv_mib}, or what a --device has left"
+    )
+    parser.set_defaults(calibrated_kv_mib=kv_mib)
     parser.add_argument("--max-num-seqs", type=int, default=256)
     parser.add_argument("--max-num-batched-tokens", type=int, default=512)
     parser.add_argument("--kv-compaction", default="auto", choices=arguments_of(EngineConfig)["kv_compaction"].choices)
@@ -73,18 +79,49 @@ def add_output_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for tables (JSON) and plots (PNG)")
 
 
-def add_replay_arguments(parser: argparse.ArgumentParser, *, seconds: float, rate: float) -> None:
+def add_device_arguments(
+    parser: argparse.ArgumentParser, *, device: str | None = None, shape: str | None = None
+) -> None:
+    parser.add_argument(
+        "--device", default=device, help=f"model this device's step times: {names_in(DEVICES)}, or a .json file"
+    )
+    parser.add_argument("--shape", default=shape, help=f"the model on it: {names_in(SHAPES)}, or a .json file")
+    parser.add_argument("--dtype", default="bfloat16", help="of its weights: bfloat16, float16, float32, float8, int8")
+
+
+def names_in(path: Path) -> str:
+    return ", ".join(json.loads(path.read_text()))
+
+
+def add_replay_arguments(parser: argparse.ArgumentParser, *, seconds: float, rate: float, kv_mib: int = 2048) -> None:
     """Adds all of the above."""
     add_trace_arguments(parser, seconds=seconds, rate=rate)
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, kv_mib=kv_mib)
+    add_device_arguments(parser)
     add_output_argument(parser)
 
 
-def begin(arguments: argparse.Namespace) -> tuple[StepTimes, list[TracedRequest]]:
+def begin(arguments: argparse.Namespace) -> tuple[StepModel, list[TracedRequest]]:
     """Prints what is replayed, and returns its step times and the trace."""
-    step_times, trace = StepTimes.load(arguments.calibration), chosen_trace(arguments)
+    step_times, trace = chosen_step_times(arguments), chosen_trace(arguments)
     print(describe(arguments, step_times, trace), flush=True)
     return step_times, trace
+
+
+def chosen_step_times(arguments: argparse.Namespace) -> StepModel:
+    """Returns the device's or the calibration's step times, and sets `kv_mib` where nobody has."""
+    if (arguments.device is None) != (arguments.shape is None):
+        raise ConfigError("give both --device and --shape, or neither for step times of a --calibration")
+    if arguments.device is None:
+        arguments.kv_mib = arguments.kv_mib or arguments.calibrated_kv_mib
+        return StepTimes.load(arguments.calibration)
+    return chosen_roofline(arguments)
+
+
+def chosen_roofline(arguments: argparse.Namespace) -> Roofline:
+    roofline = Roofline(read_device(arguments.device), read_shape(arguments.shape), arguments.dtype)
+    arguments.kv_mib = arguments.kv_mib or roofline.kv_bytes // MIB
+    return roofline
 
 
 def chosen_trace(arguments: argparse.Namespace) -> list[TracedRequest]:
@@ -101,13 +138,12 @@ def chosen_setup(arguments: argparse.Namespace, block_size: int = 16) -> Setup:
     )
 
 
-def describe(arguments: argparse.Namespace, step_times: StepTimes, trace: Sequence[TracedRequest]) -> str:
+def describe(arguments: argparse.Namespace, step_times: StepModel, trace: Sequence[TracedRequest]) -> str:
     prompts, outputs = sum(r.prompt_len for r in trace), sum(r.output_len for r in trace)
     return (
         f"{arguments.trace.name}: {len(trace)} requests in {trace[-1].arrival_s:.0f} s "
         f"({arguments.rate:g} times the trace's rate), {prompts} prompt and {outputs} output tokens\n"
-        f"step times: {step_times.about['model']} in {step_times.about['dtype']} on {step_times.about['cpu']}, "
-        f"{step_times.about['cores']} cores; KV pool {arguments.kv_mib} MiB"
+        f"step times: {step_times.description}; KV pool {arguments.kv_mib} MiB"
     )
 
 

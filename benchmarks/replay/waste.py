@@ -22,7 +22,7 @@ from benchmarks.replay.setup import Setup, add_replay_arguments, begin, chosen_s
 from pagemill.memory.manager import Scatter
 from pagemill.scheduling.step_plan import StepPlan
 from pagemill.simulate.simulator import WasteMeter, replay
-from pagemill.simulate.step_time import StepTimes
+from pagemill.simulate.step_time import StepModel
 from pagemill.simulate.trace import TracedRequest
 
 
@@ -69,7 +69,7 @@ def main(arguments: argparse.Namespace) -> None:
     )
 
 
-def measure(trace: Sequence[TracedRequest], setup: Setup, step_times: StepTimes) -> Row:
+def measure(trace: Sequence[TracedRequest], setup: Setup, step_times: StepModel) -> Row:
     memory = setup.memory(step_times)
     meter = WasteMeter(memory, step_times.shape)
     looked: list[Scatter] = []

@@ -17,7 +17,7 @@ from pagemill.sampling.params import SamplingParams
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.scheduling.sequence import Request
 from pagemill.scheduling.step_plan import StepPlan, StepResult
-from pagemill.simulate.step_time import KVShape, StepTimes, work_of
+from pagemill.simulate.step_time import KVShape, StepModel, work_of
 from pagemill.simulate.trace import TracedRequest
 
 ROOT = root_digest(b"simulated", "simulated", "simulated", "")
@@ -91,7 +91,7 @@ class Replay:
 def replay(
     trace: Sequence[TracedRequest],
     scheduler: Scheduler,
-    step_times: StepTimes,
+    step_times: StepModel,
     observe: Sequence[Observer] = (),
     *,
     root: Callable[[TracedRequest], bytes] = lambda request: ROOT,

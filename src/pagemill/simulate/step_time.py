@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,6 +84,25 @@ def work_of(plan: StepPlan, groups: LayerGroups) -> StepWork:
     return StepWork(len(plan.rows), plan.num_tokens, len(np.unique(plan.sample_from)), pairs, keys)
 
 
+class StepModel(Protocol):
+    """Gives the seconds of a step, for a model whose K/V have this shape.
+
+    about:       what the seconds come from, for files. description: the same in one line, for people.
+    """
+
+    @property
+    def shape(self) -> KVShape: ...
+
+    @property
+    def about(self) -> dict[str, Any]: ...
+
+    @property
+    def description(self) -> str: ...
+
+    def seconds(self, work: StepWork) -> float:
+        """Returns the seconds that a step with this work takes."""
+
+
 KNEES = (8, 32, 128)
 """Numbers of tokens at which the cost of one more changes: weights' bytes bound small steps, products large ones."""
 COSTS = ("step", "row", *(f"token to {knee}" for knee in KNEES), "token beyond", "logits", "pair", "key")
@@ -112,6 +131,11 @@ class StepTimes:
     def __post_init__(self) -> None:
         if set(self.seconds_of) != set(COSTS):
             raise CalibrationError(f"the calibration has costs {sorted(self.seconds_of)}; it must have {sorted(COSTS)}")
+
+    @property
+    def description(self) -> str:
+        about = self.about
+        return f"{about['model']} in {about['dtype']} on {about['cpu']}, {about['cores']} cores"
 
     def seconds(self, work: StepWork) -> float:
         """Returns the seconds that a step with this work takes."""
