@@ -270,7 +270,7 @@ def test_what_takes_less_time_by_the_speeds_measured_is_done(conversations, expe
     def loads(at: int, prefill_s_per_token: float) -> bool:
         """Whether a conversation is loaded, or else computed."""
         loaded = core.stats().blocks_loaded
-        core.tiers.prefill_s_per_token = prefill_s_per_token
+        core.tiers.prefill.s_per_token = prefill_s_per_token
         run = drive(core, conversations[at : at + 1], record=True)
         (name,) = run.cached
         assert run.tokens[name, 0] == expected.tokens[name, 0]
@@ -311,9 +311,9 @@ def test_steps_that_hardly_compute_prompts_say_nothing_about_that(make_engine):
     core = make_engine(**SMALL, kv_host_memory=200 * FRAME_BYTES)
     for query_lens in ([1] * 200, [63], [1] * 65 + [64]):
         core.tiers.note_step(step_of(query_lens), 1.0)
-        assert core.tiers.prefill_s_per_token == 0.0
+        assert core.tiers.prefill.s_per_token == 0.0
     core.tiers.note_step(step_of([1] * 20 + [80]), 1.0)
-    assert core.tiers.prefill_s_per_token == 0.01
+    assert core.tiers.prefill.s_per_token == 0.01
     core.close()
 
 

@@ -14,6 +14,7 @@ from pagemill.errors import ConfigError, KVStoreError
 from pagemill.executor.interface import Executor
 from pagemill.kvcache.disk_store import DiskStore, file_bytes
 from pagemill.kvcache.host_store import ENTRY_BYTES, CompressedStore, HostStore
+from pagemill.kvcache.load_time import PrefillTime
 from pagemill.kvcache.offload_tiers import OffloadStore, OffloadTiers, Sources
 from pagemill.kvcache.sizing import host_memory, parse_memory
 from pagemill.kvcache.store_format import StoreFormat, default_root
@@ -23,9 +24,6 @@ from pagemill.memory.work import Save
 from pagemill.scheduling.step_plan import StepPlan
 
 logger = logging.getLogger(__name__)
-
-MIN_PREFILL_TOKENS = 64
-"""Steps with fewer tokens of prompts say nothing about how fast these are computed."""
 
 
 def wants_tiers(config: EngineConfig) -> bool:
@@ -130,7 +128,7 @@ class Tiers:
         self.transfers = Transfers(executor.frames, offload)
         self._memory = memory
         self._preemption_mode = preemption_mode
-        self.prefill_s_per_token = 0.0
+        self.prefill = PrefillTime()
 
     def stored(self, digests: Sequence[bytes], found: int, preempted: bool) -> int:
         """Returns up to which block of a chain to load, as `scheduling.loading.Stored` says.
@@ -147,11 +145,11 @@ class Tiers:
         except KVStoreError as error:
             logger.warning("%s", error)
             return found
-        if swap or reach == found or not self.prefill_s_per_token:
+        if swap or reach == found or not self.prefill.s_per_token:
             return reach
         blocks = self._memory.missing(digests[:reach])
         lowest = max(sources[digests[entry], group] or 0 for entry, group in blocks)
-        compute_s = (reach - found) * self._memory.block_size * self.prefill_s_per_token
+        compute_s = (reach - found) * self._memory.block_size * self.prefill.s_per_token
         return reach if self.transfers.load_times[lowest].pays(len(blocks), compute_s) else found
 
     def save(self, saves: Sequence[Save]) -> None:
@@ -169,15 +167,10 @@ class Tiers:
         self.offload.guarantee({one.name: one.guaranteed_blocks / memory.num_frames for one in memory.tenants})
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
-        """Notes how long a step took.
-
-        It tells how fast prompts are computed if most of its tokens belong to prompts.
-        """
+        """Notes how long a step took."""
         for load_time in self.transfers.load_times:
             load_time.note_step(seconds)
-        if plan.num_tokens - plan.num_generating >= max(MIN_PREFILL_TOKENS, plan.num_generating):
-            each, known = seconds / plan.num_tokens, self.prefill_s_per_token
-            self.prefill_s_per_token = 0.8 * known + 0.2 * each if known else each
+        self.prefill.note_step(plan.num_tokens, plan.num_generating, seconds)
 
     def close(self) -> None:
         """Waits for what is under way."""

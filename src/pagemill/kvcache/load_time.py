@@ -1,4 +1,4 @@
-"""LoadTime: how long the next load from an offload store will take, by what recent ones took."""
+"""How long the next load from an offload store will take, and computing a prompt instead, by what recent ones took."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ FADING = 0.8
 """The weight of a load compared with the one after it."""
 TRIAL_SHARE = 0.05
 """The largest share of steps' time that may be lost on loads that are expected to take too long."""
+
+MIN_PREFILL_TOKENS = 64
+"""Steps with fewer tokens of prompts say nothing about how fast these are computed."""
 
 
 class LoadTime:
@@ -63,3 +66,19 @@ class LoadTime:
         self._unconfirmed_s = 0.0
         self._doubted = True
         return True
+
+
+class PrefillTime:
+    """Estimates how long computing a token of a prompt takes, by recent steps. s_per_token: 0 if nothing is known."""
+
+    def __init__(self) -> None:
+        self.s_per_token = 0.0
+
+    def note_step(self, tokens: int, generating: int, seconds: float) -> None:
+        """Notes how long a step took with so many tokens, so many of them of sequences that generate.
+
+        It tells how fast prompts are computed if most of its tokens belong to prompts.
+        """
+        if tokens - generating >= max(MIN_PREFILL_TOKENS, generating):
+            each, known = seconds / tokens, self.s_per_token
+            self.s_per_token = 0.8 * known + 0.2 * each if known else each

@@ -174,7 +174,8 @@ class Roofline:
         """Returns the seconds that a step with this work takes."""
         cost = self._costs
         total = self.device.step_s + self.device.row_s * work.rows
-        total += max(cost.layers_s, cost.token_s * work.tokens)
+        if work.tokens:
+            total += max(cost.layers_s, cost.token_s * work.tokens)
         if work.logits:
             total += max(cost.head_s, cost.logits_s * work.logits)
         return total + cost.key_s * work.keys + cost.pair_s * work.pairs

@@ -6,6 +6,7 @@ seconds that the model gives the step.
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from pagemill.sampling.params import SamplingParams
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.scheduling.sequence import Request
 from pagemill.scheduling.step_plan import StepPlan, StepResult
+from pagemill.simulate.lower_tier import LowerTier
 from pagemill.simulate.step_time import KVShape, StepModel, work_of
 from pagemill.simulate.trace import TracedRequest
 
@@ -97,6 +99,7 @@ def replay(
     root: Callable[[TracedRequest], bytes] = lambda request: ROOT,
     until_s: float = float("inf"),
     max_tokens: int | None = None,
+    tier: LowerTier | None = None,
 ) -> Replay:
     """Serves the trace (in order of arrival), each request for exactly its output length, until all have ended.
 
@@ -104,6 +107,7 @@ def replay(
     until_s: simulated second at which the replay stops, with whatever is still running.
     max_tokens: what all requests set, at least; they end by `END_TOKEN`, and nobody knows before how long they become.
              None: each sets its output length, and the scheduler is told that nothing else ends it.
+    tier:    host memory below the pool; its `stored` must be the scheduler's.
     """
     outcome = Replay()
     served = outcome.served
@@ -113,17 +117,25 @@ def replay(
     while now < until_s:
         while len(served) < len(trace) and trace[len(served)].arrival_s <= now:
             _submit(scheduler, served, trace[len(served)], root, max_tokens)
+        if tier is not None:
+            tier.finish_loads(scheduler, now)
         plan = scheduler.schedule(now)
+        waits_s = 0.0 if tier is None else tier.start_transfers(scheduler, now)
+        now += waits_s
         if plan is None:
-            assert not scheduler.has_work(), "requests wait, and nothing can run"
-            if len(served) == len(trace):
+            loaded_s = math.inf if tier is None else tier.next_s
+            assert loaded_s < math.inf or not scheduler.has_work(), "requests wait, and nothing can run"
+            arrival_s = trace[len(served)].arrival_s if len(served) < len(trace) else math.inf
+            if loaded_s == arrival_s == math.inf:
                 break
-            now = trace[len(served)].arrival_s
+            now = max(now, min(loaded_s, arrival_s))
             continue
         for new in plan.new_rows:
             index_of_row[new.row] = new.seed
             served[new.seed].starts += 1
         seconds = step_times.seconds(work_of(plan, groups))
+        if tier is not None:
+            tier.note_step(plan, seconds)
         for observer in observe:
             observer(plan, seconds)
         now += seconds
@@ -143,7 +155,7 @@ def replay(
             one.last_token_s = now
             if update.finish_reason is not None:
                 one.finished_s = now
-        scheduler.note_step(plan, seconds)
+        scheduler.note_step(plan, waits_s + seconds)
     outcome.end_s = now
     outcome.preemptions = scheduler.preemptions
     return outcome
