@@ -11,10 +11,14 @@ from pagemill.errors import PagemillError
 COMMANDS = {
     "eviction": "prompt tokens that each eviction policy finds again, beside the best possible",
     "allocators": "paged and contiguous KV memory of equal size",
+    "capacity": "requests per second within limits on latency",
+    "load": "throughput against load, contiguous and paged, until each saturates; modelled",
+    "swap": "swapping to host memory against computing again, over the link's speed; modelled",
     "control": "the controller against fixed settings",
     "foresight": "admission by foresight: preemptions of a 13B model, modelled",
     "waste": "KV memory that is reserved and holds nothing, by block size",
     "calibrate": "fit the step-time model to steps of the real engine on this machine",
+    "validate": "hold a roofline of this machine against steps of its real engine",
     "confirm": "serve a slice of a trace for real, and hold the simulation against it",
 }
 

@@ -79,11 +79,14 @@ def fitted(
 
 
 def _band(low: int, high: int, measured: NDArray[np.float64], errors: NDArray[np.float64]) -> dict[str, Any]:
-    name = str(low) if low == high else f"{low} to {high}" if high < 10**9 else f"{low} and more"
     return {
-        "tokens": name,
+        "tokens": band_name(low, high),
         "steps": len(errors),
         "median_s": float(np.median(measured)),
         "median_error": float(np.median(errors)),
         "error_p90": float(np.percentile(np.abs(errors), 90)),
     }
+
+
+def band_name(low: int, high: int) -> str:
+    return str(low) if low == high else f"{low} to {high}" if high < BANDS[-1][1] else f"{low} and more"

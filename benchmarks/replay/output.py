@@ -56,12 +56,38 @@ def lines(
     _finish(arguments, name, figure, axes, x_label, y_label)
 
 
+def panels(
+    arguments: argparse.Namespace,
+    name: str,
+    x_label: str,
+    charts: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
+    limits: Mapping[str, tuple[float, float]],
+) -> None:
+    """Plots charts side by side, by the label of y: one line of (x, y) per series. limits: of y, by its label."""
+    figure, axes = pyplot.subplots(1, len(charts), figsize=(4.5 * len(charts), 4), layout="constrained")
+    for one, (y_label, series) in zip(axes, charts.items(), strict=True):
+        for label, points in series.items():
+            xs, ys = zip(*points, strict=True)
+            one.plot(xs, ys, marker="o", markersize=3, label=label if one is axes[0] else None)
+        one.set_xscale("log", base=2)
+        one.xaxis.set_major_formatter("{x:g}")
+        one.set_xlabel(x_label)
+        one.set_ylabel(y_label)
+        one.set_ylim(*limits.get(y_label, (0.0, None)))
+        one.grid(alpha=0.3)
+    _save(arguments, name, figure)
+
+
 def _finish(arguments: argparse.Namespace, name: str, figure: Any, axes: Any, x_label: str, y_label: str) -> None:
     axes.set_xlabel(x_label)
     axes.set_ylabel(y_label)
     axes.grid(axis="y", alpha=0.3)
+    _save(arguments, name, figure)
+
+
+def _save(arguments: argparse.Namespace, name: str, figure: Any) -> None:
     if arguments.device is not None:
-        axes.set_title(f"modelled: {arguments.shape} on {arguments.device}, {arguments.dtype}", fontsize=9)
+        figure.supxlabel(f"modelled: {arguments.shape} on {arguments.device}, {arguments.dtype}", fontsize=8)
     figure.legend(fontsize=8, loc="outside upper center", ncols=4)  # beside what is drawn, wherever that is
     path = arguments.out / f"{name}.png"
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ from pagemill.arguments import arguments_of
 from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError
 from pagemill.memory.manager import MemoryManager
+from pagemill.scheduling.loading import Stored
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.simulate.roofline import DEVICES, SHAPES, Roofline, read_device, read_shape
 from pagemill.simulate.simulator import END_TOKEN, Served
@@ -44,7 +45,7 @@ class Setup:
         frames = self.kv_bytes // shape.frame_bytes(self.block_size)
         return MemoryManager(frames, self.block_size, [group.window for group in shape.groups.groups], **settings)
 
-    def scheduler(self, memory: Any, *, caching: bool = True) -> Scheduler:
+    def scheduler(self, memory: Any, *, caching: bool = True, stored: Stored | None = None) -> Scheduler:
         return Scheduler(
             memory,
             max_num_seqs=self.max_num_seqs,
@@ -52,6 +53,7 @@ class Setup:
             eos_token_ids=frozenset({END_TOKEN}),
             ageing_s=10.0,
             enable_prefix_caching=caching,
+            stored=stored,
             target_tpot_s=self.target_tpot_s,
             compacts=self.kv_compaction == "auto" and isinstance(memory, MemoryManager),
         )

@@ -144,3 +144,89 @@ def test_confirm_serves_a_slice_for_real_and_simulates_it(calibrated, trace):
     assert found["most rows"][0] <= 5
     assert found["preemptions"] == (0, 0)
     assert all(value > 0 for name in found if name.startswith(("TTFT", "TPOT")) for value in found[name])
+
+
+A100 = ("--device", "a100-40", "--shape", "opt-13b")
+
+
+def test_a_replay_on_a_device_is_labelled_modelled_and_has_the_pool_that_its_weights_leave(trace, tmp_path):
+    printed = replay("allocators", trace, "--seconds", 3, *A100, "--out", tmp_path)
+    assert (
+        "step times: *modelled* by a roofline: OPT-13B in bfloat16 on NVIDIA A100 SXM4 40 GB; KV pool 11329 MiB"
+        in printed
+    )
+    found = json.loads((tmp_path / "allocators.json").read_text())
+    assert found["about"]["modelled"] is True
+    assert found["about"]["sources"]["bytes_per_s"]
+    assert found["settings"]["kv_mib"] == "11329"
+    assert len(found["rows"]) == 6
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--device", "h100"), "give both --device and --shape"),
+        (("--device", "h1000", "--shape", "opt-13b"), "there is no device 'h1000'; choose one of a100-40"),
+        (("--device", "l4", "--shape", "llama-3-70b"), "Llama 3 70B in bfloat16 has 141.1 GB of weights"),
+        (("--device", "l4", "--shape", "llama-3-8b", "--dtype", "int4"), "has no rate for int4"),
+    ],
+)
+def test_a_device_that_cannot_be_modelled_is_refused(trace, arguments, words):
+    done = start("waste", trace, *arguments)
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: ")
+    assert words in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_capacity_needs_both_limits_to_hold(tmp_path):
+    """A queue spoils the first token before the gaps."""
+    found = []
+    for ttft in ((), ("--slo-ttft-p99", 100)):
+        limits = ("--slo-tpot-p99", 40, *ttft, "--seconds", 20, "--first-rate", 1.5)
+        printed = replay("capacity", *A100, *limits, "--out", tmp_path)
+        found.append(float(re.findall(r"capacity: (\S+) requests/s", printed)[0]))
+        rows = json.loads((tmp_path / "capacity-sharegpt.json").read_text())["rows"]
+        assert max(row["rate"] for row in rows if row["held"]) == pytest.approx(found[-1], abs=0.01)
+        assert all(row["ttft_p99_s"] <= (0.1 if ttft else 5.0) for row in rows if row["held"])
+        assert all(row["tpot_p99_s"] <= 0.04 for row in rows if row["held"])
+        assert not all(row["held"] for row in rows)
+    assert 0.1 <= found[1] < found[0]
+
+
+def test_paged_memory_sustains_more_load_than_contiguous(tmp_path):
+    printed = replay("load", "--seconds", 8, "--first-rate", 1, "--limit-ms", 60, "--out", tmp_path)
+    rows = cells(printed, 8)
+    assert [row[0] for row in rows] == ["maximum", "power of two", "exact", "paged"]
+    rates, most = ([float(row[column]) for row in rows] for column in (1, 4))
+    assert rates == sorted(rates)
+    assert most == sorted(most)
+    assert rates[0] * 1.5 < rates[3]
+    assert rows[0][3] == "2.7x to 8x"
+    assert [row[7] for row in rows] == ["7.0", "9.8", "13.6", "30.4"]
+    assert float(rows[0][6]) <= 7, "runs of 2,048 tokens"
+    assert (tmp_path / "load-sharegpt.png").stat().st_size > 5000
+
+
+def test_swapping_computes_less_again(tmp_path):
+    sizes = ("--requests", 40, "--links", "1", "--kv-mib", 4000, "--out", tmp_path)
+    replay("swap", *sizes)
+    rows = json.loads((tmp_path / "swap-sharegpt.json").read_text())["rows"]
+    assert [row["mode"] for row in rows] == ["none", *("recompute", "swap", "auto") * 2]
+    none, recompute, swap, _ = rows[:4]
+    assert none["preemptions"] > 0
+    assert none["loaded_tokens"] == recompute["loaded_tokens"] == none["saving"] == 0
+    assert swap["loaded_tokens"] > 0
+    assert swap["recomputed"] < recompute["recomputed"] / 2
+    assert rows[5]["saving"] > rows[2]["saving"] > 0, "a slower link"
+
+
+@pytest.mark.slow
+def test_validate_holds_a_roofline_against_real_steps(tmp_path):
+    printed = replay("validate", "--seconds", 1, "--max-num-batched-tokens", 128, "--out", tmp_path)
+    rows = json.loads((tmp_path / "validate.json").read_text())["rows"]
+    assert [row[0] for row in cells(printed, 9)] == [row["tokens"] for row in rows]
+    every = rows[-1]
+    assert every["steps"] == sum(row["steps"] for row in rows[:-1]) >= LEAST_STEPS * len(RUNNING)
+    assert every["errors"]["floor"][0] < every["errors"]["modelled"][0]
+    assert every["errors"]["calibrated"][1] < 1

@@ -1,0 +1,76 @@
+"""Finds capacity under limits on latency: the requests per second that a modelled engine serves in time.
+
+    python -m benchmarks.replay capacity [--workload sharegpt] [--device a100-40 --shape llama-3-8b]
+        [--slo-tpot-p99 250] [--slo-ttft-p99 2000] [--seconds 120] [--first-rate 1]
+
+Generated requests arrive at random (Poisson, seeded) for `--seconds` at each rate, and all run to their end, as
+`benchmarks.peers.capacity` does with real engines. Where the p99 time to first token is more than a quarter of that, a
+rate is more than can be served, and breaks even without a limit on it: the queue only grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from benchmarks.capacity import LOWEST_RATE, add_limit_arguments, chosen_limits, find_capacity
+from benchmarks.replay.output import write_table
+from benchmarks.replay.setup import (
+    add_device_arguments,
+    add_engine_arguments,
+    add_output_argument,
+    chosen_setup,
+    chosen_step_times,
+    latencies,
+)
+from benchmarks.replay.workload import add_workload_argument, workload_named
+
+from pagemill.simulate.simulator import replay
+
+QUEUE_SHARE = 0.25
+"""Of `--seconds`: the longest p99 time to first token at a rate that is served."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_workload_argument(parser, "sharegpt")
+    add_engine_arguments(parser)
+    add_device_arguments(parser)
+    add_limit_arguments(parser)
+    parser.add_argument("--seconds", type=float, default=120.0, help="how long requests arrive at each rate")
+    parser.add_argument("--first-rate", type=float, default=1.0, help="requests per second to begin with")
+    add_output_argument(parser)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    limits, workload = chosen_limits(arguments), workload_named(arguments.workload)
+    step_times = chosen_step_times(arguments)
+    setup = chosen_setup(arguments)
+    rows: list[dict[str, Any]] = []
+
+    def holds(rate: float) -> bool:
+        trace = workload.requests(rate, arguments.seconds)
+        outcome = replay(trace, setup.scheduler(setup.memory(step_times)), step_times)
+        row = {
+            "rate": rate,
+            "requests": len(trace),
+            "output_tokens_per_s": outcome.output_tokens_per_s,
+            "preemptions": outcome.preemptions,
+            **latencies(outcome.served),
+        }
+        held = limits.hold(row) and row["ttft_p99_s"] <= QUEUE_SHARE * arguments.seconds
+        rows.append({**row, "held": held})
+        print(
+            f"| {rate:.2f} | {len(trace)} | {row['output_tokens_per_s']:.0f} | {1e3 * row['tpot_median_s']:.0f}, "
+            f"{1e3 * row['tpot_p99_s']:.0f} ms | {1e3 * row['ttft_median_s']:.0f}, {1e3 * row['ttft_p99_s']:.0f} ms | "
+            f"{row['preemptions']} | {'holds' if held else 'breaks'} |",
+            flush=True,
+        )
+        return held
+
+    print(f"{arguments.workload}; step times: {step_times.description}; KV pool {arguments.kv_mib} MiB\n")
+    print("| requests/s | requests | output tokens/s | TPOT median, p99 | TTFT median, p99 | preemptions | |")
+    print("| ---: |" + " ---: |" * 5 + " --- |")
+    capacity = find_capacity(holds, arguments.first_rate)
+    found = f"under {LOWEST_RATE:g}" if capacity is None else f"{capacity:.2f}"
+    print(f"\ncapacity: {found} requests/s, the highest rate at which {limits}")
+    write_table(arguments, f"capacity-{arguments.workload}", {**step_times.about, "capacity": capacity}, rows)

@@ -1,0 +1,121 @@
+"""Shows when swapping to host memory beats computing again, over the speed of the link between; modelled.
+
+    python -m benchmarks.replay swap [--workload sharegpt] [--device a100-40 --shape opt-13b] [--requests 200]
+        [--links 4,8,16,32,64] [--host-gib 64] [--block-size 16]
+
+All requests come at once, more than the pool holds, so that some are preempted. Under each `preemption_mode` the real
+scheduler saves what is evicted to host memory, and a step waits until it is out; loads run beside steps. Links are in
+GB/s, one direction; the device's own, with its efficiency, comes first. "none" has no host memory at all, and computes
+again what it preempts. "computed again" is a share of all computed tokens. A transfer has no cost but its bytes: small
+blocks are as fast as large ones here, which they are not on a real link.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+from benchmarks.replay.output import panels, write_table
+from benchmarks.replay.setup import (
+    Setup,
+    add_device_arguments,
+    add_engine_arguments,
+    add_output_argument,
+    chosen_roofline,
+    chosen_setup,
+)
+from benchmarks.replay.workload import add_workload_argument, workload_named
+
+from pagemill.errors import ConfigError
+from pagemill.scheduling.step_plan import StepPlan
+from pagemill.simulate.lower_tier import LowerTier
+from pagemill.simulate.roofline import Roofline
+from pagemill.simulate.simulator import replay
+from pagemill.simulate.trace import TracedRequest
+
+MODES = ("recompute", "swap", "auto")
+NONE = "none"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_workload_argument(parser, "sharegpt")
+    add_engine_arguments(parser)
+    add_device_arguments(parser, device="a100-40", shape="opt-13b")
+    parser.add_argument("--requests", type=int, default=200)
+    parser.add_argument("--links", default="4,8,16,32,64", help="GB/s")
+    parser.add_argument("--host-gib", type=float, default=64.0, help="host memory for K/V")
+    parser.add_argument("--block-size", type=int, default=16)
+    add_output_argument(parser)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    roofline = chosen_roofline(arguments)
+    device = roofline.device
+    if device.link_bytes_per_s is None:
+        raise ConfigError(f"{device.about} has no link: its pool lies in host memory; choose another --device")
+    drawn = workload_named(arguments.workload).requests(1.0, 2.0 * arguments.requests)[: arguments.requests]
+    trace = [replace(request, arrival_s=0.0) for request in drawn]
+    setup = chosen_setup(arguments, arguments.block_size)
+    own = device.efficiency["link"] * device.link_bytes_per_s / 1e9
+    links = [own, *map(float, arguments.links.split(","))]
+    print(f"{len(trace)} requests of {arguments.workload}; {roofline.description}; KV pool {arguments.kv_mib} MiB\n")
+    print(
+        "| link, GB/s | mode | output tokens/s | gap median, p99 | preemptions | computed again | tokens loaded | "
+        "waited for saves |\n| ---: | --- |" + " ---: |" * 6
+    )
+    rows = [measure(trace, setup, roofline, own, NONE, arguments)]
+    rows += [measure(trace, setup, roofline, link, mode, arguments) for link in links for mode in MODES]
+    write_table(arguments, f"swap-{arguments.workload}", roofline.about, rows)
+    panels(
+        arguments,
+        f"swap-{arguments.workload}",
+        "link, GB/s",
+        {
+            label: {mode: sorted((row["link"], row[name]) for row in rows if row["mode"] == mode) for mode in MODES}
+            for label, name in (("output tokens/s", "output_tokens_per_s"), ("p99 gap, s", "gap_p99_s"))
+        },
+        {},
+    )
+
+
+def measure(
+    trace: list[TracedRequest],
+    setup: Setup,
+    roofline: Roofline,
+    link: float,
+    mode: str,
+    arguments: argparse.Namespace,
+) -> dict[str, Any]:
+    block_bytes = roofline.shape.frame_bytes(setup.block_size)
+    memory = setup.memory(roofline, saves_evicted=mode != NONE)
+    tier = None
+    if mode != NONE:
+        tier = LowerTier(memory, int(arguments.host_gib * 2**30 / block_bytes), block_bytes / (link * 1e9), mode)
+    scheduler = setup.scheduler(memory, stored=None if tier is None else tier.stored)
+    computed = 0
+
+    def count(plan: StepPlan, seconds: float) -> None:
+        nonlocal computed
+        computed += plan.num_tokens
+
+    outcome = replay(trace, scheduler, roofline, [count], tier=tier)
+    middle, late = np.percentile(outcome.gaps_s, [50, 99])
+    row = {
+        "link": link,
+        "mode": mode,
+        "output_tokens_per_s": outcome.output_tokens_per_s,
+        "gap_median_s": float(middle),
+        "gap_p99_s": float(late),
+        "preemptions": outcome.preemptions,
+        "recomputed": scheduler.state.recomputed_tokens / computed,
+        "loaded_tokens": 0 if tier is None else tier.loaded * setup.block_size,
+        "saving": 0.0 if tier is None else tier.saving_s / outcome.end_s,
+    }
+    print(
+        f"| {link:.1f} | {mode} | {row['output_tokens_per_s']:.0f} | {1e3 * middle:.0f}, {1e3 * late:.0f} ms | "
+        f"{row['preemptions']} | {row['recomputed']:.1%} | {row['loaded_tokens']} | {row['saving']:.1%} |",
+        flush=True,
+    )
+    return row

@@ -1,0 +1,46 @@
+"""Generated workloads: the means that they are named for, the same at every rate and every time."""
+
+from __future__ import annotations
+
+import random
+from statistics import mean
+
+import pytest
+from benchmarks.replay.workload import WORKLOADS, Lengths, workload_named
+
+from pagemill.errors import ConfigError
+
+
+@pytest.mark.parametrize(("name", "prompt", "output"), [("sharegpt", 161, 338), ("alpaca", 19, 58)])
+def test_lengths_have_the_published_means_and_fit_the_context(name, prompt, output):
+    workload = workload_named(name)
+    requests = workload.requests(10.0, 2000.0)
+    assert mean(one.prompt_len for one in requests) == pytest.approx(prompt, rel=0.03)
+    assert mean(one.output_len for one in requests) == pytest.approx(output, rel=0.03)
+    assert all(1 <= one.prompt_len <= 1024 and 1 <= one.output_len <= 1024 for one in requests)
+    assert max(one.length for one in requests) <= workload.context
+
+
+def test_the_mean_is_right_although_lengths_are_cut():
+    lengths = Lengths(mean=300.0, sigma=1.2, longest=400)
+    source, mu = random.Random(0), lengths.mu
+    assert mean(lengths.draw(source, mu) for _ in range(20_000)) == pytest.approx(300.0, rel=0.01)
+
+
+def test_rates_share_their_requests_and_arrivals_are_as_often_as_asked():
+    workload = WORKLOADS["sharegpt"]
+    slow, fast = workload.requests(2.0, 500.0), workload.requests(4.0, 500.0)
+    assert workload.requests(2.0, 500.0) == slow
+    assert workload.requests(2.0, 500.0, seed=1) != slow
+    pairs = list(zip(slow, fast, strict=False))
+    assert all(a.prompt_len == b.prompt_len and a.output_len == b.output_len for a, b in pairs)
+    assert all(a.arrival_s == pytest.approx(2 * b.arrival_s) for a, b in pairs)
+    assert len(slow) == pytest.approx(1000, rel=0.1)
+    assert slow[0].arrival_s == 0.0
+    assert slow[-1].arrival_s < 500.0
+    assert len(workload.requests(0.001, 1.0)) == 1
+
+
+def test_an_unknown_workload_is_named():
+    with pytest.raises(ConfigError, match="there is no workload 'chat'; choose one of sharegpt, alpaca"):
+        workload_named("chat")
