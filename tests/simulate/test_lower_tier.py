@@ -78,3 +78,14 @@ def test_a_small_tier_forgets_what_was_used_least_recently():
     assert outcome.preemptions > 0
     assert tier.loaded < serve("swap", 0.001)[1].loaded
     assert again > serve("swap", 0.001)[2]
+
+
+def test_a_load_runs_beside_steps_and_ends_no_sooner_for_that():
+    """The last request loads while another one generates, which takes a block only every fourth step."""
+    before = [TracedRequest(0, 0.0, 80, 1, (7,)), TracedRequest(1, 50.0, 220, 1)]
+    beside = [TracedRequest(2, 100.0, 4, 60), TracedRequest(3, 100.3, 80, 1, (7,))]
+    outcome, tier, _ = serve("auto", 0.1, [*before, *beside], frames=60)
+    generating, loading = outcome.served[2:]
+    assert tier.loaded > 10
+    assert loading.ttft_s >= 0.1 * (tier.loaded + tier.loaded), "as many blocks make room"
+    assert generating.first_token_s < loading.first_token_s < generating.finished_s
