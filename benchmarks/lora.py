@@ -2,6 +2,8 @@
 
     python -m benchmarks.lora [--model smollm2-135m] [--dtype auto] [--rank 16] [--held bfloat16] [--rounds 5]
 
+`--model random-1b` is a model of random weights in the sizes of Llama 3.2 1B: there an adapter is a smaller part.
+
 Two engines take turns of a few steps, with equal prompts and lengths; requests take the adapters in turn, and each has
 one. Adapters are random and add to all seven projections of every layer. Figures are medians: of decode, a step in
 which all sequences generate; of prefill, the seconds of all steps. Ratios are of neighbouring turns, with their
@@ -18,6 +20,7 @@ from pathlib import Path
 import torch
 from benchmarks.in_turns import ratios_of, sums_of_steps, turns_of_steps
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from pagemill.config import EngineConfig
 from pagemill.doctor import cpu_model
@@ -33,6 +36,20 @@ PROMPT_LEN = 16
 LONG_PROMPT_LEN = 512
 """Of the prompts of prefill; there is one for each adapter."""
 DECODE_TOKENS = 49
+RANDOM = "random-1b"
+SIZES = {
+    "vocab_size": 49152, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
+    "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 2048, "tie_word_embeddings": True,
+}  # fmt: skip
+"""By transformers' names. The vocabulary is SmolLM2's."""
+
+
+def save_random(folder: Path) -> str:
+    """Saves a model of random bf16 weights, and returns its folder."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **SIZES)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    return str(folder)
 
 
 def save_adapter(folder: Path, spec: DecoderSpec, rank: int, dtype: torch.dtype, seed: int) -> None:
@@ -76,8 +93,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--profile", action="store_true", help="state the seconds of each operator, too")
     given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        measure(given, Path(folder))
+
+
+def measure(given: argparse.Namespace, folder: Path) -> None:
     config = EngineConfig(
-        model=given.model,
+        model=save_random(folder / "model") if given.model == RANDOM else given.model,
         dtype=given.dtype,
         max_model_len=LONG_PROMPT_LEN + 8,
         max_num_seqs=64,
@@ -88,14 +110,13 @@ def main() -> None:
     )
     cores = [EngineCore(config), EngineCore(config)]
     decoders = []
-    with tempfile.TemporaryDirectory() as folder:
-        for core in cores:
-            assert isinstance(core.executor, LocalExecutor)
-            decoders.append(core.executor.decoder)
-        for number in range(1, ADAPTERS + 1):
-            path = Path(folder) / str(number)
-            save_adapter(path, decoders[0].spec, given.rank, getattr(torch, given.held), number)
-            cores[1].load_adapter(LoRARequest(str(number), number, str(path)))
+    for core in cores:
+        assert isinstance(core.executor, LocalExecutor)
+        decoders.append(core.executor.decoder)
+    for number in range(1, ADAPTERS + 1):
+        path = folder / str(number)
+        save_adapter(path, decoders[0].spec, given.rank, getattr(torch, given.held), number)
+        cores[1].load_adapter(LoRARequest(str(number), number, str(path)))
     print(f"{cpu_model()}; {cores[1].ready.model}; rank {given.rank} in {given.held}")
     print(f"{sum(adapter.nbytes for adapter in cores[1].ready.adapters) >> 20} MiB of adapters")
     print("what | without, ms | with, ms | with / without")

@@ -81,9 +81,9 @@ def test_what_a_pin_file_names_goes_to_another_machine_and_nothing_else(warmed, 
     assert f"{teacher + story:,} blocks" in said.splitlines()[-1]
 
     store = open_store(root, "")
-    exported, data = set(map(name_in, slots_of(archive))), archive.read_bytes()
+    exported, data = {name_in(slot)[:2] for slot in slots_of(archive)}, archive.read_bytes()
     assert len(exported) == len(slots_of(archive)) == teacher + story
-    others = [name for name in store.names() if name not in exported]
+    others = [name for name in store.names() if name[:2] not in exported]
     assert len(others) > 5
     assert not any(image in data for image in store.images(others))
     assert not any(name.digest in data for name in others)
