@@ -66,7 +66,8 @@ LONGEST_WAIT_S = 10.0
 """For the other tenant's next short answer."""
 MOST_MEMORY_MIB = 700
 """Of the front end, and the process that reads large bodies."""
-MOST_LOG = 64 << 10
+MOST_LOG, MOST_LOG_PER_S = 32 << 10, 100
+"""Bytes of log: for all that comes once, and for each second of the attack."""
 LONGEST_END_S = 20.0
 LONGEST_HEALTH_S = 2.0
 """For `/health` beside a crowd of connections."""
@@ -231,7 +232,7 @@ def run(plan: Plan) -> dict[str, Any]:
         found["status"] = server.process.returncode
         if "Traceback" in server.log:
             failed.append(f"the log has a traceback: {server.log[-3000:]}")
-    limits = {"memory_mib": MOST_MEMORY_MIB, "log_bytes": MOST_LOG}
+    limits = {"memory_mib": MOST_MEMORY_MIB, "log_bytes": MOST_LOG + MOST_LOG_PER_S * plan.seconds}
     if not plan.times_stated:
         limits |= {"held_s": LONGEST_HELD_S, "held_share": HELD_SHARE}
         limits |= {"gap_s": LONGEST_GAP_S, "wait_s": LONGEST_WAIT_S, "ended_s": LONGEST_END_S}
