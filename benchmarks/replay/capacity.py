@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks.capacity import LOWEST_RATE, add_limit_arguments, chosen_limits, find_capacity
 from benchmarks.replay.output import write_table
 from benchmarks.replay.setup import (
+    above_zero,
     add_device_arguments,
     add_engine_arguments,
     add_output_argument,
@@ -36,8 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
     add_device_arguments(parser)
     add_limit_arguments(parser)
-    parser.add_argument("--seconds", type=float, default=120.0, help="how long requests arrive at each rate")
-    parser.add_argument("--first-rate", type=float, default=1.0, help="requests per second to begin with")
+    parser.add_argument("--seconds", type=above_zero, default=120.0, help="how long requests arrive at each rate")
+    parser.add_argument("--first-rate", type=above_zero, default=1.0, help="requests per second to begin with")
     add_output_argument(parser)
 
 

@@ -29,6 +29,7 @@ from benchmarks.replay.contiguous import PLACEMENTS, RESERVATIONS, ContiguousMem
 from benchmarks.replay.output import panels, write_table
 from benchmarks.replay.setup import (
     Setup,
+    above_zero,
     add_device_arguments,
     add_engine_arguments,
     add_output_argument,
@@ -54,12 +55,12 @@ PUBLISHED_RATIO = {"sharegpt": {"maximum": "2.7x to 8x", "exact": "1.7x to 2.7x"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload_argument(parser, "sharegpt")
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, calibrated=False)
     add_device_arguments(parser, device="a100-40", shape="opt-13b")
     parser.add_argument("--placement", default="buddy", choices=list(PLACEMENTS), help="where contiguous runs lie")
-    parser.add_argument("--seconds", type=float, default=200.0, help="how long requests arrive at each rate")
-    parser.add_argument("--limit-ms", type=float, default=100.0, help="of normalized latency, per output token")
-    parser.add_argument("--first-rate", type=float, default=0.3, help="requests per second to begin with")
+    parser.add_argument("--seconds", type=above_zero, default=200.0, help="how long requests arrive at each rate")
+    parser.add_argument("--limit-ms", type=above_zero, default=100.0, help="of normalized latency, per output token")
+    parser.add_argument("--first-rate", type=above_zero, default=0.3, help="requests per second to begin with")
     add_output_argument(parser)
 
 

@@ -62,12 +62,22 @@ class Setup:
 def add_trace_arguments(parser: argparse.ArgumentParser, *, seconds: float, rate: float) -> None:
     parser.add_argument("trace", type=Path, help="Azure's .csv or Mooncake's .jsonl")
     parser.add_argument("--start", type=float, default=0.0, help="seconds of the trace to skip")
-    parser.add_argument("--seconds", type=float, default=seconds, help="seconds of the trace to replay")
-    parser.add_argument("--rate", type=float, default=rate, help="arrive this many times as fast as in the trace")
+    parser.add_argument("--seconds", type=above_zero, default=seconds, help="seconds of the trace to replay")
+    parser.add_argument("--rate", type=above_zero, default=rate, help="arrive this many times as fast as in the trace")
 
 
-def add_engine_arguments(parser: argparse.ArgumentParser, *, kv_mib: int = 2048) -> None:
-    parser.add_argument("--calibration", type=Path, default=CALIBRATION, help="step times, made by `calibrate`")
+def above_zero(text: str) -> float:
+    """Returns an option's number. Raises ArgumentTypeError if it is not above 0."""
+    number = float(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0")
+    return number
+
+
+def add_engine_arguments(parser: argparse.ArgumentParser, *, kv_mib: int = 2048, calibrated: bool = True) -> None:
+    """Adds the engine's settings. calibrated: whether step times may come from a calibration."""
+    if calibrated:
+        parser.add_argument("--calibration", type=Path, default=CALIBRATION, help="step times, made by `calibrate`")
     parser.add_argument(
         "--kv-mib", type=int, help=f"bytes of the KV pool, in MiB: by default {kv_mib}, or what a --device has left"
     )
@@ -115,14 +125,16 @@ def chosen_step_times(arguments: argparse.Namespace) -> StepModel:
     if (arguments.device is None) != (arguments.shape is None):
         raise ConfigError("give both --device and --shape, or neither for step times of a --calibration")
     if arguments.device is None:
-        arguments.kv_mib = arguments.kv_mib or arguments.calibrated_kv_mib
+        if arguments.kv_mib is None:
+            arguments.kv_mib = arguments.calibrated_kv_mib
         return StepTimes.load(arguments.calibration)
     return chosen_roofline(arguments)
 
 
 def chosen_roofline(arguments: argparse.Namespace) -> Roofline:
     roofline = Roofline(read_device(arguments.device), read_shape(arguments.shape), arguments.dtype)
-    arguments.kv_mib = arguments.kv_mib or roofline.kv_bytes // MIB
+    if arguments.kv_mib is None:
+        arguments.kv_mib = roofline.kv_bytes // MIB
     return roofline
 
 

@@ -20,6 +20,7 @@ import numpy as np
 from benchmarks.replay.output import panels, write_table
 from benchmarks.replay.setup import (
     Setup,
+    above_zero,
     add_device_arguments,
     add_engine_arguments,
     add_output_argument,
@@ -39,13 +40,18 @@ MODES = ("recompute", "swap", "auto")
 NONE = "none"
 
 
+def links_of(text: str) -> list[float]:
+    """Returns the speeds that an option lists. Raises ArgumentTypeError for one that is not above 0."""
+    return [above_zero(link) for link in text.split(",")]
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_workload_argument(parser, "sharegpt")
-    add_engine_arguments(parser)
+    add_engine_arguments(parser, calibrated=False)
     add_device_arguments(parser, device="a100-40", shape="opt-13b")
     parser.add_argument("--requests", type=int, default=200)
-    parser.add_argument("--links", default="4,8,16,32,64", help="GB/s")
-    parser.add_argument("--host-gib", type=float, default=64.0, help="host memory for K/V")
+    parser.add_argument("--links", type=links_of, default=[4.0, 8.0, 16.0, 32.0, 64.0], help="GB/s, by commas")
+    parser.add_argument("--host-gib", type=above_zero, default=64.0, help="host memory for K/V")
     parser.add_argument("--block-size", type=int, default=16)
     add_output_argument(parser)
 
@@ -59,7 +65,7 @@ def main(arguments: argparse.Namespace) -> None:
     trace = [replace(request, arrival_s=0.0) for request in drawn]
     setup = chosen_setup(arguments, arguments.block_size)
     own = device.efficiency["link"] * device.link_bytes_per_s / 1e9
-    links = [own, *map(float, arguments.links.split(","))]
+    links = [own, *arguments.links]
     print(f"{len(trace)} requests of {arguments.workload}; {roofline.description}; KV pool {arguments.kv_mib} MiB\n")
     print(
         "| link, GB/s | mode | output tokens/s | gap median, p99 | preemptions | computed again | tokens loaded | "

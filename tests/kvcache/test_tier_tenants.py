@@ -17,6 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from pagemill.errors import KVStoreError
 from pagemill.kvcache.host_store import ENTRY_BYTES, CompressedStore, HostStore
 from pagemill.kvcache.offload_tiers import OffloadTiers
 from pagemill.memory.tier_shares import TierShares
@@ -248,7 +249,9 @@ def test_a_store_without_tenants_is_the_default_ones(tmp_path):
     store.close()
 
 
-@pytest.mark.parametrize("damage", ["UPDATE tenants SET blocks = 1", "DELETE FROM tenants"])
+@pytest.mark.parametrize(
+    "damage", ["UPDATE tenants SET blocks = 1", "DELETE FROM tenants", "INSERT INTO tenants VALUES ('gone', 'x')"]
+)
 def test_an_index_that_counts_wrong_is_made_again_and_its_blocks_are_the_default_tenants(tmp_path, damage):
     store = store_of(tmp_path, CAPACITY)
     store.write([owned("calm", i) for i in range(3)], [content(0)] * 3)
@@ -260,6 +263,23 @@ def test_an_index_that_counts_wrong_is_made_again_and_its_blocks_are_the_default
     assert store.blocks_by_tenant() == {"default": 3}
     assert store.write([owned("calm", i) for i in range(3, 6)], [content(0)] * 3) == 3
     assert store.blocks_by_tenant() == {"calm": 3, "default": 3}
+    store.close()
+
+
+def test_an_index_of_a_later_version_is_refused_and_kept(tmp_path):
+    store = store_of(tmp_path, CAPACITY)
+    store.write([owned("calm", 0)], [content(0)])
+    path = store.folder / "index.sqlite"
+    store.close()
+    with closing(sqlite3.connect(path)) as index, index:
+        index.execute("PRAGMA user_version = 9")
+    with pytest.raises(KVStoreError, match="has version 9, and this pagemill reads versions up to 1; use a newer one"):
+        store_of(tmp_path, CAPACITY)
+    with closing(sqlite3.connect(path)) as index, index:
+        assert index.execute("PRAGMA user_version").fetchone() == (9,)
+        index.execute("PRAGMA user_version = 1")
+    store = store_of(tmp_path, CAPACITY)
+    assert store.blocks_by_tenant() == {"calm": 1}
     store.close()
 
 

@@ -244,13 +244,12 @@ class EngineCore:
         return self._refresh()
 
     def reset_prefix_cache(self) -> bool:
-        """Forgets all cached blocks of the pool, which go nowhere, and the answers that drafts come from. Returns
-        False, and does nothing, while requests or pins hold blocks."""
+        """Forgets the answers that drafts come from, and all cached blocks of the pool, which go nowhere. Returns False
+        while requests or pins hold blocks: then these, and all others, stay."""
         self._save_evicted()
-        done, drafter = self.memory.reset(), self.scheduler.drafter
-        if done and drafter is not None and drafter.answers is not None:
+        if (drafter := self.scheduler.drafter) is not None and drafter.answers is not None:
             drafter.answers.clear()
-        return done
+        return self.memory.reset()
 
     def pins(self) -> PinList:
         """Returns what is pinned now."""

@@ -19,7 +19,7 @@ SOCKET_BUFFER_BYTES = 1 << 20
 
 ENGINE = "pagemill.engine.process"
 ENGINE_NICENESS = 5
-"""How far engines stand back behind their front end: streams wait for its short turns, and these for a processor."""
+"""How much higher an engine's niceness is than its front end's, whose short turns all streams wait for."""
 _CHILD = "import sys; sys.path[:] = sys.argv[2:]; from {} import run; run(int(sys.argv[1]))"
 
 

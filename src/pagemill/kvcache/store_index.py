@@ -54,6 +54,9 @@ AND NOT EXISTS (
     OR typeof(used_s) <> 'real' OR typeof(tenant) <> 'text'
 ) AND NOT EXISTS (
     SELECT tenant, COUNT(*) FROM blocks GROUP BY tenant EXCEPT SELECT tenant, blocks FROM tenants
+) AND NOT EXISTS (
+    SELECT tenant, blocks FROM tenants WHERE blocks IS NOT 0
+    EXCEPT SELECT tenant, COUNT(*) FROM blocks GROUP BY tenant
 ) AND NOT EXISTS (SELECT 1 FROM free WHERE slot NOT BETWEEN 0 AND value - 1)
 """
 """Gives 1 for an index whose entries are what they should be. SQLite holds anything in any column."""
@@ -186,7 +189,12 @@ class StoreIndex:
                     db.execute(statement)
                 db.execute("INSERT INTO meta VALUES ('format', ?), ('slots', 0)", (self._format.to_json(),))
                 self._recover(db)
-            elif db.execute("PRAGMA user_version").fetchone()[0] < VERSION:
+            elif (version := db.execute("PRAGMA user_version").fetchone()[0]) > VERSION:
+                raise KVStoreError(
+                    f"the index of the KV store {self._folder} has version {version}, and this pagemill reads versions "
+                    f"up to {VERSION}; use a newer one, or remove the folder"
+                )
+            elif version < VERSION:
                 for statement in _TENANTS:
                     db.execute(statement)
         if self._db.execute("PRAGMA quick_check").fetchone()[0] != "ok":

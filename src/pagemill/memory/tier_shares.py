@@ -1,8 +1,9 @@
-"""Shares of a tier below the pool: whose blocks make room there.
+"""Decides which tenant's blocks make room in a tier below the pool.
 
-As in the pool, it is the tenant that has borrowed most: has most beyond its guarantee. What is guaranteed to a tenant
-of the pool is guaranteed to it of each tier, as the same part. A tenant's share is its guarantee, and an equal part of
-what the tier has beyond the guarantees of all who have blocks there. Within its share, it loses no block to others'.
+As in the pool, the tenant that has borrowed most gives way: the one that has most beyond its guarantee. What is
+guaranteed to a tenant of the pool is guaranteed to it of each tier, as the same part. A tenant's share is its
+guarantee, and an equal part of what the tier has beyond the guarantees of all who have blocks there. Within its share,
+it loses no block to others'.
 """
 
 from __future__ import annotations

@@ -114,6 +114,15 @@ class Roofline:
         rates = self.device.flop_per_s
         if self.dtype not in rates:
             raise ConfigError(f"{self.device.about} has no rate for {self.dtype}; choose one of {', '.join(rates)}")
+        if self._attends_in not in rates:
+            raise ConfigError(
+                f"{self.device.about} has no rate for {self._attends_in}, in which attention is computed where weights "
+                f"are in {self.dtype}; give one, or choose a wider dtype"
+            )
+
+    @property
+    def _attends_in(self) -> str:
+        return self.dtype if ITEMSIZE[self.dtype] > 1 else "bfloat16"
 
     @cached_property
     def shape(self) -> KVShape:
@@ -159,8 +168,7 @@ class Roofline:
         device, model, share = self.device, self.model, self.device.efficiency
         byte_s = 1 / (share["memory"] * device.bytes_per_s)
         flop_s = 1 / (share["products"] * device.flop_per_s[self.dtype])
-        attends_in = self.dtype if ITEMSIZE[self.dtype] > 1 else "bfloat16"
-        attention_flop_s = 1 / (share["attention"] * device.flop_per_s[attends_in])
+        attention_flop_s = 1 / (share["attention"] * device.flop_per_s[self._attends_in])
         return _Costs(
             layers_s=model.layer_weights * ITEMSIZE[self.dtype] * byte_s,
             token_s=2 * model.layer_weights * flop_s,
@@ -214,9 +222,10 @@ def _read(kind: Callable[..., Described], known: Path, name: str, what: str) -> 
     path = Path(name) if own else known
     try:
         found = json.loads(path.read_text())
-        chosen = list(found.values())[:1] if own else [found[name]] if name in found else []
-        if own or chosen:
-            return kind(**chosen[0])
-    except (OSError, ValueError, TypeError, AttributeError, IndexError) as error:
+        if own and len(found) != 1:
+            raise ValueError(f"it has {len(found)} entries; it must have one")
+        if own or name in found:
+            return kind(**(next(iter(found.values())) if own else found[name]))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CalibrationError(f"{path} cannot be read as a {what}: {type(error).__name__}: {error}") from error
     raise ConfigError(f"there is no {what} {name!r}; choose one of {', '.join(found)}, or give a .json file")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import re
 import typing
 from collections.abc import Callable, Coroutine
 from multiprocessing.connection import Connection
@@ -39,15 +40,15 @@ MARKS = b",[{\\"
 """Characters that parsing a body takes time for: each entry of a list or an object has one before it or behind it."""
 MOST_OBJECTS = 500
 """A body is read here if it has at most so many objects: to check one, as a message, takes ten microseconds."""
+OBJECT = re.compile(rb'\{\s*"')
+"""Begins an object that has fields. Within a text, a backslash stands before the quote: code in a prompt has none."""
 
 
 def is_large(body: bytes | bytearray) -> bool:
     """Returns whether reading a body may take more than some milliseconds."""
-    if body.count(b"{") > MOST_OBJECTS:
+    if len(body) > LARGE_BODY_BYTES or sum(1 for _ in OBJECT.finditer(body)) > MOST_OBJECTS:
         return True
-    if len(body) <= SMALL_BODY_BYTES:
-        return False
-    return len(body) > LARGE_BODY_BYTES or sum(body.count(mark) for mark in MARKS) > MOST_MARKS
+    return len(body) > SMALL_BODY_BYTES and sum(body.count(mark) for mark in MARKS) > MOST_MARKS
 
 
 class BodyReader:
