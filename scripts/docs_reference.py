@@ -148,8 +148,8 @@ def metrics() -> Iterator[str]:
     yield "`GET /metrics` answers in Prometheus' text format. Counters end in `_total` there. Every metric has"
     yield "the label `model_name`: the first name under which the model is served. `LLM.stats()` and"
     yield "`AsyncLLM.stats()` return the engine's part in Python. A snapshot is taken between two steps.\n"
-    tenants = {"default": zeros(TenantStats)}
     tiers = {"host": 0, "disk": 0}
+    tenants = {"default": zeros(TenantStats, tier_blocks=tiers)}
     stats = zeros(EngineStats, frames=1, tier_blocks=tiers, accepted_per_position=[0], tenants=tenants)
     families = text_string_to_metric_families(Metrics("a model").render(stats, (0, 0)).decode())
     rows = []
