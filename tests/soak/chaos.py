@@ -93,6 +93,7 @@ class Faults:
         self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()
         self.full = self.unreadable = self.breaking = self.harm = 0.0
+        self._next: list[tuple[float, float, float, float]] = []
         self._disk: DiskStore = core.tiers.offload.tiers[-1]
         self._streamed = core.executor.pool.streamed_file
         put, read, run, apply = self._disk.put, self._disk.read, core.executor.run, core.executor.apply
@@ -157,9 +158,13 @@ class Faults:
         return happens
 
     def change(self) -> None:
-        self.full, self.unreadable, self.breaking, self.harm = self.random.choice(
-            [(0, 0, 0, 0), (0.3, 0, 0.1, 0), (0, 0.5, 0, 0), (1, 1, 0, 0), (0.1, 0.1, 0.3, 0), (0, 0, 0, 0.08)]
-        )
+        """Goes on to other faults, in a random order in which all of them have their turn."""
+        if not self._next:
+            self._next = [
+                (0, 0, 0, 0), (0.3, 0, 0.1, 0), (0, 0.5, 0, 0), (1, 1, 0, 0), (0.1, 0.1, 0.3, 0), (0, 0, 0, 0.08),
+            ]  # fmt: skip
+            self.random.shuffle(self._next)
+        self.full, self.unreadable, self.breaking, self.harm = self._next.pop()
 
     def rot(self) -> None:
         """Overwrites a few bytes of a block on disk."""
