@@ -46,7 +46,7 @@ COPY = 8
 
 
 class Workload(NamedTuple):
-    """So many requests, each with a piece of text, or with it twice and what begins it, and tokens of answer.
+    """Describes `requests` requests of one kind: each has a piece of text, or it twice and what begins it.
 
     asked: the kind of `questions` that are asked instead, one after the other.
     """

@@ -29,7 +29,7 @@ from benchmarks.replay.workload import add_workload_argument, workload_named
 from pagemill.simulate.simulator import replay
 
 QUEUE_SHARE = 0.25
-"""Of `--seconds`: the longest p99 time to first token at a rate that is served."""
+"""The share of `--seconds` that the p99 time to first token may take at a rate that is served."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -25,7 +25,7 @@ from pagemill.sampling.params import SamplingParams
 from pagemill.scheduling.step_plan import StepPlan
 
 LENGTH, BLOCKS = 200, 12
-"""Of each prompt, in tokens and whole blocks."""
+"""The length of each prompt, in tokens and in whole blocks."""
 SLOT_BYTES = FRAME_BYTES + 4096
 """Of a block on disk."""
 

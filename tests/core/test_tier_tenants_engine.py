@@ -11,12 +11,12 @@ from pagemill.sampling.params import SamplingParams
 from pagemill.tenant_limits import TenantLimits
 
 LENGTH, BLOCKS = 200, 12
-"""Of each prompt, in tokens and whole blocks."""
+"""The length of each prompt, in tokens and in whole blocks."""
 PARAMS = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 SMALL = {"kv_memory": 30 * FRAME_BYTES, "max_model_len": 352, "max_num_seqs": 2, "max_num_batched_tokens": 128}
 """Room for two of the prompts."""
 ROOM = 36
-"""Of the tier, in blocks: three prompts."""
+"""The size of the tier, in blocks: three prompts."""
 
 
 @pytest.fixture(scope="module")

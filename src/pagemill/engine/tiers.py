@@ -154,8 +154,9 @@ class Tiers:
 
     def save(self, saves: Sequence[Save]) -> None:
         """Saves evicted blocks. Tenants have the parts of each tier that are guaranteed to them of the pool."""
-        self._guarantee()
-        self.transfers.save(saves)
+        if saves:
+            self._guarantee()
+            self.transfers.save(saves)
 
     def keep(self, saves: Sequence[Save]) -> None:
         """Keeps these blocks, and those in tiers that end with the process, where blocks outlive it."""

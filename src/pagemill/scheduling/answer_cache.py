@@ -16,7 +16,7 @@ ANCHOR = 3
 DEPTH = 16
 """The longest suffix that is compared; as many tokens of a prompt's end are kept before its answer."""
 PLACES = 16
-"""Of so many latest places of a sequence's last `ANCHOR` tokens, the one behind the longest suffix is taken."""
+"""How many of the latest places of a sequence's last `ANCHOR` tokens are compared."""
 NAMESPACE_SHARE = 0.25
 """The most of all kept tokens that may be of one namespace."""
 END = -1

@@ -21,7 +21,7 @@ class AnswerMatch(Match):
 
 
 class SuffixDrafting(Drafting):
-    """What one sequence drafts from: its own tokens, and the answers of its namespace, by what is likelier right."""
+    """Drafts for one sequence from its own tokens or from its namespace's answers, whichever is likelier right."""
 
     def __init__(self, prompt_len: int, lengths: range, prompt: NgramTable, cache: AnswerCache, root: bytes) -> None:
         answers = cache.of(root)

@@ -9,6 +9,7 @@ import pickle
 import re
 import typing
 from collections.abc import Callable, Coroutine
+from itertools import islice
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -46,9 +47,11 @@ OBJECT = re.compile(rb'\{\s*"')
 
 def is_large(body: bytes | bytearray) -> bool:
     """Returns whether reading a body may take more than some milliseconds."""
-    if len(body) > LARGE_BODY_BYTES or sum(1 for _ in OBJECT.finditer(body)) > MOST_OBJECTS:
+    if len(body) > LARGE_BODY_BYTES:
         return True
-    return len(body) > SMALL_BODY_BYTES and sum(body.count(mark) for mark in MARKS) > MOST_MARKS
+    if len(body) > SMALL_BODY_BYTES and sum(body.count(mark) for mark in MARKS) > MOST_MARKS:
+        return True
+    return next(islice(OBJECT.finditer(body), MOST_OBJECTS, None), None) is not None
 
 
 class BodyReader:
