@@ -54,6 +54,56 @@ def test_deltas_add_up(served):
     served.wait_until_idle()
 
 
+class Reader:
+    """Takes every second delta; `wrong` is raised by the third."""
+
+    def __init__(self, wrong=None):
+        self.taken, self.num_asked, self.wrong = [], 0, wrong
+
+    def ready(self):
+        self.num_asked += 1
+        return self.num_asked % 2 == 0
+
+    def take(self, output):
+        self.taken.append(output)
+        if self.wrong is not None and len(self.taken) == 3:
+            raise self.wrong
+
+
+async def read_beside(llm, reader):
+    """Returns the deltas that a reader beside the consumer has left for the consumer."""
+    stream = await llm.submit("My name is", SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    stream.hand_to(reader)
+    async with contextlib.aclosing(stream):
+        return [output async for output in stream]
+
+
+def test_a_reader_and_the_consumer_get_all_between_them(served):
+    reader = Reader()
+    left = served.run(read_beside(served.llm, reader))
+    assert len(reader.taken) > 3
+    assert len(left) > 3
+    assert [output.finished for output in left] == [False] * (len(left) - 1) + [True]
+    whole = served.run(read(served.llm, "My name is", SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)))
+    gotten = sorted(token for output in [*reader.taken, *left] for new in output.outputs for token in new.token_ids)
+    assert gotten == sorted(token for output in whole for new in output.outputs for token in new.token_ids)
+    served.wait_until_idle()
+
+
+def test_what_a_reader_raises_ends_its_stream_alone(served):
+    other = read(served.llm, "Another", SHORT)
+    reader = Reader(ValueError("no room"))
+
+    async def both():
+        return await asyncio.gather(read_beside(served.llm, reader), other, return_exceptions=True)
+
+    raised, answer = served.run(both())
+    assert raised is reader.wrong
+    assert answer[-1].finished
+    assert len(reader.taken) == 3
+    served.wait_until_idle()
+
+
 def test_the_best_of_several_come_once_at_the_end(served):
     params = SamplingParams(n=2, best_of=4, seed=3, max_tokens=6)
     (only,) = served.run(read(served.llm, "My favourite", params))

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import http.client
 import logging
 import os
 import resource
@@ -19,6 +20,7 @@ from pagemill.server.access import limits as server_limits
 from pagemill.server.access.connections import client_of
 from pagemill.server.access.limits import OTHER_DESCRIPTORS, ServerLimits, room_for
 from pagemill.server.access.turns import ListeningServer
+from pagemill.server.protocol.events import EventStream
 from pagemill.server.run import server_config
 
 HEAD = b"GET / HTTP/1.1\r\nHost: here\r\n"
@@ -46,12 +48,12 @@ async def app(scope, receive, send):
 
 
 @contextlib.contextmanager
-def listening(*, send_buffer=None, tls=None, **limits):
-    """A server of the small application with these limits: its port, and uvicorn's state."""
+def listening(application=app, *, send_buffer=None, tls=None, **limits):
+    """A server of a small application with these limits: its port, and uvicorn's state."""
     with socket.create_server(("127.0.0.1", 0)) as sock:
         if send_buffer is not None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-        server = ListeningServer(server_config(app, ServerLimits(**limits), print, tls=tls))
+        server = ListeningServer(server_config(application, ServerLimits(**limits), print, tls=tls))
         thread = threading.Thread(target=asyncio.run, args=(server.serve(sockets=[sock]),))
         thread.start()
         while not server.started:
@@ -299,3 +301,63 @@ def test_where_the_system_refuses_descriptors_fewer_are_asked_for(monkeypatch, m
     room = room_for(100_000)
     assert taken == [reached]
     assert room.connections + room.queue + OTHER_DESCRIPTORS <= reached
+
+
+def events_app(later):
+    """An application that answers with two events by its generator, and between them with those of `later` by the
+    connection's writer, if it has one."""
+
+    async def application(scope, receive, send):
+        writers = []
+
+        async def events():
+            yield "first;"
+            for part in later:
+                while writers and not writers[0].ready():
+                    await asyncio.sleep(0.001)
+                if writers:
+                    writers[0].write(part)
+                else:
+                    yield part.decode()
+            yield "last;"
+
+        await EventStream(events(), writers.append)(scope, receive, send)
+
+    return application
+
+
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_parts_that_are_written_directly_come_in_order_and_whole(version):
+    later = [b"%d;" % number * 1000 for number in range(2000)]
+    whole = b"first;" + b"".join(later) + b"last;"
+    with listening(events_app(later), send_buffer=SMALL_BUFFER) as (port, _), connect(port) as connection:
+        connection.sendall(HEAD.replace(b"1.1", version.encode()) + b"\r\n")
+        answer = http.client.HTTPResponse(connection)
+        answer.begin()
+        assert answer.read() == whole
+        assert (answer.getheader("Transfer-Encoding") == "chunked") == (version == "1.1")
+
+
+def test_what_is_written_directly_to_a_client_that_has_gone_is_dropped():
+    went = threading.Event()
+
+    async def application(scope, receive, send):
+        writers = []
+
+        async def events():
+            yield "first;"
+            while writers[0].ready():
+                writers[0].write(b"x" * 1000)
+                await asyncio.sleep(0)
+            went.set()
+            yield "more;"
+            await asyncio.sleep(20)
+
+        await EventStream(events(), writers.append)(scope, receive, send)
+
+    with listening(application) as (port, state):
+        with connect(port) as connection:
+            connection.sendall(HEAD + b"\r\n")
+            assert connection.recv(100)
+        assert went.wait(10)
+        wait_until(lambda: not state.tasks, "it goes on")

@@ -59,6 +59,23 @@ def test_streams_follow_a_schema(client):
             Person.model_validate_json(text)
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_streamed_texts_of_any_characters_are_whole(client, n):
+    """Events that bring nothing but text are written around it."""
+    said = '"quoted", \\back\\ \t\x07\x7f é \u2028 漢字 😀 </script> {"": ""}\nlast'
+    how = {"max_tokens": 100, "n": n, "stream": True, "extra_body": {"structured_outputs": {"choice": [said]}}}
+    texts, more = {}, 0
+    for chunk in client.completions.create(model=MODEL, prompt="Say:", **how):
+        for choice in chunk.choices:
+            texts["completion", choice.index] = texts.get(("completion", choice.index), "") + choice.text
+            more += bool(choice.text)
+    for chunk in client.chat.completions.create(model=MODEL, messages=MESSAGES, **how):
+        for choice in chunk.choices:
+            texts["chat", choice.index] = texts.get(("chat", choice.index), "") + (choice.delta.content or "")
+    assert texts == {(kind, index): said for kind in ("completion", "chat") for index in range(n)}
+    assert more > 5 * n
+
+
 @settings(max_examples=3, phases=[Phase.generate])
 @given(schemas=st.lists(SCHEMAS, min_size=4, max_size=4))
 def test_random_schemas_over_http(client, schemas):

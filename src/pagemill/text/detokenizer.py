@@ -110,7 +110,8 @@ class Detokenizer:
         return self._skip and token_id in self._texts.special
 
     def _decode_bytes(self, token_ids: Iterable[int]) -> str:
-        return self._decoder.decode(b"".join(self._texts.bytes_of(i) for i in token_ids if not self._skipped(i)))
+        skipped = self._texts.special if self._skip else ()
+        return self._decoder.decode(b"".join([self._texts.bytes_of(i) for i in token_ids if i not in skipped]))
 
     def _piece(self, token_id: int) -> str:
         if token_id in self._texts.byte_tokens:

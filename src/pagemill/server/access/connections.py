@@ -16,12 +16,14 @@ from functools import partial
 from typing import Any
 
 import h11
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from starlette.types import Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from uvicorn.protocols.utils import get_remote_addr
 
 from pagemill.errors import ServerBusyError
 from pagemill.server.access.turns import Turns
 from pagemill.server.protocol.errors import RETRY_AFTER_S, error_response
+from pagemill.server.protocol.events import WRITER
 
 MAX_HEAD_BYTES = 16 << 10
 MOST_READ_BYTES = 32 << 10
@@ -121,6 +123,22 @@ class _Counted(h11.Connection):
         return parts
 
 
+class _ChunkWriter:
+    """Writes parts of one answer in chunks (RFC 9112, section 7.1)."""
+
+    def __init__(self, connection: Connection, cycle: RequestResponseCycle) -> None:
+        self._connection = connection
+        self._cycle = cycle
+
+    def ready(self) -> bool:
+        return not (self._connection.flow.write_paused or self._cycle.disconnected)
+
+    def write(self, data: bytes) -> None:
+        chunk = b"%x\r\n%b\r\n" % (len(data), data)
+        self._connection.conn.num_bytes += len(chunk)
+        self._connection.transport.write(chunk)
+
+
 class Connection(H11Protocol):
     """uvicorn's connection, with a place among others and limits on what it may wait for. What its client sends, and
     its end, wait for their turn."""
@@ -128,6 +146,7 @@ class Connection(H11Protocol):
     def __init__(self, places: Places, turns: Turns, tls: ssl.SSLContext | None, **how: Any) -> None:
         """tls: None for plain connections."""
         super().__init__(**how)
+        self._app, self.app = self.app, self._serve
         self.conn: _Counted = _Counted(h11.SERVER, MAX_HEAD_BYTES)
         self.address = ""
         self._places = places
@@ -179,6 +198,15 @@ class Connection(H11Protocol):
         super().connection_made(secured)
         for data in early or ():
             self.data_received(data)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serves one request."""
+        if self.conn.their_http_version == b"1.1":
+            scope["extensions"] = {WRITER: _ChunkWriter(self, self.cycle)}
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            scope.pop("extensions", None)  # which would keep it, and a refused body with it, until a collection
 
     def data_received(self, data: bytes) -> None:
         if self._early is not None:
@@ -249,6 +277,7 @@ class Connection(H11Protocol):
             self._places.idle(self)
 
     def _end(self) -> None:
+        self.app = self._app
         if self._reading_timer is not None:
             self._reading_timer.cancel()
         self._give_back()

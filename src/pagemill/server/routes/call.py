@@ -8,7 +8,8 @@ import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence, Sized
 from contextlib import aclosing
-from functools import cached_property
+from functools import cached_property, partial
+from json.encoder import encode_basestring
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request
@@ -26,7 +27,7 @@ from pagemill.lora_request import LoRARequest
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams, SamplingParams
 from pagemill.server.protocol.errors import error_response
-from pagemill.server.protocol.events import DONE, EventStream, event, until_disconnect, until_late
+from pagemill.server.protocol.events import DONE, EventStream, Writer, event, until_disconnect, until_late
 from pagemill.server.protocol.generation import Answer, GenerationRequest, PromptTokensDetails, Usage
 from pagemill.server.protocol.parts import JSONInParts
 from pagemill.text.detokenizer import Detokenizer
@@ -39,6 +40,21 @@ MOST_HERE = 200
 running streams, and are written in a thread."""
 STREAMS_AT_ONCE = 64
 """Streams of a call that are begun, or ended, before others may use the event loop."""
+
+
+class _EventWriter:
+    """Writes the events that say what is new of a stream."""
+
+    def __init__(self, writer: Writer, parts: Callable[[RequestOutput], str]) -> None:
+        self._writer = writer
+        self._parts = parts
+
+    def ready(self) -> bool:
+        return self._writer.ready()
+
+    def take(self, output: RequestOutput) -> None:
+        if parts := self._parts(output):
+            self._writer.write(parts.encode())
 
 
 class Call(ABC, Generic[R]):
@@ -72,6 +88,8 @@ class Call(ABC, Generic[R]):
         """Ends the request at its `timeout`."""
         self._forked = ""
         """The text that a fork begins with."""
+        self._around_text: dict[int, tuple[str, str]] = {}
+        """What stands before and behind the text of an event that brings nothing else, by choice."""
 
     async def answer(self) -> Response:
         """Returns the whole answer."""
@@ -142,11 +160,30 @@ class Call(ABC, Generic[R]):
         if self.END:
             yield self.END
 
+    def write_to(self, writer: Writer) -> None:
+        """Writes what comes as soon as it is there, where that takes little; `events` has the rest."""
+        if len(self._streams) == 1:
+            request = self._streams[0].request
+            if len(request.sequences) <= MOST_HERE and not request.num_logprobs:
+                self._streams[0].hand_to(_EventWriter(writer, partial(self._parts, 0)))
+
     def _parts(self, position: int, output: RequestOutput) -> str:
         """Returns the events that say what is new of the prompt at `position`, for one write."""
+        return "".join([event for new in output.outputs for event in self._chunks(position, new)])
+
+    def _chunk(self, choice: BaseModel) -> str:
+        """Returns the event that brings a choice."""
         before, after = self._around
-        choices = (choice for new in output.outputs for choice in self._chunks(position, new))
-        return "".join([f"{before}{choice.model_dump_json()}{after}" for choice in choices])
+        return f"{before}{choice.model_dump_json()}{after}"
+
+    def _text_chunk(self, index: int, text: str) -> str:
+        """Returns the event that brings nothing but text of a choice: most events of most answers."""
+        if index not in self._around_text:
+            before, after = self._around
+            head, _, tail = self._text_choice(index).model_dump_json().partition('""')
+            self._around_text[index] = before + head, tail + after
+        before, after = self._around_text[index]
+        return f"{before}{encode_basestring(text)}{after}"
 
     @cached_property
     def _around(self) -> tuple[str, str]:
@@ -241,8 +278,12 @@ class Call(ABC, Generic[R]):
         """Returns a whole choice, of the prompt at `position`."""
 
     @abstractmethod
-    def _chunks(self, position: int, new: CompletionOutput) -> Iterable[BaseModel]:
-        """Returns the choices of the chunks that say what is new."""
+    def _chunks(self, position: int, new: CompletionOutput) -> Iterable[str]:
+        """Returns the events that say what is new."""
+
+    @abstractmethod
+    def _text_choice(self, index: int) -> BaseModel:
+        """Returns a choice that brings nothing but a text, which is empty."""
 
     def _reading_size(self) -> int:
         """Returns how many choices could be written in the time that it takes to read the whole answer."""
@@ -341,7 +382,7 @@ async def respond(call: Call[Any], request: Request, *, stream: bool) -> Respons
     """Returns a call's answer, whole or as events; ends the call if its client goes first."""
     request.state.call = call
     if stream:
-        return EventStream(await until_disconnect(request.receive, call.events()))
+        return EventStream(await until_disconnect(request.receive, call.events()), call.write_to)
     return await until_disconnect(request.receive, call.answer())
 
 

@@ -133,26 +133,35 @@ class ChatCall(Call[ChatCompletionRequest]):
     def _beside(self, results: Sequence[RequestOutput]) -> dict[str, Any]:
         return {"prompt_logprobs": results[0].prompt_logprobs}
 
-    def _chunks(self, position: int, new: CompletionOutput) -> Iterator[ChunkChoice]:
+    def _chunks(self, position: int, new: CompletionOutput) -> Iterator[str]:
         text = new.text
         if new.index not in self._readers:
             self._readers[new.index] = self._reader(new.index)
-            yield ChunkChoice(index=new.index, delta=Delta(role="assistant", content=""))
+            yield self._chunk(ChunkChoice(index=new.index, delta=Delta(role="assistant", content="")))
             text = self._forked + text
         reader = self._readers[new.index]
-        parts = [reader.add(text), *([reader.finish()] if new.finish_reason else ())]
+        part = reader.add(text)
+        if new.finish_reason is None and new.logprobs is None and not (part.reasoning or part.calls):
+            if part.content:
+                yield self._text_chunk(new.index, part.content)
+            return
+        parts = [part, *([reader.finish()] if new.finish_reason else ())]
         deltas = [delta for part in parts if (delta := self._delta(part)) is not None]
         if new.finish_reason or new.logprobs:
             deltas = deltas or [Delta()]
         for delta in deltas:
             last = delta is deltas[-1]
-            yield ChunkChoice(
+            choice = ChunkChoice(
                 index=new.index,
                 delta=delta,
                 logprobs=self._logprobs(new.logprobs) if last else None,
                 finish_reason=_finish_reason(new, reader) if last else None,
                 stop_reason=new.stop_reason if last else None,
             )
+            yield self._chunk(choice)
+
+    def _text_choice(self, index: int) -> ChunkChoice:
+        return ChunkChoice(index=index, delta=Delta(content=""))
 
     def _delta(self, part: AnswerPart) -> Delta | None:
         """Returns what is new of a choice; None for nothing."""

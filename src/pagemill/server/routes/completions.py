@@ -52,10 +52,19 @@ class CompletionCall(Call[CompletionRequest]):
             for prompt in self.request.prompts()
         ]
 
-    def _chunks(self, position: int, new: CompletionOutput) -> Iterator[CompletionChoice]:
+    def _chunks(self, position: int, new: CompletionOutput) -> Iterator[str]:
+        index, request = position * self._num_choices + new.index, self.request
+        more = new.finish_reason or new.logprobs or request.prompt_logprobs is not None
+        if index in self._offsets and not more:
+            if new.text:
+                yield self._text_chunk(index, new.text)
+            return
         choice = self._choice(position, new)
         if choice.text or choice.finish_reason or new.logprobs:
-            yield choice
+            yield self._chunk(choice)
+
+    def _text_choice(self, index: int) -> CompletionChoice:
+        return CompletionChoice(index=index, text="")
 
     def _choice(self, position: int, output: CompletionOutput) -> CompletionChoice:
         """Returns a choice with what is new of it; its first part begins with what it goes on from."""
