@@ -74,19 +74,23 @@ class RequestTooLargeError(InvalidRequestError):
         return cls(f"{name} is {count}, but max_num_seqs lets {limit} run at once; {way_out}", param=name)
 
 
-class PoolTooSmallError(RequestTooLargeError):
+class TooFewBlocksError(RequestTooLargeError):
+    """A request that needs more KV blocks than it could have in the pool as it is."""
+
+    def __init__(self, message: str, *, param: str | None = None, blocks: int = 0, limit: str = "") -> None:
+        """blocks: how many it needs, beside pinned ones. limit: the tenant's limit that it is over; "" for what it can
+        count on in the pool, beside what others are guaranteed."""
+        super().__init__(message, param=param)
+        self.blocks = blocks
+        self.limit = limit
+
+
+class PoolTooSmallError(TooFewBlocksError):
     """A request that needs more KV blocks than the whole pool has, whatever its tenant may have."""
 
-    blocks = 0
-    """The blocks that it needs, beside pinned ones."""
 
-
-class TenantShareTooSmallError(RequestTooLargeError):
-    """A request that needs more KV blocks than its tenant can count on in the pool as it is, beside what others are
-    guaranteed."""
-
-    blocks = 0
-    """The blocks that it needs, beside pinned ones."""
+class TenantShareTooSmallError(TooFewBlocksError):
+    """A request that needs more KV blocks than its tenant may have."""
 
 
 class UnknownTenantError(InvalidRequestError):

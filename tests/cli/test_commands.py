@@ -271,6 +271,33 @@ def test_serve_listens_at_once_and_ends_without_a_trace(tmp_path):
         server.wait()
 
 
+def test_a_queue_has_an_end_without_a_tenants_file():
+    command = [*COMMAND, "serve", MODEL, "--port", "0", *LONG, "--max-waiting", "2", "--max-num-seqs", "1"]
+    server = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    body = {"model": MODEL, "prompt": "Hi", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+    try:
+        while " curl " not in (line := server.stderr.readline()):
+            assert server.poll() is None
+        url = line.split()[1].removesuffix("/chat/completions")
+        with httpx.stream("POST", f"{url}/completions", json=body, timeout=60) as running:
+            lines = running.iter_lines()  # which would close the answer at its own end
+            next(lines)
+            late = {**body, "stream": False, "timeout": 1}
+            with concurrent.futures.ThreadPoolExecutor(3) as pool:
+                asked = [pool.submit(httpx.post, f"{url}/completions", json=late, timeout=60) for _ in range(3)]
+            answers = {answer.result().status_code: answer.result() for answer in asked}
+            assert sorted(answer.result().status_code for answer in asked) == [408, 408, 429]
+            refused = answers[429]
+            assert int(refused.headers["Retry-After"]) >= 1
+            assert "2 sequences of tenant 'default' wait, and max_waiting is 2" in refused.json()["error"]["message"]
+        server.send_signal(signal.SIGINT)
+        server.communicate(timeout=20)
+        assert server.returncode == 0
+    finally:
+        server.kill()
+        server.wait()
+
+
 @pytest.mark.parametrize(
     ("stop", "num_signals"),
     [pytest.param(signal.SIGINT, 1, marks=pytest.mark.slow), (signal.SIGTERM, 1), (signal.SIGINT, 2)],

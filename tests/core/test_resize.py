@@ -226,3 +226,23 @@ def test_so_may_one_that_its_tenant_cannot_count_on_now(make_engine, prompts):
     core.resize(None)
     core.add_request(request("short", short, SamplingParams(max_tokens=1)))
     core.abort(["short"])
+
+
+@pytest.mark.parametrize("limit", ["max_blocks_per_request", "max_blocks_per_session"])
+def test_so_may_one_whose_share_is_too_small_now(make_engine, prompts, limit):
+    core, prompt = make_engine(kv_memory=24 * FRAME_BYTES, max_model_len=384), (prompts[0] * 50)[:30]
+    core.add_request(request("running", (prompts[0] * 50)[:120], SamplingParams(max_tokens=60)))
+    core.step()
+    core.set_tenant("default", TenantLimits(**{limit: "25%"}))
+    core.resize("used")
+    assert core.stats().frames < 16, "a quarter is more than 3"
+    asked = {"in_session": limit == "max_blocks_per_session"}
+    core.add_request(request("a", prompt, SamplingParams(max_tokens=9), **asked))
+    core.abort(["a"])
+    with pytest.raises(PoolShrunkError, match="needs 6 KV blocks"):  # a quarter of the pool at the start
+        core.add_request(request("a", prompt, SamplingParams(max_tokens=60), **asked))
+    with pytest.raises(RequestTooLargeError, match="takes 7 KV blocks"):
+        core.add_request(request("a", prompt, SamplingParams(max_tokens=70), **asked))
+    core.resize(None)
+    core.add_request(request("a", prompt, SamplingParams(max_tokens=60), **asked))
+    core.abort(["a", "running"])

@@ -32,7 +32,7 @@ from pagemill.errors import ConfigError
 from pagemill.server.access.limits import ServerLimits
 from pagemill.server.access.server_access import ServerAccess
 from pagemill.server.logs.output import AUDIT, ServerLogs, fields, logging_to
-from pagemill.tenant_limits import TenantsFile, read_tenants_file
+from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits, TenantsFile, read_tenants_file
 
 if TYPE_CHECKING:
     from pagemill.engine.messages import EngineReady
@@ -155,8 +155,8 @@ async def _serve(
                 soft_wrap=True,
             )
 
-        if tenants is not None:
-            settings = {**settings, "tenants": tenants.limits}
+        everybody = {DEFAULT_TENANT: TenantLimits(max_waiting=limits.max_waiting)}
+        settings = {**settings, "tenants": everybody if tenants is None else tenants.limits}
         llm = AsyncLLM(model, on_progress=bar, **settings)
         LOGGER.info("listening; the model is loading", extra=fields(model=names[0], address=listening))
         try:

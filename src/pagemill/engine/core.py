@@ -30,7 +30,7 @@ from pagemill.engine.queries import BlocksQuery, KVMapQuery
 from pagemill.engine.stats import EngineStats
 from pagemill.engine.tenant_stats import tenant_stats
 from pagemill.engine.tiers import blocks_by_tier, find_by_tier
-from pagemill.errors import InvalidRequestError, PinNotFoundError, PoolTooSmallError, TenantShareTooSmallError
+from pagemill.errors import InvalidRequestError, PinNotFoundError, TooFewBlocksError
 from pagemill.executor.interface import Executor
 from pagemill.executor.load import open_executor
 from pagemill.kvcache.sizing import num_frames
@@ -102,9 +102,9 @@ class EngineCore:
         asked = intake.scheduled(request, self.ready, seed=seed, root=root)
         try:
             self.scheduler.add(asked, request.fork_of)
-        except (PoolTooSmallError, TenantShareTooSmallError) as error:
+        except TooFewBlocksError as error:
             at_start = self._frames_at_start
-            if self._gave_back and error.blocks <= self.scheduler.tenants.countable(asked.tenant, at_start):
+            if self._gave_back and error.blocks <= self.scheduler.tenants.may_have(asked.tenant, at_start, error.limit):
                 raise intake.may_come_again(error.blocks, self.memory.num_frames, at_start) from None
             raise
         self._prompt_tokens += len(request.prompt_token_ids)

@@ -77,7 +77,7 @@ class FairQueue:
         if most is not None and waiting >= most:
             raise TooManyWaitingError(
                 f"{waiting} texts of tenant {owner!r} wait to be tokenized, and max_waiting is {most}; try again "
-                f"later, or raise the tenant's limit",
+                f"later, or raise that limit",
                 param="tenant",
             )
 

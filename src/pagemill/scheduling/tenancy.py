@@ -179,39 +179,41 @@ class Tenancy:
             param, shorter = "prompt", "shorten the prompt"
         beside = f"{grows} {need - pinned} KV blocks of {size} tokens" + (f" beside {pinned} pinned" if pinned else "")
         if need - pinned > frames - self._pins.num_frames:
-            error = PoolTooSmallError(
+            raise PoolTooSmallError(
                 f"{beside}, but the pool has {frames}{self._pinned}; {shorter}, or "
                 f"give the pool more memory (kv_memory)",
                 param=param,
+                blocks=need - pinned,
             )
-            error.blocks = need - pinned
-            raise error
         countable = self._countable(state)
         if need - pinned > countable:
             quota = "no max_blocks" if limits.max_blocks is None else f"its max_blocks is {limits.max_blocks}"
-            share = TenantShareTooSmallError(
+            raise TenantShareTooSmallError(
                 f"{beside}, but tenant {name!r} can count on {countable} ({quota}; {self._promised_beside(state)} of "
                 f"the pool's {frames} are guaranteed to others{self._pinned}); {shorter}, or raise the tenant's limit",
                 param=param,
+                blocks=need - pinned,
             )
-            share.blocks = need - pinned
-            raise share
         per_request = limits.number("max_blocks_per_request", frames)
         shared = self._memory.windows.count(None) * (len(request.prompt_token_ids) // size)
         total = need + apart * (need - shared)
         if per_request is not None and total > per_request:
-            raise RequestTooLargeError(
+            raise TenantShareTooSmallError(
                 f"{grows} {total} KV blocks of {size} tokens with n={n}, but max_blocks_per_request of tenant {name!r} "
                 f"is {per_request}; {shorter}, ask for fewer sequences, or raise the tenant's limit",
                 param=param,
+                blocks=total,
+                limit="max_blocks_per_request",
             )
         per_session = limits.number("max_blocks_per_session", frames) if request.in_session else None
         if per_session is not None and need > per_session:
-            raise RequestTooLargeError(
+            raise TenantShareTooSmallError(
                 f"the session may grow to {request.max_len} tokens, which takes {need} KV blocks of {size} tokens, but "
                 f"max_blocks_per_session of tenant {name!r} is {per_session}; {shorter}, begin another session, "
                 f"or raise the tenant's limit",
                 param=param,
+                blocks=need,
+                limit="max_blocks_per_session",
             )
         if width > state.max_rows:
             raise RequestTooLargeError(
@@ -225,7 +227,7 @@ class Tenancy:
         if waiting >= limits.max_waiting:
             raise TooManyWaitingError(
                 f"{waiting} sequences of tenant {name!r} wait, and max_waiting is {limits.max_waiting}; try again "
-                f"later, or raise the tenant's limit",
+                f"later, or raise that limit",
                 param="tenant",
             )
 
@@ -237,9 +239,11 @@ class Tenancy:
         """
         return max(1, self._max_num_seqs // (4 * len(self._states)))
 
-    def countable(self, name: str, num_frames: int) -> int:
-        """Returns how many blocks, beside pinned ones, a sequence of a tenant could count on in a pool of so many
-        frames. Raises UnknownTenantError."""
+    def may_have(self, name: str, num_frames: int, limit: str = "") -> int:
+        """Returns how many blocks a tenant could have in a pool of so many frames, by one of its limits; without one,
+        how many a sequence could count on beside pinned ones. Raises UnknownTenantError."""
+        if limit:
+            return self[name].limits.number(limit, num_frames) or 0
         quotas = {each.account.name: _quota(each.limits, num_frames) for each in self}
         own, held = quotas.pop(self[name].account.name), self._pins.held(name)
         left = num_frames - promised(quotas, {other: self._pins.held(other) for other in quotas})

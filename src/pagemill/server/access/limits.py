@@ -37,6 +37,13 @@ class ServerLimits:
         Count | None,
         about("Connections that one address (of IPv6: 64 bits) may have open. Default: half of max_connections."),
     ] = None
+    max_waiting: Annotated[
+        Count,
+        about(
+            "Sequences that may wait to run where no tenants file says how many; a request beyond is refused "
+            "(HTTP 429)."
+        ),
+    ] = 8192
     request_timeout_s: Annotated[
         Positive, about("Seconds that a client may take to send a request's head, and as many to send its body.")
     ] = 30.0
