@@ -39,7 +39,7 @@ def command_of(engine: str, port: int) -> list[str]:
     if setup.adapter != "vllm":
         raise ValueError(f"{engine!r} has no server here; name engines of pagemill and vLLM")
     eager = ["--enforce-eager"] if setup.settings.get("enforce_eager") else []
-    return [str(setup.python.parent / "vllm"), "serve", str(CHECKPOINT), *flags, *eager]
+    return [str(setup.python), "-m", "vllm.entrypoints.openai.api_server", "--model", str(CHECKPOINT), *flags, *eager]
 
 
 @contextlib.contextmanager
@@ -70,7 +70,8 @@ def serving(engine: str) -> Iterator[str]:
                 time.sleep(0.2)
             yield url
         finally:
-            os.killpg(process.pid, signal.SIGTERM)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGTERM)
 
 
 async def measure(url: str, workload: Workload) -> tuple[float, list[float]]:
