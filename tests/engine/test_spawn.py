@@ -8,7 +8,8 @@ from pathlib import Path
 
 import psutil
 
-from pagemill.frontend.spawn import ENGINE, spawn, spawn_ahead, start_child
+from pagemill.child_process import start_child
+from pagemill.frontend.spawn import ENGINE, spawn, spawn_ahead
 
 
 def test_the_process_started_ahead_is_taken_once():

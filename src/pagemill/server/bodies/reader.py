@@ -20,9 +20,9 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
+from pagemill.child_process import Child, start_child
 from pagemill.engine.messages import EngineReady, Failure
 from pagemill.errors import BodyTooLargeError, PagemillError, ServerBusyError
-from pagemill.frontend.spawn import Child, start_child
 from pagemill.frontend.worker import WorkerThreads
 from pagemill.server.access.large_bodies import SMALL_BODY_BYTES
 from pagemill.server.protocol.errors import refusal_of, without_frames
