@@ -15,6 +15,7 @@ from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.attention.interface import AttentionBatch
 from pagemill.models.adapter import Adapter, AdapterTokens
 from pagemill.models.decoder import Decoder, DecoderWeights, GatedMLP, LayerCaches, LayerWeights, OnLayer
+from pagemill.models.sharding import ShardedEmbedding
 from pagemill.models.spec import DecoderSpec
 from pagemill.ops.cpu_ops import ACTIVATIONS, DTYPES, CpuLinear, CpuLowRank, CpuOps
 from pagemill.ops.interface import AllowedOutputs, Linear
@@ -39,6 +40,8 @@ class CpuDecoder(Decoder):
         self._pool: LayerCaches | None = None
         self._native_caches: list[_kernels.Cache] = []
         self._native_adapters: WeakKeyDictionary[Adapter, _kernels.Adapter] = WeakKeyDictionary()
+        if isinstance(weights.embedding, ShardedEmbedding):
+            raise TypeError("the C++ executor runs a whole model; a sharded one runs operator by operator")
         self._native = _kernels.Decoder(
             weights.embedding, _packed(weights.lm_head, spec.hidden_size, spec.vocab_size), weights.final_norm,
             spec.num_heads, spec.num_kv_heads, spec.head_dim, DTYPES[self.dtype], spec.norm_eps,

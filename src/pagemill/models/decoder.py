@@ -15,6 +15,7 @@ from pagemill.attention.interface import AttentionBackend, AttentionBatch, Layer
 from pagemill.kvcache.layer_groups import group_layers
 from pagemill.models.adapter import AdapterTokens, runs_of
 from pagemill.models.rope import AngleTable
+from pagemill.models.sharding import ShardedEmbedding
 from pagemill.models.spec import Activation, DecoderSpec, LayerSpec, MoESpec
 from pagemill.ops.interface import AllowedOutputs, Linear, Ops
 
@@ -67,7 +68,7 @@ class DecoderWeights:
     hidden to vocab.
     """
 
-    embedding: Tensor | None
+    embedding: Tensor | ShardedEmbedding | None
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor
     lm_head: Linear

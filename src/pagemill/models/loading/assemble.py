@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from pagemill.errors import CorruptWeightsError, UnsupportedModelError
 from pagemill.models.decoder import DecoderWeights, Experts, GatedMLP, LayerWeights
 from pagemill.models.loading.checkpoint import PLAIN_DTYPES, Checkpoint
 from pagemill.models.names import WeightNames
+from pagemill.models.sharding import ShardedEmbedding, ShardedHead, Sharding
 from pagemill.models.spec import DecoderSpec
 from pagemill.ops.interface import Linear, Ops
 from pagemill.ops.quantized import AffineWeight, keep_int4, quantize_int8
@@ -29,7 +30,10 @@ Progress = Callable[[int, int], None]
 
 @dataclass
 class Assembler:
-    """Carries out one load. Calls `progress(done_bytes, total_bytes)` after each tensor, in stored bytes."""
+    """Carries out one load. Calls `progress(done_bytes, total_bytes)` after each tensor, in stored bytes.
+
+    sharding: what the decoder holds of the model; None for all of it. Everything is read and checked in either case.
+    """
 
     checkpoint: Checkpoint
     spec: DecoderSpec
@@ -39,6 +43,7 @@ class Assembler:
     device: torch.device
     progress: Progress | None = None
     quantization: str | None = None
+    sharding: Sharding | None = None
 
     def __post_init__(self) -> None:
         self._staging: Tensor | None = None
@@ -53,18 +58,44 @@ class Assembler:
         has a dtype that is not supported or is not used.
         """
         spec, names = self.spec, self.names
-        embedding: Tensor | None = None
+        embedding: Tensor | ShardedEmbedding | None = None
         if spec.tied_embeddings:
-            lm_head = self._linear((names.embedding,), (spec.vocab_size,), spec.hidden_size)
+            lm_head = self._head(names.embedding)
         else:
-            embedding = self._matrix((names.embedding,), (spec.vocab_size,), spec.hidden_size)
+            embedding = self._embedding(names.embedding)
         self._staging = None  # an embedding of its own stays where it is
         layers = tuple(self._layer(index) for index in range(len(spec.layers)))
         final_norm = self._norm(names.final_norm, spec.hidden_size)
         if not spec.tied_embeddings:
-            lm_head = self._linear((names.lm_head,), (spec.vocab_size,), spec.hidden_size)
+            lm_head = self._head(names.lm_head)
         self._refuse_unused()
         return DecoderWeights(embedding, layers, final_norm, lm_head)
+
+    def _head(self, name: str) -> Linear:
+        vocab_size, sharding = self.spec.vocab_size, self.sharding
+        head = self._linear((name,), (vocab_size,), self.spec.hidden_size, keep=self._parts(vocab_size))
+        return head if sharding is None else ShardedHead(sharding.exchange, head, vocab_size)
+
+    def _embedding(self, name: str) -> Tensor | ShardedEmbedding:
+        vocab_size, sharding = self.spec.vocab_size, self.sharding
+        whole = self._matrix((name,), (vocab_size,), self.spec.hidden_size)
+        if sharding is None:
+            return whole
+        part = whole[sharding.part(vocab_size)].clone()
+        return ShardedEmbedding(sharding.exchange, part.__getitem__, vocab_size)
+
+    def _parts(self, *sizes: int) -> list[slice] | None:
+        """Returns the rows to keep of joined parts of these sizes; None for all."""
+        return None if self.sharding is None else [self.sharding.part(size) for size in sizes]
+
+    def _closing(self, name: str, columns: int, unit: int = 1, bias: bool = False) -> Linear:
+        """Returns a layer back to the hidden size: its inputs and its outputs lie on all ranks.
+
+        unit: so many inputs stay together.
+        """
+        hidden, sharding = self.spec.hidden_size, self.sharding
+        linear = self._linear((name,), (hidden,), columns, bias, keep=self._parts(hidden))
+        return linear if sharding is None else sharding.gathering(linear, columns, hidden, unit)
 
     def _layer(self, index: int) -> LayerWeights:
         spec, names = self.spec, self.names
@@ -90,8 +121,9 @@ class Assembler:
                 spec.hidden_size,
                 spec.qkv_bias,
                 unpair=(spec.num_heads, spec.num_kv_heads) if names.paired_rope else (),
+                keep=None if self.sharding is None else self.sharding.qkv(spec),
             ),
-            o=self._linear(names_of((names.o,)), (spec.hidden_size,), queries, spec.o_bias),
+            o=self._closing(prefix + names.o, queries, spec.head_dim, spec.o_bias),
             pre_mlp_norm=self._norm(prefix + names.pre_mlp_norm, spec.hidden_size),
             mlp=mlp,
             q_norm=norm(names.q_norm, spec.head_dim, spec.qk_norm),
@@ -102,7 +134,8 @@ class Assembler:
 
     def _mlp(self, gate_up: Sequence[str], down: str, size: int) -> GatedMLP:
         hidden, bias = self.spec.hidden_size, self.spec.mlp_bias
-        return GatedMLP(self._linear(gate_up, (size, size), hidden, bias), self._linear((down,), (hidden,), size, bias))
+        joined = self._linear(gate_up, (size, size), hidden, bias, keep=self._parts(size, size))
+        return GatedMLP(joined, self._closing(down, size, bias=bias))
 
     def _experts(self, prefix: str) -> Experts:
         spec, names = self.spec, self.names
@@ -124,19 +157,30 @@ class Assembler:
         columns: int,
         bias: bool = False,
         unpair: tuple[int, ...] = (),
+        keep: Sequence[slice] | None = None,
     ) -> Linear:
-        offsets = self._matrix(parts, rows, 0, unpair=unpair, dtype=torch.float32) if bias else None
+        """Returns the joined parts' rows as a layer.
+
+        keep: by part, the rows that the layer has; None for all.
+        """
+
+        def kept(*joined: Tensor) -> Iterator[Tensor]:
+            return (_rows(each, rows, keep) for each in joined)
+
+        offsets = None
+        if bias:
+            (offsets,) = kept(self._matrix(parts, rows, 0, unpair=unpair, dtype=torch.float32))
         bits = self._bits(parts)
-        if bits is None and (kept := self._kept_bits(parts)) is not None:
-            values, scale, low = (part.to(self.device) for part in self._integers(parts, rows, columns, unpair))
-            return self.ops.pack_affine(AffineWeight(values, scale, low, kept), offsets)
+        if bits is None and (affine := self._kept_bits(parts)) is not None:
+            values, scale, low = (part.to(self.device) for part in kept(*self._integers(parts, rows, columns, unpair)))
+            return self.ops.pack_affine(AffineWeight(values, scale, low, affine), offsets)
         if bits is None:
-            weight = self._matrix(parts, rows, columns, unpair=unpair, dtype=self._held(parts))
+            (weight,) = kept(self._matrix(parts, rows, columns, unpair=unpair, dtype=self._held(parts)))
             return self.ops.pack_linear(weight, offsets, self.dtype)
         if bits == 4:
-            quantized = keep_int4(*self._integers(parts, rows, columns, unpair))
+            quantized = keep_int4(*kept(*self._integers(parts, rows, columns, unpair)))
         else:
-            quantized = quantize_int8(self._matrix(parts, rows, columns, unpair=unpair, dtype=torch.float32))
+            quantized = quantize_int8(*kept(self._matrix(parts, rows, columns, unpair=unpair, dtype=torch.float32)))
         return self.ops.pack_quantized(quantized, offsets, self.dtype)
 
     def _held(self, parts: Sequence[str]) -> torch.dtype:
@@ -283,6 +327,15 @@ class Assembler:
                 f"{self.checkpoint.path} has {len(unused)} tensors that a {self.spec.family} decoder does not use, "
                 f"first {unused[0]!r}; ignoring them would change the model's answers"
             )
+
+
+def _rows(joined: Tensor, sizes: Sequence[int], keep: Sequence[slice] | None) -> Tensor:
+    """Returns rows of parts of these sizes, which lie one after the other: of each part those to keep, or all."""
+    if keep is None:
+        return joined
+    begins = [sum(sizes[:part]) for part in range(len(sizes))]
+    ranges = [joined[at + rows.start : at + rows.stop] for at, rows in zip(begins, keep, strict=True)]
+    return torch.cat(ranges) if len(ranges) > 1 else ranges[0]
 
 
 def _unpaired(rows: Tensor, heads: int) -> Tensor:

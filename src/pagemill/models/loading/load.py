@@ -21,6 +21,7 @@ from pagemill.models.loading.checkpoint import Checkpoint, fingerprint
 from pagemill.models.loading.gguf_model import GGUFModel
 from pagemill.models.loading.hf_folder import HuggingFaceFolder
 from pagemill.models.names import WeightNames
+from pagemill.models.sharding import Sharding, check_heads
 from pagemill.models.spec import DecoderSpec
 from pagemill.ops.interface import Ops
 
@@ -36,6 +37,7 @@ class LoadedModel:
     eos_token_ids: ids that end a generation, in the checkpoint's order, possibly none.
     max_model_len: what was asked for, else the longest context that the checkpoint declares.
     fingerprint:   32 bytes; see `loading.checkpoint.fingerprint`.
+    spec:          of the whole model; `decoder.spec` is of what the decoder computes.
     names:         what Hugging Face's checkpoints of its family, and adapters, call its weights.
     """
 
@@ -60,6 +62,7 @@ def load_model(
     device: torch.device | str = "cpu",
     progress: Progress | None = None,
     quantization: str | None = None,
+    sharding: Sharding | None = None,
 ) -> LoadedModel:
     """Loads a folder in Hugging Face's form or a GGUF file.
 
@@ -68,6 +71,7 @@ def load_model(
     max_model_len: longest context to prepare for; None: all that the model declares.
     progress:      called with (done, total) bytes as tensors are read.
     quantization:  how linear layers are held: None in dtype, "int8", or "gguf" as a quantized GGUF file holds them.
+    sharding:      what the decoder holds of the model; None for all of it.
     Raises ModelNotFoundError, ModelConfigError, UnsupportedModelError, CorruptWeightsError, ConfigError (dtype,
     max_model_len, quantization) or UnknownArgumentError (a key of hf_overrides).
     """
@@ -82,14 +86,16 @@ def load_model(
         )
     family = find_family(config["model_type"], config.get("architectures"))
     spec = family.describe(ModelConfig(config), max_model_len)
+    if sharding is not None:
+        check_heads(spec, sharding.exchange.size)
     chosen = resolve_dtype(dtype, checkpoint.float_dtypes(), quantized=checkpoint.quantized, device=device)
     assembler = Assembler(
-        checkpoint, spec, checkpoint.names or family.names, ops, chosen, device, progress, quantization
+        checkpoint, spec, checkpoint.names or family.names, ops, chosen, device, progress, quantization, sharding
     )
     with _one_thread():
         weights = assembler.assemble()
     return LoadedModel(
-        decoder=decoder(spec, weights, ops, attention, chosen),
+        decoder=decoder(spec if sharding is None else sharding.spec(spec), weights, ops, attention, chosen),
         spec=spec,
         dtype=chosen,
         eos_token_ids=checkpoint.eos_token_ids,

@@ -1,0 +1,152 @@
+"""Sharding: which rows of each weight a rank of a tensor-parallel model holds, and what it gets from the others.
+
+Every projection is cut by its outputs, and activations are gathered before and after those that take in what all ranks
+hold a part of. So each output is one chain over all of its inputs, summed by one rank with the kernel that a single
+process would use: the bits do not depend on the number of ranks. Megatron-LM (Shoeybi et al., 2019) cuts every second
+projection by its inputs instead and adds the ranks' sums up, which takes two collectives in a layer for the four here,
+and rounds in another order for every number of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from pagemill.errors import ConfigError
+from pagemill.models.spec import DecoderSpec
+from pagemill.ops.interface import Linear
+
+
+class Exchange(Protocol):
+    """Carries activations between `size` ranks, of which this is number `rank`. All call it in the same order."""
+
+    rank: int
+    size: int
+
+    def all_gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
+        """Returns all ranks' parts [tokens, widths[rank]] side by side, [tokens, sum(widths)], in their dtype.
+
+        Raises RuntimeError if a rank is gone, or has not come for too long.
+        """
+
+
+def cut(size: int, ranks: int) -> list[slice]:
+    """Returns the part of 0 .. size - 1 that each rank holds: neighbours, in order, of nearly equal numbers."""
+    return [slice(size * rank // ranks, size * (rank + 1) // ranks) for rank in range(ranks)]
+
+
+def check_heads(spec: DecoderSpec, ranks: int) -> None:
+    """Raises ConfigError unless so many ranks can share a model's heads: equal numbers of query heads, and either equal
+    numbers of KV heads, or one each, the same for several ranks."""
+    heads, kv_heads = spec.num_heads, spec.num_kv_heads
+    if heads % ranks == 0 and (kv_heads % ranks == 0 or ranks % kv_heads == 0):
+        return
+    possible = [n for n in range(1, heads + 1) if heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)]
+    raise ConfigError(
+        f"tensor_parallel_size is {ranks}, but the model has {heads} attention heads and {kv_heads} KV heads: every "
+        f"rank needs as many of the first, and as many of the second or one of them; use one of "
+        f"{', '.join(map(str, possible))}",
+        param="tensor_parallel_size",
+    )
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Says what a rank holds of a model whose heads `check_heads` has passed."""
+
+    exchange: Exchange
+
+    def part(self, size: int) -> slice:
+        """Returns the rank's part of so many outputs."""
+        return cut(size, self.exchange.size)[self.exchange.rank]
+
+    def kv_heads(self, spec: DecoderSpec) -> slice:
+        """Returns the rank's KV heads; one, which other ranks have too, if there are fewer than ranks."""
+        first = self.exchange.rank * spec.num_kv_heads // self.exchange.size
+        return slice(first, first + max(1, spec.num_kv_heads // self.exchange.size))
+
+    def qkv(self, spec: DecoderSpec) -> list[slice]:
+        """Returns the rank's rows of q, of k and of v."""
+        heads, kv_heads = self.part(spec.num_heads), self.kv_heads(spec)
+        return [slice(part.start * spec.head_dim, part.stop * spec.head_dim) for part in (heads, kv_heads, kv_heads)]
+
+    def spec(self, spec: DecoderSpec) -> DecoderSpec:
+        """Returns the description of what the rank computes: that of the model, with the rank's heads."""
+        heads, kv_heads = self.part(spec.num_heads), self.kv_heads(spec)
+        return replace(spec, num_heads=heads.stop - heads.start, num_kv_heads=kv_heads.stop - kv_heads.start)
+
+    def gathering(self, part: Linear, in_features: int, out_features: int, unit: int = 1) -> GatheringLinear:
+        """Returns the whole layer of which the rank has a part: it takes the rank's part of its inputs.
+
+        unit: so many inputs stay together.
+        """
+        return GatheringLinear(self.exchange, part, self.widths(in_features, unit), self.widths(out_features))
+
+    def widths(self, size: int, unit: int = 1) -> list[int]:
+        """Returns the sizes of all ranks' parts."""
+        return [unit * (part.stop - part.start) for part in cut(size // unit, self.exchange.size)]
+
+
+class GatheringLinear:
+    """Implements `Linear` for a layer whose inputs and outputs both lie on all ranks, in parts: two collectives."""
+
+    def __init__(self, exchange: Exchange, part: Linear, inputs: Sequence[int], outputs: Sequence[int]) -> None:
+        self.in_features, self.out_features = inputs[exchange.rank], sum(outputs)
+        self._exchange, self._part = exchange, part
+        self._inputs, self._outputs = inputs, outputs
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Returns [tokens, out_features] for the rank's part of the inputs [tokens, in_features]."""
+        whole = self._exchange.all_gather(x, self._inputs)
+        return self._exchange.all_gather(self._part(whole), self._outputs)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        raise TypeError("a sharded projection has no rows")
+
+
+class ShardedHead:
+    """Implements `Linear` for a head that is cut by the vocabulary: one collective for logits, one for rows."""
+
+    def __init__(self, exchange: Exchange, part: Linear, vocab_size: int) -> None:
+        self.in_features, self.out_features = part.in_features, vocab_size
+        self._exchange, self._part = exchange, part
+        self._embedding = ShardedEmbedding(exchange, part.rows, vocab_size)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        parts = cut(self.out_features, self._exchange.size)
+        return self._exchange.all_gather(self._part(x), [part.stop - part.start for part in parts])
+
+    def rows(self, ids: Tensor) -> Tensor:
+        return self._embedding[ids]
+
+
+class Rows(Protocol):
+    def __call__(self, ids: Tensor, /) -> Tensor: ...
+
+
+class ShardedEmbedding:
+    """Looks tokens up in an embedding that is cut by the vocabulary, by one collective.
+
+    rows: returns rows [n, hidden] of the rank's part, for ids int64 [n] within it.
+    """
+
+    def __init__(self, exchange: Exchange, rows: Rows, vocab_size: int) -> None:
+        parts = cut(vocab_size, exchange.size)
+        self._exchange, self._rows, self._vocab_size = exchange, rows, vocab_size
+        self._ends = torch.tensor([part.stop for part in parts])
+        self._mine = parts[exchange.rank]
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        """Returns the rows of ids int64 [n]. Raises IndexError, before anything is exchanged, for others than the
+        vocabulary's."""
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < self._vocab_size:
+            raise IndexError(f"token ids {ids.tolist()} are not all in 0 .. {self._vocab_size - 1}")
+        mine = self._rows(ids.clamp(self._mine.start, self._mine.stop - 1) - self._mine.start)
+        hidden = mine.shape[1]
+        every = self._exchange.all_gather(mine, [hidden] * self._exchange.size)
+        owners = torch.bucketize(ids, self._ends, right=True)
+        return every.view(len(ids), -1, hidden)[torch.arange(len(ids)), owners]

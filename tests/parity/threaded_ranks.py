@@ -1,0 +1,54 @@
+"""Ranks of a tensor-parallel model as threads of this process: what they exchange goes through a list."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+T = TypeVar("T")
+
+
+class Meeting:
+    """Where threads meet. `widths` keeps what each collective of rank 0 has gathered."""
+
+    def __init__(self, size: int) -> None:
+        self.parts: list[Tensor | None] = [None] * size
+        self.barrier = threading.Barrier(size, timeout=30)
+        self.widths: list[list[int]] = []
+
+
+class ThreadExchange:
+    def __init__(self, meeting: Meeting, rank: int) -> None:
+        self.rank, self.size = rank, len(meeting.parts)
+        self._meeting = meeting
+
+    def all_gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
+        meeting = self._meeting
+        assert part.shape[1] == widths[self.rank]
+        if self.rank == 0:
+            meeting.widths.append([*widths])
+        meeting.parts[self.rank] = part
+        meeting.barrier.wait()
+        whole = torch.cat([each for each in meeting.parts if each is not None], dim=1)
+        meeting.barrier.wait()
+        return whole
+
+
+def on_ranks(size: int, work: Callable[[ThreadExchange], T]) -> tuple[list[T], Meeting]:
+    """Returns what each rank's thread brings, and where they have met."""
+    meeting = Meeting(size)
+
+    def run(rank: int) -> T:
+        try:
+            return work(ThreadExchange(meeting, rank))
+        except BaseException:
+            meeting.barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        return [*pool.map(run, range(size))], meeting
