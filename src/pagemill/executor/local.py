@@ -18,16 +18,12 @@ from torch import Tensor
 from pagemill.errors import NonFiniteLogitsError, SamplingParamsError
 from pagemill.executor.backend import Backend
 from pagemill.executor.draft_model import DraftModel
-from pagemill.executor.interface import AdapterFacts, ExecutorFacts, ExecutorMemory, StepHandle
-from pagemill.executor.rows import Rows
+from pagemill.executor.interface import AdapterFacts, ExecutorFacts, StepHandle
 from pagemill.executor.verification import Choose, Verified, verify
-from pagemill.kvcache.device_pool import DevicePool
+from pagemill.executor.worker import Worker
 from pagemill.kvcache.layout import FrameShape
-from pagemill.kvcache.pages_ahead import PagesAhead, PooledFrames
-from pagemill.kvcache.read_ahead import ReadAhead
-from pagemill.kvcache.sizing import host_memory
 from pagemill.models.adapter import Adapter, AdapterTokens
-from pagemill.models.decoder import Decoder, OnLayer
+from pagemill.models.decoder import Decoder
 from pagemill.models.loading.adapter import AdapterLoader
 from pagemill.ops.interface import AllowedOutputs
 from pagemill.sampling.params import SamplingParams, TokenLogprobs
@@ -38,7 +34,7 @@ LOGITS_ROWS = 64
 """Prompt log probabilities take this many rows of logits at a time: a bound on their memory."""
 
 
-class LocalExecutor:
+class LocalExecutor(Worker):
     """Implements `Executor` on the backend that the model was loaded with. A step runs when it is submitted: on CPU it
     would take the cores from whoever planned the next one meanwhile.
     """
@@ -54,40 +50,19 @@ class LocalExecutor:
         adapters: AdapterLoader,
         draft: DraftModel | None = None,
     ) -> None:
+        super().__init__(decoder, backend, shape, max_num_seqs, facts.max_model_len)
         self.facts = facts
-        self.decoder = decoder
         self.sampler = Sampler(max_num_seqs, facts.vocab_size, backend.sampling, facts.eos_token_ids, tokenizer_json)
-        self._shape = shape
-        self._layout = backend.layout
-        self._device = backend.device
-        self.rows = Rows(len(facts.windows), max_num_seqs, facts.max_model_len, shape.block_size, backend.device)
         self.draft = draft
         self._adapter_loader = adapters
         self._adapters: dict[int, Adapter] = {}
         self._logits = torch.empty(0, facts.vocab_size)
-        self._read_ahead: ReadAhead | None = None
 
     def allocate(self, num_frames: int, streamed_frames: int = 0, streamed_folder: Path | None = None) -> int:
-        self.pool = DevicePool(
-            num_frames,
-            self._shape,
-            self._device,
-            self._layout,
-            room=self.memory().total,
-            streamed_frames=streamed_frames,
-            streamed_folder=streamed_folder,
-        )
-        self.pages = PagesAhead(self.pool)
-        self.frames = PooledFrames(self.pool, self.pages)
-        if (file := self.pool.streamed_file) is not None:
-            self._read_ahead = ReadAhead(file, self.decoder.groups)
+        first_streamed = super().allocate(num_frames, streamed_frames, streamed_folder)
         if self.draft is not None:
             self.draft.begin(self.pool, self.rows, self.sampler)
-        return self.pool.first_streamed
-
-    def memory(self) -> ExecutorMemory:
-        on_gpu = self._device.type == "cuda"
-        return ExecutorMemory(*(torch.cuda.mem_get_info(self._device) if on_gpu else host_memory()))
+        return first_streamed
 
     def prepare(self, params: SamplingParams, root: bytes) -> bool:
         return self.sampler.prepare(params, root)
@@ -106,18 +81,7 @@ class LocalExecutor:
         self.rows.apply(plan)
         if self.draft is not None:
             self.draft.apply(plan)
-        work = plan.work
-        written = np.concatenate((work.copy_target, work.edit_frame))
-        self.pages.reach(int(written[written < self.pool.first_streamed].max(initial=-1)))
-        return self.pool.frames.copy(work.copy_source, work.copy_target)
-
-    def resize(self, num_frames: int) -> None:
-        self.pages.shrink(num_frames)
-        self.pool.resize(num_frames)
-
-    def take_loss(self) -> bool:
-        file = self.pool.streamed_file
-        return file is not None and file.take_loss()
+        return self.edit(plan.work)
 
     def submit(self, plan: StepPlan) -> StepHandle:
         try:
@@ -148,9 +112,8 @@ class LocalExecutor:
             ends -= counts
             self.rows.tokens[np.repeat(plan.sample_to, counts), _runs(ends, counts)] = plan.draft_tokens
         only_argmax = self.sampler.only_argmax(plan.sample_to)
-        hidden = self.decoder.forward(
-            inputs.token_ids(), inputs.batch(), self.pool, self._on_layer(plan), self._adapter_tokens(plan)
-        )
+        on_layer = self.reading_ahead(plan.rows, inputs.context_lens)
+        hidden = self.forward(inputs, inputs.token_ids(), on_layer, self._adapter_tokens(plan))
         of_prompts: dict[int, list[TokenLogprobs]] = {}
         for index in plan.prompt_logprobs.tolist():
             first, last = int(query_start[index]), int(query_start[index + 1])
@@ -164,10 +127,6 @@ class LocalExecutor:
         output.undrafted, output.draft_work = undrafted, draft_work
         return output
 
-    def close(self) -> None:
-        if self._read_ahead is not None:
-            self._read_ahead.close()
-
     def _adapter_tokens(self, plan: StepPlan) -> list[AdapterTokens]:
         """Returns the adapters of the plan's rows, with the tokens of these."""
         if not self._adapters:
@@ -178,16 +137,8 @@ class LocalExecutor:
             for number in np.unique(numbers[numbers > 0]).tolist()
         ]
 
-    def _on_layer(self, plan: StepPlan) -> OnLayer | None:
-        """Returns what reads ahead the blocks on disk that the step attends; None if there are none."""
-        if self._read_ahead is None:
-            return None
-        streamed = [frames - self.pool.first_streamed for frames in self.streamed_frames(plan)]
-        return self._read_ahead.step(streamed) if any(map(len, streamed)) else None
-
     def streamed_frames(self, plan: StepPlan) -> list[NDArray[np.int32]]:
-        entries = -(-int((plan.starts + plan.query_lens).max(initial=0)) // self.rows.block_size)
-        return [tables[tables >= self.pool.first_streamed] for tables in self.rows.tables[:, plan.rows, :entries]]
+        return self.rows.frames_from(self.pool.first_streamed, plan.rows, plan.starts + plan.query_lens)
 
     def _sample(
         self, plan: StepPlan, hidden: Tensor, query_start: NDArray[np.int32], ends: NDArray[np.int32], only_argmax: bool
@@ -238,14 +189,14 @@ class LocalExecutor:
                     index = wrong if places is None else places[wrong]
                     some = _take_rows(hidden, index if which is None else which[index])
                     with torch.inference_mode():
-                        logits = self.decoder.logits(some, self._logits_of(len(wrong)))
+                        logits = self.logits(some, self._logits_of(len(wrong)))
                         tokens = tokens.copy()
                         tokens[wrong] = self.sampler.best_allowed(logits, rows[wrong])
                 return self.sampler.take_argmax(tokens, rows)
 
             return take
         with torch.inference_mode():
-            logits = self.decoder.logits(hidden, self._logits_of(hidden.shape[0]))
+            logits = self.logits(hidden, self._logits_of(hidden.shape[0]))
 
         def choose(places: NDArray[np.int64] | None, rows: NDArray[np.int32]) -> Sampled:
             index = places if which is None else which if places is None else which[places]
@@ -281,6 +232,10 @@ class LocalExecutor:
         self.rows.tokens[plan.sample_to, ends + counts - 1] = [accepted[-1] for accepted in verified.tokens]
         return verified
 
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """Returns what `Decoder.logits` does."""
+        return self.decoder.logits(hidden, out)
+
     def _logits_of(self, rows: int) -> Tensor | None:
         """Returns memory for logits, kept between steps. NumPy's comes in huge pages."""
         if self._device.type != "cpu":
@@ -296,7 +251,7 @@ class LocalExecutor:
         found: list[TokenLogprobs] = []
         for begin in range(0, len(targets), LOGITS_ROWS):
             part = targets[begin : begin + LOGITS_ROWS]
-            logits = self.decoder.logits(hidden[begin : begin + len(part)])
+            logits = self.logits(hidden[begin : begin + len(part)])
             found += self.sampler.prompt_logprobs(row, logits, part)
         return found
 

@@ -8,6 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill.attention.interface import AttentionBatch, GroupBatch
+from pagemill.memory.work import MemoryWork
 from pagemill.scheduling.step_plan import StepPlan
 
 
@@ -72,16 +73,23 @@ class Rows:
         self._device = device
 
     def apply(self, plan: StepPlan) -> None:
-        """Carries out a plan's edits of rows."""
+        """Carries out a plan's edits of rows, but for their tables."""
         for new in plan.new_rows:
             self.tokens[new.row, : len(new.token_ids)] = new.token_ids
             self.prompt_lens[new.row] = new.prompt_len
             self.adapter_numbers[new.row] = new.adapter
         for row, position, token_ids in plan.chosen_tokens:
             self.tokens[row, position : position + len(token_ids)] = token_ids
-        work = plan.work
+
+    def edit_tables(self, work: MemoryWork) -> None:
         if len(work.edit_row):
             self.tables[work.edit_group, work.edit_row, work.edit_index] = work.edit_frame
+
+    def frames_from(self, first: int, rows: NDArray[np.int32], ends: NDArray[np.int32]) -> list[NDArray[np.int32]]:
+        """Returns, by layer group, the frames numbered from `first` on in these rows' tables, up to the longest of
+        their `ends`."""
+        entries = -(-int(ends.max(initial=0)) // self.block_size)
+        return [tables[tables >= first] for tables in self.tables[:, rows, :entries]]
 
     def inputs(self, rows: NDArray[np.int32], starts: NDArray[np.int32], query_lens: NDArray[np.int32]) -> Inputs:
         """Describes query tokens: of each of these rows so many, from its start on."""
