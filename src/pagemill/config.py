@@ -37,6 +37,7 @@ ToolCallParser = Literal[
 ]
 ReasoningParser = Literal["auto", "off", "deepseek_r1", "qwen3", "mistral", "granite"]
 Threads = Annotated[int, Meta(ge=1, le=1024)]
+RankCount = Annotated[int, Meta(ge=1, le=256)]
 Share = Annotated[float, Meta(ge=0, le=1)]
 Model = Annotated[str, Meta(min_length=1, title="a path, a name such as 'smollm2-135m', or a Hugging Face id")]
 Size = Annotated[int | float | str, Meta(title="bytes, a size such as '4GiB', or a share")]
@@ -85,7 +86,9 @@ class EngineConfig:
             "memory, at most what max_num_seqs sequences of max_model_len can fill."
         ),
     ] = None
-    kv_cache_memory_bytes: Annotated[int | None, about("Size of the KV cache in bytes (vLLM's name).")] = None
+    kv_cache_memory_bytes: Annotated[
+        int | None, about("Size of the KV cache in bytes, of each of tensor_parallel_size processes (vLLM's name).")
+    ] = None
     gpu_memory_utilization: Annotated[
         float | None,
         about("Share of a device's memory that the whole engine may use; it sizes the KV cache (vLLM's name)."),
@@ -177,7 +180,17 @@ class EngineConfig:
         dict[str, Any], about("JSON object that replaces entries of the model's configuration.")
     ] = field(default_factory=dict)
     device: Annotated[str, about("auto, cpu or cuda.")] = "auto"
-    num_threads: Annotated[Threads | None, about("CPU threads. Default: one per core.")] = None
+    num_threads: Annotated[
+        Threads | None,
+        about("CPU threads; of each of tensor_parallel_size processes. Default: one per core, divided among them."),
+    ] = None
+    tensor_parallel_size: Annotated[
+        RankCount,
+        about(
+            "Processes that share the model: each has an equal part of every layer, and the KV cache of its heads "
+            "(CPU only)."
+        ),
+    ] = 1
     ageing_s: Annotated[
         Annotated[float, Meta(ge=0)], about("Seconds of waiting that make up for one step of priority.")
     ] = 10.0
@@ -237,10 +250,28 @@ class EngineConfig:
                 f"step could not give every running sequence its token; raise the first or lower the second",
                 param="max_num_batched_tokens",
             )
+        self._check_ranks()
         ways = ("kv_memory", "kv_cache_memory_bytes", "gpu_memory_utilization")
         given = [name for name in ways if getattr(self, name) is not None]
         if len(given) > 1:
             raise ConfigError(f"{' and '.join(given)} both size the KV pool; give one of them", param=given[1])
+
+    def _check_ranks(self) -> None:
+        """Raises ConfigError for what a model in parts cannot do."""
+        if self.tensor_parallel_size == 1:
+            return
+        drafting = None if self.speculative_config is None else self.speculative_config.model
+        for name, value, way_out in (
+            ("enable_lora", self.enable_lora or None, "merge the adapter into the model"),
+            ("speculative_config", drafting, "draft by 'ngram' or 'suffix', which need no model"),
+            ("device", self.device if self.device.startswith("cuda") else None, "use 'cpu'"),
+        ):
+            if value is not None:
+                raise ConfigError(
+                    f"{name} is {shown(value)}, which a model in parts cannot have so far (tensor_parallel_size is "
+                    f"{self.tensor_parallel_size}); {way_out}, or leave tensor_parallel_size out",
+                    param=name,
+                )
 
     def _check_adapters(self) -> None:
         if self.lora_modules and not self.enable_lora:

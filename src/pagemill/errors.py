@@ -313,6 +313,10 @@ class EngineDeadError(PagemillError):
     kind: ClassVar[str] = "service_unavailable_error"
 
 
+class RankLostError(EngineDeadError):
+    """A process that held a part of the model is gone, and with it the engine: no other has its part."""
+
+
 class EngineStoppedError(EngineDeadError):
     """The engine was told to stop before it had done what was asked; that can be sent again, to another one."""
 

@@ -32,10 +32,9 @@ NO_GRAPHS = "captures no graphs"
 NO_DOWNLOAD_CHOICE = "takes the version that its own names or the Hugging Face cache stand for"
 
 OF_ENGINES: dict[str, Fixed] = {
-    "tensor_parallel_size": Fixed((1,), ONE_DEVICE),
     "pipeline_parallel_size": Fixed((1,), ONE_DEVICE),
     "data_parallel_size": Fixed((1,), ONE_DEVICE),
-    "distributed_executor_backend": Fixed((None, "uni"), ONE_DEVICE),
+    "distributed_executor_backend": Fixed((None, "uni", "mp"), "runs a model's parts in processes of this machine"),
     "enable_expert_parallel": Fixed((False,), ONE_DEVICE),
     "disable_custom_all_reduce": Fixed((True, False), ONE_DEVICE),
     "enforce_eager": Fixed((True, False), NO_GRAPHS),

@@ -99,9 +99,9 @@ def test_what_is_no_number_is_wrong_usage():
 
 
 def test_flags_without_a_choice_are_passed_on_and_not_shown():
-    call("--tensor-parallel-size", "1", "--enforce-eager", "--no-trust-remote-code", "--load-format", "auto")
+    call("--pipeline-parallel-size", "1", "--enforce-eager", "--no-trust-remote-code", "--load-format", "auto")
     assert received["settings"] == {
-        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
         "enforce_eager": True,
         "trust_remote_code": False,
         "load_format": "auto",

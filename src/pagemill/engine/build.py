@@ -92,13 +92,14 @@ def _sizes(config: EngineConfig, facts: ExecutorFacts, memory: ExecutorMemory) -
     windows, chunk, frame_bytes = list(facts.windows), config.max_num_batched_tokens, facts.frame_bytes
     longest = facts.max_model_len - 1
     needed = Footprint(config.block_size, windows).frames(longest, chunk)
+    per_rank = config.kv_cache_memory_bytes
     frames = num_frames(
         frame_bytes,
         needed * config.max_num_seqs,
         free=memory.free,
         total=memory.total,
         kv_memory=config.kv_memory,
-        kv_cache_memory_bytes=config.kv_cache_memory_bytes,
+        kv_cache_memory_bytes=per_rank and per_rank * config.tensor_parallel_size,
         gpu_memory_utilization=config.gpu_memory_utilization,
     )
     least, streamed = needed if config.max_model_len is not None else len(windows), Streamed()

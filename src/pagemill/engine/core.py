@@ -30,7 +30,7 @@ from pagemill.engine.queries import BlocksQuery, KVMapQuery
 from pagemill.engine.stats import EngineStats
 from pagemill.engine.tenant_stats import tenant_stats
 from pagemill.engine.tiers import blocks_by_tier, find_by_tier
-from pagemill.errors import InvalidRequestError, PinNotFoundError, TooFewBlocksError
+from pagemill.errors import EngineDeadError, InvalidRequestError, PinNotFoundError, TooFewBlocksError
 from pagemill.executor.interface import Executor
 from pagemill.executor.load import open_executor
 from pagemill.kvcache.sizing import num_frames
@@ -172,7 +172,7 @@ class EngineCore:
             if not ended:
                 logger.error("a step that concerned no request failed: %s: %s", type(error).__name__, error)
             updates += ended
-            if not isinstance(error, Exception):
+            if isinstance(error, EngineDeadError) or not isinstance(error, Exception):
                 raise
         else:
             now = time.monotonic()
@@ -234,6 +234,8 @@ class EngineCore:
         except BaseException as error:
             ended, refusal = faults.undo_resize(self.scheduler, plan, before, error)
             self._ended += ended
+            if isinstance(error, EngineDeadError):
+                raise
             self.executor.resize(before)
             if not isinstance(error, Exception):
                 raise
@@ -351,7 +353,6 @@ class EngineCore:
         """Ends every request, and keeps what can be found again, if there is a tier that outlives the process."""
         self.abort([*self._preparing, *self.scheduler.request_ids()])
         self.scheduler.pins.clear(time.monotonic())
-        self.executor.close()
         if self.tiers is not None:
             while self.tiers.transfers.loading:
                 self._finish_loads(LOAD_WAIT_S)
@@ -360,6 +361,7 @@ class EngineCore:
                 self.tiers.keep(self.memory.cached_blocks())
             self.tiers.close()
             self.tiers = None
+        self.executor.close()
 
     def _save_evicted(self) -> None:
         """Copies evicted blocks out of their frames, before the device does anything."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from pagemill.errors import KVStoreError, PagemillError, ResizeFailedError, StepFailedError
+from pagemill.errors import EngineDeadError, KVStoreError, PagemillError, ResizeFailedError, StepFailedError
 from pagemill.executor.interface import Executor
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.scheduling.sequence import SequenceUpdate
@@ -14,12 +14,15 @@ from pagemill.scheduling.step_plan import StepPlan, StepResult
 def run(executor: Executor, plan: StepPlan) -> StepResult:
     """Runs a plan; if that fails, runs it in halves, until the rows that cannot run have failed alone.
 
-    Raises the executor's error if the plan has no rows that could fail.
+    Raises the executor's error if the plan has no rows that could fail, and EngineDeadError where it is broken as a
+    whole.
     """
     try:
         result = executor.collect(executor.submit(plan))
         result.check(plan)
         return result
+    except EngineDeadError:
+        raise
     except Exception as error:
         rows = len(plan.rows)
         if rows == 0:

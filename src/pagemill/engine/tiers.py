@@ -96,9 +96,9 @@ def make_tiers(config: EngineConfig, executor: Executor, memory: MemoryManager, 
     Raises ConfigError for sizes too small, KVStoreError for a bad folder.
     """
     facts = executor.facts
-    record_bytes = facts.frame_bytes
+    record_bytes = facts.record_bytes
     tiers: list[OffloadStore] = []
-    taken = {tier: streamed.of(tier, record_bytes) for tier in ("host", "disk")}
+    taken = {tier: streamed.of(tier, facts.frame_bytes) for tier in ("host", "disk")}
     if config.kv_host_memory is not None:
         limit, compressed = _host_bytes(config) - taken["host"], config.kv_host_compression == "zstd"
         capacity = limit // (record_bytes + compressed * 2 * ENTRY_BYTES)

@@ -1,5 +1,7 @@
 """Executor: all that the engine core knows of a device, or of several that work as one.
 
+Once it is broken as a whole, as when one of several processes is lost, whatever is asked of it raises EngineDeadError.
+
 An executor owns the model, the KV pool, the rows' state (tokens, positions, tables) and the sampling. The core sends it
 plans and gets results: it never sees a tensor.
 """
@@ -28,7 +30,8 @@ class ExecutorFacts:
     attention_share: the share of attention in a prompt's cost per block, see `DecoderSpec.attention_share`.
     fingerprint, kv_format, numerics: the parts of the digests that name blocks: weights, those of a draft model too;
         bytes of K/V; kernels.
-    frame_bytes: K and V of one block of one layer group; also the size of its record in an offload store.
+    frame_bytes: memory of one block of one layer group, on all ranks together.
+    record_bytes: the size of its record in an offload store. It differs where several ranks have the same KV heads.
     kv: the format in which K and V are stored.
     streams: True if attention can read frames outside the pool.
     compacts: True if attention gains from frames that are neighbours.
@@ -47,6 +50,7 @@ class ExecutorFacts:
     kv_format: str
     numerics: str
     frame_bytes: int
+    record_bytes: int
     kv: KVFormat
     streams: bool
     compacts: bool
@@ -127,4 +131,4 @@ class Executor(Protocol):
         """Returns, by layer group, the streamed frames that the plan's rows read."""
 
     def close(self) -> None:
-        """Ends what runs beside the steps. `frames` stays in use until the offload stores are closed."""
+        """Ends what runs beside the steps. The offload stores, which use `frames`, have been closed."""

@@ -15,15 +15,17 @@ from pagemill.scheduling.step_plan import StepPlan
 class Inputs:
     """Describes query tokens of some rows, one row after the other.
 
-    rows, positions: int [tokens]. slots: int64 [groups, tokens], -1: do not write.
+    of_rows, starts, query_lens: int32 [rows]. rows, positions: int [tokens]. slots: int64 [groups, tokens], -1: do not
+    write.
     """
 
     def __init__(
         self, state: Rows, rows: NDArray[np.int32], starts: NDArray[np.int32], query_lens: NDArray[np.int32]
     ) -> None:
         self._state = state
-        self._batch_rows = rows
-        self._query_lens = query_lens
+        self.of_rows = rows
+        self.starts = starts
+        self.query_lens = query_lens
         self.query_start = np.zeros(len(rows) + 1, dtype=np.int32)
         np.cumsum(query_lens, out=self.query_start[1:])
         self.rows = np.repeat(rows, query_lens)
@@ -40,14 +42,14 @@ class Inputs:
     def batch(self, groups: slice = slice(None)) -> AttentionBatch:
         """Returns what attention needs, on the device, with these of the layer groups."""
         to_device, longest = self._state.to_device, int(self.context_lens.max())
-        tables = self._state.tables[groups][:, self._batch_rows, : -(-longest // self._state.block_size)]
+        tables = self._state.tables[groups][:, self.of_rows, : -(-longest // self._state.block_size)]
         parts = zip(tables, self.slots[groups], strict=True)
         return AttentionBatch(
             query_start=to_device(self.query_start),
             context_lens=to_device(self.context_lens),
             positions=to_device(self.positions),
             groups=tuple(GroupBatch(to_device(table), to_device(slots)) for table, slots in parts),
-            max_query_len=int(self._query_lens.max()),
+            max_query_len=int(self.query_lens.max()),
             max_context_len=longest,
         )
 

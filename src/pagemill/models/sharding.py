@@ -39,6 +39,13 @@ def cut(size: int, ranks: int) -> list[slice]:
     return [slice(size * rank // ranks, size * (rank + 1) // ranks) for rank in range(ranks)]
 
 
+def kv_heads_of(spec: DecoderSpec, ranks: int) -> list[slice]:
+    """Returns each rank's KV heads; one, which several ranks have, if there are fewer than ranks."""
+    kv_heads = spec.num_kv_heads
+    firsts = [kv_heads * rank // ranks for rank in range(ranks)]
+    return [slice(first, first + max(1, kv_heads // ranks)) for first in firsts]
+
+
 def check_heads(spec: DecoderSpec, ranks: int) -> None:
     """Raises ConfigError unless so many ranks can share a model's heads: equal numbers of query heads, and either equal
     numbers of KV heads, or one each, the same for several ranks."""
@@ -64,19 +71,14 @@ class Sharding:
         """Returns the rank's part of so many outputs."""
         return cut(size, self.exchange.size)[self.exchange.rank]
 
-    def kv_heads(self, spec: DecoderSpec) -> slice:
-        """Returns the rank's KV heads; one, which other ranks have too, if there are fewer than ranks."""
-        first = self.exchange.rank * spec.num_kv_heads // self.exchange.size
-        return slice(first, first + max(1, spec.num_kv_heads // self.exchange.size))
-
     def qkv(self, spec: DecoderSpec) -> list[slice]:
         """Returns the rank's rows of q, of k and of v."""
-        heads, kv_heads = self.part(spec.num_heads), self.kv_heads(spec)
+        heads, kv_heads = self.part(spec.num_heads), kv_heads_of(spec, self.exchange.size)[self.exchange.rank]
         return [slice(part.start * spec.head_dim, part.stop * spec.head_dim) for part in (heads, kv_heads, kv_heads)]
 
     def spec(self, spec: DecoderSpec) -> DecoderSpec:
         """Returns the description of what the rank computes: that of the model, with the rank's heads."""
-        heads, kv_heads = self.part(spec.num_heads), self.kv_heads(spec)
+        heads, kv_heads = self.part(spec.num_heads), kv_heads_of(spec, self.exchange.size)[self.exchange.rank]
         return replace(spec, num_heads=heads.stop - heads.start, num_kv_heads=kv_heads.stop - kv_heads.start)
 
     def gathering(self, part: Linear, in_features: int, out_features: int, unit: int = 1) -> GatheringLinear:

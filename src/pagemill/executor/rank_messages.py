@@ -1,0 +1,135 @@
+"""What rank 0 sends to the other ranks, pickled: both ends are processes of this package. Arrays travel packed, so that
+a step of a few rows takes a few hundred bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pagemill.config import EngineConfig
+from pagemill.memory.work import MemoryWork
+
+Ints = NDArray[np.int32]
+
+
+class Start(NamedTuple):
+    """Loads the rank's part of the model. Answered when it is there.
+
+    port: of the store at which the ranks meet. num_threads: CPU threads of each rank.
+    """
+
+    config: EngineConfig
+    rank: int
+    port: int
+    num_threads: int
+
+
+class Connect(NamedTuple):
+    """Connects the ranks, which have all loaded. Answered when they are."""
+
+
+class Allocate(NamedTuple):
+    """Makes the pool; see `Executor.allocate`. Answered with the number of the first streamed frame."""
+
+    num_frames: int
+    streamed_frames: int
+    streamed_folder: Path | None
+
+
+class Edit(NamedTuple):
+    """Edits tables and copies frames. Answered, with the frames that were lost, only if it copies some."""
+
+    numbers: bytes
+
+    @classmethod
+    def of(cls, work: MemoryWork) -> Edit:
+        return cls(pack(*(getattr(work, name) for name in MemoryWork.__slots__)))
+
+    @property
+    def work(self) -> MemoryWork:
+        return MemoryWork(*unpack(self.numbers))
+
+
+class Step(NamedTuple):
+    """Runs the layers over query tokens. Answered, with what a disk could not read, only if it reads streamed blocks
+    from one."""
+
+    numbers: bytes
+
+    @classmethod
+    def of(cls, rows: Ints, starts: Ints, query_lens: Ints, token_ids: Ints) -> Step:
+        return cls(pack(rows, starts, query_lens, token_ids))
+
+    @property
+    def parts(self) -> list[Ints]:
+        """Returns what it was made of."""
+        return unpack(self.numbers)
+
+
+class Logits(NamedTuple):
+    """Computes the rank's part of the logits of these hidden states."""
+
+    hidden: bytes
+    rows: int
+    dtype: str
+
+    @classmethod
+    def of(cls, hidden: Tensor) -> Logits:
+        content = hidden.contiguous().view(torch.uint8).numpy().tobytes()
+        return cls(content, hidden.shape[0], str(hidden.dtype).removeprefix("torch."))
+
+    @property
+    def states(self) -> Tensor:
+        return torch.frombuffer(bytearray(self.hidden), dtype=getattr(torch, self.dtype)).view(self.rows, -1)
+
+
+class Resize(NamedTuple):
+    """Gives the pool another number of frames. Answered."""
+
+    num_frames: int
+
+
+class TakeLoss(NamedTuple):
+    """Answered with whether a disk has lost what was written to streamed frames."""
+
+
+class ReadFrames(NamedTuple):
+    """Answered with the records of these frames, as bytes, and which could be read. Comes beside the steps."""
+
+    frames: list[int]
+
+
+class WriteFrames(NamedTuple):
+    """Writes records into frames. Answered. Comes beside the steps."""
+
+    frames: list[int]
+    records: bytes
+
+    @property
+    def of_frames(self) -> NDArray[np.uint8]:
+        """Returns the records, [n, record bytes]."""
+        return np.frombuffer(self.records, dtype=np.uint8).reshape(len(self.frames), -1)
+
+
+class FrameWrites(NamedTuple):
+    """Says that writes begin, or end, as `FrameAccess.begin_writes` and `end_writes` do. Comes beside the steps."""
+
+    begin: bool
+
+
+def pack(*arrays: Ints) -> bytes:
+    """Returns one-dimensional arrays in one piece: their number, their lengths, their elements, all int32."""
+    head = np.array([len(arrays), *map(len, arrays)], dtype=np.int32)
+    return np.concatenate((head, *arrays), dtype=np.int32, casting="same_kind").tobytes()
+
+
+def unpack(content: bytes) -> list[Ints]:
+    numbers = np.frombuffer(content, dtype=np.int32)
+    count = int(numbers[0])
+    ends = np.cumsum(numbers[1 : 1 + count])[:-1]
+    return np.split(numbers[1 + count :], ends)

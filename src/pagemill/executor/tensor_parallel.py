@@ -1,0 +1,121 @@
+"""TensorParallelExecutor: a model in parts, one in this process (rank 0) and the others in processes of their own.
+
+There is one scheduler and one memory manager: a frame's number means the same on every rank, which holds its KV heads'
+part of the block there. Rank 0 plans and samples alone; the others hear of a plan what concerns layers and frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from pagemill.errors import EngineDeadError, KVMemoryError
+from pagemill.executor.backend import Backend
+from pagemill.executor.interface import ExecutorFacts
+from pagemill.executor.late_errors import LateErrors
+from pagemill.executor.local import LocalExecutor
+from pagemill.executor.rank_messages import Allocate, Edit, Logits, Resize, Step, TakeLoss
+from pagemill.executor.ranks import Ranks
+from pagemill.executor.rows import Inputs
+from pagemill.executor.sharded_frames import RecordParts, ShardedFrames
+from pagemill.kvcache.layout import FrameShape
+from pagemill.memory.work import MemoryWork
+from pagemill.models.adapter import AdapterTokens
+from pagemill.models.decoder import Decoder, OnLayer
+from pagemill.models.loading.adapter import AdapterLoader
+
+
+class TensorParallelExecutor(LocalExecutor):
+    """Implements `Executor` over all ranks. It is broken, and raises RankLostError, when one of them is lost.
+
+    shape: of the frames of rank 0's pool, and of each other's.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        backend: Backend,
+        facts: ExecutorFacts,
+        shape: FrameShape,
+        max_num_seqs: int,
+        tokenizer_json: Callable[[], str],
+        adapters: AdapterLoader,
+        ranks: Ranks,
+        parts: RecordParts,
+    ) -> None:
+        super().__init__(decoder, backend, facts, shape, max_num_seqs, tokenizer_json, adapters)
+        self.ranks = ranks
+        self._parts = parts
+
+    def allocate(self, num_frames: int, streamed_frames: int = 0, streamed_folder: Path | None = None) -> int:
+        self.ranks.send(Allocate(num_frames, streamed_frames, streamed_folder))
+        first = super().allocate(num_frames, streamed_frames, streamed_folder)
+        others = self.ranks.answers()
+        if streamed_frames and any(other != first for other in others):
+            raise KVMemoryError(
+                f"the ranks' pools could not be made alike: their streamed frames begin at {[first, *others]}; lower "
+                f"kv_memory, or max_model_len to what the pool holds",
+                param="kv_memory",
+            )
+        self.frames = ShardedFrames(self.frames, self.ranks, self._parts)
+        return first
+
+    def edit(self, work: MemoryWork) -> list[int]:
+        self.ranks.send(Edit.of(work))
+        with self._together():
+            lost = super().edit(work)
+        others = self.ranks.answers() if len(work.copy_source) else []
+        return sorted({*lost}.union(*others))
+
+    def forward(
+        self,
+        inputs: Inputs,
+        token_ids: Tensor,
+        on_layer: OnLayer | None = None,
+        adapters: Sequence[AdapterTokens] = (),
+    ) -> Tensor:
+        tokens = token_ids.numpy().astype(np.int32)
+        self.ranks.send(Step.of(inputs.of_rows, inputs.starts, inputs.query_lens, tokens))
+        errors = LateErrors.of(on_layer)
+        with self._together():
+            hidden = super().forward(inputs, token_ids, errors, adapters)
+        if errors is not None:
+            self.ranks.answers()
+            if errors.first is not None:
+                raise errors.first
+        return hidden
+
+    def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        self.ranks.send(Logits.of(hidden))
+        with self._together():
+            return super().logits(hidden, out)
+
+    def resize(self, num_frames: int) -> None:
+        self.ranks.send(Resize(num_frames))
+        try:
+            super().resize(num_frames)
+        finally:
+            self.ranks.answers()
+
+    def take_loss(self) -> bool:
+        if self.pool.streamed_file is None:
+            return False
+        return any([super().take_loss(), *self.ranks.ask(TakeLoss())])
+
+    def close(self) -> None:
+        super().close()
+        self.ranks.close()
+
+    @contextmanager
+    def _together(self) -> Iterator[None]:
+        """Holds while all ranks do the same. What one of them cannot do parts it from the others: they are lost."""
+        try:
+            yield
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            raise self.ranks.lose(error) from error
