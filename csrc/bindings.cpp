@@ -3,6 +3,7 @@
 // torch's tensors takes 4.5 microseconds as an array (by DLPack), and 0.1 as an address (measured on a Zen 4 EPYC). The
 // interpreter lock is released while a kernel runs.
 #include "decoder.h"
+#include "exchange.h"
 #include "kernels.h"
 #include "shared_prefixes.h"
 #include "threads.h"
@@ -398,10 +399,31 @@ void add_layer(Decoder& decoder, const Input& input_norm, const Linear& qkv, con
 using Pairs = std::vector<std::tuple<Input, Input>>;
 using AdaptersTokens = std::vector<std::tuple<const Adapter*, Input>>;
 
+Exchange::Idle idle_of(const nb::object& idle) {
+    return [&idle](double seconds) {
+        nb::gil_scoped_acquire held;
+        if (!idle.is_none()) idle(seconds);
+    };
+}
+
+void set_parts(Decoder& decoder, Exchange& exchange, std::vector<int64_t> heads, std::vector<int64_t> hidden,
+               std::vector<int64_t> intermediate) {
+    for (const auto* widths : {&heads, &hidden, &intermediate})
+        if (int64_t(widths->size()) != exchange.size()) throw std::invalid_argument("each rank has a width");
+    decoder.set_parts({&exchange, std::move(heads), std::move(hidden), std::move(intermediate)});
+}
+
+void gather(Exchange& exchange, Address part, Address out, const std::vector<int64_t>& widths, int64_t rows,
+            const nb::object& idle) {
+    const Exchange::Idle called = idle_of(idle);
+    nb::gil_scoped_release released;
+    exchange.gather(at<void>(part), at<void>(out), widths, rows, called);
+}
+
 void run_step(Decoder& decoder, const Input& token_ids, const Input& positions, int64_t max_positions,
               const Input& query_start, const Input& context_lens, const Pairs& groups, const Pairs& angles,
               std::vector<const LayerCache*> caches, Address output, const nb::object& on_layer,
-              const AdaptersTokens& adapters) {
+              const AdaptersTokens& adapters, Address embedded, const nb::object& idle) {
     const auto tokens = int64_t(token_ids.size()), rows = int64_t(context_lens.size());
     DecoderStep step{.token_ids = elements<int64_t>("token_ids", token_ids, {tokens}),
                      .positions = elements<int64_t>("positions", positions, {tokens}),
@@ -411,7 +433,13 @@ void run_step(Decoder& decoder, const Input& token_ids, const Input& positions, 
                      .context_lens = elements<int32_t>("context_lens", context_lens, {rows}),
                      .rows = int(rows),
                      .caches = std::move(caches),
-                     .output = at<void>(output)};
+                     .output = at<void>(output),
+                     .embedded = at<void>(embedded),
+                     .idle = idle_of(idle)};
+    if ((decoder.parts().exchange != nullptr) != (step.embedded != nullptr))
+        throw std::invalid_argument("a decoder in parts, and no other, takes embedded tokens");
+    if (decoder.parts().exchange && !adapters.empty())
+        throw std::invalid_argument("a decoder in parts takes no adapters");
     for (const auto& [tables, slots] : groups)
         step.groups.push_back({.tables = static_cast<const int32_t*>(
                                    elements("tables", tables, nb::dtype<int32_t>(), {rows, kAny}, true)),
@@ -577,12 +605,19 @@ NB_MODULE(_kernels, m) {
         .def(nb::new_(&layer_cache), "key"_a, "value"_a, "key_scale"_a.none(), "value_scale"_a.none())
         .def("write", &write_cache)
         .def("attend", &attend_cache);
+    nb::class_<Exchange>(m, "Exchange")
+        .def("__init__",
+             [](Exchange* self, Address memory, int64_t bytes, int rank, int size) {
+                 new (self) Exchange(at<void>(memory), bytes, rank, size);
+             })
+        .def("gather", &gather, "part"_a, "out"_a, "widths"_a, "rows"_a, "idle"_a.none());
     nb::class_<Decoder>(m, "Decoder")
         .def("__init__", &make_decoder)
         .def("add_layer", &add_layer)
         .def("run", &run_step, "token_ids"_a, "positions"_a, "max_positions"_a, "query_start"_a, "context_lens"_a,
              "groups"_a, "angles"_a, "caches"_a, "output"_a, "on_layer"_a.none() = nb::none(),
-             "adapters"_a = AdaptersTokens())
+             "adapters"_a = AdaptersTokens(), "embedded"_a = Address(0), "idle"_a.none() = nb::none())
+        .def("set_parts", &set_parts)
         .def_prop_ro(
             "seconds",
             [](const Decoder& decoder) {

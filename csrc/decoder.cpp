@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -48,7 +49,7 @@ struct Decoder::Stopwatch {
 };
 
 const char* const Decoder::kOperatorNames[kOperators] = {"embedding", "norms",      "qkv",  "heads", "attention", "o",
-                                                         "gate_up",   "activation", "down", "mlp",   "adapters"};
+                                                         "gate_up",   "activation", "down", "mlp",   "adapters",  "exchange"};
 
 // A step's intermediate results, each [tokens, ...] and contiguous.
 struct Decoder::Workspace {
@@ -56,20 +57,24 @@ struct Decoder::Workspace {
     void* y;        // [hidden]: what has been normed, then what is to be added
     void* wide;     // q, k and v; gate and up
     void* context;  // attention's output; the activation's
+    void* whole;    // of a model in parts: all ranks' contexts
+    void* part;     // the same: this rank's part of what is to be added
 };
 
 Decoder::~Decoder() { std::free(memory_); }
 
 Decoder::Workspace Decoder::workspace(int64_t tokens) {
-    int64_t wide = 0, context = 0;
+    int64_t wide = 0, context = 0, part = 0;
     for (const DecoderLayer& layer : layers_) {
         wide = std::max({wide, layer.qkv.weight->n, layer.gate_up.weight->n});
         context = std::max({context, layer.o.weight->k, layer.down.weight->k});
+        if (parts_.exchange) part = std::max({part, layer.o.weight->n, layer.down.weight->n});
     }
     const auto bytes = [&](int64_t columns) {
         return (size_t(tokens) * columns * item_size(shape_.type) + 4095) / 4096 * 4096;
     };
-    const size_t needed = 2 * bytes(head_.weight->k) + bytes(wide) + bytes(context);
+    const size_t whole = parts_.exchange ? bytes(context) : 0;
+    const size_t needed = 2 * bytes(head_.weight->k) + bytes(wide) + bytes(context) + whole + bytes(part);
     if (needed > bytes_) {
         std::free(memory_);
         memory_ = static_cast<char*>(allocate_huge(needed));
@@ -78,7 +83,8 @@ Decoder::Workspace Decoder::workspace(int64_t tokens) {
     }
     char* y = memory_ + bytes(head_.weight->k);
     char* rows = y + bytes(head_.weight->k);
-    return {memory_, y, rows, rows + bytes(wide)};
+    char* contexts = rows + bytes(wide);
+    return {memory_, y, rows, contexts, contexts + bytes(context), contexts + bytes(context) + whole};
 }
 
 const PackedLinear& Decoder::weight(size_t layer, Adapter::Place place) const {
@@ -108,6 +114,20 @@ void Decoder::adapt(const DecoderStep& step, size_t layer, Adapter::Place place,
                             .num_runs = int(runs.size())});
 }
 
+void Decoder::close(const DecoderStep& step, const Projection& projection, const void* x, void* y,
+                    const std::vector<int64_t>& inputs, Operator op, const Workspace& at, Stopwatch& watch) {
+    if (parts_.exchange) {
+        parts_.exchange->gather(x, at.whole, inputs, step.tokens, step.idle);
+        watch.lap(kExchange);
+    }
+    apply(projection, parts_.exchange ? at.whole : x, parts_.exchange ? at.part : y, shape_.type, step.tokens);
+    watch.lap(op);
+    if (parts_.exchange) {
+        parts_.exchange->gather(at.part, y, parts_.hidden, step.tokens, step.idle);
+        watch.lap(kExchange);
+    }
+}
+
 // In slices of the tokens, whose gate and up stay in the caches until they have been added to and multiplied.
 void Decoder::adapted_mlp(const DecoderStep& step, size_t layer, const Workspace& at, Stopwatch& watch) {
     const DecoderLayer& of = layers_[layer];
@@ -132,7 +152,7 @@ void Decoder::adapted_mlp(const DecoderStep& step, size_t layer, const Workspace
 void Decoder::run(const DecoderStep& step) {
     const int64_t tokens = step.tokens, hidden = head_.weight->k;
     const DType type = shape_.type;
-    check_range("token id", step.token_ids, tokens, head_.weight->n);
+    if (!step.embedded) check_range("token id", step.token_ids, tokens, head_.weight->n);
     check_range("position", step.positions, tokens, step.max_positions);
     for (const AdapterTokens& each : step.adapters) check_range("token", each.tokens, each.count, tokens);
     const Workspace at = workspace(tokens);
@@ -145,7 +165,8 @@ void Decoder::run(const DecoderStep& step) {
 
     std::vector<std::unique_ptr<SharedPrefixes>> prefixes(step.groups.size());
     Stopwatch watch{seconds_};
-    if (embedding_) set.embed(embedding_, step.token_ids, shape_.embedding_scale, at.x, type, tokens, hidden);
+    if (step.embedded) std::memcpy(at.x, step.embedded, size_t(tokens) * hidden * item_size(type));
+    else if (embedding_) set.embed(embedding_, step.token_ids, shape_.embedding_scale, at.x, type, tokens, hidden);
     else head_.set->embed_packed(*head_.weight, step.token_ids, shape_.embedding_scale, at.x, type, tokens);
     watch.lap(kEmbed);
     set.rms_norm(at.x, hidden, 0, layers_.front().input_norm, shape_.eps, at.y, type, tokens, 1, hidden);
@@ -202,8 +223,7 @@ void Decoder::run(const DecoderStep& step) {
         prefixes[layer.group]->apply(attention);
         set.attend(attention);
         watch.lap(kAttention);
-        apply(layer.o, at.context, at.y, type, tokens);
-        watch.lap(kO);
+        close(step, layer.o, at.context, at.y, parts_.heads, kO, at, watch);
         add(Adapter::kO, at.context, at.y);
         set.add_norm(at.x, at.y, layer.post_attention_norm, layer.pre_mlp_norm, shape_.eps, at.y, type, tokens, hidden);
         watch.lap(kNorm);
@@ -214,15 +234,15 @@ void Decoder::run(const DecoderStep& step) {
         });
         if (adapted) {
             adapted_mlp(step, i, at, watch);
-        } else if (layer.gate_up.set->mlp(gate_up, down, at.y, hidden, at.y, hidden, type, shape_.activation, tokens)) {
+        } else if (!parts_.exchange &&
+                   layer.gate_up.set->mlp(gate_up, down, at.y, hidden, at.y, hidden, type, shape_.activation, tokens)) {
             watch.lap(kMlp);
         } else {
             apply(layer.gate_up, at.y, at.wide, type, tokens);
             watch.lap(kGateUp);
-            set.gated(at.wide, gate_up.n, at.context, type, shape_.activation, tokens, down.k);
+            set.gated(at.wide, gate_up.n, at.context, type, shape_.activation, tokens, gate_up.n / 2);
             watch.lap(kActivation);
-            apply(layer.down, at.context, at.y, type, tokens);
-            watch.lap(kDown);
+            close(step, layer.down, at.context, at.y, parts_.intermediate, kDown, at, watch);
         }
         const bool last = i + 1 == layers_.size();
         set.add_norm(at.x, at.y, layer.post_mlp_norm, last ? final_norm_ : layers_[i + 1].input_norm, shape_.eps,

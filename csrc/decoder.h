@@ -3,11 +3,13 @@
 // has.
 #pragma once
 
+#include "exchange.h"
 #include "kernels.h"
 
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <utility>
 #include <vector>
 
 namespace pagemill {
@@ -65,6 +67,13 @@ struct AdapterTokens {
     int64_t count = 0;
 };
 
+// What a decoder of one rank needs to know of the others: by rank, the bytes of its part of a token's heads, hidden
+// state and activations between the MLP's projections. Without an exchange, the model is in one piece.
+struct Parts {
+    Exchange* exchange = nullptr;  // the caller's
+    std::vector<int64_t> heads, hidden, intermediate;
+};
+
 // A step's batch, as in attention/interface.py.
 struct DecoderStep {
     const int64_t* token_ids = nullptr;  // [tokens]
@@ -78,6 +87,8 @@ struct DecoderStep {
     std::vector<AdapterTokens> adapters = {};  // ascending tokens; none in two
     void* output = nullptr;  // [tokens, hidden], dtype of the shape
     std::function<void(int)> on_layer = {};  // if given, called as each layer begins
+    const void* embedded = nullptr;  // of a model in parts: the tokens' rows of the embedding, [tokens, hidden]
+    Exchange::Idle idle = {};  // the same
 };
 
 class Decoder {
@@ -94,6 +105,7 @@ class Decoder {
         kDown,
         kMlp,
         kAdapters,
+        kExchange,
         kOperators
     };
     // kMlp: gate_up, activation and down in one.
@@ -110,6 +122,10 @@ class Decoder {
     // The weight that an adapter adds to.
     const PackedLinear& weight(size_t layer, Adapter::Place place) const;
     void add_layer(const DecoderLayer& layer) { layers_.push_back(layer); }
+    // Makes it that of one rank. Its layers' o and down take what all ranks have, and give this one's part of the hidden
+    // state; all others have this rank's heads, and activations, alone.
+    void set_parts(Parts parts) { parts_ = std::move(parts); }
+    const Parts& parts() const { return parts_; }
     // The caller holds `Exclusive`. Throws std::out_of_range for a token id or position outside its table, before
     // anything is written, and std::bad_alloc.
     void run(const DecoderStep& step);
@@ -124,6 +140,9 @@ class Decoder {
     // Adds what the step's adapters add to outputs y of a layer's weight, for `count` tokens from `first` on.
     void adapt(const DecoderStep& step, size_t layer, Adapter::Place place, const void* x, void* y, int64_t first,
                int64_t count) const;
+    // A projection back to the hidden state: y of x, of which this rank has the part whose bytes `inputs` says.
+    void close(const DecoderStep& step, const Projection& projection, const void* x, void* y,
+               const std::vector<int64_t>& inputs, Operator op, const Workspace& at, Stopwatch& watch);
     // A layer's MLP of what is in `at.y`, in its place, with what the step's adapters add.
     void adapted_mlp(const DecoderStep& step, size_t layer, const Workspace& at, Stopwatch& watch);
 
@@ -132,6 +151,7 @@ class Decoder {
     Projection head_;
     const float* final_norm_;
     std::vector<DecoderLayer> layers_;
+    Parts parts_;
     char* memory_ = nullptr;  // kept between steps
     size_t bytes_ = 0;
     double seconds_[kOperators] = {};

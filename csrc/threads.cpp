@@ -22,14 +22,6 @@ namespace {
 // called from Python, shorter than anything a user would notice as load.
 constexpr int kSpins = 4000;
 
-inline void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    asm volatile("isb" ::: "memory");
-#endif
-}
-
 struct Scratch {
     void* data = nullptr;
     size_t bytes = 0;

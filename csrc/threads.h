@@ -26,6 +26,15 @@ void* thread_scratch(int thread, size_t bytes);
 // The same for the caller of a region, living across its regions; `slot` 0, 1 or 2.
 void* caller_scratch(int slot, size_t bytes);
 
+// A turn of a loop that watches for another thread or process.
+inline void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#elif defined(__aarch64__)
+    asm volatile("isb" ::: "memory");
+#endif
+}
+
 // Held by a caller while it runs kernels: pool and scratch serve one caller at a time.
 struct Exclusive {
     Exclusive();

@@ -166,6 +166,16 @@ class Cache:
         share: bool,
     ) -> None: ...
 
+class Exchange:
+    """What ranks exchange through memory that their processes share (csrc/exchange.h). Keep the memory.
+
+    memory: the address of so many bytes, zeros at first."""
+
+    def __init__(self, memory: int, bytes: int, rank: int, size: int) -> None: ...
+    def gather(self, part: int, out: int, widths: list[int], rows: int, idle: Callable[[float], None] | None) -> None:
+        """Joins all ranks' parts [rows, widths[rank]], in bytes, at address `out`. idle: told now and then for how many
+        seconds this rank has waited; it may raise."""
+
 class Decoder:
     """A dense decoder's step as one call (csrc/decoder.h). Keep the tensors and the linears.
 
@@ -203,6 +213,10 @@ class Decoder:
         group: int,
         window: int,
     ) -> None: ...
+    def set_parts(self, exchange: Exchange, heads: list[int], hidden: list[int], intermediate: list[int]) -> None:
+        """Makes it that of one rank: by rank, the bytes of its part of a token's heads, hidden state and activations
+        between the MLP's projections. Keep the exchange."""
+
     def run(
         self,
         token_ids: Int64,
@@ -216,11 +230,14 @@ class Decoder:
         output: int,
         on_layer: Callable[[int], None] | None = None,
         adapters: list[tuple[Adapter, Int64]] = ...,
+        embedded: int = 0,
+        idle: Callable[[float], None] | None = None,
     ) -> None:
         """Runs a step. groups: (tables [rows, entries], slots [tokens]) each; angles: (cos, sin), each [positions,
         half]; on_layer: told each layer's number when it begins; adapters: each with its tokens, which ascend, and no
-        token in two. Raises IndexError for a token id, position or token outside its table, before anything is
-        written."""
+        token in two. A decoder in parts takes the address of what the embedding has for the tokens, [tokens, hidden],
+        and `idle` as `Exchange.gather` does. Raises IndexError for a token id, position or token outside its table,
+        before anything is written."""
 
     @property
     def seconds(self) -> dict[str, float]: ...

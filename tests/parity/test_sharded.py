@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 from random_models import CASES, SIZES
-from test_one_call import BY_NAME, hidden_states, load, steps_of
+from test_one_call import BY_NAME, hidden_states, steps_of
 from threaded_ranks import on_ranks
 
 from harness import load_on
@@ -73,6 +73,19 @@ def test_bits_of_every_form(settings, kv_dtype, ranks, tmp_path):
     case = dataclasses.replace(case, settings=case.settings | sizes | {"max_position_embeddings": 512})
     case.save(tmp_path)
     check_bits(tmp_path, case, ranks, kv_dtype, **settings)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", EACH)
+def test_bits_through_shared_memory(name, ranks, tmp_path, monkeypatch):
+    """The C++ call that exchanges by itself, and operators, in more turns than one: a place holds but a few rows."""
+    BY_NAME[name].save(tmp_path)
+    monkeypatch.setattr(shared_memory, "_BYTES", 4096 + 2 * 8192)
+    memory = shared_memory.make_memory()
+    descriptors = iter([memory, *(os.dup(memory) for _ in range(ranks - 1))])
+    exchanges = [SharedExchange(rank, ranks, next(descriptors)) for rank in range(ranks)]
+    monkeypatch.setattr(threaded_ranks, "ThreadExchange", lambda meeting, rank: exchanges[rank])
+    check_bits(tmp_path, BY_NAME[name], ranks, dtype="bfloat16")
 
 
 @pytest.mark.parametrize(("name", "embedding"), [("llama3", "tied"), ("llama-bias", "its own")])

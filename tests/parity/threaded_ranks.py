@@ -23,6 +23,8 @@ class Meeting:
 
 
 class ThreadExchange:
+    native = None
+
     def __init__(self, meeting: Meeting, rank: int) -> None:
         self.rank, self.size = rank, len(meeting.parts)
         self._meeting = meeting

@@ -1,4 +1,8 @@
-"""GlooExchange: carries activations between processes by torch.distributed's gloo, over TCP on this machine."""
+"""GlooExchange: carries activations between processes by torch.distributed's gloo, over TCP on this machine.
+
+It serves where processes cannot share memory as `SharedExchange` wants it, and is the seam for other libraries of
+torch.distributed: NCCL between GPUs, gloo between machines.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +31,10 @@ def join_meeting(port: int) -> Any:
 
 
 class GlooExchange:
-    """Implements `Exchange`. The process group is its own: a caller's default group is left alone."""
+    """Implements `Exchange`, once it is connected. It has a process group of its own: a caller's default group is left
+    alone."""
+
+    native = None
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank

@@ -25,7 +25,6 @@ from pagemill.kvcache.kv_format import KVFormat, kv_format
 from pagemill.kvcache.layer_groups import LayerGroups, add_full_layers, group_layers
 from pagemill.kvcache.layout import FrameShape, LayoutMaker
 from pagemill.machine import usable_cores
-from pagemill.models.decoder import Decoder
 from pagemill.models.loading import LoadedModel, load_model
 from pagemill.models.loading.adapter import AdapterLoader
 from pagemill.models.sharding import Sharding, kv_heads_of
@@ -73,7 +72,7 @@ def load_share(
         device=backend.device,
         ops=backend.ops,
         attention=backend.attention,
-        decoder=backend.decoder if sharding is None else Decoder,
+        decoder=backend.decoder,
         progress=progress,
         quantization=config.quantization,
         sharding=sharding,

@@ -36,6 +36,7 @@ from pagemill.executor.rank_messages import (
     TakeLoss,
     WriteFrames,
 )
+from pagemill.executor.shared_memory import SharedExchange
 from pagemill.executor.worker import Worker
 from pagemill.models.sharding import Sharding
 
@@ -47,8 +48,8 @@ def run(descriptor: int) -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 is told, and tells this one
     try:
         with socket.socket(fileno=descriptor) as sock:
-            _, (frames, *_), _, _ = socket.recv_fds(sock, 1, 1)
-            main(Connection(sock.detach()), Connection(frames))
+            _, (frames, *shared), _, _ = socket.recv_fds(sock, 1, 2)
+            main(Connection(sock.detach()), Connection(frames), *shared)
     except (EOFError, ConnectionError, BrokenPipeError):
         os._exit(0)
     except Exception:
@@ -57,13 +58,15 @@ def run(descriptor: int) -> NoReturn:
     os._exit(1)
 
 
-def main(control: Connection, frames: Connection) -> None:
+def main(control: Connection, frames: Connection, shared: int | None = None) -> None:
     """Loads the rank's part, and does what it is told. Raises EOFError when rank 0 is gone, and what went wrong in a
-    step."""
+    step. shared: descriptor of the memory that ranks share, if they do."""
     start = control.recv()
     assert isinstance(start, Start)
     torch.set_num_threads(start.num_threads)
-    exchange = GlooExchange(start.rank, start.config.tensor_parallel_size)
+    size = start.config.tensor_parallel_size
+    exchange: SharedExchange | GlooExchange
+    exchange = GlooExchange(start.rank, size) if shared is None else SharedExchange(start.rank, size, shared)
     try:
         share = load_share(start.config, Sharding(exchange), num_threads=start.num_threads)
     except PagemillError as error:
@@ -77,6 +80,8 @@ def main(control: Connection, frames: Connection) -> None:
     while True:
         message = control.recv()
         if isinstance(message, Connect):
+            assert isinstance(exchange, GlooExchange)
+            assert start.port is not None
             exchange.connect(join_meeting(start.port))
             control.send(None)
         elif (answer := _do(worker, message)) is not NO_ANSWER:

@@ -20,17 +20,17 @@ Ints = NDArray[np.int32]
 class Start(NamedTuple):
     """Loads the rank's part of the model. Answered when it is there.
 
-    port: of the store at which the ranks meet. num_threads: CPU threads of each rank.
+    port: of the store at which the ranks meet; None if they share memory. num_threads: CPU threads of each rank.
     """
 
     config: EngineConfig
     rank: int
-    port: int
+    port: int | None
     num_threads: int
 
 
 class Connect(NamedTuple):
-    """Connects the ranks, which have all loaded. Answered when they are."""
+    """Connects ranks that share no memory, and have all loaded. Answered when they are."""
 
 
 class Allocate(NamedTuple):

@@ -7,6 +7,7 @@ import contextlib
 import signal
 import socket
 import subprocess
+import sys
 import threading
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
@@ -17,6 +18,7 @@ from pagemill.config import EngineConfig
 from pagemill.errors import RankLostError
 from pagemill.executor.gloo import GlooExchange, host_meeting
 from pagemill.executor.rank_messages import Connect, Start
+from pagemill.executor.shared_memory import SharedExchange, make_memory
 
 MODULE = "pagemill.executor.rank"
 _LAST_WORDS_S = 2.0
@@ -33,19 +35,26 @@ class Ranks:
     """Starts the ranks 1, 2, … of a configuration, which begin to load. Errors of theirs are raised where their answers
     are waited for. Once one is lost, everything raises RankLostError, and none of them runs any more.
 
-    exchange: rank 0's, which connects with `connect`.
+    exchange: rank 0's, for use after `connect`.
     """
 
     def __init__(self, config: EngineConfig, num_threads: int) -> None:
         size = config.tensor_parallel_size
-        self.exchange = GlooExchange(0, size)
-        self._store = host_meeting()
+        self.exchange: SharedExchange | GlooExchange
+        shared, self._store = None, None
+        if sys.platform == "linux":
+            shared = make_memory()
+        else:
+            self.exchange, self._store = GlooExchange(0, size), host_meeting()
         self._lost: RankLostError | None = None
         self._lock = threading.Lock()
         """Held by whoever speaks on the `frames` connections."""
-        self._ranks = [_start() for _ in range(1, size)]
+        self._ranks = [_start(shared) for _ in range(1, size)]
+        if shared is not None:
+            self.exchange = SharedExchange(0, size, shared, self._check_running)
+        port = None if self._store is None else self._store.port
         for number, rank in enumerate(self._ranks, start=1):
-            rank.control.send(Start(config, number, self._store.port, num_threads))
+            rank.control.send(Start(config, number, port, num_threads))
 
     def __len__(self) -> int:
         """Returns how many there are beside rank 0."""
@@ -58,6 +67,8 @@ class Ranks:
     def connect(self) -> None:
         """Waits until all have loaded, and connects them with rank 0's exchange. Raises what kept one from loading."""
         self.answers()
+        if not isinstance(self.exchange, GlooExchange):
+            return
         self.send(Connect())
         try:
             self.exchange.connect(self._store)
@@ -109,6 +120,12 @@ class Ranks:
         if self._lost is not None:
             raise self._lost
 
+    def _check_running(self) -> None:
+        """Raises RuntimeError if a rank has ended."""
+        for number, rank in enumerate(self._ranks, start=1):
+            if rank.child.process.poll() is not None:
+                raise RuntimeError(f"rank {number} has ended")
+
     def lose(self, error: BaseException) -> RankLostError:
         """Ends all ranks, since they no longer do the same, and returns what happened to them."""
         if self._lost is None:
@@ -134,9 +151,9 @@ class Ranks:
             rank.frames.close()
 
 
-def _start() -> Rank:
+def _start(shared: int | None) -> Rank:
     child = start_child(MODULE)
     ours, theirs = socket.socketpair()
     with theirs:
-        socket.send_fds(child.socket, [b"f"], [theirs.fileno()])
+        socket.send_fds(child.socket, [b"f"], [theirs.fileno(), *([] if shared is None else [shared])])
     return Rank(child, Connection(child.socket.detach()), Connection(ours.detach()))

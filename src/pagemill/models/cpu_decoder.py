@@ -15,7 +15,7 @@ from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.attention.interface import AttentionBatch
 from pagemill.models.adapter import Adapter, AdapterTokens
 from pagemill.models.decoder import Decoder, DecoderWeights, GatedMLP, LayerCaches, LayerWeights, OnLayer
-from pagemill.models.sharding import ShardedEmbedding
+from pagemill.models.sharding import GatheringLinear, NativeExchange, ShardedEmbedding, ShardedHead
 from pagemill.models.spec import DecoderSpec
 from pagemill.ops.cpu_ops import ACTIVATIONS, DTYPES, CpuLinear, CpuLowRank, CpuOps
 from pagemill.ops.interface import AllowedOutputs, Linear
@@ -24,8 +24,12 @@ from pagemill.ops.interface import AllowedOutputs, Linear
 def cpu_decoder(
     spec: DecoderSpec, weights: DecoderWeights, ops: CpuOps, attention: CpuAttention, dtype: torch.dtype
 ) -> Decoder:
-    """Returns a decoder that runs as one C++ call if it is dense, else operator by operator, with the same bits."""
-    kind = Decoder if any(layer.moe for layer in spec.layers) else CpuDecoder
+    """Returns a decoder that runs as one C++ call if it is dense, else operator by operator, with the same bits. One in
+    parts does if they exchange through memory."""
+    by_operator = any(layer.moe for layer in spec.layers)
+    if isinstance(weights.lm_head, ShardedHead):
+        by_operator = by_operator or weights.lm_head.exchange.native is None
+    kind = Decoder if by_operator else CpuDecoder
     return kind(spec, weights, ops, attention, dtype)
 
 
@@ -40,15 +44,20 @@ class CpuDecoder(Decoder):
         self._pool: LayerCaches | None = None
         self._native_caches: list[_kernels.Cache] = []
         self._native_adapters: WeakKeyDictionary[Adapter, _kernels.Adapter] = WeakKeyDictionary()
-        if isinstance(weights.embedding, ShardedEmbedding):
-            raise TypeError("the C++ executor runs a whole model; a sharded one runs operator by operator")
+        head, embedding = weights.lm_head, weights.embedding
+        self._exchange: NativeExchange | None = None
+        if isinstance(head, ShardedHead):
+            self._exchange, head, embedding = head.exchange.native, head.part, None
+        assert not isinstance(embedding, ShardedEmbedding)
         self._native = _kernels.Decoder(
-            weights.embedding, _packed(weights.lm_head, spec.hidden_size, spec.vocab_size), weights.final_norm,
+            embedding, _packed(head, spec.hidden_size, head.out_features), weights.final_norm,
             spec.num_heads, spec.num_kv_heads, spec.head_dim, DTYPES[self.dtype], spec.norm_eps,
             ACTIVATIONS[spec.activation], spec.scale, spec.attention_soft_cap or 0.0, self._embedding_scale.item(),
         )  # fmt: skip
         for index, layer in enumerate(weights.layers):
             self._add_layer(index, layer)
+        if self._exchange is not None:
+            self._set_parts()
 
     def forward(
         self,
@@ -65,10 +74,12 @@ class CpuDecoder(Decoder):
             table.reach(batch.max_context_len)
         angles = [(table.cos.numpy(), table.sin.numpy()) for table in self._angles]
         output = torch.empty(token_ids.shape[0], self.spec.hidden_size, dtype=self.dtype)
+        exchange, embedded = self._exchange, None if self._exchange is None else self._embed(token_ids).contiguous()
         self._native.run(
             token_ids.numpy(), batch.positions.numpy(), batch.max_context_len, batch.query_start.numpy(),
             batch.context_lens.numpy(), groups, angles, self._layers_of(pool), output.data_ptr(), on_layer,
             [(self._native_of(adapter), tokens.numpy()) for adapter, tokens in adapters],
+            0 if embedded is None else embedded.data_ptr(), None if exchange is None else exchange.idle,
         )  # fmt: skip
         return output
 
@@ -110,19 +121,31 @@ class CpuDecoder(Decoder):
             self._pool = pool
         return self._native_caches
 
+    def _set_parts(self) -> None:
+        assert self._exchange is not None
+        first, *_ = self.weights.layers
+        assert isinstance(first.mlp, GatedMLP)
+        o, down, size = first.o, first.mlp.down, self.dtype.itemsize
+        assert isinstance(o, GatheringLinear)
+        assert isinstance(down, GatheringLinear)
+        self._native.set_parts(
+            self._exchange.exchange, *([size * width for width in part] for part in (o.inputs, o.outputs, down.inputs))
+        )
+
     def _add_layer(self, index: int, weights: LayerWeights) -> None:
         spec, layer = self.spec, self.spec.layers[index]
         hidden, dim = spec.hidden_size, spec.head_dim
         if not isinstance(weights.mlp, GatedMLP):
             raise TypeError(f"layer {index} is a mixture of experts; the C++ executor runs dense layers")
-        queries, intermediate = spec.num_heads * dim, weights.mlp.down.in_features
+        o, down = weights.o, weights.mlp.down
+        queries, intermediate = spec.num_heads * dim, down.in_features
         self._native.add_layer(
             weights.input_norm,
             _packed(weights.qkv, hidden, queries + 2 * spec.num_kv_heads * dim),
-            _packed(weights.o, queries, hidden),
+            _closing(o, queries, hidden),
             weights.pre_mlp_norm,
             _packed(weights.mlp.gate_up, hidden, 2 * intermediate),
-            _packed(weights.mlp.down, intermediate, hidden),
+            _closing(down, intermediate, hidden),
             _norm(weights.q_norm, spec.qk_norm),
             _norm(weights.k_norm, spec.qk_norm),
             _norm(weights.post_attention_norm, spec.post_norms),
@@ -138,6 +161,15 @@ def _norm(weight: Tensor | None, wanted: bool) -> Tensor | None:
     if wanted and weight is None:
         raise ValueError("the weight of a norm that the model has is missing")
     return weight if wanted else None
+
+
+def _closing(linear: Linear, columns: int, rows: int) -> _kernels.Linear:
+    """Returns a layer back to the hidden state; of one in parts, this rank's."""
+    if not isinstance(linear, GatheringLinear):
+        return _packed(linear, columns, rows)
+    if (linear.in_features, linear.out_features) != (columns, rows):
+        raise TypeError(f"a part of {linear.in_features} to {linear.out_features} features must be of {columns, rows}")
+    return _packed(linear.part, sum(linear.inputs), linear.part.out_features)
 
 
 def _packed(linear: Linear, columns: int, rows: int) -> _kernels.Linear:

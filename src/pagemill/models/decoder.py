@@ -117,10 +117,7 @@ class Decoder:
         on_layer:  called with each layer's number when the layer begins.
         adapters:  those that tokens of the batch have; no token may have two.
         """
-        embedding = self.weights.embedding
-        x = self.weights.lm_head.rows(token_ids).to(self.dtype) if embedding is None else embedding[token_ids]
-        if self.spec.embedding_scale != 1.0:
-            x = x * self._embedding_scale
+        x = self._embed(token_ids)
         angles = []
         for table in self._angles:
             table.reach(batch.max_context_len)
@@ -149,6 +146,12 @@ class Decoder:
         """Returns each row's argmax, among the allowed tokens, as the sampler finds it in `logits`; None: it has to
         look there itself."""
         return None
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        """Returns what the first layer takes, [tokens, hidden]."""
+        embedding = self.weights.embedding
+        x = self.weights.lm_head.rows(token_ids).to(self.dtype) if embedding is None else embedding[token_ids]
+        return x * self._embedding_scale if self.spec.embedding_scale != 1.0 else x
 
     def _attend(
         self,

@@ -9,16 +9,25 @@ and rounds in another order for every number of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from pagemill import _kernels
 from pagemill.errors import ConfigError
 from pagemill.models.spec import DecoderSpec
 from pagemill.ops.interface import Linear
+
+
+class NativeExchange(NamedTuple):
+    """Is an exchange as kernels have it. idle: told now and then for how many seconds this rank has waited for others;
+    raises RuntimeError if they will not come."""
+
+    exchange: _kernels.Exchange
+    idle: Callable[[float], None]
 
 
 class Exchange(Protocol):
@@ -26,6 +35,10 @@ class Exchange(Protocol):
 
     rank: int
     size: int
+
+    @property
+    def native(self) -> NativeExchange | None:
+        """The same for kernels that exchange by themselves; None where only `all_gather` can."""
 
     def all_gather(self, part: Tensor, widths: Sequence[int]) -> Tensor:
         """Returns all ranks' parts [tokens, widths[rank]] side by side, [tokens, sum(widths)], in their dtype.
@@ -94,17 +107,20 @@ class Sharding:
 
 
 class GatheringLinear:
-    """Implements `Linear` for a layer whose inputs and outputs both lie on all ranks, in parts: two collectives."""
+    """Implements `Linear` for a layer whose inputs and outputs both lie on all ranks, in parts: two collectives.
+
+    part: gives the rank's part of the outputs of all inputs. inputs, outputs: how many each rank has.
+    """
 
     def __init__(self, exchange: Exchange, part: Linear, inputs: Sequence[int], outputs: Sequence[int]) -> None:
         self.in_features, self.out_features = inputs[exchange.rank], sum(outputs)
-        self._exchange, self._part = exchange, part
-        self._inputs, self._outputs = inputs, outputs
+        self.exchange, self.part = exchange, part
+        self.inputs, self.outputs = inputs, outputs
 
     def __call__(self, x: Tensor) -> Tensor:
         """Returns [tokens, out_features] for the rank's part of the inputs [tokens, in_features]."""
-        whole = self._exchange.all_gather(x, self._inputs)
-        return self._exchange.all_gather(self._part(whole), self._outputs)
+        whole = self.exchange.all_gather(x, self.inputs)
+        return self.exchange.all_gather(self.part(whole), self.outputs)
 
     def rows(self, ids: Tensor) -> Tensor:
         raise TypeError("a sharded projection has no rows")
@@ -115,12 +131,12 @@ class ShardedHead:
 
     def __init__(self, exchange: Exchange, part: Linear, vocab_size: int) -> None:
         self.in_features, self.out_features = part.in_features, vocab_size
-        self._exchange, self._part = exchange, part
+        self.exchange, self.part = exchange, part
         self._embedding = ShardedEmbedding(exchange, part.rows, vocab_size)
 
     def __call__(self, x: Tensor) -> Tensor:
-        parts = cut(self.out_features, self._exchange.size)
-        return self._exchange.all_gather(self._part(x), [part.stop - part.start for part in parts])
+        parts = cut(self.out_features, self.exchange.size)
+        return self.exchange.all_gather(self.part(x), [part.stop - part.start for part in parts])
 
     def rows(self, ids: Tensor) -> Tensor:
         return self._embedding[ids]
