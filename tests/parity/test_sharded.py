@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 
+import numpy as np
 import pytest
+import rank_process
 import torch
 from random_models import CASES, SIZES
+from rank_process import load_part
 from test_one_call import BY_NAME, hidden_states, steps_of
 from threaded_ranks import on_ranks
 
 from harness import load_on
 from pagemill.errors import ConfigError
-from pagemill.executor.backend import select_backend
+from pagemill.executor import shared_memory
+from pagemill.executor.shared_memory import SharedExchange
 from pagemill.models.decoder import Decoder
-from pagemill.models.loading import load_model
-from pagemill.models.sharding import Sharding, check_heads, cut
+from pagemill.models.sharding import check_heads, cut
 
 EACH = [case.name for case in CASES]
-
-
-def load_part(exchange, folder, **settings):
-    on = select_backend("cpu")
-    return load_model(
-        folder, device=on.device, ops=on.ops, attention=on.attention, decoder=Decoder, sharding=Sharding(exchange),
-        **settings,
-    )  # fmt: skip
 
 
 def run(decoder, steps, prompts, kv_dtype=None):
@@ -41,7 +39,7 @@ def check_bits(folder, case, ranks, kv_dtype=None, **settings):
     steps = steps_of(prompts)
     expected = run(whole, steps, prompts, kv_dtype)
     found, meeting = on_ranks(
-        ranks, lambda exchange: run(load_part(exchange, folder, **settings).decoder, steps, prompts, kv_dtype)
+        ranks, lambda exchange: run(load_part(exchange, folder, Decoder, **settings).decoder, steps, prompts, kv_dtype)
     )
     for rank in found:
         for ours, theirs in zip(rank, expected, strict=True):
@@ -76,16 +74,86 @@ def test_bits_of_every_form(settings, kv_dtype, ranks, tmp_path):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("name", EACH)
-def test_bits_through_shared_memory(name, ranks, tmp_path, monkeypatch):
-    """The C++ call that exchanges by itself, and operators, in more turns than one: a place holds but a few rows."""
-    BY_NAME[name].save(tmp_path)
-    monkeypatch.setattr(shared_memory, "_BYTES", 4096 + 2 * 8192)
+def test_bits_through_shared_memory(ranks, tmp_path, monkeypatch):
+    """Processes whose C++ calls exchange by themselves, all families one after the other."""
+    dtypes = {name: ("bfloat16", "float32", "float16")[place % 3] for place, name in enumerate(EACH)}
+    for name in EACH:
+        BY_NAME[name].save(tmp_path / name)
     memory = shared_memory.make_memory()
-    descriptors = iter([memory, *(os.dup(memory) for _ in range(ranks - 1))])
-    exchanges = [SharedExchange(rank, ranks, next(descriptors)) for rank in range(ranks)]
-    monkeypatch.setattr(threaded_ranks, "ThreadExchange", lambda meeting, rank: exchanges[rank])
-    check_bits(tmp_path, BY_NAME[name], ranks, dtype="bfloat16")
+    arguments = [part for pair in dtypes.items() for part in pair]
+    command = [sys.executable, rank_process.__file__]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    others = [
+        subprocess.Popen([*command, str(rank), str(ranks), str(memory), str(tmp_path), *arguments],
+                         pass_fds=[memory], env=environment)
+        for rank in range(1, ranks)
+    ]  # fmt: skip
+
+    def check():
+        for other in others:
+            if other.poll():
+                raise RuntimeError("a rank has failed")
+
+    try:
+        exchange = SharedExchange(0, ranks, memory, check)
+        for name, dtype in dtypes.items():
+            case = BY_NAME[name]
+            states, logits, kind = rank_process.run_part(exchange, tmp_path, name, dtype)
+            whole = load_on("cpu", tmp_path / name, dtype=dtype, max_model_len=case.max_model_len).decoder
+            assert kind is type(whole)
+            for ours, theirs in zip(
+                (states, logits), run(whole, steps_of(case.prompts()), case.prompts()), strict=True
+            ):
+                assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert [other.wait(30) for other in others] == [0] * len(others)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
+@pytest.mark.parametrize("place_bytes", [64, 640, 1 << 16])
+def test_gathering_in_any_number_of_turns(place_bytes, monkeypatch):
+    """Random parts, of none to many bytes, in places of any size: each rank gets what all gave."""
+    monkeypatch.setattr(shared_memory, "_BYTES", 4096 + 2 * place_bytes)
+    memory, size = shared_memory.make_memory(), 3
+    exchanges = [SharedExchange(rank, size, os.dup(memory)) for rank in range(size)]
+    os.close(memory)
+    random = np.random.default_rng(0)
+    rounds = []
+    for _ in range(200):
+        widths, rows = random.integers(0, 20, size).tolist(), int(random.integers(0, 40))
+        rounds.append((widths, [torch.from_numpy(random.integers(0, 256, (rows, w), np.uint8)) for w in widths]))
+
+    def take_part(exchange):
+        return [exchanges[exchange.rank].all_gather(parts[exchange.rank], widths) for widths, parts in rounds]
+
+    found, _ = on_ranks(size, take_part)
+    for rank in found:
+        for whole, (_, parts) in zip(rank, rounds, strict=True):
+            assert torch.equal(whole, torch.cat(parts, dim=1))
+
+
+def test_what_does_not_fit_is_refused(monkeypatch):
+    monkeypatch.setattr(shared_memory, "_BYTES", 4096 + 2 * 64)
+    exchange = SharedExchange(0, 1, shared_memory.make_memory())
+    with pytest.raises(ValueError, match="a row does not fit"):
+        exchange.all_gather(torch.zeros(2, 65, dtype=torch.uint8), [65])
+    with pytest.raises(ValueError, match="each rank has a width"):
+        exchange.all_gather(torch.zeros(2, 8, dtype=torch.uint8), [4, 4])
+
+
+def test_a_rank_that_waits_asks_whether_the_others_will_come():
+    asked = []
+
+    def check():
+        asked.append(True)
+        if len(asked) == 2:
+            raise RuntimeError("rank 1 has ended")
+
+    exchange = SharedExchange(0, 2, shared_memory.make_memory(), check)
+    with pytest.raises(RuntimeError, match="rank 1 has ended"):
+        exchange.all_gather(torch.zeros(1, 8), [8, 8])
 
 
 @pytest.mark.parametrize(("name", "embedding"), [("llama3", "tied"), ("llama-bias", "its own")])
