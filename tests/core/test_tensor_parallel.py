@@ -1,0 +1,324 @@
+"""A model in parts over processes: the bits, blocks and records of one, whatever the number, and a clean end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from drive import drive, request
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from pagemill import LLM, AsyncLLM, SamplingParams
+from pagemill.config import EngineConfig
+from pagemill.engine.core import EngineCore
+from pagemill.errors import ConfigError, EngineDeadError, EngineRestartingError, ModelNotFoundError, RankLostError
+from pagemill.executor.gloo import GlooExchange, host_meeting
+from pagemill.executor.rank_messages import Step, pack, unpack
+from pagemill.executor.sharded_frames import RecordParts
+from pagemill.hub import resolve_model
+from pagemill.kvcache.kv_format import kv_format
+from pagemill.kvcache.layer_groups import group_layers
+from pagemill.kvcache.layout import FrameShape, layer_major
+from pagemill.models.sharding import kv_heads_of
+
+VOCAB, LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 96, 3, 2, 16, 8
+FRAME_BYTES = LAYERS * KV_HEADS * BLOCK * 2 * HEAD_DIM * 2
+SMALL = {"dtype": "bfloat16", "block_size": BLOCK, "max_model_len": 160, "max_num_batched_tokens": 48,
+         "max_num_seqs": 6, "num_threads": 1, "kv_memory": 24 * FRAME_BYTES}  # fmt: skip
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+SCORED = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+DRAWN = SamplingParams(temperature=1.0, top_k=20, n=3, seed=3, max_tokens=16, ignore_eos=True, logprobs=2)
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    """4 heads, 2 KV heads: two ranks have one each, four have each of them twice."""
+    folder = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCAB, hidden_size=100, intermediate_size=130, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM, max_position_embeddings=1024, initializer_range=0.3,
+        eos_token_id=2,
+    )  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def make(path):
+    def make(ranks, **more):
+        config = EngineConfig(str(path), tensor_parallel_size=ranks, check_invariants=True, **(SMALL | more))
+        return EngineCore(config)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def requests():
+    random_ = random.Random(5)
+    shared = [random_.randrange(3, VOCAB) for _ in range(40)]
+    prompts = [
+        shared * (i % 2) + [random_.randrange(3, VOCAB) for _ in range(random_.randrange(5, 70))] for i in range(9)
+    ]
+    return [request(f"r{i}", prompt, (GREEDY, DRAWN, SCORED)[i % 3]) for i, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def expected(make, requests):
+    core = make(1)
+    run = drive(core, requests, every=2)
+    assert core.stats().preemptions > 0
+    return run
+
+
+def same(run, expected):
+    assert run.tokens == expected.tokens
+    assert run.logprobs == expected.logprobs
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_bits_are_those_of_one(make, requests, expected, ranks):
+    """Chunks, forks, preemption and swap, drawn tokens and log probabilities; another size; once more, from blocks
+    that lower tiers kept."""
+    facts = make(1).executor.facts
+    core = make(ranks, kv_host_memory=60 * FRAME_BYTES, preemption_mode="swap")
+    same(drive(core, requests, every=2), expected)
+    core.resize(30 * core.executor.facts.frame_bytes)
+    assert core.memory.num_frames == 30
+    again = drive(core, requests, every=2)
+    same(again, expected)
+    assert sum(again.cached.values()) > 0
+    assert core.stats().blocks_loaded > 0
+    ours = core.executor.facts
+    assert (ours.frame_bytes, ours.record_bytes) == (FRAME_BYTES * ranks // 2, FRAME_BYTES)
+    for name in ("fingerprint", "kv_format", "numerics", "windows", "record_bytes"):
+        assert getattr(ours, name) == getattr(facts, name)
+    core.close()
+
+
+def test_blocks_on_disk_are_found_whatever_the_number_of_ranks(make, requests, tmp_path):
+    """Stored by two ranks, found by one: the same records under the same digests."""
+    disk = {"kv_disk_memory": "4MiB", "kv_disk_path": str(tmp_path), "kv_memory": 200 * FRAME_BYTES}
+    some, found = [each for each in requests if each.params is GREEDY], []
+    for ranks in (2, 1):
+        core = make(ranks, **disk)
+        found.append(drive(core, some))
+        core.close()
+    assert found[0].tokens == found[1].tokens
+    for each in some:
+        assert found[1].cached[each.request_id] >= (len(each.prompt_token_ids) - 1) // BLOCK * BLOCK
+
+
+@pytest.mark.parametrize("tier", [pytest.param("host", marks=pytest.mark.slow), "disk"])
+def test_contexts_longer_than_the_pool(make, tier, tmp_path):
+    long = [request("long", [3 + i * 7 % 90 for i in range(400)], GREEDY)]
+    room = {"kv_disk_memory": "4MiB", "kv_disk_path": str(tmp_path)} if tier == "disk" else {"kv_host_memory": "2MiB"}
+    settings = {"max_model_len": 512, "max_num_seqs": 1}
+    roomy = drive(make(1, **settings, kv_memory=80 * FRAME_BYTES), long)
+    core = make(2, **settings, **room, kv_memory=30 * FRAME_BYTES)
+    run = drive(core, long)
+    core.close()
+    assert run.tokens == roomy.tokens
+    assert run.last["long", 0].kv_blocks[1] > 15
+
+
+def test_narrow_numbers_in_memory_of_each_rank(make, requests):
+    """kv_cache_memory_bytes is of each rank, as vLLM's; kv_memory would be of all."""
+    narrow = {"kv_cache_dtype": "int8", "quantization": "int8", "kv_memory": None}
+    one, two = make(1, **narrow, kv_cache_memory_bytes=1 << 20), make(2, **narrow, kv_cache_memory_bytes=1 << 19)
+    assert one.memory.num_frames == two.memory.num_frames
+    same(drive(two, requests), drive(one, requests))
+    two.close()
+
+
+def ranks_of(pid):
+    return [child for child in psutil.Process(pid).children() if "executor.rank" in " ".join(child.cmdline())]
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"tensor_parallel_size": 3}, "is 3, but the model has 4 attention heads and 2 KV heads.* use one of 1, 2, 4"),
+        ({"enable_lora": True}, "enable_lora is True, which a model in parts cannot have"),
+        ({"speculative_config": {"method": "draft_model", "model": "x"}}, "speculative_config is 'x', which a model"),
+        ({"device": "cuda"}, "device is 'cuda', which a model in parts"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size is 0"),
+    ],
+)
+def test_refusals_name_what_cannot_be(path, more, words):
+    with pytest.raises(ConfigError, match=words):
+        EngineCore(EngineConfig(str(path), **(SMALL | {"tensor_parallel_size": 2} | more)))
+    assert ranks_of(os.getpid()) == []
+
+
+def test_a_model_that_does_not_load_leaves_no_rank(tmp_path):
+    with pytest.raises(ModelNotFoundError):
+        EngineCore(EngineConfig(str(tmp_path / "none"), tensor_parallel_size=2))
+    assert ranks_of(os.getpid()) == []
+
+
+def wait_for(what, seconds=20.0):
+    deadline = time.monotonic() + seconds
+    while not what():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("when", ["between steps", "in a step"])
+def test_a_rank_that_is_killed_ends_the_engine_and_the_others(path, requests, when):
+    core = EngineCore(EngineConfig(str(path), tensor_parallel_size=2, **SMALL))
+    (pid,) = core.executor.ranks.pids
+    for each in requests:
+        core.add_request(each)
+    for _ in range(3):
+        core.step()
+    if when == "in a step":
+        os.kill(pid, signal.SIGSTOP)
+        threading.Timer(0.3, os.kill, (pid, signal.SIGKILL)).start()
+    else:
+        os.kill(pid, signal.SIGKILL)
+
+    def steps():
+        for _ in range(5):
+            core.step()
+
+    for _ in range(2):  # and so it stays
+        with pytest.raises(RankLostError, match="rank 1 of 2 was killed by SIGKILL"):
+            steps()
+    with pytest.raises(RankLostError):
+        core.resize(30 * FRAME_BYTES)
+    assert not psutil.pid_exists(pid)
+    core.close()
+
+
+def test_no_rank_outlives_an_engine_that_is_killed(path):
+    code = (
+        "import sys; from pagemill.config import EngineConfig; from pagemill.engine.core import EngineCore; "
+        "core = EngineCore(EngineConfig(sys.argv[1], tensor_parallel_size=2, num_threads=1, kv_memory='1MiB')); "
+        "print(*core.executor.ranks.pids, flush=True); sys.stdin.read()"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    pids = [int(pid) for pid in process.stdout.readline().split()]
+    assert [psutil.pid_exists(pid) for pid in pids] == [True]
+    process.kill()
+    process.communicate()
+    wait_for(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+def test_a_lost_rank_is_a_restart(path):
+    """What a stream has given is not given again: it can be sent again. Who has given nothing is answered."""
+    prompt = {"prompt_token_ids": [3, 5, 7]}
+
+    async def read(llm, params, begun=None):
+        outputs = []
+        async for output in llm.generate(prompt, params):
+            outputs += output.outputs[0].token_ids
+            if begun is not None:
+                begun.set()
+        return outputs
+
+    async def scenario():
+        settings = SMALL | {"max_num_seqs": 1, "tokenizer": resolve_model("smollm2-135m")}
+        llm = AsyncLLM(str(path), tensor_parallel_size=2, **settings)
+        params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
+        expected = await read(llm, params)
+        begun = asyncio.Event()
+        streaming = asyncio.create_task(read(llm, params, begun))
+        await begun.wait()
+        waiting = asyncio.create_task(read(llm, params))
+        await asyncio.sleep(0.01)
+        (rank,) = ranks_of(engine := llm.engine_pid)
+        rank.kill()
+        with pytest.raises(
+            EngineRestartingError, match=r"RankLostError: rank 1 of 2 was killed by SIGKILL.*send this again"
+        ):
+            await streaming
+        assert await waiting == expected
+        assert llm.engine_pid != engine
+        (again,) = ranks_of(llm.engine_pid)
+        await llm.shutdown()
+        return rank.pid, again.pid
+
+    pids = asyncio.run(scenario())
+    wait_for(lambda: not any(map(psutil.pid_exists, pids)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_records_are_cut_and_joined(data):
+    """Any shape and format: joined, a rank's parts are the record; heads that several ranks have are the same."""
+    kv_heads, copies = data.draw(st.sampled_from([1, 2, 3, 4, 8])), data.draw(st.sampled_from([1, 2]))
+    ranks = (
+        copies * kv_heads
+        if copies > 1
+        else data.draw(st.sampled_from([n for n in (1, 2, 3, 4, 8) if kv_heads % n == 0]))
+    )
+    format = kv_format(data.draw(st.sampled_from(["bfloat16", "float32", "int8", "int4"])))
+    groups = group_layers([None] * data.draw(st.integers(1, 3)))
+    block, dim = data.draw(st.sampled_from([8, 16])), data.draw(st.sampled_from([32, 64]))
+    heads = kv_heads_of(SimpleNamespace(num_kv_heads=kv_heads), ranks)
+    whole, part = (FrameShape(groups, n, block, dim, dim, format) for n in (kv_heads, heads[0].stop - heads[0].start))
+    parts, size = RecordParts(whole, part, heads), layer_major(whole, 1).frame_bytes
+    head = block * format.slot_bytes(1, dim, dim)
+    records = np.random.default_rng(0).integers(0, 256, (2, whole.places, size // whole.places), np.uint8)
+    records[:, :, kv_heads * head :] = 0  # what fills a page up
+    cut = parts.cut(records)
+    assert {each.shape for each in cut} == {(2, part.places, layer_major(part, 1).piece_bytes)}
+    assert (parts.join([each.reshape(2, -1) for each in cut]) == records).all()
+
+
+@given(st.lists(st.lists(st.integers(-(2**31), 2**31 - 1), max_size=9), min_size=1, max_size=5))
+def test_arrays_travel_in_one_piece(lists):
+    arrays = [np.array(each, np.int32) for each in lists]
+    assert [each.tolist() for each in unpack(pack(*arrays))] == lists
+
+
+def test_a_step_of_a_few_rows_is_a_small_message():
+    rows = np.arange(8, dtype=np.int32)
+    assert len(Step.of(rows, rows, rows, rows).numbers) == 4 * (5 + 4 * 8)
+
+
+def test_gloo_gathers_parts_of_any_width():
+    code = (
+        "import os, sys, torch; from pagemill.executor.gloo import *; e = GlooExchange(1, 2); "
+        "e.connect(join_meeting(int(sys.argv[1]))); "
+        "[e.all_gather(torch.full((3, w), 2.0), [5, w]) for w in (5, 2, 9)]; os._exit(0)"
+    )
+    store, exchange = host_meeting(), GlooExchange(0, 2)
+    other = subprocess.Popen([sys.executable, "-c", code, str(store.port)])
+    exchange.connect(store)
+    for width in (5, 2, 9):
+        whole = exchange.all_gather(torch.full((3, 5), 1.0), [5, width])
+        assert whole.tolist() == [[1.0] * 5 + [2.0] * width] * 3
+    assert other.wait(20) == 0
+
+
+def test_the_real_model_on_three_ranks():
+    """9 heads and 3 KV heads: three of each on every rank, the text of one process to the last bit."""
+    prompts, params = (
+        ["The capital of France is", "Once upon a time"],
+        SamplingParams(temperature=0.0, max_tokens=12, logprobs=3),
+    )
+    texts = []
+    for ranks in (1, 3):
+        llm = LLM("smollm2-135m", tensor_parallel_size=ranks, max_model_len=128, num_threads=1, kv_memory="16MiB")
+        texts.append(
+            [(each.outputs[0].text, each.outputs[0].logprobs) for each in llm.generate(prompts, params, use_tqdm=False)]
+        )
+        llm.close()
+    assert texts[0] == texts[1]
+    with pytest.raises(EngineDeadError):
+        llm.generate("again")
