@@ -606,10 +606,8 @@ NB_MODULE(_kernels, m) {
         .def("write", &write_cache)
         .def("attend", &attend_cache);
     nb::class_<Exchange>(m, "Exchange")
-        .def("__init__",
-             [](Exchange* self, Address memory, int64_t bytes, int rank, int size) {
-                 new (self) Exchange(at<void>(memory), bytes, rank, size);
-             })
+        .def("__init__", [](Exchange* self, Address memory, int64_t bytes, int rank,
+                            int size) { new (self) Exchange(at<void>(memory), bytes, rank, size); })
         .def("gather", &gather, "part"_a, "out"_a, "widths"_a, "rows"_a, "idle"_a.none());
     nb::class_<Decoder>(m, "Decoder")
         .def("__init__", &make_decoder)

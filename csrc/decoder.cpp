@@ -48,8 +48,9 @@ struct Decoder::Stopwatch {
     }
 };
 
-const char* const Decoder::kOperatorNames[kOperators] = {"embedding", "norms",      "qkv",  "heads", "attention", "o",
-                                                         "gate_up",   "activation", "down", "mlp",   "adapters",  "exchange"};
+const char* const Decoder::kOperatorNames[kOperators] = {"embedding", "norms", "qkv",      "heads",
+                                                         "attention", "o",     "gate_up",  "activation",
+                                                         "down",      "mlp",   "adapters", "exchange"};
 
 // A step's intermediate results, each [tokens, ...] and contiguous.
 struct Decoder::Workspace {

@@ -122,8 +122,8 @@ class Decoder {
     // The weight that an adapter adds to.
     const PackedLinear& weight(size_t layer, Adapter::Place place) const;
     void add_layer(const DecoderLayer& layer) { layers_.push_back(layer); }
-    // Makes it that of one rank. Its layers' o and down take what all ranks have, and give this one's part of the hidden
-    // state; all others have this rank's heads, and activations, alone.
+    // Makes it that of one rank. Its layers' o and down take what all ranks have, and give this one's part of the
+    // hidden state; all others have this rank's heads, and activations, alone.
     void set_parts(Parts parts) { parts_ = std::move(parts); }
     const Parts& parts() const { return parts_; }
     // The caller holds `Exclusive`. Throws std::out_of_range for a token id or position outside its table, before

@@ -14,10 +14,10 @@
 #include <vector>
 
 #if defined(__linux__)
-#include <ctime>
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#include <ctime>
 #endif
 
 namespace pagemill {
@@ -87,8 +87,7 @@ void Exchange::meet(const Idle& idle) {
 }
 
 // There are two places. A rank writes to one again when all have come to the next meeting, and so have read it.
-void Exchange::gather(const void* part, void* out, const std::vector<int64_t>& widths, int64_t rows,
-                      const Idle& idle) {
+void Exchange::gather(const void* part, void* out, const std::vector<int64_t>& widths, int64_t rows, const Idle& idle) {
     int64_t whole = 0, before = 0;
     if (int64_t(widths.size()) != size_) throw std::invalid_argument("each rank has a width");
     for (int rank = 0; rank < size_; ++rank) {

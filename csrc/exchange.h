@@ -24,8 +24,7 @@ class Exchange {
     // Joins parts by rows: out [rows, sum of widths] gets from each rank r its part [rows, widths[r]], contiguous, in
     // bytes. Every rank calls it in the same order with the same rows and widths. `idle` is told now and then how many
     // seconds this rank has waited for others; it may throw, and then the ranks no longer belong together.
-    void gather(const void* part, void* out, const std::vector<int64_t>& widths, int64_t rows,
-                const Idle& idle);
+    void gather(const void* part, void* out, const std::vector<int64_t>& widths, int64_t rows, const Idle& idle);
 
     static constexpr int64_t kHead = 4096;
 
