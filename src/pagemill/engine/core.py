@@ -71,7 +71,11 @@ class EngineCore:
         self.config = config
         self.executor = open_executor(config, progress) if executor is None else executor
         self._adapters = Adapters(config, self.executor)
-        self.memory, self.tiers, self.scheduler, self._streamed = build(config, self.executor)
+        try:
+            self.memory, self.tiers, self.scheduler, self._streamed = build(config, self.executor)
+        except BaseException:
+            self.executor.close()
+            raise
         self._frames_at_start = self.memory.num_frames
         self._gave_back = False
         """True while the pool is as small as "used" has made it."""
