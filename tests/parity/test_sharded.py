@@ -73,7 +73,7 @@ def test_bits_of_every_form(settings, kv_dtype, ranks, tmp_path):
     check_bits(tmp_path, case, ranks, kv_dtype, **settings)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_bits_through_shared_memory(ranks, tmp_path, monkeypatch):
     """Processes whose C++ calls exchange by themselves, all families one after the other."""
     dtypes = {name: ("bfloat16", "float32", "float16")[place % 3] for place, name in enumerate(EACH)}
@@ -102,7 +102,7 @@ def test_bits_through_shared_memory(ranks, tmp_path, monkeypatch):
             whole = load_on("cpu", tmp_path / name, dtype=dtype, max_model_len=case.max_model_len).decoder
             assert kind is type(whole)
             for ours, theirs in zip(
-                (states, logits), run(whole, steps_of(case.prompts()), case.prompts()), strict=True
+                (states, logits), run(whole, rank_process.few_steps(case), case.prompts()), strict=True
             ):
                 assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
         assert [other.wait(30) for other in others] == [0] * len(others)
