@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 from benchmarks.peers.machine import describe_machine
-from benchmarks.replay.real_engine import CLOCKS, RUNNING, RealEngine
+from benchmarks.replay.real_engine import RUNNING, SampledEngine
 from benchmarks.replay.setup import CALIBRATION
 from numpy.typing import NDArray
 
 from pagemill.config import EngineConfig
+from pagemill.planner.real_engine import CLOCKS
 from pagemill.simulate.step_time import StepTimes, StepWork, fit
 
 WARM_UP_S = 3.0
@@ -37,11 +38,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(arguments: argparse.Namespace) -> None:
     settings = {"max_num_batched_tokens": arguments.max_num_batched_tokens, "max_num_seqs": max(RUNNING)}
-    engine = RealEngine(arguments.model, arguments.dtype, arguments.clock, **settings)
+    engine = SampledEngine(arguments.model, arguments.dtype, arguments.clock, **settings)
     engine.sample_steps(WARM_UP_S)
     engine.steps.clear()
     engine.sample_steps(arguments.seconds)
-    works, seconds = [work for work, _ in engine.steps], [took for _, took in engine.steps]
+    works, seconds = [step.work for step in engine.steps], [step.seconds for step in engine.steps]
     if arguments.steps:
         np.savez(arguments.steps, works=np.array(works), seconds=np.array(seconds))
     step_times = fitted(works, seconds, engine, arguments)
@@ -61,12 +62,12 @@ def main(arguments: argparse.Namespace) -> None:
 
 
 def fitted(
-    works: Sequence[StepWork], seconds: Sequence[float], engine: RealEngine, arguments: argparse.Namespace
+    works: Sequence[StepWork], seconds: Sequence[float], engine: SampledEngine, arguments: argparse.Namespace
 ) -> StepTimes:
     machine = describe_machine()
     about: dict[str, Any] = {name: machine[name] for name in ("cpu", "features", "cores", "load_average", "date")}
     about |= {"model": arguments.model, "dtype": arguments.dtype, "clock": arguments.clock, "steps": len(works)}
-    step_times = StepTimes(fit(works, seconds), engine.shape, about)
+    step_times = StepTimes(fit(works, seconds), engine.kv_shape, about)
     tokens = np.array([work.tokens for work in works])
     measured = np.array(seconds)
     errors = np.array([step_times.seconds(work) for work in works]) / measured - 1

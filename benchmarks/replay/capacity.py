@@ -24,8 +24,9 @@ from benchmarks.replay.setup import (
     chosen_step_times,
     latencies,
 )
-from benchmarks.replay.workload import add_workload_argument, workload_named
+from benchmarks.replay.workload import add_workload_argument
 
+from pagemill.planner.workload import workload_named
 from pagemill.simulate.simulator import replay
 
 QUEUE_SHARE = 0.25

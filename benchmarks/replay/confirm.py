@@ -1,58 +1,130 @@
-"""Serves a slice of a trace with the real engine, by the clock, and holds the simulation against it.
+"""Serves requests with the real engine, by the clock, and holds the simulation of the same requests against it.
 
-python -m benchmarks.replay confirm TRACE [--seconds 60] [--rate 0.1] [--dtype bfloat16]
+    python -m benchmarks.replay confirm [TRACE] --calibration FILE.json [--model smollm2-135m] [--dtype bfloat16]
+        [--workload alpaca] [--rate 4] [--seconds 60] [--repeats 3]
+
+FILE.json is a device that `pagemill calibrate` made, or step times that `calibrate` made. Without a TRACE, requests of
+the workload are generated, `--rate` a second. Each repeat serves them anew, in the same engine, with other tokens: the
+table has the median over repeats, and the range.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
 
-from benchmarks.replay.real_engine import RealEngine
+from benchmarks.replay.output import write_table
+from benchmarks.replay.real_engine import SampledEngine
 from benchmarks.replay.setup import (
+    CALIBRATION,
+    above_zero,
     add_engine_arguments,
-    add_trace_arguments,
+    add_output_argument,
     chosen_setup,
     chosen_trace,
-    describe,
     latencies,
 )
+from benchmarks.replay.workload import add_workload_argument
 
+from pagemill.planner.model_shape import find_shape
+from pagemill.planner.real_engine import CLOCKS
+from pagemill.planner.workload import workload_named
+from pagemill.simulate.roofline import Roofline, read_device
 from pagemill.simulate.simulator import Replay, replay
-from pagemill.simulate.step_time import StepTimes
+from pagemill.simulate.step_time import StepModel, StepTimes
 
 WARM_UP_S = 2.0
+GOALS = {"output tokens/s": 0.05, "TTFT median": 0.05, "TPOT median": 0.05, "TTFT p99": 0.1, "TPOT p99": 0.1}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_trace_arguments(parser, seconds=600, rate=0.1)
+    parser.add_argument("trace", type=Path, nargs="?", help="Azure's .csv or Mooncake's .jsonl")
+    add_workload_argument(parser, "alpaca")
+    parser.add_argument("--start", type=float, default=0.0, help="seconds of the trace to skip")
+    parser.add_argument("--seconds", type=above_zero, default=60.0, help="seconds in which requests arrive")
+    parser.add_argument(
+        "--rate", type=above_zero, default=1.0, help="requests a second; of a trace, how many times as fast as in it"
+    )
+    parser.add_argument("--repeats", type=int, default=3, help="how often the real engine serves them")
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument(
+        "--clock", choices=list(CLOCKS), help="as in `pagemill calibrate`; by default the step times' own"
+    )
+    parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     add_engine_arguments(parser)
+    add_output_argument(parser)
 
 
 def main(arguments: argparse.Namespace) -> None:
-    step_times = StepTimes.load(arguments.calibration)
     arguments.kv_mib = arguments.kv_mib or arguments.calibrated_kv_mib
-    trace, setup = chosen_trace(arguments), chosen_setup(arguments)
-    engine = RealEngine(
-        step_times.about["model"],
-        step_times.about["dtype"],
-        step_times.about["clock"],
+    step_times, setup = chosen_model(arguments), chosen_setup(arguments)
+    if arguments.trace is None:
+        trace = workload_named(arguments.workload).requests(arguments.rate, arguments.seconds)
+    else:
+        trace = chosen_trace(arguments)
+    engine = SampledEngine(
+        arguments.model,
+        arguments.dtype,
+        arguments.clock or step_times.about.get("clock", "wall"),
         block_size=setup.block_size,
         max_num_seqs=setup.max_num_seqs,
         max_num_batched_tokens=setup.max_num_batched_tokens,
         kv_memory=setup.kv_bytes,
     )
     engine.sample_steps(WARM_UP_S)
-    engine.steps.clear()
-    real = engine.serve(trace)
-    simulated = replay(trace, setup.scheduler(setup.memory(step_times)), step_times)
-    print(describe(arguments, step_times, trace))
-    print(f"the real steps took {real.busy_s:.2f} s; the model gives them "
-          f"{sum(step_times.seconds(work) for work, _ in engine.steps):.2f} s\n")  # fmt: skip
-    print("| | real | simulated | difference |\n| --- | ---: | ---: | ---: |")
-    predicted = figures(simulated)
-    for name, value in figures(real).items():
-        difference = f"{predicted[name] / value - 1:+.1%}" if value else ""
-        print(f"| {name} | {value:.4g} | {predicted[name]:.4g} | {difference} |")
+    reals: list[dict[str, float]] = []
+    for _ in range(arguments.repeats):
+        engine.steps.clear()
+        engine.core.reset_prefix_cache()
+        reals.append(figures(engine.serve(trace)))
+        seconds = sum(step.seconds for step in engine.steps)
+        modelled = sum(step_times.seconds(step.work) for step in engine.steps)
+        print(f"the real steps took {seconds:.2f} s; the model gives the same steps {modelled / seconds - 1:+.1%}")
+    predicted = figures(replay(trace, setup.scheduler(setup.memory(step_times)), step_times))
+    prompts, outputs = sum(one.prompt_len for one in trace), sum(one.output_len for one in trace)
+    print(
+        f"{len(trace)} requests in {trace[-1].arrival_s:.0f} s, {prompts} prompt and {outputs} output tokens; step "
+        f"times: {step_times.description}; KV pool {arguments.kv_mib} MiB\n"
+    )
+    print("| | real, median | range | simulated | difference | goal |\n| --- |" + " ---: |" * 5)
+    rows = [compare(name, [real[name] for real in reals], value) for name, value in predicted.items()]
+    for row in rows:
+        difference = "" if row["difference"] is None else f"{row['difference']:+.1%}"
+        goal = "" if row["goal"] is None else f"{row['goal']:.0%}{'' if row['held'] else ', **missed**'}"
+        print(
+            f"| {row['figure']} | {row['real']:.4g} | {row['least']:.4g} to {row['most']:.4g} | {row['simulated']:.4g} "
+            f"| {difference} | {goal} |"
+        )
+    arguments.device = None
+    write_table(arguments, "confirm", step_times.about, rows)
+
+
+def chosen_model(arguments: argparse.Namespace) -> StepModel:
+    """Returns the step times of a calibration of either kind."""
+    path: Path = arguments.calibration
+    if path != CALIBRATION and path.is_file() and "seconds_of" not in json.loads(path.read_text()):
+        return Roofline(read_device(str(path)), find_shape(arguments.model), arguments.dtype)
+    return StepTimes.load(path)
+
+
+def compare(name: str, real: Sequence[float], simulated: float) -> dict[str, Any]:
+    middle = median(real)
+    difference = simulated / middle - 1 if middle else None
+    goal = next((goal for figure, goal in GOALS.items() if name.startswith(figure)), None)
+    return {
+        "figure": name,
+        "real": middle,
+        "least": min(real),
+        "most": max(real),
+        "simulated": simulated,
+        "difference": difference,
+        "goal": goal,
+        "held": goal is None or (difference is not None and abs(difference) <= goal),
+    }
 
 
 def figures(outcome: Replay) -> dict[str, float]:

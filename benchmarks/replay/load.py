@@ -36,8 +36,9 @@ from benchmarks.replay.setup import (
     chosen_roofline,
     chosen_setup,
 )
-from benchmarks.replay.workload import Workload, add_workload_argument, workload_named
+from benchmarks.replay.workload import add_workload_argument
 
+from pagemill.planner.workload import Workload, workload_named
 from pagemill.simulate.roofline import Roofline
 from pagemill.simulate.simulator import Replay, Served, replay
 from pagemill.simulate.trace import TracedRequest

@@ -27,9 +27,10 @@ from benchmarks.replay.setup import (
     chosen_roofline,
     chosen_setup,
 )
-from benchmarks.replay.workload import add_workload_argument, workload_named
+from benchmarks.replay.workload import add_workload_argument
 
 from pagemill.errors import ConfigError
+from pagemill.planner.workload import workload_named
 from pagemill.scheduling.step_plan import StepPlan
 from pagemill.simulate.lower_tier import LowerTier
 from pagemill.simulate.roofline import Roofline

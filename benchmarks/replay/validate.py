@@ -17,7 +17,7 @@ import numpy as np
 from benchmarks.peers.machine import describe_machine
 from benchmarks.replay.calibrate import BANDS, WARM_UP_S, band_name
 from benchmarks.replay.output import write_table
-from benchmarks.replay.real_engine import RUNNING, RealEngine
+from benchmarks.replay.real_engine import RUNNING, SampledEngine
 from benchmarks.replay.setup import add_output_argument
 from benchmarks.roofline import Ceilings, measure_ceilings
 
@@ -40,17 +40,17 @@ def main(arguments: argparse.Namespace) -> None:
     shape = read_shape(arguments.shape)
     before = measure_ceilings(shape.parameters * 2)
     settings = {"max_num_batched_tokens": arguments.max_num_batched_tokens, "max_num_seqs": max(RUNNING)}
-    engine = RealEngine(arguments.shape, arguments.dtype, "wall", **settings)
+    engine = SampledEngine(arguments.shape, arguments.dtype, "wall", **settings)
     engine.sample_steps(WARM_UP_S)
     engine.steps.clear()
     engine.sample_steps(arguments.seconds)
     device = this_machine(machine["cpu"], before.best(measure_ceilings(shape.parameters * 2)))
     exact = replace(device, efficiency=dict.fromkeys(device.efficiency, 1.0), step_s=0.0, row_s=0.0)
-    works, measured = [work for work, _ in engine.steps], np.array([took for _, took in engine.steps])
+    works, measured = [step.work for step in engine.steps], np.array([step.seconds for step in engine.steps])
     models: dict[str, StepModel] = {
         "modelled": Roofline(device, shape, arguments.dtype),
         "floor": Roofline(exact, shape, arguments.dtype),
-        "calibrated": StepTimes(fit(works, measured.tolist()), engine.shape, {}),
+        "calibrated": StepTimes(fit(works, measured.tolist()), engine.kv_shape, {}),
     }
     print(
         f"{machine['cpu']}, {machine['cores']} cores: {device.bytes_per_s / 1e9:.1f} GB/s, "

@@ -24,6 +24,8 @@ COMMANDS = {
     "serve": "Serve a model through OpenAI's API.",
     "top": "Watch a server's KV memory and requests in the terminal.",
     "bench": "Measure throughput and latency on a workload.",
+    "calibrate": "Measure a model's steps on this machine, and make a device of it for `pagemill plan --device`.",
+    "plan": "Say how many replicas of which size serve a load within limits on latency, and what that costs.",
     "pull": "Fetch a model and check it.",
     "ls": "List the models that are on this machine.",
     "rm": "Delete models that were fetched to this machine.",

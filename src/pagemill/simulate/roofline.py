@@ -6,7 +6,7 @@ Devices and model shapes are data: `devices.json` and `shapes.json` beside this 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,9 @@ ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8": 1, "int8": 1}
 """Bytes of a weight. K/V and attention are in bfloat16 where weights are smaller."""
 
 Described = TypeVar("Described")
-EFFICIENCIES = ("memory", "products", "attention", "link")
+EFFICIENCIES = ("memory", "kv", "products", "attention", "link", "peers")
+ACTIVATION_BYTES = 2
+"""Bytes of a number that ranks exchange."""
 
 
 @dataclass(frozen=True)
@@ -30,8 +32,14 @@ class Device:
 
     flop_per_s:       by dtype.
     link_bytes_per_s: between device and host memory, one direction; None where both are the same memory.
-    efficiency:       the share of each peak that is reached: "memory", "products", "attention" (of prompts), "link".
+    peer_bytes_per_s: from one device to the others of a machine, one direction; None where none can work as one.
+    efficiency:       the share of each peak that is reached: "memory" (of weights), "kv" (of keys and values),
+                      "products", "attention" (of prompts), "link", "peers".
+    overlap:          how reading weights and multiplying with them, of a and b seconds, run beside each other: together
+                      they take (a^overlap + b^overlap)^(1 / overlap). 1: one after the other; None: the longer one.
     step_s, row_s:    seconds that each step takes whatever is in it, and that each of its rows adds.
+    peers:            the most devices of one machine. all_reduce_s: seconds of a collective beside its bytes.
+    price_per_hour:   US dollars for one device; None: nobody has said.
     memory_share:     the share of memory_bytes that the engine uses; working_bytes of it hold neither weights nor K/V.
     sources:          says where each figure comes from.
     """
@@ -47,6 +55,11 @@ class Device:
     memory_share: float
     working_bytes: int
     sources: dict[str, str]
+    overlap: float | None = None
+    peer_bytes_per_s: float | None = None
+    peers: int = 1
+    all_reduce_s: float = 0.0
+    price_per_hour: float | None = None
 
     def __post_init__(self) -> None:
         if set(self.efficiency) != set(EFFICIENCIES):
@@ -56,6 +69,8 @@ class Device:
         rates = [self.memory_bytes, self.bytes_per_s, *self.flop_per_s.values(), *self.efficiency.values()]
         if min(rates) <= 0 or (self.link_bytes_per_s is not None and self.link_bytes_per_s <= 0):
             raise ValueError("memory, rates and efficiencies must be above 0")
+        if self.overlap is not None and self.overlap < 1:
+            raise ValueError(f"overlap is {self.overlap:g}; it must be at least 1, or null for the longer of two times")
 
 
 @dataclass(frozen=True)
@@ -65,6 +80,7 @@ class ModelShape:
     gated:     True for three products in an MLP, False for two.
     tied:      True if the head and the embedding are the same weights.
     positions: rows of learned position embeddings; 0 without any.
+    windows:   by layer, the sliding window in tokens, None for full attention; None where all layers have that.
     """
 
     about: str
@@ -79,6 +95,7 @@ class ModelShape:
     tied: bool
     positions: int
     source: str
+    windows: Sequence[int | None] | None = None
 
     @property
     def layer_weights(self) -> int:
@@ -101,14 +118,24 @@ class Roofline:
     """Gives the seconds of a step of this model on this device, and the bytes that are left for K/V.
 
     Williams et al., "Roofline", 2009, for each part of a step by itself: a product takes what its weights' bytes take
-    at the memory's rate, or its FLOP at the products' rate, whichever is longer. Attention takes the bytes of the keys
-    and values that each row attends, plus the FLOP of its (query, key) pairs: rows that generate are bound by the one,
-    prompts by the other, and they are computed one after the other.
+    at the memory's rate, and its FLOP at the products' rate, as far as the two do not overlap. Attention takes the
+    bytes of the keys and values that each row attends, plus the FLOP of its (query, key) pairs: rows that generate are
+    bound by the one, prompts by the other, and they are computed one after the other.
+
+    kv_dtype: as `kv_cache_dtype`; "auto": as the weights, and 16 bits where these are smaller.
+    ranks:    devices that work as one (`tensor_parallel_size`). Each holds and computes its part of the heads, of the
+              MLPs, of the head and of the K/V. A layer takes two all-reduces of all tokens' activations, as a ring:
+              each rank sends 2 (ranks - 1) / ranks of the bytes (Shoeybi et al., "Megatron-LM", 2019, section 3). The
+              logits are gathered. Nothing of that overlaps with computing.
+
+    Raises ConfigError for what the device or the model cannot do.
     """
 
     device: Device
     model: ModelShape
     dtype: str
+    kv_dtype: str = "auto"
+    ranks: int = 1
 
     def __post_init__(self) -> None:
         rates = self.device.flop_per_s
@@ -119,20 +146,44 @@ class Roofline:
                 f"{self.device.about} has no rate for {self._attends_in}, in which attention is computed where weights "
                 f"are in {self.dtype}; give one, or choose a wider dtype"
             )
+        if not 1 <= self.ranks <= self.device.peers or (self.ranks > 1 and self.device.peer_bytes_per_s is None):
+            raise ConfigError(
+                f"tensor_parallel_size is {self.ranks}; {self.device.about} works as one with up to "
+                f"{self.device.peers}; choose fewer"
+            )
+        if uneven := [count for count in (self.model.heads, self.model.intermediate) if count % self.ranks]:
+            raise ConfigError(
+                f"tensor_parallel_size is {self.ranks}, which does not divide {uneven[0]} of {self.model.about}'s "
+                f"heads or MLP; choose one that divides {self.model.heads} and {self.model.intermediate}"
+            )
+        if self.kv_heads * self.ranks != self.model.kv_heads and self.ranks % self.model.kv_heads:
+            raise ConfigError(
+                f"tensor_parallel_size is {self.ranks} and {self.model.about} has {self.model.kv_heads} KV heads; one "
+                "must divide the other"
+            )
 
     @property
     def _attends_in(self) -> str:
         return self.dtype if ITEMSIZE[self.dtype] > 1 else "bfloat16"
 
+    @property
+    def kv_heads(self) -> int:
+        """The KV heads of one rank; where there are more ranks than heads, some hold the same."""
+        return max(1, self.model.kv_heads // self.ranks)
+
     @cached_property
     def shape(self) -> KVShape:
-        """The shape of K/V."""
+        """The shape of K/V on one rank."""
         model, itemsize = self.model, max(2, ITEMSIZE[self.dtype])
-        return KVShape((None,) * model.layers, model.kv_heads, model.head_dim, itemsize)
+        named = None if self.kv_dtype == "auto" else self.kv_dtype
+        windows = (None,) * model.layers if model.windows is None else tuple(model.windows)
+        return KVShape(windows, self.kv_heads, model.head_dim, itemsize, named)
 
     @property
     def description(self) -> str:
-        return f"*modelled* by a roofline: {self.model.about} in {self.dtype} on {self.device.about}"
+        ranks = "" if self.ranks == 1 else f"{self.ranks} x "
+        kv = "" if self.kv_dtype == "auto" else f", K/V in {self.kv_dtype}"
+        return f"*modelled* by a roofline: {self.model.about} in {self.dtype}{kv} on {ranks}{self.device.about}"
 
     @property
     def about(self) -> dict[str, Any]:
@@ -140,6 +191,8 @@ class Roofline:
             "modelled": True,
             "model": self.model.about,
             "dtype": self.dtype,
+            "kv_dtype": self.kv_dtype,
+            "tensor_parallel_size": self.ranks,
             "device": self.device.about,
             "efficiency": self.device.efficiency,
             "sources": {**self.device.sources, "model": self.model.source},
@@ -147,58 +200,75 @@ class Roofline:
 
     @property
     def weight_bytes(self) -> int:
-        return self.model.parameters * ITEMSIZE[self.dtype]
+        """The bytes of the weights of one rank."""
+        return -(-self.model.parameters * ITEMSIZE[self.dtype] // self.ranks)
 
     @property
     def kv_bytes(self) -> int:
-        """The bytes of the KV pool. Raises ConfigError if the weights leave none."""
+        """The bytes of one rank's KV pool. Raises ConfigError if the weights leave none."""
         device = self.device
         used = int(device.memory_share * device.memory_bytes)
         left = used - self.weight_bytes - device.working_bytes
         if left <= 0:
+            each = "" if self.ranks == 1 else f" on each of {self.ranks}"
             raise ConfigError(
-                f"{self.model.about} in {self.dtype} has {self.weight_bytes / 1e9:.1f} GB of weights; {device.about} "
-                f"leaves {(used - device.working_bytes) / 1e9:.1f} GB for weights and K/V; choose a smaller dtype or a "
-                "larger device"
+                f"{self.model.about} in {self.dtype} has {self.weight_bytes / 1e9:.1f} GB of weights{each}; "
+                f"{device.about} leaves {(used - device.working_bytes) / 1e9:.1f} GB for weights and K/V; choose a "
+                "smaller dtype, a larger device or more of them"
             )
         return left
 
     @cached_property
     def _costs(self) -> _Costs:
-        device, model, share = self.device, self.model, self.device.efficiency
-        byte_s = 1 / (share["memory"] * device.bytes_per_s)
-        flop_s = 1 / (share["products"] * device.flop_per_s[self.dtype])
-        attention_flop_s = 1 / (share["attention"] * device.flop_per_s[self._attends_in])
+        device, model, share, ranks = self.device, self.model, self.device.efficiency, self.ranks
+        byte_s = 1 / (share["memory"] * device.bytes_per_s * ranks)
+        flop_s = 1 / (share["products"] * device.flop_per_s[self.dtype] * ranks)
+        attention_flop_s = 1 / (share["attention"] * device.flop_per_s[self._attends_in] * ranks)
+        sent_s = 0.0
+        if device.peer_bytes_per_s is not None:
+            sent_s = (ranks - 1) / ranks * ACTIVATION_BYTES / (share["peers"] * device.peer_bytes_per_s)
         return _Costs(
+            step_s=device.step_s + (2 * model.layers + 1) * device.all_reduce_s * (ranks > 1),
             layers_s=model.layer_weights * ITEMSIZE[self.dtype] * byte_s,
             token_s=2 * model.layer_weights * flop_s,
             head_s=model.head_weights * ITEMSIZE[self.dtype] * byte_s,
             logits_s=2 * model.head_weights * flop_s,
-            key_s=2 * model.kv_heads * model.head_dim * self.shape.itemsize * byte_s,
+            key_s=self.shape.key_bytes / (share["kv"] * device.bytes_per_s),
             pair_s=4 * model.heads * model.head_dim * attention_flop_s,
+            sent_token_s=2 * model.layers * 2 * model.hidden * sent_s,
+            sent_logits_s=model.vocabulary * sent_s,
         )
 
     def seconds(self, work: StepWork) -> float:
         """Returns the seconds that a step with this work takes."""
         cost = self._costs
-        total = self.device.step_s + self.device.row_s * work.rows
+        total = cost.step_s + self.device.row_s * work.rows
         if work.tokens:
-            total += max(cost.layers_s, cost.token_s * work.tokens)
+            total += self._together(cost.layers_s, cost.token_s * work.tokens) + cost.sent_token_s * work.tokens
         if work.logits:
-            total += max(cost.head_s, cost.logits_s * work.logits)
+            total += self._together(cost.head_s, cost.logits_s * work.logits) + cost.sent_logits_s * work.logits
         return total + cost.key_s * work.keys + cost.pair_s * work.pairs
+
+    def _together(self, read_s: float, multiply_s: float) -> float:
+        """Returns the seconds of reading weights and multiplying with them."""
+        longer, shorter, overlap = max(read_s, multiply_s), min(read_s, multiply_s), self.device.overlap
+        return longer if overlap is None else longer * (1 + (shorter / longer) ** overlap) ** (1 / overlap)
 
 
 @dataclass(frozen=True)
 class _Costs:
-    """Holds seconds: of reading the layers' weights and the head's; of one token, row of logits, key and pair."""
+    """Holds seconds: of a step; of reading the layers' weights and the head's; of one token, row of logits, key and
+    pair; of exchanging one token's activations, and one row of logits."""
 
+    step_s: float
     layers_s: float
     token_s: float
     head_s: float
     logits_s: float
     key_s: float
     pair_s: float
+    sent_token_s: float
+    sent_logits_s: float
 
 
 def read_device(name: str) -> Device:
@@ -215,6 +285,11 @@ def read_shape(name: str) -> ModelShape:
     Raises ConfigError for an unknown name, CalibrationError for a file that cannot be read as a shape.
     """
     return _read(ModelShape, SHAPES, name, "shape")
+
+
+def names_in(path: Path) -> list[str]:
+    """Returns the names of what one of these files describes."""
+    return [*json.loads(path.read_text())]
 
 
 def _read(kind: Callable[..., Described], known: Path, name: str, what: str) -> Described:

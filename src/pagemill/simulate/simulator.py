@@ -163,9 +163,11 @@ def replay(
 
 def _next_token(served: list[Served], index: int, max_tokens: int | None) -> int:
     """Returns a request's next token."""
-    output_len = served[index].request.output_len
-    ends = max_tokens is not None and max_tokens > output_len == served[index].num_tokens + 1
-    return END_TOKEN if ends else OUTPUT_TOKENS + index
+    one = served[index]
+    if max_tokens is not None and max_tokens > one.request.output_len == one.num_tokens + 1:
+        return END_TOKEN
+    token = one.request.answer_token(one.num_tokens)
+    return OUTPUT_TOKENS + index if token is None else token
 
 
 def _submit(

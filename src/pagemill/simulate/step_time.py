@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pagemill.errors import CalibrationError
-from pagemill.kvcache.kv_format import KVFormat, VectorFormat
+from pagemill.kvcache.kv_format import KVFormat, VectorFormat, kv_format
 from pagemill.kvcache.layer_groups import LayerGroups, group_layers
 from pagemill.kvcache.layout import FrameShape, layer_major
 from pagemill.scheduling.step_plan import StepPlan
@@ -21,12 +21,17 @@ from pagemill.scheduling.step_plan import StepPlan
 
 @dataclass(frozen=True)
 class KVShape:
-    """Holds what the bytes of K/V and the work of attending depend on. windows: by layer, None for full attention."""
+    """Holds what the bytes of K/V and the work of attending depend on.
+
+    windows:  by layer, None for full attention.
+    itemsize: bytes of an element, where no `format` is named. format: as `kv_cache_dtype`.
+    """
 
     windows: tuple[int | None, ...]
     num_kv_heads: int
     head_dim: int
     itemsize: int
+    format: str | None = None
 
     @property
     def groups(self) -> LayerGroups:
@@ -34,14 +39,21 @@ class KVShape:
 
     @property
     def _format(self) -> KVFormat:
+        if self.format is not None:
+            return kv_format(self.format)
         vector = VectorFormat("", "")
         return KVFormat("", vector, vector, self.itemsize)
+
+    @property
+    def key_bytes(self) -> int:
+        """The bytes of one token's K and V in one layer, scales included."""
+        return self._format.slot_bytes(self.num_kv_heads, self.head_dim, self.head_dim)
 
     @property
     def slot_bytes(self) -> float:
         """The bytes of one token's K and V in one layer group, without padding; the mean where groups differ."""
         layers = len(self.windows) / len(self.groups.groups)
-        return layers * self._format.slot_bytes(self.num_kv_heads, self.head_dim, self.head_dim)
+        return layers * self.key_bytes
 
     def frame_bytes(self, block_size: int) -> int:
         """Returns the bytes of a frame as it lies in the pool on CPU, padding included."""

@@ -31,6 +31,7 @@ class TracedRequest:
     number:   its place in the whole trace.
     hash_ids: names of the prompt's blocks of 512 tokens. Equal ids mean equal prompts up to that block's end. Empty for
               a prompt that shares nothing.
+    continued_ids: the same for prompt and answer together, where a later prompt may begin with both.
     """
 
     number: int
@@ -38,6 +39,7 @@ class TracedRequest:
     prompt_len: int
     output_len: int
     hash_ids: tuple[int, ...] = ()
+    continued_ids: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
@@ -54,6 +56,12 @@ class TracedRequest:
         for hash_id in self.hash_ids:
             tokens += [2 * hash_id + 1] * min(MOONCAKE_BLOCK, self.prompt_len - len(tokens))
         return tokens
+
+    def answer_token(self, index: int) -> int | None:
+        """Returns the answer's token of this index, where a later prompt may continue it."""
+        if not self.continued_ids:
+            return None
+        return 2 * self.continued_ids[(self.prompt_len + index) // MOONCAKE_BLOCK] + 1
 
 
 def read_trace(path: Path) -> list[TracedRequest]:

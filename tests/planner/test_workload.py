@@ -6,9 +6,9 @@ import random
 from statistics import mean
 
 import pytest
-from benchmarks.replay.workload import WORKLOADS, Lengths, workload_named
 
 from pagemill.errors import ConfigError
+from pagemill.planner.workload import WORKLOADS, Lengths, workload_named
 
 
 @pytest.mark.parametrize(("name", "prompt", "output"), [("sharegpt", 161, 338), ("alpaca", 19, 58)])
@@ -42,5 +42,5 @@ def test_rates_share_their_requests_and_arrivals_are_as_often_as_asked():
 
 
 def test_an_unknown_workload_is_named():
-    with pytest.raises(ConfigError, match="there is no workload 'chat'; choose one of sharegpt, alpaca"):
-        workload_named("chat")
+    with pytest.raises(ConfigError, match="there is no workload 'chats'; choose one of sharegpt, alpaca"):
+        workload_named("chats")

@@ -1,0 +1,223 @@
+"""Measures a model's steps on this machine, over a grid of rows, contexts and prompts, and fits a device to them."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pagemill.config import EngineConfig
+from pagemill.doctor import cpu_model
+from pagemill.errors import CalibrationError
+from pagemill.planner.real_engine import CLOCKS, RealEngine
+from pagemill.simulate.device_fit import FitError, MeasuredStep, fit_device, fit_errors
+from pagemill.simulate.roofline import EFFICIENCIES, Device, Roofline
+from pagemill.simulate.step_time import StepWork
+
+ROWS = (1, 2, 4, 8, 16, 32, 64)
+CONTEXTS = (32, 128, 512, 2048)
+PROMPTS = (16, 64, 192, 448)
+"""Tokens of a prompt that comes while the rows generate."""
+MOST_TOKENS = 8192
+"""The most tokens of all contexts of a point: computing them is most of the time that a point takes."""
+OUTPUT_LEN = 256
+"""More tokens than a row generates until its point is measured."""
+DECODE_STEPS = 10
+PROMPT_STEPS = 2
+"""Steps of each kind at a point."""
+
+
+class Point(NamedTuple):
+    """Is a point of the grid: so many rows generate at this context. round: how often it was measured before."""
+
+    rows: int
+    context: int
+    round: int
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Holds what a calibration found."""
+
+    device: Device
+    roofline: Roofline
+    steps: list[MeasuredStep]
+
+    @property
+    def errors(self) -> list[FitError]:
+        return fit_errors(self.steps, self.roofline)
+
+    def save(self, path: Path, name: str) -> None:
+        """Writes the device in the form of `devices.json`."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps({name: asdict(self.device)}, indent=1) + "\n")
+
+
+def grid(rounds: int, longest: int, most_rows: int, most_tokens: int) -> list[Point]:
+    """Returns the points, those of each round in another order, so that slow minutes of a machine hit them alike.
+
+    longest: tokens of a sequence at most. most_rows: as max_num_seqs. most_tokens: as max_num_batched_tokens.
+    """
+    points = []
+    for round_number in range(rounds):
+        one_round = [
+            Point(rows, context, round_number)
+            for rows in ROWS
+            for context in CONTEXTS
+            if rows < min(most_rows, most_tokens) and rows * context <= MOST_TOKENS and context + OUTPUT_LEN < longest
+        ]
+        random.Random(round_number).shuffle(one_round)
+        points += one_round
+    return points
+
+
+class StepFile:
+    """Keeps measured steps in a file, one point a line, so that a calibration that was cut off goes on where it was.
+
+    settings: what the steps depend on; a file with others is begun anew.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self._path = path
+        self.points: dict[Point, list[MeasuredStep]] = {}
+        head = json.dumps(settings, sort_keys=True)
+        lines = path.read_text().splitlines() if path.is_file() else []
+        if lines and lines[0] == head:
+            for line in lines[1:]:
+                self._read(line)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(head + "\n")
+
+    def _read(self, line: str) -> None:
+        """Takes in a line, unless it was cut off in the middle of writing."""
+        try:
+            found = json.loads(line)
+            steps = [MeasuredStep(StepWork(*work), seconds, own_s) for work, seconds, own_s in found["steps"]]
+            self.points[Point(*found["point"])] = steps
+        except (ValueError, KeyError, TypeError):
+            return
+
+    def add(self, point: Point, steps: list[MeasuredStep]) -> None:
+        self.points[point] = steps
+        rows = [[step.work, step.seconds, step.own_s] for step in steps]
+        with self._path.open("a") as file:
+            file.write(json.dumps({"point": point, "steps": rows}) + "\n")
+
+    def remove(self) -> None:
+        self._path.unlink(missing_ok=True)
+
+
+def measure(engine: RealEngine, points: list[Point], kept: StepFile, progress: Callable[[int], None]) -> None:
+    """Measures the points that the file does not have. progress(done): called before the first and after each."""
+    left = [point for point in points if point not in kept.points]
+    progress(len(points) - len(left))
+    if left:
+        _measure_point(engine, left[0])  # warms up
+    for number, point in enumerate(left, start=len(points) - len(left) + 1):
+        kept.add(point, _measure_point(engine, point))
+        progress(number)
+
+
+def _measure_point(engine: RealEngine, point: Point) -> list[MeasuredStep]:
+    """Returns all steps of computing the contexts, of generating at them, and of prompts beside that."""
+    engine.steps.clear()
+    live = {engine.add(engine.prompt(point.context), OUTPUT_LEN) for _ in range(point.rows)}
+    started: set[str] = set()
+    while started != live:
+        started |= {request_id for request_id, _ in engine.step()}
+    for _ in range(DECODE_STEPS):
+        engine.step()
+    budget = engine.core.config.max_num_batched_tokens - point.rows
+    for length in _prompts_within(budget):
+        for _ in range(PROMPT_STEPS):
+            engine.add(engine.prompt(length), 1)
+            engine.step()
+    engine.core.abort(live)
+    while engine.core.has_work():
+        engine.step()
+    return [*engine.steps]
+
+
+def _prompts_within(budget: int) -> Iterator[int]:
+    return (length for length in PROMPTS if length <= budget)
+
+
+def calibrate(
+    config: EngineConfig,
+    rounds: int,
+    kept: Path,
+    *,
+    clock: str = "wall",
+    loading: Callable[[int, int], None] | None = None,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Calibration:
+    """Returns a device that is this machine, as this model's steps find it.
+
+    clock: "wall", or "cpu": one thread, by its CPU time, where the machine has other things to do.
+    rounds: how often each point of the grid is measured. kept: where steps lie until all are measured.
+    loading(done, total): bytes of weights. progress(done, total): points of the grid.
+    Raises CalibrationError if the engine's limits leave too few points, and as an engine that cannot be built does.
+    """
+    if clock == "cpu":
+        config = replace(config, num_threads=1)
+    engine = RealEngine(config, loading, CLOCKS[clock])
+    dtype = weights_dtype(config, engine)
+    core = engine.core
+    longest = core.scheduler.longest_sequence(core.ready.max_model_len)
+    points = grid(rounds, longest, config.max_num_seqs, config.max_num_batched_tokens)
+    if len({point.rows for point in points}) < 2:
+        raise CalibrationError(
+            f"max_num_seqs is {config.max_num_seqs}, max_num_batched_tokens {config.max_num_batched_tokens} and the "
+            f"longest sequence {longest} tokens: that leaves {len(points)} points to measure; raise them, or kv_memory"
+        )
+    machine = f"{core.ready.description}; {cpu_model()}"
+    file = StepFile(kept, {"machine": machine, "model": config.model, "dtype": dtype, "clock": clock, "rounds": rounds})
+    measure(engine, points, file, lambda done: progress(done, len(points)))
+    steps = [step for point in points for step in file.points[point]]
+    device = fit_device(steps, _like(engine, machine), engine.shape, dtype)
+    kv_dtype = engine.kv_shape.format or "auto"
+    calibration = Calibration(device, Roofline(device, engine.shape, dtype, kv_dtype), steps)
+    everything = calibration.errors[-1]
+    fitted = (
+        f"fitted to {len(steps)} steps of {config.model} in {dtype} on {datetime.now(timezone.utc):%Y-%m-%d}, by the "
+        f"{clock} clock: "
+        f"median error {everything.median:+.1%}, 90 % of the steps within {everything.p90:.0%}, sum of all "
+        f"{everything.total:+.1%}"
+    )
+    names = ("bytes_per_s", "flop_per_s", "efficiency", "overlap", "step_s, row_s")
+    device = replace(device, sources={**device.sources, **dict.fromkeys(names, fitted)})
+    return replace(calibration, device=device, roofline=replace(calibration.roofline, device=device))
+
+
+def weights_dtype(config: EngineConfig, engine: RealEngine) -> str:
+    """Returns the dtype of the weights, as `Roofline` names it."""
+    return "int8" if config.quantization is not None else engine.dtype
+
+
+def _like(engine: RealEngine, machine: str) -> Device:
+    """Returns this machine with rates that are still to be fitted."""
+    memory = engine.core.executor.memory()
+    return Device(
+        about=f"this machine ({machine})",
+        memory_bytes=memory.total,
+        bytes_per_s=1.0,
+        flop_per_s={"bfloat16": 1.0},
+        link_bytes_per_s=None,
+        efficiency=dict.fromkeys(EFFICIENCIES, 1.0),
+        step_s=0.0,
+        row_s=0.0,
+        memory_share=0.8,
+        working_bytes=1 << 30,
+        sources={
+            "memory_bytes": "what the system says",
+            "link_bytes_per_s": "not measured",
+            "memory_share, working_bytes": "assumed",
+            "peer_bytes_per_s, peers, all_reduce_s": "not measured: one device",
+            "price_per_hour": "nobody has said; give one with --price",
+        },
+    )
