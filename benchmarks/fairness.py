@@ -24,13 +24,14 @@ from typing import Protocol
 import numpy as np
 from benchmarks.peers.engines import MODEL
 from benchmarks.peers.machine import describe_machine, heading
-from benchmarks.replay.setup import CALIBRATION, MIB, Setup
+from benchmarks.replay.setup import CALIBRATION, MIB
 
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.engine.messages import EngineRequest
 from pagemill.hub import resolve_model
 from pagemill.memory.digest import root_digest
+from pagemill.planner.replica import Setup
 from pagemill.sampling.params import SamplingParams
 from pagemill.scheduling.sequence import Request
 from pagemill.scheduling.step_plan import StepResult

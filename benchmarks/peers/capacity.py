@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from benchmarks.capacity import LOWEST_RATE, Limits, add_limit_arguments, chosen_limits, find_capacity
+from benchmarks.capacity import add_limit_arguments, chosen_limits
 from benchmarks.peers.engines import ENGINES, model_paths
 from benchmarks.peers.goals import CAPACITY_RATIO
 from benchmarks.peers.machine import describe_machine
@@ -31,6 +31,7 @@ from benchmarks.peers.workloads import make_poisson, tokenize
 
 from pagemill.errors import ConfigError
 from pagemill.hub import resolve_model
+from pagemill.planner.limits import LOWEST_RATE, Limits, find_capacity
 
 RUN_LIMIT_S = 600.0
 

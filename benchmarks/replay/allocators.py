@@ -17,8 +17,9 @@ from dataclasses import asdict, dataclass
 
 from benchmarks.replay.contiguous import PLACEMENTS, RESERVATIONS, ContiguousMemory, root_of
 from benchmarks.replay.output import bars, write_table
-from benchmarks.replay.setup import Setup, add_replay_arguments, begin, chosen_setup, latencies
+from benchmarks.replay.setup import add_replay_arguments, begin, chosen_setup
 
+from pagemill.planner.replica import Setup, latencies
 from pagemill.scheduling.step_plan import StepPlan
 from pagemill.simulate.simulator import Replay, replay
 from pagemill.simulate.step_time import StepModel

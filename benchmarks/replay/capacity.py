@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from benchmarks.capacity import LOWEST_RATE, add_limit_arguments, chosen_limits, find_capacity
+from benchmarks.capacity import add_limit_arguments, chosen_limits
 from benchmarks.replay.output import write_table
 from benchmarks.replay.setup import (
     above_zero,
@@ -22,10 +22,11 @@ from benchmarks.replay.setup import (
     add_output_argument,
     chosen_setup,
     chosen_step_times,
-    latencies,
 )
 from benchmarks.replay.workload import add_workload_argument
 
+from pagemill.planner.limits import LOWEST_RATE, find_capacity
+from pagemill.planner.replica import latencies
 from pagemill.planner.workload import workload_named
 from pagemill.simulate.simulator import replay
 

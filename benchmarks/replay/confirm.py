@@ -26,12 +26,12 @@ from benchmarks.replay.setup import (
     add_output_argument,
     chosen_setup,
     chosen_trace,
-    latencies,
 )
 from benchmarks.replay.workload import add_workload_argument
 
 from pagemill.planner.model_shape import find_shape
 from pagemill.planner.real_engine import CLOCKS
+from pagemill.planner.replica import latencies
 from pagemill.planner.workload import workload_named
 from pagemill.simulate.roofline import Roofline, read_device
 from pagemill.simulate.simulator import Replay, replay
@@ -51,9 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--repeats", type=int, default=3, help="how often the real engine serves them")
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument(
-        "--clock", choices=list(CLOCKS), help="as in `pagemill calibrate`; by default the step times' own"
-    )
+    parser.add_argument("--clock", choices=list(CLOCKS), help="as in `pagemill calibrate`; by default the times' own")
     parser.add_argument("--dtype", default="bfloat16", choices=["float32", "bfloat16"])
     add_engine_arguments(parser)
     add_output_argument(parser)

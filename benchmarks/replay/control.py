@@ -16,9 +16,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 from benchmarks.replay.output import bars, write_table
-from benchmarks.replay.setup import Setup, add_replay_arguments, begin, chosen_setup, latencies
+from benchmarks.replay.setup import add_replay_arguments, begin, chosen_setup
 
 from pagemill.errors import ConfigError, TraceError
+from pagemill.planner.replica import Setup, latencies
 from pagemill.scheduling.step_plan import StepPlan
 from pagemill.simulate.simulator import replay
 from pagemill.simulate.step_time import StepModel

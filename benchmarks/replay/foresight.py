@@ -16,8 +16,9 @@ import random
 from dataclasses import replace
 
 import numpy as np
-from benchmarks.replay.setup import MIB, Setup
+from benchmarks.replay.setup import MIB
 
+from pagemill.planner.replica import Setup
 from pagemill.scheduling.step_plan import StepPlan
 from pagemill.simulate.simulator import replay
 from pagemill.simulate.step_time import COSTS, KVShape, StepTimes

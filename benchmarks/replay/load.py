@@ -24,11 +24,9 @@ from collections.abc import Sequence
 from statistics import mean
 from typing import Any
 
-from benchmarks.capacity import find_capacity
 from benchmarks.replay.contiguous import PLACEMENTS, RESERVATIONS, ContiguousMemory, root_of
 from benchmarks.replay.output import panels, write_table
 from benchmarks.replay.setup import (
-    Setup,
     above_zero,
     add_device_arguments,
     add_engine_arguments,
@@ -38,6 +36,8 @@ from benchmarks.replay.setup import (
 )
 from benchmarks.replay.workload import add_workload_argument
 
+from pagemill.planner.limits import find_capacity
+from pagemill.planner.replica import Setup
 from pagemill.planner.workload import Workload, workload_named
 from pagemill.simulate.roofline import Roofline
 from pagemill.simulate.simulator import Replay, Served, replay

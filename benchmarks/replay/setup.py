@@ -3,60 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
-from typing import Any
-
-import numpy as np
 
 from pagemill.arguments import arguments_of
 from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError
-from pagemill.memory.manager import MemoryManager
-from pagemill.scheduling.loading import Stored
-from pagemill.scheduling.scheduler import Scheduler
-from pagemill.simulate.roofline import DEVICES, SHAPES, Roofline, read_device, read_shape
-from pagemill.simulate.simulator import END_TOKEN, Served
+from pagemill.planner.replica import Setup
+from pagemill.simulate.roofline import DEVICES, SHAPES, Roofline, names_in, read_device, read_shape
 from pagemill.simulate.step_time import StepModel, StepTimes
 from pagemill.simulate.trace import TracedRequest, read_trace, slice_of
 
 CALIBRATION = Path(__file__).parent / "xeon-amx-1-thread.json"
 RESULTS = Path("benchmarks/results/replay")
 MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class Setup:
-    """Holds the engine's settings, as in EngineConfig."""
-
-    kv_bytes: int
-    block_size: int = 16
-    max_num_seqs: int = 256
-    max_num_batched_tokens: int = 512
-    target_tpot_s: float | None = math.inf
-    kv_compaction: str = "auto"
-
-    def memory(self, step_times: StepModel, **settings: Any) -> MemoryManager:
-        shape = step_times.shape
-        frames = self.kv_bytes // shape.frame_bytes(self.block_size)
-        return MemoryManager(frames, self.block_size, [group.window for group in shape.groups.groups], **settings)
-
-    def scheduler(self, memory: Any, *, caching: bool = True, stored: Stored | None = None) -> Scheduler:
-        return Scheduler(
-            memory,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            eos_token_ids=frozenset({END_TOKEN}),
-            ageing_s=10.0,
-            enable_prefix_caching=caching,
-            stored=stored,
-            target_tpot_s=self.target_tpot_s,
-            compacts=self.kv_compaction == "auto" and isinstance(memory, MemoryManager),
-        )
 
 
 def add_trace_arguments(parser: argparse.ArgumentParser, *, seconds: float, rate: float) -> None:
@@ -95,14 +56,12 @@ def add_device_arguments(
     parser: argparse.ArgumentParser, *, device: str | None = None, shape: str | None = None
 ) -> None:
     parser.add_argument(
-        "--device", default=device, help=f"model this device's step times: {names_in(DEVICES)}, or a .json file"
+        "--device",
+        default=device,
+        help=f"model this device's step times: {', '.join(names_in(DEVICES))}, or a .json file",
     )
-    parser.add_argument("--shape", default=shape, help=f"the model on it: {names_in(SHAPES)}, or a .json file")
+    parser.add_argument("--shape", default=shape, help=f"model on it: {', '.join(names_in(SHAPES))}, or a .json file")
     parser.add_argument("--dtype", default="bfloat16", help="of its weights: bfloat16, float16, float32, float8, int8")
-
-
-def names_in(path: Path) -> str:
-    return ", ".join(json.loads(path.read_text()))
 
 
 def add_replay_arguments(parser: argparse.ArgumentParser, *, seconds: float, rate: float, kv_mib: int = 2048) -> None:
@@ -159,17 +118,3 @@ def describe(arguments: argparse.Namespace, step_times: StepModel, trace: Sequen
         f"({arguments.rate:g} times the trace's rate), {prompts} prompt and {outputs} output tokens\n"
         f"step times: {step_times.description}; KV pool {arguments.kv_mib} MiB"
     )
-
-
-def latencies(served: Sequence[Served]) -> dict[str, float]:
-    """Medians and 99th percentiles over finished requests, in seconds."""
-    finished = [one for one in served if one.finished_s is not None]
-    ttft = [one.ttft_s for one in finished]
-    tpot = [one.tpot_s for one in finished if one.tpot_s is not None]
-    nothing = float("nan")
-    return {
-        "ttft_median_s": median(ttft) if ttft else nothing,
-        "ttft_p99_s": float(np.percentile(ttft, 99)) if ttft else nothing,
-        "tpot_median_s": median(tpot) if tpot else nothing,
-        "tpot_p99_s": float(np.percentile(tpot, 99)) if tpot else nothing,
-    }

@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 from benchmarks.replay.output import panels, write_table
 from benchmarks.replay.setup import (
-    Setup,
     above_zero,
     add_device_arguments,
     add_engine_arguments,
@@ -30,6 +29,7 @@ from benchmarks.replay.setup import (
 from benchmarks.replay.workload import add_workload_argument
 
 from pagemill.errors import ConfigError
+from pagemill.planner.replica import Setup
 from pagemill.planner.workload import workload_named
 from pagemill.scheduling.step_plan import StepPlan
 from pagemill.simulate.lower_tier import LowerTier

@@ -17,9 +17,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from benchmarks.replay.output import bars, write_table
-from benchmarks.replay.setup import Setup, add_replay_arguments, begin, chosen_setup
+from benchmarks.replay.setup import add_replay_arguments, begin, chosen_setup
 
 from pagemill.memory.manager import Scatter
+from pagemill.planner.replica import Setup
 from pagemill.scheduling.step_plan import StepPlan
 from pagemill.simulate.simulator import WasteMeter, replay
 from pagemill.simulate.step_time import StepModel

@@ -3,11 +3,12 @@
 import argparse
 
 import pytest
-from benchmarks.capacity import FACTOR, Limits, add_limit_arguments, chosen_limits, find_capacity
+from benchmarks.capacity import add_limit_arguments, chosen_limits
 from benchmarks.peers.capacity import markdown
 from benchmarks.peers.plots import plot_capacity
 
 from pagemill.errors import ConfigError
+from pagemill.planner.limits import FACTOR, Limits, find_capacity
 
 
 @pytest.mark.parametrize("true_capacity", [0.15, 0.59, 0.6, 0.61, 2.0, 17.0])

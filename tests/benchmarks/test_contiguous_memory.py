@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from benchmarks.replay.allocators import CONTIGUOUS, contiguous, paged
 from benchmarks.replay.contiguous import PLACEMENTS, Buddy, FirstFit
-from benchmarks.replay.setup import Setup
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pagemill.planner.replica import Setup
 from pagemill.simulate.step_time import COSTS, KVShape, StepTimes
 from pagemill.simulate.trace import TracedRequest
 

@@ -23,7 +23,9 @@ def calibrate(
     *,
     settings: dict[str, Any],
 ) -> None:
-    """Measure a model's steps on this machine, and make a device of it for `pagemill plan --device`.
+    """Measure a model on this machine, and make a device of it.
+
+    `pagemill plan --device OUT` takes it.
 
     Steps are measured over a grid of rows, contexts and prompts: a minute or two for a small model. What is measured is
     kept beside OUT until all is, so a run that was cut off goes on where it was.

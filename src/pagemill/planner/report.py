@@ -1,0 +1,113 @@
+"""Tells a plan: a table for people, a dict for programs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.table import Table
+
+from pagemill.planner.search import Option, Plan
+
+COLUMNS = ("size", "devices", "req/s", "up to", "TTFT p50, p99", "TPOT p50, p99", "pool", "rows", "$/h", "$/M out")
+"""requests/s of one replica at its share, and up to which rate it holds; the share of the pool that is held then, and
+the rows that run; what all replicas cost."""
+
+
+def table(plan: Plan) -> list[Table | str]:
+    """Returns what is printed, one below the other."""
+    lines: list[Table | str] = []
+    if plan.options:
+        lines += [_head(plan), _options(plan), *_binding(plan)]
+    else:
+        lines.append(f"no size of replica serves any rate at which {plan.limits}")
+    for ranks, why in plan.refused.items():
+        lines.append(f"tensor parallel {ranks}: {why}")
+    return lines
+
+
+def _head(plan: Plan) -> str:
+    best = plan.options[0]
+    roofline, settings = best.size.roofline, best.size.settings
+    output, everything = plan.load.tokens_per_request
+    cost = "" if best.cost_output is None else f", ${best.cost_output:.2f} per million output tokens"
+    host = f" --kv-host-memory {settings.kv_host_memory / 2**30:g}GiB" if settings.kv_host_memory else ""
+    kv = "" if settings.kv_dtype == "auto" else f" --kv-cache-dtype {settings.kv_dtype}"
+    parallel = f" --tensor-parallel-size {settings.ranks}" if settings.ranks > 1 else ""
+    return (
+        f"{roofline.description}\n"
+        f"{plan.load.rate:.3g} requests/s, {everything - output:.0f} tokens in and {output:.0f} out in the mean; "
+        f"limits: {plan.limits}\n"
+        f"Serve it with {best.replicas} x{parallel} --max-num-seqs {settings.max_num_seqs} --max-num-batched-tokens "
+        f"{settings.max_num_batched_tokens} --kv-memory {roofline.kv_bytes / 2**30:.1f}GiB{kv}{host}{cost}\n"
+    )
+
+
+def _options(plan: Plan) -> Table:
+    rows = Table(*COLUMNS, title="*modelled*, one replica at its share:", title_justify="left", box=SIMPLE)
+    for column in rows.columns:
+        column.no_wrap = True
+    for option in plan.options:
+        rows.add_row(*_cells(option))
+    return rows
+
+
+def _cells(option: Option) -> list[str]:
+    trial, size = option.at_share, option.size
+    return [
+        f"{option.replicas} x {size.settings.ranks}",
+        str(option.devices),
+        f"{trial.rate:.3g}",
+        f"{size.capacity:.3g}{'+' if size.capacity == option.most_tried else ''}",
+        f"{1e3 * trial.ttft_median_s:.0f}, {1e3 * trial.ttft_p99_s:.0f} ms",
+        f"{1e3 * trial.tpot_median_s:.0f}, {1e3 * trial.tpot_p99_s:.0f} ms",
+        f"{trial.pool:.0%}",
+        f"{trial.running:.0f}",
+        "" if option.price_per_hour is None else f"{option.price_per_hour:.2f}",
+        "" if option.cost_output is None else f"{option.cost_output:.2f}",
+    ]
+
+
+def _binding(plan: Plan) -> list[str]:
+    lines = ["What breaks first at a higher rate of one replica:"]
+    lines += [f"  tensor parallel {option.size.settings.ranks}: {option.binds}" for option in plan.options]
+    if plan.options[0].cost_output is None:
+        lines.append("no price is known for this device; give one with --price")
+    else:
+        source = plan.options[0].size.roofline.device.sources["price_per_hour"]
+        lines.append(f"price: {source}")
+    return lines
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """Returns all of a plan, the cheapest option first."""
+    output, everything = plan.load.tokens_per_request
+    return {
+        "modelled": True,
+        "rate": plan.load.rate,
+        "output_tokens_per_request": output,
+        "prompt_tokens_per_request": everything - output,
+        "slo_ttft_p99_s": plan.limits.ttft_p99_s,
+        "slo_tpot_p99_s": plan.limits.tpot_p99_s,
+        "options": [_option(option) for option in plan.options],
+        "refused": {str(ranks): why for ranks, why in plan.refused.items()},
+    }
+
+
+def _option(option: Option) -> dict[str, Any]:
+    size = option.size
+    return {
+        "replicas": option.replicas,
+        "devices": option.devices,
+        "settings": asdict(size.settings),
+        "kv_memory": size.roofline.kv_bytes,
+        "capacity": size.capacity,
+        "binds": option.binds,
+        "price_per_hour": option.price_per_hour,
+        "cost_per_million_output_tokens": option.cost_output,
+        "cost_per_million_tokens": option.cost_all,
+        "at_share": asdict(option.at_share),
+        "trials": [asdict(trial) for trial in size.own_trials],
+        "about": size.roofline.about,
+    }

@@ -1,0 +1,105 @@
+"""Reads what a plan is asked for, and says what is wrong with it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from pagemill.errors import ConfigError
+from pagemill.kvcache.kv_format import kv_format
+from pagemill.kvcache.sizing import parse_memory
+from pagemill.planner.limits import Limits
+from pagemill.planner.load import Generated, Load, Traced
+from pagemill.planner.model_shape import find_shape
+from pagemill.planner.search import Choices
+from pagemill.planner.workload import workload_named
+from pagemill.simulate.roofline import Device, read_device
+from pagemill.simulate.trace import read_trace
+
+USUAL_RATE = 10.0
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int8/int4", "int4")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Holds what was typed. Limits are milliseconds; rate None: the usual one, or the trace's."""
+
+    model: str
+    device: str
+    dtype: str
+    workload: str
+    trace: Path | None
+    rate: float | None
+    slo_ttft_p99: float
+    slo_tpot_p99: float
+    ranks: tuple[int, ...] | None
+    kv_dtype: tuple[str, ...]
+    max_num_seqs: tuple[int, ...]
+    max_num_batched_tokens: tuple[int, ...]
+    kv_host_memory: str
+    price: float | None
+    requests: int
+    seed: int
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of `make_plan`. Raises `ConfigError` children, TraceError and ModelLoadError."""
+        for name in self.kv_dtype:
+            if name not in KV_DTYPES:
+                raise ConfigError(f"kv_cache_dtype is {name!r}; choose of {', '.join(KV_DTYPES)}")
+        limits = Limits(self.slo_tpot_p99 / 1000, self.slo_ttft_p99 / 1000)
+        device, model = self._device(), find_shape(self.model)
+        for name in self.kv_dtype:
+            if name != "auto" and (why := kv_format(name).refusal(model.head_dim)):
+                raise ConfigError(f"kv_cache_dtype is {name!r}: {why}; choose another")
+        load = self._load()
+        widest, budget = min(self.max_num_seqs), max(self.max_num_batched_tokens)
+        if budget < widest:
+            raise ConfigError(
+                f"max_num_batched_tokens is at most {budget}, below max_num_seqs ({widest}): a step could not give "
+                "every running sequence its token; raise the first or lower the second"
+            )
+        return {
+            "device": device,
+            "model": model,
+            "dtype": self.dtype,
+            "load": load,
+            "limits": limits,
+            "choices": Choices(
+                self.ranks, self.kv_dtype, self.max_num_seqs, self.max_num_batched_tokens, self._host(device, load)
+            ),
+        }
+
+    def _device(self) -> Device:
+        device = read_device(self.device)
+        if self.price is None:
+            return device
+        if not 0 <= self.price < float("inf"):
+            raise ConfigError(f"price is {self.price:g}; it must be US dollars per device and hour, 0 or more")
+        return replace(device, price_per_hour=self.price, sources={**device.sources, "price_per_hour": "given"})
+
+    def _load(self) -> Load:
+        if self.trace is None:
+            rate = USUAL_RATE if self.rate is None else self.rate
+            return Load(Generated(workload_named(self.workload), self.seed), rate, self.requests)
+        traced = Traced(read_trace(self.trace))
+        return Load(traced, traced.rate if self.rate is None else self.rate, min(self.requests, len(traced.trace)))
+
+    def _host(self, device: Device, load: Load) -> tuple[int, ...]:
+        """Returns the sizes of host memory to try: none, and what was asked for where it can bring something."""
+        if self.kv_host_memory == "0" or not load.shares or device.link_bytes_per_s is None:
+            return (0,)
+        return (0, parse_memory("kv_host_memory", self.kv_host_memory, device.memory_bytes))
+
+
+def read_counts(name: str, text: str) -> tuple[int, ...]:
+    """Returns the numbers of a list by commas. Raises ConfigError for one that is not a whole number above 0."""
+    counts = tuple(int(part) if part.strip().isdecimal() else 0 for part in text.split(","))
+    if min(counts) < 1:
+        raise ConfigError(f"{name} is {text!r}; give whole numbers above 0, by commas")
+    return counts
+
+
+def read_names(text: str) -> tuple[str, ...]:
+    """Returns the names of a list by commas."""
+    return tuple(part.strip() for part in text.split(","))

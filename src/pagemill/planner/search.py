@@ -1,0 +1,278 @@
+"""Finds how many replicas of which size, with which settings, serve a load within limits, and what that costs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from pagemill.errors import ConfigError
+from pagemill.planner.limits import FACTOR, Limits, find_capacity
+from pagemill.planner.load import Load
+from pagemill.planner.replica import Settings, Trial, run_trial
+from pagemill.simulate.roofline import Device, ModelShape, Roofline
+
+GAIN = 1.03
+"""Another value of a setting is taken if a replica holds so many times the rate with it."""
+CHECK_TIMES = 2
+"""A replica at its share is simulated with so many times the requests: p99 of the search's own are rough."""
+SCALING = 0.8
+"""Of the capacity of twice the ranks at half the rate each, the share with which the search begins."""
+MEMORY_FULL = 0.9
+"""A pool of which so much is held, or any preemption, says that memory binds."""
+
+
+@dataclass(frozen=True)
+class Choices:
+    """Holds the values that are tried of each setting, the first one first.
+
+    ranks: None for all powers of two that the device and the model allow.
+    """
+
+    ranks: tuple[int, ...] | None = None
+    kv_dtype: tuple[str, ...] = ("auto",)
+    max_num_seqs: tuple[int, ...] = (256, 1024)
+    max_num_batched_tokens: tuple[int, ...] = (2048, 512, 8192)
+    kv_host_memory: tuple[int, ...] = (0,)
+
+
+@dataclass
+class Size:
+    """Holds what was found for one number of ranks.
+
+    capacity: requests per second of one replica, at most those of the whole load, beyond which nothing is tried; None
+    where not even the lowest rate holds. trials: all that were made,
+    with these and with other settings.
+    """
+
+    roofline: Roofline
+    settings: Settings
+    capacity: float | None = None
+    trials: list[tuple[Settings, Trial]] = field(default_factory=list)
+
+    @property
+    def own_trials(self) -> list[Trial]:
+        """The trials with the settings chosen, by rate."""
+        return sorted((trial for settings, trial in self.trials if settings == self.settings), key=lambda one: one.rate)
+
+
+@dataclass(frozen=True)
+class Option:
+    """Says what one size of replica takes for the whole load.
+
+    at_share: a replica at its share of the load. binds: what breaks first at a higher one.
+    cost_output, cost_all: US dollars per million output tokens, and per million of all; None without a price.
+    most_tried: requests per second of the whole load, of which one replica is asked no more.
+    """
+
+    size: Size
+    replicas: int
+    at_share: Trial
+    binds: str
+    price_per_hour: float | None
+    cost_output: float | None
+    cost_all: float | None
+    most_tried: float
+
+    @property
+    def devices(self) -> int:
+        return self.replicas * self.size.settings.ranks
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Holds the options, the cheapest first, and why sizes are not among them."""
+
+    load: Load
+    limits: Limits
+    options: list[Option]
+    refused: dict[int, str]
+
+
+Report = Callable[[str], None]
+
+
+def make_plan(
+    device: Device,
+    model: ModelShape,
+    dtype: str,
+    load: Load,
+    limits: Limits,
+    choices: Choices,
+    report: Report = lambda line: None,
+) -> Plan:
+    """Returns what serves the load.
+
+    For the smallest size that holds the model, settings are chosen one after the other; other sizes take these. Each
+    rate is a simulation of one replica that gets its share of the requests, as evenly as they come.
+    report: told in a line what is tried. Raises ConfigError where no size holds the model.
+    """
+    rooflines, refused = _sizes(device, model, dtype, choices)
+    if not rooflines:
+        raise ConfigError("; ".join(dict.fromkeys(refused.values())))
+    sizes: list[Size] = []
+    chosen: Settings | None = None
+    for ranks in rooflines:
+        search = _Search(device, model, dtype, load, limits, report)
+        if chosen is None:
+            size = search.choose(_first_settings(ranks, choices), choices)
+            if size.capacity is not None:
+                chosen = size.settings
+        else:
+            before = sizes[-1]
+            likely = (before.capacity or 0.0) * ranks / before.settings.ranks
+            size = search.with_settings(replace(chosen, ranks=ranks), SCALING * likely)
+        sizes.append(size)
+        if size.capacity is None:
+            refused[ranks] = _why_not(size, limits)
+    options = [_option(size, load, limits, device.price_per_hour, report) for size in sizes if size.capacity]
+    options.sort(key=lambda one: (one.devices, one.replicas))
+    return Plan(load, limits, options, refused)
+
+
+def _sizes(device: Device, model: ModelShape, dtype: str, choices: Choices) -> tuple[list[int], dict[int, str]]:
+    """Returns the numbers of ranks that hold the model, and why others do not."""
+    wanted = choices.ranks or tuple(2**power for power in range(device.peers.bit_length()) if 2**power <= device.peers)
+    refused = {ranks: why for ranks in wanted if (why := _refusal(device, model, dtype, choices.kv_dtype[0], ranks))}
+    return [ranks for ranks in wanted if ranks not in refused], refused
+
+
+def _refusal(device: Device, model: ModelShape, dtype: str, kv_dtype: str, ranks: int) -> str | None:
+    try:
+        Roofline(device, model, dtype, kv_dtype, ranks).kv_bytes  # noqa: B018
+    except ConfigError as error:
+        return error.message
+    return None
+
+
+def _first_settings(ranks: int, choices: Choices) -> Settings:
+    return Settings(
+        ranks,
+        choices.kv_dtype[0],
+        choices.max_num_seqs[0],
+        choices.max_num_batched_tokens[0],
+        choices.kv_host_memory[0],
+    )
+
+
+class _Search:
+    """Searches for one size of replica."""
+
+    def __init__(
+        self, device: Device, model: ModelShape, dtype: str, load: Load, limits: Limits, report: Report
+    ) -> None:
+        self._device, self._model, self._dtype = device, model, dtype
+        self._load = load
+        self._limits = limits
+        self._report = report
+        self._trials: list[tuple[Settings, Trial]] = []
+
+    def _make(self, settings: Settings) -> Roofline:
+        return Roofline(self._device, self._model, self._dtype, settings.kv_dtype, settings.ranks)
+
+    def with_settings(self, settings: Settings, first: float = 0.0) -> Size:
+        """Returns the capacity with these settings. first: requests per second to begin with; 0 for a guess."""
+        capacity = self._capacity(settings, first or self._first_rate(settings))
+        return Size(self._make(settings), settings, capacity, self._trials)
+
+    def choose(self, settings: Settings, choices: Choices) -> Size:
+        """Returns the settings with the largest capacity, one of them changed after the other."""
+        size = self.with_settings(settings)
+        if size.capacity == self._load.rate:
+            return size
+        for name in ("max_num_batched_tokens", "max_num_seqs", "kv_dtype", "kv_host_memory"):
+            for value in getattr(choices, name)[1:]:
+                tried = replace(size.settings, **{name: value})
+                if tried.max_num_batched_tokens < tried.max_num_seqs:
+                    continue
+                first = self._first_rate(tried) if size.capacity is None else GAIN * size.capacity
+                if size.capacity is not None and not self._holds(tried, first):
+                    continue
+                capacity = self._capacity(tried, first)
+                if capacity is not None and capacity >= GAIN * (size.capacity or 0.0):
+                    size = Size(self._make(tried), tried, capacity, self._trials)
+        return size
+
+    def _first_rate(self, settings: Settings) -> float:
+        """Returns a rate to begin with: a part of what steps of full batches would serve."""
+        return SCALING * self._load.guess(self._make(settings), settings)
+
+    def _capacity(self, settings: Settings, first: float) -> float | None:
+        """Returns the highest rate that holds, up to that of the whole load."""
+        most = self._load.rate
+        if first >= most / FACTOR and self._holds(settings, most):
+            return most
+        first = min(first, most / FACTOR)
+        found = find_capacity(lambda rate: rate <= most and self._holds(settings, rate), first, first / 2**6)
+        return found
+
+    def _holds(self, settings: Settings, rate: float) -> bool:
+        for one, trial in self._trials:
+            if one == settings and trial.rate == rate:
+                return _holds(trial, self._limits)
+        self._report(f"{settings}: {rate:.3g} requests/s")
+        trial = run_trial(self._make(settings), settings, self._load.requests(rate, self._limits), rate)
+        self._trials.append((settings, trial))
+        return _holds(trial, self._limits)
+
+
+def _holds(trial: Trial, limits: Limits) -> bool:
+    return trial.refused == 0 and limits.hold({"tpot_p99_s": trial.tpot_p99_s, "ttft_p99_s": trial.ttft_p99_s})
+
+
+def _option(size: Size, load: Load, limits: Limits, price: float | None, report: Report) -> Option:
+    assert size.capacity is not None
+    settings = size.settings
+    replicas = max(1, math.ceil(load.rate / size.capacity - 1e-9))
+    while True:
+        share = load.rate / replicas
+        report(f"{settings}: {replicas} replicas at {share:.3g} requests/s each")
+        at_share = run_trial(size.roofline, settings, load.requests(share, limits, times=CHECK_TIMES), share)
+        if _holds(at_share, limits):
+            break
+        # With more requests, waiting has more time to grow: the search's own capacity was too high.
+        size.capacity = min(size.capacity, share)
+        size.trials.append((settings, at_share))
+        replicas += max(1, replicas // 20)
+    hourly = None if price is None else price * settings.ranks * replicas
+    output, everything = load.tokens_per_request
+    per_million = None if hourly is None else hourly / 3600 / load.rate * 1e6
+    return Option(
+        size,
+        replicas,
+        at_share,
+        binding(size, limits),
+        hourly,
+        None if per_million is None else per_million / output,
+        None if per_million is None else per_million / everything,
+        load.rate,
+    )
+
+
+def binding(size: Size, limits: Limits) -> str:
+    """Says what breaks at the lowest rate tried that does not hold, and why."""
+    broken = [trial for trial in size.own_trials if not _holds(trial, limits)]
+    if not broken:
+        return "nothing up to the highest rate tried"
+    trial = broken[0]
+    limit = _broken_limit(trial, limits)
+    if trial.preemptions or trial.pool >= MEMORY_FULL:
+        return f"memory: the KV pool is {trial.pool:.0%} full and {trial.preemptions} were preempted, so {limit}"
+    if trial.most_running >= size.settings.max_num_seqs:
+        return f"max_num_seqs: {trial.most_running} run at once, so {limit}"
+    if trial.ttft_p99_s > (limits.ttft_p99_s or math.inf):
+        return f"compute: steps do not keep up with {trial.running:.0f} rows and the prompts beside them, so {limit}"
+    return f"the limit: steps with {trial.running:.0f} rows take so long that {limit}; requests need not wait"
+
+
+def _broken_limit(trial: Trial, limits: Limits) -> str:
+    if trial.refused:
+        return f"{trial.refused} requests are too long for the pool"
+    if not trial.tpot_p99_s <= limits.tpot_p99_s:
+        return f"p99 of the time per token is {1e3 * trial.tpot_p99_s:.0f} ms"
+    return f"p99 of the time to first token is {1e3 * trial.ttft_p99_s:,.0f} ms"
+
+
+def _why_not(size: Size, limits: Limits) -> str:
+    trials: Sequence[Trial] = size.own_trials
+    return f"even at {trials[0].rate:.3g} requests/s {_broken_limit(trials[0], limits)}"

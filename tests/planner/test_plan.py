@@ -1,0 +1,231 @@
+"""A plan: cheaper devices for looser limits, what binds, and one line for what cannot be."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from pagemill.cli.main import main
+from pagemill.errors import ConfigError
+from pagemill.planner.limits import Limits
+from pagemill.planner.load import Generated, Load, Traced
+from pagemill.planner.model_shape import find_shape
+from pagemill.planner.replica import Settings, run_trial
+from pagemill.planner.search import Choices, make_plan
+from pagemill.planner.workload import WORKLOADS, Lengths, Workload, workload_named
+from pagemill.simulate.roofline import Roofline, read_device, read_shape
+from pagemill.simulate.trace import MOONCAKE_BLOCK, TracedRequest
+
+SHORT = Workload(Lengths(100, 0.5, 400), Lengths(20, 0.5, 60), 512)
+ONE = Choices(ranks=(1,), max_num_seqs=(64,), max_num_batched_tokens=(512,))
+
+
+def load(rate=100.0, workload=SHORT, count=150):
+    return Load(Generated(workload, 0), rate, count)
+
+
+def plan_of(device="l4", model="llama-3-8b", limits=None, choices=ONE, **given):
+    return make_plan(
+        read_device(device), read_shape(model), "bfloat16", load(**given), limits or Limits(0.2, 3.0), choices
+    )
+
+
+def test_the_replicas_serve_the_load_within_the_limits_and_one_less_would_not():
+    plan = plan_of()
+    (option,) = plan.options
+    assert option.at_share.rate == 100 / option.replicas
+    assert option.at_share.tpot_p99_s <= 0.2
+    assert option.at_share.ttft_p99_s <= 3.0
+    assert option.replicas > 1
+    assert 100 / (option.replicas - 1) > option.size.capacity
+    assert option.price_per_hour == pytest.approx(0.8 * option.replicas)
+    output, everything = plan.load.tokens_per_request
+    assert option.cost_output == pytest.approx(option.price_per_hour / 3600 / (100 * output) * 1e6)
+    assert option.cost_all == pytest.approx(option.cost_output * output / everything)
+    assert plan_of(limits=Limits(0.08, 0.5)).options[0].replicas > option.replicas
+
+
+def test_what_binds_is_named():
+    many = replace(ONE, max_num_seqs=(512,))
+    assert plan_of(limits=Limits(10.0, 1.0), choices=many).options[0].binds.startswith("compute: ")
+    assert plan_of(limits=Limits(0.07, 30.0)).options[0].binds.startswith("the limit: ")
+    few = replace(ONE, max_num_seqs=(2,))
+    assert plan_of(limits=Limits(1.0, 0.5), choices=few).options[0].binds.startswith("max_num_seqs: 2 run at once")
+    small = replace(read_device("l4"), memory_bytes=19_500_000_000)
+    long = Workload(Lengths(300, 0.1, 400), Lengths(300, 0.1, 400), 1024)
+    plan = make_plan(small, read_shape("llama-3-8b"), "bfloat16", load(2.0, long), Limits(1.0, 5.0), ONE)
+    assert plan.options[0].binds.startswith("memory: ")
+
+
+def test_settings_are_tried_and_the_better_one_is_taken():
+    choices = Choices(ranks=(1,), max_num_seqs=(2, 64), max_num_batched_tokens=(512,))
+    assert plan_of(choices=choices).options[0].size.settings.max_num_seqs == 64
+
+
+def test_sizes_that_do_not_hold_the_model_are_said_and_others_planned():
+    plan = plan_of("h100", "llama-3-70b", choices=replace(ONE, ranks=(1, 2, 4)), rate=3.0)
+    assert plan.refused.keys() == {1}
+    assert "141.1 GB of weights" in plan.refused[1]
+    assert {option.size.settings.ranks for option in plan.options} == {2, 4}
+    assert plan.options[0].devices == min(option.devices for option in plan.options)
+    with pytest.raises(ConfigError, match="choose a smaller dtype, a larger device or more of them"):
+        plan_of("l4", "llama-3-70b", choices=ONE)
+
+
+def test_limits_that_no_rate_meets_are_said():
+    plan = plan_of(limits=Limits(0.001, 3.0))
+    assert not plan.options
+    assert re.match(r"even at .* requests/s p99 of the time per token is \d+ ms", plan.refused[1])
+
+
+def test_ranks_halve_what_they_share_and_pay_for_their_messages():
+    from pagemill.simulate.step_time import StepWork
+
+    device, model = read_device("h100"), read_shape("llama-3-8b")
+    free = replace(device, all_reduce_s=0.0, peer_bytes_per_s=1e30, step_s=0.0, row_s=0.0)
+    work = StepWork(8, 600, 8, 10**6, 10**5)
+    one, two = (Roofline(free, model, "bfloat16", "auto", ranks) for ranks in (1, 2))
+    assert two.seconds(work) == pytest.approx(one.seconds(work) / 2, rel=1e-6)
+    assert two.shape.frame_bytes(16) == one.shape.frame_bytes(16) / 2
+    paid = Roofline(device, model, "bfloat16", "auto", 2).seconds(work) - Roofline(
+        replace(device, peer_bytes_per_s=1e30, all_reduce_s=0.0), model, "bfloat16", "auto", 2
+    ).seconds(work)
+    # Two all-reduces a layer of 600 x 4,096 numbers, as a ring of two; half of 8 x 128,256 logits; 65 collectives.
+    sent = (2 * 32 * 2 * 600 * 4096 + 8 * 128256) / 2 * 2
+    assert paid == pytest.approx(sent / (0.8 * 450e9) + 65e-5, rel=1e-6)
+    with pytest.raises(ConfigError, match="tensor_parallel_size is 3, which does not divide 32"):
+        Roofline(device, model, "bfloat16", "auto", 3)
+    with pytest.raises(ConfigError, match="works as one with up to 8"):
+        Roofline(device, model, "bfloat16", "auto", 16)
+
+
+def test_kv_formats_hold_more_tokens_in_the_same_memory():
+    rooflines = [
+        Roofline(read_device("h100"), read_shape("llama-3-8b"), "bfloat16", kv) for kv in ("auto", "int8", "int4")
+    ]
+    auto, int8, int4 = (one.shape.frame_bytes(16) for one in rooflines)
+    assert 1.9 < auto / int8 < 2
+    assert 3.3 < auto / int4 < 3.7
+
+
+def test_conversations_find_what_was_said_before():
+    talk = Workload(Lengths(60, 0.3, 200), Lengths(40, 0.3, 100), 4096, prefixes=1, prefix_len=512, turns=5, think_s=1)
+    requests = talk.requests(4.0, 60.0)
+    assert requests == talk.requests(4.0, 60.0)
+    assert len(requests) == pytest.approx(240, rel=0.35)
+    turns = [one for one in requests if one.prompt_len > 512 + 200]
+    first = {one.continued_ids[:2]: one for one in requests}
+    assert len(turns) > len(requests) / 4
+    assert len(first) < len(requests) / 2, "turns of a conversation have the same name"
+    for one in requests:
+        assert len(one.hash_ids) == -(-one.prompt_len // MOONCAKE_BLOCK)
+        assert one.continued_ids[: len(one.hash_ids)] == one.hash_ids
+        assert one.length <= 4096
+    trial = run_trial(
+        Roofline(read_device("h100"), read_shape("llama-3-8b"), "bfloat16"), Settings(1), requests, rate=4.0
+    )
+    assert trial.cached > 0.8, "the system prompt, and the turns before with their answers"
+    plain = replace(talk, prefixes=0, prefix_len=0, turns=1.0)
+    assert (
+        run_trial(
+            Roofline(read_device("h100"), read_shape("llama-3-8b"), "bfloat16"),
+            Settings(1),
+            plain.requests(4.0, 20.0),
+            4.0,
+        ).cached
+        == 0
+    )
+
+
+def test_bursts_are_as_bursty_as_asked():
+    from statistics import mean, stdev
+
+    for burstiness in (0.0, 0.5, 3.0):
+        times = [one.arrival_s for one in replace(SHORT, burstiness=burstiness).requests(10.0, 300.0)]
+        gaps = [after - before for before, after in pairwise(times)]
+        assert mean(gaps) == pytest.approx(0.1, rel=0.2)
+        assert stdev(gaps) / mean(gaps) == pytest.approx(burstiness, abs=0.35)
+
+
+def test_a_trace_is_stretched_to_the_rate():
+    trace = [TracedRequest(number, 0.5 * number + 0.1 * (number % 3), 50, 5) for number in range(200)]
+    source = Traced(trace)
+    assert source.rate == pytest.approx(2.0, rel=0.01)
+    taken = source.take(100, 8.0)
+    assert len(taken) == 100
+    assert taken[-1].arrival_s == pytest.approx(99 / 8)
+    assert [one.prompt_len for one in taken] == [50] * 100
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--rate", "0"), "rate is 0; it must be a number of requests per second above 0"),
+        (("--requests", "3"), "requests is 3; a p99 needs 50 or more"),
+        (("--slo-tpot-p99", "-1"), "--slo-tpot-p99 is -1; it must be a number of milliseconds above 0"),
+        (("--price", "-2"), "price is -2; it must be US dollars per device and hour, 0 or more"),
+        (("--kv-cache-dtype", "int3"), "kv_cache_dtype is 'int3'; choose of auto,"),
+        (("--max-num-seqs", "many"), "max_num_seqs is 'many'; give whole numbers above 0, by commas"),
+        (("--max-num-batched-tokens", "16"), "max_num_batched_tokens is at most 16, below max_num_seqs (256)"),
+        (("--workload", "cats"), "there is no workload 'cats'; choose one of sharegpt"),
+        (("--trace", "none.csv"), "there is no trace none.csv"),
+        (("--dtype", "int3"), "has no rate for int3; choose one of"),
+        (("--tensor-parallel-size", "3"), "tensor_parallel_size is 3, which does not divide 32"),
+        (("--plot", "plot.txt"), "its name must end in .svg, .png, .pdf"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, said, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["plan", "llama-3-8b", "--device", "h100", *arguments])
+    assert ended.value.code == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_the_command_tells_people_and_programs(capsys, tmp_path):
+    workload = tmp_path / "short.json"
+    workload.write_text(json.dumps({"prompt": vars(SHORT.prompt), "output": vars(SHORT.output), "context": 512}))
+    few = ["--requests", "60", "--max-num-seqs", "64", "--max-num-batched-tokens", "512", "--tensor-parallel-size", "1"]
+    asked = ["plan", "llama-3-8b", "--device", "l4", "--workload", str(workload), "--rate", "5", *few]
+    for extra in ([], ["--json", "--price", "2"], ["--plot", str(tmp_path / "plan.svg")]):
+        with pytest.raises(SystemExit) as ended:
+            main([*asked, *extra])
+        assert not ended.value.code
+        if not extra:
+            said = " ".join(capsys.readouterr().out.split())
+            assert "*modelled* by a roofline: Llama 3 8B in bfloat16 on NVIDIA L4 24 GB" in said
+            assert re.search(r"Serve it with \d+ x --max-num-seqs 64 .* per million output tokens", said)
+        elif extra[0] == "--json":
+            found = json.loads(capsys.readouterr().out)
+            (option,) = found["options"]
+            assert found["modelled"] is True
+            assert option["price_per_hour"] == pytest.approx(2 * option["replicas"])
+            assert option["trials"]
+    assert "modelled" in (tmp_path / "plan.svg").read_text()
+
+
+def test_shapes_are_read_from_models_without_weights():
+    known, found = read_shape("smollm2-135m"), find_shape("smollm2-135m")
+    assert known == found
+    from pagemill.hub import resolve_model
+
+    path = str(resolve_model("smollm2-135m"))
+    of_file = replace(find_shape(path), about=known.about, source=known.source)
+    assert of_file == known
+
+
+def test_all_workloads_can_be_drawn():
+    for name in WORKLOADS:
+        requests = workload_named(name).requests(5.0, 20.0)
+        assert requests[0].arrival_s >= 0
+        assert all(one.length <= WORKLOADS[name].context for one in requests)
+    with pytest.raises(ConfigError, match="a workload's turns is 0; it must be at least 1"):
+        replace(SHORT, turns=0)
+    with pytest.raises(ConfigError, match="whole blocks of 512 tokens"):
+        replace(SHORT, prefixes=2, prefix_len=100)
