@@ -1,6 +1,7 @@
 """Measures what tenants that keep to their share feel of one that floods the engine.
 
     python -m benchmarks.fairness [--on simulation|engine] [--seconds 30] [--floods short,long,wide]
+        [--device a100-40 --shape opt-13b]
 
 Four tenants have equal weights. Three of them always have as many requests under way as are a quarter of the rows. The
 fourth does the same ("share"), is not there ("nobody"), or floods: with a hundred requests that wait, of the same shape
@@ -9,7 +10,10 @@ and time per token beside a flood are held against those beside the fourth's fai
 
 Limits are none, or those that tenants of a tenants file have by default. The simulation runs the real scheduler and
 memory manager over simulated time, with step times that were measured (`benchmarks.replay.calibrate`), so that nothing
-else on the machine matters. The engine is the real one.
+else on the machine matters, or with those of a roofline of a --device: *modelled*, in a pool of as many tokens. The
+engine is the real one. Published: a server that takes requests as they come lets a flood take what it asks for, a fair
+one keeps the difference in service between two clients bounded (Sheng et al., "Fairness in serving large language
+models", OSDI 2024, theorem 4.4); figures for these floods are not published.
 """
 
 from __future__ import annotations
@@ -24,7 +28,8 @@ from typing import Protocol
 import numpy as np
 from benchmarks.peers.engines import MODEL
 from benchmarks.peers.machine import describe_machine, heading
-from benchmarks.replay.setup import CALIBRATION, MIB
+from benchmarks.replay.output import bars
+from benchmarks.replay.setup import CALIBRATION, MIB, add_device_arguments, add_output_argument, chosen_roofline
 
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
@@ -35,7 +40,7 @@ from pagemill.planner.replica import Setup
 from pagemill.sampling.params import SamplingParams
 from pagemill.scheduling.sequence import Request
 from pagemill.scheduling.step_plan import StepResult
-from pagemill.simulate.step_time import StepTimes, work_of
+from pagemill.simulate.step_time import StepModel, StepTimes, work_of
 from pagemill.tenant_limits import TenantLimits, safe_defaults
 
 CALM = ("a", "b", "c")
@@ -99,11 +104,12 @@ class RealEngine:
 
 
 class Simulation:
-    """The real scheduler and memory manager; a step takes as long as the calibration says."""
+    """The real scheduler and memory manager; a step takes as long as the model of step times says."""
 
-    def __init__(self, limits: dict[str, TenantLimits]) -> None:
-        self._times = StepTimes.load(CALIBRATION)
-        setup = Setup(KV_MIB * MIB, max_num_seqs=ROWS)
+    def __init__(self, limits: dict[str, TenantLimits], times: StepModel) -> None:
+        self._times = times
+        of_tokens = times.shape.frame_bytes(16) / StepTimes.load(CALIBRATION).shape.frame_bytes(16)
+        setup = Setup(int(KV_MIB * MIB * of_tokens), max_num_seqs=ROWS)
         self._scheduler = setup.scheduler(setup.memory(self._times))
         for name, each in limits.items():
             self._scheduler.set_tenant(name, each)
@@ -207,16 +213,21 @@ def main() -> None:
     parser.add_argument("--on", default="simulation", choices=["simulation", "engine"])
     parser.add_argument("--seconds", type=float, default=30.0)
     parser.add_argument("--floods", default="short,long,wide")
+    parser.set_defaults(kv_mib=KV_MIB)
+    add_device_arguments(parser)
+    add_output_argument(parser)
     arguments = parser.parse_args()
-    print(heading(describe_machine()), end="\n\n")
+    times: StepModel = StepTimes.load(CALIBRATION) if arguments.device is None else chosen_roofline(arguments)
+    print(heading(describe_machine()) if arguments.on == "engine" else times.description, end="\n\n")
     print(
         "| limits | the fourth | tokens/s of the others | of share | ms per token | of share | first token, ms | p99 |"
     )
     print("| --- | --- |" + " ---: |" * 6)
+    shares: dict[str, list[float]] = {}
     safe = safe_defaults({name: {} for name in TENANTS})
     for label, defaults in (("none", {}), ("default", safe)):
         limits = {name: TenantLimits.read(name, {}, defaults) for name in TENANTS}
-        machine = RealEngine(limits) if arguments.on == "engine" else Simulation(limits)
+        machine = RealEngine(limits) if arguments.on == "engine" else Simulation(limits, times)
         calm = dict.fromkeys(CALM, SHARE)
         runs = {"share": calm | {FOURTH: SHARE}, "nobody": calm}
         runs |= {name: calm | {FOURTH: FLOODS[name]} for name in arguments.floods.split(",")}
@@ -224,6 +235,7 @@ def main() -> None:
         for name, loads in runs.items():
             seen = serve(machine, loads, arguments.seconds)
             fair = fair or seen
+            shares.setdefault(f"limits: {label}", []).append(seen.tokens / fair.tokens)
             tpot, of_share = float(np.mean(seen.per_token_s)), float(np.mean(fair.per_token_s))
             early, late = np.percentile(seen.first_s, [50, 99])
             print(
@@ -231,6 +243,8 @@ def main() -> None:
                 f"{1e3 * tpot:.1f} | {tpot / of_share:.2f} | {1e3 * early:.0f} | {1e3 * late:.0f} |",
                 flush=True,
             )
+    if arguments.on == "simulation":
+        bars(arguments, "fairness", list(runs), shares, "the fourth tenant", "tokens/s of the others, of their share")
 
 
 if __name__ == "__main__":

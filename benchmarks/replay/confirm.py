@@ -21,9 +21,9 @@ from benchmarks.replay.output import write_table
 from benchmarks.replay.real_engine import SampledEngine
 from benchmarks.replay.setup import (
     CALIBRATION,
-    above_zero,
     add_engine_arguments,
     add_output_argument,
+    add_trace_arguments,
     chosen_setup,
     chosen_trace,
 )
@@ -32,7 +32,6 @@ from benchmarks.replay.workload import add_workload_argument
 from pagemill.planner.model_shape import find_shape
 from pagemill.planner.real_engine import CLOCKS
 from pagemill.planner.replica import latencies
-from pagemill.planner.workload import workload_named
 from pagemill.simulate.roofline import Roofline, read_device
 from pagemill.simulate.simulator import Replay, replay
 from pagemill.simulate.step_time import StepModel, StepTimes
@@ -42,13 +41,8 @@ GOALS = {"output tokens/s": 0.05, "TTFT median": 0.05, "TPOT median": 0.05, "TTF
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("trace", type=Path, nargs="?", help="Azure's .csv or Mooncake's .jsonl")
+    add_trace_arguments(parser, seconds=60.0, rate=1.0, optional=True)
     add_workload_argument(parser, "alpaca")
-    parser.add_argument("--start", type=float, default=0.0, help="seconds of the trace to skip")
-    parser.add_argument("--seconds", type=above_zero, default=60.0, help="seconds in which requests arrive")
-    parser.add_argument(
-        "--rate", type=above_zero, default=1.0, help="requests a second; of a trace, how many times as fast as in it"
-    )
     parser.add_argument("--repeats", type=int, default=3, help="how often the real engine serves them")
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--clock", choices=list(CLOCKS), help="as in `pagemill calibrate`; by default the times' own")
@@ -60,10 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(arguments: argparse.Namespace) -> None:
     arguments.kv_mib = arguments.kv_mib or arguments.calibrated_kv_mib
     step_times, setup = chosen_model(arguments), chosen_setup(arguments)
-    if arguments.trace is None:
-        trace = workload_named(arguments.workload).requests(arguments.rate, arguments.seconds)
-    else:
-        trace = chosen_trace(arguments)
+    trace = chosen_trace(arguments)
     engine = SampledEngine(
         arguments.model,
         arguments.dtype,

@@ -1,8 +1,9 @@
 """Shows what admission by foresight saves: requests of a 13B model at once in a pool that cannot hold them, modelled.
 
     python -m benchmarks.replay foresight [--requests 160] [--prompt 161] [--output 338] [--kv-mib 12000]
+        [--device a100-40 --shape llama-13b]
 
-Step times are a roofline of LLaMA-13B in bf16 on an A100 of 40 GB: 80 % of its bandwidth, 60 % of its products. "equal"
+Step times are a roofline. "equal"
 requests have all these lengths, those "drawn" have log-normal ones with these means. Either the scheduler is told how
 long they become (ignore_eos), or each sets the output's length as its limit ("limit"), or all may get 2,048 tokens and
 end before ("unknown"). "again" is the share of all computed tokens that were computed before.
@@ -16,33 +17,16 @@ import random
 from dataclasses import replace
 
 import numpy as np
-from benchmarks.replay.setup import MIB
+from benchmarks.replay.setup import MIB, add_device_arguments, chosen_roofline
 
 from pagemill.planner.replica import Setup
 from pagemill.scheduling.step_plan import StepPlan
+from pagemill.simulate.roofline import Roofline
 from pagemill.simulate.simulator import replay
-from pagemill.simulate.step_time import COSTS, KVShape, StepTimes
 from pagemill.simulate.trace import TracedRequest
 
-LAYERS, HEADS, HEAD_DIM, PARAMETERS = 40, 40, 128, 13.0e9
-BYTES_PER_S, FLOP_PER_S = 0.8 * 1.555e12, 0.6 * 312e12
 KNOWN: dict[str, int | None] = {"known": None, "limit": 1, "unknown": 2048}
 """The least `max_tokens` that all requests set; None: they end at their own lengths, whatever they sample."""
-
-
-def step_times() -> StepTimes:
-    """Returns the roofline; products hide behind the weights' bytes up to 128 tokens."""
-    costs = {
-        **dict.fromkeys(COSTS, 0.0),
-        "step": 2 * PARAMETERS / BYTES_PER_S,
-        "row": 2e-5,
-        "token beyond": 2 * PARAMETERS / FLOP_PER_S,
-        "pair": 4 * HEADS * HEAD_DIM / FLOP_PER_S,
-        "key": 4 * HEADS * HEAD_DIM / BYTES_PER_S,
-    }
-    return StepTimes(
-        costs, KVShape((None,) * LAYERS, HEADS, HEAD_DIM, 2), {"model": "LLaMA-13B", "device": "A100 40 GB"}
-    )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,9 +34,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompt", type=int, default=161, help="tokens of a prompt, in the mean")
     parser.add_argument("--output", type=int, default=338, help="tokens of an answer, in the mean")
     parser.add_argument("--kv-mib", type=int, default=12_000)
+    add_device_arguments(parser, device="a100-40", shape="llama-13b")
 
 
 def main(arguments: argparse.Namespace) -> None:
+    roofline = chosen_roofline(arguments)
+    print(f"{roofline.description}; KV pool {arguments.kv_mib} MiB\n")
     print("| lengths | target_tpot_ms | output tokens/s | preempted | again | pool used | gap median, p99 |")
     print("| --- | --- |" + " ---: |" * 5)
     number, prompt, output = arguments.requests, arguments.prompt, arguments.output
@@ -61,9 +48,8 @@ def main(arguments: argparse.Namespace) -> None:
         for known, max_tokens in KNOWN.items():
             for target_s in (math.inf, None):
                 setup = replace(Setup(arguments.kv_mib * MIB), target_tpot_s=target_s)
-                print(
-                    f"| {name}, {known} | {'auto' if target_s is None else 'none'} | {serve(trace, setup, max_tokens)}"
-                )
+                target = "auto" if target_s is None else "none"
+                print(f"| {name}, {known} | {target} | {serve(trace, setup, roofline, max_tokens)}")
 
 
 def drawn(number: int, prompt: int, output: int) -> list[TracedRequest]:
@@ -78,9 +64,8 @@ def drawn(number: int, prompt: int, output: int) -> list[TracedRequest]:
     ]
 
 
-def serve(trace: list[TracedRequest], setup: Setup, max_tokens: int | None) -> str:
+def serve(trace: list[TracedRequest], setup: Setup, times: Roofline, max_tokens: int | None) -> str:
     """Returns a table's further cells."""
-    times = step_times()
     memory = setup.memory(times)
     scheduler = setup.scheduler(memory)
     computed = 0

@@ -62,18 +62,29 @@ def panels(
     x_label: str,
     charts: Mapping[str, Mapping[str, Sequence[tuple[float, float]]]],
     limits: Mapping[str, tuple[float, float]],
+    *,
+    x_log: bool = True,
+    logarithmic: bool = False,
 ) -> None:
-    """Plots charts side by side, by the label of y: one line of (x, y) per series. limits: of y, by its label."""
+    """Plots charts side by side, by the label of y: one line of (x, y) per series.
+
+    limits: of y, by its label. x_log, logarithmic: whether x, and y, are logarithmic.
+    """
     figure, axes = pyplot.subplots(1, len(charts), figsize=(4.5 * len(charts), 4), layout="constrained")
     for one, (y_label, series) in zip(axes, charts.items(), strict=True):
         for label, points in series.items():
             xs, ys = zip(*points, strict=True)
             one.plot(xs, ys, marker="o", markersize=3, label=label if one is axes[0] else None)
-        one.set_xscale("log", base=2)
-        one.xaxis.set_major_formatter("{x:g}")
+        if x_log:
+            one.set_xscale("log", base=2)
+            one.xaxis.set_major_formatter("{x:g}")
         one.set_xlabel(x_label)
         one.set_ylabel(y_label)
-        one.set_ylim(*limits.get(y_label, (0.0, None)))
+        if logarithmic:
+            one.set_yscale("log")
+            one.yaxis.set_major_formatter("{x:g}")
+        else:
+            one.set_ylim(*limits.get(y_label, (0.0, None)))
         one.grid(alpha=0.3)
     _save(arguments, name, figure)
 

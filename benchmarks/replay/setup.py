@@ -7,10 +7,13 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.replay.workload import add_workload_argument
+
 from pagemill.arguments import arguments_of
 from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError
 from pagemill.planner.replica import Setup
+from pagemill.planner.workload import workload_named
 from pagemill.simulate.roofline import DEVICES, SHAPES, Roofline, names_in, read_device, read_shape
 from pagemill.simulate.step_time import StepModel, StepTimes
 from pagemill.simulate.trace import TracedRequest, read_trace, slice_of
@@ -20,11 +23,15 @@ RESULTS = Path("benchmarks/results/replay")
 MIB = 1 << 20
 
 
-def add_trace_arguments(parser: argparse.ArgumentParser, *, seconds: float, rate: float) -> None:
-    parser.add_argument("trace", type=Path, help="Azure's .csv or Mooncake's .jsonl")
+def add_trace_arguments(
+    parser: argparse.ArgumentParser, *, seconds: float, rate: float, optional: bool = False
+) -> None:
+    """Adds a trace and the part of it that is taken. optional: a workload may take its place."""
+    nargs = {"nargs": "?"} if optional else {}
+    parser.add_argument("trace", type=Path, help="Azure's .csv or Mooncake's .jsonl", **nargs)
     parser.add_argument("--start", type=float, default=0.0, help="seconds of the trace to skip")
     parser.add_argument("--seconds", type=above_zero, default=seconds, help="seconds of the trace to replay")
-    parser.add_argument("--rate", type=above_zero, default=rate, help="arrive this many times as fast as in the trace")
+    parser.add_argument("--rate", type=above_zero, default=rate, help="times as fast as in the trace; else requests/s")
 
 
 def above_zero(text: str) -> float:
@@ -64,9 +71,13 @@ def add_device_arguments(
     parser.add_argument("--dtype", default="bfloat16", help="of its weights: bfloat16, float16, float32, float8, int8")
 
 
-def add_replay_arguments(parser: argparse.ArgumentParser, *, seconds: float, rate: float, kv_mib: int = 2048) -> None:
-    """Adds all of the above."""
-    add_trace_arguments(parser, seconds=seconds, rate=rate)
+def add_replay_arguments(
+    parser: argparse.ArgumentParser, *, seconds: float, rate: float, kv_mib: int = 2048, workload: str | None = None
+) -> None:
+    """Adds all of the above. workload: what is served without a trace; None: a trace must be given."""
+    add_trace_arguments(parser, seconds=seconds, rate=rate, optional=workload is not None)
+    if workload is not None:
+        add_workload_argument(parser, workload)
     add_engine_arguments(parser, kv_mib=kv_mib)
     add_device_arguments(parser)
     add_output_argument(parser)
@@ -98,6 +109,9 @@ def chosen_roofline(arguments: argparse.Namespace) -> Roofline:
 
 
 def chosen_trace(arguments: argparse.Namespace) -> list[TracedRequest]:
+    """Returns the part of the trace that was asked for, or the workload's requests."""
+    if arguments.trace is None:
+        return workload_named(arguments.workload).requests(arguments.rate, arguments.seconds)
     return slice_of(read_trace(arguments.trace), arguments.start, arguments.seconds, arguments.rate)
 
 
@@ -113,8 +127,10 @@ def chosen_setup(arguments: argparse.Namespace, block_size: int = 16) -> Setup:
 
 def describe(arguments: argparse.Namespace, step_times: StepModel, trace: Sequence[TracedRequest]) -> str:
     prompts, outputs = sum(r.prompt_len for r in trace), sum(r.output_len for r in trace)
+    name = arguments.workload if arguments.trace is None else arguments.trace.name
+    pace = f"{arguments.rate:g} times the trace's rate" if arguments.trace else f"{arguments.rate:g} a second"
     return (
-        f"{arguments.trace.name}: {len(trace)} requests in {trace[-1].arrival_s:.0f} s "
-        f"({arguments.rate:g} times the trace's rate), {prompts} prompt and {outputs} output tokens\n"
+        f"{name}: {len(trace)} requests in {trace[-1].arrival_s:.0f} s "
+        f"({pace}), {prompts} prompt and {outputs} output tokens\n"
         f"step times: {step_times.description}; KV pool {arguments.kv_mib} MiB"
     )

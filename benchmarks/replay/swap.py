@@ -1,13 +1,16 @@
 """Shows when swapping to host memory beats computing again, over the speed of the link between; modelled.
 
     python -m benchmarks.replay swap [--workload sharegpt] [--device a100-40 --shape opt-13b] [--requests 200]
-        [--links 4,8,16,32,64] [--host-gib 64] [--block-size 16]
+        [--links 4,8,16,32,64] [--host-gib 64] [--block-sizes 8,16,32,64,128,256] [--copy-us 5]
 
 All requests come at once, more than the pool holds, so that some are preempted. Under each `preemption_mode` the real
 scheduler saves what is evicted to host memory, and a step waits until it is out; loads run beside steps. Links are in
 GB/s, one direction; the device's own, with its efficiency, comes first. "none" has no host memory at all, and computes
-again what it preempts. "computed again" is a share of all computed tokens. A transfer has no cost but its bytes: small
-blocks are as fast as large ones here, which they are not on a real link.
+again what it preempts. "computed again" is a share of all computed tokens. A block is one copy, which takes `--copy-us`
+beside its bytes (assumed). Links are compared with blocks of 16 tokens, block sizes on the device's own link.
+
+Published: with small blocks swapping is much slower than computing again, since many small copies do not use the link;
+from 16 to 64 tokens both are alike (Kwon et al., SOSP 2023, section 7.3 and figure 19: OPT-13B, ShareGPT, A100).
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--links", type=links_of, default=[4.0, 8.0, 16.0, 32.0, 64.0], help="GB/s, by commas")
     parser.add_argument("--host-gib", type=above_zero, default=64.0, help="host memory for K/V")
-    parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--block-sizes", default="8,16,32,64,128,256", help="tokens, by commas")
+    parser.add_argument("--copy-us", type=float, default=5.0, help="microseconds that a copy takes beside its bytes")
     add_output_argument(parser)
 
 
@@ -64,24 +68,40 @@ def main(arguments: argparse.Namespace) -> None:
         raise ConfigError(f"{device.about} has no link: its pool lies in host memory; choose another --device")
     drawn = workload_named(arguments.workload).requests(1.0, 2.0 * arguments.requests)[: arguments.requests]
     trace = [replace(request, arrival_s=0.0) for request in drawn]
-    setup = chosen_setup(arguments, arguments.block_size)
+    setup = chosen_setup(arguments)
     own = device.efficiency["link"] * device.link_bytes_per_s / 1e9
     links = [own, *arguments.links]
     print(f"{len(trace)} requests of {arguments.workload}; {roofline.description}; KV pool {arguments.kv_mib} MiB\n")
     print(
-        "| link, GB/s | mode | output tokens/s | gap median, p99 | preemptions | computed again | tokens loaded | "
-        "waited for saves |\n| ---: | --- |" + " ---: |" * 6
+        "| link, GB/s | block | mode | output tokens/s | gap median, p99 | preemptions | computed again | tokens "
+        "loaded | waited for saves |\n| ---: | ---: | --- |" + " ---: |" * 6
     )
     rows = [measure(trace, setup, roofline, own, NONE, arguments)]
     rows += [measure(trace, setup, roofline, link, mode, arguments) for link in links for mode in MODES]
+    sizes = [replace(setup, block_size=int(size)) for size in arguments.block_sizes.split(",")]
+    by_size = [measure(trace, size, roofline, own, mode, arguments) for size in sizes for mode in MODES]
+    rows += by_size
     write_table(arguments, f"swap-{arguments.workload}", roofline.about, rows)
     panels(
         arguments,
         f"swap-{arguments.workload}",
         "link, GB/s",
         {
-            label: {mode: sorted((row["link"], row[name]) for row in rows if row["mode"] == mode) for mode in MODES}
+            label: {
+                mode: sorted((row["link"], row[name]) for row in rows if row["mode"] == mode and row not in by_size)
+                for mode in MODES
+            }
             for label, name in (("output tokens/s", "output_tokens_per_s"), ("p99 gap, s", "gap_p99_s"))
+        },
+        {},
+    )
+    panels(
+        arguments,
+        f"swap-blocks-{arguments.workload}",
+        "block size, tokens",
+        {
+            label: {mode: [(row["block_size"], row[name]) for row in by_size if row["mode"] == mode] for mode in MODES}
+            for label, name in (("output tokens/s", "output_tokens_per_s"), ("share of time waiting", "saving"))
         },
         {},
     )
@@ -99,7 +119,8 @@ def measure(
     memory = setup.memory(roofline, saves_evicted=mode != NONE)
     tier = None
     if mode != NONE:
-        tier = LowerTier(memory, int(arguments.host_gib * 2**30 / block_bytes), block_bytes / (link * 1e9), mode)
+        block_s = block_bytes / (link * 1e9) + 1e-6 * arguments.copy_us
+        tier = LowerTier(memory, int(arguments.host_gib * 2**30 / block_bytes), block_s, mode)
     scheduler = setup.scheduler(memory, stored=None if tier is None else tier.stored)
     computed = 0
 
@@ -111,6 +132,7 @@ def measure(
     middle, late = np.percentile(outcome.gaps_s, [50, 99])
     row = {
         "link": link,
+        "block_size": setup.block_size,
         "mode": mode,
         "output_tokens_per_s": outcome.output_tokens_per_s,
         "gap_median_s": float(middle),
@@ -121,8 +143,9 @@ def measure(
         "saving": 0.0 if tier is None else tier.saving_s / outcome.end_s,
     }
     print(
-        f"| {link:.1f} | {mode} | {row['output_tokens_per_s']:.0f} | {1e3 * middle:.0f}, {1e3 * late:.0f} ms | "
-        f"{row['preemptions']} | {row['recomputed']:.1%} | {row['loaded_tokens']} | {row['saving']:.1%} |",
+        f"| {link:.1f} | {setup.block_size} | {mode} | {row['output_tokens_per_s']:.0f} | {1e3 * middle:.0f}, "
+        f"{1e3 * late:.0f} ms | {row['preemptions']} | {row['recomputed']:.1%} | {row['loaded_tokens']} | "
+        f"{row['saving']:.1%} |",
         flush=True,
     )
     return row

@@ -1,6 +1,9 @@
 """Measures KV memory that is reserved and holds nothing, over a replayed trace, by block size.
 
-    python -m benchmarks.replay waste TRACE [--block-sizes 8,16,32,64,128,256] [--seconds 3600] [--rate 0.1]
+    python -m benchmarks.replay waste [TRACE] [--block-sizes 8,16,32,64,128,256] [--seconds 3600] [--rate 0.1]
+        [--workload sharegpt --device a100-40 --shape opt-13b]
+
+Without a TRACE, the workload's requests come, `--rate` a second.
 
 Counted in every step by the running allocator, weighted by the step's time: bytes of the frames that sequences hold,
 padding and the slots reserved for the running step included, each shared block once. Cached blocks that no sequence
@@ -42,7 +45,7 @@ class Row:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_replay_arguments(parser, seconds=3600, rate=0.1)
+    add_replay_arguments(parser, seconds=3600, rate=0.1, workload="sharegpt")
     parser.add_argument("--block-sizes", default="8,16,32,64,128,256")
 
 

@@ -128,15 +128,15 @@ def test_calibrate_fits_the_steps_that_it_has_measured(calibrated):
 
 
 @pytest.mark.slow
-def test_confirm_serves_a_slice_for_real_and_simulates_it(calibrated, trace):
-    sizes = ("--kv-mib", 512, "--max-num-batched-tokens", 256)
+def test_confirm_serves_a_slice_for_real_and_simulates_it(calibrated, trace, tmp_path):
+    sizes = ("--kv-mib", 512, "--max-num-batched-tokens", 256, "--repeats", 1, "--out", tmp_path)
     printed = replay("confirm", trace, "--seconds", 0.5, "--rate", 0.5, "--calibration", calibrated[0], *sizes)
     assert "5 requests in 1 s" in printed
-    in_steps = re.findall(r"the real steps took (\S+) s; the model gives them (\S+) s", printed)[0]
-    real_s, modelled_s = map(float, in_steps)
-    found = {name: (float(real), float(simulated)) for name, real, simulated, *_ in cells(printed, 4)}
+    real_s = float(re.findall(r"the real steps took (\S+) s; the model gives the same steps", printed)[0])
+    found = {name: (float(real), float(simulated)) for name, real, _, simulated, *_ in cells(printed, 6)}
     assert found["busy, s"][0] == pytest.approx(real_s, rel=0.01)
-    assert modelled_s > 0
+    rows = json.loads((tmp_path / "confirm.json").read_text())["rows"]
+    assert sum(row["goal"] is not None for row in rows) == 5
     tokens = [rate * end for rate, end in zip(found["output tokens/s"], found["end, s"], strict=True)]
     assert tokens[0] == pytest.approx(tokens[1], rel=0.01)  # both have served all
     for name in ("steps", "mean rows", "most rows"):
@@ -209,10 +209,10 @@ def test_paged_memory_sustains_more_load_than_contiguous(tmp_path):
 
 
 def test_swapping_computes_less_again(tmp_path):
-    sizes = ("--requests", 40, "--links", "1", "--kv-mib", 4000, "--out", tmp_path)
+    sizes = ("--requests", 40, "--links", "1", "--block-sizes", "8,64", "--kv-mib", 4000, "--out", tmp_path)
     replay("swap", *sizes)
     rows = json.loads((tmp_path / "swap-sharegpt.json").read_text())["rows"]
-    assert [row["mode"] for row in rows] == ["none", *("recompute", "swap", "auto") * 2]
+    assert [row["mode"] for row in rows] == ["none", *("recompute", "swap", "auto") * 4]
     none, recompute, swap, _ = rows[:4]
     assert none["preemptions"] > 0
     assert none["loaded_tokens"] == recompute["loaded_tokens"] == none["saving"] == 0
@@ -230,3 +230,33 @@ def test_validate_holds_a_roofline_against_real_steps(tmp_path):
     assert every["steps"] == sum(row["steps"] for row in rows[:-1]) >= LEAST_STEPS * len(RUNNING)
     assert every["errors"]["floor"][0] < every["errors"]["modelled"][0]
     assert every["errors"]["calibrated"][1] < 1
+
+
+def test_waste_is_counted_of_generated_requests_too(tmp_path):
+    printed = replay("waste", "--rate", 2, "--seconds", 20, "--block-sizes", "16,64", *A100, "--out", tmp_path)
+    assert "sharegpt: " in printed
+    rows = json.loads((tmp_path / "waste.json").read_text())["rows"]
+    assert 0.005 < rows[0]["waste"] < rows[1]["waste"] < 0.15
+
+
+def test_fewer_bits_hold_longer_contexts_and_streaming_holds_any(tmp_path):
+    replay("context", "--contexts", "8,256,512,1024", "--out", tmp_path)
+    rows = json.loads((tmp_path / "context.json").read_text())["rows"]
+    held = {(row["kv"], row["context"] // 1024): row["sequences"] for row in rows}
+    assert 0 < held["bf16", 8] < held["int8", 8] < held["int4", 8]
+    assert [held[kv, 1024] for kv in ("bf16", "int8", "int4", "bf16, streamed")] == [0, 0, 1, 1]
+    by = {(row["kv"], row["context"] // 1024): row for row in rows}
+    assert by["bf16, streamed", 256]["step_s"] == by["bf16", 256]["step_s"], "all of it fits"
+    streamed = by["bf16, streamed", 1024]
+    assert 0.5 < streamed["streamed_share"] < 0.6
+    # 131,072 bytes of each token that is away cross the link at 80 % of 63 GB/s in each step.
+    assert streamed["step_s"] > streamed["streamed_share"] * 1024 * 1024 * 131_072 / (0.8 * 63e9)
+    assert (tmp_path / "context.png").stat().st_size > 5000
+
+
+def test_paging_gains_most_where_lengths_vary_and_little_over_exact_where_they_do_not(tmp_path):
+    replay("lengths", "--requests", 60, "--spreads", "0,1", "--out", tmp_path)
+    rows = json.loads((tmp_path / "lengths-sharegpt.json").read_text())["rows"]
+    gain = {(row["spread"], row["memory"]): row["paged_has"] for row in rows}
+    assert 1.0 <= gain[0.0, "exact"] < 1.5 < gain[1.0, "exact"]
+    assert gain[0.0, "maximum"] > 2
