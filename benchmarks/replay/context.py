@@ -64,7 +64,10 @@ def main(arguments: argparse.Namespace) -> None:
     write_table(arguments, "context", rooflines["bf16"].about, rows)
     names = [*FORMATS, STREAMED]
     lines = {
-        label: {name: [(row["context"] / 1024, row[key]) for row in rows if row["kv"] == name] for name in names}
+        label: {
+            name: [(row["context"] / 1024, row[key]) for row in rows if row["kv"] == name and row[key]]
+            for name in names
+        }
         for label, key in (("sequences at once", "sequences"), ("tokens/s of all", "tokens_per_s"))
     }
     panels(arguments, "context", "context, thousands of tokens", lines, {}, logarithmic=True)

@@ -10,9 +10,9 @@ from rich.table import Table
 
 from pagemill.planner.search import Option, Plan
 
-COLUMNS = ("size", "devices", "req/s", "up to", "TTFT p50, p99", "TPOT p50, p99", "pool", "rows", "$/h", "$/M out")
-"""requests/s of one replica at its share, and up to which rate it holds; the share of the pool that is held then, and
-the rows that run; what all replicas cost."""
+COLUMNS = ("size", "req/s", "up to", "TTFT", "p99", "TPOT", "p99", "pool", "rows", "$/h", "$/M out")
+"""Replicas x devices of each; requests/s of one replica at its share, and up to which rate it holds; latencies in
+milliseconds; the share of the pool that is held then, and the rows that run; what all replicas cost."""
 
 
 def table(plan: Plan) -> list[Table | str]:
@@ -45,9 +45,10 @@ def _head(plan: Plan) -> str:
 
 
 def _options(plan: Plan) -> Table:
-    rows = Table(*COLUMNS, title="*modelled*, one replica at its share:", title_justify="left", box=SIMPLE)
+    title = "*modelled*, one replica at its share, medians and p99 in ms"
+    rows = Table(*COLUMNS, title=title, title_justify="left", box=SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
     for column in rows.columns:
-        column.no_wrap = True
+        column.no_wrap, column.justify = True, "right"
     for option in plan.options:
         rows.add_row(*_cells(option))
     return rows
@@ -57,11 +58,12 @@ def _cells(option: Option) -> list[str]:
     trial, size = option.at_share, option.size
     return [
         f"{option.replicas} x {size.settings.ranks}",
-        str(option.devices),
         f"{trial.rate:.3g}",
         f"{size.capacity:.3g}{'+' if size.capacity == option.most_tried else ''}",
-        f"{1e3 * trial.ttft_median_s:.0f}, {1e3 * trial.ttft_p99_s:.0f} ms",
-        f"{1e3 * trial.tpot_median_s:.0f}, {1e3 * trial.tpot_p99_s:.0f} ms",
+        f"{1e3 * trial.ttft_median_s:.0f}",
+        f"{1e3 * trial.ttft_p99_s:.0f}",
+        f"{1e3 * trial.tpot_median_s:.1f}",
+        f"{1e3 * trial.tpot_p99_s:.1f}",
         f"{trial.pool:.0%}",
         f"{trial.running:.0f}",
         "" if option.price_per_hour is None else f"{option.price_per_hour:.2f}",
