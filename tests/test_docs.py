@@ -84,7 +84,7 @@ def test_flags_of_the_guides_exist():
     for page in PAGES:
         lines = [line for line in page.read_text().splitlines() if "benchmarks" not in line]
         if page.name != "replay.md":
-            named = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", "\n".join(lines)))
+            named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", "\n".join(lines)))
             assert named <= known | {"--help"}, f"{page.name} names {sorted(named - known)}"
 
 

@@ -26,9 +26,10 @@ MOST_TOKENS = 8192
 """The most tokens of all contexts of a point: computing them is most of the time that a point takes."""
 OUTPUT_LEN = 256
 """More tokens than a row generates until its point is measured."""
-DECODE_STEPS = 10
+DECODE_STEPS = 40
 PROMPT_STEPS = 2
-"""Steps of each kind at a point."""
+"""Steps of each kind at a point. The first one after a prompt is longer than the others: many of these keep that in
+proportion."""
 
 
 class Point(NamedTuple):
