@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -14,6 +15,19 @@ from pagemill.frontend.async_llm import AsyncLLM
 
 messages = Console(stderr=True, highlight=False)
 """For what people read; stdout is for what a command produces."""
+
+
+def invite(engine: str, model: str, address: str, *, has_keys: bool) -> None:
+    """Says what is served where, and how to try it. engine: what it is, in words. has_keys: whether one is needed."""
+    messages.print(engine, style="dim", soft_wrap=not messages.is_terminal)
+    question = json.dumps({"model": model, "messages": [{"role": "user", "content": "Hello!"}]})
+    key = " -H 'Authorization: Bearer KEY'" if has_keys else ""
+    messages.print(
+        f"\n[bold]{model}[/bold] is served at [bold]{address}/v1[/bold]. Try it:\n\n"
+        f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{question}'\n\n"
+        "Ctrl-C stops the server.",
+        soft_wrap=True,
+    )
 
 
 class LoadingBar(Progress):

@@ -6,7 +6,7 @@ import re
 import sys
 
 START_AN_ENGINE = ("generate", "chat", "serve", "bench")
-NEEDS_NONE = re.compile(r"(-h|--help|--show-config|--url(=.*)?)$")
+NEEDS_NONE = re.compile(r"(-h|--help|--show-config|--(url|replicas)(=.*)?)$")
 """A flag with which none of them does."""
 
 

@@ -6,7 +6,6 @@ import asyncio
 import errno
 import gc
 import ipaddress
-import json
 import logging
 import socket
 import sys
@@ -25,10 +24,12 @@ from pagemill.cli.options import (
     run,
     server_options,
 )
+from pagemill.cli.serve_replicas import plan_for, serve_plan
 from pagemill.cli.setting_sources import take_settings
 from pagemill.cli.show_config import lines_of
 from pagemill.config import EngineConfig, config_for
 from pagemill.errors import ConfigError
+from pagemill.frontend.supervisor import RestartLimits
 from pagemill.server.access.limits import ServerLimits
 from pagemill.server.access.server_access import ServerAccess
 from pagemill.server.logs.output import AUDIT, ServerLogs, fields, logging_to
@@ -73,6 +74,21 @@ def serve(
         Path | None,
         typer.Option("--pin-file", help='Prefixes to pin at the start: [{"name": …, "prompt" or "messages": …}, …].'),
     ] = None,
+    replicas: Annotated[
+        int | None,
+        typer.Option(
+            "--replicas",
+            min=1,
+            help="Engines on this machine, behind one address; needs pagemill[ray]. Default: one, without Ray.",
+        ),
+    ] = None,
+    routing: Annotated[
+        str,
+        typer.Option(
+            "--routing",
+            help="Which replica a request goes to: least-work (what it finds there counts), or round-robin.",
+        ),
+    ] = "least-work",
     config: Annotated[
         Path | None,
         typer.Option(
@@ -110,6 +126,14 @@ def serve(
     family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     access.check_address(str(address[0]), tenants)
     access.certificate()  # before a model is loaded for nothing
+    if replicas is not None:
+        port = port or free_port(host)
+        who: dict[str, Any] = {"tenants": tenants, "limits": limits, "access": access, "logs": logs}
+        engines = {name: value for name, value in settings.items() if name != "tenants"}
+        plan = plan_for(replicas, routing, model, names, (host, port), engines, pin_file, **who)
+        scheme = "http" if access.ssl_certfile is None else "https"
+        serve_plan(plan, url_of(scheme, str(address[0]), port, here=True), RestartLimits(**restarts))
+        return
     with socket.create_server((host, port), family=family) as sock, logging_to(sys.stderr, logs):
         run(_serve(model, names, sock, host, {**settings, **restarts}, pin_file, tenants, limits, access, logs))
 
@@ -126,7 +150,7 @@ async def _serve(
     access: ServerAccess,
     logs: ServerLogs,
 ) -> None:
-    from pagemill.cli.loading import LoadingBar, messages
+    from pagemill.cli.loading import LoadingBar, invite
     from pagemill.frontend.async_llm import AsyncLLM
     from pagemill.server.routes.pins import read_pins
     from pagemill.server.run import run_server
@@ -144,16 +168,8 @@ async def _serve(
             if logs.log_format == "json":
                 LOGGER.info("ready", extra=fields(model=names[0], address=listening, engine=ready.description))
                 return
-            messages.print(ready.description, style="dim", soft_wrap=not messages.is_terminal)
-            question = json.dumps({"model": names[0], "messages": [{"role": "user", "content": "Hello!"}]})
-            has_keys = access.api_key or (tenants is not None and tenants.keys)
-            key = " -H 'Authorization: Bearer KEY'" if has_keys else ""
-            messages.print(
-                f"\n[bold]{names[0]}[/bold] is served at [bold]{address}/v1[/bold]. Try it:\n\n"
-                f"  curl {address}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{question}'\n\n"
-                "Ctrl-C stops the server.",
-                soft_wrap=True,
-            )
+            has_keys = bool(access.api_key or (tenants is not None and tenants.keys))
+            invite(ready.description, names[0], address, has_keys=has_keys)
 
         everybody = {DEFAULT_TENANT: TenantLimits(max_waiting=limits.max_waiting)}
         settings = {**settings, "tenants": everybody if tenants is None else tenants.limits}
@@ -197,6 +213,13 @@ def _spare_streams() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(5_000, 10_000, 100)
+
+
+def free_port(host: str) -> int:
+    """Returns a port of this address that nobody listens at."""
+    family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+    with socket.create_server((host, 0), family=family) as sock:
+        return int(sock.getsockname()[1])
 
 
 def require_free_port(host: str, port: int) -> None:

@@ -19,9 +19,12 @@ from pagemill.scheduling.suffix_drafting import SuffixDrafter
 from pagemill.speculative_config import SpeculativeConfig
 
 
-def build(config: EngineConfig, executor: Executor) -> tuple[MemoryManager, Tiers | None, Scheduler, Streamed]:
+def build(
+    config: EngineConfig, executor: Executor, publishes: bool
+) -> tuple[MemoryManager, Tiers | None, Scheduler, Streamed]:
     """Allocates the executor's pool, and builds around it what an `EngineCore` drives beside the executor.
 
+    publishes: whether the memory manager records which blocks come and go.
     Returns the room for streamed blocks too. Raises `ConfigError` children and KVStoreError.
     """
     facts = executor.facts
@@ -37,6 +40,7 @@ def build(config: EngineConfig, executor: Executor) -> tuple[MemoryManager, Tier
         POLICIES[config.eviction_policy](facts.attention_share),
         wants_tiers(config),
         (first_streamed, streamed.frames),
+        publishes,
     )
     tiers = make_tiers(config, executor, memory, streamed)
     scheduler = Scheduler(

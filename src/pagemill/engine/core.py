@@ -15,9 +15,11 @@ from pagemill.engine.adapters import Adapters
 from pagemill.engine.build import build
 from pagemill.engine.kv_map import KVMap
 from pagemill.engine.messages import (
+    DIGEST_BYTES,
     EngineReady,
     EngineRequest,
     Failure,
+    Held,
     KVBlocks,
     PinInfo,
     PinList,
@@ -39,6 +41,7 @@ from pagemill.lora_request import LoRARequest
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.manager import Residency
 from pagemill.namespace import Namespace
+from pagemill.scheduling.pacing import Pacer
 from pagemill.scheduling.sequence import SequenceUpdate
 from pagemill.scheduling.step_plan import StepResult
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
@@ -59,6 +62,7 @@ class EngineCore:
 
     progress(done, total): bytes of weights, called while they load.
     executor: what runs the model; None for what the settings ask for.
+    publishes: whether `take_held` tells which blocks come and go.
 
     scheduler, memory: what the loop drives beside the executor.
     tiers: offload stores and the transfers to and from them; None without any.
@@ -66,13 +70,17 @@ class EngineCore:
     """
 
     def __init__(
-        self, config: EngineConfig, progress: Callable[[int, int], None] | None = None, executor: Executor | None = None
+        self,
+        config: EngineConfig,
+        progress: Callable[[int, int], None] | None = None,
+        executor: Executor | None = None,
+        publishes: bool = False,
     ) -> None:
         self.config = config
         self.executor = open_executor(config, progress) if executor is None else executor
         self._adapters = Adapters(config, self.executor)
         try:
-            self.memory, self.tiers, self.scheduler, self._streamed = build(config, self.executor)
+            self.memory, self.tiers, self.scheduler, self._streamed = build(config, self.executor, publishes)
         except BaseException:
             self.executor.close()
             raise
@@ -84,6 +92,7 @@ class EngineCore:
         self._preparing = Preparing(self.executor, self.root)
         self._ended: list[SequenceUpdate] = []
         """Ends between two steps, which the next step tells."""
+        self._measured = Pacer(config.max_num_batched_tokens)
         self._stalled_s = 0.0
         self._was_stuck = False
         self._steps = self._prompt_tokens = self._generated_tokens = 0
@@ -183,7 +192,9 @@ class EngineCore:
             updates += self._end_lost(set(lost), now) + self.scheduler.commit(result, now)
             updates += self._end_lost(faults.unread_frames(self.executor, plan, result), now)
         self._steps += 1
-        self.scheduler.note_step(plan, time.monotonic() - begun)
+        seconds, generating = time.monotonic() - begun, plan.num_generating
+        self.scheduler.note_step(plan, seconds)
+        self._measured.note_step(seconds, plan.num_tokens - generating, generating)
         if self.tiers is not None:
             self.tiers.note_step(plan, time.monotonic() - begin)
         if self.config.check_invariants:
@@ -205,6 +216,18 @@ class EngineCore:
             time.sleep(PREPARING_WAIT_S)
         self._stalled_s += time.monotonic() - begin
         return ended
+
+    def take_held(self) -> Held | None:
+        """Returns which blocks have come and gone since the last call; None if none has."""
+        stored, removed = self.memory.take_events()
+        if not stored and not removed:
+            return None
+        return Held(
+            stored=b"".join(digest[:DIGEST_BYTES] for digest in stored),
+            removed=b"".join(digest[:DIGEST_BYTES] for digest in removed),
+            token_s=self._measured.token_s,
+            step_s=self._measured.plain_s,
+        )
 
     def resize(self, kv_memory: int | float | str | None) -> EngineReady:
         """Gives the KV pool another size, and returns the engine's facts.
@@ -407,6 +430,9 @@ class EngineCore:
             model=facts.description,
             kv_format=f"{facts.kv.name}{self._streamed.description}",
             adapters=self._adapters.infos(),
+            fingerprint=facts.fingerprint,
+            kv_format_name=facts.kv_format,
+            numerics=facts.numerics,
         )
 
     def root(self, request: EngineRequest | BlocksQuery | KVMapQuery, adapter: bytes = b"") -> bytes:

@@ -34,6 +34,7 @@ def scheduled(asked: EngineRequest, ready: EngineReady, *, seed: int, root: byte
         tenant=asked.tenant,
         in_session=asked.in_session,
         adapter=asked.adapter,
+        answered=asked.answered,
     )
 
 

@@ -15,6 +15,10 @@ from pagemill.sampling.params import BeamSearchParams, SamplingParams, TokenLogp
 from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 
+DIGEST_BYTES = 8
+"""What routing knows of a digest. Two of a million blocks are mistaken for each other with a chance of 3e-8, and then a
+request goes where less of it is found."""
+
 TOO_LONG = "is longer than the model's context length"
 """What litellm knows too long prompts by, in the message."""
 
@@ -29,6 +33,8 @@ class Start(msgspec.Struct, tag=True):
     """Tenants to set then, beside those of the config."""
     adapters: list[LoRARequest] = []
     """LoRA adapters to load then, beside those of the config."""
+    publishes: bool = False
+    """Whether the engine tells what its pool holds (`Held`)."""
 
 
 class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
@@ -48,6 +54,8 @@ class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
     """A sequence `(request_id, index)` with these tokens, whose blocks it may share if that still runs."""
     in_session: bool = False
     """True for a turn of a session, for which a tenant may have a limit of its own."""
+    session: str = ""
+    """The name of the session that it is a turn of, for who chooses among engines."""
     beam: BeamSearchParams | None = None
     """Makes it a beam search; `params` then say how many sequences come back, and how they become text."""
     pooling: PoolingParams | None = None
@@ -55,6 +63,8 @@ class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
     tenant: str = DEFAULT_TENANT
     adapter: int = 0
     """The number of a loaded LoRA adapter; 0 for none."""
+    answered: list[int] = []
+    """Tokens of its one sequence that another engine has brought: it goes on behind them, as after a preemption."""
     pin: str | None = None
     """Name of the pin that its whole prompt becomes; None: it is an ordinary request."""
     pin_expires_s: float | None = None
@@ -179,6 +189,18 @@ class StepOutputs(msgspec.Struct, tag=True):
     outputs: list[SequenceOutput]
 
 
+class Held(msgspec.Struct, tag=True, omit_defaults=True):
+    """Tells which blocks can be found in the pool since the last message of its kind, and what work takes."""
+
+    stored: bytes = b""
+    """The first `DIGEST_BYTES` of each digest, joined."""
+    removed: bytes = b""
+    token_s: float = 0.0
+    """Seconds that a token of a prompt takes beside others, measured; 0: not known yet."""
+    step_s: float = 0.0
+    """Seconds that a step takes in which nothing but answers is computed; 0: not known yet."""
+
+
 class LoadProgress(msgspec.Struct, tag=True):
     """States how far loading has come, in the loader's own units. Sent many times before `EngineReady`."""
 
@@ -219,6 +241,10 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     """The format of a block, and where other blocks stream from, in words for people."""
     adapters: list[AdapterInfo] = []
     """In the order in which they were loaded."""
+    fingerprint: bytes = b""
+    kv_format_name: str = ""
+    numerics: str = ""
+    """These three begin the digest of every chain of blocks, see `root_digest`."""
 
     @property
     def description(self) -> str:

@@ -66,7 +66,7 @@ def main(descriptor: int) -> int:
             first = channel.receive(block=True)
             if not first or not isinstance(start := first[0], Start):
                 return 1
-            core = EngineCore(start.config, _progress(channel))
+            core = EngineCore(start.config, _progress(channel), publishes=start.publishes)
             if start.kv_bytes is not None and start.kv_bytes != core.ready.kv_bytes:
                 core.resize(start.kv_bytes)
             for name, limits in start.tenants.items():
@@ -109,10 +109,11 @@ def serve(core: EngineCore, channel: Channel[ToEngine]) -> None:
                     _answer(core, channel, message)
                 case Shutdown():
                     return
-        if core.has_work():
-            outputs = core.step()
-            if outputs:
-                channel.send(StepOutputs(outputs))
+        outputs = core.step() if core.has_work() else []
+        if (held := core.take_held()) is not None:  # first: who routes knows of blocks before their request's token
+            channel.send(held)
+        if outputs:
+            channel.send(StepOutputs(outputs))
 
 
 def _add(core: EngineCore, channel: Channel[ToEngine], request: EngineRequest) -> None:

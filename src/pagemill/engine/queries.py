@@ -14,6 +14,7 @@ from pagemill.engine.messages import (
     EngineRequest,
     Failure,
     FinishSequences,
+    Held,
     KVBlocks,
     LoadProgress,
     PinList,
@@ -160,4 +161,4 @@ class Answer(msgspec.Struct, tag=True):
 
 
 ToEngine = Start | EngineRequest | AbortRequests | FinishSequences | Question | Shutdown
-FromEngine = StepOutputs | Answer | LoadProgress | EngineReady | Failure
+FromEngine = StepOutputs | Held | Answer | LoadProgress | EngineReady | Failure

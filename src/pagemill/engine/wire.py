@@ -21,17 +21,22 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def frame(message: Any) -> bytes:
-    """Returns the message with its length before it, ready to be sent.
+    """Returns the message with its length before it, ready to be sent. Raises what `encode` raises."""
+    payload = encode(message)
+    return HEADER.pack(len(payload)) + payload
+
+
+def encode(message: Any) -> bytes:
+    """Returns the message as msgpack.
 
     Raises `InvalidRequestError` for what the format cannot say: integers beyond 64 bits, text that is not Unicode.
     """
     try:
-        payload = _encoder.encode(message)
+        return _encoder.encode(message)
     except (OverflowError, UnicodeEncodeError, TypeError) as error:
         raise InvalidRequestError(
             f"an argument cannot be sent to the engine: {error}; integers must fit 64 bits, text must be valid Unicode"
         ) from error
-    return HEADER.pack(len(payload)) + payload
 
 
 class Channel(Generic[T]):

@@ -26,6 +26,7 @@ from pagemill.errors import (
 )
 from pagemill.fixed_arguments import OF_CALLS, takes_fixed
 from pagemill.frontend.async_controls import AsyncControls
+from pagemill.frontend.client import EngineKeeper, ServedEngine
 from pagemill.frontend.frontend import Frontend, Params
 from pagemill.frontend.input_processor import Prompt
 from pagemill.frontend.outputs import RequestOutput, RunningRequest
@@ -91,8 +92,7 @@ class AsyncLLM(AsyncControls):
         """Each is called in the event loop with each request when it has ended."""
         self._on_progress = on_progress
         self._sessions = SessionStore.of(self.config)  # before a process is started: its file may be refused
-        self._client = ProcessClient(self.config)
-        self._supervisor = Supervisor(self._client, restarts, self._progress)
+        self._client, self._supervisor = self.start_engine(restarts)
         self._worker = WorkerThreads()
         for tenant, limits in self.config.tenants.items():
             self._worker.limit(tenant, limits.max_waiting)
@@ -108,6 +108,11 @@ class AsyncLLM(AsyncControls):
         """Returns what `AsyncLLM(model, ...)` does with these settings."""
         settings = {field.name: getattr(engine_args, field.name) for field in fields(EngineConfig)}
         return cls(settings.pop("model"), **settings)
+
+    def start_engine(self, restarts: RestartLimits) -> tuple[ServedEngine, EngineKeeper]:
+        """Starts an engine with the settings in `config`. Returns its client, and who keeps it running."""
+        client = ProcessClient(self.config)
+        return client, Supervisor(client, restarts, self.note_progress)
 
     # --- life ---
 
@@ -358,7 +363,7 @@ class AsyncLLM(AsyncControls):
     async def _receive(self) -> None:
         """Takes everything the engine sends, until it ends."""
         try:
-            await self._client.load(self._progress)
+            await self._client.load(self.note_progress)
             tokenizer = await asyncio.wrap_future(self._loading_tokenizer)
             name, tenants = Path(self.config.model).stem, self.config.tenants
             frontend = Frontend(self._client, tokenizer, self._sessions, name, self._worker, tenants)
@@ -378,7 +383,8 @@ class AsyncLLM(AsyncControls):
         for callback in self.on_request_end:
             self._call(callback, request)
 
-    def _progress(self, done: int, total: int) -> None:
+    def note_progress(self, done: int, total: int) -> None:
+        """Takes how loading goes."""
         self.load_progress = (done, total)
         if self._on_progress is not None:
             self._call(self._on_progress, done, total)

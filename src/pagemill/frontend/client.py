@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 from pagemill.config import EngineConfig
 from pagemill.engine.messages import EngineReady, EngineRequest
 from pagemill.engine.queries import Query
-from pagemill.errors import EngineDeadError
+from pagemill.errors import EngineDeadError, EngineRestartingError, PagemillError
 
 if TYPE_CHECKING:
     from pagemill.engine.core import EngineCore
+    from pagemill.frontend.frontend import Frontend
 
 A = TypeVar("A")
 
@@ -38,6 +39,38 @@ class EngineClient(Protocol):
 
     async def close(self) -> None:
         """Ends the engine, which saves what outlives it. May be called twice."""
+
+
+class ServedEngine(EngineClient, Protocol):
+    """An engine beside this process, which may die, and in whose place another may come."""
+
+    ended: PagemillError | None
+    """Why nothing can be asked of this engine any more; None while it can."""
+    interrupted: EngineRestartingError | None
+    """Why nothing can be asked for a while; None while it can."""
+
+    @property
+    def pid(self) -> int:
+        """Process id of the engine."""
+
+    async def load(self, on_progress: Callable[[int, int], None]) -> None:
+        """Waits until the engine is loaded. Raises what kept it from that."""
+
+    def end(self, error: PagemillError) -> None:
+        """Answers every question with this error, now and from now on."""
+
+    async def close(self, *, now: bool = False) -> None:
+        """Ends the engine: after its current step, or `now` (nothing it holds needs saving). May be called twice."""
+
+
+class EngineKeeper(Protocol):
+    """Takes what an engine sends, and sees to it that one runs."""
+
+    num_restarts: int
+    """Engines that were started in the place of one that had died."""
+
+    async def run(self, frontend: Frontend) -> NoReturn:
+        """Takes everything that the engine sends. Raises why it has ended, for good."""
 
 
 class InlineClient:

@@ -16,7 +16,7 @@ import msgspec
 
 from pagemill.config import EngineConfig
 from pagemill.engine import messages
-from pagemill.engine.messages import EngineReady, EngineRequest, Failure, SequenceOutput
+from pagemill.engine.messages import EngineReady, EngineRequest, Failure, Held, SequenceOutput
 from pagemill.engine.queries import Answer, FromEngine, Query, Question
 from pagemill.engine.wire import HEADER, frame
 from pagemill.errors import EngineDeadError, EngineRestartingError, EngineStoppedError, PagemillError
@@ -39,12 +39,14 @@ class ProcessClient:
     Queries are answered, and facts brought up to date, while somebody awaits `receive`.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, on_held: Callable[[Held], None] | None = None) -> None:
+        """on_held: is told which blocks come and go in the pool; None: the engine does not say so."""
         self.ended: PagemillError | None = None
         """Why nothing can be asked of this engine any more; None while it can."""
         self.interrupted: EngineRestartingError | None = None
         """Why nothing can be asked for a while; None while it can."""
         self._config = config
+        self._on_held = on_held
         self._child = spawn()
         self._timeout_s = SHUTDOWN_TIMEOUT_S if config.kv_disk_memory is None else KEEPING_TIMEOUT_S
         self._decoder: msgspec.msgpack.Decoder[FromEngine] = msgspec.msgpack.Decoder(FromEngine)
@@ -56,7 +58,7 @@ class ProcessClient:
         self._aborting: list[str] = []
         self._random = random.Random(config.seed)
         self._loaded = False
-        self._child.socket.sendall(frame(messages.Start(config)))
+        self._child.socket.sendall(frame(messages.Start(config, publishes=on_held is not None)))
 
     @property
     def pid(self) -> int:
@@ -106,6 +108,8 @@ class ProcessClient:
                     self._answered(message)
                 case EngineReady() as message:
                     self._facts = message
+                case Held() as message if self._on_held is not None:
+                    self._on_held(message)
 
     def submit(self, request: EngineRequest) -> None:
         if self.ended is not None:

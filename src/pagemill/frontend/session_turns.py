@@ -89,6 +89,8 @@ class SessionTurns:
         except BaseException:
             self.store.release(begun)
             raise
+        if response is None:
+            request.asked.session = name
         request.turn = Turn(begun, messages, tools, max_tool_calls, instructions, response)
         return request
 

@@ -13,6 +13,7 @@ from pagemill.memory.block_table import BlockTable
 from pagemill.memory.blocks import Blocks
 from pagemill.memory.eviction import GhostList, PolicyFactory
 from pagemill.memory.frames import FramePool, StreamedFrames
+from pagemill.memory.kv_events import RecordedIndex
 from pagemill.memory.pending_work import PendingWork
 from pagemill.memory.prefix_index import PrefixIndex
 from pagemill.memory.tenants import Tenant, Tenants
@@ -50,6 +51,7 @@ class MemoryCore:
         policy: PolicyFactory,
         saves_evicted: bool,
         streamed: StreamedFrames,
+        records_events: bool = False,
     ) -> None:
         self.block_size = block_size
         self.windows = tuple(windows)
@@ -58,7 +60,8 @@ class MemoryCore:
         self.frames = FramePool(num_frames)
         self.streamed = streamed
         self.blocks = Blocks(num_frames + streamed.count)
-        self.index = PrefixIndex(num_frames + streamed.count, block_size, windows)
+        index = RecordedIndex if records_events else PrefixIndex
+        self.index = index(num_frames + streamed.count, block_size, windows)
         self.tables: set[BlockTable] = set()
         self.tenants = Tenants(lambda: policy(self))
         self.pending = PendingWork(len(windows))

@@ -18,6 +18,7 @@ from pagemill.memory.compaction import Compaction
 from pagemill.memory.core import MemoryCore
 from pagemill.memory.eviction import PolicyFactory, least_recently_used
 from pagemill.memory.frames import StreamedFrames
+from pagemill.memory.kv_events import KVEvents, RecordedIndex
 from pagemill.memory.offload import MissingBlock, OpenedLoad
 from pagemill.memory.prefix_cache import Opened
 from pagemill.memory.prefix_tree import TreeNode
@@ -28,7 +29,7 @@ from pagemill.memory.work import MemoryWork, Save
 from pagemill.tenant_limits import DEFAULT_TENANT
 
 __all__ = [
-    "MAP_COLUMNS", "MemoryManager", "MemoryStats", "MissingBlock", "Occupancy", "Opened", "OpenedLoad",
+    "MAP_COLUMNS", "KVEvents", "MemoryManager", "MemoryStats", "MissingBlock", "Occupancy", "Opened", "OpenedLoad",
     "Residency", "Scatter", "Shortage", "TierMap", "TreeNode",
 ]  # fmt: skip
 
@@ -42,6 +43,7 @@ class MemoryManager:
     policy:     each tenant's order of eviction; the least recently used by default.
     saves_evicted:   whether `take_saves` offers what is evicted to offload stores.
     streamed_frames: the number of the first frame beside the pool from which attention streams, and how many there are.
+    records_events:  whether `take_events` says which blocks come and go.
 
     footprint:  how many blocks and frames a sequence takes.
     tenants:    the accounts.
@@ -58,12 +60,20 @@ class MemoryManager:
         policy: PolicyFactory = least_recently_used,
         saves_evicted: bool = False,
         streamed_frames: tuple[int, int] = (0, 0),
+        records_events: bool = False,
     ) -> None:
         if num_frames < 1 or block_size < 1 or not windows or any(w is not None and w < 1 for w in windows):
             raise ValueError(f"need frames, a block size and groups: {num_frames=}, {block_size=}, {windows=}")
         self.streamed = StreamedFrames(*streamed_frames)
         self.core = MemoryCore(
-            num_frames, block_size, windows, enable_prefix_caching, policy, saves_evicted, self.streamed
+            num_frames,
+            block_size,
+            windows,
+            enable_prefix_caching,
+            policy,
+            saves_evicted,
+            self.streamed,
+            records_events,
         )
         self.block_size = block_size
         self.windows = self.core.windows
@@ -225,6 +235,11 @@ class MemoryManager:
         """
         saves, self.core.saves = self.core.saves, []
         return saves
+
+    def take_events(self) -> KVEvents:
+        """Returns which blocks can be found since the last call, and which no longer, if it records them."""
+        index = self.core.index
+        return index.take_events() if isinstance(index, RecordedIndex) else KVEvents([], [])
 
     def cached_blocks(self) -> list[Save]:
         """Returns all cached blocks, those used last first, each chain from its beginning."""

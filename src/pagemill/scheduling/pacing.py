@@ -35,7 +35,8 @@ class Pacer:
     def __init__(self, most: int) -> None:
         self._most = most
         self._least = min(LEAST_PROMPT_TOKENS, most)
-        self._plain_s = self._token_s = 0.0
+        self.plain_s = self.token_s = 0.0
+        """Seconds of the last steps without prompts, and of one more token; 0 while they are not known."""
         self._plain_rows = 0
         self._mixed = PROBE_AFTER
 
@@ -43,13 +44,13 @@ class Pacer:
         """Notes how long a step took with so many tokens of prompts and of sequences that generated."""
         if not prompt_tokens:
             expected = self._plain(generating)
-            self._plain_s = _blend(expected if self._plain_s else 0.0, seconds)
+            self.plain_s = _blend(expected if self.plain_s else 0.0, seconds)
             self._plain_rows, self._mixed = generating, 0
         elif not generating:
-            if prompt_tokens >= TELLING_TOKENS or not self._token_s:
-                self._token_s = _blend(self._token_s, seconds / prompt_tokens)
-        elif self._plain_s and self._token_s and prompt_tokens >= self._least:
-            self._token_s = _blend(self._token_s, max(0.0, seconds - self._plain(generating)) / prompt_tokens)
+            if prompt_tokens >= TELLING_TOKENS or not self.token_s:
+                self.token_s = _blend(self.token_s, seconds / prompt_tokens)
+        elif self.plain_s and self.token_s and prompt_tokens >= self._least:
+            self.token_s = _blend(self.token_s, max(0.0, seconds - self._plain(generating)) / prompt_tokens)
 
     def prompt_tokens(self, generating: int, batch: int) -> int:
         """Returns how many tokens of prompts the next step takes.
@@ -61,15 +62,15 @@ class Pacer:
             self._mixed = 0
             return 0
         self._mixed += 1
-        if not (self._plain_s and self._token_s):
+        if not (self.plain_s and self.token_s):
             return self._most
         more, plain_s = max(0, batch - generating), self._plain(generating)
-        tokens = (STRETCH - 1) * plain_s / self._token_s + STRETCH * more
+        tokens = (STRETCH - 1) * plain_s / self.token_s + STRETCH * more
         return int(min(max(tokens, self._least), self._most))
 
     def _plain(self, generating: int) -> float:
         """Returns the seconds of a step in which so many tokens generate, and no prompt runs."""
-        return max(self._plain_s + self._token_s * (generating - self._plain_rows), self._plain_s / OUTLIER)
+        return max(self.plain_s + self.token_s * (generating - self._plain_rows), self.plain_s / OUTLIER)
 
 
 def _blend(known: float, seen: float) -> float:

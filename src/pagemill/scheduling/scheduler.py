@@ -167,7 +167,7 @@ class Scheduler:
         """
         state = self.state
         rank = Rank(request.arrival_s + request.priority * self._ageing_s, self._arrivals, 0)
-        sequence = Sequence(request, 0, rank, list(request.prompt_token_ids))
+        sequence = Sequence(request, 0, rank, [*request.prompt_token_ids, *request.answered])
         limits.accept(state, sequence)
         self._arrivals += 1
         if request.beam is not None:

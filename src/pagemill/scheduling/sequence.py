@@ -63,6 +63,7 @@ class Request:
     `max_len` is the most tokens, prompt included, that one of its sequences can reach; one more than the prompt has if
     nothing is sampled, for then the last one needs its place.
     `beam` makes it a search, and `params` what its rows ask of the sampler (`beam.row_params`).
+    `answered` are tokens of its one sequence that another engine has brought.
     `ngrams` is the prompt's, once one of its sequences drafts.
     """
 
@@ -80,6 +81,7 @@ class Request:
     tenant: str = DEFAULT_TENANT
     in_session: bool = False
     adapter: int = 0
+    answered: list[int] = field(default_factory=list)
     ngrams: NgramTable | None = None
     samples: bool = field(init=False)
     """False: it ends when its prompt has been computed."""

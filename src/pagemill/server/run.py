@@ -49,12 +49,14 @@ async def run_server(
     access: ServerAccess | None = None,
     host: str = "",
     traces: Traces | None = None,
+    stop: asyncio.Event | None = None,
 ) -> None:
     """Serves on a socket that already listens, until SIGINT or SIGTERM, or until the engine is gone.
 
     The tenants file is read again when it changes, it and the certificate on SIGHUP. SIGUSR1 gives back the KV memory
     that running requests do not need, SIGUSR2 takes as much as at the start again.
-    host: the name that the address was given by. traces: where spans of requests go, None for nowhere.
+    host: the name that the address was given by. traces: where spans of requests go, None for nowhere. stop: once it is
+    set, the server stops as after a signal.
     `on_ready` is called when the model is loaded and `pins` are computed, `say` with what came of these signals, and
     where the system allows fewer connections than the limits.
     Raises what kept it from being ready, or `EngineDeadError`; returns after a signal to stop.
@@ -97,6 +99,8 @@ async def run_server(
     async with llm:
         watcher = asyncio.create_task(watch())
         tasks = {asyncio.create_task(watch_loop_lag(app.state.metrics.observe_lag))}
+        if stop is not None:
+            tasks.add(asyncio.create_task(server.stop_after(stop)))
         reload = None if tenants is None else TenantsReload(tenants, keys, llm, say)
         if reload is not None:
             tasks.add(asyncio.create_task(reload.watch()))

@@ -33,7 +33,7 @@ def obey_signals(
     if tenants is not None or certificate is not None:
         work["SIGHUP"] = partial(_reload, tenants, certificate, say)
     for name, begin in work.items():
-        with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError):  # no such signals, or a thread
+        with contextlib.suppress(AttributeError, NotImplementedError, RuntimeError, ValueError):  # none, or a thread
             asyncio.get_running_loop().add_signal_handler(
                 getattr(signal, name), lambda begin: tasks.add(asyncio.create_task(begin())), begin
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 import time
 from collections.abc import Callable
@@ -45,6 +46,11 @@ class StoppingServer(ListeningServer):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         self.num_signals += 1
         self.should_exit = self._drain.has_begun = True
+
+    async def stop_after(self, stop: asyncio.Event) -> None:
+        """Stops as after a signal, once this is set."""
+        await stop.wait()
+        self.handle_exit(signal.SIGTERM, None)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for server in self.servers:  # open connections stay, so that a request on one learns why it is refused

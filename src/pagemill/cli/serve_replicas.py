@@ -1,0 +1,83 @@
+"""`pagemill serve --replicas`: several engines on this machine, behind one address."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from pagemill.errors import ConfigError
+from pagemill.frontend.supervisor import RestartLimits
+from pagemill.machine import usable_cores
+from pagemill.server.logs.output import fields, logging_to
+
+if TYPE_CHECKING:
+    from pagemill.distributed.plan import FleetPlan
+
+SHARE_OF_MEMORY = 0.4
+"""Share of free memory that the KV pools of all replicas take together where nothing says how much."""
+SIZES = ("kv_memory", "kv_cache_memory_bytes", "gpu_memory_utilization")
+
+
+def plan_for(
+    replicas: int, routing: str, model: str, names: list[str], address: tuple[str, int], settings: dict[str, Any],
+    pin_file: Path | None, **others: Any,
+) -> FleetPlan:  # fmt: skip
+    """Returns the plan of a fleet that shares this machine. Raises `ConfigError` and `ModelNotFoundError`.
+
+    settings: of each engine; cores and memory are divided where they say nothing of them.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError(
+            "replicas needs Ray, which is not installed; pip install 'pagemill[ray]', or leave --replicas out",
+            param="replicas",
+        )
+    from pagemill.distributed.plan import FleetPlan
+    from pagemill.distributed.routing import RoutingPolicy
+    from pagemill.server.routes.pins import read_pins
+
+    if routing not in get_args(RoutingPolicy):
+        known = " or ".join(get_args(RoutingPolicy))
+        raise ConfigError(f"routing is {routing!r}; it must be {known}", param="routing")
+    shared: dict[str, Any] = {"num_threads": max(1, usable_cores() // replicas)}
+    if not any(size in settings for size in SIZES):
+        shared["kv_memory"] = SHARE_OF_MEMORY / replicas
+    plan = FleetPlan(
+        model=model,
+        names=names,
+        settings={**shared, **settings},
+        replicas=replicas,
+        routing=routing,  # type: ignore[arg-type]
+        address=address,
+        pins=[] if pin_file is None else read_pins(pin_file),
+        engine_resources={"num_cpus": 0},
+        **others,
+    )
+    if plan.logs.otlp_traces_endpoint is not None:
+        raise ConfigError(
+            "otlp_traces_endpoint is not known to a fleet; leave it out, or serve one engine without --replicas",
+            param="otlp_traces_endpoint",
+        )
+    plan.engine_config()
+    return plan
+
+
+def serve_plan(plan: FleetPlan, url: str, restarts: RestartLimits) -> None:
+    """Serves a fleet until it is told to stop. url: its address here. Raises `EngineDeadError`."""
+    from pagemill.cli.loading import invite, messages
+    from pagemill.distributed.local import LOGGER, serve_fleet
+
+    has_keys = bool(plan.access.api_key or (plan.tenants is not None and plan.tenants.keys))
+
+    def ready(description: str) -> None:
+        about = f"{plan.replicas} replicas, each {description}"
+        if plan.logs.log_format == "json":
+            LOGGER.info("ready", extra=fields(model=plan.names[0], address=url, engine=about))
+        else:
+            invite(about, plan.names[0], url, has_keys=has_keys)
+
+    with logging_to(sys.stderr, plan.logs):
+        if plan.logs.log_format == "text":
+            messages.print(f"starting {plan.replicas} replicas of {plan.names[0]}", style="dim")
+        serve_fleet(plan, restarts, ready)

@@ -1,0 +1,1 @@
+"""Several engines behind one front end: which request goes where, on Ray Serve."""

@@ -1,0 +1,366 @@
+"""Fleet: the client of several replicas of one engine, and who keeps requests going where one of them dies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import os
+import random
+import uuid
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+from pagemill.config import EngineConfig
+from pagemill.distributed import listing
+from pagemill.distributed.flights import MAX_SENT, Flight, Flights
+from pagemill.distributed.merging import merge
+from pagemill.distributed.replica import split_digests
+from pagemill.distributed.replica_link import ReplicaLink, is_refusal
+from pagemill.distributed.routing import Asked, Router, RoutingPolicy
+from pagemill.engine.messages import (
+    DIGEST_BYTES,
+    AbortRequests,
+    EngineReady,
+    EngineRequest,
+    FinishSequences,
+    Held,
+    SequenceOutput,
+)
+from pagemill.engine.queries import LoadAdapter, Query, ResizePool, SetTenant
+from pagemill.errors import EngineRestartingError, EngineStoppedError, InvalidRequestError, PagemillError
+from pagemill.frontend.frontend import Frontend
+from pagemill.frontend.supervisor import OUTPUTS_AT_ONCE
+from pagemill.memory.digest import extend_chain, root_digest
+from pagemill.namespace import Namespace
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+LOGGER = logging.getLogger(__name__)
+
+LINK_AGAIN_S = 0.5
+"""Seconds after which a replica is tried again that Ray Serve lists, and to which a connection was lost."""
+
+A = TypeVar("A")
+
+
+class Fleet:
+    """A `ServedEngine` of many, and its own `EngineKeeper`. Belongs to one event loop, but for its construction.
+
+    A request goes where the `Router` says. Queries go to all replicas, and their answers become one; what changes an
+    engine is done again by each replica that comes later.
+    """
+
+    def __init__(self, config: EngineConfig, handle: DeploymentHandle[Any], policy: RoutingPolicy) -> None:
+        """handle: of the replicas' deployment."""
+        self.ended: PagemillError | None = None
+        self.interrupted: EngineRestartingError | None = None
+        self.num_restarts = 0
+        """Replicas that came after the first have been lost."""
+        self._handle = handle
+        self._policy = policy
+        self._name = uuid.uuid4().hex
+        self._numbers = itertools.count()
+        self._random = random.Random(config.seed)
+        self._flights = Flights()
+        self._links: dict[str, ReplicaLink] = {}
+        """Connections that are open, by replica: to those that take requests, and those that end what they have."""
+        self._listed: set[str] = set()
+        self._router: Router | None = None
+        self._facts: EngineReady | None = None
+        self._changes: dict[tuple[type, object], Query[EngineReady]] = {}
+        self._num_lost = 0
+        self._frontend: Frontend | None = None
+        self._incoming: asyncio.Queue[list[SequenceOutput]] = asyncio.Queue()
+        self._loaded = asyncio.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def pid(self) -> int:
+        """Process id of this side: the engines are processes of their replicas."""
+        return os.getpid()
+
+    @property
+    def facts(self) -> EngineReady:
+        assert self._facts is not None
+        return self._facts
+
+    async def load(self, on_progress: Callable[[int, int], None]) -> None:
+        """Waits until one replica is there. Raises why there will be none."""
+        self._loop = asyncio.get_running_loop()
+        listing.watchers.append(self._list_from_router)
+        self._keep(self._begin_routing())
+        await self._loaded.wait()
+        if self.ended is not None:
+            raise self.ended
+
+    async def run(self, frontend: Frontend) -> NoReturn:
+        """Hands on what replicas bring, until `end`."""
+        self._frontend = frontend
+        while True:
+            outputs = await self._incoming.get()
+            if self.ended is not None:
+                raise self.ended
+            for first in range(0, len(outputs), OUTPUTS_AT_ONCE):
+                frontend.receive(outputs[first : first + OUTPUTS_AT_ONCE])
+                await asyncio.sleep(0)
+
+    # Requests
+
+    def submit(self, request: EngineRequest) -> None:
+        if self.ended is not None:
+            raise self.ended
+        if request.seed is None and request.params.seed is None:
+            request.seed = self._random.getrandbits(63)  # here, so that each replica that it is sent to takes the same
+        flight = self._flights.begin(request)
+        try:
+            self._send(flight)
+        except InvalidRequestError:
+            self._forget(request.request_id)
+            raise
+
+    def abort(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            flight = self._flights.end(request_id)
+            if flight is not None:
+                self._leave(flight)
+                self._tell(flight, AbortRequests([request_id]))
+
+    def finish(self, sequences: list[tuple[str, int]]) -> None:
+        at = [(each, self._flights.get(each[0])) for each in sequences]
+        for sequence, flight in at:
+            if flight is not None:
+                self._tell(flight, FinishSequences([sequence]))
+        for flight in self._flights.finish(sequences):
+            self._leave(flight)
+
+    async def ask(self, query: Query[A]) -> A:
+        if (error := self.ended or self.interrupted) is not None:
+            raise error
+        answers = await asyncio.gather(*(link.ask(query) for link in self._serving()), return_exceptions=True)
+        refusals = [each for each in answers if isinstance(each, BaseException) and is_refusal(each)]
+        good = [each for each in answers if not isinstance(each, BaseException)]
+        if isinstance(query, (SetTenant, LoadAdapter, ResizePool)):
+            if refusals:
+                raise refusals[0]
+            self._remember(query)
+        if not good:
+            raise next((each for each in answers if isinstance(each, BaseException)), self._restarting("no replica"))
+        return merge(good)
+
+    # Life
+
+    def end(self, error: PagemillError) -> None:
+        self.ended = error
+        self._incoming.put_nowait([])
+        self._loaded.set()
+
+    async def close(self, *, now: bool = False) -> None:
+        """Ends the connections. The replicas are Ray Serve's to end, which it does once nothing is open to them."""
+        if self.ended is None:
+            self.end(EngineStoppedError())
+        if self._list_from_router in listing.watchers:
+            listing.watchers.remove(self._list_from_router)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*(link.close() for link in [*self._links.values()]))
+
+    # What links tell
+
+    def note_facts(self, link: ReplicaLink, facts: EngineReady) -> None:
+        """Takes a replica among those that get requests, once it has done what others were told."""
+        if self._router is None:
+            self._router = Router(facts.block_size, self._policy)
+        if link.name not in self._router.replicas and link.name in self._listed:
+            self._router.add(link.name, facts.max_num_seqs)
+            self._keep(self._take_in(link))
+        self._refresh()
+
+    def note_held(self, link: ReplicaLink, held: Held) -> None:
+        if self._router is not None and link.name in self._router.replicas:
+            self._router.note_events(link.name, split_digests(held.stored), split_digests(held.removed))
+            self._router.note_times(link.name, held.token_s, held.step_s)
+
+    def note_outputs(self, link: ReplicaLink, outputs: list[SequenceOutput]) -> None:
+        assert self._router is not None
+        new = self._flights.take(link.name, outputs)
+        for output in new:
+            if output.new_token_ids:
+                self._router.note_tokens(output.request_id, len(output.new_token_ids))
+            if output.finish_reason is not None and self._flights.get(output.request_id) is None:
+                self._router.end(output.request_id)
+        if new:
+            self._incoming.put_nowait(new)
+        if link.name not in self._listed:
+            self._close_if_idle(link)
+
+    def note_end(self, link: ReplicaLink) -> None:
+        """Lets the requests of a replica that is gone go on elsewhere."""
+        if self._links.get(link.name) is not link:
+            return
+        del self._links[link.name]
+        listing.kept.discard(link.name)
+        self._drop_from_router(link.name)
+        if self.ended is not None:
+            return
+        lost = self._flights.at(link.name)
+        self._num_lost += 1
+        if link.name in self._listed or lost:
+            LOGGER.error("%s; requests that go on elsewhere: %d", link.death, len(lost))
+        self._refresh()
+        for flight in lost:
+            self._go_on(flight, str(link.death))
+        assert self._loop is not None
+        self._loop.call_later(LINK_AGAIN_S, self._link_listed)
+
+    # Replicas
+
+    async def _begin_routing(self) -> None:
+        """Makes Ray Serve list the replicas: it does so for a handle that is used."""
+        await self._handle.wait_ready.remote(replica=None)
+
+    def _list_from_router(self, names: set[str]) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(self._list, names)
+
+    def _list(self, names: set[str]) -> None:
+        """Takes the names of the replicas that Ray Serve lets take requests."""
+        self._listed = names
+        self._link_listed()
+        for name in [*self._links]:
+            if name not in names:
+                self._drop_from_router(name)
+                self._close_if_idle(self._links[name])
+        self._refresh()
+
+    def _link_listed(self) -> None:
+        if self.ended is None:
+            for name in self._listed - self._links.keys():
+                listing.kept.add(name)
+                front_end = f"{self._name}.{next(self._numbers)}"
+                self._links[name] = ReplicaLink(name, front_end, self._handle, self)
+
+    async def _take_in(self, link: ReplicaLink) -> None:
+        """Brings a replica that has come to where the others are, and gives it what waits."""
+        self.num_restarts += self._loaded.is_set() and self.num_restarts < self._num_lost
+        for change in [*self._changes.values()]:
+            await self._repeat(change, link)
+        if self._frontend is not None:
+            for pin in self._frontend.made_pins.requests():
+                link.send(pin)
+        self._loaded.set()
+        for flight in self._flights.at(None):
+            self._go_on(flight, "no replica is left")
+
+    async def _repeat(self, change: Query[EngineReady], link: ReplicaLink) -> None:
+        """Makes a replica do what the others have. Where it cannot, its requests are refused and others go on."""
+        try:
+            await link.ask(change)
+        except PagemillError as error:
+            LOGGER.error("replica %s could not do what the others have: %s", link.name, error)
+
+    def _close_if_idle(self, link: ReplicaLink) -> None:
+        """Closes the connection to a replica that takes no more requests, once it has none."""
+        if not self._flights.at(link.name):
+            self._keep(link.close())
+
+    def _drop_from_router(self, name: str) -> None:
+        if self._router is not None and name in self._router.replicas:
+            self._router.remove(name)
+
+    def _serving(self) -> list[ReplicaLink]:
+        """Returns the connections to replicas that take requests."""
+        names = () if self._router is None else self._router.replicas
+        return [self._links[name] for name in names if name in self._links]
+
+    def _refresh(self) -> None:
+        """Brings facts up to date, and whether anything can be asked."""
+        facts = [link.facts for link in self._serving() if link.facts is not None]
+        if facts:
+            self._facts = merge(facts)
+            self.interrupted = None
+        elif self._facts is not None:
+            self.interrupted = self._restarting("no replica is left")
+
+    def _restarting(self, why: str) -> EngineRestartingError:
+        return EngineRestartingError(f"{why}, and another is being started; send this again")
+
+    def _remember(self, change: Query[EngineReady]) -> None:
+        """Keeps a change for replicas that come later, in the place of an earlier one of the same thing."""
+        match change:
+            case SetTenant():
+                self._changes[SetTenant, change.name] = change
+            case LoadAdapter():
+                self._changes[LoadAdapter, change.lora.lora_int_id] = change
+            case ResizePool() if change.kv_memory != "used":
+                self._changes[ResizePool, None] = change
+
+    # Where requests go
+
+    def _send(self, flight: Flight) -> None:
+        """Sends a request to the replica that the router says; it waits while there is none. Raises
+        `InvalidRequestError`."""
+        asked, origin = flight.asked, None
+        if asked.fork_of is not None and (forked := self._flights.get(asked.fork_of[0])) is not None:
+            origin = forked.replica
+        flight.replica = None
+        route = None if self._router is None else self._router.route(asked.request_id, self._asked(flight), origin)
+        if route is None:
+            return
+        to_send = self._flights.to_send(flight, route.replica)
+        self._links[route.replica].send(to_send)
+        if asked.pin is not None:  # a pin is one of all replicas; what the others say of it is left out
+            for link in self._serving():
+                if link.name != route.replica:
+                    link.send(to_send)
+
+    def _go_on(self, flight: Flight, why: str) -> None:
+        """Sends a request that nobody has any more to another replica, or ends it with an error."""
+        if flight.num_sent >= MAX_SENT:
+            self._incoming.put_nowait(self._flights.fail(flight, why))
+            return
+        if flight.num_sent and self._frontend is not None:
+            self._frontend.num_sent_again += 1
+        self._send(flight)
+
+    def _asked(self, flight: Flight) -> Asked:
+        """Returns what routing knows of a request: with what it has brought, which is computed as a prompt is."""
+        asked, facts = flight.asked, self.facts
+        tokens = [*asked.prompt_token_ids, *flight.tokens.get(0, ())] if flight.goes_on else asked.prompt_token_ids
+        adapter = next((each.digest for each in facts.adapters if each.number == asked.adapter), b"")
+        space = Namespace(asked.tenant, asked.cache_salt)
+        root = root_digest(facts.fingerprint + adapter, facts.kv_format_name, facts.numerics, str(space))
+        digests: list[bytes] = []
+        extend_chain(digests, root, tokens, facts.block_size)
+        most = asked.params.max_tokens
+        return Asked(
+            num_tokens=len(tokens),
+            digests=[digest[:DIGEST_BYTES] for digest in digests],
+            most_tokens=(facts.max_model_len if most is None else most) * asked.params.n,
+            session=(space, asked.session) if asked.session else None,
+        )
+
+    def _tell(self, flight: Flight, message: AbortRequests | FinishSequences) -> None:
+        if flight.replica is not None and flight.replica in self._links:
+            self._links[flight.replica].send(message)
+
+    def _forget(self, request_id: str) -> None:
+        flight = self._flights.end(request_id)
+        if flight is not None:
+            self._leave(flight)
+
+    def _leave(self, flight: Flight) -> None:
+        """Takes a request that has ended out of its replica's work."""
+        if self._router is not None:
+            self._router.end(flight.asked.request_id)
+        link = self._links.get(flight.replica or "")
+        if link is not None and link.name not in self._listed:
+            self._close_if_idle(link)
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs a coroutine to its end."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

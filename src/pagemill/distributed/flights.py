@@ -1,0 +1,129 @@
+"""Flights: the requests that replicas have, what has come of each, and how one goes on where its replica is gone.
+
+On CPU the same request brings the same bits wherever it runs, and every request has a seed by then. So one that is lost
+goes on elsewhere, and its caller notices a pause at most. A request for one answer goes on behind the tokens that have
+come, which are computed as a prompt is. One for several, or a beam search, begins again, and what has come is expected
+to come once more: it is left out, or the request ends with an error if it differs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from pagemill.engine.messages import EngineRequest, SequenceOutput, refusals
+from pagemill.errors import EngineRestartingError
+
+MAX_SENT = 3
+"""Replicas that a request is sent to, one after another: it may be what they die of."""
+
+
+@dataclass
+class Flight:
+    """A request on its way. replica: who has it; None while nobody does."""
+
+    asked: EngineRequest
+    replica: str | None = None
+    num_sent: int = 0
+    tokens: dict[int, list[int]] = field(default_factory=dict)
+    """What has come of each sequence."""
+    repeats: dict[int, int] = field(default_factory=dict)
+    """How many tokens of each sequence come once more."""
+    ended: set[int] = field(default_factory=set)
+
+    @property
+    def goes_on(self) -> bool:
+        """Returns whether it can go on behind what has come, instead of beginning again."""
+        return self.asked.params.n == 1 and self.asked.beam is None
+
+    @property
+    def has_ended(self) -> bool:
+        return len(self.ended) == self.asked.params.n
+
+
+class Flights:
+    """Knows the requests that have not ended, by the engine's id."""
+
+    def __init__(self) -> None:
+        self._flights: dict[str, Flight] = {}
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def get(self, request_id: str) -> Flight | None:
+        return self._flights.get(request_id)
+
+    def begin(self, asked: EngineRequest) -> Flight:
+        """Takes in a request that nobody has yet."""
+        flight = self._flights[asked.request_id] = Flight(asked)
+        return flight
+
+    def at(self, replica: str | None) -> list[Flight]:
+        """Returns the requests that a replica has, or that nobody has (None), in the order in which they came."""
+        return [flight for flight in self._flights.values() if flight.replica == replica]
+
+    def end(self, request_id: str) -> Flight | None:
+        """Forgets a request, and returns it; None if it has ended."""
+        return self._flights.pop(request_id, None)
+
+    def finish(self, sequences: Iterable[tuple[str, int]]) -> list[Flight]:
+        """Notes that a front end has ended sequences, and returns the requests that have ended with them."""
+        ended = []
+        for request_id, index in sequences:
+            flight = self._flights.get(request_id)
+            if flight is not None:
+                flight.ended.add(index)
+                if flight.has_ended:
+                    ended.append(flight)
+        for flight in ended:
+            self._flights.pop(flight.asked.request_id, None)
+        return ended
+
+    def take(self, replica: str, outputs: Iterable[SequenceOutput]) -> list[SequenceOutput]:
+        """Returns what is new of a step's outputs. Left out are those of requests that have ended, or that another
+        replica has by now, and tokens that have come before. A request forgotten has ended, see `get`."""
+        return [new for output in outputs for new in self._take(replica, output)]
+
+    def to_send(self, flight: Flight, replica: str) -> EngineRequest:
+        """Returns what a replica is asked so that a request goes on there, and notes that it has it."""
+        flight.replica, flight.num_sent = replica, flight.num_sent + 1
+        asked, come = flight.asked, flight.tokens
+        if flight.num_sent == 1:
+            return asked
+        asked = msgspec.structs.replace(asked, fork_of=None)  # nothing of another engine's is there
+        if flight.goes_on:
+            if come.get(0):
+                asked.answered, asked.params = [*come[0]], replace(asked.params, prompt_logprobs=None)
+        else:
+            flight.repeats = {index: len(tokens) for index, tokens in come.items()}
+        return asked
+
+    def fail(self, flight: Flight, why: str) -> list[SequenceOutput]:
+        """Ends a request that cannot go on. Returns the ends of its sequences, with an error after which it can be
+        sent again."""
+        self._flights.pop(flight.asked.request_id, None)
+        return refusals(flight.asked, EngineRestartingError(f"{why}; send this again"))
+
+    def _take(self, replica: str, output: SequenceOutput) -> list[SequenceOutput]:
+        flight = self._flights.get(output.request_id)
+        if flight is None or flight.replica != replica or output.index in flight.ended:
+            return []
+        come, again = flight.tokens.setdefault(output.index, []), flight.repeats.get(output.index, 0)
+        if again:
+            repeated, before = output.new_token_ids[:again], come[len(come) - again :]
+            if repeated != before[: len(repeated)]:
+                return self.fail(flight, "the replica that computed this is gone, and another computes other tokens")
+            flight.repeats[output.index] = again - len(repeated)
+            output.new_token_ids = output.new_token_ids[again:]
+            if output.logprobs is not None:
+                output.logprobs = output.logprobs[again:]
+            if not output.new_token_ids and output.finish_reason is None:
+                return []
+        come += output.new_token_ids
+        if output.finish_reason is not None:
+            flight.ended.add(output.index)
+            if flight.has_ended:
+                del self._flights[output.request_id]
+        return [output]

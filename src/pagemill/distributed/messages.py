@@ -1,0 +1,48 @@
+"""What crosses the line between a front end and a replica, in batches: Ray's cost is by the call, not by the byte.
+
+Each batch says when it was sent, in seconds of its sender's `time.monotonic()`: machines' clocks begin at different
+times, and what is in a batch is moved to the receiver's.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from pagemill.engine.messages import (
+    AbortRequests,
+    EngineReady,
+    EngineRequest,
+    Failure,
+    FinishSequences,
+    Held,
+    StepOutputs,
+)
+from pagemill.engine.queries import Answer, Question
+
+ToReplica = EngineRequest | AbortRequests | FinishSequences | Question
+FromReplica = StepOutputs | Held | Answer | EngineReady | Failure
+
+
+class Inbound(msgspec.Struct):
+    """Messages to a replica."""
+
+    sent_s: float
+    messages: list[ToReplica]
+
+
+class Outbound(msgspec.Struct):
+    """Messages from a replica. The first of a connection are its facts, and all blocks that it holds."""
+
+    sent_s: float
+    messages: list[FromReplica]
+
+
+class Batch(msgspec.Struct):
+    """Encodes as either: its messages are encoded already."""
+
+    sent_s: float
+    messages: list[msgspec.Raw]
+
+
+INBOUND = msgspec.msgpack.Decoder(Inbound)
+OUTBOUND = msgspec.msgpack.Decoder(Outbound)

@@ -1,0 +1,52 @@
+"""FleetPlan: everything that decides what a fleet of replicas is, as it travels to the processes that make it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagemill.config import EngineConfig, config_for
+from pagemill.distributed.routing import RoutingPolicy
+from pagemill.hub import resolve_model
+from pagemill.server.access.limits import ServerLimits
+from pagemill.server.access.server_access import ServerAccess
+from pagemill.server.logs.output import ServerLogs
+from pagemill.server.routes.pins import FilePin
+from pagemill.tenant_limits import TenantsFile
+
+
+@dataclass(frozen=True, kw_only=True)
+class FleetPlan:
+    """Says what is served, by how many replicas, and to whom.
+
+    settings: of the engines, but for the model. replicas: how many there are, or the least and the most of them,
+    between which Ray Serve chooses. address: host and port where the front end itself listens; None: it is asked
+    through Ray Serve's proxies. engine_resources, front_end_resources: `ray_actor_options`. log_path: a file or pipe
+    to which all processes write what they have to say; None: where Ray puts it.
+    """
+
+    model: str
+    names: list[str]
+    settings: Mapping[str, Any]
+    replicas: int | tuple[int, int]
+    routing: RoutingPolicy = "least-work"
+    address: tuple[str, int] | None = None
+    tenants: TenantsFile | None = None
+    pins: list[FilePin] = field(default_factory=list)
+    limits: ServerLimits = field(default_factory=ServerLimits)
+    access: ServerAccess = field(default_factory=ServerAccess)
+    logs: ServerLogs = field(default_factory=ServerLogs)
+    engine_resources: Mapping[str, Any] = field(default_factory=dict)
+    front_end_resources: Mapping[str, Any] = field(default_factory=lambda: {"num_cpus": 0})
+    log_path: str | None = None
+
+    def all_settings(self) -> dict[str, Any]:
+        """Returns the settings of a front end: the engines', and the tenants' limits."""
+        return {**self.settings} if self.tenants is None else {**self.settings, "tenants": self.tenants.limits}
+
+    def engine_config(self) -> EngineConfig:
+        """Returns the settings of a replica's engine. Raises `ConfigError` and `ModelNotFoundError`."""
+        config = config_for("a replica", self.model, self.all_settings())
+        config.model = str(resolve_model(self.model))
+        return config

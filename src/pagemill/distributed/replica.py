@@ -1,0 +1,215 @@
+"""EngineReplica: one engine as a deployment of Ray Serve, for any number of front ends.
+
+It passes messages on between its front ends and the engine, which runs in a child process as it does on one machine.
+A front end has one stream of everything that is for it, in batches of what steps bring: Ray takes a fifth of a
+millisecond of each side's processor for a message, whatever is in it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+from pagemill.config import EngineConfig
+from pagemill.distributed.messages import INBOUND
+from pagemill.distributed.outbox import Outbox
+from pagemill.distributed.output import write_to
+from pagemill.engine.messages import (
+    DIGEST_BYTES,
+    AbortRequests,
+    EngineRequest,
+    Failure,
+    FinishSequences,
+    Held,
+    SequenceOutput,
+    StepOutputs,
+)
+from pagemill.engine.queries import Answer, Question, SequencesQuery, StatsQuery
+from pagemill.engine.stats import EngineStats
+from pagemill.errors import EngineDeadError, PagemillError
+from pagemill.frontend.process_client import ProcessClient
+
+LOGGER = logging.getLogger(__name__)
+
+SILENT_S = 30.0
+"""A front end that has sent nothing for so long is gone: its requests end. It sends something every few seconds."""
+LOOK_S = 5.0
+"""Seconds between two looks at who is silent."""
+LAST_WORDS_S = 0.2
+"""Seconds in which front ends learn what an engine died of, before its replica ends too."""
+SEPARATOR = "/"
+"""Stands between a front end's name and the id of its request."""
+
+
+@dataclass
+class _FrontEnd:
+    outbox: Outbox = field(default_factory=Outbox)
+    heard_s: float = field(default_factory=time.monotonic)
+
+
+class EngineReplica:
+    """Loads an engine, and lets front ends use it until Ray Serve ends it. Raises what keeps it from loading."""
+
+    async def __init__(self, config: EngineConfig, log_path: str | None) -> None:  # type: ignore[misc]
+        """log_path: see `FleetPlan`."""
+        write_to(log_path)
+        self._blocks: set[bytes] = set()
+        """What the pool holds: the beginnings of digests."""
+        self._times = 0.0, 0.0
+        self._front_ends: dict[str, _FrontEnd] = {}
+        self._client = ProcessClient(config, self._note_held)
+        await self._client.load(lambda done, total: None)
+        self._tasks = {asyncio.create_task(self._receive()), asyncio.create_task(self._watch())}
+
+    async def outputs(self, front_end: str, replica: str) -> AsyncGenerator[bytes, None]:
+        """Yields what is for a front end, from the engine's facts on, until `close`, or until the front end is silent.
+
+        Its requests end with the stream. replica: this one; who routes the call reads it.
+        """
+        mine = self._front_ends[front_end] = _FrontEnd()
+        mine.outbox.put(self._client.facts)
+        mine.outbox.put(Held(stored=b"".join(self._blocks), token_s=self._times[0], step_s=self._times[1]))
+        try:
+            while (batch := await mine.outbox.take()) is not None:
+                yield batch
+        finally:
+            if self._front_ends.get(front_end) is mine:
+                del self._front_ends[front_end]
+                self._keep(self._abort_all(front_end))
+
+    async def send(self, front_end: str, batch: bytes, replica: str) -> None:
+        """Takes a batch from a front end whose stream is open; one whose stream has ended is told nothing more."""
+        mine = self._front_ends.get(front_end)
+        if mine is None:
+            raise EngineDeadError("this replica has no stream to the front end any more; open another")
+        inbound = INBOUND.decode(batch)
+        mine.heard_s = now_s = time.monotonic()
+        for message in inbound.messages:
+            match message:
+                case EngineRequest():
+                    message.request_id = f"{front_end}{SEPARATOR}{message.request_id}"
+                    message.arrival_s += now_s - inbound.sent_s
+                    if message.fork_of is not None:
+                        message.fork_of = f"{front_end}{SEPARATOR}{message.fork_of[0]}", message.fork_of[1]
+                    self._client.submit(message)
+                case AbortRequests():
+                    self._client.abort([f"{front_end}{SEPARATOR}{each}" for each in message.request_ids])
+                case FinishSequences():
+                    self._client.finish([(f"{front_end}{SEPARATOR}{each}", at) for each, at in message.sequences])
+                case Question():
+                    self._keep(self._answer(mine, message))
+
+    async def close(self, front_end: str, replica: str) -> None:
+        """Ends a front end's stream, behind all that is on its way."""
+        if (mine := self._front_ends.get(front_end)) is not None:
+            mine.outbox.close()
+
+    async def wait_ready(self, replica: str | None) -> None:
+        """Returns as soon as it can be called."""
+
+    async def check_health(self) -> None:
+        """Raises why the engine is gone. Ray Serve calls it, and starts another replica where it takes too long."""
+        await self.stats()
+
+    async def stats(self) -> EngineStats:
+        """Returns the engine's figures, taken between two steps."""
+        return await self._client.ask(StatsQuery())
+
+    @property
+    def num_rows(self) -> int:
+        """Returns how many sequences the engine computes at once."""
+        return self._client.facts.max_num_seqs
+
+    async def __del__(self) -> None:
+        """Ends the engine, which saves what outlives it. Ray Serve calls it once no stream is open."""
+        for task in self._tasks:
+            task.cancel()
+        await self._client.close()
+
+    # Inside
+
+    async def _receive(self) -> None:
+        """Passes on what steps bring. Ends this process with the engine's, so that another replica is started."""
+        try:
+            while True:
+                self._pass_on(await self._client.receive())
+        except EngineDeadError as death:
+            LOGGER.error("%s", death.message)
+            for each in self._front_ends.values():
+                each.outbox.put(Failure.of(death))
+            await asyncio.sleep(LAST_WORDS_S)
+            os._exit(1)
+
+    def _pass_on(self, outputs: list[SequenceOutput]) -> None:
+        by_front_end: dict[str, list[SequenceOutput]] = {}
+        for output in outputs:
+            front_end, _, output.request_id = output.request_id.partition(SEPARATOR)
+            by_front_end.setdefault(front_end, []).append(output)
+        for front_end, its in by_front_end.items():
+            if (each := self._front_ends.get(front_end)) is not None:
+                each.outbox.put(StepOutputs(its))
+
+    def _note_held(self, held: Held) -> None:
+        self._blocks.difference_update(split_digests(held.removed))
+        self._blocks.update(split_digests(held.stored))
+        self._times = held.token_s, held.step_s
+        for each in self._front_ends.values():
+            each.outbox.put(held)
+
+    async def _answer(self, front_end: _FrontEnd, question: Question) -> None:
+        """Answers a question; what has changed in the facts goes first, to everybody."""
+        before = self._client.facts
+        answer: Any
+        try:
+            answer = await self._client.ask(question.query)
+        except PagemillError as error:
+            answer = Failure.of(error)
+        if self._client.facts != before:
+            for each in self._front_ends.values():
+                each.outbox.put(self._client.facts)
+        front_end.outbox.put(Answer(question.id, answer))
+
+    async def _watch(self) -> None:
+        """Ends the streams of front ends that are silent: Ray does not say that a caller is gone."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for each in self._front_ends.values():
+                if time.monotonic() - each.heard_s > SILENT_S:
+                    each.outbox.close()
+
+    async def _abort_all(self, front_end: str) -> None:
+        """Ends the requests of a front end whose stream has ended."""
+        sequences = (await self._client.ask(SequencesQuery())).sequences
+        its = {each.request_id for each in sequences if each.request_id.startswith(f"{front_end}{SEPARATOR}")}
+        if its:
+            self._client.abort([*its])
+
+    def _keep(self, work: Any) -> None:
+        """Runs a coroutine to its end beside the calls."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+
+class ScaledReplica(EngineReplica):
+    """Tells Ray Serve's autoscaler how much it is used; Ray Serve allows that only where there is one."""
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Returns what Ray Serve's autoscaler is told, see `autoscaling`."""
+        stats = await self.stats()
+        return {
+            "running": float(stats.running),
+            "waiting": float(stats.waiting),
+            "rows": float(self.num_rows),
+            "kv_used": stats.frames_active / max(1, stats.frames),
+        }
+
+
+def split_digests(joined: bytes) -> list[bytes]:
+    """Returns the beginnings of digests that a `Held` has."""
+    return [joined[start : start + DIGEST_BYTES] for start in range(0, len(joined), DIGEST_BYTES)]

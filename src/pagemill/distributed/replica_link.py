@@ -1,0 +1,162 @@
+"""ReplicaLink: a front end's connection to one replica, through a Ray Serve handle."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import time
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from pagemill.distributed.messages import OUTBOUND
+from pagemill.distributed.outbox import Outbox
+from pagemill.engine.messages import EngineReady, Failure, Held, SequenceOutput, StepOutputs
+from pagemill.engine.queries import Answer, Query, Question
+from pagemill.errors import EngineDeadError, PagemillError
+
+if TYPE_CHECKING:
+    from ray.serve.handle import DeploymentHandle
+
+LOGGER = logging.getLogger(__name__)
+
+PING_S = 5.0
+"""The longest time without a batch to a replica, which takes a front end for gone otherwise."""
+
+A = TypeVar("A")
+
+
+class LinkUser(Protocol):
+    """Is told what comes over a link."""
+
+    def note_facts(self, link: ReplicaLink, facts: EngineReady) -> None:
+        """Takes the engine's facts: at first, and whenever they change."""
+
+    def note_held(self, link: ReplicaLink, held: Held) -> None:
+        """Takes which blocks come and go."""
+
+    def note_outputs(self, link: ReplicaLink, outputs: list[SequenceOutput]) -> None:
+        """Takes what a step has brought."""
+
+    def note_end(self, link: ReplicaLink) -> None:
+        """Takes that nothing comes any more; `link.death` says why."""
+
+
+class ReplicaLink:
+    """Belongs to one event loop. name: the replica's. front_end: this side's, used once."""
+
+    def __init__(self, name: str, front_end: str, handle: DeploymentHandle[Any], user: LinkUser) -> None:
+        self.name = name
+        self.death: PagemillError | None = None
+        """Why nothing can be sent any more; None while it can."""
+        self.facts: EngineReady | None = None
+        """The engine's facts; None until they have come."""
+        self._front_end = front_end
+        self._handle = handle
+        self._user = user
+        self._outbox = Outbox()
+        self._question_ids = itertools.count()
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._last_words: Failure | None = None
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send())]
+
+    def send(self, message: Any) -> None:
+        """Queues a message, in order; nothing happens if the replica is gone. Raises `InvalidRequestError` for one that
+        cannot be sent."""
+        if self.death is None:
+            self._outbox.put(message)
+
+    async def ask(self, query: Query[A]) -> A:
+        """Returns the engine's answer. Raises what it refuses with, and `EngineDeadError` where it is gone."""
+        if self.death is not None:
+            raise self.death
+        question = Question(next(self._question_ids), query)  # type: ignore[arg-type]
+        self.send(question)
+        answer = self._asked[question.id] = asyncio.get_running_loop().create_future()
+        try:
+            result: A = await answer
+            return result
+        finally:
+            self._asked.pop(question.id, None)
+
+    async def close(self) -> None:
+        """Lets the replica end the stream behind what is on its way; it has nothing of this front end then."""
+        with contextlib.suppress(Exception):
+            await self._handle.close.remote(self._front_end, replica=self.name)
+        with contextlib.suppress(asyncio.CancelledError, asyncio.TimeoutError):
+            await asyncio.wait_for(self._tasks[0], PING_S)
+        self._end(EngineDeadError(f"the connection to replica {self.name} was closed"))
+
+    async def _receive(self) -> None:
+        try:
+            stream = self._handle.options(stream=True).outputs.remote(self._front_end, replica=self.name)
+            async for batch in stream:
+                self._take(batch)
+            why = "it has ended"
+        except Exception as error:  # Ray raises children of several classes for what is gone
+            why = f"{type(error).__name__}"
+        if self._last_words is not None:
+            why = self._last_words.message
+        self._end(EngineDeadError(f"replica {self.name} is gone ({why})"))
+
+    async def _send(self) -> None:
+        """Sends one batch after another, each once the one before has arrived: Ray keeps no order among calls."""
+        try:
+            while (batch := await self._outbox.take(PING_S)) is not None:
+                await self._known()
+                await self._handle.send.remote(self._front_end, batch, replica=self.name)
+        except Exception as error:
+            self._end(EngineDeadError(f"replica {self.name} is gone ({type(error).__name__})"))
+
+    async def _known(self) -> None:
+        """Waits until the replica knows this front end."""
+        while self.facts is None:
+            await asyncio.sleep(0.01)
+
+    def _take(self, data: bytes) -> None:
+        batch = OUTBOUND.decode(data)
+        moved_s = time.monotonic() - batch.sent_s
+        for message in batch.messages:
+            match message:
+                case StepOutputs():
+                    for output in message.outputs:
+                        if output.scheduled_s:
+                            output.scheduled_s += moved_s
+                    self._user.note_outputs(self, message.outputs)
+                case Held():
+                    self._user.note_held(self, message)
+                case EngineReady():
+                    self.facts = message
+                    self._user.note_facts(self, message)
+                case Answer():
+                    self._answered(message)
+                case Failure():
+                    self._last_words = message
+
+    def _answered(self, message: Answer) -> None:
+        asked = self._asked.pop(message.id, None)
+        if asked is None or asked.done():
+            return
+        if isinstance(message.answer, Failure):
+            asked.set_exception(message.answer.to_error())
+        else:
+            asked.set_result(message.answer)
+
+    def _end(self, death: PagemillError) -> None:
+        """Ends everything once, and says so."""
+        if self.death is not None:
+            return
+        self.death = death
+        for task in self._tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        asked, self._asked = self._asked, {}
+        for answer in asked.values():
+            if not answer.done():
+                answer.set_exception(death)
+        self._user.note_end(self)
+
+
+def is_refusal(error: BaseException) -> bool:
+    """Returns whether an engine refused a query, instead of being gone."""
+    return isinstance(error, PagemillError) and not isinstance(error, EngineDeadError)

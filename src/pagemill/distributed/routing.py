@@ -1,0 +1,255 @@
+"""Router: sends each request to the replica where the work left is least, and keeps sessions where their blocks are.
+
+A replica's work is what its requests have yet to compute: tokens of prompts, and tokens that answers are expected to
+have, in the seconds that a token takes there by its own measurement. A request adds the tokens of its prompt that the
+replica does not have. So a prefix draws requests to where it is as long as that saves more than others wait less, and
+is computed a second time when its replica has too much to do: what is hot spreads, what is cold does not.
+
+It knows no clock, no engine and no Ray: the same code runs in the simulator.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, get_args
+
+from pagemill.distributed.block_directory import BlockDirectory
+
+RoutingPolicy = Literal["least-work", "round-robin"]
+ROUTING_POLICIES: tuple[RoutingPolicy, ...] = get_args(RoutingPolicy)
+
+MAX_SESSIONS = 65_536
+"""Sessions whose replica is remembered; of more, those used longest ago are forgotten."""
+UNMEASURED_TOKEN_S = 1e-3
+"""Seconds of a token where no replica has measured any yet: all are taken to be equal."""
+FIRST_ANSWER_TOKENS = 128.0
+"""Tokens that an answer is expected to have before any has ended."""
+FADING = 0.05
+"""What the last answer's length counts in the one that is expected, beside all before it."""
+
+
+class Asked(NamedTuple):
+    """What routing knows of a request.
+
+    digests: of the prompt's whole blocks, in order. most_tokens: that its answer may have. session: a key that turns of
+    one session share; None for no turn.
+    """
+
+    num_tokens: int
+    digests: Sequence[bytes]
+    most_tokens: int
+    session: object = None
+
+
+class Route(NamedTuple):
+    """Where a request goes: the replica's name, how many tokens of its prompt are expected to be found there, and the
+    seconds of work that it will find and bring."""
+
+    replica: str
+    found_tokens: int
+    work_s: float
+
+
+@dataclass
+class _Replica:
+    """A replica that takes requests. number: its bit in the directory. rows: requests that it computes at once."""
+
+    name: str
+    number: int
+    rows: int
+    token_s: float = 0.0
+    step_s: float = 0.0
+    prompt_tokens: int = 0
+    """Tokens of prompts that its requests have yet to compute before their first token."""
+    answer_tokens: float = 0.0
+    """Tokens that its requests' answers are expected to have yet."""
+    last_chosen: int = -1
+    requests: dict[str, _Request] = field(default_factory=dict)
+
+
+@dataclass
+class _Request:
+    replica: _Replica
+    claimed: list[bytes]
+    prompt_tokens: int
+    """Tokens of the prompt that are yet to compute; 0 once the first token has come."""
+    most_tokens: int
+    answer_tokens: float
+    num_answered: int = 0
+
+
+class Router:
+    """Knows the replicas, what they hold and what they have to do. Not thread-safe.
+
+    block_size: tokens of a block. policy: "least-work", or "round-robin" to compare with.
+    """
+
+    def __init__(self, block_size: int, policy: RoutingPolicy = "least-work") -> None:
+        self.directory = BlockDirectory()
+        self._block_size = block_size
+        self._policy = policy
+        self._replicas: dict[str, _Replica] = {}
+        self._requests: dict[str, _Request] = {}
+        self._sessions: OrderedDict[object, str] = OrderedDict()
+        self._expected = FIRST_ANSWER_TOKENS
+        self._num_routed = 0
+
+    # Replicas
+
+    @property
+    def replicas(self) -> list[str]:
+        """Returns the names of the replicas that take requests."""
+        return [*self._replicas]
+
+    def add(self, name: str, rows: int) -> None:
+        """Takes in a replica that holds nothing. rows: requests that it computes at once."""
+        used = {replica.number for replica in self._replicas.values()}
+        number = next(number for number in range(len(used) + 1) if number not in used)
+        self._replicas[name] = _Replica(name, number, rows)
+
+    def remove(self, name: str) -> list[str]:
+        """Forgets a replica. Returns its requests that have not ended, which are forgotten too."""
+        replica = self._replicas[name]
+        left = [*replica.requests]
+        for request_id in left:
+            self._drop(request_id)
+        del self._replicas[name]
+        self.directory.forget(replica.number)
+        return left
+
+    def note_events(self, name: str, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
+        """Notes which blocks a replica holds now, and which no longer."""
+        number = self._replicas[name].number
+        self.directory.remove(number, removed)
+        self.directory.store(number, stored)
+
+    def note_times(self, name: str, token_s: float, step_s: float) -> None:
+        """Notes the measured seconds of a prompt's token, and of a step that only generates; 0: not known."""
+        replica = self._replicas[name]
+        replica.token_s, replica.step_s = token_s, step_s
+
+    def work_s(self, name: str) -> float:
+        """Returns the seconds of work that a replica has left."""
+        return self._work_s(self._replicas[name], self._known_token_s())
+
+    # Requests
+
+    def route(self, request_id: str, asked: Asked, at: str | None = None) -> Route | None:
+        """Chooses a request's replica, and counts its work there until `end`. Returns None while there is no replica.
+
+        at: the replica that it needs, if that takes requests. Raises ValueError for an id that is under way.
+        """
+        if request_id in self._requests:
+            raise ValueError(f"request {request_id!r} is under way already")
+        if not self._replicas:
+            return None
+        found = self._found(asked)
+        works = self._works_with(asked, found)
+        if at is not None and at in self._replicas:
+            chosen = self._replicas[at]
+        elif self._policy == "round-robin":
+            chosen = min(self._replicas.values(), key=lambda replica: replica.last_chosen)
+        else:
+            chosen = self._least(asked, works)
+        self._begin(request_id, chosen, asked, found.get(chosen.number, 0))
+        return Route(chosen.name, found.get(chosen.number, 0), works[chosen.name])
+
+    def note_tokens(self, request_id: str, count: int) -> None:
+        """Notes that a request's answer has `count` more tokens. Ids that have ended are ignored."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        self._settle_prompt(request)
+        request.num_answered += count
+        self._expect(request, max(0.0, min(self._expected, request.most_tokens) - request.num_answered))
+
+    def end(self, request_id: str) -> None:
+        """Ends a request, however it ended. Ids that have ended are ignored."""
+        request = self._drop(request_id)
+        if request is not None and request.num_answered:
+            self._expected += FADING * (request.num_answered - self._expected)
+
+    # Inside
+
+    def _found(self, asked: Asked) -> dict[int, int]:
+        """Returns how many tokens of a prompt are found, by replica's number, for those that have any.
+
+        The last token is computed in any case: its query brings the first one of the answer.
+        """
+        bits = sum(1 << replica.number for replica in self._replicas.values())
+        most, size = max(0, asked.num_tokens - 1), self._block_size
+        return {number: min(blocks * size, most) for number, blocks in self.directory.find(asked.digests, bits).items()}
+
+    def _works_with(self, asked: Asked, found: dict[int, int]) -> dict[str, float]:
+        """Returns the seconds of work that each replica would have left with a request."""
+        known = self._known_token_s()
+        return {
+            name: self._work_s(replica, known)
+            + (asked.num_tokens - found.get(replica.number, 0)) * (replica.token_s or known)
+            for name, replica in self._replicas.items()
+        }
+
+    def _least(self, asked: Asked, works: dict[str, float]) -> _Replica:
+        """Returns the replica with the least work, or a session's own while it has not much more.
+
+        Much is what the session's whole prompt takes: a move computes at least that once, and what the session has in
+        tiers below the pool, which nobody tells, is lost to it.
+        """
+        best = min(self._replicas.values(), key=lambda replica: (works[replica.name], replica.last_chosen))
+        own = self._replicas.get(self._sessions.get(asked.session, "")) if asked.session is not None else None
+        if own is not None:
+            patience_s = asked.num_tokens * (own.token_s or self._known_token_s())
+            if works[own.name] <= works[best.name] + patience_s:
+                return own
+        return best
+
+    def _begin(self, request_id: str, replica: _Replica, asked: Asked, found_tokens: int) -> None:
+        claimed = self.directory.claim(replica.number, asked.digests)
+        request = _Request(replica, claimed, asked.num_tokens - found_tokens, asked.most_tokens, 0.0)
+        self._requests[request_id] = replica.requests[request_id] = request
+        replica.prompt_tokens += request.prompt_tokens
+        self._expect(request, min(self._expected, asked.most_tokens))
+        replica.last_chosen = self._num_routed
+        self._num_routed += 1
+        if asked.session is not None:
+            self._sessions[asked.session] = replica.name
+            self._sessions.move_to_end(asked.session)
+            if len(self._sessions) > MAX_SESSIONS:
+                self._sessions.popitem(last=False)
+
+    def _drop(self, request_id: str) -> _Request | None:
+        request = self._requests.pop(request_id, None)
+        if request is not None:
+            self._settle_prompt(request)
+            self._expect(request, 0.0)
+            del request.replica.requests[request_id]
+        return request
+
+    def _settle_prompt(self, request: _Request) -> None:
+        """Notes that a request's prompt has been computed, or never will be."""
+        request.replica.prompt_tokens -= request.prompt_tokens
+        request.prompt_tokens = 0
+        if request.claimed:
+            self.directory.settle(request.replica.number, request.claimed)
+            request.claimed = []
+
+    def _expect(self, request: _Request, answer_tokens: float) -> None:
+        """Notes how many tokens a request's answer is expected to have yet."""
+        request.replica.answer_tokens += answer_tokens - request.answer_tokens
+        request.answer_tokens = answer_tokens
+
+    def _known_token_s(self) -> float:
+        """Returns the mean of what replicas have measured, for those that have not yet."""
+        measured = [replica.token_s for replica in self._replicas.values() if replica.token_s]
+        return sum(measured) / len(measured) if measured else UNMEASURED_TOKEN_S
+
+    def _work_s(self, replica: _Replica, known_token_s: float) -> float:
+        """Returns the seconds of a replica's work: its tokens, and the wait for a row where all are taken.
+
+        A row comes free each time that one of `rows` answers, which take a step for each token, ends.
+        """
+        tokens_s = (replica.prompt_tokens + replica.answer_tokens) * (replica.token_s or known_token_s)
+        behind = len(replica.requests) + 1 - replica.rows
+        return tokens_s + (behind * self._expected * replica.step_s / replica.rows if behind > 0 else 0.0)
