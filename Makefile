@@ -25,7 +25,7 @@ MODEL_READY = $(BIN)/pagemill pull $(MODEL)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-slow test-gpu test-minimum test-clients coverage soak soak-server attack bench bench-gpu screenshots build lint lint-kernels format docs sanitize wheel clean distclean
+.PHONY: help serve test test-slow test-gpu test-minimum test-clients test-ray coverage soak soak-server attack bench bench-gpu screenshots build lint lint-kernels format docs sanitize wheel clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -77,6 +77,11 @@ test-minimum: wheel  ## Run tests of the HTTP server with the oldest versions th
 test-clients: $(BUILT)  ## Run suites of LangChain, litellm and Node's openai against a server, installed into build/clients (settings: PYTEST_ARGS)
 	@$(MODEL_READY)
 	@VENV=$(VENV) scripts/test-clients $(PYTEST_ARGS)
+
+test-ray: $(BUILT)  ## Install Ray, then serve three replicas and kill each kind of process under clients that stream (settings: PYTEST_ARGS)
+	@$(MODEL_READY)
+	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev,docs,ray]'
+	@exec $(BIN)/python -m pytest tests/replicas $(PYTEST_ARGS)
 
 bench-gpu: $(BUILT)  ## Measure attention on this machine's NVIDIA GPU (settings: BENCH_ARGS)
 	@exec $(BIN)/python -m benchmarks.gpu_attention $(BENCH_ARGS)

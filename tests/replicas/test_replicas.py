@@ -1,0 +1,148 @@
+"""Three replicas by one command: equal answers, kill -9 while clients stream, and an end that leaves nothing behind.
+
+Needs pagemill[ray]: `make test-ray` installs it, and `make test` leaves these out where it is missing.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import httpx
+import pytest
+
+pytest.importorskip("ray", reason="pagemill[ray] is not installed")
+
+MODEL = "smollm2-135m"
+START_S = 120.0
+STREAMS = 6
+TOKENS = 120
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        return sock.getsockname()[1]
+
+
+def described(pid):
+    """Returns a process's parent and command line; nothing if it is gone."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/cmdline") as line:
+        return int(stat.read().rpartition(")")[2].split()[1]), line.read().replace("\0", " ").strip()
+    return None
+
+
+def processes(root):
+    """Returns the command lines of all processes that come from one, by process id."""
+    running = {int(name): found for name in os.listdir("/proc") if name.isdigit() and (found := described(name))}
+    found, left = {}, [root]
+    while left:
+        parent = left.pop()
+        its = {pid: line for pid, (of, line) in running.items() if of == parent}
+        found |= its
+        left += its
+    return found
+
+
+class Fleet:
+    def __init__(self, *arguments):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        flags = ["--port", str(self.port), "--kv-memory", "64MiB", "--max-model-len", "1024", *arguments]
+        self.command = subprocess.Popen(
+            [sys.executable, "-m", "pagemill", "serve", MODEL, "--replicas", "3", *flags],
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.wait_ready()
+
+    def wait_ready(self):
+        deadline = time.monotonic() + START_S
+        while time.monotonic() < deadline:
+            assert self.command.poll() is None, self.command.stderr.read()
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/ready", timeout=5).status_code == 200:
+                    return
+            time.sleep(0.1)
+        raise AssertionError("not ready")
+
+    def processes(self, title):
+        return [pid for pid, line in processes(self.command.pid).items() if title in line]
+
+    def stop(self):
+        below = processes(self.command.pid)
+        self.command.send_signal(signal.SIGTERM)
+        assert self.command.wait(60) == 0
+        assert not [pid for pid in below if os.path.exists(f"/proc/{pid}")]
+
+
+@pytest.fixture(scope="module")
+def fleet():
+    fleet = Fleet()
+    yield fleet
+    fleet.stop()
+
+
+async def stream(client, number, gaps):
+    body = {
+        "model": MODEL, "prompt": f"Story {number}. Once upon a time", "max_tokens": TOKENS, "stream": True,
+        "ignore_eos": True, "temperature": number % 2, "seed": number, "stream_options": {"include_usage": True},
+    }  # fmt: skip
+    text, last, used = "", time.monotonic(), 0
+    async with client.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            if line.startswith("data: {"):
+                event = httpx.Response(200, content=line[6:]).json()
+                assert "error" not in event, event
+                text += "".join(choice["text"] for choice in event["choices"])
+                used = (event.get("usage") or {}).get("completion_tokens", used)
+                gaps.append(time.monotonic() - last)
+                last = time.monotonic()
+    assert used == TOKENS
+    return text
+
+
+def run_streams(fleet, during=None):
+    """Returns what all streams said, while `during` is run once they are under way; and the longest gap in seconds."""
+    gaps = []
+
+    async def all_of_them():
+        async with httpx.AsyncClient(base_url=fleet.url, timeout=60) as client:
+            streams = [asyncio.create_task(stream(client, number, gaps)) for number in range(STREAMS)]
+            while during is not None and len(gaps) < 10 * STREAMS:
+                await asyncio.sleep(0.01)
+                assert not any(one.done() and one.exception() for one in streams)
+            if during is not None:
+                during()
+            return await asyncio.gather(*streams)
+
+    return asyncio.run(all_of_them()), max(gaps)
+
+
+def test_streams_go_on_where_replicas_and_engines_are_killed(fleet):
+    expected, _ = run_streams(fleet)
+    for title in ("ray::ServeReplica:pagemill:Engine", "pagemill.engine.process"):
+        victim = fleet.processes(title)[0]
+        texts, longest_s = run_streams(fleet, lambda victim=victim: os.kill(victim, signal.SIGKILL))
+        assert texts == expected
+        print(f"killed {title}: longest gap {longest_s:.2f} s")
+        fleet.wait_ready()
+
+
+def test_another_front_end_takes_the_place_of_one_that_is_killed(fleet):
+    front_end = fleet.processes("ray::ServeReplica:pagemill:FrontEnd")[0]
+    with pytest.raises(httpx.TransportError):
+        run_streams(fleet, lambda: os.kill(front_end, signal.SIGKILL))
+    fleet.wait_ready()
+    assert run_streams(fleet)[0]
+
+
+def test_another_cluster_takes_the_place_of_one_whose_raylet_is_killed(fleet):
+    os.kill(fleet.processes("raylet/raylet ")[0], signal.SIGKILL)
+    time.sleep(1.0)
+    fleet.wait_ready()
+    assert run_streams(fleet)[0]
