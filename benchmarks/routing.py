@@ -120,7 +120,8 @@ def main() -> None:
     trace = [replace(each, arrival_s=each.arrival_s / given.speed_up) for each in read_trace(given.trace)]
     print(
         f"modelled: {given.replicas} x {model.description}; {1e6 * token_s:.0f} us a prompt's token, "
-        f"{1e3 * step_s:.1f} ms a step, {blocks} blocks of {MOONCAKE_BLOCK}; {len(trace)} requests in {trace[-1].arrival_s:.0f} s"
+        f"{1e3 * step_s:.1f} ms a step, {blocks} blocks of {MOONCAKE_BLOCK}; {len(trace)} requests in "
+        f"{trace[-1].arrival_s:.0f} s"
     )
     print(f"{'policy':14} {'found':>7} {'mean TTFT':>10} {'p50':>8} {'p99':>8}")
     for policy in ("least-work", "round-robin", "power of two"):

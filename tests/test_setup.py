@@ -125,7 +125,7 @@ def test_locked_versions_lie_in_the_declared_ranges():
             requirement = Requirement(line)
             pin = next(iter(requirement.specifier)).version
             locked.setdefault(requirement.name.lower(), []).append(pin)
-    names = ("dependencies", "dev", "docs", "gpu", "otel", "plot")
+    names = ("dependencies", "dev", "docs", "gpu", "otel", "plot", "ray")
     declared = [text for name in names for text in _declared(name)]
     assert len(declared) > 20
     for requirement in map(Requirement, declared):
@@ -135,7 +135,7 @@ def test_locked_versions_lie_in_the_declared_ranges():
 
 @pytest.mark.parametrize(
     ("folders", "lists"),
-    [(["src"], ["dependencies", "gpu", "otel", "plot"]), (["tests", "benchmarks"], ["dependencies", "dev"])],
+    [(["src"], ["dependencies", "gpu", "otel", "plot", "ray"]), (["tests", "benchmarks"], ["dependencies", "dev"])],
     ids=["package", "development"],
 )
 def test_what_is_imported_is_declared(folders, lists):

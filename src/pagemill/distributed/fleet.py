@@ -206,8 +206,8 @@ class Fleet:
         if self.ended is not None:
             return
         lost = self._flights.at(link.name)
-        self._num_lost += 1
-        if link.name in self._listed or lost:
+        if link.facts is not None:  # else it was tried again before Ray Serve had noticed
+            self._num_lost += 1
             LOGGER.error("%s; requests that go on elsewhere: %d", link.death, len(lost))
         self._refresh()
         for flight in lost:

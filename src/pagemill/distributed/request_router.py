@@ -11,14 +11,15 @@ import asyncio
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
 from pagemill.distributed import listing
+from pagemill.errors import EngineDeadError
 
 LOOK_S = 0.005
 """Seconds between two looks for calls, while some are being routed."""
 
 
 class NamedReplicaRouter(RequestRouter):
-    """Sends a call to the replica that its argument `replica` names, or to any if that is None. A call to one that is
-    not there waits."""
+    """Sends a call to the replica that its argument `replica` names, or to any if that is None. A call to one that
+    is not there raises `EngineDeadError`."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         """Takes the replicas that Ray Serve lists, and keeps those that have something to end."""
@@ -46,4 +47,9 @@ class NamedReplicaRouter(RequestRouter):
         name = pending_request.kwargs.get("replica")
         if name is None:
             return [candidate_replicas]
-        return [[replica for replica in candidate_replicas if replica.replica_id.unique_id == name]]
+        named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == name]
+        if not named:
+            # A call that waited would keep one of the few places in which Ray Serve routes calls.
+            pending_request.future.set_exception(EngineDeadError(f"replica {name} is gone"))
+            return [candidate_replicas]
+        return [named]
