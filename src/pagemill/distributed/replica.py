@@ -50,6 +50,7 @@ SEPARATOR = "/"
 class _FrontEnd:
     outbox: Outbox = field(default_factory=Outbox)
     heard_s: float = field(default_factory=time.monotonic)
+    last_batch: int = 0
 
 
 class EngineReplica:
@@ -82,13 +83,19 @@ class EngineReplica:
                 del self._front_ends[front_end]
                 self._keep(self._abort_all(front_end))
 
-    async def send(self, front_end: str, batch: bytes, replica: str) -> None:
-        """Takes a batch from a front end whose stream is open; one whose stream has ended is told nothing more."""
+    async def send(self, front_end: str, number: int, batch: bytes, replica: str) -> None:
+        """Takes a batch from a front end whose stream is open, once. Raises `EngineDeadError` where it has ended.
+
+        number: rises with each batch; one that is sent again has that of before.
+        """
         mine = self._front_ends.get(front_end)
         if mine is None:
             raise EngineDeadError("this replica has no stream to the front end any more; open another")
-        inbound = INBOUND.decode(batch)
         mine.heard_s = now_s = time.monotonic()
+        if number <= mine.last_batch:
+            return
+        mine.last_batch = number
+        inbound = INBOUND.decode(batch)
         for message in inbound.messages:
             match message:
                 case EngineRequest():

@@ -23,6 +23,9 @@ LOGGER = logging.getLogger(__name__)
 PING_S = 5.0
 """The longest time without a batch to a replica, which takes a front end for gone otherwise."""
 
+SEND_S = 1.0
+"""Seconds after which a batch that has not arrived is sent again; the replica takes each once."""
+
 A = TypeVar("A")
 
 
@@ -56,6 +59,7 @@ class ReplicaLink:
         self._user = user
         self._outbox = Outbox()
         self._question_ids = itertools.count()
+        self._batches = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._last_words: Failure | None = None
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send())]
@@ -104,9 +108,19 @@ class ReplicaLink:
         try:
             while (batch := await self._outbox.take(PING_S)) is not None:
                 await self._known()
-                await self._handle.send.remote(self._front_end, batch, replica=self.name)
+                await self._deliver(next(self._batches), batch)
         except Exception as error:
             self._end(EngineDeadError(f"replica {self.name} is gone ({type(error).__name__})"))
+
+    async def _deliver(self, number: int, batch: bytes) -> None:
+        """Sends a batch until it has arrived: under load Ray Serve may lose a call before it is routed."""
+        while True:
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._call(number, batch), SEND_S)
+                return
+
+    async def _call(self, number: int, batch: bytes) -> None:
+        await self._handle.send.remote(self._front_end, number, batch, replica=self.name)
 
     async def _known(self) -> None:
         """Waits until the replica knows this front end."""
