@@ -23,10 +23,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from pagemill.child_process import Child, start_child
 from pagemill.distributed.driver import Said
 from pagemill.distributed.plan import FleetPlan
 from pagemill.errors import EngineDeadError
-from pagemill.frontend.spawn import Child, start_child
 from pagemill.frontend.supervisor import RestartLimits
 
 LOGGER = logging.getLogger(__name__)
