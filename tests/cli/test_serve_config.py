@@ -61,7 +61,7 @@ def test_a_file_says_what_flags_say(show):
     assert {name: settings[name] for name in expected} == expected
     assert "port: 9001  # serve.yaml, line 3\n" in shown
     assert "seed: 0  # default\n" in shown
-    assert "tensor-parallel-size" not in shown
+    assert "pipeline-parallel-size" not in shown
 
 
 def test_what_is_shown_is_a_file_with_the_same_settings(show, tmp_path):

@@ -20,7 +20,7 @@ from pagemill.speculative_config import SpeculativeConfig
 
 
 def build(
-    config: EngineConfig, executor: Executor, publishes: bool
+    config: EngineConfig, executor: Executor, publishes: bool = False
 ) -> tuple[MemoryManager, Tiers | None, Scheduler, Streamed]:
     """Allocates the executor's pool, and builds around it what an `EngineCore` drives beside the executor.
 
