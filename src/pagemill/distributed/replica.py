@@ -1,8 +1,8 @@
 """EngineReplica: one engine as a deployment of Ray Serve, for any number of front ends.
 
 It passes messages on between its front ends and the engine, which runs in a child process as it does on one machine.
-A front end has one stream of everything that is for it, in batches of what steps bring: Ray takes a fifth of a
-millisecond of each side's processor for a message, whatever is in it.
+A front end has one stream of everything that is for it, in batches of what steps bring: Ray's cost is by the message,
+whatever is in it.
 """
 
 from __future__ import annotations

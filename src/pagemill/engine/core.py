@@ -52,6 +52,8 @@ LOAD_WAIT_S = 0.05
 """How long a step with nothing to compute waits for blocks from lower tiers, before messages are looked at again."""
 PREPARING_WAIT_S = 0.001
 """How long such a step waits where requests are being prepared."""
+MOVED = 0.1
+"""Share by which a measured time must have moved before routing is told."""
 
 
 class EngineCore:
@@ -62,7 +64,7 @@ class EngineCore:
 
     progress(done, total): bytes of weights, called while they load.
     executor: what runs the model; None for what the settings ask for.
-    publishes: whether `take_held` tells which blocks come and go.
+    publishes: whether `take_held` tells which blocks come and go, and what work takes.
 
     scheduler, memory: what the loop drives beside the executor.
     tiers: offload stores and the transfers to and from them; None without any.
@@ -77,6 +79,7 @@ class EngineCore:
         publishes: bool = False,
     ) -> None:
         self.config = config
+        self.publishes = publishes
         self.executor = open_executor(config, progress) if executor is None else executor
         self._adapters = Adapters(config, self.executor)
         try:
@@ -92,7 +95,8 @@ class EngineCore:
         self._preparing = Preparing(self.executor, self.root)
         self._ended: list[SequenceUpdate] = []
         """Ends between two steps, which the next step tells."""
-        self._measured = Pacer(config.max_num_batched_tokens)
+        self._measured = Pacer(config.max_num_batched_tokens) if publishes else None
+        self._told_times = 0.0, 0.0
         self._stalled_s = 0.0
         self._was_stuck = False
         self._steps = self._prompt_tokens = self._generated_tokens = 0
@@ -194,7 +198,8 @@ class EngineCore:
         self._steps += 1
         seconds, generating = time.monotonic() - begun, plan.num_generating
         self.scheduler.note_step(plan, seconds)
-        self._measured.note_step(seconds, plan.num_tokens - generating, generating)
+        if self._measured is not None:
+            self._measured.note_step(seconds, plan.num_tokens - generating, generating)
         if self.tiers is not None:
             self.tiers.note_step(plan, time.monotonic() - begin)
         if self.config.check_invariants:
@@ -218,15 +223,21 @@ class EngineCore:
         return ended
 
     def take_held(self) -> Held | None:
-        """Returns which blocks have come and gone since the last call; None if none has."""
-        stored, removed = self.memory.take_events()
-        if not stored and not removed:
+        """Returns which blocks have come and gone since the last call, and what work takes; None if no block has and
+        no time has moved, or if this engine does not publish."""
+        if self._measured is None:
             return None
+        stored, removed = self.memory.take_events()
+        times = self._measured.token_s, self._measured.plain_s
+        moved = any(abs(now - told) > MOVED * told for now, told in zip(times, self._told_times, strict=True))
+        if not stored and not removed and not moved:
+            return None
+        self._told_times = times
         return Held(
             stored=b"".join(digest[:DIGEST_BYTES] for digest in stored),
             removed=b"".join(digest[:DIGEST_BYTES] for digest in removed),
-            token_s=self._measured.token_s,
-            step_s=self._measured.plain_s,
+            token_s=times[0],
+            step_s=times[1],
         )
 
     def resize(self, kv_memory: int | float | str | None) -> EngineReady:
