@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 import yaml
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from pagemill.arguments import arguments_of
-from pagemill.config import EngineConfig
 from pagemill.distributed.front_end import ListeningFrontEnd, proxied_ingress
 from pagemill.distributed.plan import FleetPlan
+from pagemill.distributed.plan_arguments import plan_of
 from pagemill.distributed.replica import EngineReplica, ScaledReplica
-from pagemill.distributed.routing import ROUTING_POLICIES
-from pagemill.errors import ConfigError, shown
-from pagemill.server.access.limits import ServerLimits
-from pagemill.server.access.server_access import ServerAccess
-from pagemill.server.logs.output import ServerLogs
-from pagemill.server.routes.models import check_served_names
-from pagemill.tenant_limits import read_tenants_file
 
 FRONT_END, ENGINE = "FrontEnd", "Engine"
 """Names of the two deployments."""
@@ -40,48 +32,9 @@ def build(args: Mapping[str, Any]) -> serve.Application:
     Beside `model` they are: `replicas`, or `min_replicas` and `max_replicas`; `routing`; `served_model_name`;
     `tenants`, a file; `engine_resources` and `front_end_resources`, Ray's actor options; and all settings of
     `pagemill serve` that concern neither its address nor its connections. Texts are read as YAML, since a command line
-    has nothing else. Raises `ConfigError`.
+    has nothing else. API keys may also come from the environment of the process that builds it. Raises `ConfigError`.
     """
-    return application(plan_of({name: _value(value) for name, value in args.items()}))
-
-
-def plan_of(args: Mapping[str, Any]) -> FleetPlan:
-    """Returns the plan that arguments ask for. Raises `ConfigError`."""
-    left = dict(args)
-    model = left.pop("model", None)
-    if not isinstance(model, str) or not model:
-        raise ConfigError(f"model is {shown(model)}; name one: model=smollm2-135m", param="model")
-    names = left.pop("served_model_name", None) or [model]
-    names = [names] if isinstance(names, str) else names
-    check_served_names(names)
-    tenants = left.pop("tenants", None)
-    routing = left.pop("routing", "least-work")
-    if routing not in ROUTING_POLICIES:
-        raise ConfigError(f"routing is {shown(routing)}; it must be one of {', '.join(ROUTING_POLICIES)}")
-    replicas = _replicas(left)
-    groups: dict[str, dict[str, Any]] = {}
-    for kind in (ServerLimits, ServerAccess, ServerLogs, EngineConfig):
-        declared = arguments_of(kind)
-        groups[kind.__name__] = {name: left.pop(name) for name in [*left] if name in declared}
-    plan = FleetPlan(
-        model=model,
-        names=names,
-        settings=groups["EngineConfig"],
-        replicas=replicas,
-        routing=routing,
-        tenants=None if tenants is None else read_tenants_file(tenants),
-        limits=ServerLimits(**groups["ServerLimits"]),
-        access=ServerAccess(**groups["ServerAccess"]),
-        logs=ServerLogs(**groups["ServerLogs"]),
-        engine_resources=left.pop("engine_resources", {"num_cpus": 1}),
-        front_end_resources=left.pop("front_end_resources", {"num_cpus": 0}),
-    )
-    if left:
-        name = next(iter(left))
-        known = sorted({each.name for each in fields(EngineConfig)} | {"replicas", "routing", "tenants"})
-        raise ConfigError(f"there is no argument {shown(name)}; known are {', '.join(known)} and those of the server")
-    plan.engine_config()
-    return plan
+    return application(plan_of({name: _value(value) for name, value in args.items()}, os.environ))
 
 
 def application(plan: FleetPlan) -> serve.Application:
@@ -116,25 +69,6 @@ def application(plan: FleetPlan) -> serve.Application:
         **ending,
     )
     return front_end.bind(engine.bind(plan.engine_config(), plan.log_path), plan)
-
-
-def _replicas(args: dict[str, Any]) -> int | tuple[int, int]:
-    """Takes how many replicas there are out of the arguments."""
-    least, most = args.pop("min_replicas", None), args.pop("max_replicas", None)
-    count = args.pop("replicas", None)
-    if (least is None) != (most is None) or (least is not None and count is not None):
-        raise ConfigError("give replicas, or both min_replicas and max_replicas", param="replicas")
-    numbers = (
-        {"replicas": 1 if count is None else count} if least is None else {"min_replicas": least, "max_replicas": most}
-    )
-    for name, number in numbers.items():
-        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-            raise ConfigError(f"{name} is {shown(number)}; it must be an integer from 1 on", param=name)
-    if least is None:
-        return numbers["replicas"]
-    if least > most:
-        raise ConfigError(f"min_replicas is {least}, more than max_replicas, {most}; lower it", param="min_replicas")
-    return least, most
 
 
 def _value(value: Any) -> Any:

@@ -1,0 +1,109 @@
+"""Makes a plan of the arguments of an application for Ray Serve."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from pagemill.arguments import arguments_of
+from pagemill.config import EngineConfig
+from pagemill.distributed.plan import FleetPlan
+from pagemill.distributed.routing import ROUTING_POLICIES
+from pagemill.errors import ConfigError, shown
+from pagemill.server.access.limits import ServerLimits
+from pagemill.server.access.server_access import ServerAccess
+from pagemill.server.logs.output import ServerLogs
+from pagemill.server.routes.models import check_served_names
+from pagemill.tenant_limits import read_tenants_file
+
+OF_PROXIES = (
+    "ssl_certfile", "ssl_keyfile", "forwarded_allow_ips", "max_connections", "max_connections_per_client",
+    "request_timeout_s", "reading_timeout_s",
+)  # fmt: skip
+"""Settings of `pagemill serve` that say how connections are treated: here they are Ray Serve's."""
+
+
+def plan_of(args: Mapping[str, Any], environment: Mapping[str, str]) -> FleetPlan:
+    """Returns the plan that arguments ask for, with API keys from the environment where none are given.
+
+    Raises `ConfigError`, also where nothing keeps others out: Ray Serve's proxies may be reached from elsewhere.
+    """
+    left = dict(args)
+    _refuse_settings_of_proxies(left)
+    model = left.pop("model", None)
+    if not isinstance(model, str) or not model:
+        raise ConfigError(f"model is {shown(model)}; name one: model=smollm2-135m", param="model")
+    names = left.pop("served_model_name", None) or [model]
+    names = [names] if isinstance(names, str) else names
+    check_served_names(names)
+    tenants_file = left.pop("tenants", None)
+    tenants = None if tenants_file is None else read_tenants_file(tenants_file)
+    routing = left.pop("routing", "least-work")
+    if routing not in ROUTING_POLICIES:
+        raise ConfigError(f"routing is {shown(routing)}; it must be one of {', '.join(ROUTING_POLICIES)}")
+    replicas = _replicas(left)
+    groups: dict[str, dict[str, Any]] = {}
+    for kind in (ServerLimits, ServerAccess, ServerLogs, EngineConfig):
+        declared = arguments_of(kind)
+        groups[kind.__name__] = {name: left.pop(name) for name in [*left] if name in declared}
+    access = ServerAccess.read(groups["ServerAccess"], environment)
+    if not (access.allow_unauthenticated or access.api_key or (tenants is not None and tenants.keys)):
+        raise ConfigError(
+            "Ray Serve's proxies may be reached from elsewhere, and there is no API key; give one (PAGEMILL_API_KEY, "
+            "api_key or tenants), or serve everybody with allow_unauthenticated=true",
+            param="api_key",
+        )
+    plan = FleetPlan(
+        model=model,
+        names=names,
+        settings=groups["EngineConfig"],
+        replicas=replicas,
+        routing=routing,
+        tenants=tenants,
+        limits=ServerLimits(**groups["ServerLimits"]),
+        access=access,
+        logs=ServerLogs(**groups["ServerLogs"]),
+        engine_resources=left.pop("engine_resources", {"num_cpus": 1}),
+        front_end_resources=left.pop("front_end_resources", {"num_cpus": 0}),
+    )
+    if left:
+        name = next(iter(left))
+        known = sorted({each.name for each in fields(EngineConfig)} | {"replicas", "routing", "tenants"})
+        raise ConfigError(f"there is no argument {shown(name)}; known are {', '.join(known)} and those of the server")
+    plan.engine_config()
+    return plan
+
+
+def _replicas(args: dict[str, Any]) -> int | tuple[int, int]:
+    """Takes how many replicas there are out of the arguments."""
+    least, most = args.pop("min_replicas", None), args.pop("max_replicas", None)
+    count = args.pop("replicas", None)
+    if (least is None) != (most is None) or (least is not None and count is not None):
+        raise ConfigError("give replicas, or both min_replicas and max_replicas", param="replicas")
+    numbers = (
+        {"replicas": 1 if count is None else count} if least is None else {"min_replicas": least, "max_replicas": most}
+    )
+    for name, number in numbers.items():
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ConfigError(f"{name} is {shown(number)}; it must be an integer from 1 on", param=name)
+    if least is None:
+        return numbers["replicas"]
+    if least > most:
+        raise ConfigError(f"min_replicas is {least}, more than max_replicas, {most}; lower it", param="min_replicas")
+    return least, most
+
+
+def _refuse_settings_of_proxies(args: Mapping[str, Any]) -> None:
+    for name in OF_PROXIES:
+        if name in args:
+            raise ConfigError(
+                f"{name} concerns connections, which are Ray Serve's proxies'; leave it out, and set theirs "
+                f"(http_options)",
+                param=name,
+            )
+    if "otlp_traces_endpoint" in args:
+        raise ConfigError(
+            "otlp_traces_endpoint is not known to a fleet; leave it out, or serve one engine by pagemill serve",
+            param="otlp_traces_endpoint",
+        )

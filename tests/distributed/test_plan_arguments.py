@@ -1,0 +1,36 @@
+"""The arguments of an application for Ray Serve: who may ask it, and what is refused by name."""
+
+import pytest
+
+from pagemill.distributed.plan_arguments import OF_PROXIES, plan_of
+from pagemill.errors import ConfigError
+
+MODEL = {"model": "smollm2-135m"}
+
+
+def test_keys_of_the_environment_count():
+    plan = plan_of(MODEL, {"PAGEMILL_API_KEY": "k", "PAGEMILL_ADMIN_API_KEY": "a"})
+    assert (plan.access.api_key, plan.access.admin_api_key) == (["k"], ["a"])
+    assert plan_of({**MODEL, "api_key": ["given"]}, {"PAGEMILL_API_KEY": "k"}).access.api_key == ["given"]
+
+
+@pytest.mark.parametrize("environment", [{}, {"PAGEMILL_ADMIN_API_KEY": "a"}])
+def test_without_a_key_nobody_is_served_unless_that_is_said(environment):
+    with pytest.raises(ConfigError, match="no API key"):
+        plan_of(MODEL, environment)
+    assert plan_of({**MODEL, "allow_unauthenticated": True}, environment).access.allow_unauthenticated
+
+
+@pytest.mark.parametrize("name", [*OF_PROXIES, "otlp_traces_endpoint", "no_such_setting"])
+def test_what_has_no_effect_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match=name):
+        plan_of({**MODEL, name: 1}, {"PAGEMILL_API_KEY": "k"})
+
+
+def test_replicas_are_a_number_or_two():
+    keys = {"PAGEMILL_API_KEY": "k"}
+    assert plan_of({**MODEL, "replicas": 3}, keys).replicas == 3
+    assert plan_of({**MODEL, "min_replicas": 1, "max_replicas": 4}, keys).replicas == (1, 4)
+    for wrong in ({"replicas": 0}, {"min_replicas": 2}, {"min_replicas": 3, "max_replicas": 2}):
+        with pytest.raises(ConfigError, match="replicas"):
+            plan_of({**MODEL, **wrong}, keys)
