@@ -15,6 +15,8 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from pagemill.config import EngineConfig
 from pagemill.distributed.messages import INBOUND
 from pagemill.distributed.outbox import Outbox
@@ -26,10 +28,11 @@ from pagemill.engine.messages import (
     Failure,
     FinishSequences,
     Held,
+    SequenceList,
     SequenceOutput,
     StepOutputs,
 )
-from pagemill.engine.queries import Answer, Question, SequencesQuery, StatsQuery
+from pagemill.engine.queries import Answer, Question, StatsQuery
 from pagemill.engine.stats import EngineStats
 from pagemill.errors import EngineDeadError, PagemillError
 from pagemill.frontend.process_client import ProcessClient
@@ -51,6 +54,15 @@ class _FrontEnd:
     outbox: Outbox = field(default_factory=Outbox)
     heard_s: float = field(default_factory=time.monotonic)
     last_batch: int = 0
+    requests: dict[str, set[int]] = field(default_factory=dict)
+    """The sequences that have not ended of each request that it has sent, by the engine's id."""
+
+    def end(self, request_id: str, index: int) -> None:
+        """Notes that a sequence has ended; nothing happens for one that has already."""
+        left = self.requests.get(request_id, set())
+        left.discard(index)
+        if not left:
+            self.requests.pop(request_id, None)
 
 
 class EngineReplica:
@@ -65,6 +77,7 @@ class EngineReplica:
         self._front_ends: dict[str, _FrontEnd] = {}
         self._client = ProcessClient(config, self._note_held)
         await self._client.load(lambda done, total: None)
+        self._told_facts = self._client.facts
         self._tasks = {asyncio.create_task(self._receive()), asyncio.create_task(self._watch())}
 
     async def outputs(self, front_end: str, replica: str) -> AsyncGenerator[bytes, None]:
@@ -81,7 +94,8 @@ class EngineReplica:
         finally:
             if self._front_ends.get(front_end) is mine:
                 del self._front_ends[front_end]
-                self._keep(self._abort_all(front_end))
+                if mine.requests:
+                    self._client.abort([*mine.requests])
 
     async def send(self, front_end: str, number: int, batch: bytes, replica: str) -> None:
         """Takes a batch from a front end whose stream is open, once. Raises `EngineDeadError` where it has ended.
@@ -103,13 +117,20 @@ class EngineReplica:
                     message.arrival_s += now_s - inbound.sent_s
                     if message.fork_of is not None:
                         message.fork_of = f"{front_end}{SEPARATOR}{message.fork_of[0]}", message.fork_of[1]
+                    mine.requests[message.request_id] = {*range(message.params.n)}
                     self._client.submit(message)
                 case AbortRequests():
-                    self._client.abort([f"{front_end}{SEPARATOR}{each}" for each in message.request_ids])
+                    ended = [f"{front_end}{SEPARATOR}{each}" for each in message.request_ids]
+                    for each in ended:
+                        mine.requests.pop(each, None)
+                    self._client.abort(ended)
                 case FinishSequences():
-                    self._client.finish([(f"{front_end}{SEPARATOR}{each}", at) for each, at in message.sequences])
-                case Question():
-                    self._keep(self._answer(mine, message))
+                    finished = [(f"{front_end}{SEPARATOR}{each}", at) for each, at in message.sequences]
+                    for each, at in finished:
+                        mine.end(each, at)
+                    self._client.finish(finished)
+                case Question():  # posed at once, so that no request behind it overtakes it
+                    self._keep(self._answer(front_end, message.id, self._client.pose(message.query)))
 
     async def close(self, front_end: str, replica: str) -> None:
         """Ends a front end's stream, behind all that is on its way."""
@@ -155,7 +176,10 @@ class EngineReplica:
     def _pass_on(self, outputs: list[SequenceOutput]) -> None:
         by_front_end: dict[str, list[SequenceOutput]] = {}
         for output in outputs:
-            front_end, _, output.request_id = output.request_id.partition(SEPARATOR)
+            engine_id = output.request_id
+            front_end, _, output.request_id = engine_id.partition(SEPARATOR)
+            if output.finish_reason is not None and (ending := self._front_ends.get(front_end)) is not None:
+                ending.end(engine_id, output.index)
             by_front_end.setdefault(front_end, []).append(output)
         for front_end, its in by_front_end.items():
             if (each := self._front_ends.get(front_end)) is not None:
@@ -168,18 +192,21 @@ class EngineReplica:
         for each in self._front_ends.values():
             each.outbox.put(held)
 
-    async def _answer(self, front_end: _FrontEnd, question: Question) -> None:
-        """Answers a question; what has changed in the facts goes first, to everybody."""
-        before = self._client.facts
+    async def _answer(self, front_end: str, number: int, answered: asyncio.Future[Any]) -> None:
+        """Passes on the answer to a question; what has changed in the facts goes first, to everybody."""
         answer: Any
         try:
-            answer = await self._client.ask(question.query)
+            answer = await answered
         except PagemillError as error:
             answer = Failure.of(error)
-        if self._client.facts != before:
+        if self._client.facts != self._told_facts:
+            self._told_facts = self._client.facts
             for each in self._front_ends.values():
                 each.outbox.put(self._client.facts)
-        front_end.outbox.put(Answer(question.id, answer))
+        if isinstance(answer, SequenceList):
+            answer = _sequences_of(front_end, answer)
+        if (mine := self._front_ends.get(front_end)) is not None:
+            mine.outbox.put(Answer(number, answer))
 
     async def _watch(self) -> None:
         """Ends the streams of front ends that are silent: Ray does not say that a caller is gone."""
@@ -188,13 +215,6 @@ class EngineReplica:
             for each in self._front_ends.values():
                 if time.monotonic() - each.heard_s > SILENT_S:
                     each.outbox.close()
-
-    async def _abort_all(self, front_end: str) -> None:
-        """Ends the requests of a front end whose stream has ended."""
-        sequences = (await self._client.ask(SequencesQuery())).sequences
-        its = {each.request_id for each in sequences if each.request_id.startswith(f"{front_end}{SEPARATOR}")}
-        if its:
-            self._client.abort([*its])
 
     def _keep(self, work: Any) -> None:
         """Runs a coroutine to its end beside the calls."""
@@ -220,3 +240,15 @@ class ScaledReplica(EngineReplica):
 def split_digests(joined: bytes) -> list[bytes]:
     """Returns the beginnings of digests that a `Held` has."""
     return [joined[start : start + DIGEST_BYTES] for start in range(0, len(joined), DIGEST_BYTES)]
+
+
+def _sequences_of(front_end: str, answer: SequenceList) -> SequenceList:
+    """Returns a front end's own sequences, by the ids that it gave."""
+    prefix = f"{front_end}{SEPARATOR}"
+    return SequenceList(
+        [
+            msgspec.structs.replace(each, request_id=each.request_id.removeprefix(prefix))
+            for each in answer.sequences
+            if each.request_id.startswith(prefix)
+        ]
+    )

@@ -127,16 +127,19 @@ class ProcessClient:
         self._send(messages.FinishSequences(sequences))
 
     async def ask(self, query: Query[A]) -> A:
+        return await self.pose(query)
+
+    def pose(self, query: Query[A]) -> asyncio.Future[A]:
+        """Queues a query behind what was sent before, and returns its answer to come, which raises as `ask` does."""
+        answer: asyncio.Future[A] = asyncio.get_running_loop().create_future()
         if (error := self.ended or self.interrupted) is not None:
-            raise error
+            answer.set_exception(error)
+            return answer
         question = Question(next(self._question_ids), query)  # type: ignore[arg-type]
         self._send(question)
-        answer = self._asked[question.id] = asyncio.get_running_loop().create_future()
-        try:
-            result: A = await answer
-            return result
-        finally:
-            self._asked.pop(question.id, None)
+        self._asked[question.id] = answer
+        answer.add_done_callback(lambda _: self._asked.pop(question.id, None))
+        return answer
 
     def end(self, error: PagemillError) -> None:
         """Answers every question with this error, now and from now on. The process is left to itself."""
