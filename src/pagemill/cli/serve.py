@@ -129,10 +129,11 @@ def serve(
     if replicas is not None:
         port = port or free_port(host)
         who: dict[str, Any] = {"tenants": tenants, "limits": limits, "access": access, "logs": logs}
+        who["restarts"] = RestartLimits(**restarts)
         engines = {name: value for name, value in settings.items() if name != "tenants"}
         plan = plan_for(replicas, routing, model, names, (host, port), engines, pin_file, **who)
         scheme = "http" if access.ssl_certfile is None else "https"
-        serve_plan(plan, url_of(scheme, str(address[0]), port, here=True), RestartLimits(**restarts))
+        serve_plan(plan, url_of(scheme, str(address[0]), port, here=True))
         return
     with socket.create_server((host, port), family=family) as sock, logging_to(sys.stderr, logs):
         run(_serve(model, names, sock, host, {**settings, **restarts}, pin_file, tenants, limits, access, logs))

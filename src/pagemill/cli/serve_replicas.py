@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from pagemill.errors import ConfigError
-from pagemill.frontend.supervisor import RestartLimits
 from pagemill.machine import usable_cores
 from pagemill.server.logs.output import fields, logging_to
 
@@ -63,7 +62,7 @@ def plan_for(
     return plan
 
 
-def serve_plan(plan: FleetPlan, url: str, restarts: RestartLimits) -> None:
+def serve_plan(plan: FleetPlan, url: str) -> None:
     """Serves a fleet until it is told to stop. url: its address here. Raises `EngineDeadError`."""
     from pagemill.cli.loading import invite, messages
     from pagemill.distributed.local import LOGGER, serve_fleet
@@ -80,4 +79,4 @@ def serve_plan(plan: FleetPlan, url: str, restarts: RestartLimits) -> None:
     with logging_to(sys.stderr, plan.logs):
         if plan.logs.log_format == "text":
             messages.print(f"starting {plan.replicas} replicas of {plan.names[0]}", style="dim")
-        serve_fleet(plan, restarts, ready)
+        serve_fleet(plan, plan.restarts, ready)

@@ -7,7 +7,9 @@ import itertools
 import logging
 import os
 import random
+import time
 import uuid
+from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -15,6 +17,7 @@ from pagemill.config import EngineConfig
 from pagemill.distributed import listing
 from pagemill.distributed.flights import MAX_SENT, Flight, Flights
 from pagemill.distributed.merging import merge
+from pagemill.distributed.pin_copies import PinCopies
 from pagemill.distributed.replica import split_digests
 from pagemill.distributed.replica_link import ReplicaLink, is_refusal
 from pagemill.distributed.routing import Asked, Router, RoutingPolicy
@@ -26,11 +29,12 @@ from pagemill.engine.messages import (
     FinishSequences,
     Held,
     SequenceOutput,
+    refusals,
 )
 from pagemill.engine.queries import LoadAdapter, Query, ResizePool, SetTenant
 from pagemill.errors import EngineRestartingError, EngineStoppedError, InvalidRequestError, PagemillError
 from pagemill.frontend.frontend import Frontend
-from pagemill.frontend.supervisor import OUTPUTS_AT_ONCE
+from pagemill.frontend.supervisor import OUTPUTS_AT_ONCE, RestartLimits
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.namespace import Namespace
 
@@ -41,6 +45,8 @@ LOGGER = logging.getLogger(__name__)
 
 LINK_AGAIN_S = 0.5
 """Seconds after which a replica is tried again that Ray Serve lists, and to which a connection was lost."""
+NO_REPLICA_S = 120.0
+"""The longest time that requests wait where no replica is left."""
 
 A = TypeVar("A")
 
@@ -52,25 +58,40 @@ class Fleet:
     engine is done again by each replica that comes later.
     """
 
-    def __init__(self, config: EngineConfig, handle: DeploymentHandle[Any], policy: RoutingPolicy) -> None:
-        """handle: of the replicas' deployment."""
+    def __init__(
+        self, config: EngineConfig, handle: DeploymentHandle[Any], policy: RoutingPolicy, restarts: RestartLimits
+    ) -> None:
+        """handle: of the replicas' deployment. restarts: how many replicas may be lost before requests wait no more for
+        another where none is left."""
         self.ended: PagemillError | None = None
         self.interrupted: EngineRestartingError | None = None
         self.num_restarts = 0
         """Replicas that came after the first have been lost."""
         self._handle = handle
         self._policy = policy
+        self._restarts = restarts
         self._name = uuid.uuid4().hex
         self._numbers = itertools.count()
         self._random = random.Random(config.seed)
         self._flights = Flights()
         self._links: dict[str, ReplicaLink] = {}
         """Connections that are open, by replica: to those that take requests, and those that end what they have."""
+        self._taking_in: set[str] = set()
+        """Replicas that are being brought to where the others are."""
         self._listed: set[str] = set()
         self._router: Router | None = None
         self._facts: EngineReady | None = None
-        self._changes: dict[tuple[type, object], Query[EngineReady]] = {}
+        self._changes: dict[tuple[type, object], tuple[int, Query[EngineReady]]] = {}
+        """What replicas that come later must do, each with a number that rises."""
+        self._change_numbers = itertools.count(1)
+        self._pin_copies = PinCopies()
         self._num_lost = 0
+        self._lost_s: deque[float] = deque()
+        """When replicas were lost, within the window of `RestartLimits`."""
+        self._patience: asyncio.TimerHandle | None = None
+        """Ends the wait for a replica; None while there is one."""
+        self._gave_up: str | None = None
+        """Why requests do not wait for a replica; None while they do."""
         self._frontend: Frontend | None = None
         self._incoming: asyncio.Queue[list[SequenceOutput]] = asyncio.Queue()
         self._loaded = asyncio.Event()
@@ -115,6 +136,9 @@ class Fleet:
         if request.seed is None and request.params.seed is None:
             request.seed = self._random.getrandbits(63)  # here, so that each replica that it is sent to takes the same
         flight = self._flights.begin(request)
+        if self._gave_up is not None:
+            self._incoming.put_nowait(self._flights.fail(flight, self._gave_up))
+            return
         try:
             self._send(flight)
         except InvalidRequestError:
@@ -139,16 +163,23 @@ class Fleet:
     async def ask(self, query: Query[A]) -> A:
         if (error := self.ended or self.interrupted) is not None:
             raise error
-        answers = await asyncio.gather(*(link.ask(query) for link in self._serving()), return_exceptions=True)
+        is_change, asked, answers = isinstance(query, (SetTenant, LoadAdapter, ResizePool)), set[str](), list[Any]()
+        while links := [link for link in self._serving() if link.name not in asked]:
+            asked |= {link.name for link in links}
+            answers += await asyncio.gather(*(link.ask(query) for link in links), return_exceptions=True)
+            if not is_change:
+                break  # else replicas that have come meanwhile do it too
         refusals = [each for each in answers if isinstance(each, BaseException) and is_refusal(each)]
         good = [each for each in answers if not isinstance(each, BaseException)]
         if isinstance(query, (SetTenant, LoadAdapter, ResizePool)):
             if refusals:
                 raise refusals[0]
-            self._remember(query)
+            if good:
+                self._remember(query)
         if not good:
             raise next((each for each in answers if isinstance(each, BaseException)), self._restarting("no replica"))
-        return merge(good)
+        merged: A = merge(good)
+        return merged
 
     # Life
 
@@ -173,24 +204,31 @@ class Fleet:
         """Takes a replica among those that get requests, once it has done what others were told."""
         if self._router is None:
             self._router = Router(facts.block_size, self._policy)
-        if link.name not in self._router.replicas and link.name in self._listed:
+        if not self._router.knows(link.name):
             self._router.add(link.name, facts.max_num_seqs)
-            self._keep(self._take_in(link))
+            self._router.rest(link.name)
+        self._admit(link)
         self._refresh()
 
     def note_held(self, link: ReplicaLink, held: Held) -> None:
-        if self._router is not None and link.name in self._router.replicas:
+        if self._router is not None and self._router.knows(link.name):
             self._router.note_events(link.name, split_digests(held.stored), split_digests(held.removed))
             self._router.note_times(link.name, held.token_s, held.step_s)
 
     def note_outputs(self, link: ReplicaLink, outputs: list[SequenceOutput]) -> None:
         assert self._router is not None
+        self._pin_copies.take(outputs)
+        pins = self._pins_of(link, outputs)
         new = self._flights.take(link.name, outputs)
         for output in new:
             if output.new_token_ids:
                 self._router.note_tokens(output.request_id, len(output.new_token_ids))
             if output.finish_reason is not None and self._flights.get(output.request_id) is None:
                 self._router.end(output.request_id)
+                if output.error is not None:  # found here, maybe: the replica may still compute it
+                    link.send(AbortRequests([output.request_id]))
+                elif (pin := pins.get(output.request_id)) is not None:
+                    self._copy_pin(pin, link)
         if new:
             self._incoming.put_nowait(new)
         if link.name not in self._listed:
@@ -202,16 +240,21 @@ class Fleet:
             return
         del self._links[link.name]
         listing.kept.discard(link.name)
-        self._drop_from_router(link.name)
+        self._taking_in.discard(link.name)
+        self._pin_copies.forget(link.name)
+        if self._router is not None and self._router.knows(link.name):
+            self._router.remove(link.name)
         if self.ended is not None:
             return
         lost = self._flights.at(link.name)
-        if link.facts is not None:  # else it was tried again before Ray Serve had noticed
+        if link.facts is not None and not link.closing:  # else it was tried again before Ray Serve had noticed
             self._num_lost += 1
+            self._lost_s.append(time.monotonic())
             LOGGER.error("%s; requests that go on elsewhere: %d", link.death, len(lost))
         self._refresh()
         for flight in lost:
             self._go_on(flight, str(link.death))
+        self._check_losses()
         assert self._loop is not None
         self._loop.call_later(LINK_AGAIN_S, self._link_listed)
 
@@ -223,16 +266,20 @@ class Fleet:
 
     def _list_from_router(self, names: set[str]) -> None:
         assert self._loop is not None
-        self._loop.call_soon_threadsafe(self._list, names)
+        self._loop.call_soon_threadsafe(self.note_listed, names)
 
-    def _list(self, names: set[str]) -> None:
+    def note_listed(self, names: set[str]) -> None:
         """Takes the names of the replicas that Ray Serve lets take requests."""
         self._listed = names
         self._link_listed()
-        for name in [*self._links]:
-            if name not in names:
-                self._drop_from_router(name)
-                self._close_if_idle(self._links[name])
+        for name, link in [*self._links.items()]:
+            if name in names:
+                self._admit(link)
+            elif self._router is not None:
+                self._router.rest(name)
+                self._close_if_idle(link)
+            else:
+                self._close_if_idle(link)
         self._refresh()
 
     def _link_listed(self) -> None:
@@ -242,14 +289,33 @@ class Fleet:
                 front_end = f"{self._name}.{next(self._numbers)}"
                 self._links[name] = ReplicaLink(name, front_end, self._handle, self)
 
+    def _admit(self, link: ReplicaLink) -> None:
+        """Begins to take a replica among those that get requests, if it is listed and not one of them."""
+        if self._router is None or link.facts is None or link.closing or link.name not in self._listed:
+            return
+        if link.name not in self._router.replicas and link.name not in self._taking_in:
+            self._taking_in.add(link.name)
+            self._keep(self._take_in(link))
+
     async def _take_in(self, link: ReplicaLink) -> None:
-        """Brings a replica that has come to where the others are, and gives it what waits."""
-        self.num_restarts += self._loaded.is_set() and self.num_restarts < self._num_lost
-        for change in [*self._changes.values()]:
+        """Brings a replica to where the others are; then it gets requests, and what waits first."""
+        done = 0
+        while newer := [(number, change) for number, change in self._changes.values() if number > done]:
+            done, change = min(newer, key=lambda each: each[0])
             await self._repeat(change, link)
+        if self._links.get(link.name) is not link:  # it is gone, and another connection may have come
+            return
+        self._taking_in.discard(link.name)
+        if link.closing or link.name not in self._listed:
+            return
+        assert self._router is not None
+        self._router.resume(link.name)
+        self._gave_up = None
+        self.num_restarts += self._loaded.is_set() and self.num_restarts < self._num_lost
+        self._refresh()
         if self._frontend is not None:
             for pin in self._frontend.made_pins.requests():
-                link.send(pin)
+                self._pin_copies.send(link, pin)
         self._loaded.set()
         for flight in self._flights.at(None):
             self._go_on(flight, "no replica is left")
@@ -263,12 +329,24 @@ class Fleet:
 
     def _close_if_idle(self, link: ReplicaLink) -> None:
         """Closes the connection to a replica that takes no more requests, once it has none."""
-        if not self._flights.at(link.name):
+        if not link.closing and not self._flights.at(link.name):
+            link.closing = True
             self._keep(link.close())
 
-    def _drop_from_router(self, name: str) -> None:
-        if self._router is not None and name in self._router.replicas:
-            self._router.remove(name)
+    def _pins_of(self, link: ReplicaLink, outputs: list[SequenceOutput]) -> dict[str, EngineRequest]:
+        """Returns the requests that become pins of those that end in a replica, by id."""
+        ending = [self._flights.get(each.request_id) for each in outputs if each.finish_reason is not None]
+        return {
+            flight.asked.request_id: flight.asked
+            for flight in ending
+            if flight is not None and flight.asked.pin is not None and flight.replica == link.name
+        }
+
+    def _copy_pin(self, pin: EngineRequest, made_by: ReplicaLink) -> None:
+        """Makes a pin in the other replicas: it is one of all."""
+        for link in self._serving():
+            if link is not made_by:
+                self._pin_copies.send(link, pin)
 
     def _serving(self) -> list[ReplicaLink]:
         """Returns the connections to replicas that take requests."""
@@ -281,8 +359,33 @@ class Fleet:
         if facts:
             self._facts = merge(facts)
             self.interrupted = None
+            if self._patience is not None:
+                self._patience.cancel()
+                self._patience = None
         elif self._facts is not None:
             self.interrupted = self._restarting("no replica is left")
+            if self._patience is None:
+                assert self._loop is not None
+                why = f"no replica has come in {NO_REPLICA_S:g} s"
+                self._patience = self._loop.call_later(NO_REPLICA_S, self._give_up, why)
+
+    def _check_losses(self) -> None:
+        """Lets nothing wait for a replica where none is left and too many have been lost."""
+        limits, now = self._restarts, time.monotonic()
+        while self._lost_s and now - self._lost_s[0] > limits.engine_restart_window_s:
+            self._lost_s.popleft()
+        if not self._serving() and len(self._lost_s) > limits.max_engine_restarts:
+            window_s = limits.engine_restart_window_s
+            self._give_up(
+                f"no replica is left, and {len(self._lost_s)} were lost in {window_s:g} s (max_engine_restarts)"
+            )
+
+    def _give_up(self, why: str) -> None:
+        """Ends the requests that wait for a replica, and those that come before there is one."""
+        LOGGER.error("%s; requests do not wait for one", why)
+        self._gave_up = why
+        for flight in self._flights.at(None):
+            self._incoming.put_nowait(self._flights.fail(flight, why))
 
     def _restarting(self, why: str) -> EngineRestartingError:
         return EngineRestartingError(f"{why}, and another is being started; send this again")
@@ -291,11 +394,11 @@ class Fleet:
         """Keeps a change for replicas that come later, in the place of an earlier one of the same thing."""
         match change:
             case SetTenant():
-                self._changes[SetTenant, change.name] = change
+                self._changes[SetTenant, change.name] = next(self._change_numbers), change
             case LoadAdapter():
-                self._changes[LoadAdapter, change.lora.lora_int_id] = change
+                self._changes[LoadAdapter, change.lora.lora_int_id] = next(self._change_numbers), change
             case ResizePool() if change.kv_memory != "used":
-                self._changes[ResizePool, None] = change
+                self._changes[ResizePool, None] = next(self._change_numbers), change
 
     # Where requests go
 
@@ -309,12 +412,7 @@ class Fleet:
         route = None if self._router is None else self._router.route(asked.request_id, self._asked(flight), origin)
         if route is None:
             return
-        to_send = self._flights.to_send(flight, route.replica)
-        self._links[route.replica].send(to_send)
-        if asked.pin is not None:  # a pin is one of all replicas; what the others say of it is left out
-            for link in self._serving():
-                if link.name != route.replica:
-                    link.send(to_send)
+        self._links[route.replica].send(self._flights.to_send(flight, route.replica))
 
     def _go_on(self, flight: Flight, why: str) -> None:
         """Sends a request that nobody has any more to another replica, or ends it with an error."""
@@ -323,7 +421,11 @@ class Fleet:
             return
         if flight.num_sent and self._frontend is not None:
             self._frontend.num_sent_again += 1
-        self._send(flight)
+        try:
+            self._send(flight)
+        except InvalidRequestError as refusal:  # others that wait go on
+            self._forget(flight.asked.request_id)
+            self._incoming.put_nowait(refusals(flight.asked, refusal))
 
     def _asked(self, flight: Flight) -> Asked:
         """Returns what routing knows of a request: with what it has brought, which is computed as a prompt is."""

@@ -27,5 +27,5 @@ class FleetLLM(AsyncLLM):
 
     def start_engine(self, restarts: RestartLimits) -> tuple[ServedEngine, EngineKeeper]:
         """Connects to the replicas, which Ray Serve starts, and starts again."""
-        fleet = Fleet(self.config, self._replicas, self._routing)
+        fleet = Fleet(self.config, self._replicas, self._routing, restarts)
         return fleet, fleet

@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 from concurrent.futures import Future
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ray import serve
@@ -127,7 +128,7 @@ proxied_ingress = serve.ingress(application)(ProxiedFrontEnd)
 
 
 def _llm(replicas: DeploymentHandle[Any], plan: FleetPlan) -> FleetLLM:
-    return FleetLLM(plan.model, replicas, plan.routing, **plan.all_settings())
+    return FleetLLM(plan.model, replicas, plan.routing, **plan.all_settings(), **asdict(plan.restarts))
 
 
 def _logging(plan: FleetPlan) -> Any:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pagemill.config import EngineConfig, config_for
 from pagemill.distributed.routing import RoutingPolicy
+from pagemill.frontend.supervisor import RestartLimits
 from pagemill.hub import resolve_model
 from pagemill.server.access.limits import ServerLimits
 from pagemill.server.access.server_access import ServerAccess
@@ -37,6 +38,7 @@ class FleetPlan:
     limits: ServerLimits = field(default_factory=ServerLimits)
     access: ServerAccess = field(default_factory=ServerAccess)
     logs: ServerLogs = field(default_factory=ServerLogs)
+    restarts: RestartLimits = field(default_factory=RestartLimits)
     engine_resources: Mapping[str, Any] = field(default_factory=dict)
     front_end_resources: Mapping[str, Any] = field(default_factory=lambda: {"num_cpus": 0})
     log_path: str | None = None

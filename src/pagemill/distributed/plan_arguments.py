@@ -11,6 +11,7 @@ from pagemill.config import EngineConfig
 from pagemill.distributed.plan import FleetPlan
 from pagemill.distributed.routing import ROUTING_POLICIES
 from pagemill.errors import ConfigError, shown
+from pagemill.frontend.supervisor import RestartLimits
 from pagemill.server.access.limits import ServerLimits
 from pagemill.server.access.server_access import ServerAccess
 from pagemill.server.logs.output import ServerLogs
@@ -44,7 +45,7 @@ def plan_of(args: Mapping[str, Any], environment: Mapping[str, str]) -> FleetPla
         raise ConfigError(f"routing is {shown(routing)}; it must be one of {', '.join(ROUTING_POLICIES)}")
     replicas = _replicas(left)
     groups: dict[str, dict[str, Any]] = {}
-    for kind in (ServerLimits, ServerAccess, ServerLogs, EngineConfig):
+    for kind in (ServerLimits, ServerAccess, ServerLogs, RestartLimits, EngineConfig):
         declared = arguments_of(kind)
         groups[kind.__name__] = {name: left.pop(name) for name in [*left] if name in declared}
     access = ServerAccess.read(groups["ServerAccess"], environment)
@@ -64,6 +65,7 @@ def plan_of(args: Mapping[str, Any], environment: Mapping[str, str]) -> FleetPla
         limits=ServerLimits(**groups["ServerLimits"]),
         access=access,
         logs=ServerLogs(**groups["ServerLogs"]),
+        restarts=RestartLimits(**groups["RestartLimits"]),
         engine_resources=left.pop("engine_resources", {"num_cpus": 1}),
         front_end_resources=left.pop("front_end_resources", {"num_cpus": 0}),
     )

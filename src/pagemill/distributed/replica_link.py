@@ -52,6 +52,8 @@ class ReplicaLink:
         self.name = name
         self.death: PagemillError | None = None
         """Why nothing can be sent any more; None while it can."""
+        self.closing = False
+        """True once this side has decided to end it, so that its end is no loss."""
         self.facts: EngineReady | None = None
         """The engine's facts; None until they have come."""
         self._front_end = front_end

@@ -91,6 +91,8 @@ class Router:
         self._block_size = block_size
         self._policy = policy
         self._replicas: dict[str, _Replica] = {}
+        self._resting: dict[str, _Replica] = {}
+        """Those that take no requests now, and may again: they end what they have, and what they hold is kept."""
         self._requests: dict[str, _Request] = {}
         self._sessions: OrderedDict[object, str] = OrderedDict()
         self._expected = FIRST_ANSWER_TOKENS
@@ -105,12 +107,27 @@ class Router:
 
     def add(self, name: str, rows: int) -> None:
         """Takes in a replica that holds nothing. rows: requests that it computes at once."""
-        used = {replica.number for replica in self._replicas.values()}
+        used = {replica.number for replica in (*self._replicas.values(), *self._resting.values())}
         number = next(number for number in range(len(used) + 1) if number not in used)
         self._replicas[name] = _Replica(name, number, rows)
 
+    def knows(self, name: str) -> bool:
+        """Returns whether a replica has been added and not removed."""
+        return name in self._replicas or name in self._resting
+
+    def rest(self, name: str) -> None:
+        """Gives a replica no more requests, until `resume`. It ends those that it has."""
+        if name in self._replicas:
+            self._resting[name] = self._replicas.pop(name)
+
+    def resume(self, name: str) -> None:
+        """Gives a replica requests again."""
+        if name in self._resting:
+            self._replicas[name] = self._resting.pop(name)
+
     def remove(self, name: str) -> list[str]:
         """Forgets a replica. Returns its requests that have not ended, which are forgotten too."""
+        self.resume(name)
         replica = self._replicas[name]
         left = [*replica.requests]
         for request_id in left:
@@ -121,18 +138,18 @@ class Router:
 
     def note_events(self, name: str, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
         """Notes which blocks a replica holds now, and which no longer."""
-        number = self._replicas[name].number
+        number = self._known(name).number
         self.directory.remove(number, removed)
         self.directory.store(number, stored)
 
     def note_times(self, name: str, token_s: float, step_s: float) -> None:
         """Notes the measured seconds of a prompt's token, and of a step that only generates; 0: not known."""
-        replica = self._replicas[name]
+        replica = self._known(name)
         replica.token_s, replica.step_s = token_s, step_s
 
     def work_s(self, name: str) -> float:
         """Returns the seconds of work that a replica has left."""
-        return self._work_s(self._replicas[name], self._known_token_s())
+        return self._work_s(self._known(name), self._known_token_s())
 
     # Requests
 
@@ -172,6 +189,9 @@ class Router:
             self._expected += FADING * (request.num_answered - self._expected)
 
     # Inside
+
+    def _known(self, name: str) -> _Replica:
+        return self._replicas.get(name) or self._resting[name]
 
     def _found(self, asked: Asked) -> dict[int, int]:
         """Returns how many tokens of a prompt are found, by replica's number, for those that have any.

@@ -1,0 +1,246 @@
+"""The fleet among replicas that come, rest, come back and go. Links are recorded instead of being Ray's."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import ClassVar
+
+import pytest
+
+from pagemill import SamplingParams
+from pagemill.config import EngineConfig
+from pagemill.distributed import fleet as fleet_module
+from pagemill.distributed.fleet import Fleet
+from pagemill.engine.messages import AbortRequests, EngineReady, EngineRequest, SequenceOutput
+from pagemill.engine.queries import SetTenant
+from pagemill.errors import EngineDeadError, EngineStoppedError, InvalidRequestError
+from pagemill.frontend.supervisor import RestartLimits
+from pagemill.tenant_limits import TenantLimits
+
+FACTS = EngineReady(
+    vocab_size=100, max_model_len=256, max_num_seqs=4, longest_sequence=256, tenants=["default"], block_size=16,
+    num_frames=64, kv_bytes=1 << 20, eos_token_ids=[0], hidden_size=8, model="m", kv_format="f",
+)  # fmt: skip
+
+
+class RecordedLink:
+    """What `ReplicaLink` is to its user, without a replica behind it. answers: set it to hold back answers."""
+
+    opened: ClassVar[list] = []
+
+    def __init__(self, name, front_end, handle, user):
+        self.name, self._user = name, user
+        self.death, self.facts, self.closing = None, None, False
+        self.sent, self.asked, self.answers = [], [], asyncio.Event()
+        self.answers.set()
+        self.opened.append(self)
+
+    def come(self):
+        self.facts = FACTS
+        self._user.note_facts(self, FACTS)
+
+    def send(self, message):
+        if getattr(message, "prompt_token_ids", [])[:1] == [99]:
+            raise InvalidRequestError("this cannot be encoded")
+        self.sent.append(message)
+
+    async def ask(self, query):
+        self.asked.append(query)
+        await self.answers.wait()
+        if self.death is not None:
+            raise self.death
+        return FACTS
+
+    async def close(self):
+        self.die("closed")
+
+    def die(self, why="killed"):
+        self.death = EngineDeadError(why)
+        self._user.note_end(self)
+
+    def bring(self, request_id, **more):
+        output = SequenceOutput(request_id=request_id, index=0, new_token_ids=[7], **more)
+        self._user.note_outputs(self, [output])
+
+    @property
+    def requests(self):
+        return [each.request_id for each in self.sent if isinstance(each, EngineRequest)]
+
+
+def request(request_id, first=1, **more):
+    return EngineRequest(
+        request_id=request_id, prompt_token_ids=[first] * 20, params=SamplingParams(max_tokens=9), arrival_s=0.0, **more
+    )
+
+
+async def settle():
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+class Handle:
+    """The deployment's, of which nothing is called but what makes Ray Serve list the replicas."""
+
+    class wait_ready:
+        @staticmethod
+        async def remote(replica):
+            pass
+
+
+def run(monkeypatch, scenario, restarts=None, names=("a",)):
+    """Runs a scenario with a fleet of these replicas, which have come."""
+    monkeypatch.setattr(fleet_module, "ReplicaLink", RecordedLink)
+    monkeypatch.setattr(RecordedLink, "opened", [])
+
+    async def all_of_it():
+        fleet = Fleet(EngineConfig(model="m"), Handle, "round-robin", restarts or RestartLimits())
+        loading = asyncio.create_task(fleet.load(lambda done, total: None))
+        await settle()
+        fleet.note_listed({*names})
+        for link in [*RecordedLink.opened]:
+            link.come()
+        await asyncio.wait_for(loading, 5)
+        await settle()
+        received = []
+        frontend = SimpleNamespace(
+            received=received, receive=received.extend, num_sent_again=0, made_pins=SimpleNamespace(requests=list)
+        )
+        running = asyncio.create_task(fleet.run(frontend))
+        await settle()
+        await scenario(fleet, {link.name: link for link in RecordedLink.opened}, frontend)
+        await fleet.close()
+        with pytest.raises(EngineStoppedError):
+            await running
+
+    asyncio.run(all_of_it())
+
+
+async def failures(frontend):
+    await settle()
+    return [each for each in frontend.received if each.error is not None]
+
+
+def test_a_replica_that_is_listed_again_while_it_ends_its_requests_gets_requests_again(monkeypatch, caplog):
+    async def scenario(fleet, links, frontend):
+        for number in range(2):
+            fleet.submit(request(f"first{number}"))
+        (mine,) = links["b"].requests
+        fleet.note_listed({"a"})
+        await settle()
+        assert not links["b"].closing
+        for number in range(2):
+            fleet.submit(request(f"resting{number}"))
+        assert links["b"].requests == [mine]
+        fleet.note_listed({"a", "b"})
+        await settle()
+        for number in range(2):
+            fleet.submit(request(f"again{number}"))
+        assert len(links["b"].requests) == 2
+        fleet.note_listed({"a"})
+        links["b"].bring(mine, finish_reason="length")
+        links["b"].bring(links["b"].requests[1], finish_reason="length")
+        await settle()
+        assert links["b"].closing
+        assert fleet.num_restarts == 0
+        assert not caplog.records
+
+    run(monkeypatch, scenario, names=("a", "b"))
+
+
+def test_a_replica_gets_requests_only_once_it_has_done_every_change(monkeypatch):
+    async def scenario(fleet, links, frontend):
+        change = SetTenant("team", TenantLimits())
+        await fleet.ask(change)
+        fleet.note_listed({"a", "b"})
+        new = RecordedLink.opened[-1]
+        new.answers.clear()
+        new.come()
+        await settle()
+        assert new.asked == [change]
+        later = SetTenant("team", TenantLimits(max_running=2))
+        await fleet.ask(later)
+        fleet.submit(request("early"))
+        fleet.submit(request("early too"))
+        assert new.requests == []
+        new.answers.set()
+        await settle()
+        assert new.asked == [change, later]
+        fleet.submit(request("late"))
+        assert new.requests == ["late"]
+
+    run(monkeypatch, scenario)
+
+
+def test_waiting_requests_are_not_held_up_by_one_that_cannot_be_sent(monkeypatch):
+    async def scenario(fleet, links, frontend):
+        links["a"].die()
+        for each in (request("bad", first=99), request("good")):
+            fleet.submit(each)
+        await asyncio.sleep(fleet_module.LINK_AGAIN_S + 0.1)
+        RecordedLink.opened[-1].come()
+        await settle()
+        assert RecordedLink.opened[-1].requests == ["good"]
+        (refused,) = await failures(frontend)
+        assert (refused.request_id, refused.error.error_type) == ("bad", "InvalidRequestError")
+
+    run(monkeypatch, scenario)
+
+
+@pytest.mark.parametrize("by", ["losses", "time"])
+def test_requests_do_not_wait_for_ever_where_no_replica_is_left(monkeypatch, by):
+    monkeypatch.setattr(fleet_module, "NO_REPLICA_S", 0.05)
+    monkeypatch.setattr(fleet_module, "LINK_AGAIN_S", 60.0)
+
+    async def scenario(fleet, links, frontend):
+        fleet.submit(request("q"))
+        links["a"].die()
+        if by == "time":
+            assert await failures(frontend) == []
+            await asyncio.sleep(0.1)
+        fleet.submit(request("later"))
+        ended = await failures(frontend)
+        assert [each.request_id for each in ended] == ["q", "later"]
+        assert {each.error.error_type for each in ended} == {"EngineRestartingError"}
+        fleet.note_listed({"a"})
+        RecordedLink.opened[-1].come()
+        await settle()
+        fleet.submit(request("served"))
+        assert RecordedLink.opened[-1].requests == ["served"]
+
+    run(monkeypatch, scenario, RestartLimits(max_engine_restarts=0 if by == "losses" else 3))
+
+
+def test_a_pin_is_made_elsewhere_once_it_has_been_made_and_refusals_are_logged(monkeypatch, caplog):
+    async def scenario(fleet, links, frontend):
+        fleet.submit(request("pin#1", pin="system"))
+        (main,) = [link for link in links.values() if link.requests]
+        (other,) = [link for link in links.values() if not link.requests]
+        main.bring("pin#1", finish_reason="length")
+        (copy,) = other.sent
+        assert (copy.pin, main.requests) == ("system", ["pin#1"])
+        assert copy.request_id != "pin#1"
+        error = SequenceOutput(request_id=copy.request_id, index=0, new_token_ids=[], finish_reason="error")
+        error.error = fleet_module.refusals(copy, InvalidRequestError("too large"))[0].error
+        fleet.note_outputs(other, [error])
+        assert "too large" in caplog.text
+        fleet.submit(request("pin#2", pin="other"))
+        (at,) = [link for link in links.values() if "pin#2" in link.requests]
+        fleet.abort(["pin#2"])
+        assert [link for link in links.values() if any(isinstance(each, AbortRequests) for each in link.sent)] == [at]
+
+    run(monkeypatch, scenario, names=("a", "b"))
+
+
+def test_what_ends_here_with_an_error_is_ended_at_its_replica_too(monkeypatch):
+    async def scenario(fleet, links, frontend):
+        asked = request("q")
+        asked.params = SamplingParams(n=2, max_tokens=9)
+        fleet.submit(asked)
+        (first,) = [link for link in links.values() if link.requests]
+        (second,) = [link for link in links.values() if link is not first]
+        first.bring("q")
+        first.die()
+        assert second.requests == ["q"]
+        fleet.note_outputs(second, [SequenceOutput(request_id="q", index=0, new_token_ids=[8])])
+        assert next(each.request_ids for each in second.sent if isinstance(each, AbortRequests)) == ["q"]
+
+    run(monkeypatch, scenario, names=("a", "b"))
