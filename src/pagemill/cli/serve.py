@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import gc
 import ipaddress
 import logging
 import socket
@@ -33,6 +32,7 @@ from pagemill.frontend.supervisor import RestartLimits
 from pagemill.server.access.limits import ServerLimits
 from pagemill.server.access.server_access import ServerAccess
 from pagemill.server.logs.output import AUDIT, ServerLogs, fields, logging_to
+from pagemill.server.pauses import spare_streams
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits, TenantsFile, read_tenants_file
 
 if TYPE_CHECKING:
@@ -48,9 +48,6 @@ DEFAULTS = {
     for name, argument in arguments_of(declared).items()
 }
 """What holds where a flag is not given, by flag."""
-
-THREAD_TURN_S = 0.001
-"""Seconds after which a thread that tokenizes lets the event loop run; Python's own choice is five times as long."""
 
 
 @log_options
@@ -165,7 +162,7 @@ async def _serve(
 
         def announce(ready: EngineReady) -> None:
             bar.stop()
-            _spare_streams()
+            spare_streams()
             if logs.log_format == "json":
                 LOGGER.info("ready", extra=fields(model=names[0], address=listening, engine=ready.description))
                 return
@@ -201,19 +198,6 @@ def url_of(scheme: str, host: str, port: int, *, here: bool) -> str:
     if here and ipaddress.ip_address(host.partition("%")[0]).is_unspecified:
         host = "::1" if ":" in host else "127.0.0.1"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
-
-
-def _spare_streams() -> None:
-    """Spares running streams the pauses of the garbage collector, and of threads that hold the interpreter.
-
-    A collection that visited all that was imported and loaded takes 25 ms, and so does one of 50,000 new objects while
-    many requests begin. One of the older objects takes 100 ms while a few answers have many log probabilities, so these
-    are rare: most objects are freed without a collection.
-    """
-    sys.setswitchinterval(THREAD_TURN_S)
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(5_000, 10_000, 100)
 
 
 def free_port(host: str) -> int:

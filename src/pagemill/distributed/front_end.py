@@ -20,6 +20,7 @@ from pagemill.server.access.api_keys import ApiKeys
 from pagemill.server.access.hosts import AllowedHosts
 from pagemill.server.app import create_app
 from pagemill.server.logs.output import AUDIT, logging_to
+from pagemill.server.pauses import spare_streams
 from pagemill.server.run import run_server
 
 if TYPE_CHECKING:
@@ -84,7 +85,7 @@ class ListeningFrontEnd:
         assert plan.address is not None
         self._llm = _llm(self._replicas, plan)
         await run_server(
-            *(self._llm, plan.names, self._sock, lambda ready: None, AUDIT.info),
+            *(self._llm, plan.names, self._sock, lambda ready: spare_streams(), AUDIT.info),
             *(plan.pins, plan.tenants, plan.limits, plan.access, plan.address[0]),
             stop=self._stop,
         )
@@ -105,6 +106,7 @@ class ProxiedFrontEnd:
         app = create_app(self._llm, plan.names, keys, plan.limits, plan.access, named, adapters)
         self._body_reader = app.state.body_reader
         _applications[:] = [app]
+        spare_streams()
 
     async def check_health(self) -> None:
         """Raises why requests cannot be answered any more. Ray Serve calls it."""
