@@ -6,6 +6,7 @@ Needs pagemill[ray]: `make test-ray` installs it, and `make test` leaves these o
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -48,7 +49,7 @@ def processes(root):
 
 
 class Fleet:
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, waits=True):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         flags = ["--port", str(self.port), "--kv-memory", "64MiB", "--max-model-len", "1024", *arguments]
@@ -57,7 +58,8 @@ class Fleet:
             stderr=subprocess.PIPE,
             text=True,
         )
-        self.wait_ready()
+        if waits:
+            self.wait_ready()
 
     def wait_ready(self):
         deadline = time.monotonic() + START_S
@@ -131,6 +133,39 @@ def test_streams_go_on_where_replicas_and_engines_are_killed(fleet):
         assert texts == expected
         print(f"killed {title}: longest gap {longest_s:.2f} s")
         fleet.wait_ready()
+
+
+JOIN = "import ray, sys; ray.init(address=sys.argv[1], log_to_driver=False)"
+
+
+def test_only_who_has_the_token_of_the_cluster_may_use_it(fleet):
+    (raylet,) = (pid for pid in fleet.processes("raylet/raylet "))
+    address = re.search(r"gcs[-_]address=(\S+)", described(raylet)[1])[1]
+    with open(f"/proc/{raylet}/environ", "rb") as file:
+        its = dict(each.split(b"=", 1) for each in file.read().split(b"\0") if each.startswith(b"RAY_AUTH_"))
+    others = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    for given, joins in (({}, False), ({os.fsdecode(name): os.fsdecode(its[name]) for name in its}, True)):
+        joined = subprocess.run([sys.executable, "-c", JOIN, address], env={**others, **given}, capture_output=True)
+        assert (joined.returncode == 0) is joins, joined.stderr
+
+
+def test_signals_of_a_single_engine_end_nothing(fleet):
+    for each in (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        fleet.command.send_signal(each)
+    time.sleep(0.5)
+    fleet.wait_ready()
+
+
+def test_a_signal_before_it_is_ready_ends_it_at_once():
+    fleet = Fleet(waits=False)
+    deadline = time.monotonic() + START_S
+    while not fleet.processes("raylet/raylet "):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    below = processes(fleet.command.pid)
+    fleet.command.send_signal(signal.SIGTERM)
+    assert fleet.command.wait(10) == 0
+    assert not [pid for pid in below if os.path.exists(f"/proc/{pid}")]
 
 
 def test_another_front_end_takes_the_place_of_one_that_is_killed(fleet):

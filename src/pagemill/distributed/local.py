@@ -11,6 +11,7 @@ import ctypes
 import logging
 import os
 import pickle
+import secrets
 import select
 import signal
 import socket
@@ -44,13 +45,17 @@ ENVIRONMENT = {
 """What Ray is told: to send nothing home, and to say nothing of what is no concern of who serves a model."""
 
 
+IGNORED = ("SIGHUP", "SIGUSR1", "SIGUSR2")
+"""Signals that mean something to a single engine's server, and end a process that does not expect them."""
+
+
 def serve_fleet(plan: FleetPlan, restarts: RestartLimits, on_ready: Callable[[str], None]) -> None:
     """Serves until SIGINT or SIGTERM. A second signal ends answers that are under way.
 
     on_ready: is called with what the engines are, once requests are answered; not when another cluster takes the place
     of one that has died. Raises `EngineDeadError` where the first does not start, or too many have died.
     """
-    os.environ.update(ENVIRONMENT)
+    os.environ.update(ENVIRONMENT, RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
     _adopt_orphans()
     signals = _Signals()
     begun_s: deque[float] = deque()
@@ -70,8 +75,11 @@ def serve_fleet(plan: FleetPlan, restarts: RestartLimits, on_ready: Callable[[st
 
 
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """Returns a folder for what Ray writes, which goes with it. Its name is short: it holds sockets."""
-    return tempfile.TemporaryDirectory(prefix="pagemill-ray-", ignore_cleanup_errors=True)
+    """Returns a folder for what Ray writes, which goes with it.
+
+    Its path is short, whatever TMPDIR says: it holds sockets, whose paths Linux limits to 107 bytes.
+    """
+    return tempfile.TemporaryDirectory(prefix="pagemill-", dir="/tmp", ignore_cleanup_errors=True)
 
 
 def _check_restarts(begun_s: deque[float], limits: RestartLimits, why: str) -> None:
@@ -92,21 +100,22 @@ def _live_once(plan: FleetPlan, folder: str, signals: _Signals, on_ready: Callab
     """
     driver = start_child("pagemill.distributed.driver", 0)
     with driver.socket.makefile("rwb") as stream:
-        pickle.dump((plan, tempfile.mkdtemp(dir=folder)), stream)
+        pickle.dump((plan, folder), stream)
         stream.flush()
-        if not signals.wait(driver.socket, None):
-            said = _read(stream)
-            if said is None or said.error is not None:
-                why = "the Ray cluster is gone" if said is None else _last_line(said.error or "")
-                if on_ready is not None:
-                    raise EngineDeadError(f"the replicas could not be started: {why}")
-                return why
+        if signals.wait(driver.socket):
+            return ""  # nobody is served yet, and the driver is busy: it is killed
+        said = _read(stream)
+        if said is None or said.error is not None:
+            why = "the Ray cluster is gone" if said is None else _last_line(said.error or "")
             if on_ready is not None:
-                on_ready(said.description or "")
-            else:
-                LOGGER.warning("the replicas run again")
-            if not signals.wait(driver.socket, None):
-                return "the Ray cluster of this machine is gone"
+                raise EngineDeadError(f"the replicas could not be started: {why}")
+            return why
+        if on_ready is not None:
+            on_ready(said.description or "")
+        else:
+            LOGGER.warning("the replicas run again")
+        if not signals.wait(driver.socket):
+            return "the Ray cluster of this machine is gone"
         with contextlib.suppress(OSError):
             stream.write(b"stop\n")
             stream.flush()
@@ -136,14 +145,17 @@ def _last_line(text: str) -> str:
 
 
 class _Signals:
-    """Counts the signals to stop, and wakes up who waits."""
+    """Counts the signals to stop, and wakes up who waits. Others that a server knows are logged, and do nothing."""
 
     def __init__(self) -> None:
         self.count = 0
+        self._ignored: list[int] = []
         self._wake, self._woken = socket.socketpair()
 
     def __enter__(self) -> None:
         self._before = {each: signal.signal(each, self._note) for each in (signal.SIGINT, signal.SIGTERM)}
+        for each in (getattr(signal, name) for name in IGNORED):
+            self._before[each] = signal.signal(each, self._ignore)
 
     def __exit__(self, *_: object) -> None:
         for each, handler in self._before.items():
@@ -151,14 +163,24 @@ class _Signals:
         self._wake.close()
         self._woken.close()
 
-    def wait(self, sock: socket.socket, timeout_s: float | None) -> bool:
-        """Waits until a socket has something to read, or a signal has come. Returns whether one has."""
-        if not self.count:
-            select.select([sock, self._woken], [], [], timeout_s)
+    def wait(self, sock: socket.socket) -> bool:
+        """Waits until a socket has something to read, or a signal to stop has come. Returns whether one has."""
+        readable: list[socket.socket] = []
+        while not self.count and sock not in readable:
+            readable, *_ = select.select([sock, self._woken], [], [])
+            if self._woken in readable:
+                self._woken.recv(64)
+            while self._ignored:  # logged here: a handler may come in the middle of a line
+                name = signal.Signals(self._ignored.pop(0)).name
+                LOGGER.warning("%s does nothing in a server of several replicas", name)
         return self.count > 0
 
     def _note(self, *_: object) -> None:
         self.count += 1
+        self._wake.send(b"\0")
+
+    def _ignore(self, number: int, _: object) -> None:
+        self._ignored.append(number)
         self._wake.send(b"\0")
 
 
