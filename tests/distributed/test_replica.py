@@ -77,9 +77,10 @@ async def scenario(replica):
     )
     await one.stream.aclose()  # the front end is gone
     deadline = time.monotonic() + 10
-    while (await replica.stats()).running:
+    while (stats := await replica.stats()).running:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
+    assert stats.generated_tokens < 900
 
 
 def test_front_ends_see_their_own_requests_which_end_with_them():
