@@ -11,7 +11,7 @@ import pytest
 
 from pagemill.cli.main import main
 from pagemill.errors import ConfigError
-from pagemill.planner.limits import Limits
+from pagemill.planner.limits import Limits, find_capacity
 from pagemill.planner.load import Generated, Load, Traced
 from pagemill.planner.model_shape import find_shape
 from pagemill.planner.replica import Settings, run_trial
@@ -43,7 +43,7 @@ def test_the_replicas_serve_the_load_within_the_limits_and_one_less_would_not():
     assert option.replicas > 1
     assert 100 / (option.replicas - 1) > option.size.capacity
     assert option.price_per_hour == pytest.approx(0.8 * option.replicas)
-    output, everything = plan.load.tokens_per_request
+    output, everything = option.at_share.output_len, option.at_share.length
     assert option.cost_output == pytest.approx(option.price_per_hour / 3600 / (100 * output) * 1e6)
     assert option.cost_all == pytest.approx(option.cost_output * output / everything)
     assert plan_of(limits=Limits(0.08, 0.5)).options[0].replicas > option.replicas
@@ -51,7 +51,7 @@ def test_the_replicas_serve_the_load_within_the_limits_and_one_less_would_not():
 
 def test_what_binds_is_named():
     many = replace(ONE, max_num_seqs=(512,))
-    assert plan_of(limits=Limits(10.0, 1.0), choices=many).options[0].binds.startswith("compute: ")
+    assert plan_of(limits=Limits(0.5, 1.0), choices=many).options[0].binds.startswith("compute: ")
     assert plan_of(limits=Limits(0.07, 30.0)).options[0].binds.startswith("the limit: ")
     few = replace(ONE, max_num_seqs=(2,))
     assert plan_of(limits=Limits(1.0, 0.5), choices=few).options[0].binds.startswith("max_num_seqs: 2 run at once")
@@ -79,7 +79,36 @@ def test_sizes_that_do_not_hold_the_model_are_said_and_others_planned():
 def test_limits_that_no_rate_meets_are_said():
     plan = plan_of(limits=Limits(0.001, 3.0))
     assert not plan.options
-    assert re.match(r"even at .* requests/s p99 of the time per token is \d+ ms", plan.refused[1])
+    assert re.match(r"--slo-tpot-p99 is 1 ms, and a request alone takes \d+", plan.refused[1])
+
+
+def test_answers_of_one_token_meet_the_limit_per_token():
+    one = Workload(Lengths(100, 0.5, 400), Lengths(1, 0.1, 1), 512)
+    assert plan_of(workload=one, rate=5.0).options[0].at_share.tpot_p99_s == 0
+
+
+def test_the_rate_of_the_whole_load_is_tried_where_the_search_begins_below_it():
+    tried = []
+    assert find_capacity(lambda rate: not tried.append(rate) and rate <= 10, 4.0, most=10.0) == 10
+    assert tried == [4, 6, 9, 10]
+
+
+def test_an_overload_is_seen_however_few_requests_are_asked_for():
+    few = load(count=50)
+    limits = Limits(0.2, 3.0)
+    requests = few.requests(20.0, limits)
+    assert requests[-1].arrival_s >= 0.9 * 3 * 3.0
+    roofline = Roofline(read_device("l4"), read_shape("llama-3-8b"), "bfloat16")
+    trial = run_trial(roofline, Settings(1, max_num_seqs=4), few.requests(50.0, limits), 50.0)
+    assert trial.waiting_grows
+    assert not run_trial(roofline, Settings(1), few.requests(1.0, limits), 1.0).waiting_grows
+
+
+def test_a_short_trace_is_repeated_without_shared_prompts():
+    source = Traced([TracedRequest(number, float(number), 50, 5, (number,)) for number in range(60)])
+    taken = source.take(150, 1.0)
+    assert len({one.hash_ids for one in taken}) == len(taken) == 150
+    assert all(before.arrival_s < after.arrival_s for before, after in pairwise(taken))
 
 
 def test_ranks_halve_what_they_share_and_pay_for_their_messages():

@@ -83,6 +83,7 @@ def plan(
     """
     from rich.console import Console
 
+    from pagemill.errors import ConfigError
     from pagemill.planner.plot import check_plot, draw
     from pagemill.planner.report import as_dict, table
     from pagemill.planner.request import Asked, read_counts, read_names
@@ -104,6 +105,8 @@ def plan(
     messages = Console(stderr=True, highlight=False)
     with messages.status("") as status:
         found = make_plan(**asked.arguments(), report=lambda line: status.update(f"simulating {line}"))
+    if not found.options:
+        raise ConfigError("; ".join(f"tensor parallel {ranks}: {why}" for ranks, why in found.refused.items()))
     if plot is not None:
         draw(found, plot)
     if as_json:

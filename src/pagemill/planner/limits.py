@@ -47,8 +47,10 @@ def _within(found_s: float | None, limit_s: float) -> bool:
     return found_s is not None and found_s <= limit_s
 
 
-def find_capacity(holds: Callable[[float], bool], first: float, lowest: float = LOWEST_RATE) -> float | None:
-    """Returns the highest rate tried that holds, None if none from `lowest` on does.
+def find_capacity(
+    holds: Callable[[float], bool], first: float, lowest: float = LOWEST_RATE, most: float = math.inf
+) -> float | None:
+    """Returns the highest rate tried that holds, None if none from `lowest` on does. None above `most` is tried.
 
     A higher rate is taken to be harder.
 
@@ -57,15 +59,17 @@ def find_capacity(holds: Callable[[float], bool], first: float, lowest: float = 
     """
     rate = first
     if holds(rate):
-        while holds(rate * FACTOR):
-            rate *= FACTOR
+        while rate < most and holds(min(most, rate * FACTOR)):
+            rate = min(most, rate * FACTOR)
+        if rate >= most:
+            return rate
     else:
         rate /= FACTOR
         while rate >= lowest and not holds(rate):
             rate /= FACTOR
         if rate < lowest:
             return None
-    above = rate * FACTOR
+    above = min(most, rate * FACTOR)
     for _ in range(BISECTIONS):
         middle = (rate * above) ** 0.5
         rate, above = (middle, above) if holds(middle) else (rate, middle)

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from statistics import mean
+from math import ceil
+from statistics import mean, median_low
 from typing import Protocol
+
+import numpy as np
 
 from pagemill.errors import ConfigError, TraceError
 from pagemill.planner.limits import Limits
@@ -18,7 +21,7 @@ from pagemill.simulate.trace import TracedRequest
 
 LEAST_REQUESTS = 50
 LIFETIMES = 3
-MOST_TIMES = 3
+"""Requests of a simulation arrive for so many of the longest answers' lives, and of the limits on the first token."""
 
 
 class Source(Protocol):
@@ -41,7 +44,10 @@ class Generated:
 
 @dataclass(frozen=True)
 class Traced:
-    """Takes a trace's first requests, whose arrivals come closer together or farther apart."""
+    """Takes a trace's first requests, whose arrivals come closer together or farther apart.
+
+    A trace with too few is repeated; a repeat shares no prompts with the ones before.
+    """
 
     trace: Sequence[TracedRequest]
 
@@ -58,9 +64,33 @@ class Traced:
         return (len(self.trace) - 1) / self.trace[-1].arrival_s
 
     def take(self, count: int, rate: float) -> list[TracedRequest]:
-        chosen = self.trace[:count]
-        factor = (len(chosen) - 1) / chosen[-1].arrival_s / rate if chosen[-1].arrival_s else 1.0
+        rounds = ceil(count / len(self.trace))
+        chosen = [one for number in range(rounds) for one in self._round(number)][:count]
+        if chosen[-1].arrival_s <= 0:
+            raise TraceError(f"the trace's first {len(chosen)} requests all come at once; raise --requests above that")
+        factor = (len(chosen) - 1) / chosen[-1].arrival_s / rate
         return [replace(one, arrival_s=one.arrival_s * factor) for one in chosen]
+
+    def _round(self, number: int) -> Sequence[TracedRequest]:
+        """Returns the trace's repeat of this number, 0 for the trace itself."""
+        if number == 0:
+            return self.trace
+        later_s = number * (self.trace[-1].arrival_s + 1 / self.rate)
+        later, ids = number * (1 + max(one.number for one in self.trace)), number * self._ids
+        return [
+            replace(
+                one,
+                number=one.number + later,
+                arrival_s=one.arrival_s + later_s,
+                hash_ids=tuple(name + ids for name in one.hash_ids),
+                continued_ids=tuple(name + ids for name in one.continued_ids),
+            )
+            for one in self.trace
+        ]
+
+    @cached_property
+    def _ids(self) -> int:
+        return 1 + max((max((*one.hash_ids, *one.continued_ids), default=-1) for one in self.trace), default=-1)
 
 
 @dataclass(frozen=True)
@@ -83,12 +113,19 @@ class Load:
     def requests(self, rate: float, limits: Limits, times: int = 1) -> list[TracedRequest]:
         """Returns the requests of a simulation at this rate.
 
-        They come for LIFETIMES times as long as one takes at half of the limit per token, so that as many run at once
-        as would for ever, but they are no more than MOST_TIMES times `count`.
+        They are at least `times` times `count`. They come for LIFETIMES times as long as the longest answers take at
+        the limit per token, so that as many run at once as would for ever, and as a first token may take, so that
+        a queue has time to grow.
         """
-        lifetime_s = self.tokens_per_request[0] * limits.tpot_p99_s / 2
-        enough = min(MOST_TIMES * self.count, max(self.count, int(LIFETIMES * rate * lifetime_s)))
-        return self.source.take(times * enough, rate)
+        longest = float(np.percentile([one.output_len for one in self._sample], 99))
+        lifetime_s = max(longest * limits.tpot_p99_s, limits.ttft_p99_s or 0.0)
+        return self.source.take(max(times * self.count, ceil(LIFETIMES * rate * lifetime_s)), rate)
+
+    @property
+    def usual(self) -> TracedRequest:
+        """The request of median length, which comes at 0 s."""
+        middle = median_low(one.length for one in self._sample)
+        return replace(next(one for one in self._sample if one.length == middle), arrival_s=0.0)
 
     @cached_property
     def _sample(self) -> list[TracedRequest]:
@@ -96,13 +133,8 @@ class Load:
 
     @cached_property
     def tokens_per_request(self) -> tuple[float, float]:
-        """Tokens of an answer, and of prompt and answer together, in the mean."""
+        """Tokens of an answer, and of prompt and answer together, in the mean of the first `count` requests."""
         return mean(one.output_len for one in self._sample), mean(one.length for one in self._sample)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest request."""
-        return max(one.length for one in self._sample)
 
     @property
     def shares(self) -> bool:

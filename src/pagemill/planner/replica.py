@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import numpy as np
@@ -52,16 +52,17 @@ class Setup:
 
 
 def latencies(served: Sequence[Served]) -> dict[str, float]:
-    """Medians and 99th percentiles over finished requests, in seconds."""
+    """Medians and 99th percentiles over finished requests, in seconds; 0 per token where no answer has a second one."""
     finished = [one for one in served if one.finished_s is not None]
     ttft = [one.ttft_s for one in finished]
     tpot = [one.tpot_s for one in finished if one.tpot_s is not None]
     nothing = float("nan")
+    no_second = 0.0 if finished else nothing
     return {
         "ttft_median_s": median(ttft) if ttft else nothing,
         "ttft_p99_s": float(np.percentile(ttft, 99)) if ttft else nothing,
-        "tpot_median_s": median(tpot) if tpot else nothing,
-        "tpot_p99_s": float(np.percentile(tpot, 99)) if tpot else nothing,
+        "tpot_median_s": median(tpot) if tpot else no_second,
+        "tpot_p99_s": float(np.percentile(tpot, 99)) if tpot else no_second,
     }
 
 
@@ -89,13 +90,17 @@ class Settings:
 class Trial:
     """Holds what became of requests that one replica served at a rate.
 
-    Latencies are of requests that came after the first WARM_UP of the time. rate: that asked for, in requests per
-    second. pool: the share of the KV pool that sequences held, the mean over time. busy: share of the time in steps.
-    cached: share of the prompts' tokens that were found. refused: requests that could never run.
+    Latencies, running and pool are of requests that came after the first WARM_UP of the time, and of the time in which
+    they did. rate: that asked for, in requests per second. output_len, length: tokens of an answer, and of prompt and
+    answer together, in the mean of all. running: sequences, in the mean over time. pool: the share of the KV pool that
+    sequences held, likewise. busy: share of the time in steps. cached: share of the prompts' tokens that were found.
+    refused: requests that could never run. waiting_grows: True if more and more wait, so that no latency is steady.
     """
 
     rate: float
     requests: int
+    output_len: float
+    length: float
     ttft_median_s: float
     ttft_p99_s: float
     tpot_median_s: float
@@ -108,10 +113,15 @@ class Trial:
     cached: float
     preemptions: int
     refused: int
+    waiting_grows: bool
 
 
-WARM_UP = 0.25
+WARM_UP = 1 / 3
 """Of the time in which requests arrive, the share whose requests are not counted: the replica fills up in it."""
+GROWTH = 0.02
+"""Of the counted requests, the share by which those that wait must grow in the last two thirds of the time."""
+FEW_WAIT = 10
+"""So many that wait come and go by chance."""
 
 
 def run_trial(roofline: Roofline, settings: Settings, trace: Sequence[TracedRequest], rate: float) -> Trial:
@@ -129,30 +139,49 @@ def run_trial(roofline: Roofline, settings: Settings, trace: Sequence[TracedRequ
         speed = roofline.device.efficiency["link"] * link
         tier = LowerTier(memory, int(host / block_bytes), block_bytes / speed)
     scheduler = setup.scheduler(memory, stored=None if tier is None else tier.stored)
-    held_s = 0.0
+    first = next(index for index, one in enumerate(trace) if one.arrival_s >= WARM_UP * trace[-1].arrival_s)
+    latest = -1
+    busy_s = held_s = running_s = 0.0
 
     def look(plan: StepPlan, seconds: float) -> None:
-        nonlocal held_s
-        held_s += seconds * (1 - memory.num_available / memory.num_frames)
+        nonlocal latest, busy_s, held_s, running_s
+        latest = max([latest, *(new.seed for new in plan.new_rows)])
+        if first <= latest < max(len(trace) - 1, first + 1):
+            busy_s += seconds
+            held_s += seconds * (1 - memory.num_available / memory.num_frames)
+            running_s += seconds * scheduler.num_running
 
     outcome = replay(trace, scheduler, roofline, [look], tier=tier)
-    return _trial(outcome, held_s, rate)
+    counted_s = busy_s or math.inf
+    return _trial(outcome, outcome.served[first:], running_s / counted_s, held_s / counted_s, rate)
 
 
-def _trial(outcome: Replay, held_s: float, rate: float) -> Trial:
-    arrived_s = outcome.served[-1].request.arrival_s
-    counted = [one for one in outcome.served if one.request.arrival_s >= WARM_UP * arrived_s]
+def _trial(outcome: Replay, counted: Sequence[Served], running: float, pool: float, rate: float) -> Trial:
     prompts = sum(one.request.prompt_len for one in counted) or 1
     return Trial(
         rate=rate,
         requests=len(outcome.served),
+        output_len=mean(one.request.output_len for one in outcome.served),
+        length=mean(one.request.length for one in outcome.served),
         **latencies(counted),
         output_tokens_per_s=outcome.output_tokens_per_s,
-        running=outcome.mean_running,
+        running=running,
         most_running=outcome.most_running,
-        pool=held_s / outcome.busy_s if outcome.busy_s else 0.0,
+        pool=pool,
         busy=outcome.busy_s / outcome.end_s if outcome.end_s else 0.0,
         cached=sum(one.num_cached_tokens for one in counted) / prompts,
         preemptions=outcome.preemptions,
         refused=sum(one.refused for one in outcome.served),
+        waiting_grows=_waiting_grows(counted),
     )
+
+
+def _waiting_grows(counted: Sequence[Served]) -> bool:
+    """Says whether more requests wait for their first token after each third of the time in which these come."""
+    begin, end = counted[0].request.arrival_s, counted[-1].request.arrival_s
+    served = [one for one in counted if not one.refused]
+    arrived = np.array([one.request.arrival_s for one in served])
+    began = np.array([math.inf if one.first_token_s is None else one.first_token_s for one in served])
+    waiting = [int(((arrived <= at) & (began > at)).sum()) for at in np.linspace(begin, end, 4)]
+    least = max(FEW_WAIT, GROWTH * len(counted))
+    return waiting[3] > waiting[2] > waiting[1] and waiting[3] - waiting[1] > least

@@ -30,7 +30,7 @@ def table(plan: Plan) -> list[Table | str]:
 def _head(plan: Plan) -> str:
     best = plan.options[0]
     roofline, settings = best.size.roofline, best.size.settings
-    output, everything = plan.load.tokens_per_request
+    output, everything = best.at_share.output_len, best.at_share.length
     cost = "" if best.cost_output is None else f", ${best.cost_output:.2f} per million output tokens"
     host = f" --kv-host-memory {settings.kv_host_memory / 2**30:g}GiB" if settings.kv_host_memory else ""
     kv = "" if settings.kv_dtype == "auto" else f" --kv-cache-dtype {settings.kv_dtype}"

@@ -83,7 +83,7 @@ class Asked:
             rate = USUAL_RATE if self.rate is None else self.rate
             return Load(Generated(workload_named(self.workload), self.seed), rate, self.requests)
         traced = Traced(read_trace(self.trace))
-        return Load(traced, traced.rate if self.rate is None else self.rate, min(self.requests, len(traced.trace)))
+        return Load(traced, traced.rate if self.rate is None else self.rate, self.requests)
 
     def _host(self, device: Device, load: Load) -> tuple[int, ...]:
         """Returns the sizes of host memory to try: none, and what was asked for where it can bring something."""

@@ -41,8 +41,7 @@ class Size:
     """Holds what was found for one number of ranks.
 
     capacity: requests per second of one replica, at most those of the whole load, beyond which nothing is tried; None
-    where not even the lowest rate holds. trials: all that were made,
-    with these and with other settings.
+    where not even the lowest rate holds. trials: all that were made, with these and with other settings.
     """
 
     roofline: Roofline
@@ -113,6 +112,9 @@ def make_plan(
     sizes: list[Size] = []
     chosen: Settings | None = None
     for ranks in rooflines:
+        if why := _too_slow_alone(device, model, dtype, load, limits, chosen or _first_settings(ranks, choices), ranks):
+            refused[ranks] = why
+            continue
         search = _Search(device, model, dtype, load, limits, report)
         if chosen is None:
             size = search.choose(_first_settings(ranks, choices), choices)
@@ -142,6 +144,24 @@ def _refusal(device: Device, model: ModelShape, dtype: str, kv_dtype: str, ranks
         Roofline(device, model, dtype, kv_dtype, ranks).kv_bytes  # noqa: B018
     except ConfigError as error:
         return error.message
+    return None
+
+
+def _too_slow_alone(
+    device: Device, model: ModelShape, dtype: str, load: Load, limits: Limits, settings: Settings, ranks: int
+) -> str | None:
+    """Says why no rate can hold, if the request of median length breaks a limit even alone."""
+    settings = replace(settings, ranks=ranks)
+    alone = run_trial(Roofline(device, model, dtype, settings.kv_dtype, ranks), settings, [load.usual], load.rate)
+    for flag, limit_s, found_s in (
+        ("--slo-tpot-p99", limits.tpot_p99_s, alone.tpot_p99_s),
+        ("--slo-ttft-p99", limits.ttft_p99_s, alone.ttft_p99_s),
+    ):
+        if limit_s is not None and found_s > limit_s:
+            return (
+                f"{flag} is {1e3 * limit_s:g} ms, and a request alone takes {1e3 * found_s:.3g} ms; raise it above "
+                "that, or choose a faster device or more of them"
+            )
     return None
 
 
@@ -203,8 +223,7 @@ class _Search:
         if first >= most / FACTOR and self._holds(settings, most):
             return most
         first = min(first, most / FACTOR)
-        found = find_capacity(lambda rate: rate <= most and self._holds(settings, rate), first, first / 2**6)
-        return found
+        return find_capacity(lambda rate: self._holds(settings, rate), first, first / 2**6, most)
 
     def _holds(self, settings: Settings, rate: float) -> bool:
         for one, trial in self._trials:
@@ -217,7 +236,8 @@ class _Search:
 
 
 def _holds(trial: Trial, limits: Limits) -> bool:
-    return trial.refused == 0 and limits.hold({"tpot_p99_s": trial.tpot_p99_s, "ttft_p99_s": trial.ttft_p99_s})
+    steady = trial.refused == 0 and not trial.waiting_grows
+    return steady and limits.hold({"tpot_p99_s": trial.tpot_p99_s, "ttft_p99_s": trial.ttft_p99_s})
 
 
 def _option(size: Size, load: Load, limits: Limits, price: float | None, report: Report) -> Option:
@@ -235,7 +255,6 @@ def _option(size: Size, load: Load, limits: Limits, price: float | None, report:
         size.trials.append((settings, at_share))
         replicas += max(1, replicas // 20)
     hourly = None if price is None else price * settings.ranks * replicas
-    output, everything = load.tokens_per_request
     per_million = None if hourly is None else hourly / 3600 / load.rate * 1e6
     return Option(
         size,
@@ -243,8 +262,8 @@ def _option(size: Size, load: Load, limits: Limits, price: float | None, report:
         at_share,
         binding(size, limits),
         hourly,
-        None if per_million is None else per_million / output,
-        None if per_million is None else per_million / everything,
+        None if per_million is None else per_million / at_share.output_len,
+        None if per_million is None else per_million / at_share.length,
         load.rate,
     )
 
@@ -260,7 +279,7 @@ def binding(size: Size, limits: Limits) -> str:
         return f"memory: the KV pool is {trial.pool:.0%} full and {trial.preemptions} were preempted, so {limit}"
     if trial.most_running >= size.settings.max_num_seqs:
         return f"max_num_seqs: {trial.most_running} run at once, so {limit}"
-    if trial.ttft_p99_s > (limits.ttft_p99_s or math.inf):
+    if trial.waiting_grows or trial.ttft_p99_s > (limits.ttft_p99_s or math.inf):
         return f"compute: steps do not keep up with {trial.running:.0f} rows and the prompts beside them, so {limit}"
     return f"the limit: steps with {trial.running:.0f} rows take so long that {limit}; requests need not wait"
 
@@ -270,7 +289,8 @@ def _broken_limit(trial: Trial, limits: Limits) -> str:
         return f"{trial.refused} requests are too long for the pool"
     if not trial.tpot_p99_s <= limits.tpot_p99_s:
         return f"p99 of the time per token is {1e3 * trial.tpot_p99_s:.0f} ms"
-    return f"p99 of the time to first token is {1e3 * trial.ttft_p99_s:,.0f} ms"
+    grows = "ever more requests wait, and " if trial.waiting_grows else ""
+    return f"{grows}p99 of the time to first token is {1e3 * trial.ttft_p99_s:,.0f} ms"
 
 
 def _why_not(size: Size, limits: Limits) -> str:
