@@ -229,7 +229,9 @@ def test_the_command_tells_people_and_programs(capsys, tmp_path):
         if not extra:
             said = " ".join(capsys.readouterr().out.split())
             assert "*modelled* by a roofline: Llama 3 8B in bfloat16 on NVIDIA L4 24 GB" in said
-            assert re.search(r"Serve it with \d+ x --max-num-seqs 64 .* per million output tokens", said)
+            assert re.search(
+                r"Serve it with \d+ x --dtype bfloat16 --max-num-seqs 64 .* per million output tokens", said
+            )
         elif extra[0] == "--json":
             found = json.loads(capsys.readouterr().out)
             (option,) = found["options"]

@@ -9,6 +9,7 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from pagemill.planner.search import Option, Plan
+from pagemill.simulate.roofline import Roofline
 
 COLUMNS = ("size", "req/s", "up to", "TTFT", "p99", "TPOT", "p99", "pool", "rows", "$/h", "$/M out")
 """Replicas x devices of each; requests/s of one replica at its share, and up to which rate it holds; latencies in
@@ -35,13 +36,26 @@ def _head(plan: Plan) -> str:
     host = f" --kv-host-memory {settings.kv_host_memory / 2**30:g}GiB" if settings.kv_host_memory else ""
     kv = "" if settings.kv_dtype == "auto" else f" --kv-cache-dtype {settings.kv_dtype}"
     parallel = f" --tensor-parallel-size {settings.ranks}" if settings.ranks > 1 else ""
+    weights = {"int8": " --quantization int8", "float8": ""}.get(roofline.dtype, f" --dtype {roofline.dtype}")
+    modelled = _modelled_only(roofline)
     return (
         f"{roofline.description}\n"
         f"{plan.load.rate:.3g} requests/s, {everything - output:.0f} tokens in and {output:.0f} out in the mean; "
         f"limits: {plan.limits}\n"
-        f"Serve it with {best.replicas} x{parallel} --max-num-seqs {settings.max_num_seqs} --max-num-batched-tokens "
-        f"{settings.max_num_batched_tokens} --kv-memory {roofline.kv_bytes / 2**30:.1f}GiB{kv}{host}{cost}\n"
+        f"Serve it with {best.replicas} x{parallel}{weights} --max-num-seqs {settings.max_num_seqs} "
+        f"--max-num-batched-tokens {settings.max_num_batched_tokens} --kv-memory {roofline.kv_bytes / 2**30:.1f}GiB"
+        f"{kv}{host}{cost}{modelled}\n"
     )
+
+
+def _modelled_only(roofline: Roofline) -> str:
+    """Says what of a plan is modelled and cannot be served today."""
+    said = ""
+    if roofline.dtype == "float8":
+        said += "\nmodelled only: nothing serves weights in float8 today"
+    if roofline.ranks > 1 and roofline.device.link_bytes_per_s is not None:
+        said += "\nmodelled; tensor parallelism runs on CPUs today"
+    return said
 
 
 def _options(plan: Plan) -> Table:
@@ -77,7 +91,9 @@ def _binding(plan: Plan) -> list[str]:
     if plan.options[0].cost_output is None:
         lines.append("no price is known for this device; give one with --price")
     else:
-        source = plan.options[0].size.roofline.device.sources["price_per_hour"]
+        source = plan.options[0].size.roofline.device.sources.get(
+            "price_per_hour", "of the device file, which names no source"
+        )
         lines.append(f"price: {source}")
     return lines
 

@@ -31,14 +31,16 @@ class MeasuredStep:
     own_s: float
 
 
-def fit_device(steps: Sequence[MeasuredStep], like: Device, model: ModelShape, dtype: str) -> Device:
+def fit_device(
+    steps: Sequence[MeasuredStep], like: Device, model: ModelShape, dtype: str, kv_dtype: str = "auto"
+) -> Device:
     """Returns `like` with the parameters that fit these steps best.
 
     The time of a step and of a row is fitted to the engine's own part of the steps. All else is fitted to whole steps,
     whose errors are taken to grow with their length (a gamma distribution's deviance: McCullagh and Nelder,
     "Generalized Linear Models", 1989, section 8.3), so that sums of steps are right where times scatter to one side.
     Efficiencies of K/V and attention are relative to the weights' and products'. Raises CalibrationError for too few
-    steps.
+    steps. kv_dtype: as that of the engine that ran them.
     """
     if len(steps) < LEAST_STEPS:
         raise CalibrationError(f"{len(steps)} steps cannot fix a device; measure {LEAST_STEPS} or more")
@@ -60,7 +62,7 @@ def fit_device(steps: Sequence[MeasuredStep], like: Device, model: ModelShape, d
         )
 
     def logarithms(at: NDArray[np.float64]) -> NDArray[np.float64]:
-        roofline = Roofline(device(at), model, dtype)
+        roofline = Roofline(device(at), model, dtype, kv_dtype)
         modelled: NDArray[np.float64] = np.log([roofline.seconds(work) for work in works])
         return modelled
 
