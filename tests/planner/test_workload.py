@@ -44,3 +44,14 @@ def test_rates_share_their_requests_and_arrivals_are_as_often_as_asked():
 def test_an_unknown_workload_is_named():
     with pytest.raises(ConfigError, match="there is no workload 'chats'; choose one of sharegpt, alpaca"):
         workload_named("chats")
+
+
+@pytest.mark.parametrize("given", [("x", 1.0, 9), (5, 1.0, 0), (50, 1.0, 9), (0, 1.0, 9), (5, -1.0, 9)])
+def test_lengths_that_cannot_be_are_refused(given):
+    with pytest.raises(ConfigError, match=r"a workload's (mean|longest|sigma) is"):
+        Lengths(*given)
+
+
+def test_a_sigma_of_0_makes_all_lengths_alike():
+    lengths = Lengths(7, 0, 9)
+    assert {lengths.draw(random.Random(0), lengths.mu) for _ in range(5)} == {7}

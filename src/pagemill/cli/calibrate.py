@@ -35,8 +35,11 @@ def calibrate(
     from rich.table import Table
 
     from pagemill.config import config_for
+    from pagemill.errors import ConfigError
     from pagemill.planner.calibration import calibrate as measure
 
+    if out.suffix != ".json":
+        raise ConfigError(f"out is {str(out)!r}; its name must end in .json, or pagemill plan would not read it")
     messages = Console(stderr=True, highlight=False)
     config = config_for("pagemill calibrate", model, settings)
     kept = out.with_name(f".{out.name}.steps")
@@ -73,4 +76,4 @@ def calibrate(
         )  # fmt: skip
     console = Console()
     console.print(parameters, errors)
-    sys.stdout.write(f"wrote {out}; next: pagemill plan {model} --device {out}\n")
+    sys.stdout.write(f"wrote {out}; next: pagemill plan {model} --device {out} --dtype {found.roofline.dtype}\n")

@@ -109,9 +109,6 @@ class StepFile:
         with self._path.open("a") as file:
             file.write(json.dumps({"point": point, "steps": rows}) + "\n")
 
-    def remove(self) -> None:
-        self._path.unlink(missing_ok=True)
-
 
 def measure(engine: RealEngine, points: list[Point], kept: StepFile, progress: Callable[[int], None]) -> None:
     """Measures the points that the file does not have. progress(done): called before the first and after each."""
@@ -177,11 +174,21 @@ def calibrate(
             f"longest sequence {longest} tokens: that leaves {len(points)} points to measure; raise them, or kv_memory"
         )
     machine = f"{core.ready.description}; {cpu_model()}"
-    file = StepFile(kept, {"machine": machine, "model": config.model, "dtype": dtype, "clock": clock, "rounds": rounds})
+    file = StepFile(
+        kept,
+        {
+            "machine": machine,
+            "model": config.model,
+            "dtype": dtype,
+            "clock": clock,
+            "rounds": rounds,
+            "config": repr(config),
+        },
+    )
     measure(engine, points, file, lambda done: progress(done, len(points)))
     steps = [step for point in points for step in file.points[point]]
-    device = fit_device(steps, _like(engine, machine), engine.shape, dtype)
     kv_dtype = engine.kv_shape.format or "auto"
+    device = fit_device(steps, _like(engine, machine), engine.shape, dtype, kv_dtype)
     calibration = Calibration(device, Roofline(device, engine.shape, dtype, kv_dtype), steps)
     everything = calibration.errors[-1]
     fitted = (

@@ -28,9 +28,22 @@ class Lengths:
     sigma: float
     longest: int
 
+    def __post_init__(self) -> None:
+        for name, value in (("mean", self.mean), ("sigma", self.sigma), ("longest", self.longest)):
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise ConfigError(f"a workload's {name} is {value!r}; it must be a number")
+        if self.longest < 1 or self.longest != int(self.longest):
+            raise ConfigError(f"a workload's longest is {self.longest!r}; it must be a whole number of tokens above 0")
+        if not 1 <= self.mean <= self.longest:
+            raise ConfigError(f"a workload's mean is {self.mean:g}; it must be from 1 to longest, {self.longest}")
+        if not 0 <= self.sigma < inf:
+            raise ConfigError(f"a workload's sigma is {self.sigma:g}; it must be 0 (all alike) or more")
+
     @property
     def mu(self) -> float:
         """The mean of the logarithm with which the mean of the cut lengths is right."""
+        if self.sigma == 0:
+            return log(self.mean)
         low, high = 0.0, log(self.longest) + 4 * self.sigma
         for _ in range(60):
             middle = (low + high) / 2
