@@ -20,7 +20,7 @@ from pagemill.simulate.step_time import StepWork
 from pagemill.simulate.trace import TracedRequest
 
 LEAST_REQUESTS = 50
-LIFETIMES = 3
+LIFETIMES = 1.5
 """Requests of a simulation arrive for so many of the longest answers' lives, and of the limits on the first token."""
 
 
