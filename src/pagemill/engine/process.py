@@ -32,7 +32,7 @@ from pagemill.engine.messages import (
 )
 from pagemill.engine.queries import Answer, Question, ToEngine
 from pagemill.engine.wire import Channel
-from pagemill.errors import InvalidRequestError, PagemillError
+from pagemill.errors import EngineDeadError, InvalidRequestError, PagemillError
 from pagemill.lora_request import LoRARequest
 
 if TYPE_CHECKING:
@@ -131,6 +131,8 @@ def _answer(core: EngineCore, channel: Channel[ToEngine], question: Question) ->
     answer: Any
     try:
         answer = question.query.answer(core)
+    except EngineDeadError:
+        raise
     except PagemillError as error:
         answer = Failure.of(error)
     if core.ready != before:

@@ -64,6 +64,7 @@ def main(control: Connection, frames: Connection, shared: int | None = None) -> 
     start = control.recv()
     assert isinstance(start, Start)
     torch.set_num_threads(start.num_threads)
+    threading.Thread(target=_end_with, args=(frames,), daemon=True, name="rank 0's end").start()
     size = start.config.tensor_parallel_size
     exchange: SharedExchange | GlooExchange
     exchange = GlooExchange(start.rank, size) if shared is None else SharedExchange(start.rank, size, shared)
@@ -86,6 +87,13 @@ def main(control: Connection, frames: Connection, shared: int | None = None) -> 
             control.send(None)
         elif (answer := _do(worker, message)) is not NO_ANSWER:
             control.send(answer)
+
+
+def _end_with(frames: Connection) -> None:
+    """Ends the process if rank 0 ends while the model is loaded; later, whoever waits for a message does."""
+    with socket.socket(fileno=os.dup(frames.fileno())) as sock:
+        if not sock.recv(1, socket.MSG_PEEK):
+            os._exit(0)
 
 
 def _do(worker: Worker, message: Any) -> Any:

@@ -3,12 +3,11 @@ hears their answers, and ends them all when one is lost."""
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import socket
-import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
@@ -23,6 +22,7 @@ from pagemill.executor.shared_memory import SharedExchange, make_memory
 MODULE = "pagemill.executor.rank"
 _LAST_WORDS_S = 2.0
 """How long a rank that has dropped its connection has to end, so that its exit status is known."""
+_LOOK_S = 0.01
 
 
 class Rank(NamedTuple):
@@ -135,12 +135,13 @@ class Ranks:
 
     def _what_happened(self, error: BaseException) -> str:
         """Returns which rank has ended, and how; if none has, what went wrong in the exchange with them."""
-        for wait_s in (_LAST_WORDS_S, 0.0):  # the first to be asked may be one that still ends
+        until_s = time.monotonic() + _LAST_WORDS_S
+        while time.monotonic() < until_s:
             for number, rank in enumerate(self._ranks, start=1):
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    status = rank.child.process.wait(wait_s)
+                if (status := rank.child.process.poll()) is not None:
                     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended ({status})"
                     return f"rank {number} of {len(self) + 1} {how}, and a model in parts needs them all"
+            time.sleep(_LOOK_S)
         return f"ranks lost one another: {type(error).__name__}: {error}"
 
     def close(self) -> None:
