@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import random
 import statistics
-import time
 from dataclasses import dataclass, field
 
 import httpx
 from benchmarks.front_end_stalls import MODEL, server
 from benchmarks.peers import workloads
+from benchmarks.streamed_answer import ask
 
 POLICIES = ("least-work", "round-robin")
 FIRST_TOKENS, TURN_TOKENS, ANSWER_TOKENS = 500, 120, 16
@@ -27,7 +26,7 @@ MOST_PAUSE_S = 1.5
 
 @dataclass
 class Seen:
-    """What the turns behind the first of each conversation came to."""
+    """Sums up the turns behind the first of each conversation."""
 
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -39,23 +38,7 @@ async def converse(client: httpx.AsyncClient, text: list[int], turns: int, pause
     said, at = text[:FIRST_TOKENS], FIRST_TOKENS
     for turn in range(turns):
         await asyncio.sleep(pauses.uniform(0, MOST_PAUSE_S))
-        body = {
-            "model": MODEL,
-            "prompt": said,
-            "max_tokens": ANSWER_TOKENS,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        began_s, first_s, usage = time.perf_counter(), 0.0, None
-        async with client.stream("POST", "/v1/completions", json=body) as answer:
-            answer.raise_for_status()
-            async for line in answer.aiter_lines():
-                if line.startswith("data: {"):
-                    first_s = first_s or time.perf_counter() - began_s
-                    usage = json.loads(line.removeprefix("data: ")).get("usage") or usage
-        assert usage is not None
+        first_s, usage = await ask(client, MODEL, said, ANSWER_TOKENS)
         if turn:
             seen.first_s.append(first_s)
             seen.prompt_tokens += usage["prompt_tokens"]

@@ -1,4 +1,4 @@
-"""Where requests go among hundreds of modelled replicas: what is found in their caches, and how long first tokens take.
+"""Compares ways to choose a replica among hundreds of modelled ones: what is found in caches, and first tokens' times.
 
     python -m benchmarks.routing --trace conversation_trace.jsonl --replicas 200 --speed-up 60
 

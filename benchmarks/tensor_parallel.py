@@ -33,7 +33,7 @@ from pagemill.models.cpu_decoder import CpuDecoder
 from pagemill.sampling.params import SamplingParams
 
 WIDTH = 1536
-"""Of what is gathered: SmolLM2-135M's activations between the MLP's projections."""
+"""Numbers that are gathered for a token: SmolLM2-135M's activations between the projections of its MLP."""
 TOKENS = (1, 8, 64, 512)
 PER_LAYER = 4
 """Collectives: the heads' outputs, what o adds, the activations, what down adds."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -25,6 +24,7 @@ import httpx
 from benchmarks.peers import workloads
 from benchmarks.peers.engines import CHECKPOINT, ENGINES, MODEL, process_environment
 from benchmarks.peers.workloads import Workload
+from benchmarks.streamed_answer import ask
 
 NAME = "model"
 """The served model's name."""
@@ -79,29 +79,9 @@ async def measure(url: str, workload: Workload) -> tuple[float, list[float]]:
     limits, timeout = httpx.Limits(max_connections=None), httpx.Timeout(600)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=timeout) as client:
         began_s = time.perf_counter()
-
-        async def ask(prompt: list[int], tokens: int) -> float:
-            body = {
-                "model": NAME,
-                "prompt": prompt,
-                "max_tokens": tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-            first_s, end = 0.0, b""
-            async with client.stream("POST", "/v1/completions", json=body) as answer:
-                answer.raise_for_status()
-                async for part in answer.aiter_raw():
-                    first_s = first_s or time.perf_counter() - began_s
-                    end = (end + part)[-2000:]
-            usage = json.loads(end.rpartition(b"\n\ndata: [DONE]")[0].rpartition(b"data: ")[2])["usage"]
-            assert usage["completion_tokens"] == tokens, usage
-            return first_s
-
-        firsts = await asyncio.gather(*map(ask, workload.prompts, workload.max_tokens))
-        return time.perf_counter() - began_s, list(firsts)
+        asked = zip(workload.prompts, workload.max_tokens, strict=True)
+        answers = await asyncio.gather(*(ask(client, NAME, prompt, tokens) for prompt, tokens in asked))
+        return time.perf_counter() - began_s, [first_s for first_s, _ in answers]
 
 
 def main() -> None:

@@ -167,7 +167,7 @@ class Cache:
     ) -> None: ...
 
 class Exchange:
-    """What ranks exchange through memory that their processes share (csrc/exchange.h). Keep the memory.
+    """Exchanges activations among ranks through memory that their processes share (csrc/exchange.h). Keep the memory.
 
     memory: the address of so many bytes, zeros at first."""
 

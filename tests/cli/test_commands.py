@@ -87,6 +87,7 @@ def test_generate_searches_with_beams():
         (["generate", MODEL, "x", "--block-size", "17"], "block_size is 17"),
         (["generate", MODEL, "x", "--temperature", "-1"], "temperature is -1"),
         (["serve", "no-such-model", "--port", "0"], "no-such-model"),
+        (["serve", MODEL, "--port", "0", "--routing", "round-robin"], "there is one engine; give --replicas"),
         (
             ["serve", MODEL, "--port", "0", "--host", "0.0.0.0"],
             "0.0.0.0 can be reached from elsewhere",

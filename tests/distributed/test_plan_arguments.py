@@ -34,3 +34,14 @@ def test_replicas_are_a_number_or_two():
     for wrong in ({"replicas": 0}, {"min_replicas": 2}, {"min_replicas": 3, "max_replicas": 2}):
         with pytest.raises(ConfigError, match="replicas"):
             plan_of({**MODEL, **wrong}, keys)
+
+
+def test_a_queue_has_an_end_in_each_replica_without_a_tenants_file():
+    plan = plan_of({**MODEL, "max_waiting": 7}, {"PAGEMILL_API_KEY": "k"})
+    assert plan.all_settings()["tenants"]["default"].max_waiting == 7
+    assert plan.engine_config().tenants["default"].max_waiting == 7
+
+
+def test_an_unknown_routing_is_refused():
+    with pytest.raises(ConfigError, match="'fastest'; it must be least-work or round-robin"):
+        plan_of({**MODEL, "routing": "fastest"}, {"PAGEMILL_API_KEY": "k"})

@@ -33,7 +33,7 @@ from pagemill.server.access.limits import ServerLimits
 from pagemill.server.access.server_access import ServerAccess
 from pagemill.server.logs.output import AUDIT, ServerLogs, fields, logging_to
 from pagemill.server.pauses import spare_streams
-from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits, TenantsFile, read_tenants_file
+from pagemill.tenant_limits import TenantsFile, read_tenants_file
 
 if TYPE_CHECKING:
     from pagemill.engine.messages import EngineReady
@@ -80,12 +80,13 @@ def serve(
         ),
     ] = None,
     routing: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--routing",
-            help="Which replica a request goes to: least-work (what it finds there counts), or round-robin.",
+            help="Which replica a request goes to: least-work (what it finds there counts), or round-robin. "
+            "Default: least-work.",
         ),
-    ] = "least-work",
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -112,6 +113,12 @@ def serve(
 
     if pin_file is not None and not pin_file.is_file():
         raise ConfigError(f"pin_file is {str(pin_file)!r}, which is no file; name one", param="pin_file")
+    if routing is not None and replicas is None:
+        raise ConfigError(
+            f"routing is {routing!r}, which chooses among replicas, and there is one engine; give --replicas, or leave "
+            f"--routing out",
+            param="routing",
+        )
     names = served_model_name or [model]
     check_served_names(names)
     if show_config:
@@ -128,7 +135,7 @@ def serve(
         who: dict[str, Any] = {"tenants": tenants, "limits": limits, "access": access, "logs": logs}
         who["restarts"] = RestartLimits(**restarts)
         engines = {name: value for name, value in settings.items() if name != "tenants"}
-        plan = plan_for(replicas, routing, model, names, (host, port), engines, pin_file, **who)
+        plan = plan_for(replicas, routing or "least-work", model, names, (host, port), engines, pin_file, **who)
         scheme = "http" if access.ssl_certfile is None else "https"
         serve_plan(plan, url_of(scheme, str(address[0]), port, here=True))
         return
@@ -166,11 +173,9 @@ async def _serve(
             if logs.log_format == "json":
                 LOGGER.info("ready", extra=fields(model=names[0], address=listening, engine=ready.description))
                 return
-            has_keys = bool(access.api_key or (tenants is not None and tenants.keys))
-            invite(ready.description, names[0], address, has_keys=has_keys)
+            invite(ready.description, names[0], address, has_keys=access.has_keys(tenants))
 
-        everybody = {DEFAULT_TENANT: TenantLimits(max_waiting=limits.max_waiting)}
-        settings = {**settings, "tenants": everybody if tenants is None else tenants.limits}
+        settings = {**settings, "tenants": limits.tenants(tenants)}
         llm = AsyncLLM(model, on_progress=bar, **settings)
         LOGGER.info("listening; the model is loading", extra=fields(model=names[0], address=listening))
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any
 
 from pagemill.errors import ConfigError
 from pagemill.machine import usable_cores
@@ -33,12 +33,8 @@ def plan_for(
             param="replicas",
         )
     from pagemill.distributed.plan import FleetPlan
-    from pagemill.distributed.routing import RoutingPolicy
     from pagemill.server.routes.pins import read_pins
 
-    if routing not in get_args(RoutingPolicy):
-        known = " or ".join(get_args(RoutingPolicy))
-        raise ConfigError(f"routing is {routing!r}; it must be {known}", param="routing")
     shared: dict[str, Any] = {"num_threads": max(1, usable_cores() // replicas)}
     if not any(size in settings for size in SIZES):
         shared["kv_memory"] = SHARE_OF_MEMORY / replicas
@@ -67,14 +63,12 @@ def serve_plan(plan: FleetPlan, url: str) -> None:
     from pagemill.cli.loading import invite, messages
     from pagemill.distributed.local import LOGGER, serve_fleet
 
-    has_keys = bool(plan.access.api_key or (plan.tenants is not None and plan.tenants.keys))
-
     def ready(description: str) -> None:
         about = f"{plan.replicas} replicas, each {description}"
         if plan.logs.log_format == "json":
             LOGGER.info("ready", extra=fields(model=plan.names[0], address=url, engine=about))
         else:
-            invite(about, plan.names[0], url, has_keys=has_keys)
+            invite(about, plan.names[0], url, has_keys=plan.access.has_keys(plan.tenants))
 
     with logging_to(sys.stderr, plan.logs):
         if plan.logs.log_format == "text":

@@ -20,7 +20,8 @@ FRONT_END, ENGINE = "FrontEnd", "Engine"
 MAX_CALLS = 10_000
 """Calls that a replica takes at once: a stream for each front end, and what these send. Requests are not calls."""
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 5.0, 60.0
-"""How often Ray Serve asks for health, and after how long without an answer it starts another replica."""
+"""Seconds between two questions of Ray Serve for health, and those without an answer after which it starts another
+replica."""
 ENDING_S = 15.0
 """Seconds, beside those in which answers may go on, in which a replica may end."""
 AUTOSCALER = "pagemill.distributed.autoscaling:by_queue_and_memory"

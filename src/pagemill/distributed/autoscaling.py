@@ -1,4 +1,4 @@
-"""How many replicas there should be: Ray Serve's autoscaler asks, with what `EngineReplica` has told it."""
+"""Says how many replicas there should be: Ray Serve's autoscaler asks, with what `EngineReplica` has told it."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class BlockDirectory:
         self._held: dict[bytes, int] = {}
         self._coming: dict[bytes, int] = {}
         self._claims: dict[tuple[int, bytes], int] = {}
-        """How many requests under way at a replica bring a block."""
+        """Numbers of requests under way that bring a block, by replica and block."""
 
     def __len__(self) -> int:
         """Returns how many digests some replica holds."""

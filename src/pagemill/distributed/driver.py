@@ -21,7 +21,7 @@ APPLICATION = "pagemill"
 
 
 class Said(NamedTuple):
-    """What a driver says once, when it is ready (`description`), or why it will not be (`error`)."""
+    """Tells once what runs, when all is ready (`description`), or why nothing will (`error`)."""
 
     description: str | None
     error: str | None

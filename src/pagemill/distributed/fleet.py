@@ -82,16 +82,16 @@ class Fleet:
         self._router: Router | None = None
         self._facts: EngineReady | None = None
         self._changes: dict[tuple[type, object], tuple[int, Query[EngineReady]]] = {}
-        """What replicas that come later must do, each with a number that rises."""
+        """Changes that replicas which come later must make too, each with a number that rises."""
         self._change_numbers = itertools.count(1)
         self._pin_copies = PinCopies()
         self._num_lost = 0
         self._lost_s: deque[float] = deque()
-        """When replicas were lost, within the window of `RestartLimits`."""
+        """Times at which replicas were lost, within the window of `RestartLimits`."""
         self._patience: asyncio.TimerHandle | None = None
         """Ends the wait for a replica; None while there is one."""
         self._gave_up: str | None = None
-        """Why requests do not wait for a replica; None while they do."""
+        """The reason for which requests do not wait for a replica; None while they do."""
         self._frontend: Frontend | None = None
         self._incoming: asyncio.Queue[list[SequenceOutput]] = asyncio.Queue()
         self._loaded = asyncio.Event()
@@ -171,11 +171,10 @@ class Fleet:
                 break  # else replicas that have come meanwhile do it too
         refusals = [each for each in answers if isinstance(each, BaseException) and is_refusal(each)]
         good = [each for each in answers if not isinstance(each, BaseException)]
-        if isinstance(query, (SetTenant, LoadAdapter, ResizePool)):
-            if refusals:
-                raise refusals[0]
-            if good:
-                self._remember(query)
+        if is_change and refusals:
+            raise refusals[0]
+        if is_change and good:
+            self._remember(query)
         if not good:
             raise next((each for each in answers if isinstance(each, BaseException)), self._restarting("no replica"))
         merged: A = merge(good)
@@ -275,11 +274,10 @@ class Fleet:
         for name, link in [*self._links.items()]:
             if name in names:
                 self._admit(link)
-            elif self._router is not None:
+                continue
+            if self._router is not None:
                 self._router.rest(name)
-                self._close_if_idle(link)
-            else:
-                self._close_if_idle(link)
+            self._close_if_idle(link)
         self._refresh()
 
     def _link_listed(self) -> None:
@@ -390,7 +388,7 @@ class Fleet:
     def _restarting(self, why: str) -> EngineRestartingError:
         return EngineRestartingError(f"{why}, and another is being started; send this again")
 
-    def _remember(self, change: Query[EngineReady]) -> None:
+    def _remember(self, change: Query[Any]) -> None:
         """Keeps a change for replicas that come later, in the place of an earlier one of the same thing."""
         match change:
             case SetTenant():

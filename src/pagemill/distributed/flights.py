@@ -28,9 +28,9 @@ class Flight:
     replica: str | None = None
     num_sent: int = 0
     tokens: dict[int, list[int]] = field(default_factory=dict)
-    """What has come of each sequence."""
+    """Tokens of each sequence that have come."""
     repeats: dict[int, int] = field(default_factory=dict)
-    """How many tokens of each sequence come once more."""
+    """Numbers of tokens that come once more, by sequence."""
     ended: set[int] = field(default_factory=set)
 
     @property

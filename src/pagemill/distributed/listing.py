@@ -1,4 +1,4 @@
-"""Which replicas Ray Serve lists in this process, for its request router and for who watches.
+"""Keeps the names of the replicas that Ray Serve lists in this process, for its request router and for who watches.
 
 This is a module of its own because Ray Serve sends the router's class by value: what it shares with others must be in a
 module that it finds by name.

@@ -42,7 +42,7 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_SERVE_LOG_TO_STDERR": "0",
 }
-"""What Ray is told: to send nothing home, and to say nothing of what is no concern of who serves a model."""
+"""Variables by which Ray sends nothing home, and is silent about what whoever serves a model need not know."""
 
 
 IGNORED = ("SIGHUP", "SIGUSR1", "SIGUSR2")

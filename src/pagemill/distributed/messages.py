@@ -1,4 +1,4 @@
-"""What crosses the line between a front end and a replica, in batches: Ray's cost is by the call, not by the byte.
+"""Batches of messages between a front end and a replica: Ray costs time for each call, not for each byte.
 
 Each batch says when it was sent, in seconds of its sender's `time.monotonic()`: machines' clocks begin at different
 times, and what is in a batch is moved to the receiver's.

@@ -1,4 +1,4 @@
-"""Where the processes of a fleet write what they have to say."""
+"""Makes the processes of a fleet write to one place."""
 
 from __future__ import annotations
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagemill.config import EngineConfig, config_for
-from pagemill.distributed.routing import RoutingPolicy
+from pagemill.distributed.routing import ROUTING_POLICIES, RoutingPolicy
+from pagemill.errors import ConfigError, shown
 from pagemill.frontend.supervisor import RestartLimits
 from pagemill.hub import resolve_model
 from pagemill.server.access.limits import ServerLimits
@@ -24,7 +25,8 @@ class FleetPlan:
     settings: of the engines, but for the model. replicas: how many there are, or the least and the most of them,
     between which Ray Serve chooses. address: host and port where the front end itself listens; None: it is asked
     through Ray Serve's proxies. engine_resources, front_end_resources: `ray_actor_options`. log_path: a file or pipe
-    to which all processes write what they have to say; None: where Ray puts it.
+    to which all processes write what they have to say; None: where Ray puts it. Raises `ConfigError` for a routing
+    that there is not.
     """
 
     model: str
@@ -43,9 +45,14 @@ class FleetPlan:
     front_end_resources: Mapping[str, Any] = field(default_factory=lambda: {"num_cpus": 0})
     log_path: str | None = None
 
+    def __post_init__(self) -> None:
+        if self.routing not in ROUTING_POLICIES:
+            known = " or ".join(ROUTING_POLICIES)
+            raise ConfigError(f"routing is {shown(self.routing)}; it must be {known}", param="routing")
+
     def all_settings(self) -> dict[str, Any]:
         """Returns the settings of a front end: the engines', and the tenants' limits."""
-        return {**self.settings} if self.tenants is None else {**self.settings, "tenants": self.tenants.limits}
+        return {**self.settings, "tenants": self.limits.tenants(self.tenants)}
 
     def engine_config(self) -> EngineConfig:
         """Returns the settings of a replica's engine. Raises `ConfigError` and `ModelNotFoundError`."""

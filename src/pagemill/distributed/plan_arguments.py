@@ -9,7 +9,6 @@ from typing import Any
 from pagemill.arguments import arguments_of
 from pagemill.config import EngineConfig
 from pagemill.distributed.plan import FleetPlan
-from pagemill.distributed.routing import ROUTING_POLICIES
 from pagemill.errors import ConfigError, shown
 from pagemill.frontend.supervisor import RestartLimits
 from pagemill.server.access.limits import ServerLimits
@@ -41,15 +40,13 @@ def plan_of(args: Mapping[str, Any], environment: Mapping[str, str]) -> FleetPla
     tenants_file = left.pop("tenants", None)
     tenants = None if tenants_file is None else read_tenants_file(tenants_file)
     routing = left.pop("routing", "least-work")
-    if routing not in ROUTING_POLICIES:
-        raise ConfigError(f"routing is {shown(routing)}; it must be one of {', '.join(ROUTING_POLICIES)}")
     replicas = _replicas(left)
     groups: dict[str, dict[str, Any]] = {}
     for kind in (ServerLimits, ServerAccess, ServerLogs, RestartLimits, EngineConfig):
         declared = arguments_of(kind)
         groups[kind.__name__] = {name: left.pop(name) for name in [*left] if name in declared}
     access = ServerAccess.read(groups["ServerAccess"], environment)
-    if not (access.allow_unauthenticated or access.api_key or (tenants is not None and tenants.keys)):
+    if not (access.allow_unauthenticated or access.has_keys(tenants)):
         raise ConfigError(
             "Ray Serve's proxies may be reached from elsewhere, and there is no API key; give one (PAGEMILL_API_KEY, "
             "api_key or tenants), or serve everybody with allow_unauthenticated=true",

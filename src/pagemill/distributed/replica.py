@@ -72,7 +72,7 @@ class EngineReplica:
         """log_path: see `FleetPlan`."""
         write_to(log_path)
         self._blocks: set[bytes] = set()
-        """What the pool holds: the beginnings of digests."""
+        """Blocks that the pool holds: the first `DIGEST_BYTES` of their digests."""
         self._times = 0.0, 0.0
         self._front_ends: dict[str, _FrontEnd] = {}
         self._client = ProcessClient(config, self._note_held)

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from pagemill.distributed.messages import OUTBOUND
 from pagemill.distributed.outbox import Outbox
 from pagemill.engine.messages import EngineReady, Failure, Held, SequenceOutput, StepOutputs
-from pagemill.engine.queries import Answer, Query, Question
+from pagemill.engine.queries import Answer, Query
 from pagemill.errors import EngineDeadError, PagemillError
+from pagemill.frontend.questions import Questions
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -60,9 +61,8 @@ class ReplicaLink:
         self._handle = handle
         self._user = user
         self._outbox = Outbox()
-        self._question_ids = itertools.count()
+        self._questions = Questions()
         self._batches = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[Any]] = {}
         self._last_words: Failure | None = None
         self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._send())]
 
@@ -76,14 +76,9 @@ class ReplicaLink:
         """Returns the engine's answer. Raises what it refuses with, and `EngineDeadError` where it is gone."""
         if self.death is not None:
             raise self.death
-        question = Question(next(self._question_ids), query)  # type: ignore[arg-type]
+        question, answer = self._questions.pose(query)
         self.send(question)
-        answer = self._asked[question.id] = asyncio.get_running_loop().create_future()
-        try:
-            result: A = await answer
-            return result
-        finally:
-            self._asked.pop(question.id, None)
+        return await answer
 
     async def close(self) -> None:
         """Lets the replica end the stream behind what is on its way; it has nothing of this front end then."""
@@ -145,18 +140,9 @@ class ReplicaLink:
                     self.facts = message
                     self._user.note_facts(self, message)
                 case Answer():
-                    self._answered(message)
+                    self._questions.take(message)
                 case Failure():
                     self._last_words = message
-
-    def _answered(self, message: Answer) -> None:
-        asked = self._asked.pop(message.id, None)
-        if asked is None or asked.done():
-            return
-        if isinstance(message.answer, Failure):
-            asked.set_exception(message.answer.to_error())
-        else:
-            asked.set_result(message.answer)
 
     def _end(self, death: PagemillError) -> None:
         """Ends everything once, and says so."""
@@ -166,10 +152,7 @@ class ReplicaLink:
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
-        asked, self._asked = self._asked, {}
-        for answer in asked.values():
-            if not answer.done():
-                answer.set_exception(death)
+        self._questions.refuse(death)
         self._user.note_end(self)
 
 

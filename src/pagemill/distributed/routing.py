@@ -27,11 +27,11 @@ UNMEASURED_TOKEN_S = 1e-3
 FIRST_ANSWER_TOKENS = 128.0
 """Tokens that an answer is expected to have before any has ended."""
 FADING = 0.05
-"""What the last answer's length counts in the one that is expected, beside all before it."""
+"""Weight of the last answer's length in the length that is expected; all earlier ones have the rest."""
 
 
 class Asked(NamedTuple):
-    """What routing knows of a request.
+    """Describes a request to the router.
 
     digests: of the prompt's whole blocks, in order. most_tokens: that its answer may have. session: a key that turns of
     one session share; None for no turn.
@@ -44,8 +44,8 @@ class Asked(NamedTuple):
 
 
 class Route(NamedTuple):
-    """Where a request goes: the replica's name, how many tokens of its prompt are expected to be found there, and the
-    seconds of work that it will find and bring."""
+    """Names the replica that a request goes to, with the tokens of its prompt that are expected to be found there, and
+    the seconds of work that it will find and bring."""
 
     replica: str
     found_tokens: int
@@ -92,7 +92,7 @@ class Router:
         self._policy = policy
         self._replicas: dict[str, _Replica] = {}
         self._resting: dict[str, _Replica] = {}
-        """Those that take no requests now, and may again: they end what they have, and what they hold is kept."""
+        """Replicas that take no requests now, and may again: they end what they have, and their entries are kept."""
         self._requests: dict[str, _Request] = {}
         self._sessions: OrderedDict[object, str] = OrderedDict()
         self._expected = FIRST_ANSWER_TOKENS

@@ -79,7 +79,6 @@ class EngineCore:
         publishes: bool = False,
     ) -> None:
         self.config = config
-        self.publishes = publishes
         self.executor = open_executor(config, progress) if executor is None else executor
         self._adapters = Adapters(config, self.executor)
         try:

@@ -16,8 +16,8 @@ from pagemill.sampling.pooling_params import PoolingParams
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
 
 DIGEST_BYTES = 8
-"""What routing knows of a digest. Two of a million blocks are mistaken for each other with a chance of 3e-8, and then a
-request goes where less of it is found."""
+"""Bytes of a digest that routing knows. Two of a million blocks are mistaken for each other with a chance of 3e-8, and
+then a request goes where less of it is found."""
 
 TOO_LONG = "is longer than the model's context length"
 """What litellm knows too long prompts by, in the message."""
@@ -34,7 +34,7 @@ class Start(msgspec.Struct, tag=True):
     adapters: list[LoRARequest] = []
     """LoRA adapters to load then, beside those of the config."""
     publishes: bool = False
-    """Whether the engine tells what its pool holds (`Held`)."""
+    """Tells whether the engine says which blocks come and go in its pool (`Held`)."""
 
 
 class EngineRequest(msgspec.Struct, tag=True, kw_only=True):

@@ -110,9 +110,7 @@ def serve(core: EngineCore, channel: Channel[ToEngine]) -> None:
                 case Shutdown():
                     return
         outputs = core.step() if core.has_work() else []
-        if (
-            core.publishes and (held := core.take_held()) is not None
-        ):  # first: who routes knows of blocks before their request's token
+        if (held := core.take_held()) is not None:  # first: routing knows of blocks before their request's token
             channel.send(held)
         if outputs:
             channel.send(StepOutputs(outputs))

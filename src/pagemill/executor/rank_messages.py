@@ -1,5 +1,5 @@
-"""What rank 0 sends to the other ranks, pickled: both ends are processes of this package. Arrays travel packed, so that
-a step of a few rows takes a few hundred bytes."""
+"""Messages of rank 0 to the other ranks, pickled: both ends are processes of this package. Arrays travel packed, so
+that a step of a few rows takes a few hundred bytes."""
 
 from __future__ import annotations
 

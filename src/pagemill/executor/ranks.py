@@ -21,7 +21,7 @@ from pagemill.executor.shared_memory import SharedExchange, make_memory
 
 MODULE = "pagemill.executor.rank"
 _LAST_WORDS_S = 2.0
-"""How long a rank that has dropped its connection has to end, so that its exit status is known."""
+"""Seconds in which a rank that has dropped its connection should end, so that its exit status is known."""
 _LOOK_S = 0.01
 
 

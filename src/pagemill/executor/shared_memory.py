@@ -20,7 +20,7 @@ from pagemill.models.sharding import NativeExchange
 TIMEOUT_S = 300.0
 """A rank that has not come to a collective after so long counts as lost."""
 _PLACE_BYTES = 4 << 20
-"""What is exchanged at once; more takes several turns."""
+"""Bytes that one rank exchanges at once; more takes several turns."""
 _BYTES = 4096 + 2 * _PLACE_BYTES
 
 

@@ -29,7 +29,7 @@ class Worker:
     """Holds one device's part of a model. shape: of the frames of its pool."""
 
     frames: FrameAccess
-    """Of the pool; after `allocate`."""
+    """Gives access to the pool's frames; there after `allocate`."""
 
     def __init__(
         self, decoder: Decoder, backend: Backend, shape: FrameShape, max_num_seqs: int, max_model_len: int
@@ -42,7 +42,7 @@ class Worker:
         self._read_ahead: ReadAhead | None = None
 
     def allocate(self, num_frames: int, streamed_frames: int = 0, streamed_folder: Path | None = None) -> int:
-        """As `Executor.allocate`."""
+        """Does what `Executor.allocate` says."""
         self.pool = DevicePool(
             num_frames,
             self._shape,
@@ -70,12 +70,12 @@ class Worker:
         return self.pool.frames.copy(work.copy_source, work.copy_target)
 
     def resize(self, num_frames: int) -> None:
-        """As `Executor.resize`."""
+        """Does what `Executor.resize` says."""
         self.pages.shrink(num_frames)
         self.pool.resize(num_frames)
 
     def take_loss(self) -> bool:
-        """As `Executor.take_loss`."""
+        """Does what `Executor.take_loss` says."""
         file = self.pool.streamed_file
         return file is not None and file.take_loss()
 

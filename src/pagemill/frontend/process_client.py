@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import random
 import signal
 import subprocess
@@ -17,9 +16,10 @@ import msgspec
 from pagemill.config import EngineConfig
 from pagemill.engine import messages
 from pagemill.engine.messages import EngineReady, EngineRequest, Failure, Held, SequenceOutput
-from pagemill.engine.queries import Answer, FromEngine, Query, Question
+from pagemill.engine.queries import Answer, FromEngine, Query
 from pagemill.engine.wire import HEADER, frame
 from pagemill.errors import EngineDeadError, EngineRestartingError, EngineStoppedError, PagemillError
+from pagemill.frontend.questions import Questions
 from pagemill.frontend.spawn import spawn
 from pagemill.lora_request import LoRARequest
 from pagemill.tenant_limits import TenantLimits
@@ -53,8 +53,7 @@ class ProcessClient:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._facts: EngineReady | None = None
-        self._question_ids = itertools.count()
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._questions = Questions()
         self._aborting: list[str] = []
         self._random = random.Random(config.seed)
         self._loaded = False
@@ -83,7 +82,7 @@ class ProcessClient:
     def interrupt(self, error: EngineRestartingError) -> None:
         """Answers every question with this error, until a `restart` has succeeded. The process has ended."""
         self.interrupted = error
-        self._refuse(error)
+        self._questions.refuse(error)
 
     async def restart(self, tenants: Mapping[str, TenantLimits], on_progress: Callable[[int, int], None]) -> None:
         """Starts another process with the same settings, and gives it the size of the KV pool that the last one had,
@@ -105,7 +104,7 @@ class ProcessClient:
                 case messages.StepOutputs() as message:
                     return message.outputs
                 case Answer() as message:
-                    self._answered(message)
+                    self._questions.take(message)
                 case EngineReady() as message:
                     self._facts = message
                 case Held() as message if self._on_held is not None:
@@ -131,20 +130,17 @@ class ProcessClient:
 
     def pose(self, query: Query[A]) -> asyncio.Future[A]:
         """Queues a query behind what was sent before, and returns its answer to come, which raises as `ask` does."""
-        answer: asyncio.Future[A] = asyncio.get_running_loop().create_future()
+        question, answer = self._questions.pose(query)
         if (error := self.ended or self.interrupted) is not None:
             answer.set_exception(error)
-            return answer
-        question = Question(next(self._question_ids), query)  # type: ignore[arg-type]
-        self._send(question)
-        self._asked[question.id] = answer
-        answer.add_done_callback(lambda _: self._asked.pop(question.id, None))
+        else:
+            self._send(question)
         return answer
 
     def end(self, error: PagemillError) -> None:
         """Answers every question with this error, now and from now on. The process is left to itself."""
         self.ended = error
-        self._refuse(error)
+        self._questions.refuse(error)
 
     async def close(self, *, now: bool = False) -> None:
         """Ends the process: after its current step, or `now` (nothing it holds needs saving). May be called twice."""
@@ -165,13 +161,6 @@ class ProcessClient:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
         self._child.end()
-
-    def _refuse(self, error: PagemillError) -> None:
-        """Answers every question with an error."""
-        asked, self._asked = self._asked, {}
-        for answer in asked.values():
-            if not answer.done():
-                answer.set_exception(error)
 
     def _send_aborts(self) -> None:
         aborting, self._aborting = self._aborting, []
@@ -195,16 +184,6 @@ class ProcessClient:
                 fault = message
         except (asyncio.IncompleteReadError, ConnectionError):
             raise cause_of_death(fault, await self._wait(), loaded=self._loaded) from None
-
-    def _answered(self, message: Answer) -> None:
-        """Ignores answers that nobody waits for any more."""
-        asked = self._asked.pop(message.id, None)
-        if asked is None or asked.done():
-            return
-        if isinstance(message.answer, Failure):
-            asked.set_exception(message.answer.to_error())
-        else:
-            asked.set_result(message.answer)
 
     async def _wait(self) -> int:
         """Waits for the process to end, kills it when the time is over, and returns its exit status."""

@@ -35,7 +35,7 @@ class RequestStream:
         self._frontend = frontend
         self._has_news = False
         self._waiter: asyncio.Future[None] | None = None
-        """What the consumer waits for. An `asyncio.Event`, made for any number of them, takes twice as long."""
+        """The consumer waits for it. An `asyncio.Event`, made for any number of consumers, takes twice as long."""
         self._reader: DeltaReader | None = None
         self._reader_error: Exception | None = None
         self._ended = False

@@ -117,11 +117,11 @@ class Trial:
 
 
 WARM_UP = 1 / 3
-"""Of the time in which requests arrive, the share whose requests are not counted: the replica fills up in it."""
+"""Share of the time of arrivals whose requests are not counted: the replica fills up in it."""
 GROWTH = 0.02
-"""Of the counted requests, the share by which those that wait must grow in the last two thirds of the time."""
+"""Share of the counted requests by which those that wait must grow in the last two thirds of the time."""
 FEW_WAIT = 10
-"""So many that wait come and go by chance."""
+"""Requests that may come to wait, and go, by chance."""
 
 
 def run_trial(roofline: Roofline, settings: Settings, trace: Sequence[TracedRequest], rate: float) -> Trial:

@@ -17,7 +17,7 @@ GAIN = 1.03
 CHECK_TIMES = 2
 """A replica at its share is simulated with so many times the requests: p99 of the search's own are rough."""
 SCALING = 0.8
-"""Of the capacity of twice the ranks at half the rate each, the share with which the search begins."""
+"""Share of the expected rate with which a search begins."""
 MEMORY_FULL = 0.9
 """A pool of which so much is held, or any preemption, says that memory binds."""
 

@@ -16,7 +16,7 @@ LEAST_STEPS = 20
 LONGEST = 3.0
 """A step counts as at most so many times as long as modelled: beyond that, something else ran on the machine."""
 PRIOR = 1e-4
-"""How much a parameter is held where it begins, beside an error of 1 in every step: what no step tells stays there."""
+"""Weight that holds a parameter where it begins, beside an error of 1 in every step: what no step tells stays there."""
 ROUNDS = 200
 _DELTA = 1e-4
 Logarithms = Callable[[NDArray[np.float64]], NDArray[np.float64]]

@@ -10,6 +10,7 @@ from msgspec import Meta
 
 from pagemill.arguments import Count, Positive, about, check_fields, suggest_arguments
 from pagemill.errors import ConfigError
+from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits, TenantsFile
 
 NotNegative = Annotated[float, Meta(ge=0)]
 
@@ -68,6 +69,10 @@ class ServerLimits:
     stuck_after_s: Annotated[
         Positive, about("Seconds without an answer from engine or tokenizer after which /health calls them stuck.")
     ] = 300.0
+
+    def tenants(self, file: TenantsFile | None) -> dict[str, TenantLimits]:
+        """Returns the limits of the tenants that there are at the start: those of a file, or one for everybody."""
+        return {DEFAULT_TENANT: TenantLimits(max_waiting=self.max_waiting)} if file is None else file.limits
 
     def __post_init__(self) -> None:
         check_fields(self, ConfigError)

@@ -116,9 +116,13 @@ class ServerAccess:
         keyfile = None if self.ssl_keyfile is None else Path(self.ssl_keyfile).expanduser()
         return Certificate(Path(self.ssl_certfile).expanduser(), keyfile)
 
+    def has_keys(self, tenants: TenantsFile | None) -> bool:
+        """Returns whether requests need a key, given here or in a tenants file."""
+        return bool(self.api_key or (tenants is not None and tenants.keys))
+
     def check_address(self, address: str, tenants: TenantsFile | None) -> None:
         """Raises ConfigError for an address that others can reach, if there are no keys and nobody allowed that."""
-        if is_loopback(address) or self.allow_unauthenticated or self.api_key or (tenants and tenants.keys):
+        if is_loopback(address) or self.allow_unauthenticated or self.has_keys(tenants):
             return
         raise ConfigError(
             f"the address {address} can be reached from elsewhere, and there is no API key; give one (--api-key, "

@@ -89,7 +89,7 @@ class Call(ABC, Generic[R]):
         self._forked = ""
         """The text that a fork begins with."""
         self._around_text: dict[int, tuple[str, str]] = {}
-        """What stands before and behind the text of an event that brings nothing else, by choice."""
+        """Strings before and behind the text of an event that brings nothing else, by choice."""
 
     async def answer(self) -> Response:
         """Returns the whole answer."""
