@@ -210,7 +210,7 @@ def measure(core: EngineCore, text: list[int], arguments: argparse.Namespace) ->
         after = core.stats()
         drafts, accepted = after.draft_tokens - before.draft_tokens, after.accepted_tokens - before.accepted_tokens
         ratios = [on / off for on, off in zip(speeds[True], speeds[False], strict=True)]
-        allowed = steps[False] / (steps[True] + passes.count * core.executor.facts.draft_cost)
+        allowed = steps[False] / (steps[True] + passes.count * core.executor.facts.drafts.cost)
         print(
             f"| {arguments.dtype} | {name} | {median(speeds[False]):.1f} | {median(speeds[True]):.1f} | "
             f"{median(ratios):.2f} | {', '.join(f'{ratio:.2f}' for ratio in ratios)} | {drafts / generated:.2f} | "

@@ -86,11 +86,12 @@ def test_the_cache_may_have_a_dtype_of_its_own(dtype):
 @pytest.mark.parametrize(
     ("value", "words"),
     [
-        (3, "is 3; it must be None or a dict with method='ngram', 'suffix' or 'draft_model'"),
+        (3, "is 3; it must be None or a dict with method='ngram', 'suffix', 'draft_model' or 'medusa'"),
         ({}, "is {}; it must be None or a dict with method='ngram'"),
-        ({"method": "eagle"}, "method is 'eagle'; it must be one of ngram, suffix, draft_model; no other way"),
+        ({"method": "eagle"}, "method is 'eagle'; it must be one of ngram, suffix, draft_model, medusa; no other way"),
         ({"method": "ngram", "draft": "m"}, "it has no 'draft'; known: method, model, num_speculative_tokens"),
         ({"method": "draft_model"}, "method is 'draft_model', but there is no model; name"),
+        ({"method": "medusa"}, "method is 'medusa', but there is no model; name the folder of the heads"),
         ({"method": "draft_model", "model": ""}, "model is ''; "),
         ({"method": "ngram", "model": "m"}, "model is 'm', but method 'ngram' has none"),
         ({"method": "draft_model", "model": "m", "prompt_lookup_max": 3}, "prompt_lookup_max is for method 'ngram'"),

@@ -17,6 +17,10 @@ Ngram = Annotated[int, Meta(ge=1, le=16)]
 Requests = Annotated[int, Meta(ge=1, le=1_000_000)]
 Tokens = Annotated[int, Meta(ge=1024, le=2**30)]
 
+MODELS = {"draft_model": "the smaller one", "medusa": "the folder of the heads"}
+"""What `model` names, by the methods that have one."""
+DRAFTS = 8
+"""The most drafts of a sequence in one step where nothing else is said."""
 OWNERS = {
     "prompt_lookup_max": "ngram",
     "prompt_lookup_min": "ngram",
@@ -33,18 +37,24 @@ class SpeculativeConfig:
     """Says how tokens are drafted, to be verified several in one step. Raises ConfigError for a wrong value."""
 
     method: Annotated[
-        Literal["ngram", "suffix", "draft_model"],
+        Literal["ngram", "suffix", "draft_model", "medusa"],
         about(
             "How drafts are made: ngram (looked up in the sequence itself), suffix (in other answers of the same "
-            "namespace too) or draft_model (by a smaller model).",
+            "namespace too), draft_model (by a smaller model) or medusa (by heads that were trained for the model).",
             "no other way of drafting is there",
         ),
     ]
     model: Annotated[
         Annotated[str, Meta(min_length=1)] | None,
-        about("With draft_model: the smaller model, as the model itself is named. Both must have one vocabulary."),
+        about(
+            "With draft_model: the smaller model, as the model itself is named. Both must have one vocabulary. With "
+            "medusa: the folder of the heads."
+        ),
     ] = None
-    num_speculative_tokens: Annotated[Drafts, about("The most drafts of a sequence in one step.")] = 8
+    num_speculative_tokens: Annotated[
+        Drafts | None,
+        about("The most drafts of a sequence in one step. Default: 8; with medusa, as many as there are heads."),
+    ] = None
     prompt_lookup_max: Annotated[Ngram, about("The longest n-gram that is looked up, in tokens.")] = 4
     prompt_lookup_min: Annotated[Ngram, about("The shortest n-gram that is looked up, in tokens.")] = 2
 
@@ -60,12 +70,12 @@ class SpeculativeConfig:
             check_fields(self, ConfigError)
         except ConfigError as error:
             raise _refusal(error.message) from None
-        if self.method == "draft_model" and self.model is None:
-            raise _refusal("method is 'draft_model', but there is no model; name the smaller one with model")
-        if self.method != "draft_model" and self.model is not None:
+        if self.method in MODELS and self.model is None:
+            raise _refusal(f"method is {self.method!r}, but there is no model; name {MODELS[self.method]} with model")
+        if self.method not in MODELS and self.model is not None:
             raise _refusal(
-                f"model is {self.model!r}, but method {self.method!r} has none; use method 'draft_model', or leave "
-                f"model out"
+                f"model is {self.model!r}, but method {self.method!r} has none; use method 'draft_model' or 'medusa', "
+                f"or leave model out"
             )
         for name, owner in OWNERS.items():
             if self.method != owner and getattr(self, name) != getattr(type(self), name):
@@ -75,6 +85,11 @@ class SpeculativeConfig:
                 f"prompt_lookup_min is {self.prompt_lookup_min}, above prompt_lookup_max ({self.prompt_lookup_max}); "
                 f"raise the second or lower the first"
             )
+
+    @property
+    def most_drafts(self) -> int:
+        """Returns the most drafts of a sequence in one step, of what can draft any number."""
+        return self.num_speculative_tokens or DRAFTS
 
     @classmethod
     def read(cls, values: Any) -> SpeculativeConfig:
@@ -87,7 +102,7 @@ class SpeculativeConfig:
         if not isinstance(values, dict) or "method" not in values:
             raise ConfigError(
                 f"speculative_config is {shown(values)}; it must be None or a dict with method='ngram', "
-                f"'suffix' or 'draft_model' and, if wanted, {', '.join(known[1:])}",
+                f"'suffix', 'draft_model' or 'medusa' and, if wanted, {', '.join(known[1:])}",
                 param="speculative_config",
             )
         for name in values:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.draft_pair import save_pair
-from drive import Run, drive, request
+from drafted import LOAD, MOST, VOCAB, Eager, assert_same, text
+from drive import drive, request
 from tokenizers import Tokenizer, models
 
 from harness import PagedSequences
@@ -19,7 +20,7 @@ from pagemill.errors import ConfigError
 from pagemill.sampling.params import SamplingParams
 from pagemill.sampling.structured import StructuredOutputsParams
 
-VOCAB, MOST, BLOCK = 160, 4, 8
+BLOCK = 8
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 64,
@@ -51,67 +52,6 @@ def make(pair):
     return make
 
 
-def text(seed: int, length: int) -> list[int]:
-    return [random.Random(seed * 1000 + at).randrange(3, VOCAB) for at in range(length)]
-
-
-LOAD = [
-    request(name, prompt, SamplingParams(ignore_eos=True, **params))
-    for name, prompt, params in [
-        ("greedy", text(1, 45), {"temperature": 0.0, "max_tokens": 60}),
-        ("seeded", text(1, 40) + text(2, 9), {"temperature": 1.0, "seed": 7, "max_tokens": 30}),
-        ("filtered", text(3, 30), {"temperature": 1.1, "top_p": 0.8, "top_k": 40, "seed": 8, "max_tokens": 25}),
-        ("forked", text(4, 35), {"temperature": 0.9, "n": 3, "seed": 10, "max_tokens": 20}),
-        ("greedy logprobs", text(5, 17), {"temperature": 0.0, "logprobs": 2, "max_tokens": 24}),
-        (
-            "everything",
-            text(6, 50),
-            {
-                "temperature": 1.2,
-                "n": 2,
-                "seed": 12,
-                "repetition_penalty": 1.2,
-                "presence_penalty": 0.6,
-                "frequency_penalty": 0.4,
-                "logit_bias": {17: 2.0},
-                "bad_words_token_ids": [[20], [30, 31]],
-                "min_tokens": 8,
-                "stop_token_ids": [40, 41],
-                "logprobs": 3,
-                "prompt_logprobs": 2,
-                "max_tokens": 40,
-            },
-        ),
-    ]
-]
-
-
-class Eager:
-    """Asks for drafts wherever there may be some, of some sequences now and then, and more or fewer of them."""
-
-    answers = None
-
-    def __init__(self, seed: int = 0, share: float = 0.7) -> None:
-        self._random = random.Random(seed)
-        self._share = share
-        self.works = []
-
-    def propose(self, room, rows, budget, limit_s):
-        asked = {}
-        for sequence, most in room.items():
-            count = min(most, budget, self._random.randint(1, MOST))
-            if count > 0 and self._random.random() < self._share:
-                asked[sequence] = [-1] * count
-                budget -= count
-        return asked
-
-    def verified(self, sequence, proposed, accepted):
-        assert 0 <= accepted <= proposed
-
-    def note_step(self, tokens, drafts, accepted, seconds, work):
-        self.works.append(work)
-
-
 def watch_drafts(core: EngineCore) -> list[int]:
     """Compares each row's drafts with those of the draft model alone, over all of the row's tokens at once. The number
     of drafts compared, step by step."""
@@ -136,14 +76,6 @@ def watch_drafts(core: EngineCore) -> list[int]:
     kv_dtype = getattr(torch, core.executor.facts.kv.element)
     draft.propose = watching
     return compared
-
-
-def assert_same(run: Run, expected: Run) -> None:
-    assert run.tokens == expected.tokens
-    assert run.logprobs == expected.logprobs
-    assert {key: last.finish_reason for key, last in run.last.items()} == {
-        key: last.finish_reason for key, last in expected.last.items()
-    }
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ from pagemill.scheduling.model_drafting import ModelDrafter
 from pagemill.scheduling.sequence import Rank, Request, Sequence
 from pagemill.scheduling.speculation import TAKEN_IN
 from pagemill.scheduling.step_plan import DraftWork
-from pagemill.speculative_config import SpeculativeConfig
 
 LENGTHS = range(2, 5)
 
@@ -207,7 +206,7 @@ def test_passes_of_a_draft_model_count(rows, share, cost, true_cost, chance, gai
 
 def test_what_a_draft_model_has_to_take_in_is_worth_it_only_in_a_long_answer():
     def wanted(prompt_len: int, answer: int, max_tokens: int = 1000) -> bool:
-        drafter = ModelDrafter(SpeculativeConfig(method="draft_model", model="m"), 0.1)
+        drafter = ModelDrafter(8, 0.1, takes_in=True)
         for tokens in (1, 1, 3, 5, 9, 17):
             drafter.note_step(
                 tokens, tokens - 1, tokens - 1, 0.02 + 0.0002 * tokens, DraftWork(caught_up=100, catch_up_s=0.01)

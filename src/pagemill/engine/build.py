@@ -62,8 +62,9 @@ def build(
 
 
 def _drafter(config: SpeculativeConfig, facts: ExecutorFacts) -> Drafter:
-    if config.method == "draft_model":
-        return ModelDrafter(config, facts.draft_cost)
+    if (drafts := facts.drafts) is not None:
+        most = drafts.most if config.num_speculative_tokens is None else config.num_speculative_tokens
+        return ModelDrafter(most or config.most_drafts, drafts.cost, drafts.takes_in)
     return SuffixDrafter(config) if config.method == "suffix" else NgramDrafter(config)
 
 

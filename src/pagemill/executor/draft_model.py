@@ -14,7 +14,6 @@ often both draws are the same token.
 from __future__ import annotations
 
 import time
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill.attention.interface import LayerCache
+from pagemill.executor.draft_source import Asked, asked_of, with_drafts
 from pagemill.executor.rows import Inputs, Rows
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layer_groups import LayerGroups
@@ -63,7 +63,7 @@ class DraftCaches:
 
 
 class DraftModel:
-    """Proposes drafts for the rows of a `LocalExecutor`.
+    """Implements `DraftSource` by a smaller model.
 
     _known int32 [rows]: so many leading tokens at least have their keys and values; none behind an edited table entry
     """
@@ -92,7 +92,7 @@ class DraftModel:
         mine = work.edit_group == self._layers.group
         np.minimum.at(self._known, work.edit_row[mine], work.edit_index[mine] * self._rows.block_size)
 
-    def forget(self, inputs: Inputs) -> None:
+    def note_step(self, plan: StepPlan, inputs: Inputs, hidden: Tensor, tokens: list[list[int]]) -> None:
         """Marks those of the model's query tokens that this one has not taken in."""
         slots = inputs.slots[self._layers.group]
         slots = slots[(inputs.positions >= self._known[inputs.rows]) & (slots >= 0)]
@@ -101,41 +101,22 @@ class DraftModel:
             self._marks[frames, offsets] = torch.nan
 
     def propose(self, plan: StepPlan) -> tuple[StepPlan, set[int], DraftWork]:
-        """Returns the plan with drafts where it asks for them, without those that cannot be had, and the samples that
-        have none for that reason."""
         self._known[plan.rows] = np.minimum(self._known[plan.rows], plan.starts)
-        asking = np.flatnonzero(plan.max_accepted > 1)
-        if not len(asking):
+        asked = asked_of(plan)
+        if not len(asked.samples):
             return plan, set(), DraftWork()
-        counts = plan.max_accepted[asking] - 1
-        drafting, work = self._draft(
-            plan.sample_to[asking], plan.starts[plan.sample_from[asking]], counts, plan.catch_up
-        )
-        without = asking[~drafting]
-        max_accepted, query_lens = plan.max_accepted.copy(), plan.query_lens.copy()
-        query_lens[plan.sample_from[without]] -= counts[~drafting]
-        max_accepted[without] = 1
-        tokens = [
-            self._rows.tokens[row, start + 1 : start + 1 + count]
-            for row, start, count in zip(
-                plan.sample_to[asking][drafting],
-                plan.starts[plan.sample_from[asking]][drafting],
-                counts[drafting],
-                strict=True,
-            )
-        ]
-        drafts = np.concatenate(tokens) if tokens else plan.draft_tokens[:0]
-        plan = replace(plan, query_lens=query_lens, max_accepted=max_accepted, draft_tokens=drafts)
-        return plan, set(without.tolist()), work._replace(withdrawn=int(counts[~drafting].sum()))
+        drafting, work = self._draft(asked, plan.catch_up)
+        plan, withdrawn = with_drafts(plan, asked, drafting, self._rows.tokens)
+        without = set(asked.samples[~drafting].tolist())
+        return plan, without, work._replace(withdrawn=withdrawn)
 
-    def _draft(
-        self, rows: NDArray[np.int32], starts: NDArray[np.int32], counts: NDArray[np.int32], catch_up: int
-    ) -> tuple[NDArray[np.bool_], DraftWork]:
-        """Puts `counts` drafts of each row behind its token at `starts`, if all before that can be taken in now.
+    def _draft(self, asked: Asked, catch_up: int) -> tuple[NDArray[np.bool_], DraftWork]:
+        """Puts drafts behind each row's last token, if all before that can be taken in now.
 
         catch_up: the most tokens that are, but for one of each row. Returns which rows have drafts.
         """
         begin = time.perf_counter()
+        _, rows, starts, counts = asked
         each = zip(rows.tolist(), starts.tolist(), strict=True)
         missing = np.array([self._missing(row, start) for row, start in each])
         drafting = (missing == 0) | (missing == 1)

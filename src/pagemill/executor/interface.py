@@ -23,6 +23,20 @@ from pagemill.scheduling.step_plan import StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)
+class DraftFacts:
+    """States what drafts on the device cost.
+
+    cost: the work of one draft, as a multiple of that of one of the model's tokens.
+    most: the most drafts of a sequence in one step; None for any number.
+    takes_in: True if all of a sequence's tokens have to be taken in before it has drafts.
+    """
+
+    cost: float
+    most: int | None
+    takes_in: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ExecutorFacts:
     """States what an executor runs, and what does not change while it lives.
 
@@ -37,7 +51,7 @@ class ExecutorFacts:
     compacts: True if attention gains from frames that are neighbours.
     locks_pages: True if host memory must be page-locked to be copied by the device itself.
     description: family, device, weights and kernels, for people.
-    draft_cost: the work of one token of the draft model, as a multiple of the model's; 0 if there is none.
+    drafts: what the device can draft; None: nothing.
     """
 
     vocab_size: int
@@ -56,7 +70,7 @@ class ExecutorFacts:
     compacts: bool
     locks_pages: bool
     description: str
-    draft_cost: float = 0.0
+    drafts: DraftFacts | None = None
 
 
 class ExecutorMemory(NamedTuple):

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pagemill.errors import NonFiniteLogitsError, SamplingParamsError
 from pagemill.executor.backend import Backend
-from pagemill.executor.draft_model import DraftModel
+from pagemill.executor.draft_source import DraftSource
 from pagemill.executor.interface import AdapterFacts, ExecutorFacts, StepHandle
 from pagemill.executor.verification import Choose, Verified, verify
 from pagemill.executor.worker import Worker
@@ -48,7 +48,7 @@ class LocalExecutor(Worker):
         max_num_seqs: int,
         tokenizer_json: Callable[[], str],
         adapters: AdapterLoader,
-        draft: DraftModel | None = None,
+        draft: DraftSource | None = None,
     ) -> None:
         super().__init__(decoder, backend, shape, max_num_seqs, facts.max_model_len)
         self.facts = facts
@@ -103,8 +103,6 @@ class LocalExecutor(Worker):
         if self.draft is not None:
             plan, undrafted, draft_work = self.draft.propose(plan)
         inputs = self.rows.inputs(plan.rows, plan.starts, plan.query_lens)
-        if self.draft is not None:
-            self.draft.forget(inputs)
         query_start = inputs.query_start
         ends = inputs.context_lens[plan.sample_from]
         if len(plan.draft_tokens):
@@ -125,6 +123,8 @@ class LocalExecutor(Worker):
         output.prompt_logprobs, output.pooled = of_prompts, pooled
         output.failed |= not_finite
         output.undrafted, output.draft_work = undrafted, draft_work
+        if self.draft is not None:
+            self.draft.note_step(plan, inputs, hidden, output.tokens)
         return output
 
     def _adapter_tokens(self, plan: StepPlan) -> list[AdapterTokens]:

@@ -22,7 +22,6 @@ import torch
 from pagemill.errors import PagemillError
 from pagemill.executor.gloo import GlooExchange, join_meeting
 from pagemill.executor.late_errors import LateErrors
-from pagemill.executor.load import load_share
 from pagemill.executor.rank_messages import (
     Allocate,
     Connect,
@@ -36,6 +35,7 @@ from pagemill.executor.rank_messages import (
     TakeLoss,
     WriteFrames,
 )
+from pagemill.executor.share import load_share
 from pagemill.executor.shared_memory import SharedExchange
 from pagemill.executor.worker import Worker
 from pagemill.models.sharding import Sharding

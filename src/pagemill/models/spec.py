@@ -94,7 +94,11 @@ class DecoderSpec:
         full = sum(layer.window is None for layer in self.layers)
         return full * 2 * self.num_heads * self.head_dim * num_keys / self.layer_products
 
+    @property
+    def products(self) -> int:
+        """Returns how many products of a weight one token takes, the head's included, without attention."""
+        return self.layer_products + self.hidden_size * self.vocab_size
+
     def cost_beside(self, other: DecoderSpec) -> float:
         """Returns the work of one token, the head's included, as a multiple of another model's."""
-        mine, others = (one.layer_products + one.hidden_size * one.vocab_size for one in (self, other))
-        return mine / others
+        return self.products / other.products

@@ -1,4 +1,4 @@
-"""Decides how many drafts the executor's draft model proposes for each sequence. The drafts stay on the device."""
+"""Decides how many drafts the executor proposes for each sequence, by a model or heads. They stay on the device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pagemill.scheduling.answer_cache import AnswerCache
 from pagemill.scheduling.draft_control import Candidate, ModelDraftControl
 from pagemill.scheduling.sequence import Sequence
 from pagemill.scheduling.step_plan import DraftWork
-from pagemill.speculative_config import SpeculativeConfig
 
 PROPOSED = -1
 """Stands for a draft that the executor proposes."""
@@ -34,15 +33,17 @@ class ModelDrafting:
 
 
 class ModelDrafter:
-    """Asks the executor's draft model for as many drafts as pay (`draft_control`).
+    """Asks the executor for as many drafts as pay (`draft_control`).
 
-    cost: of one of its tokens, as a multiple of the model's.
+    most: the most of a sequence in one step. cost: of one draft, as a multiple of one of the model's tokens.
+    takes_in: True if all of a sequence's tokens have to be taken in before it has drafts.
     """
 
     answers: AnswerCache | None = None
 
-    def __init__(self, config: SpeculativeConfig, cost: float) -> None:
-        self._most = config.num_speculative_tokens
+    def __init__(self, most: int, cost: float, takes_in: bool) -> None:
+        self._most = most
+        self._takes_in = takes_in
         self._control = ModelDraftControl(cost)
         self._chance = FIRST_CHANCE
 
@@ -82,6 +83,8 @@ class ModelDrafter:
 
     def _is_worth_catching_up(self, sequence: Sequence, drafting: ModelDrafting, rows: int) -> bool:
         """Returns whether the draft model should take in what it may not have of a sequence's tokens."""
+        if not self._takes_in:
+            return True
         length = len(sequence.tokens)
         going_on = min(sequence.num_output_tokens, sequence.request.max_len - length)
         share = self._control.step_s(rows) / rows

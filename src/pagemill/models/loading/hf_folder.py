@@ -34,7 +34,7 @@ class HuggingFaceFolder(Checkpoint):
 
     def __init__(self, path: Path, overrides: Mapping[str, Any]) -> None:
         self.path = path
-        raw = _read_json(path / "config.json")
+        raw = read_json(path / "config.json")
         self.config = _normalise(apply_overrides(raw, overrides), path / "config.json")
         check_overrides(overrides, {**raw, **_normalise({"model_type": self.config["model_type"]}, path)})
         self.eos_token_ids = _eos_token_ids(path, self.config)
@@ -50,7 +50,7 @@ class HuggingFaceFolder(Checkpoint):
         self._declared: dict[str, str] = {}
         index = self.path / _INDEX
         if index.exists():
-            weight_map = _read_json(index).get("weight_map")
+            weight_map = read_json(index).get("weight_map")
             if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
                 raise CorruptWeightsError(f"{index} has no weight_map from tensors to files; download it again")
             self._declared = weight_map
@@ -128,7 +128,7 @@ def _size(value: Any) -> int:
     return value
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -177,7 +177,7 @@ def _eos_token_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
     """Returns the end-of-sequence ids of generation_config.json, then of config.json, each once."""
     found: list[int] = []
     with contextlib.suppress(ModelNotFoundError):
-        found += _ids(_read_json(path / "generation_config.json").get("eos_token_id"))
+        found += _ids(read_json(path / "generation_config.json").get("eos_token_id"))
     return tuple(dict.fromkeys(found + _ids(config.get("eos_token_id"))))
 
 

@@ -1,0 +1,86 @@
+"""Share: what one rank loads of the model, with the backend that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from pagemill.config import EngineConfig
+from pagemill.errors import ConfigError
+from pagemill.executor.backend import Backend, select_backend
+from pagemill.hub import resolve_model
+from pagemill.kvcache.kv_format import KVFormat, kv_format
+from pagemill.kvcache.layer_groups import LayerGroups
+from pagemill.kvcache.layout import FrameShape
+from pagemill.models.loading import LoadedModel, load_model
+from pagemill.models.sharding import Sharding
+from pagemill.models.spec import DecoderSpec
+from pagemill.ops.prepare import check_compiled, settle_vector_math
+
+Progress = Callable[[int, int], None]
+
+
+class Share(NamedTuple):
+    """Holds what one rank has loaded; of a model in one piece, all of it. shape: of the frames of its pool."""
+
+    backend: Backend
+    model: LoadedModel
+    kv: KVFormat
+    shape: FrameShape
+
+
+def load_share(
+    config: EngineConfig,
+    sharding: Sharding | None = None,
+    num_threads: int | None = None,
+    backend: Backend | None = None,
+    progress: Progress | None = None,
+) -> Share:
+    """Loads a rank's part of the model. sharding: what the part is; None for all of it. Raises as `open_executor`."""
+    check_compiled()
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    backend = backend or select_backend(config.device, num_threads or config.num_threads)
+    if sharding is not None and backend.device.type != "cpu":
+        raise ConfigError(
+            f"tensor_parallel_size is {config.tensor_parallel_size}, but ranks exchange by gloo, on CPU only so far; "
+            f"use device 'cpu' (--device cpu), or leave tensor_parallel_size out",
+            param="tensor_parallel_size",
+        )
+    settle_vector_math()
+    model = load_model(
+        resolve_model(config.model),
+        dtype=config.dtype,
+        hf_overrides=config.hf_overrides,
+        max_model_len=config.max_model_len,
+        device=backend.device,
+        ops=backend.ops,
+        attention=backend.attention,
+        decoder=backend.decoder,
+        progress=progress,
+        quantization=config.quantization,
+        sharding=sharding,
+    )
+    weights = str(model.dtype).removeprefix("torch.")
+    kv = kv_format(weights if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
+    _check_format(kv, model.spec.head_dim, backend)
+    return Share(backend, model, kv, frame_shape(model.decoder.spec, model.decoder.groups, config.block_size, kv))
+
+
+def frame_shape(spec: DecoderSpec, groups: LayerGroups, block_size: int, kv: KVFormat) -> FrameShape:
+    """Returns the shape of the frames in which a model's keys and values lie."""
+    return FrameShape(groups, spec.num_kv_heads, block_size, spec.head_dim, spec.head_dim, kv)
+
+
+def _check_format(kv: KVFormat, head_dim: int, backend: Backend) -> None:
+    """Raises ConfigError where the model, or the backend's attention, does not take the format."""
+    refusal = kv.refusal(head_dim)
+    formats = backend.attention.kv_formats
+    if refusal is None and formats is not None and kv.name not in formats:
+        refusal = f"attention on {backend.device} ({backend.attention.name}) takes {', '.join(formats)}"
+    if refusal is not None:
+        raise ConfigError(
+            f"kv_cache_dtype {kv.name!r} cannot be used: {refusal}; use 'int8' or 'auto'", param="kv_cache_dtype"
+        )
