@@ -1,13 +1,14 @@
 """Measures what drafts are worth: the same requests with and without, in turn, in one engine.
 
-    python -m benchmarks.speculation [--draft ngram|suffix|self|pair]
+    python -m benchmarks.speculation [--draft ngram|suffix|self|pair|heads]
         [--workloads edit,edit-sampled,chat,prose,crowd,again,named,forms] [--dtype float32] [--rounds 3] [--drafts 4]
 
 edit is one user whose answer repeats a document of the prompt, edit-sampled the same at temperature 1; chat is one
 greedy user, prose one at temperature 1, where hardly anything repeats; crowd is 64 of these at once. In again, named
 and forms, four greedy users ask one after the other (see repeated_questions.py). Drafts come from n-gram look-up, and
 from other requests' answers beside it (suffix); from the model itself (self), the bound of drafts that are all right;
-or, for a model of random weights, from another of a tenth of its size (pair, see draft_pair.py), over random tokens.
+for a model of random weights, from another of a tenth of its size (pair, see draft_pair.py), over random tokens; or
+from Medusa heads (heads), trained before for some minutes on what the model writes (see trained_heads.py).
 Tokens per second are of all tokens behind the first of each request; ratios are medians over the rounds, each of
 another piece of text. In each, the tokens of both must be the same.
 
@@ -33,6 +34,7 @@ from benchmarks.peers.engines import MODEL
 from benchmarks.peers.machine import describe_machine, heading
 from benchmarks.peers.workloads import tokenize
 from benchmarks.repeated_questions import NAMES, params_of, questions
+from benchmarks.trained_heads import heads_for
 
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
@@ -151,12 +153,15 @@ def serve_in_turn(
 def load(arguments: argparse.Namespace, folder: str) -> tuple[EngineCore, list[int]]:
     """Returns an engine that drafts, and a text for it."""
     model, speculation = str(resolve_model(MODEL)), {"method": arguments.draft}
+    if arguments.draft == "heads":
+        speculation = {"method": "medusa", "model": str(heads_for(MODEL, Path(arguments.heads or folder)))}
     if arguments.draft in ("self", "pair"):
         draft = model
         if arguments.draft == "pair":
             model, draft = map(str, save_pair(Path(folder), draft_layers=1, later=arguments.later, **PAIR))
         speculation = {"method": "draft_model", "model": draft}
-    speculation["num_speculative_tokens"] = arguments.drafts
+    if arguments.draft != "heads":
+        speculation["num_speculative_tokens"] = arguments.drafts
     config = EngineConfig(
         model=model, dtype=arguments.dtype, quantization=arguments.quantization, max_model_len=1024,
         kv_memory="512MiB", enable_prefix_caching=False, speculative_config=speculation,
@@ -168,12 +173,13 @@ def load(arguments: argparse.Namespace, folder: str) -> tuple[EngineCore, list[i
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draft", default="ngram", choices=["ngram", "suffix", "self", "pair"])
+    parser.add_argument("--draft", default="ngram", choices=["ngram", "suffix", "self", "pair", "heads"])
     parser.add_argument("--workloads", default=",".join(WORKLOADS))
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--quantization")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--drafts", type=int, default=8, help="num_speculative_tokens")
+    parser.add_argument("--heads", help="the folder of the heads, which are trained into it if it has none")
     parser.add_argument("--by-step", action="store_true")
     parser.add_argument("--later", type=float, default=0.05, help="pair: the less, the more drafts are right")
     arguments = parser.parse_args()
@@ -210,7 +216,8 @@ def measure(core: EngineCore, text: list[int], arguments: argparse.Namespace) ->
         after = core.stats()
         drafts, accepted = after.draft_tokens - before.draft_tokens, after.accepted_tokens - before.accepted_tokens
         ratios = [on / off for on, off in zip(speeds[True], speeds[False], strict=True)]
-        allowed = steps[False] / (steps[True] + passes.count * core.executor.facts.drafts.cost)
+        source = core.executor.facts.drafts
+        allowed = steps[False] / (steps[True] + (passes.count * source.cost if source else 0))
         print(
             f"| {arguments.dtype} | {name} | {median(speeds[False]):.1f} | {median(speeds[True]):.1f} | "
             f"{median(ratios):.2f} | {', '.join(f'{ratio:.2f}' for ratio in ratios)} | {drafts / generated:.2f} | "

@@ -6,10 +6,17 @@ import json
 from pathlib import Path
 
 import torch
+from benchmarks.peers.workloads import tokenize
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.nn.functional import cross_entropy, silu
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from pagemill import LLM, SamplingParams
+from pagemill.hub import resolve_model
+
+HEADS, STEPS = 3, 400
+PROMPTS, PROMPT, ANSWER = 320, 40, 150
 
 
 def save_heads(
@@ -49,3 +56,21 @@ def save_heads(
     }
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
+
+
+def heads_for(name: str, folder: Path) -> Path:
+    """Returns a folder of heads for a GGUF model by its name, trained on what it writes behind pieces of a text."""
+    if (folder / "model.safetensors").is_file():
+        return folder
+    text = list(tokenize(name))[20_000:]  # the benchmarks' prompts come before
+    prompts = [text[at * PROMPT : (at + 1) * PROMPT] for at in range(PROMPTS)]
+    temperatures = [0.0 if at % 2 else 1.0 for at in range(PROMPTS)]
+    params = [SamplingParams(temperature=each, max_tokens=ANSWER, seed=0, ignore_eos=True) for each in temperatures]
+    with LLM(name, max_model_len=1024) as llm:
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params)
+    written = torch.tensor(
+        [[*prompt, *output.outputs[0].token_ids] for prompt, output in zip(prompts, outputs, strict=True)]
+    )
+    path = resolve_model(name)
+    model = AutoModelForCausalLM.from_pretrained(path.parent, gguf_file=path.name, dtype=torch.float32)
+    return save_heads(folder, model, written, heads=HEADS, steps=STEPS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from unittest import mock
@@ -11,7 +12,7 @@ import pytest
 
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
-from pagemill.executor import load
+from pagemill.executor import load_drafting, share
 from pagemill.hub import resolve_model
 from pagemill.models.loading import LoadedModel
 from pagemill.text.tokenizer import Tokenizer
@@ -39,7 +40,7 @@ def prompts(tokenizer) -> list[list[int]]:
 @pytest.fixture(scope="session")
 def make_engine():
     """make_engine(**settings) -> EngineCore on the real model, with the invariants checked after every step."""
-    load_model = load.load_model
+    load_model = share.load_model
     kept: dict[str, LoadedModel] = {}
 
     def load_shared(path, *, dtype, quantization, max_model_len, **settings):
@@ -50,7 +51,9 @@ def make_engine():
 
     def make(**settings) -> EngineCore:
         settings = {"max_model_len": 1024, "max_num_seqs": 16, "dtype": "float32", "kv_memory": "256MiB"} | settings
-        with mock.patch.object(load, "load_model", load_shared):  # others, in other folders, load for themselves
+        with ExitStack() as patches:  # tests in other folders load for themselves
+            for module in (share, load_drafting):
+                patches.enter_context(mock.patch.object(module, "load_model", load_shared))
             return EngineCore(EngineConfig(model=MODEL, check_invariants=True, **settings))
 
     return make

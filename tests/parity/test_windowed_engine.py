@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.engine.messages import EngineRequest, SequenceOutput
-from pagemill.executor import load
+from pagemill.executor import share
 from pagemill.models.loading import load_model
 from pagemill.sampling.params import SamplingParams
 from pagemill.sampling.pooling_params import PoolingParams
@@ -23,7 +23,7 @@ GROUPS = {"mistral": (0, 1), "qwen2": (1, 1), "gemma3": (1, 2)}
 
 @pytest.fixture(params=GROUPS)
 def model(request, tmp_path, monkeypatch):
-    monkeypatch.setattr(load, "load_model", load_model)  # which shares one model among other tests
+    monkeypatch.setattr(share, "load_model", load_model)  # which shares one model among other tests
     (case,) = (case for case in CASES if case.name == request.param)
     case.save(tmp_path / "model")
     return request.param, str(tmp_path / "model")

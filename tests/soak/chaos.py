@@ -26,6 +26,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
+import torch
+from safetensors.torch import save_file
 
 from pagemill import LLM, SamplingParams, TenantLimits
 from pagemill.arguments import arguments_of
@@ -40,6 +42,7 @@ from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams
 
 MODEL = "smollm2-135m"
+HIDDEN = 576
 FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
 FRAMES = 40
 MAX_LEN = 800
@@ -180,6 +183,18 @@ class Faults:
         streamed_file.written_back, read_ahead.read_runs = self._patched
 
 
+def save_heads(folder: Path) -> str:
+    """Saves heads of random weights for the model, which guess a few tokens, and returns their folder."""
+    torch.manual_seed(0)
+    weights = {f"blocks.{head}.layers.0.weight": torch.randn(HIDDEN, HIDDEN) / HIDDEN for head in range(3)}
+    weights |= {"lm_heads.0.weight": torch.randn(64, HIDDEN), "token_map": torch.arange(0, 640, 10)}
+    heads = folder / "heads"
+    heads.mkdir(parents=True, exist_ok=True)
+    save_file(weights, heads / "model.safetensors")
+    (heads / "config.json").write_text('{"original_lm_head": true}', encoding="utf-8")
+    return str(heads)
+
+
 class Soak:
     """One engine under chaos. `run`, then `settle`, then `differences` against a calm engine."""
 
@@ -190,7 +205,9 @@ class Soak:
             MODEL, dtype="float32", max_model_len=MAX_LEN, max_num_seqs=8, max_num_batched_tokens=96,
             check_invariants=True, kv_memory=FRAMES * FRAME_BYTES, kv_host_memory=8 * FRAME_BYTES,
             kv_host_compression=self.random.choice(arguments_of(EngineConfig)["kv_host_compression"].choices),
-            speculative_config={"method": self.random.choice(["ngram", "suffix"])},
+            speculative_config=self.random.choice(
+                [{"method": "ngram"}, {"method": "suffix"}, {"method": "medusa", "model": save_heads(folder)}]
+            ),
             kv_disk_memory=160 * FRAME_BYTES, kv_disk_path=str(folder), max_sessions=6,
             tenants={name: TenantLimits() for name in TENANTS[1:]},
         )  # fmt: skip
