@@ -136,8 +136,8 @@ class EngineConfig:
         about(
             'JSON object: {"method": "ngram"} drafts tokens by looking up the last ones in prompt and answer, '
             '{"method": "suffix"} in other answers of the same tenant and cache salt too, '
-            '{"method": "draft_model", "model": NAME} by a smaller model; several are verified in one step. Default: '
-            "one token at a time."
+            '{"method": "draft_model", "model": NAME} by a smaller model, {"method": "medusa", "model": FOLDER} by '
+            "heads trained for the model; several are verified in one step. Default: one token at a time."
         ),
     ] = None
     """A dict of `SpeculativeConfig`'s fields is taken too. The answers are the same, to the bit on CPU."""
