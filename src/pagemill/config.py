@@ -69,7 +69,10 @@ class EngineConfig:
     )
     quantization: Annotated[
         Literal["gguf", "int8"] | None,
-        about("Linear layers on 8-bit arithmetic: gguf (a quantized file's own integers) or int8 (any weights)."),
+        about(
+            "Linear layers on 8-bit arithmetic: gguf (a quantized file's own integers) or int8 (any weights). Default: "
+            "gguf for a quantized GGUF file where dtype is auto and the processor multiplies integers faster."
+        ),
     ] = None
     max_model_len: Annotated[
         Count | None, about("Longest prompt and answer together, in tokens. Default: what the model declares.")

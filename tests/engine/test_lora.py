@@ -32,7 +32,7 @@ def adapters(tmp_path_factory):
 @pytest.fixture(scope="module")
 def llm(adapters):
     settings = {"enable_lora": True, "max_loras": 4, "lora_modules": {"adapter-1": adapters[0].lora_path}}
-    with LLM("smollm2-135m", max_model_len=256, kv_memory="64MiB", max_num_seqs=8, **settings) as llm:
+    with LLM("smollm2-135m", dtype="float32", max_model_len=256, kv_memory="64MiB", max_num_seqs=8, **settings) as llm:
         yield llm
 
 

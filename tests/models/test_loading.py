@@ -135,26 +135,28 @@ def test_auto_dtype_follows_the_machine(monkeypatch, features, stored, expected)
     monkeypatch.setattr(loading, "cpu_features", lambda: frozenset(features))
     monkeypatch.setattr(loading.platform, "machine", lambda: "x86_64")
     sizes = {torch.float32: 10, stored: 1000}
-    assert loading.resolve_dtype("auto", sizes, quantized=False, device=CPU) == expected
-    assert loading.resolve_dtype("auto", sizes, quantized=True, device=CPU) == torch.float32
-    assert loading.resolve_dtype("float16", sizes, quantized=False, device=CPU) == torch.float16
+    assert loading.resolve_dtype("auto", sizes, quantized=False, on_integers=False, device=CPU) == expected
+    assert loading.resolve_dtype("auto", sizes, quantized=True, on_integers=False, device=CPU) == torch.float32
+    beside = torch.float32 if features.isdisjoint({"avx512_bf16", "amx_bf16"}) else torch.bfloat16
+    assert loading.resolve_dtype("auto", sizes, quantized=True, on_integers=True, device=CPU) == beside
+    assert loading.resolve_dtype("float16", sizes, quantized=False, on_integers=False, device=CPU) == torch.float16
 
 
 def test_auto_dtype_on_arm(monkeypatch):
     monkeypatch.setattr(loading, "cpu_features", lambda: frozenset({"asimdhp"}))
     monkeypatch.setattr(loading.platform, "machine", lambda: "aarch64")
     for stored, expected in ((torch.float16, torch.float16), (torch.bfloat16, torch.float32)):
-        assert loading.resolve_dtype("auto", {stored: 1}, quantized=False, device=CPU) == expected
+        assert loading.resolve_dtype("auto", {stored: 1}, quantized=False, on_integers=False, device=CPU) == expected
 
 
 def test_a_gpu_without_bfloat16_refuses_it(monkeypatch):
     gpu = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     with pytest.raises(ConfigError, match=r"dtype is 'bfloat16'.* 8\.0; this one has 7\.5; use 'float16'"):
-        loading.resolve_dtype("bfloat16", {}, quantized=False, device=gpu)
-    assert loading.resolve_dtype("float16", {}, quantized=False, device=gpu) == torch.float16
+        loading.resolve_dtype("bfloat16", {}, quantized=False, on_integers=False, device=gpu)
+    assert loading.resolve_dtype("float16", {}, quantized=False, on_integers=False, device=gpu) == torch.float16
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    assert loading.resolve_dtype("bfloat16", {}, quantized=False, device=gpu) == torch.bfloat16
+    assert loading.resolve_dtype("bfloat16", {}, quantized=False, on_integers=False, device=gpu) == torch.bfloat16
 
 
 def test_unknown_dtype_is_refused(folder):

@@ -10,9 +10,12 @@ from gguf import GGMLQuantizationType as Kind
 from gguf_files import write_gguf
 from small_llama import load, logits, save_llama
 
+from harness import load_on
+from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.errors import ConfigError, CorruptWeightsError
-from pagemill.models.loading.load import load_model
+from pagemill.models.loading.load import is_native, load_model
+from pagemill.ops import cpu_ops
 from pagemill.ops.cpu_ops import CpuOps
 from pagemill.ops.torch_ops import TorchOps
 
@@ -100,6 +103,19 @@ def test_tied_embeddings_are_rows_of_the_quantized_head(tmp_path, packed):
     folder = save_llama(tmp_path, tie_word_embeddings=True)
     assert close(logits(load(folder, dtype="float32", quantization="int8")), logits(load(folder, dtype="float32")))
     assert packed == [8] * 9
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["with products of integers", "without"])
+def test_a_quantized_file_is_computed_on_its_integers_where_that_is_faster(folder, tmp_path, monkeypatch, fast):
+    monkeypatch.setattr(cpu_ops, "INTEGER_ISAS", (_kernels.isa(),) if fast else ())
+    file = gguf_of(folder, tmp_path, lambda name: Kind.Q4_1)
+    wide = torch.bfloat16 if is_native(torch.bfloat16, torch.device("cpu")) else torch.float32
+    chosen = load_on("cpu", file)
+    assert (chosen.quantization, chosen.dtype) == (("gguf", wide) if fast else (None, torch.float32))
+    exact = load_on("cpu", file, dtype="float32")
+    assert (exact.quantization, exact.dtype) == (None, torch.float32)
+    unquantized = load_on("cpu", folder)
+    assert (unquantized.quantization, unquantized.dtype) == (None, torch.float32)
 
 
 def test_a_folder_has_no_quantized_weights_to_keep(folder):

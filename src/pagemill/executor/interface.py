@@ -50,6 +50,7 @@ class ExecutorFacts:
     streams: True if attention can read frames outside the pool.
     compacts: True if attention gains from frames that are neighbours.
     locks_pages: True if host memory must be page-locked to be copied by the device itself.
+    quantization: how linear layers are held, as `EngineConfig` names it; None: in one dtype.
     description: family, device, weights and kernels, for people.
     drafts: what the device can draft; None: nothing.
     """
@@ -70,6 +71,7 @@ class ExecutorFacts:
     compacts: bool
     locks_pages: bool
     description: str
+    quantization: str | None = None
     drafts: DraftFacts | None = None
 
 

@@ -83,8 +83,8 @@ def _facts(config: EngineConfig, share: Share, shape: FrameShape, frame_bytes: i
     backend, model, kv, _ = share
     spec, on_cpu = model.spec, backend.device.type == "cpu"
     weights = str(model.dtype).removeprefix("torch.")
-    if config.quantization is not None:
-        weights = f"{config.quantization} (others {weights})"
+    if model.quantization is not None:
+        weights = f"{model.quantization} (others {weights})"
     layout = backend.layout(shape, 1)
     return ExecutorFacts(
         vocab_size=spec.vocab_size,
@@ -102,9 +102,11 @@ def _facts(config: EngineConfig, share: Share, shape: FrameShape, frame_bytes: i
         streams=on_cpu,
         compacts=on_cpu,
         locks_pages=not on_cpu,
+        quantization=model.quantization,
         description=(
             f"{spec.family} on {backend.device}, weights {weights}, kernels "
             + " and ".join(dict.fromkeys([backend.ops.name, backend.attention.name]))
+            + ("; exact weights: dtype float32" if model.quantization != config.quantization else "")
         ),
     )
 

@@ -51,7 +51,7 @@ def _load_heads(config: EngineConfig, speculation: SpeculativeConfig, path: Path
     """Loads trained heads, quantized like the model, unless it keeps a file's integers. Raises `ModelLoadError`
     children, and ConfigError for more drafts than there are heads."""
     model, backend = share.model, share.backend
-    heads = load_medusa(path, model.spec, backend.ops, model.dtype, backend.device, config.quantization)
+    heads = load_medusa(path, model.spec, backend.ops, model.dtype, backend.device, model.quantization)
     if (wanted := speculation.num_speculative_tokens) is not None and wanted > len(heads.heads):
         raise ConfigError(
             f"speculative_config: num_speculative_tokens is {wanted}, but {speculation.model} has {len(heads.heads)} "
@@ -86,7 +86,7 @@ def _open_draft_model(config: EngineConfig, path: Path, share: Share) -> LoadedM
         ops=backend.ops,
         attention=backend.attention,
         decoder=backend.decoder,
-        quantization=None if config.quantization == "gguf" and path.suffix != ".gguf" else config.quantization,
+        quantization=None if model.quantization == "gguf" and path.suffix != ".gguf" else model.quantization,
     )
     if draft.spec.vocab_size != model.spec.vocab_size:
         raise _refusal(

@@ -23,6 +23,8 @@ KERNEL_VERSION = 7
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+INTEGER_ISAS = ("avx512_vnni", "avx512_bf16", "amx_bf16")
+"""Kernels for processors that have instructions for dot products of 8-bit integers."""
 
 
 def kernel_name() -> str:
@@ -105,6 +107,7 @@ class CpuOps:
 
     def __init__(self) -> None:
         self.name = kernel_name()
+        self.multiplies_integers = _kernels.isa() in INTEGER_ISAS
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> CpuLinear:
         weight = weight.contiguous()

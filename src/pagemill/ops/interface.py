@@ -60,6 +60,8 @@ class Ops(Protocol):
     """Part of the numerics id."""
     copies_weights: bool
     """True if the weight's memory may be written again once `pack_linear` returns."""
+    multiplies_integers: bool
+    """True if products of 8-bit integers are faster here than those of wider numbers."""
     widens_weights: bool
     """True if a layer packed in bfloat16 or float16 gives float32 x the same bits as its weight in float32 would."""
 

@@ -62,6 +62,7 @@ class TorchLowRank:
 class TorchOps:
     name = f"torch-{torch.__version__}"
     copies_weights = False
+    multiplies_integers = False
     widens_weights = False
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None = None, dtype: torch.dtype | None = None) -> TorchLinear:

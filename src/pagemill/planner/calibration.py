@@ -164,7 +164,7 @@ def calibrate(
     if clock == "cpu":
         config = replace(config, num_threads=1)
     engine = RealEngine(config, loading, CLOCKS[clock])
-    dtype = weights_dtype(config, engine)
+    dtype = weights_dtype(engine)
     core = engine.core
     longest = core.scheduler.longest_sequence(core.ready.max_model_len)
     points = grid(rounds, longest, config.max_num_seqs, config.max_num_batched_tokens)
@@ -202,9 +202,9 @@ def calibrate(
     return replace(calibration, device=device, roofline=replace(calibration.roofline, device=device))
 
 
-def weights_dtype(config: EngineConfig, engine: RealEngine) -> str:
+def weights_dtype(engine: RealEngine) -> str:
     """Returns the dtype of the weights, as `Roofline` names it."""
-    return "int8" if config.quantization is not None else engine.dtype
+    return "int8" if engine.core.executor.facts.quantization is not None else engine.dtype
 
 
 def _like(engine: RealEngine, machine: str) -> Device:

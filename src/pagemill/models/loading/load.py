@@ -35,6 +35,7 @@ class LoadedModel:
     """Holds a decoder that is ready to run, with what the engine must know of it.
 
     eos_token_ids: ids that end a generation, in the checkpoint's order, possibly none.
+    quantization:  how linear layers are held, as `load_model` takes it; what was chosen where nothing was asked for.
     max_model_len: what was asked for, else the longest context that the checkpoint declares.
     fingerprint:   32 bytes; see `loading.checkpoint.fingerprint`.
     spec:          of the whole model; `decoder.spec` is of what the decoder computes.
@@ -44,6 +45,7 @@ class LoadedModel:
     decoder: Decoder
     spec: DecoderSpec
     dtype: torch.dtype
+    quantization: str | None
     eos_token_ids: tuple[int, ...]
     max_model_len: int
     fingerprint: bytes
@@ -70,7 +72,8 @@ def load_model(
     hf_overrides:  replaces settings of the model's configuration, by transformers' names.
     max_model_len: longest context to prepare for; None: all that the model declares.
     progress:      called with (done, total) bytes as tensors are read.
-    quantization:  how linear layers are held: None in dtype, "int8", or "gguf" as a quantized GGUF file holds them.
+    quantization:  how linear layers are held: "int8", or "gguf" as a quantized GGUF file holds them. None: in dtype,
+                   but "gguf" for such a file with dtype "auto", where the operators multiply integers faster.
     sharding:      what the decoder holds of the model; None for all of it.
     Raises ModelNotFoundError, ModelConfigError, UnsupportedModelError, CorruptWeightsError, ConfigError (dtype,
     max_model_len, quantization) or UnknownArgumentError (a key of hf_overrides).
@@ -78,6 +81,8 @@ def load_model(
     device = torch.device(device)
     checkpoint = open_checkpoint(Path(path).expanduser(), hf_overrides or {})
     config = checkpoint.config
+    if quantization is None and dtype == "auto" and checkpoint.quantized and ops.multiplies_integers:
+        quantization = "gguf"
     if quantization == "gguf" and not checkpoint.quantized:
         raise ConfigError(
             f"quantization is 'gguf', but {path} is no quantized GGUF file; use quantization='int8', which rounds any "
@@ -88,7 +93,13 @@ def load_model(
     spec = family.describe(ModelConfig(config), max_model_len)
     if sharding is not None:
         check_heads(spec, sharding.exchange.size)
-    chosen = resolve_dtype(dtype, checkpoint.float_dtypes(), quantized=checkpoint.quantized, device=device)
+    chosen = resolve_dtype(
+        dtype,
+        checkpoint.float_dtypes(),
+        quantized=checkpoint.quantized,
+        on_integers=quantization is not None,
+        device=device,
+    )
     assembler = Assembler(
         checkpoint, spec, checkpoint.names or family.names, ops, chosen, device, progress, quantization, sharding
     )
@@ -98,6 +109,7 @@ def load_model(
         decoder=decoder(spec if sharding is None else sharding.spec(spec), weights, ops, attention, chosen),
         spec=spec,
         dtype=chosen,
+        quantization=quantization,
         eos_token_ids=checkpoint.eos_token_ids,
         max_model_len=max_model_len or spec.max_position,
         fingerprint=fingerprint(checkpoint, spec, chosen),
@@ -153,14 +165,15 @@ def is_native(dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def resolve_dtype(
-    requested: str, stored: dict[torch.dtype, int], *, quantized: bool, device: torch.device
+    requested: str, stored: dict[torch.dtype, int], *, quantized: bool, on_integers: bool, device: torch.device
 ) -> torch.dtype:
     """Returns the dtype to compute in. Raises ConfigError for an unknown one, and for one that the GPU lacks.
 
     requested: "auto", "float32", "bfloat16" or "float16".
     stored:    bytes of the checkpoint by dtype; auto takes the most frequent if the device has instructions for it.
-    quantized: dequantized weights fit no 16-bit format exactly: auto takes float32 on CPU, and elsewhere 16 bits, which
-               are faster there.
+    quantized: True for a file of integers. Their values fit no 16-bit format exactly: auto takes float32 on CPU, and
+               elsewhere 16 bits, which are faster there.
+    on_integers: True if weights stay integers: auto takes bfloat16 beside them if the device has instructions for it.
     """
     if requested != "auto":
         if requested not in DTYPES:
@@ -173,8 +186,10 @@ def resolve_dtype(
             )
         return DTYPES[requested]
     if quantized:
-        if device.type == "cpu":
+        if device.type == "cpu" and not on_integers:
             return torch.float32
+        if device.type == "cpu":
+            return torch.bfloat16 if is_native(torch.bfloat16, device) else torch.float32
         return torch.bfloat16 if is_native(torch.bfloat16, device) else torch.float16
     dtype = max(stored, key=lambda kind: stored[kind], default=torch.float32)
     return dtype if is_native(dtype, device) else torch.float32
