@@ -110,7 +110,7 @@ class ReplicaLink:
             self._end(EngineDeadError(f"replica {self.name} is gone ({type(error).__name__})"))
 
     async def _deliver(self, number: int, batch: bytes) -> None:
-        """Sends a batch until it has arrived: under load Ray Serve may lose a call before it is routed."""
+        """Sends a batch until it has arrived, so that a call that was lost on the way costs a second."""
         while True:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._call(number, batch), SEND_S)

@@ -2,6 +2,12 @@
 
 Which replica that is has been decided before, by the `Router`, from what only a front end knows: tokens, and what
 replicas hold. Ray Serve still says which replicas there are, and this class passes it on to whoever watches.
+
+A call that names its replica does not pass Ray Serve's routing tasks, since these lose calls (2.55.1;
+ray-project/ray, pull request 66325). A task takes a call from `_pending_requests_to_route`, then forgets those that are
+done at the head of `_pending_requests_to_fulfill`, and ends if there are now more tasks than calls left. The call that
+it has taken is in no queue of calls to route then, and no other task looks for it, unless `FIFOMixin` gives a replica
+to any call that waits. Without that mixin Ray's own base class loses calls, whatever `choose_replicas` does.
 """
 
 from __future__ import annotations
@@ -13,8 +19,8 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from pagemill.distributed import listing
 from pagemill.errors import EngineDeadError
 
-LOOK_S = 0.005
-"""Seconds between two looks for calls, while some are being routed."""
+AGAIN_S = 0.05
+"""Seconds after which a call that a replica has rejected, or that broke off, is sent to it again."""
 
 
 class NamedReplicaRouter(RequestRouter):
@@ -36,20 +42,19 @@ class NamedReplicaRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Returns the replica that a call names, as the only choice.
+        """Returns all replicas, for a call that names none."""
+        return [candidate_replicas]
 
-        Where Ray Serve has no call to route, or the caller is gone, any choice makes it look for the next one.
-        """
-        if pending_request is None or pending_request.future.done():
-            await asyncio.sleep(LOOK_S)  # Ray Serve does not wait itself while other calls are under way
-            return [candidate_replicas]
-        pending_request.routing_context.should_backoff = True
+    async def _choose_replica_for_request(
+        self, pending_request: PendingRequest, *, is_retry: bool = False
+    ) -> RunningReplica:
+        """Returns the replica that a call names, at once. Raises `EngineDeadError` if it is not there."""
         name = pending_request.kwargs.get("replica")
         if name is None:
-            return [candidate_replicas]
-        named = [replica for replica in candidate_replicas if replica.replica_id.unique_id == name]
-        if not named:
-            # A call that waited would keep one of the few places in which Ray Serve routes calls.
-            pending_request.future.set_exception(EngineDeadError(f"replica {name} is gone"))
-            return [candidate_replicas]
-        return [named]
+            return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
+        if is_retry:
+            await asyncio.sleep(AGAIN_S)
+        for replica in self.curr_replicas.values():
+            if replica.replica_id.unique_id == name:
+                return replica
+        raise EngineDeadError(f"replica {name} is gone")
