@@ -244,3 +244,27 @@ def test_what_ends_here_with_an_error_is_ended_at_its_replica_too(monkeypatch):
         assert next(each.request_ids for each in second.sent if isinstance(each, AbortRequests)) == ["q"]
 
     run(monkeypatch, scenario, names=("a", "b"))
+
+
+def test_a_tenants_limit_holds_over_all_replicas_and_the_next_goes_when_one_ends(monkeypatch):
+    async def scenario(fleet, links, frontend):
+        await fleet.ask(SetTenant("team", TenantLimits(max_running=2, max_waiting=1)))
+        for number in range(5):
+            fleet.submit(request(f"team{number}", tenant="team"))
+            fleet.submit(request(f"other{number}"))
+        sent = [each for link in links.values() for each in link.requests]
+        assert sorted(each for each in sent if each.startswith("team")) == ["team0", "team1"]
+        assert len(sent) == 7
+        refused = await failures(frontend)
+        assert {each.error.error_type for each in refused} == {"TooManyWaitingError"}
+        assert [each.request_id for each in refused] == ["team3", "team4"]
+        at = next(link for link in links.values() if "team0" in link.requests)
+        at.bring("team0", finish_reason="length")
+        assert sum("team2" in link.requests for link in links.values()) == 1
+        at.die()
+        fleet.abort(["team1", "team2"])
+        fleet.submit(request("team5", tenant="team"))
+        fleet.submit(request("team6", tenant="team"))
+        assert sum({"team5", "team6"} <= {*link.requests} for link in links.values()) == 1
+
+    run(monkeypatch, scenario, names=("a", "b"))

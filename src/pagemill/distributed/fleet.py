@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from pagemill.config import EngineConfig
 from pagemill.distributed import listing
+from pagemill.distributed.changes import Changes
+from pagemill.distributed.fleet_tenancy import FleetTenancy, Wanted
 from pagemill.distributed.flights import MAX_SENT, Flight, Flights
-from pagemill.distributed.merging import merge
+from pagemill.distributed.merging import add_held, merge
 from pagemill.distributed.pin_copies import PinCopies
 from pagemill.distributed.replica import split_digests
 from pagemill.distributed.replica_link import ReplicaLink, is_refusal
@@ -31,8 +33,15 @@ from pagemill.engine.messages import (
     SequenceOutput,
     refusals,
 )
-from pagemill.engine.queries import LoadAdapter, Query, ResizePool, SetTenant
-from pagemill.errors import EngineRestartingError, EngineStoppedError, InvalidRequestError, PagemillError
+from pagemill.engine.queries import Query, SetTenant
+from pagemill.engine.stats import EngineStats
+from pagemill.errors import (
+    EngineRestartingError,
+    EngineStoppedError,
+    InvalidRequestError,
+    PagemillError,
+    TooManyWaitingError,
+)
 from pagemill.frontend.frontend import Frontend
 from pagemill.frontend.supervisor import OUTPUTS_AT_ONCE, RestartLimits
 from pagemill.memory.digest import extend_chain, root_digest
@@ -74,6 +83,7 @@ class Fleet:
         self._numbers = itertools.count()
         self._random = random.Random(config.seed)
         self._flights = Flights()
+        self._tenancy = FleetTenancy(config.tenants)
         self._links: dict[str, ReplicaLink] = {}
         """Connections that are open, by replica: to those that take requests, and those that end what they have."""
         self._taking_in: set[str] = set()
@@ -81,9 +91,7 @@ class Fleet:
         self._listed: set[str] = set()
         self._router: Router | None = None
         self._facts: EngineReady | None = None
-        self._changes: dict[tuple[type, object], tuple[int, Query[EngineReady]]] = {}
-        """Changes that replicas which come later must make too, each with a number that rises."""
-        self._change_numbers = itertools.count(1)
+        self._changes = Changes()
         self._pin_copies = PinCopies()
         self._num_lost = 0
         self._lost_s: deque[float] = deque()
@@ -135,6 +143,11 @@ class Fleet:
             raise self.ended
         if request.seed is None and request.params.seed is None:
             request.seed = self._random.getrandbits(63)  # here, so that each replica that it is sent to takes the same
+        try:
+            self._tenancy.check(request.tenant, sum(link.facts.max_num_seqs for link in self._serving() if link.facts))
+        except TooManyWaitingError as refusal:
+            self._incoming.put_nowait(refusals(request, refusal))
+            return
         flight = self._flights.begin(request)
         if self._gave_up is not None:
             self._incoming.put_nowait(self._flights.fail(flight, self._gave_up))
@@ -163,7 +176,7 @@ class Fleet:
     async def ask(self, query: Query[A]) -> A:
         if (error := self.ended or self.interrupted) is not None:
             raise error
-        is_change, asked, answers = isinstance(query, (SetTenant, LoadAdapter, ResizePool)), set[str](), list[Any]()
+        is_change, asked, answers = Changes.is_one(query), set[str](), list[Any]()
         while links := [link for link in self._serving() if link.name not in asked]:
             asked |= {link.name for link in links}
             answers += await asyncio.gather(*(link.ask(query) for link in links), return_exceptions=True)
@@ -174,10 +187,15 @@ class Fleet:
         if is_change and refusals:
             raise refusals[0]
         if is_change and good:
-            self._remember(query)
+            self._changes.remember(query)
+            if isinstance(query, SetTenant):
+                self._tenancy.set_limits(query.name, query.limits)
+                self._send_waiting()
         if not good:
             raise next((each for each in answers if isinstance(each, BaseException)), self._restarting("no replica"))
         merged: A = merge(good)
+        if isinstance(merged, EngineStats):
+            add_held(merged, self._tenancy.count_held())
         return merged
 
     # Life
@@ -217,13 +235,14 @@ class Fleet:
     def note_outputs(self, link: ReplicaLink, outputs: list[SequenceOutput]) -> None:
         assert self._router is not None
         self._pin_copies.take(outputs)
-        pins = self._pins_of(link, outputs)
+        pins = self._flights.pins_of(link.name, outputs)
         new = self._flights.take(link.name, outputs)
         for output in new:
             if output.new_token_ids:
                 self._router.note_tokens(output.request_id, len(output.new_token_ids))
+                self._tenancy.note_tokens(output.request_id, output.num_cached_tokens, len(output.new_token_ids))
             if output.finish_reason is not None and self._flights.get(output.request_id) is None:
-                self._router.end(output.request_id)
+                self._end(output.request_id)
                 if output.error is not None:  # found here, maybe: the replica may still compute it
                     link.send(AbortRequests([output.request_id]))
                 elif (pin := pins.get(output.request_id)) is not None:
@@ -245,12 +264,15 @@ class Fleet:
             self._router.remove(link.name)
         if self.ended is not None:
             return
+        self._tenancy.forget(link.name)
         lost = self._flights.at(link.name)
         if link.facts is not None and not link.closing:  # else it was tried again before Ray Serve had noticed
             self._num_lost += 1
             self._lost_s.append(time.monotonic())
             LOGGER.error("%s; requests that go on elsewhere: %d", link.death, len(lost))
         self._refresh()
+        for flight in lost:
+            self._tenancy.note_sent(flight.asked.request_id, None)
         for flight in lost:
             self._go_on(flight, str(link.death))
         self._check_losses()
@@ -298,9 +320,9 @@ class Fleet:
     async def _take_in(self, link: ReplicaLink) -> None:
         """Brings a replica to where the others are; then it gets requests, and what waits first."""
         done = 0
-        while newer := [(number, change) for number, change in self._changes.values() if number > done]:
-            done, change = min(newer, key=lambda each: each[0])
-            await self._repeat(change, link)
+        while change := self._changes.next(done):
+            done = change[0]
+            await self._repeat(change[1], link)
         if self._links.get(link.name) is not link:  # it is gone, and another connection may have come
             return
         self._taking_in.discard(link.name)
@@ -315,8 +337,7 @@ class Fleet:
             for pin in self._frontend.made_pins.requests():
                 self._pin_copies.send(link, pin)
         self._loaded.set()
-        for flight in self._flights.at(None):
-            self._go_on(flight, "no replica is left")
+        self._send_waiting()
 
     async def _repeat(self, change: Query[EngineReady], link: ReplicaLink) -> None:
         """Makes a replica do what the others have. Where it cannot, its requests are refused and others go on."""
@@ -330,15 +351,6 @@ class Fleet:
         if not link.closing and not self._flights.at(link.name):
             link.closing = True
             self._keep(link.close())
-
-    def _pins_of(self, link: ReplicaLink, outputs: list[SequenceOutput]) -> dict[str, EngineRequest]:
-        """Returns the requests that become pins of those that end in a replica, by id."""
-        ending = [self._flights.get(each.request_id) for each in outputs if each.finish_reason is not None]
-        return {
-            flight.asked.request_id: flight.asked
-            for flight in ending
-            if flight is not None and flight.asked.pin is not None and flight.replica == link.name
-        }
 
     def _copy_pin(self, pin: EngineRequest, made_by: ReplicaLink) -> None:
         """Makes a pin in the other replicas: it is one of all."""
@@ -383,39 +395,44 @@ class Fleet:
         LOGGER.error("%s; requests do not wait for one", why)
         self._gave_up = why
         for flight in self._flights.at(None):
+            self._tenancy.end(flight.asked.request_id)
             self._incoming.put_nowait(self._flights.fail(flight, why))
 
     def _restarting(self, why: str) -> EngineRestartingError:
         return EngineRestartingError(f"{why}, and another is being started; send this again")
 
-    def _remember(self, change: Query[Any]) -> None:
-        """Keeps a change for replicas that come later, in the place of an earlier one of the same thing."""
-        match change:
-            case SetTenant():
-                self._changes[SetTenant, change.name] = next(self._change_numbers), change
-            case LoadAdapter():
-                self._changes[LoadAdapter, change.lora.lora_int_id] = next(self._change_numbers), change
-            case ResizePool() if change.kv_memory != "used":
-                self._changes[ResizePool, None] = next(self._change_numbers), change
-
     # Where requests go
 
     def _send(self, flight: Flight) -> None:
-        """Sends a request to the replica that the router says; it waits while there is none. Raises
-        `InvalidRequestError`."""
+        """Sends a request to the replica that the router says; it waits while there is none, and for its tenant's own
+        limits. Raises `InvalidRequestError`."""
         asked, origin = flight.asked, None
         if asked.fork_of is not None and (forked := self._flights.get(asked.fork_of[0])) is not None:
             origin = forked.replica
         flight.replica = None
-        route = None if self._router is None else self._router.route(asked.request_id, self._asked(flight), origin)
+        if self._router is None:
+            return
+        place = self._tenancy.place(asked.request_id, Wanted.of(asked, self.facts), self._router.replicas)
+        if place is None:
+            return
+        route = self._router.route(asked.request_id, self._asked(flight), place or origin)
         if route is None:
             return
-        self._links[route.replica].send(self._flights.to_send(flight, route.replica))
+        sent = self._flights.to_send(flight, route.replica)
+        sent.served_elsewhere = self._tenancy.tell(route.replica)
+        self._tenancy.note_sent(asked.request_id, route.replica)
+        self._links[route.replica].send(sent)
+
+    def _send_waiting(self) -> None:
+        """Sends the requests that nobody has, as far as there are replicas and their tenants' limits let them."""
+        for flight in self._flights.at(None):
+            self._go_on(flight, "no replica is left")
 
     def _go_on(self, flight: Flight, why: str) -> None:
         """Sends a request that nobody has any more to another replica, or ends it with an error."""
         if flight.num_sent >= MAX_SENT:
             self._incoming.put_nowait(self._flights.fail(flight, why))
+            self._end(flight.asked.request_id)
             return
         if flight.num_sent and self._frontend is not None:
             self._frontend.num_sent_again += 1
@@ -453,11 +470,21 @@ class Fleet:
 
     def _leave(self, flight: Flight) -> None:
         """Takes a request that has ended out of its replica's work."""
-        if self._router is not None:
-            self._router.end(flight.asked.request_id)
+        self._end(flight.asked.request_id)
         link = self._links.get(flight.replica or "")
         if link is not None and link.name not in self._listed:
             self._close_if_idle(link)
+
+    def _end(self, request_id: str) -> None:
+        """Ends a request where it is counted, and sends those that its tenant's limits held back."""
+        if self._router is not None:
+            self._router.end(request_id)
+        for held in self._tenancy.end(request_id):
+            flight = self._flights.get(held)
+            if flight is not None:
+                self._go_on(flight, "no replica is left")
+                if flight.replica is None:
+                    break
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         """Runs a coroutine to its end."""

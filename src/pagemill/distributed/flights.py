@@ -86,6 +86,15 @@ class Flights:
         replica has by now, and tokens that have come before. A request forgotten has ended, see `get`."""
         return [new for output in outputs for new in self._take(replica, output)]
 
+    def pins_of(self, replica: str, outputs: Iterable[SequenceOutput]) -> dict[str, EngineRequest]:
+        """Returns the requests that become pins of those that end in a replica, by id."""
+        ending = (self._flights.get(each.request_id) for each in outputs if each.finish_reason is not None)
+        return {
+            flight.asked.request_id: flight.asked
+            for flight in ending
+            if flight is not None and flight.asked.pin is not None and flight.replica == replica
+        }
+
     def to_send(self, flight: Flight, replica: str) -> EngineRequest:
         """Returns what a replica is asked so that a request goes on there, and notes that it has it."""
         flight.replica, flight.num_sent = replica, flight.num_sent + 1

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -46,6 +46,14 @@ def merge(answers: Sequence[A]) -> A:
             merged = msgspec.structs.replace(first, stats=stats)
     result: A = merged
     return result
+
+
+def add_held(stats: EngineStats, held: Mapping[str, int]) -> None:
+    """Counts sequences that a front end holds back, by tenant, among those that wait."""
+    for tenant, count in held.items():
+        stats.waiting += count
+        if tenant in stats.tenants:
+            stats.tenants[tenant].waiting += count
 
 
 def _each_once(pins: Any) -> list[Any]:

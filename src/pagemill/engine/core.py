@@ -124,6 +124,7 @@ class EngineCore:
                 raise intake.may_come_again(error.blocks, self.memory.num_frames, at_start) from None
             raise
         self._prompt_tokens += len(request.prompt_token_ids)
+        self.scheduler.note_served_elsewhere(request.served_elsewhere)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests and takes back what they hold; unknown ids are ignored."""
@@ -443,6 +444,7 @@ class EngineCore:
             fingerprint=facts.fingerprint,
             kv_format_name=facts.kv_format,
             numerics=facts.numerics,
+            num_groups=len(self.memory.windows),
         )
 
     def root(self, request: EngineRequest | BlocksQuery | KVMapQuery, adapter: bytes = b"") -> bytes:

@@ -65,9 +65,17 @@ class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
     """The number of a loaded LoRA adapter; 0 for none."""
     answered: list[int] = []
     """Tokens of its one sequence that another engine has brought: it goes on behind them, as after a preemption."""
+    served_elsewhere: dict[str, int] = {}
+    """Tokens that other engines have computed, by tenant, since the last request that this engine was told them with:
+    tenants share the service of all engines."""
     pin: str | None = None
     """Name of the pin that its whole prompt becomes; None: it is an ordinary request."""
     pin_expires_s: float | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Returns how many sequences run at once: as many as `n`, or the beams of a search."""
+        return self.params.n if self.beam is None else self.beam.beam_width
 
 
 class AbortRequests(msgspec.Struct, tag=True):
@@ -245,6 +253,8 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     kv_format_name: str = ""
     numerics: str = ""
     """These three begin the digest of every chain of blocks, see `root_digest`."""
+    num_groups: int = 1
+    """Layer groups: a sequence has so many blocks for every `block_size` tokens, at most."""
 
     @property
     def description(self) -> str:

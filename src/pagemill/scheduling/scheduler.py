@@ -7,7 +7,7 @@ can be planned while one is running. Neither looks at a clock: `now` is an argum
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 from pagemill.memory.manager import MemoryManager
 from pagemill.memory.pins import Pins
@@ -177,6 +177,13 @@ class Scheduler:
             state.start(sequence)
         else:
             state.wait(sequence)
+
+    def note_served_elsewhere(self, tokens: Mapping[str, int]) -> None:
+        """Counts tokens that other engines have computed, by tenant; tenants that are not known here are ignored."""
+        known = {tenant.account.name: tenant for tenant in self.state.tenants}
+        for name, count in tokens.items():
+            if name in known:
+                self.state.waiting.note_elsewhere(known[name], count)
 
     def abort(self, request_id: str, now: float) -> None:
         """Ends all sequences of a request. Unknown ids are ignored."""

@@ -41,6 +41,18 @@ class WaitingQueue:
         least = min(others, default=self._level)
         tenant.service = min(max(tenant.service, least), least + self._most)
 
+    def note_elsewhere(self, tenant: TenantState, tokens: int) -> None:
+        """Counts tokens that other engines have computed for a tenant as service, while others wait here.
+
+        So tenants share the service of all engines, wherever the work of each is (DistSFQ: Wang and Merchant,
+        "Proportional-share scheduling for distributed storage systems", FAST 2007). As in `level`, it makes nobody more
+        than a step's tokens later than the others.
+        """
+        others = [one.service for one, waiting in self._heaps.items() if waiting and one is not tenant]
+        if others:
+            served = tenant.service + tokens / tenant.limits.weight
+            tenant.service = max(tenant.service, min(served, min(others) + self._most))
+
     def first(self, passed: Collection[TenantState]) -> tuple[Sequence, TenantState] | None:
         """Returns the sequence whose turn it is, and its tenant; None if there is none beside those passed over."""
         best: tuple[Sequence, TenantState] | None = None

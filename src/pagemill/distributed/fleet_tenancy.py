@@ -1,0 +1,199 @@
+"""FleetTenancy: what each tenant has at all replicas together, and which of its requests wait for its own limits.
+
+A replica knows its own part alone. So the front end holds back what would exceed a limit that is a number: sequences
+that run (`max_running`), and active blocks (`max_blocks`). Limits that are shares hold in each replica, and so in all.
+It also tells each replica how much of the fleet's service its tenants have had elsewhere, see
+`EngineRequest.served_elsewhere`.
+
+It knows no clock and no Ray: the same code runs in the simulator.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+from pagemill.engine.messages import EngineReady, EngineRequest
+from pagemill.errors import TooManyWaitingError
+from pagemill.tenant_limits import TenantLimits
+
+MOST_ELSEWHERE = 7
+"""Tokens from elsewhere that count for each that a replica has computed for a tenant itself. So who has much elsewhere
+is served at least an eighth as fast as by weight alone, and none of its requests is kept out for ever."""
+ANYWHERE: Literal[""] = ""
+"""A place: any replica."""
+
+
+class Wanted(NamedTuple):
+    """States what a request takes: sequences, the most blocks that they may come to, and tokens of its prompt."""
+
+    tenant: str
+    rows: int
+    blocks: int
+    prompt_tokens: int
+
+    @classmethod
+    def of(cls, asked: EngineRequest, facts: EngineReady) -> Wanted:
+        """Returns what a request takes in engines of such facts."""
+        rows, most, prompt_tokens = asked.num_sequences, asked.params.max_tokens, len(asked.prompt_token_ids)
+        longest = facts.max_model_len if most is None else min(facts.max_model_len, prompt_tokens + most)
+        blocks = rows * facts.num_groups * -(-longest // facts.block_size)
+        return cls(asked.tenant, rows, blocks, prompt_tokens)
+
+
+@dataclass
+class _Known:
+    """A request that has not ended. replica: who has it; None while nobody does. begun: whether it has brought a
+    token."""
+
+    wanted: Wanted
+    replica: str | None = None
+    begun: bool = False
+
+
+@dataclass
+class _Served:
+    """Tokens that replicas have computed for a tenant. told: those that each had computed, and others, when it was
+    told last."""
+
+    at: Counter[str] = field(default_factory=Counter)
+    told: dict[str, tuple[int, int]] = field(default_factory=dict)
+    total: int = 0
+
+
+class FleetTenancy:
+    """Counts over all replicas. Limits of tenants that have not been set are none.
+
+    limits: at the start, by tenant.
+    """
+
+    def __init__(self, limits: Mapping[str, TenantLimits]) -> None:
+        self._limits = dict(limits)
+        self._requests: dict[str, _Known] = {}
+        self._held: defaultdict[str, deque[str]] = defaultdict(deque)
+        """Ids of requests that wait for their tenant's own limits, in the order in which they came."""
+        self._served: defaultdict[str, _Served] = defaultdict(_Served)
+
+    def set_limits(self, tenant: str, limits: TenantLimits) -> None:
+        """Gives a tenant other limits. Requests that replicas have stay there."""
+        self._limits[tenant] = limits
+
+    def check(self, tenant: str, rows: int) -> None:
+        """Raises `TooManyWaitingError` for a request that may not wait beside those that its tenant has.
+
+        rows: sequences that the replicas compute at once. As in an engine, those that can begin are not counted. One
+        that has brought no token counts as waiting, since only its replica knows better.
+        """
+        limits = self._limits.get(tenant)
+        if limits is None or limits.max_waiting is None:
+            return
+        waiting = begun = own = 0
+        for one in self._requests.values():
+            begun += one.wanted.rows * one.begun
+            if one.wanted.tenant == tenant:
+                own += one.wanted.rows * one.begun
+                waiting += one.wanted.rows * (not one.begun)
+        most = limits.number("max_running", rows, least=1)
+        startable = rows - begun if most is None else min(rows - begun, most - own)
+        waiting = max(0, waiting - max(0, startable))
+        if waiting >= limits.max_waiting:
+            raise TooManyWaitingError(
+                f"{waiting} sequences of tenant {tenant!r} wait, over all replicas, and max_waiting is "
+                f"{limits.max_waiting}; try again later, or raise that limit",
+                param="tenant",
+            )
+
+    def place(self, request_id: str, wanted: Wanted, replicas: Collection[str]) -> str | None:
+        """Returns the replica that a request must go to, `ANYWHERE`, or None: it is held back until others have ended.
+
+        replicas: those that take requests. A tenant's requests go in the order in which they came; those that a replica
+        has lost go first. Where one replica has all of them, it keeps `max_blocks`; several may have them only while
+        the most that they may come to is within.
+        """
+        known, held = request_id in self._requests, self._held[wanted.tenant]
+        one = self._requests.setdefault(request_id, _Known(wanted))
+        one.replica = None
+        is_held = request_id in held
+        comes_first = held[0] == request_id if is_held else known or not held
+        place = self._room_for(wanted, replicas) if comes_first else None
+        if is_held and place is not None:
+            held.popleft()
+        elif not is_held and place is None:
+            if known:
+                held.appendleft(request_id)
+            else:
+                held.append(request_id)
+        return place
+
+    def note_sent(self, request_id: str, replica: str | None) -> None:
+        """Notes which replica has a request; None: it waits for one."""
+        if request_id in self._requests:
+            self._requests[request_id].replica = replica
+
+    def note_tokens(self, request_id: str, cached: int, answered: int) -> None:
+        """Notes that a replica has brought tokens of an answer, having found `cached` of its prompt's. Ids that have
+        ended are ignored."""
+        one = self._requests.get(request_id)
+        if one is not None and one.replica is not None:
+            computed = answered + (0 if one.begun else max(0, one.wanted.prompt_tokens - cached))
+            served = self._served[one.wanted.tenant]
+            served.at[one.replica] += computed
+            served.total += computed
+            one.begun = True
+
+    def end(self, request_id: str) -> list[str]:
+        """Ends a request, however it ended. Returns its tenant's that are held back, in their order: `place` says which
+        of them may go now. Ids that have ended are ignored."""
+        one = self._requests.pop(request_id, None)
+        if one is None:
+            return []
+        held = self._held[one.wanted.tenant]
+        if request_id in held:
+            held.remove(request_id)
+        return [*held]
+
+    def forget(self, replica: str) -> None:
+        """Forgets what a replica that is gone has computed."""
+        for served in self._served.values():
+            served.total -= served.at.pop(replica, 0)
+            served.told.pop(replica, None)
+
+    def tell(self, replica: str) -> dict[str, int]:
+        """Returns the tokens that other replicas have computed since the last call for this one, by tenant, as far as
+        they count (`MOST_ELSEWHERE`). What was before the first call is nobody's lead."""
+        news = {}
+        if len(self._served) > 1:
+            for tenant, served in self._served.items():
+                here, elsewhere = served.at[replica], served.total - served.at[replica]
+                here_before, before = served.told.get(replica, (here, elsewhere))
+                new = min(elsewhere - before, MOST_ELSEWHERE * (here - here_before))
+                if new > 0:
+                    news[tenant] = new
+                served.told[replica] = here, elsewhere
+        return news
+
+    def count_held(self) -> dict[str, int]:
+        """Returns how many sequences are held back, by tenant."""
+        return {
+            tenant: sum(self._requests[each].wanted.rows for each in held)
+            for tenant, held in self._held.items()
+            if held
+        }
+
+    def _room_for(self, wanted: Wanted, replicas: Collection[str]) -> str | None:
+        """Returns where there is room for a request, as `place` does, whatever waits before it."""
+        limits = self._limits.get(wanted.tenant)
+        rows, blocks = (None, None) if limits is None else (limits.max_running, limits.max_blocks)
+        if not isinstance(rows, int) and not isinstance(blocks, int):
+            return ANYWHERE  # no limits, or shares, which each replica keeps
+        others = [one for one in self._requests.values() if one.replica and one.wanted.tenant == wanted.tenant]
+        if isinstance(rows, int) and others and sum(one.wanted.rows for one in others) + wanted.rows > rows:
+            return None
+        if not isinstance(blocks, int) or sum(one.wanted.blocks for one in others) + wanted.blocks <= blocks:
+            return ANYWHERE
+        places = {one.replica for one in others if one.replica}
+        if not places:
+            return ANYWHERE
+        return next(iter(places)) if len(places) == 1 and places <= {*replicas} else None

@@ -1,0 +1,199 @@
+"""Tenants over several replicas: limits hold for all of them together, and nobody is shut out by what another has
+elsewhere."""
+
+import random
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pagemill.distributed.fleet_tenancy import ANYWHERE, FleetTenancy, Wanted
+from pagemill.errors import TooManyWaitingError
+from pagemill.memory.manager import MemoryManager
+from pagemill.sampling.params import SamplingParams
+from pagemill.scheduling.scheduler import Scheduler
+from pagemill.scheduling.sequence import Request
+from pagemill.scheduling.step_plan import StepResult
+from pagemill.tenant_limits import TenantLimits
+
+REPLICAS = ("a", "b", "c")
+LIMITS = {
+    "rows": TenantLimits(max_running=4),
+    "blocks": TenantLimits(max_blocks=12),
+    "both": TenantLimits(max_running=3, max_blocks=20),
+    "free": TenantLimits(max_running="75%", max_blocks="50%"),
+}
+
+acts = st.lists(
+    st.tuples(
+        st.sampled_from(["add", "add", "add", "end", "lose", "rest", "limit"]),
+        st.sampled_from(["rows", "rows", "blocks", "blocks", "both", "free", "unnamed"]),
+        st.integers(1, 5),  # rows
+        st.integers(1, 14),  # blocks
+        st.integers(0, 100),  # which
+    ),
+    min_size=15,
+    max_size=60,
+)
+
+
+class Model:
+    """What a front end does with a `FleetTenancy`, and what replicas have."""
+
+    def __init__(self):
+        self.limits = dict(LIMITS)
+        self.tenancy = FleetTenancy(self.limits)
+        self.wanted, self.at = {}, {}
+        self.taking = [*REPLICAS]
+
+    def go(self, request_id, which=0):
+        place = self.tenancy.place(request_id, self.wanted[request_id], self.taking)
+        self.at[request_id] = None
+        if place is not None and self.taking:
+            assert place == ANYWHERE or place in self.taking
+            self.at[request_id] = place or self.taking[which % len(self.taking)]
+            self.tenancy.note_sent(request_id, self.at[request_id])
+            self.check(request_id)
+
+    def end(self, request_id):
+        del self.wanted[request_id], self.at[request_id]
+        for held in self.tenancy.end(request_id):
+            self.go(held)
+            if self.at[held] is None:
+                break
+
+    def check(self, request_id):
+        """Sees that what has just been sent is within its tenant's limits."""
+        mine = [one for one in self.at if self.at[one] and self.wanted[one].tenant == self.wanted[request_id].tenant]
+        limits = self.limits.get(self.wanted[request_id].tenant, TenantLimits())
+        if isinstance(limits.max_running, int) and len(mine) > 1:
+            assert sum(self.wanted[one].rows for one in mine) <= limits.max_running
+        if isinstance(limits.max_blocks, int) and len({self.at[one] for one in mine}) > 1:
+            assert sum(self.wanted[one].blocks for one in mine) <= limits.max_blocks
+
+
+@settings(max_examples=100, deadline=None)
+@given(acts)
+def test_no_tenant_has_more_than_its_limits_over_all_replicas_and_nothing_waits_for_nobody(history):
+    model = Model()
+    for number, (act, tenant, rows, blocks, which) in enumerate(history):
+        if act == "add":
+            model.wanted[str(number)] = Wanted(tenant, rows, blocks, 10)
+            model.go(str(number), which)
+        elif act == "end" and model.at:
+            model.end([*model.at][which % len(model.at)])
+        elif act == "lose":
+            gone = REPLICAS[which % 3]
+            lost = [one for one, at in model.at.items() if at == gone]
+            model.tenancy.forget(gone)
+            for one in lost:
+                model.tenancy.note_sent(one, None)
+                model.at[one] = None
+            for one in lost:
+                model.go(one, which)
+        elif act == "rest":
+            model.taking = [one for at, one in enumerate(REPLICAS) if which >> at & 1]
+            for one in [one for one, at in model.at.items() if at is None]:
+                model.go(one)
+        elif act == "limit" and tenant == "rows":
+            model.limits["rows"] = TenantLimits(max_running=rows)
+            model.tenancy.set_limits("rows", model.limits["rows"])
+            for one in [one for one, at in model.at.items() if at is None]:
+                model.go(one)
+        held = model.tenancy.count_held()
+        waits = Counter(model.wanted[one].tenant for one, at in model.at.items() if at is None)
+        if model.taking:
+            for tenant in held:  # what is held back waits for something that ends
+                assert any(at and model.wanted[one].tenant == tenant for one, at in model.at.items())
+            assert waits.keys() <= held.keys()
+    model.taking = [*REPLICAS]
+    for one in [one for one, at in model.at.items() if at is None]:
+        model.go(one)
+    while model.at:
+        model.end(next(one for one, at in model.at.items() if at))
+    assert model.tenancy.count_held() == {}
+
+
+def test_requests_that_are_held_back_go_in_the_order_in_which_they_came():
+    model, sent = Model(), []
+    for number in range(6):
+        model.wanted[str(number)] = Wanted("rows", 2, 1, 10)
+        model.go(str(number))
+    while model.at:
+        sent += [one for one, at in model.at.items() if at and one not in sent]
+        model.end(next(one for one, at in model.at.items() if at))
+    assert sent == ["0", "1", "2", "3", "4", "5"]
+
+
+def test_max_waiting_counts_what_waits_at_all_replicas_and_here():
+    tenancy = FleetTenancy({"team": TenantLimits(max_running=2, max_waiting=3)})
+    for number in range(5):
+        tenancy.check("team", 12)
+        place = tenancy.place(str(number), Wanted("team", 1, 1, 10), REPLICAS)
+        if place is not None:
+            tenancy.note_sent(str(number), "abc"[number % 3])
+    with pytest.raises(TooManyWaitingError, match="3 sequences of tenant 'team' wait, over all replicas"):
+        tenancy.check("team", 12)
+    tenancy.note_tokens("0", 0, 1)
+    assert tenancy.end("0") == ["2", "3", "4"]
+    tenancy.check("team", 12)
+    tenancy.check("other", 12)
+
+
+PROMPT, ANSWER = 20, 12
+
+
+def engine():
+    scheduler = Scheduler(
+        MemoryManager(400, 4, [None]), max_num_seqs=2, max_num_batched_tokens=32, eos_token_ids=frozenset(), ageing_s=10
+    )
+    for tenant in ("calm", "flood"):
+        scheduler.set_tenant(tenant, TenantLimits())
+    return scheduler
+
+
+def served(tells):
+    """Returns the tokens that two tenants get of three engines, one of which both want, and two one of them alone.
+
+    tells: whether replicas are told what their tenants have elsewhere.
+    """
+    engines = {name: engine() for name in REPLICAS}
+    tenancy, draw, number, got = FleetTenancy({}), random.Random(3), 0, Counter()
+    under_way = {("calm", "a"): 0, ("flood", "a"): 0, ("flood", "b"): 0, ("flood", "c"): 0}
+    for now in range(800):
+        for (tenant, at), count in under_way.items():
+            for _ in range(6 - count):
+                number += 1
+                prompt = [draw.randrange(1000) for _ in range(PROMPT)]
+                assert tenancy.place(str(number), Wanted(tenant, 1, 9, PROMPT), REPLICAS) == ANYWHERE
+                tenancy.note_sent(str(number), at)
+                params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
+                engines[at].add(
+                    Request(
+                        str(number), prompt, params, number, 0, now, tenant.encode(), PROMPT + ANSWER, tenant=tenant
+                    )
+                )
+                if tells:
+                    engines[at].note_served_elsewhere(tenancy.tell(at))
+            under_way[tenant, at] = 6
+        for at, one in engines.items():
+            plan = one.schedule(now)
+            count = len(plan.sample_from)
+            for update in one.commit(StepResult([[1]] * count, [None] * count), now):
+                request = update.sequence.request
+                tenancy.note_tokens(request.request_id, 0, 1)
+                got[request.tenant, at] += 1
+                if update.finish_reason is not None:
+                    under_way[request.tenant, at] -= 1
+                    got[request.tenant, at] += PROMPT
+                    tenancy.end(request.request_id)
+    return got
+
+
+def test_a_tenant_that_works_in_one_replica_gets_what_others_have_elsewhere_taken_into_account():
+    alone, told = served(False), served(True)
+    assert alone["calm", "a"] < 0.17 * alone.total()  # half of one of three, as long as each is fair by itself
+    assert told["calm", "a"] > 0.24 * told.total()  # three quarters of it: the other tenant has the two others
+    assert told["flood", "a"] > 0.03 * told.total()
+    assert told.total() == alone.total()
