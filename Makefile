@@ -9,6 +9,7 @@ BENCH_ARGS ?=
 SOAK_ARGS ?=
 ATTACK_ARGS ?=
 SANITIZE_ARGS ?=
+SCHEDULES ?= 3000
 # Where torch comes from: an index URL, or "pip" for whatever pip is set up with. Empty: scripts/install decides.
 TORCH_INDEX ?=
 # The Python that makes .venv. Empty: scripts/install looks for one.
@@ -25,7 +26,7 @@ MODEL_READY = $(BIN)/pagemill pull $(MODEL)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-slow test-gpu test-minimum test-clients test-ray coverage soak soak-server attack bench bench-gpu screenshots build lint lint-kernels format docs sanitize wheel clean distclean
+.PHONY: help serve test test-slow test-gpu test-minimum test-clients test-ray test-faults coverage soak soak-server attack bench bench-gpu screenshots build lint lint-kernels format docs sanitize wheel clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -82,6 +83,9 @@ test-ray: $(BUILT)  ## Install Ray, then serve three replicas and kill each kind
 	@$(MODEL_READY)
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev,docs,ray]'
 	@exec $(BIN)/python -m pytest tests/replicas $(PYTEST_ARGS)
+
+test-faults: $(BUILT)  ## Draw 3000 schedules of faults between a front end and its replicas, in simulated time (settings: SCHEDULES, PYTEST_ARGS)
+	@PAGEMILL_FAULT_SCHEDULES=$(SCHEDULES) exec $(BIN)/python -m pytest tests/distributed/test_fault_schedules.py --timeout 0 $(PYTEST_ARGS)
 
 bench-gpu: $(BUILT)  ## Measure attention on this machine's NVIDIA GPU (settings: BENCH_ARGS)
 	@exec $(BIN)/python -m benchmarks.gpu_attention $(BENCH_ARGS)

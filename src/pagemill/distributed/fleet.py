@@ -304,7 +304,7 @@ class Fleet:
 
     def _link_listed(self) -> None:
         if self.ended is None:
-            for name in self._listed - self._links.keys():
+            for name in sorted(self._listed - self._links.keys()):
                 listing.kept.add(name)
                 front_end = f"{self._name}.{next(self._numbers)}"
                 self._links[name] = ReplicaLink(name, front_end, self._handle, self)
