@@ -63,3 +63,11 @@ def test_a_sequence_that_the_front_end_has_ended_takes_nothing_more():
     assert flights.take("a", [output([1])]) == []
     assert flights.finish([("q", 1)]) == [flight]
     assert len(flights) == 0
+
+
+def test_a_request_that_cannot_go_on_ends_only_those_of_its_sequences_that_have_not_ended():
+    flights = Flights()
+    flight = flights.begin(request(n=2))
+    flights.to_send(flight, "a")
+    flights.take("a", [output([5], finish="stop")])
+    assert [end.index for end in flights.fail(flight, "gone")] == [1]

@@ -110,10 +110,11 @@ class Flights:
         return asked
 
     def fail(self, flight: Flight, why: str) -> list[SequenceOutput]:
-        """Ends a request that cannot go on. Returns the ends of its sequences, with an error after which it can be
-        sent again."""
+        """Ends a request that cannot go on. Returns the ends of those of its sequences that have not ended, with an
+        error after which it can be sent again."""
         self._flights.pop(flight.asked.request_id, None)
-        return refusals(flight.asked, EngineRestartingError(f"{why}; send this again"))
+        ends = refusals(flight.asked, EngineRestartingError(f"{why}; send this again"))
+        return [end for end in ends if end.index not in flight.ended]
 
     def _take(self, replica: str, output: SequenceOutput) -> list[SequenceOutput]:
         flight = self._flights.get(output.request_id)
