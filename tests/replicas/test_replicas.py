@@ -8,44 +8,17 @@ import contextlib
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import httpx
 import pytest
+from ray_processes import MODEL, START_S, described, free_port, processes, stream
 
 pytest.importorskip("ray", reason="pagemill[ray] is not installed")
 
-MODEL = "smollm2-135m"
-START_S = 120.0
 STREAMS = 6
-TOKENS = 120
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        return sock.getsockname()[1]
-
-
-def described(pid):
-    """Returns a process's parent and command line; nothing if it is gone."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as stat, open(f"/proc/{pid}/cmdline") as line:
-        return int(stat.read().rpartition(")")[2].split()[1]), line.read().replace("\0", " ").strip()
-    return None
-
-
-def processes(root):
-    """Returns the command lines of all processes that come from one, by process id."""
-    running = {int(name): found for name in os.listdir("/proc") if name.isdigit() and (found := described(name))}
-    found, left = {}, [root]
-    while left:
-        parent = left.pop()
-        its = {pid: line for pid, (of, line) in running.items() if of == parent}
-        found |= its
-        left += its
-    return found
 
 
 class Fleet:
@@ -77,7 +50,7 @@ class Fleet:
     def stop(self):
         below = processes(self.command.pid)
         self.command.send_signal(signal.SIGTERM)
-        assert self.command.wait(60) == 0
+        assert self.command.wait(120) == 0
         assert not [pid for pid in below if os.path.exists(f"/proc/{pid}")]
 
 
@@ -88,32 +61,12 @@ def fleet():
     fleet.stop()
 
 
-async def stream(client, number, gaps):
-    body = {
-        "model": MODEL, "prompt": f"Story {number}. Once upon a time", "max_tokens": TOKENS, "stream": True,
-        "ignore_eos": True, "temperature": number % 2, "seed": number, "stream_options": {"include_usage": True},
-    }  # fmt: skip
-    text, last, used = "", time.monotonic(), 0
-    async with client.stream("POST", "/v1/completions", json=body) as answer:
-        assert answer.status_code == 200
-        async for line in answer.aiter_lines():
-            if line.startswith("data: {"):
-                event = httpx.Response(200, content=line[6:]).json()
-                assert "error" not in event, event
-                text += "".join(choice["text"] for choice in event["choices"])
-                used = (event.get("usage") or {}).get("completion_tokens", used)
-                gaps.append(time.monotonic() - last)
-                last = time.monotonic()
-    assert used == TOKENS
-    return text
-
-
 def run_streams(fleet, during=None):
     """Returns what all streams said, while `during` is run once they are under way; and the longest gap in seconds."""
     gaps = []
 
     async def all_of_them():
-        async with httpx.AsyncClient(base_url=fleet.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=fleet.url, timeout=120) as client:
             streams = [asyncio.create_task(stream(client, number, gaps)) for number in range(STREAMS)]
             while during is not None and len(gaps) < 10 * STREAMS:
                 await asyncio.sleep(0.01)
@@ -164,7 +117,7 @@ def test_a_signal_before_it_is_ready_ends_it_at_once():
         time.sleep(0.1)
     below = processes(fleet.command.pid)
     fleet.command.send_signal(signal.SIGTERM)
-    assert fleet.command.wait(10) == 0
+    assert fleet.command.wait(60) == 0
     assert not [pid for pid in below if os.path.exists(f"/proc/{pid}")]
 
 

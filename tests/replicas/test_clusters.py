@@ -1,0 +1,136 @@
+"""An application by `serve run` and a config file: Ray Serve adds replicas under load and takes them away again; and
+over two hosts, whose link fails for a while and is slow. Hosts are network namespaces, which only root may make.
+
+Needs pagemill[ray].
+"""
+
+import asyncio
+import contextlib
+import json
+import shutil
+import subprocess
+import tempfile
+import time
+
+import pytest
+
+pytest.importorskip("ray", reason="pagemill[ray] is not installed")
+
+from cluster import Cluster, serve_config
+from ray_processes import START_S, processes, stream
+
+ENGINE = "ray::ServeReplica:pagemill:Engine"
+HERE, THERE = "10.213.77.1", "10.213.77.2"
+CUT_S = 6.0
+
+
+@pytest.fixture
+def folder():
+    """Gives a folder whose path is short: it holds sockets."""
+    with tempfile.TemporaryDirectory(prefix="pm-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        yield folder
+
+
+def engines(cluster):
+    return sum(line.startswith(ENGINE) for node in cluster.nodes for line in processes(node.pid).values())
+
+
+def wait_for_engines(cluster, count):
+    deadline = time.monotonic() + START_S
+    while engines(cluster) != count:
+        assert time.monotonic() < deadline, f"{engines(cluster)} engines, instead of {count}"
+        time.sleep(0.2)
+
+
+async def ask_all(cluster, count, during=None):
+    """Returns what answers say, while `during` is run once they are under way; and their longest gap."""
+    gaps = []
+    async with cluster.client() as client:
+        streams = [asyncio.create_task(stream(client, number, gaps)) for number in range(count)]
+        while during is not None and len(gaps) < 10 * count:
+            await asyncio.sleep(0.01)
+            assert not any(one.done() and one.exception() for one in streams)
+        if during is not None:
+            await asyncio.to_thread(during)
+        return await asyncio.gather(*streams), max(gaps)
+
+
+def test_load_makes_another_replica_come_and_idling_takes_it_away(folder):
+    with Cluster(folder) as cluster:
+        cluster.start_head("--num-cpus", "4")
+        scaled = {
+            "name": "Engine",
+            "autoscaling_config": {
+                "min_replicas": 1, "max_replicas": 2, "upscale_delay_s": 0.5, "downscale_delay_s": 2,
+                "metrics_interval_s": 0.5, "look_back_period_s": 1,
+                "policy": {"policy_function": "pagemill.distributed.autoscaling:by_queue_and_memory"},
+            },
+        }  # fmt: skip
+        arguments = {"min_replicas": 1, "max_replicas": 2, "engine_resources": {"num_cpus": 1}, "max_num_seqs": 2}
+        cluster.serve(serve_config(cluster.port, [scaled], **arguments))
+        wait_for_engines(cluster, 1)
+        asyncio.run(ask_all(cluster, 12, lambda: wait_for_engines(cluster, 2)))
+        wait_for_engines(cluster, 1)
+        assert asyncio.run(ask_all(cluster, 1))[0]
+
+
+def command(*words):
+    subprocess.run(words, check=True, capture_output=True)
+
+
+@pytest.fixture
+def other_host():
+    """Gives the name of a namespace that stands for another host, at `THERE`; the link to it begins at `link`."""
+    name = "pagemill-there"
+    if shutil.which("ip") is None:
+        pytest.skip("there is no ip command")
+    try:
+        command("ip", "netns", "add", name)
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"network namespaces cannot be made: {error.stderr.decode().strip()}")
+    try:
+        command("ip", "link", "add", "pm-here", "type", "veth", "peer", "name", "pm-there", "netns", name)
+        command("ip", "address", "add", f"{HERE}/24", "dev", "pm-here")
+        command("ip", "link", "set", "pm-here", "up")
+        command("ip", "-n", name, "address", "add", f"{THERE}/24", "dev", "pm-there")
+        for device in ("lo", "pm-there"):
+            command("ip", "-n", name, "link", "set", device, "up")
+        yield name
+    finally:
+        command("ip", "netns", "del", name)
+        with contextlib.suppress(subprocess.CalledProcessError):
+            command("ip", "link", "del", "pm-here")
+
+
+def test_answers_go_on_behind_a_partition_and_over_a_slow_link(folder, other_host):
+    def cut():
+        command("ip", "link", "set", "pm-here", "down")
+        time.sleep(CUT_S)
+        command("ip", "link", "set", "pm-here", "up")
+
+    with Cluster(folder, HERE) as cluster:
+        cluster.start_head("--num-cpus", "1", "--resources", json.dumps({"front": 1}))
+        config = serve_config(
+            cluster.port,
+            replicas=2,
+            engine_resources={"num_cpus": 1},
+            front_end_resources={"num_cpus": 0, "resources": {"front": 0.1}},
+        )
+        time.sleep(5.0)
+        cluster.start_node(THERE, "--num-cpus", "1", within=["ip", "netns", "exec", other_host])
+        cluster.serve(config)
+        wait_for_engines(cluster, 2)
+        here, there = (sum(line.startswith(ENGINE) for line in processes(node.pid).values()) for node in cluster.nodes)
+        assert (here, there) == (1, 1)
+        expected, _ = asyncio.run(ask_all(cluster, 6))
+        texts, longest_s = asyncio.run(ask_all(cluster, 6, cut))
+        assert texts == expected
+        assert longest_s > 0.8 * CUT_S  # those of the other host waited
+        assert engines(cluster) == 2
+        try:
+            command("tc", "qdisc", "add", "dev", "pm-here", "root", "netem", "delay", "150ms")
+        except (OSError, subprocess.CalledProcessError):
+            return  # this kernel has no netem
+        texts, longest_s = asyncio.run(ask_all(cluster, 6))
+        assert texts == expected
+        print(f"150 ms slower: longest gap {longest_s:.2f} s")
