@@ -38,7 +38,7 @@ serve: $(BUILT)  ## Install what is missing, fetch the model, serve it
 
 test: lint lint-kernels  ## Install what is missing, fetch the model, check style, types and arrows, run the tests
 	@$(MODEL_READY)
-	@exec $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	@exec $(BIN)/python -m pytest --ignore tests/replicas --numprocesses 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 test-slow: $(BUILT)  ## Run the further combinations that `make test` leaves out (settings: PYTEST_ARGS)
 	@$(MODEL_READY)
@@ -79,7 +79,7 @@ test-clients: $(BUILT)  ## Run suites of LangChain, litellm and Node's openai ag
 	@$(MODEL_READY)
 	@VENV=$(VENV) scripts/test-clients $(PYTEST_ARGS)
 
-test-ray: $(BUILT)  ## Install Ray, then serve three replicas and kill each kind of process under clients that stream (settings: PYTEST_ARGS)
+test-ray: $(BUILT)  ## Install Ray, then serve replicas, kill each kind of process under clients that stream, cut a host off, let load add replicas (settings: PYTEST_ARGS)
 	@$(MODEL_READY)
 	@$(PIP_INSTALL) --no-build-isolation --editable '.[dev,docs,ray]'
 	@exec $(BIN)/python -m pytest tests/replicas $(PYTEST_ARGS)
