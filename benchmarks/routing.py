@@ -13,8 +13,9 @@ from __future__ import annotations
 import argparse
 import heapq
 import random
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +30,11 @@ CHUNK = 2048
 BATCH = 64
 """Sequences of a step that only generates."""
 ROWS = 256
+SPREADS = (("2 to 3", 2, 3), ("10 to 99", 10, 99), ("1000 and more", 1000, 1 << 30))
+"""How often a block was asked for: names, from, to."""
+AFFINITY = {"Ray's affinity": float("inf"), "same, at most 8": 8.0}
+"""Ray Serve LLM's prefix affinity, with its defaults, and with its limit on how many more requests one replica may have
+than another. Needs `pagemill[ray]`."""
 
 
 class Replica:
@@ -70,6 +76,11 @@ def run(trace: list[TracedRequest], policy: str, replicas: int, token_s: float, 
     for number in range(replicas):
         router.add(str(number), ROWS)
         router.note_times(str(number), token_s, step_s)
+    affinity = None
+    if policy in AFFINITY:
+        from benchmarks.ray_prefix_affinity import RayPrefixAffinity
+
+        affinity = RayPrefixAffinity(replicas, AFFINITY[policy])
     choose, events, order = random.Random(0), [], 0
     waits, found_tokens = np.zeros(len(trace)), 0
 
@@ -91,6 +102,8 @@ def run(trace: list[TracedRequest], policy: str, replicas: int, token_s: float, 
         forced = None
         if policy == "power of two":
             forced = str(min(choose.sample(range(replicas), 2), key=lambda number: pool[number].under_way))
+        if affinity is not None:
+            forced = str(affinity.choose(request.hash_ids, [each.under_way for each in pool]))
         asked = Asked(request.prompt_len, digests, request.output_len)
         number = int(router.route(str(at), asked, forced).replica)
         pool[number].under_way += 1
@@ -100,7 +113,13 @@ def run(trace: list[TracedRequest], policy: str, replicas: int, token_s: float, 
         for when_s, what in ((first_s, "first"), (end_s, "end")):
             heapq.heappush(events, (when_s, order, what, number, str(at), digests, request.output_len - 1))
             order += 1
-    return {"found": found_tokens / sum(request.prompt_len for request in trace), "waits": waits}
+    counts = Counter(block for request in trace for block in request.hash_ids[: request.prompt_len // MOONCAKE_BLOCK])
+    copies = {block: router.directory.count_holders(block.to_bytes(8, "little")) for block in counts}
+    spread = {
+        name: [copies[block] for block, count in counts.items() if least <= count <= most and copies[block]]
+        for name, least, most in SPREADS
+    }
+    return {"spread": spread, "found": found_tokens / sum(request.prompt_len for request in trace), "waits": waits}
 
 
 def main() -> None:
@@ -123,11 +142,16 @@ def main() -> None:
         f"{1e3 * step_s:.1f} ms a step, {blocks} blocks of {MOONCAKE_BLOCK}; {len(trace)} requests in "
         f"{trace[-1].arrival_s:.0f} s"
     )
-    print(f"{'policy':14} {'found':>7} {'mean TTFT':>10} {'p50':>8} {'p99':>8}")
-    for policy in ("least-work", "round-robin", "power of two"):
+    print(f"{'policy':16} {'found':>7} {'mean TTFT':>10} {'p50':>8} {'p99':>8}")
+    for policy in ("least-work", "round-robin", "power of two", *(AFFINITY if find_spec("ray") else ())):
         result = run(trace, policy, given.replicas, token_s, step_s, blocks)
         mean, half, most = (1e3 * each for each in (result["waits"].mean(), *np.percentile(result["waits"], (50, 99))))
-        print(f"{policy:14} {result['found']:7.1%} {mean:7.0f} ms {half:5.0f} ms {most:5.0f} ms")
+        print(f"{policy:16} {result['found']:7.1%} {mean:7.0f} ms {half:5.0f} ms {most:5.0f} ms")
+        if policy == "least-work":
+            spread = result["spread"]
+    print("replicas that hold a block by least work, in the mean, of blocks that were asked for")
+    for name, copies in spread.items():
+        print(f"  {name:>14} times: {np.mean(copies):6.1f} ({len(copies)} blocks)" if copies else f"  {name}: none")
 
 
 if __name__ == "__main__":
