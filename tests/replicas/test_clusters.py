@@ -11,13 +11,14 @@ import shutil
 import subprocess
 import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("ray", reason="pagemill[ray] is not installed")
 
 from cluster import Cluster, serve_config
-from ray_processes import START_S, processes, stream
+from ray_processes import MODEL, START_S, processes, stream
 
 ENGINE = "ray::ServeReplica:pagemill:Engine"
 HERE, THERE = "10.213.77.1", "10.213.77.2"
@@ -102,6 +103,30 @@ def other_host():
             command("ip", "link", "del", "pm-here")
 
 
+TEAM = {"Authorization": "Bearer sk-team"}
+ADMIN = {"Authorization": "Bearer sk-admin"}
+
+
+def write_tenants(folder):
+    path = Path(folder, "tenants.json")
+    limits = {"api_keys": ["sk-team"], "max_running": 3, "max_waiting": 6}
+    path.write_text(json.dumps({"admin_keys": ["sk-admin"], "tenants": {"team": limits}}))
+    return str(path)
+
+
+async def flood(cluster):
+    """Sends more than a tenant may have. Returns the status of each request, and the most that ran and waited."""
+    body = {"model": MODEL, "prompt": "Once", "max_tokens": 60, "ignore_eos": True}
+    most = [0, 0]
+    async with cluster.client() as client:
+        posts = [asyncio.create_task(client.post("/v1/completions", json=body, headers=TEAM)) for _ in range(14)]
+        while not all(post.done() for post in posts):
+            team = (await client.get("/v1/tenants", headers=ADMIN)).json()["team"]
+            most = [max(most[0], team["running"]), max(most[1], team["waiting"])]
+            await asyncio.sleep(0.05)
+        return [(await post).status_code for post in posts], *most
+
+
 def test_answers_go_on_behind_a_partition_and_over_a_slow_link(folder, other_host):
     def cut():
         command("ip", "link", "set", "pm-here", "down")
@@ -114,6 +139,7 @@ def test_answers_go_on_behind_a_partition_and_over_a_slow_link(folder, other_hos
             cluster.port,
             replicas=2,
             engine_resources={"num_cpus": 1},
+            tenants=write_tenants(folder),
             front_end_resources={"num_cpus": 0, "resources": {"front": 0.1}},
         )
         time.sleep(5.0)
@@ -122,6 +148,10 @@ def test_answers_go_on_behind_a_partition_and_over_a_slow_link(folder, other_hos
         wait_for_engines(cluster, 2)
         here, there = (sum(line.startswith(ENGINE) for line in processes(node.pid).values()) for node in cluster.nodes)
         assert (here, there) == (1, 1)
+        statuses, running, waiting = asyncio.run(flood(cluster))
+        assert running == 3  # over both
+        assert 0 < waiting <= 6
+        assert {*statuses} == {200, 429}
         expected, _ = asyncio.run(ask_all(cluster, 6))
         texts, longest_s = asyncio.run(ask_all(cluster, 6, cut))
         assert texts == expected

@@ -123,8 +123,8 @@ class EngineCore:
             if self._gave_back and error.blocks <= self.scheduler.tenants.may_have(asked.tenant, at_start, error.limit):
                 raise intake.may_come_again(error.blocks, self.memory.num_frames, at_start) from None
             raise
-        self._prompt_tokens += len(request.prompt_token_ids)
         self.scheduler.note_served_elsewhere(request.served_elsewhere)
+        self._prompt_tokens += len(request.prompt_token_ids)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests and takes back what they hold; unknown ids are ignored."""
@@ -435,6 +435,7 @@ class EngineCore:
             tenants=[one.account.name for one in self.scheduler.tenants],
             block_size=self.memory.block_size,
             num_frames=num_frames,
+            num_groups=len(self.memory.windows),
             kv_bytes=num_frames * facts.frame_bytes,
             eos_token_ids=sorted(facts.eos_token_ids),
             hidden_size=facts.hidden_size,
@@ -444,7 +445,6 @@ class EngineCore:
             fingerprint=facts.fingerprint,
             kv_format_name=facts.kv_format,
             numerics=facts.numerics,
-            num_groups=len(self.memory.windows),
         )
 
     def root(self, request: EngineRequest | BlocksQuery | KVMapQuery, adapter: bytes = b"") -> bytes:

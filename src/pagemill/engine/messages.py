@@ -61,13 +61,13 @@ class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
     pooling: PoolingParams | None = None
     """Asks for an embedding of the prompt; `params` then ask for no token."""
     tenant: str = DEFAULT_TENANT
+    served_elsewhere: dict[str, int] = {}
+    """Tokens that other engines have computed, by tenant, since the last request that this engine was told them with:
+    tenants share the service of all engines."""
     adapter: int = 0
     """The number of a loaded LoRA adapter; 0 for none."""
     answered: list[int] = []
     """Tokens of its one sequence that another engine has brought: it goes on behind them, as after a preemption."""
-    served_elsewhere: dict[str, int] = {}
-    """Tokens that other engines have computed, by tenant, since the last request that this engine was told them with:
-    tenants share the service of all engines."""
     pin: str | None = None
     """Name of the pin that its whole prompt becomes; None: it is an ordinary request."""
     pin_expires_s: float | None = None
@@ -247,14 +247,14 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     """Family, device, dtype of the weights and kernels, in words for people."""
     kv_format: str
     """The format of a block, and where other blocks stream from, in words for people."""
+    num_groups: int = 1
+    """Layer groups: a sequence has so many blocks for every `block_size` tokens, at most."""
     adapters: list[AdapterInfo] = []
     """In the order in which they were loaded."""
     fingerprint: bytes = b""
     kv_format_name: str = ""
     numerics: str = ""
     """These three begin the digest of every chain of blocks, see `root_digest`."""
-    num_groups: int = 1
-    """Layer groups: a sequence has so many blocks for every `block_size` tokens, at most."""
 
     @property
     def description(self) -> str:
