@@ -282,7 +282,7 @@ class Client:
 
     def __init__(self, ray, limits):
         self.fleet = Fleet(EngineConfig(model="m", seed=1, tenants=limits), ray, "least-work", RestartLimits())
-        self.asked, self.tokens, self.ends = {}, {}, {}
+        self.limits, self.asked, self.tokens, self.ends = limits, {}, {}, {}
         self.num_sent_again = 0
         self.made_pins = SimpleNamespace(requests=list)
 
@@ -296,6 +296,8 @@ class Client:
         self.fleet.submit(request)
 
     def receive(self, outputs):
+        for tenant, limits in self.limits.items():
+            assert self.sent(tenant) <= limits.max_running
         for each in outputs:
             at = each.request_id, each.index
             assert at not in self.ends, f"{at} has ended, and more comes"
@@ -307,6 +309,11 @@ class Client:
         await self.fleet.close()
         await asyncio.wait({self._running})
         assert isinstance(self._running.exception(), EngineStoppedError)
+
+    def sent(self, tenant):
+        """Returns how many of a tenant's sequences replicas have."""
+        flights = [self.fleet._flights.get(one) for one in self.asked]  # noqa: SLF001
+        return sum(one.asked.num_sequences for one in flights if one and one.replica and one.asked.tenant == tenant)
 
     def kill(self):
         """Ends the process: nothing is said to anybody."""

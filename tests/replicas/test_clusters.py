@@ -20,6 +20,8 @@ pytest.importorskip("ray", reason="pagemill[ray] is not installed")
 from cluster import Cluster, serve_config
 from ray_processes import MODEL, START_S, processes, stream
 
+pytestmark = pytest.mark.timeout(600)
+
 ENGINE = "ray::ServeReplica:pagemill:Engine"
 HERE, THERE = "10.213.77.1", "10.213.77.2"
 CUT_S = 6.0

@@ -18,6 +18,8 @@ from ray_processes import MODEL, START_S, described, free_port, processes, strea
 
 pytest.importorskip("ray", reason="pagemill[ray] is not installed")
 
+pytestmark = pytest.mark.timeout(600)
+
 STREAMS = 6
 
 
