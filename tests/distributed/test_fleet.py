@@ -268,3 +268,20 @@ def test_a_tenants_limit_holds_over_all_replicas_and_the_next_goes_when_one_ends
         assert sum({"team5", "team6"} <= {*link.requests} for link in links.values()) == 1
 
     run(monkeypatch, scenario, names=("a", "b"))
+
+
+def test_a_replica_is_told_what_its_tenants_have_had_elsewhere(monkeypatch):
+    async def scenario(fleet, links, frontend):
+        for tenant in ("one", "other"):
+            await fleet.ask(SetTenant(tenant, TenantLimits()))
+        told = {}
+        for number in range(10):
+            name, tenant = f"q{number}", "one" if number % 4 < 2 else "other"
+            fleet.submit(request(name, tenant=tenant))
+            at = next(link for link in links.values() if name in link.requests)
+            told[number] = at.sent[-1].served_elsewhere
+            at.bring(name)
+        assert told[4] == told[5] == {}  # what was before is nobody's lead
+        assert told[8] == told[9] == {"one": 21, "other": 21}  # a prompt and a token of each, at the other replica
+
+    run(monkeypatch, scenario, names=("a", "b"))
