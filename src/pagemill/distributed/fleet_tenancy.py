@@ -22,6 +22,8 @@ from pagemill.tenant_limits import TenantLimits
 MOST_ELSEWHERE = 7
 """Tokens from elsewhere that count for each that a replica has computed for a tenant itself. So who has much elsewhere
 is served at least an eighth as fast as by weight alone, and none of its requests is kept out for ever."""
+MOST_OWED = 1 << 14
+"""Tokens from elsewhere that are kept for later at most, where they do not count yet."""
 ANYWHERE: Literal[""] = ""
 """A place: any replica."""
 
@@ -54,12 +56,31 @@ class _Known:
 
 
 @dataclass
+class _Told:
+    """What a replica was told of a tenant's service. here, elsewhere: tokens that it and others had computed then.
+    owed: those of others that it has not been told of; allowed: how many of these count by what it has computed."""
+
+    here: int
+    elsewhere: int
+    owed: int = 0
+    allowed: int = 0
+
+    def news(self, here: int, elsewhere: int) -> int:
+        """Returns how many tokens from elsewhere count now, with so many computed here and elsewhere."""
+        self.owed = min(self.owed + max(0, elsewhere - self.elsewhere), MOST_OWED)
+        self.allowed = min(self.allowed + MOST_ELSEWHERE * (here - self.here), MOST_OWED)
+        self.here, self.elsewhere = here, elsewhere
+        count = min(self.owed, self.allowed)
+        self.owed, self.allowed = self.owed - count, self.allowed - count
+        return count
+
+
+@dataclass
 class _Served:
-    """Tokens that replicas have computed for a tenant. told: those that each had computed, and others, when it was
-    told last."""
+    """Tokens that replicas have computed for a tenant."""
 
     at: Counter[str] = field(default_factory=Counter)
-    told: dict[str, tuple[int, int]] = field(default_factory=dict)
+    told: dict[str, _Told] = field(default_factory=dict)
     total: int = 0
 
 
@@ -167,11 +188,9 @@ class FleetTenancy:
         if len(self._served) > 1:
             for tenant, served in self._served.items():
                 here, elsewhere = served.at[replica], served.total - served.at[replica]
-                here_before, before = served.told.get(replica, (here, elsewhere))
-                new = min(elsewhere - before, MOST_ELSEWHERE * (here - here_before))
-                if new > 0:
-                    news[tenant] = new
-                served.told[replica] = here, elsewhere
+                told = served.told.setdefault(replica, _Told(here, elsewhere))
+                if count := told.news(here, elsewhere):
+                    news[tenant] = count
         return news
 
     def count_held(self) -> dict[str, int]:
