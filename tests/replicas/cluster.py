@@ -79,10 +79,16 @@ class Cluster:
         common = ["--block", "--disable-usage-stats", "--node-ip-address", host, "--object-store-memory", 80 << 20]
         self.nodes.append(self.run(*within, BIN / "ray", "start", *common, *flags, name=f"node{len(self.nodes)}"))
 
+    def apply(self, config):
+        """Applies a config file to a cluster that serves."""
+        subprocess.run(
+            [BIN / "serve", "run", "--non-blocking", self._written(config)],
+            check=True, capture_output=True, env=self.environment,
+        )  # fmt: skip
+
     def serve(self, config):
         """Applies a config file, and waits until requests are answered."""
-        path = self.folder / "serve.yaml"
-        path.write_text(yaml.safe_dump(config))
+        path = self._written(config)
         deadline, process = time.monotonic() + START_S, None
         while time.monotonic() < deadline:
             if process is None or process.poll() is not None:  # else the head was not there yet
@@ -92,6 +98,11 @@ class Cluster:
                     return
             time.sleep(0.2)
         raise AssertionError((self.folder / "serve.log").read_text()[-3000:])
+
+    def _written(self, config):
+        path = self.folder / "serve.yaml"
+        path.write_text(yaml.safe_dump(config))
+        return path
 
     @property
     def headers(self):

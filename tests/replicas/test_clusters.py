@@ -1,7 +1,7 @@
-"""An application by `serve run` and a config file: Ray Serve adds replicas under load and takes them away again; and
-over two hosts, whose link fails for a while and is slow. Hosts are network namespaces, which only root may make.
+"""An application by `serve run` and a config file: Ray Serve adds replicas under load and takes them away again, puts
+others in the place of all, and serves over two hosts, whose link fails for a while and is slow.
 
-Needs pagemill[ray].
+Hosts are network namespaces, which only root may make. Needs pagemill[ray].
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from ray_processes import MODEL, START_S, processes, stream
 
 pytestmark = pytest.mark.timeout(600)
 
-ENGINE = "ray::ServeReplica:pagemill:Engine"
+ENGINE, FRONT_END = "ray::ServeReplica:pagemill:Engine", "ray::ServeReplica:pagemill:FrontEnd"
 HERE, THERE = "10.213.77.1", "10.213.77.2"
 CUT_S = 6.0
 
@@ -34,14 +34,15 @@ def folder():
         yield folder
 
 
-def engines(cluster):
-    return sum(line.startswith(ENGINE) for node in cluster.nodes for line in processes(node.pid).values())
+def processes_of(cluster, title):
+    return {pid for node in cluster.nodes for pid, line in processes(node.pid).items() if line.startswith(title)}
 
 
-def wait_for_engines(cluster, count):
+def wait_for_engines(cluster, count, but=frozenset()):
+    """Waits until so many engines run, none of which is one of `but`."""
     deadline = time.monotonic() + START_S
-    while engines(cluster) != count:
-        assert time.monotonic() < deadline, f"{engines(cluster)} engines, instead of {count}"
+    while len(running := processes_of(cluster, ENGINE)) != count or running & but:
+        assert time.monotonic() < deadline, f"{running} run, instead of {count} but {but}"
         time.sleep(0.2)
 
 
@@ -75,6 +76,26 @@ def test_load_makes_another_replica_come_and_idling_takes_it_away(folder):
         asyncio.run(ask_all(cluster, 12, lambda: wait_for_engines(cluster, 2)))
         wait_for_engines(cluster, 1)
         assert asyncio.run(ask_all(cluster, 1))[0]
+
+
+def test_a_rolling_update_puts_others_in_the_place_of_all_replicas_while_clients_stream(folder):
+    with Cluster(folder) as cluster:
+        cluster.start_head("--num-cpus", "4")
+        arguments = {"replicas": 2, "engine_resources": {"num_cpus": 1}}
+        cluster.serve(serve_config(cluster.port, **arguments))
+        wait_for_engines(cluster, 2)
+        engines, front_end = processes_of(cluster, ENGINE), processes_of(cluster, FRONT_END)
+        expected, _ = asyncio.run(ask_all(cluster, 6))
+        update = serve_config(cluster.port, [{"name": "Engine", "ray_actor_options": {"num_cpus": 0.5}}], **arguments)
+        texts, longest_s = asyncio.run(ask_all(cluster, 6, lambda: cluster.apply(update)))
+        assert texts == expected
+        while processes_of(cluster, ENGINE) & engines:
+            texts, longer_s = asyncio.run(ask_all(cluster, 6))
+            assert texts == expected
+            longest_s = max(longest_s, longer_s)
+        print(f"rolling update: longest gap {longest_s:.2f} s")
+        wait_for_engines(cluster, 2, but=engines)
+        assert processes_of(cluster, FRONT_END) == front_end
 
 
 def command(*words):
@@ -168,7 +189,7 @@ def test_answers_go_on_behind_a_partition_and_over_a_slow_link(folder, other_hos
         texts, longest_s = asyncio.run(ask_all(cluster, 6, cut))
         assert texts == expected
         assert longest_s > 0.8 * CUT_S  # those of the other host waited
-        assert engines(cluster) == 2
+        assert len(processes_of(cluster, ENGINE)) == 2
         slowed = slow_down(other_host)
         if slowed is not None:
             texts, longest_s = asyncio.run(ask_all(cluster, 6))
