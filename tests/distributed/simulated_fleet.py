@@ -21,7 +21,7 @@ from pagemill.distributed.replica import EngineReplica
 from pagemill.engine.messages import DIGEST_BYTES, EngineReady, Held, SequenceOutput
 from pagemill.engine.queries import SetTenant
 from pagemill.engine.stats import EngineStats
-from pagemill.errors import EngineDeadError, EngineStoppedError
+from pagemill.errors import EngineDeadError, EngineRestartingError, EngineStoppedError
 from pagemill.frontend.supervisor import RestartLimits
 
 ROWS, STEP_S, PROMPT_PART = 3, 0.05, 8
@@ -182,9 +182,7 @@ class Peer:
 class SimulatedRay:
     """A deployment's handle, the network, and Ray Serve's controller."""
 
-    def __init__(self, seed, tenants):
-        """tenants: that engines know from their start."""
-        self._tenants = tenants
+    def __init__(self, seed):
         self.draw = random.Random(seed)
         self.peers, self.listed, self._numbers = {}, set(), 0
         self.wait_ready = SimpleNamespace(remote=self._wait_ready)
@@ -201,7 +199,6 @@ class SimulatedRay:
         self._numbers += 1
         replica = object.__new__(SimulatedReplica)
         await replica.__init__(EngineConfig(model="m"), None)
-        replica.engine.tenants.update(dict.fromkeys(self._tenants))
         self.peers[f"r{self._numbers}"] = peer = Peer(f"r{self._numbers}", replica)
         self.list({*self.listed, peer.name})
         return peer
@@ -281,15 +278,25 @@ class Client:
     """A front end that lives once: it takes what a `Fleet` brings, and knows what it has asked for."""
 
     def __init__(self, ray, limits):
-        self.fleet = Fleet(EngineConfig(model="m", seed=1, tenants=limits), ray, "least-work", RestartLimits())
+        self.fleet = Fleet(EngineConfig(model="m", seed=1), ray, "least-work", RestartLimits())
         self.limits, self.asked, self.tokens, self.ends = limits, {}, {}, {}
         self.num_sent_again = 0
         self.made_pins = SimpleNamespace(requests=list)
 
     async def start(self):
-        """Waits until one replica is there."""
+        """Waits until one replica is there, and has been told of the tenants."""
         await self.fleet.load(lambda done, total: None)
         self._running = asyncio.create_task(self.fleet.run(self))
+        for tenant, limits in self.limits.items():
+            while not await self._told(SetTenant(tenant, limits)):
+                await asyncio.sleep(0.5)
+
+    async def _told(self, change):
+        try:
+            await self.fleet.ask(change)
+        except (EngineDeadError, EngineRestartingError):  # no replica is there
+            return False
+        return True
 
     def submit(self, request):
         self.asked[request.request_id] = request

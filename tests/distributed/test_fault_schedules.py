@@ -78,7 +78,7 @@ async def disturb(ray, draw, restart):
 
 
 async def one_schedule(seed):
-    draw, ray, clients = random.Random(seed), SimulatedRay(seed, ["default", "team"]), []
+    draw, ray, clients = random.Random(seed), SimulatedRay(seed), []
 
     async def begin():
         clients.append(Client(ray, LIMITS))
