@@ -93,6 +93,10 @@ class FleetTenancy:
     def __init__(self, limits: Mapping[str, TenantLimits]) -> None:
         self._limits = dict(limits)
         self._requests: dict[str, _Known] = {}
+        self._of: defaultdict[str, dict[str, _Known]] = defaultdict(dict)
+        """The same, by tenant."""
+        self._begun: Counter[str] = Counter()
+        """Sequences of requests that have brought a token, by tenant."""
         self._held: defaultdict[str, deque[str]] = defaultdict(deque)
         """Ids of requests that wait for their tenant's own limits, in the order in which they came."""
         self._served: defaultdict[str, _Served] = defaultdict(_Served)
@@ -110,12 +114,8 @@ class FleetTenancy:
         limits = self._limits.get(tenant)
         if limits is None or limits.max_waiting is None:
             return
-        waiting = begun = own = 0
-        for one in self._requests.values():
-            begun += one.wanted.rows * one.begun
-            if one.wanted.tenant == tenant:
-                own += one.wanted.rows * one.begun
-                waiting += one.wanted.rows * (not one.begun)
+        begun, own = self._begun.total(), self._begun[tenant]
+        waiting = sum(one.wanted.rows for one in self._of[tenant].values() if not one.begun)
         most = limits.number("max_running", rows, least=1)
         startable = rows - begun if most is None else min(rows - begun, most - own)
         waiting = max(0, waiting - max(0, startable))
@@ -135,6 +135,7 @@ class FleetTenancy:
         """
         known, held = request_id in self._requests, self._held[wanted.tenant]
         one = self._requests.setdefault(request_id, _Known(wanted))
+        self._of[wanted.tenant][request_id] = one
         one.replica = None
         is_held = request_id in held
         comes_first = held[0] == request_id if is_held else known or not held
@@ -162,6 +163,7 @@ class FleetTenancy:
             served = self._served[one.wanted.tenant]
             served.at[one.replica] += computed
             served.total += computed
+            self._begun[one.wanted.tenant] += 0 if one.begun else one.wanted.rows
             one.begun = True
 
     def end(self, request_id: str) -> list[str]:
@@ -170,6 +172,8 @@ class FleetTenancy:
         one = self._requests.pop(request_id, None)
         if one is None:
             return []
+        del self._of[one.wanted.tenant][request_id]
+        self._begun[one.wanted.tenant] -= one.wanted.rows * one.begun
         held = self._held[one.wanted.tenant]
         if request_id in held:
             held.remove(request_id)
@@ -207,7 +211,7 @@ class FleetTenancy:
         rows, blocks = (None, None) if limits is None else (limits.max_running, limits.max_blocks)
         if not isinstance(rows, int) and not isinstance(blocks, int):
             return ANYWHERE  # no limits, or shares, which each replica keeps
-        others = [one for one in self._requests.values() if one.replica and one.wanted.tenant == wanted.tenant]
+        others = [one for one in self._of[wanted.tenant].values() if one.replica]
         if isinstance(rows, int) and others and sum(one.wanted.rows for one in others) + wanted.rows > rows:
             return None
         if not isinstance(blocks, int) or sum(one.wanted.blocks for one in others) + wanted.blocks <= blocks:
