@@ -30,7 +30,7 @@ MODEL_READY = $(BIN)/pagemill pull $(MODEL)
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "Settings: MODEL=$(MODEL) HOST=$(HOST) PORT=$(PORT) SERVE_ARGS= PYTEST_ARGS= BENCH_ARGS= SOAK_ARGS= ATTACK_ARGS= SANITIZE_ARGS= TORCH_INDEX= PYTHON="
+	@echo "Settings: MODEL=$(MODEL) HOST=$(HOST) PORT=$(PORT) SERVE_ARGS= PYTEST_ARGS= BENCH_ARGS= SOAK_ARGS= ATTACK_ARGS= SANITIZE_ARGS= SCHEDULES=$(SCHEDULES) TORCH_INDEX= PYTHON="
 
 serve: $(BUILT)  ## Install what is missing, fetch the model, serve it
 	@$(MODEL_READY)
