@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from multiprocessing.connection import Connection
 from types import SimpleNamespace
 
 import numpy as np
@@ -25,6 +28,7 @@ from pagemill import LLM, AsyncLLM, SamplingParams
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.errors import ConfigError, EngineDeadError, EngineRestartingError, ModelNotFoundError, RankLostError
+from pagemill.executor import ranks as rank_processes
 from pagemill.executor.gloo import GlooExchange, host_meeting
 from pagemill.executor.rank_messages import Step, pack, unpack
 from pagemill.executor.sharded_frames import RecordParts
@@ -37,7 +41,7 @@ from pagemill.models.sharding import kv_heads_of
 VOCAB, LAYERS, KV_HEADS, HEAD_DIM, BLOCK = 96, 3, 2, 16, 8
 FRAME_BYTES = LAYERS * KV_HEADS * BLOCK * 2 * HEAD_DIM * 2
 SMALL = {"dtype": "bfloat16", "block_size": BLOCK, "max_model_len": 160, "max_num_batched_tokens": 48,
-         "max_num_seqs": 6, "num_threads": 1, "kv_memory": 24 * FRAME_BYTES}  # fmt: skip
+         "max_num_seqs": 6, "num_threads": 1, "target_tpot_ms": "off", "kv_memory": 24 * FRAME_BYTES}  # fmt: skip
 GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
 SCORED = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=1)
 DRAWN = SamplingParams(temperature=1.0, top_k=20, n=3, seed=3, max_tokens=16, ignore_eos=True, logprobs=2)
@@ -206,6 +210,99 @@ def test_a_rank_that_is_killed_ends_the_engine_and_the_others(path, requests, wh
     core.close()
 
 
+def stop_rank(core, monkeypatch):
+    """Stops rank 1, which is waited for half a second from now on."""
+    monkeypatch.setattr(rank_processes, "TIMEOUT_S", 0.5)
+    for rank in core.executor.ranks._ranks:  # noqa: SLF001
+        for connection in (rank.control, rank.frames):
+            with socket.socket(fileno=os.dup(connection.fileno())) as end:
+                rank_processes.limit_waits(end)
+    (pid,) = core.executor.ranks.pids
+    os.kill(pid, signal.SIGSTOP)
+    return pid
+
+
+def test_a_rank_that_is_stopped_is_lost_after_a_while_whatever_it_was_asked(path, monkeypatch):
+    """Neither an answer that does not come, nor frames beside the steps, nor a message that is not taken is waited for
+    without end; who waits in another thread hears of it, too."""
+    core = EngineCore(EngineConfig(str(path), tensor_parallel_size=2, **SMALL))
+    pid = stop_rank(core, monkeypatch)
+    heard: list[BaseException] = []
+
+    def read():
+        try:
+            core.executor.frames.read([0])
+        except BaseException as error:
+            heard.append(error)
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    with pytest.raises(RankLostError, match=r"rank 1 of 2 is stopped .* did not come for 0.5 s"):
+        core.resize(30 * FRAME_BYTES)
+    thread.join(10)
+    assert not thread.is_alive()
+    assert heard == []  # blocks that could not be read, as of a disk
+    wait_for(lambda: not psutil.pid_exists(pid))
+    core.close()
+
+
+@pytest.mark.slow
+def test_messages_that_nobody_takes_are_not_waited_for(path, monkeypatch):
+    core = EngineCore(EngineConfig(str(path), tensor_parallel_size=2, **SMALL))
+    stop_rank(core, monkeypatch)
+    with pytest.raises(RankLostError, match="is stopped"):
+        core.executor.ranks.send(bytes(8 << 20))
+    core.close()
+
+
+@pytest.mark.parametrize("where", ["in a step", pytest.param("at an answer", marks=pytest.mark.slow)])
+def test_an_interrupt_that_parts_the_ranks_ends_them(path, requests, monkeypatch, where):
+    """A step that only one rank has run to its end would leave the others at another place of the exchange."""
+    core = EngineCore(EngineConfig(str(path), tensor_parallel_size=2, **SMALL))
+    (pid,) = core.executor.ranks.pids
+    core.add_request(requests[0])
+    core.step()
+
+    def interrupt(*_, **__):
+        raise KeyboardInterrupt
+
+    in_step = where == "in a step"
+    with monkeypatch.context() as patched:
+        patched.setattr(*(core.executor.decoder, "forward") if in_step else (Connection, "recv"), interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            core.step() if in_step else core.resize(30 * FRAME_BYTES)
+    with pytest.raises(RankLostError):
+        core.resize(30 * FRAME_BYTES)
+    wait_for(lambda: not psutil.pid_exists(pid))
+    core.close()
+
+
+def test_a_start_that_fails_half_way_leaves_no_process(path, monkeypatch):
+    config = EngineConfig(str(path), tensor_parallel_size=4, **SMALL)
+    gc.collect()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    started = []
+
+    def start(shared, real=rank_processes.start_rank):
+        if len(started) == 2:
+            raise OSError("no more processes")
+        started.append(real(shared))
+        return started[-1]
+
+    monkeypatch.setattr(rank_processes, "start_rank", start)
+    with pytest.raises(OSError, match="no more processes"):
+        rank_processes.Ranks(config, 1)
+    assert [one.child.process.poll() for one in started] == [-signal.SIGKILL] * 2
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_ranks_meet_on_the_loopback_interface_alone():
+    store = host_meeting()
+    found = [one.laddr for one in psutil.net_connections("tcp") if one.status == "LISTEN"]
+    assert [address.ip for address in found if address.port == store.port] == ["127.0.0.1"]
+
+
 def test_no_rank_outlives_an_engine_that_is_killed(path):
     code = (
         "import sys; from pagemill.config import EngineConfig; from pagemill.engine.core import EngineCore; "
@@ -220,7 +317,12 @@ def test_no_rank_outlives_an_engine_that_is_killed(path):
     wait_for(lambda: not any(map(psutil.pid_exists, pids)))
 
 
-def test_a_lost_rank_is_a_restart(path):
+@pytest.mark.parametrize(
+    "restarts",
+    # An engine of ranks starts three Python processes with torch, one after the other: seconds, and each once more.
+    [0, pytest.param(1, marks=pytest.mark.slow)],
+)
+def test_a_lost_rank_ends_its_engine_and_is_a_restart(path, restarts):
     """What a stream has given is not given again: it can be sent again. Who has given nothing is answered."""
     prompt = {"prompt_token_ids": [3, 5, 7]}
 
@@ -234,9 +336,8 @@ def test_a_lost_rank_is_a_restart(path):
 
     async def scenario():
         settings = SMALL | {"max_num_seqs": 1, "tokenizer": resolve_model("smollm2-135m")}
-        llm = AsyncLLM(str(path), tensor_parallel_size=2, **settings)
+        llm = AsyncLLM(str(path), tensor_parallel_size=2, max_engine_restarts=restarts, **settings)
         params = SamplingParams(temperature=0.0, max_tokens=120, ignore_eos=True)
-        expected = await read(llm, params)
         begun = asyncio.Event()
         streaming = asyncio.create_task(read(llm, params, begun))
         await begun.wait()
@@ -244,15 +345,21 @@ def test_a_lost_rank_is_a_restart(path):
         await asyncio.sleep(0.01)
         (rank,) = ranks_of(engine := llm.engine_pid)
         rank.kill()
-        with pytest.raises(
-            EngineRestartingError, match=r"RankLostError: rank 1 of 2 was killed by SIGKILL.*send this again"
-        ):
+        words = r"RankLostError: rank 1 of 2 was killed by SIGKILL" + ".*send this again" * restarts
+        with pytest.raises(EngineRestartingError if restarts else EngineDeadError, match=words):
             await streaming
-        assert await waiting == expected
-        assert llm.engine_pid != engine
-        (again,) = ranks_of(llm.engine_pid)
+        pids = [engine, rank.pid]
+        if restarts:
+            answer = await waiting
+            assert llm.engine_pid != engine
+            pids += [llm.engine_pid, *(each.pid for each in ranks_of(llm.engine_pid))]
+            assert len(pids) == 4
+            assert await read(llm, params) == answer
+        else:
+            with pytest.raises(EngineDeadError):
+                await waiting
         await llm.shutdown()
-        return rank.pid, again.pid
+        return pids
 
     pids = asyncio.run(scenario())
     wait_for(lambda: not any(map(psutil.pid_exists, pids)))

@@ -6,6 +6,7 @@ torch.distributed: NCCL between GPUs, gloo between machines.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -22,8 +23,13 @@ _dist: Any = torch.distributed
 
 
 def host_meeting() -> Any:
-    """Returns a store at which ranks of this machine find one another; its `port` is what the others need."""
-    return _dist.TCPStore(_HOST, 0, is_master=True, wait_for_workers=False)
+    """Returns a store at which ranks of this machine find one another; its `port` is what the others need.
+
+    It listens on the loopback interface alone: left to itself, a TCPStore listens on all.
+    """
+    listening = socket.create_server((_HOST, 0))
+    port = listening.getsockname()[1]
+    return _dist.TCPStore(_HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach())
 
 
 def join_meeting(port: int) -> Any:

@@ -3,13 +3,16 @@ hears their answers, and ends them all when one is lost."""
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from pagemill.child_process import Child, start_child
@@ -17,7 +20,7 @@ from pagemill.config import EngineConfig
 from pagemill.errors import RankLostError
 from pagemill.executor.gloo import GlooExchange, host_meeting
 from pagemill.executor.rank_messages import Connect, Start
-from pagemill.executor.shared_memory import SharedExchange, make_memory
+from pagemill.executor.shared_memory import TIMEOUT_S, SharedExchange, make_memory
 
 MODULE = "pagemill.executor.rank"
 _LAST_WORDS_S = 2.0
@@ -41,20 +44,31 @@ class Ranks:
     def __init__(self, config: EngineConfig, num_threads: int) -> None:
         size = config.tensor_parallel_size
         self.exchange: SharedExchange | GlooExchange
+        self._begun_s = time.monotonic()
+        self._lost: RankLostError | None = None
+        self._losing = threading.Lock()
+        self._frames = threading.Lock()
+        """Held by whoever speaks on the `frames` connections."""
+        self._ranks: list[Rank] = []
         shared, self._store = None, None
         if sys.platform == "linux":
             shared = make_memory()
         else:
             self.exchange, self._store = GlooExchange(0, size), host_meeting()
-        self._lost: RankLostError | None = None
-        self._lock = threading.Lock()
-        """Held by whoever speaks on the `frames` connections."""
-        self._ranks = [_start(shared) for _ in range(1, size)]
-        if shared is not None:
-            self.exchange = SharedExchange(0, size, shared, self._check_running)
-        port = None if self._store is None else self._store.port
-        for number, rank in enumerate(self._ranks, start=1):
-            rank.control.send(Start(config, number, port, num_threads))
+        try:
+            if shared is not None:
+                self.exchange = SharedExchange(0, size, os.dup(shared), self._check_running)
+            for _ in range(1, size):
+                self._ranks.append(start_rank(shared))
+            port = None if self._store is None else self._store.port
+            for number, rank in enumerate(self._ranks, start=1):
+                rank.control.send(Start(config, number, port, num_threads))
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            if shared is not None:
+                os.close(shared)
 
     def __len__(self) -> int:
         """Returns how many there are beside rank 0."""
@@ -65,7 +79,12 @@ class Ranks:
         return [rank.child.process.pid for rank in self._ranks]
 
     def connect(self) -> None:
-        """Waits until all have loaded, and connects them with rank 0's exchange. Raises what kept one from loading."""
+        """Waits until all have loaded, and connects them with rank 0's exchange, which has loaded its own part. Raises
+        what kept one from loading."""
+        until_s = time.monotonic() + TIMEOUT_S + (time.monotonic() - self._begun_s)
+        for rank in self._ranks:
+            if not rank.control.poll(max(0.0, until_s - time.monotonic())):
+                raise self.lose(_no_answer())
         self.answers()
         if not isinstance(self.exchange, GlooExchange):
             return
@@ -92,7 +111,7 @@ class Ranks:
     def ask_frames(self, messages: Sequence[Any]) -> list[Any]:
         """Asks each for frames, beside what it does otherwise, and returns their answers. Any thread may call it."""
         connections = [rank.frames for rank in self._ranks]
-        with self._lock:
+        with self._frames:
             self._speak(connections, messages)
             return self._hear(connections)
 
@@ -101,19 +120,24 @@ class Ranks:
         try:
             for connection, message in zip(connections, messages, strict=True):
                 connection.send(message)
-        except OSError as error:
-            raise self.lose(error) from error
+        except BaseException as error:
+            raise self._broken(error) from error
 
     def _hear(self, connections: Sequence[Connection]) -> list[Any]:
         self.check()
         try:
             answers = [connection.recv() for connection in connections]
-        except (EOFError, OSError) as error:
-            raise self.lose(error) from error
+        except BaseException as error:
+            raise self._broken(error) from error
         for answer in answers:
             if isinstance(answer, Exception):
                 raise answer
         return answers
+
+    def _broken(self, error: BaseException) -> BaseException:
+        """Ends all ranks, since a message was cut off. Returns what to raise: an interrupt stays one."""
+        lost = self.lose(error)
+        return lost if isinstance(error, Exception) else error
 
     def check(self) -> None:
         """Raises RankLostError if a rank is lost."""
@@ -127,34 +151,78 @@ class Ranks:
                 raise RuntimeError(f"rank {number} has ended")
 
     def lose(self, error: BaseException) -> RankLostError:
-        """Ends all ranks, since they no longer do the same, and returns what happened to them."""
-        if self._lost is None:
-            self._lost = RankLostError(f"{self._what_happened(error)}; start a new one")
-            self.close()
-        return self._lost
+        """Ends all ranks, since they no longer do the same, and returns what happened to them. Any thread may call it.
+
+        Connections stay open until `close`: another thread may wait at one, and hears of the end there.
+        """
+        with self._losing:
+            if self._lost is None:
+                self._lost = RankLostError(f"{self._what_happened(error)}; start a new one")
+                self._end()
+            return self._lost
 
     def _what_happened(self, error: BaseException) -> str:
-        """Returns which rank has ended, and how; if none has, what went wrong in the exchange with them."""
-        until_s = time.monotonic() + _LAST_WORDS_S
-        while time.monotonic() < until_s:
+        """Returns which rank has ended, and how; or which is stopped; or what went wrong in the exchange with them."""
+        until_s = time.monotonic() + (_LAST_WORDS_S if isinstance(error, Exception) else 0.0)
+        while True:
             for number, rank in enumerate(self._ranks, start=1):
                 if (status := rank.child.process.poll()) is not None:
                     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended ({status})"
                     return f"rank {number} of {len(self) + 1} {how}, and a model in parts needs them all"
+                if _is_stopped(rank.child.process.pid):
+                    return (
+                        f"rank {number} of {len(self) + 1} is stopped (SIGSTOP, or a debugger) and did not come for "
+                        f"{TIMEOUT_S:g} s, and a model in parts needs them all"
+                    )
+            if time.monotonic() >= until_s:
+                break
             time.sleep(_LOOK_S)
+        if isinstance(error, BlockingIOError):
+            error = _no_answer()
         return f"ranks lost one another: {type(error).__name__}: {error}"
 
     def close(self) -> None:
         """Ends all of them now. They hold nothing that needs saving."""
+        self._end()  # first: whoever waits for an answer hears of the end, and lets go of the connections
+        with self._frames:
+            for rank in self._ranks:
+                rank.control.close()
+                rank.frames.close()
+
+    def _end(self) -> None:
         for rank in self._ranks:
-            rank.child.end()  # first: whoever waits for an answer hears of the end
-            rank.control.close()
-            rank.frames.close()
+            rank.child.end()
 
 
-def _start(shared: int | None) -> Rank:
+def start_rank(shared: int | None) -> Rank:
+    """Starts a rank's process. shared: descriptor of the memory that all share."""
     child = start_child(MODULE)
-    ours, theirs = socket.socketpair()
-    with theirs:
-        socket.send_fds(child.socket, [b"f"], [theirs.fileno(), *([] if shared is None else [shared])])
-    return Rank(child, Connection(child.socket.detach()), Connection(ours.detach()))
+    try:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(child.socket, [b"f"], [theirs.fileno(), *([] if shared is None else [shared])])
+        for end in (child.socket, ours):
+            limit_waits(end)
+        return Rank(child, Connection(child.socket.detach()), Connection(ours.detach()))
+    except BaseException:
+        child.end()
+        raise
+
+
+def limit_waits(end: socket.socket) -> None:
+    """Lets nobody wait at a socket for longer than TIMEOUT_S: reading and writing then raise BlockingIOError."""
+    limit = struct.pack("@ll", int(TIMEOUT_S), int(TIMEOUT_S % 1 * 1e6))
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        end.setsockopt(socket.SOL_SOCKET, option, limit)
+
+
+def _is_stopped(pid: int) -> bool:
+    """Returns whether a process is stopped, where Linux says so (proc_pid_stat(5): T or t)."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
+
+
+def _no_answer() -> TimeoutError:
+    return TimeoutError(f"no answer came for {TIMEOUT_S:g} s")

@@ -65,8 +65,8 @@ class TensorParallelExecutor(LocalExecutor):
         return first
 
     def edit(self, work: MemoryWork) -> list[int]:
-        self.ranks.send(Edit.of(work))
         with self._together():
+            self.ranks.send(Edit.of(work))
             lost = super().edit(work)
         others = self.ranks.answers() if len(work.copy_source) else []
         return sorted({*lost}.union(*others))
@@ -79,9 +79,9 @@ class TensorParallelExecutor(LocalExecutor):
         adapters: Sequence[AdapterTokens] = (),
     ) -> Tensor:
         tokens = token_ids.numpy().astype(np.int32)
-        self.ranks.send(Step.of(inputs.of_rows, inputs.starts, inputs.query_lens, tokens))
         errors = LateErrors.of(on_layer)
         with self._together():
+            self.ranks.send(Step.of(inputs.of_rows, inputs.starts, inputs.query_lens, tokens))
             hidden = super().forward(inputs, token_ids, errors, adapters)
         if errors is not None:
             self.ranks.answers()
@@ -90,8 +90,8 @@ class TensorParallelExecutor(LocalExecutor):
         return hidden
 
     def logits(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
-        self.ranks.send(Logits.of(hidden))
         with self._together():
+            self.ranks.send(Logits.of(hidden))
             return super().logits(hidden, out)
 
     def resize(self, num_frames: int) -> None:
@@ -112,10 +112,14 @@ class TensorParallelExecutor(LocalExecutor):
 
     @contextmanager
     def _together(self) -> Iterator[None]:
-        """Holds while all ranks do the same. What one of them cannot do parts it from the others: they are lost."""
+        """Holds while all ranks do the same. What one of them cannot do parts it from the others: they are lost. An
+        interrupt does so too, and goes on."""
         try:
             yield
         except EngineDeadError:
             raise
         except Exception as error:
             raise self.ranks.lose(error) from error
+        except BaseException as error:
+            self.ranks.lose(error)
+            raise
