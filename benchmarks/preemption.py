@@ -93,27 +93,33 @@ def engine(dtype: str, frames: int, **settings: Any) -> EngineCore:
     return core
 
 
+def target(text: str) -> float | str:
+    return text if text in ("auto", "off") else float(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="mixed", choices=list(SHAPES))
     parser.add_argument("--dtype", default="float32,bfloat16")
     parser.add_argument("--pool-share", type=float, default=0.5)
-    parser.add_argument("--target-tpot-ms", type=lambda text: text if text == "auto" else float(text))
+    parser.add_argument("--target-tpot-ms", default="auto", type=target)
     parser.add_argument("--modes", default="roomy,recompute,swap,auto")
     parser.add_argument("--rounds", type=int, default=1)
     arguments = parser.parse_args()
     print(heading(describe_machine()), end="\n\n")
-    text, target = tokenize(MODEL), arguments.target_tpot_ms
+    text = tokenize(MODEL)
     wanted = blocks_wanted(make(arguments.workload, text))
     print(f"| dtype | mode | tokens/s | gap ms, median | p99 | ratio | longest, s | {' | '.join(COUNTED)} |")
     print("| --- | --- |" + " ---: |" * (5 + len(COUNTED)))
     for dtype in arguments.dtype.split(","):
         for mode in arguments.modes.split(","):
             if mode == "roomy":
-                core = engine(dtype, 2 * wanted, target_tpot_ms=target)
+                core = engine(dtype, 2 * wanted, target_tpot_ms=arguments.target_tpot_ms)
             else:
                 frames = int(arguments.pool_share * wanted)
-                core = engine(dtype, frames, kv_host_memory="2GiB", preemption_mode=mode, target_tpot_ms=target)
+                core = engine(
+                    dtype, frames, kv_host_memory="2GiB", preemption_mode=mode, target_tpot_ms=arguments.target_tpot_ms
+                )
             serve(core, make("tiny", text))  # warm-up
             for round in range(arguments.rounds):
                 print(f"| {dtype} | {mode} | {serve(core, make(arguments.workload, text, round)).row}", flush=True)

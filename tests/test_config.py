@@ -49,6 +49,8 @@ from pagemill.speculative_config import SpeculativeConfig
         ("preemption_mode", "drop"),
         ("target_tpot_ms", 0),
         ("target_tpot_ms", float("inf")),
+        ("target_tpot_ms", None),
+        ("target_tpot_ms", "none"),
         ("tenants", [1]),
         ("quantization", "int4"),
         ("quantization", 8),

@@ -48,7 +48,7 @@ def main(arguments: argparse.Namespace) -> None:
         for known, max_tokens in KNOWN.items():
             for target_s in (math.inf, None):
                 setup = replace(Setup(arguments.kv_mib * MIB), target_tpot_s=target_s)
-                target = "auto" if target_s is None else "none"
+                target = "auto" if target_s is None else "off"
                 print(f"| {name}, {known} | {target} | {serve(trace, setup, roofline, max_tokens)}")
 
 

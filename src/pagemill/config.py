@@ -127,13 +127,13 @@ class EngineConfig:
         about("Move blocks of running sequences together again: auto (on CPU, where it pays) or off."),
     ] = "auto"
     target_tpot_ms: Annotated[
-        Positive | Literal["auto"] | None,
+        Positive | Literal["auto", "off"],
         about(
             "Milliseconds between a request's tokens to aim for; auto: prompts make a step at most 1.75 times as long "
-            "as it is without them, and admission keeps room for what running answers will need. Default: no limit "
-            "beside the settings."
+            "as it is without them, and admission keeps room for what running answers will need; off: prompts and "
+            "admission take what is free."
         ),
-    ] = None
+    ] = "auto"
     speculative_config: Annotated[
         SpeculativeConfig | None,
         about(

@@ -121,7 +121,7 @@ def test_sequences_and_scores_are_those_of_transformers(alone, searches, referen
     ids=["together", "small steps", "preempted", "preempted without a cache"],
 )
 def test_any_company_gives_the_same_sequences_and_sums(alone, searches, make_engine, settings, prompts):
-    core = make_engine(**settings)
+    core = make_engine(**settings, target_tpot_ms="off")
     others = [
         request(f"other-{i}", prompts[i], SamplingParams(temperature=0.0, max_tokens=30, ignore_eos=True))
         for i in range(4)

@@ -44,7 +44,8 @@ def pair(tmp_path_factory):
 @pytest.fixture(scope="module")
 def make(pair):
     def make(draft=pair[1], model=pair[0], **settings) -> EngineCore:
-        settings = {"dtype": "float32", "block_size": BLOCK, "kv_memory": "8MiB", "max_num_seqs": 12} | settings
+        settings = {"dtype": "float32", "block_size": BLOCK, "kv_memory": "8MiB", "max_num_seqs": 12,
+                    "target_tpot_ms": "off"} | settings  # fmt: skip
         if draft is not None:
             settings["speculative_config"] = {"method": "draft_model", "model": draft, "num_speculative_tokens": MOST}
         return EngineCore(EngineConfig(model=str(model), max_model_len=160, check_invariants=True, **settings))

@@ -147,7 +147,13 @@ def test_prefix_hits_give_the_same_bits(alone, load, make_engine):
 def test_preemption_gives_the_same_bits(alone, load, make_engine):
     name, expected = alone
     settings, frame_bytes = FORMATS[name]
-    core = make_engine(**settings, kv_memory=26 * frame_bytes, max_model_len=352, max_num_batched_tokens=64)
+    core = make_engine(
+        **settings,
+        kv_memory=26 * frame_bytes,
+        max_model_len=352,
+        max_num_batched_tokens=64,
+        target_tpot_ms="off",
+    )
     run = drive(core, load, record=True)
     assert core.stats().preemptions > 0
     assert_same(run, expected)

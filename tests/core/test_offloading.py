@@ -45,7 +45,8 @@ def expected(conversations, make_engine):
     return drive(make_engine(enable_prefix_caching=False), conversations, record=True)
 
 
-SMALL = {"kv_memory": 30 * FRAME_BYTES, "max_model_len": 352, "max_num_seqs": 2, "max_num_batched_tokens": 128}
+SMALL = {"kv_memory": 30 * FRAME_BYTES, "max_model_len": 352, "max_num_seqs": 2, "max_num_batched_tokens": 128,
+         "target_tpot_ms": "off"}  # fmt: skip
 """Room for two of the six."""
 
 
@@ -319,7 +320,7 @@ def test_steps_that_hardly_compute_prompts_say_nothing_about_that(make_engine):
 
 def test_a_target_that_nobody_meets_changes_no_bit(crowd, make_engine):
     requests, expected = crowd
-    core = make_engine(**SMALL | {"max_num_seqs": 6}, kv_host_memory=200 * FRAME_BYTES, target_tpot_ms=0.001)
+    core = make_engine(**SMALL | {"max_num_seqs": 6, "target_tpot_ms": 0.001}, kv_host_memory=200 * FRAME_BYTES)
     same(drive(core, requests, record=True), expected)
     assert core.stats().running_limit == 1
     core.close()

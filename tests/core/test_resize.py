@@ -26,7 +26,8 @@ def expected(requests, make_engine):
 
 
 def test_requests_do_not_notice(requests, expected, make_engine):
-    core, run = make_engine(kv_memory=100 * FRAME_BYTES, max_model_len=176, max_num_batched_tokens=64), Run()
+    settings = {"max_model_len": 176, "max_num_batched_tokens": 64, "target_tpot_ms": "off"}
+    core, run = make_engine(kv_memory=100 * FRAME_BYTES, **settings), Run()
     record_logits(core, run)
     for each in requests:
         core.add_request(each)

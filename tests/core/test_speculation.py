@@ -100,7 +100,7 @@ def plain(load, make_engine):
 
 
 def speculating(make_engine, eager=True, answers=None, **settings):
-    core = make_engine(speculative_config=NGRAM, **settings)
+    core = make_engine(speculative_config=NGRAM, target_tpot_ms="off", **settings)
     if eager:
         core.scheduler.drafter = Eager(core.config.speculative_config, answers)
     return core
@@ -138,7 +138,7 @@ def test_drafts_change_no_bit(plain, load, make_engine, settings, known):
 
 def test_drafts_from_other_answers_change_no_bit(plain, load, make_engine):
     """The second time, all has been answered before; for another namespace, it has not."""
-    core = make_engine(speculative_config={**NGRAM, "method": "suffix"})
+    core = make_engine(speculative_config={**NGRAM, "method": "suffix"}, target_tpot_ms="off")
     assert isinstance(core.scheduler.drafter, SuffixDrafter)
     core.scheduler.drafter = EagerSuffix(core.config.speculative_config)
     accepted = []

@@ -69,7 +69,7 @@ def test_preempted_drafted_and_calm_answers_are_the_same(make_engine, engine, to
         for i in range(6)
     ]
     asked.append(request("free", prompt, SamplingParams(temperature=1.0, seed=7, max_tokens=24)))
-    tiny = make_engine(kv_memory="13MiB", max_model_len=128, max_num_batched_tokens=32, **DRAFTS)
+    tiny = make_engine(kv_memory="13MiB", max_model_len=128, max_num_batched_tokens=32, target_tpot_ms="off", **DRAFTS)
     try:
         small = drive(tiny, asked)
         assert tiny.stats().preemptions > 0

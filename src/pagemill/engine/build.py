@@ -68,11 +68,11 @@ def _drafter(config: SpeculativeConfig, facts: ExecutorFacts) -> Drafter:
     return SuffixDrafter(config) if config.method == "suffix" else NgramDrafter(config)
 
 
-def _target_s(target_tpot_ms: float | str | None) -> float | None:
+def _target_s(target_tpot_ms: float | str) -> float | None:
     """Returns the scheduler's `target_tpot_s` for a setting."""
     if isinstance(target_tpot_ms, str):
-        return None
-    return math.inf if target_tpot_ms is None else target_tpot_ms / 1e3
+        return None if target_tpot_ms == "auto" else math.inf
+    return target_tpot_ms / 1e3
 
 
 def _check_use_of_tiers(config: EngineConfig, streamed: Streamed) -> None:

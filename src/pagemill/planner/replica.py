@@ -23,7 +23,8 @@ from pagemill.simulate.trace import TracedRequest
 
 @dataclass(frozen=True)
 class Setup:
-    """Holds the engine's settings, as in EngineConfig."""
+    """Holds the engine's settings, as in EngineConfig. target_tpot_s: as of `Scheduler`: None for "auto", infinite for
+    "off"."""
 
     kv_bytes: int
     block_size: int = 16
@@ -93,7 +94,8 @@ class Trial:
     Latencies, running and pool are of requests that came after the first WARM_UP of the time, and of the time in which
     they did. rate: that asked for, in requests per second. output_len, length: tokens of an answer, and of prompt and
     answer together, in the mean of all. running: sequences, in the mean over time. pool: the share of the KV pool that
-    sequences held, likewise. busy: share of the time in steps. cached: share of the prompts' tokens that were found.
+    sequences held, likewise. short: share of that time in which a request waited for blocks. busy: share of the time
+    in steps. cached: share of the prompts' tokens that were found.
     refused: requests that could never run. waiting_grows: True if more and more wait, so that no latency is steady.
     """
 
@@ -109,6 +111,7 @@ class Trial:
     running: float
     most_running: int
     pool: float
+    short: float
     busy: float
     cached: float
     preemptions: int
@@ -130,6 +133,7 @@ def run_trial(roofline: Roofline, settings: Settings, trace: Sequence[TracedRequ
         roofline.kv_bytes,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+        target_tpot_s=None,
     )
     host, link = settings.kv_host_memory, roofline.device.link_bytes_per_s
     memory = setup.memory(roofline, saves_evicted=host > 0)
@@ -141,22 +145,25 @@ def run_trial(roofline: Roofline, settings: Settings, trace: Sequence[TracedRequ
     scheduler = setup.scheduler(memory, stored=None if tier is None else tier.stored)
     first = next(index for index, one in enumerate(trace) if one.arrival_s >= WARM_UP * trace[-1].arrival_s)
     latest = -1
-    busy_s = held_s = running_s = 0.0
+    busy_s = held_s = running_s = short_s = 0.0
 
     def look(plan: StepPlan, seconds: float) -> None:
-        nonlocal latest, busy_s, held_s, running_s
+        nonlocal latest, busy_s, held_s, running_s, short_s
         latest = max([latest, *(new.seed for new in plan.new_rows)])
         if first <= latest < max(len(trace) - 1, first + 1):
             busy_s += seconds
             held_s += seconds * (1 - memory.num_available / memory.num_frames)
             running_s += seconds * scheduler.num_running
+            short_s += seconds * (scheduler.state.crowded and scheduler.state.batch.num_free > 0)
 
     outcome = replay(trace, scheduler, roofline, [look], tier=tier)
     counted_s = busy_s or math.inf
-    return _trial(outcome, outcome.served[first:], running_s / counted_s, held_s / counted_s, rate)
+    shares = [part_s / counted_s for part_s in (running_s, held_s, short_s)]
+    return _trial(outcome, outcome.served[first:], shares, rate)
 
 
-def _trial(outcome: Replay, counted: Sequence[Served], running: float, pool: float, rate: float) -> Trial:
+def _trial(outcome: Replay, counted: Sequence[Served], shares: Sequence[float], rate: float) -> Trial:
+    running, pool, short = shares
     prompts = sum(one.request.prompt_len for one in counted) or 1
     return Trial(
         rate=rate,
@@ -168,6 +175,7 @@ def _trial(outcome: Replay, counted: Sequence[Served], running: float, pool: flo
         running=running,
         most_running=outcome.most_running,
         pool=pool,
+        short=short,
         busy=outcome.busy_s / outcome.end_s if outcome.end_s else 0.0,
         cached=sum(one.num_cached_tokens for one in counted) / prompts,
         preemptions=outcome.preemptions,

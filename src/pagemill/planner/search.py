@@ -20,6 +20,9 @@ SCALING = 0.8
 """Share of the expected rate with which a search begins."""
 MEMORY_FULL = 0.9
 """A pool of which so much is held, or any preemption, says that memory binds."""
+SHORT = 0.01
+"""So does this share of the time in which a request waits for blocks, free ones that running sequences will need
+included: p99 is of one request in a hundred."""
 
 
 @dataclass(frozen=True)
@@ -275,8 +278,11 @@ def binding(size: Size, limits: Limits) -> str:
         return "nothing up to the highest rate tried"
     trial = broken[0]
     limit = _broken_limit(trial, limits)
-    if trial.preemptions or trial.pool >= MEMORY_FULL:
-        return f"memory: the KV pool is {trial.pool:.0%} full and {trial.preemptions} were preempted, so {limit}"
+    if trial.preemptions or trial.pool >= MEMORY_FULL or trial.short >= SHORT:
+        return (
+            f"memory: the KV pool is {trial.pool:.0%} full, requests wait for blocks {trial.short:.0%} of the time and "
+            f"{trial.preemptions} were preempted, so {limit}"
+        )
     if trial.most_running >= size.settings.max_num_seqs:
         return f"max_num_seqs: {trial.most_running} run at once, so {limit}"
     if trial.waiting_grows or trial.ttft_p99_s > (limits.ttft_p99_s or math.inf):
