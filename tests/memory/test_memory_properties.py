@@ -252,6 +252,8 @@ class MemoryMachine(RuleBasedStateMachine):
                 self.drop(sequence)
         for sequence in self.sequences if data.draw(st.booleans()) else ():
             self.compact(sequence.table, data.draw(st.integers(0, 40)), data.draw(st.sampled_from([64, 64, 5])))
+        for sequence in self.sequences if data.draw(st.booleans()) else ():
+            self.unstream(sequence.table, data.draw(st.integers(0, 6)))
         self.step_number += 1
         free_rows = [row for row in range(6) if all(row != sequence.row for sequence in self.sequences)]
         for sequence, _, _ in running:
@@ -295,6 +297,30 @@ class MemoryMachine(RuleBasedStateMachine):
                     assert self.windows[group] is None, "what has a window stays"
                     assert (entry + 1) * self.size <= table.length, "what will be written stays"
         return True
+
+    def unstream(self, table, count) -> None:
+        memory = self.memory
+        before, own, room = memory.stats(), memory.residency(table), memory.core.available(table.tenant)
+        references, frame = list(memory.core.blocks.references), list(memory.core.blocks.frame)
+        charged, most = table.tenant.charged, min(count, room, table.tenant.room)
+        alone = [
+            block
+            for group, held in enumerate(table.blocks)
+            for block in held
+            if self.windows[group] is None and frame[block] >= LOWER and references[block] == 1
+        ]
+        moved = memory.unstream(table, count)
+        after = memory.stats()
+        assert moved == (0 if self.flying else max(0, min(most, len(alone)))), "a step in flight reads what is moved"
+        assert memory.residency(table) == (own.resident + moved, own.streamed - moved)
+        assert after.blocks_streamed == before.blocks_streamed - moved
+        assert after.frames_active == before.frames_active + moved
+        assert table.tenant.charged <= charged + moved, "what it had cached may have been evicted for it"
+        for held in table.blocks:
+            for block in held:
+                if block >= 0 and memory.core.blocks.frame[block] != frame[block]:
+                    assert block in alone, "what others hold too stays"
+                    assert memory.core.blocks.frame[block] < LOWER
 
     def compact(self, table, steps_left, max_copies) -> None:
         memory = self.memory

@@ -8,6 +8,7 @@ import pytest
 from test_scheduler import LOWER, Bench, expected, expected_of_search, make_request, make_search
 
 from pagemill.errors import KVMemoryError, RequestTooLargeError
+from pagemill.scheduling.unstreaming import PATIENCE
 
 FRAMES, BUDGET = 12, 16
 """Frames of 4 tokens; the most that a step writes is 4 blocks, or 5."""
@@ -112,6 +113,24 @@ def test_what_a_window_sees_stays_in_the_pool():
     assert streamed > 30, "of 37 entries"
     assert bench.outputs["long", 0] == expected(request, 0)
     bench.assert_all_free()
+
+
+def test_blocks_come_back_when_the_pool_has_had_room_for_a_while():
+    """Two contexts do not fit side by side; when one has ended, the other's blocks come up, and stay."""
+    bench = Bench(frames=64, budget=BUDGET, lower=100)
+    long = make_request("long", [3, 4] * 60, 90, ignore_eos=True)
+    bench.scheduler.add(long)
+    bench.scheduler.add(make_request("other", [5, 6] * 40, 50, ignore_eos=True))
+    streamed = []
+    while bench.scheduler.has_work():
+        bench.step()
+        if len(bench.scheduler.state.requests) == 1 and bench.scheduler.state.running:
+            streamed.append(bench.memory.residency(bench.scheduler.state.running[0].table).streamed)
+    assert bench.outputs["long", 0] == expected(long, 0)
+    bench.assert_all_free()
+    assert min(streamed[: PATIENCE - 1]) == max(streamed[: PATIENCE - 1]) > 3, "not at once"
+    assert streamed[PATIENCE + 2 :] == sorted(streamed[PATIENCE + 2 :]), "none comes back twice"
+    assert streamed[PATIENCE + 2] == 0
 
 
 def test_a_context_that_waited_goes_on_where_its_blocks_lie():

@@ -201,6 +201,15 @@ class MemoryManager:
         """
         return moving.stream(self.core, table, count)
 
+    def unstream(self, table: BlockTable, count: int) -> int:
+        """Moves at most `count` streamed blocks of a table into frames of the pool, the newest first, and evicts for it
+        as `reserve` does. Returns how many.
+
+        What others hold too stays where it is. No more move than are available to the table's tenant. Not while a step
+        is in flight, which reads them.
+        """
+        return moving.unstream(self.core, table, count)
+
     def missing(self, digests: Sequence[bytes]) -> list[MissingBlock]:
         """Returns those blocks that position len(digests) * block_size sees and that are not here, the oldest first."""
         return offload.find_chain(self.core, digests).missing

@@ -1,4 +1,4 @@
-"""Moves blocks between frames: when the pool changes its size, and when a long context streams.
+"""Moves blocks between frames: when the pool changes its size, and when a long context streams, or need not any more.
 
 A move changes a block's frame and nothing else: tables, digests and references do not notice.
 """
@@ -64,6 +64,35 @@ def stream(core: MemoryCore, table: BlockTable, count: int) -> bool:
     core.frames.give(freed)
     table.tenant.charged -= count
     return True
+
+
+def unstream(core: MemoryCore, table: BlockTable, count: int) -> int:
+    """Implements `MemoryManager.unstream`."""
+    blocks, tenant = core.blocks, table.tenant
+    count = min(count, core.available(tenant), tenant.room)
+    if core.in_flight or count <= 0:
+        return 0
+    references = np.frombuffer(blocks.references, dtype=np.int32)
+    streamed = np.frombuffer(blocks.streamed, dtype=np.uint8) != 0
+    chosen: list[tuple[int, int]] = []
+    for group, window in enumerate(core.windows):
+        if window is None:
+            ids = np.array(table.blocks[group], dtype=np.int32)
+            movable = np.flatnonzero((references[ids] == 1) & streamed[ids])
+            chosen += [(int(entry), group) for entry in movable[-count:]]
+    chosen = sorted(chosen)[-count:]
+    if not chosen:
+        return 0
+    core.make_room(tenant, len(chosen))
+    tenant.charged += len(chosen)
+    freed = []
+    for entry, group in chosen:
+        held = table.blocks[group]
+        (target,) = core.take(1, held[entry - 1] if entry else -1)
+        freed.append(core.move(held[entry], target, streamed=False))
+        core.edit(table, group, entry, [target])
+    core.streamed.give(freed)
+    return len(chosen)
 
 
 def forget_lost(core: MemoryCore, frames: Set[int]) -> None:

@@ -24,6 +24,7 @@ from pagemill.scheduling.sequence import Rank, Request, Sequence, SequenceUpdate
 from pagemill.scheduling.speculation import DraftCounts, Drafter
 from pagemill.scheduling.state import SchedulerState, StepDraft
 from pagemill.scheduling.step_plan import NO_WORK, StepPlan, StepResult
+from pagemill.scheduling.unstreaming import Unstreaming
 from pagemill.tenant_limits import TenantLimits
 
 SCORED_BESIDE = 16
@@ -89,6 +90,7 @@ class Scheduler:
         self._eos = eos_token_ids
         self._ageing_s = ageing_s
         self._compactor = Compactor() if compacts else None
+        self._unstreaming = Unstreaming()
         self._arrivals = 0
 
     # Figures
@@ -293,7 +295,8 @@ class Scheduler:
         admission.admit(state, draft, now)
         if not draft.planned and not (self.memory.has_copies and not state.batch.flights):
             return None
-        if self._compactor is not None and not state.batch.flights:
+        moved = 0 if state.batch.flights else self._unstreaming.step(state)
+        if self._compactor is not None and not state.batch.flights and not moved:
             self._compactor.step(state)
         self.tenants.serve(draft.planned)
         if self.drafter is not None:
