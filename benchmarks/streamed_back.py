@@ -70,7 +70,7 @@ def serve(arguments: argparse.Namespace) -> Run:
             if ended:
                 seconds[streams > 0].append(time.perf_counter() - begin)
             streamed = max(streamed, streams)
-            got += [token for output in outputs if output.request_id == "stays" for token in output.token_ids]
+            got += [token for output in outputs if output.request_id == "stays" for token in output.new_token_ids]
             ended = ended or any(output.request_id == "other" and output.finish_reason for output in outputs)
         core.close()
     return Run(seconds[True], seconds[False], streamed, got)

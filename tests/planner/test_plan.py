@@ -15,7 +15,7 @@ from pagemill.planner.limits import Limits, find_capacity
 from pagemill.planner.load import Generated, Load, Traced
 from pagemill.planner.model_shape import find_shape
 from pagemill.planner.replica import Settings, run_trial
-from pagemill.planner.search import Choices, make_plan
+from pagemill.planner.search import Choices, _Search, make_plan
 from pagemill.planner.workload import WORKLOADS, Lengths, Workload, workload_named
 from pagemill.simulate.roofline import Roofline, read_device, read_shape
 from pagemill.simulate.trace import MOONCAKE_BLOCK, TracedRequest
@@ -64,6 +64,23 @@ def test_what_binds_is_named():
 def test_settings_are_tried_and_the_better_one_is_taken():
     choices = Choices(ranks=(1,), max_num_seqs=(2, 64), max_num_batched_tokens=(512,))
     assert plan_of(choices=choices).options[0].size.settings.max_num_seqs == 64
+
+
+def test_settings_that_only_help_together_are_found(monkeypatch):
+    """More rows alone and more tokens alone hold no more; both do."""
+    found = {(64, 4): 1.0, (64, 64): 1.0, (512, 4): 1.02, (512, 64): 2.0}
+
+    def capacity(search, settings, first):
+        return found[settings.max_num_batched_tokens, settings.max_num_seqs]
+
+    monkeypatch.setattr(_Search, "_capacity", capacity)
+    monkeypatch.setattr(_Search, "_holds", lambda search, settings, rate: capacity(search, settings, 0.0) >= rate)
+    search = _Search(
+        read_device("l4"), read_shape("llama-3-8b"), "bfloat16", load(), Limits(0.2, 3.0), lambda line: None
+    )
+    choices = Choices(ranks=(1,), max_num_seqs=(4, 64), max_num_batched_tokens=(64, 512))
+    size = search.choose(Settings(1, "auto", 4, 64, 0), choices)
+    assert (size.settings.max_num_batched_tokens, size.settings.max_num_seqs, size.capacity) == (512, 64, 2.0)
 
 
 def test_sizes_that_do_not_hold_the_model_are_said_and_others_planned():
@@ -202,12 +219,25 @@ def test_a_trace_is_stretched_to_the_rate():
         (("--max-num-batched-tokens", "16"), "max_num_batched_tokens is at most 16, below max_num_seqs (256)"),
         (("--workload", "cats"), "there is no workload 'cats'; choose one of sharegpt"),
         (("--trace", "none.csv"), "there is no trace none.csv"),
+        (("--seed", "0", "--trace", "TRACE"), "--seed is 0 beside --trace, which says what comes and when"),
+        (("--workload", "chat", "--trace", "TRACE"), "--workload is 'chat' beside --trace"),
+        (("--kv-host-memory", "1GiB"), "'1GiB', which would have no effect: no two prompts of this load begin alike"),
+        (
+            ("--kv-host-memory", "1GiB", "--workload", "chat", "--device", "server-64"),
+            "which would have no effect: one AMD EPYC 9554",
+        ),
         (("--dtype", "int3"), "has no rate for int3; choose one of"),
         (("--tensor-parallel-size", "3"), "tensor_parallel_size is 3, which does not divide 32"),
         (("--plot", "plot.txt"), "its name must end in .svg, .png, .pdf"),
     ],
 )
-def test_bad_input_is_one_line(arguments, said, capsys):
+def test_bad_input_is_one_line(arguments, said, capsys, tmp_path):
+    path = tmp_path / "trace.csv"
+    path.write_text(
+        "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+        + "".join(f"2023-11-16 18:17:{second:02}.0000000,100,20\n" for second in range(60))
+    )
+    arguments = [str(path) if one == "TRACE" else one for one in arguments]
     with pytest.raises(SystemExit) as ended:
         main(["plan", "llama-3-8b", "--device", "h100", *arguments])
     assert ended.value.code == 1

@@ -128,4 +128,29 @@ def test_what_cannot_be_is_refused(tmp_path):
         path.write_text(json.dumps(broken))
         with pytest.raises(CalibrationError, match=r"broken.json cannot be read as a device"):
             read_device(str(path))
+    for name, value, said in (
+        ("step_s", -1.0, "step_s is -1.0; it must be 0 or more"),
+        ("memory_bytes", "40GB", r"Expected `int`, got `str` - at `\$.memory_bytes`"),
+        ("memory_bytes", 1.5, "Expected `int`, got `float`"),
+        ("memory_share", 1.2, "memory_share is 1.2; it must be above 0 and at most 1"),
+        ("bytes_per_s", float("nan"), "bytes_per_s is nan; it must be above 0"),
+        ("link_bytes_per_s", 0, "link_bytes_per_s is 0.0; it must be above 0"),
+        ("peers", 0, "peers is 0; it must be 1 or more"),
+        ("price_per_hour", -2, "price_per_hour is -2.0; it must be 0 or more, or null"),
+        ("sources", ["me"], "Expected `object`, got `array`"),
+        ("flop_per_s", {}, "flop_per_s is empty; give the rate of one dtype or more: float32"),
+        ("bytes_per_sec", 1.0, "it has bytes_per_sec, which mean nothing; its fields are about, memory_bytes"),
+    ):
+        path.write_text(json.dumps({"mine": wrong | {name: value}}))
+        with pytest.raises(CalibrationError, match=said):
+            read_device(str(path))
+    for name, value, said in (
+        ("layers", 0, "layers is 0; it must be 1 or more"),
+        ("kv_heads", 7, "kv_heads is 7; it must be a divisor of heads"),
+        ("windows", [16], "windows is .*; it must be null, or for each layer null or 1 or more tokens"),
+        ("gated", 1, "Expected `bool`, got `int`"),
+    ):
+        path.write_text(json.dumps({"mine": asdict(MODEL) | {name: value}}))
+        with pytest.raises(CalibrationError, match=said):
+            read_shape(str(path))
     assert set(ITEMSIZE) >= set(read_device("h100").flop_per_s)

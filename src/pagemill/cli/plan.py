@@ -29,11 +29,12 @@ def plan(
         str, typer.Option("--dtype", help="Of the weights: bfloat16, float16, float32, int8 or float8.")
     ] = "bfloat16",
     workload: Annotated[
-        str,
+        str | None,
         typer.Option(
-            "--workload", help="Requests: sharegpt, alpaca, chat, agents, documents, bursty, or a .json file of one."
+            "--workload",
+            help="Requests: sharegpt (default), alpaca, chat, agents, documents, bursty, or a .json file of one.",
         ),
-    ] = "sharegpt",
+    ] = None,
     trace: Annotated[
         Path | None,
         typer.Option("--trace", help="A trace instead of a workload: Azure's .csv, Mooncake's .jsonl."),
@@ -59,15 +60,20 @@ def plan(
         str, typer.Option("--max-num-batched-tokens", help="Tokens of a step to try.")
     ] = "2048,512,8192",
     kv_host_memory: Annotated[
-        str, typer.Option("--kv-host-memory", help="Host memory of a device for evicted K/V, to be tried beside none.")
-    ] = "64GiB",
+        str | None,
+        typer.Option(
+            "--kv-host-memory",
+            help="Host memory of a device for evicted K/V, to be tried beside none. Default: 64GiB where prompts begin "
+            "alike and the device has a link; 0 leaves it out.",
+        ),
+    ] = None,
     price: Annotated[
         float | None, typer.Option("--price", help="US dollars per device and hour. Default: the device's own.")
     ] = None,
     requests: Annotated[
         int, typer.Option("--requests", help="Requests of one simulation, at least: more is slower and steadier.")
     ] = 300,
-    seed: Annotated[int, typer.Option("--seed", help="Of the workload.")] = 0,
+    seed: Annotated[int | None, typer.Option("--seed", help="Of the workload. Default: 0.")] = None,
     plot: Annotated[
         Path | None,
         typer.Option("--plot", help="Draw the trade-off here, .svg or .png; needs pagemill[plot]."),

@@ -18,17 +18,21 @@ from pagemill.simulate.roofline import Device, read_device
 from pagemill.simulate.trace import read_trace
 
 USUAL_RATE = 10.0
+USUAL_WORKLOAD = "sharegpt"
+USUAL_HOST_MEMORY = "64GiB"
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int8/int4", "int4")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """Holds what was typed. Limits are milliseconds; rate None: the usual one, or the trace's."""
+    """Holds what was typed. Limits are milliseconds; rate None: the usual one, or the trace's. workload, seed,
+    kv_host_memory None: nobody has said, so the usual ones where they have an effect.
+    """
 
     model: str
     device: str
     dtype: str
-    workload: str
+    workload: str | None
     trace: Path | None
     rate: float | None
     slo_ttft_p99: float
@@ -37,10 +41,10 @@ class Asked:
     kv_dtype: tuple[str, ...]
     max_num_seqs: tuple[int, ...]
     max_num_batched_tokens: tuple[int, ...]
-    kv_host_memory: str
+    kv_host_memory: str | None
     price: float | None
     requests: int
-    seed: int
+    seed: int | None
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of `make_plan`. Raises `ConfigError` children, TraceError and ModelLoadError."""
@@ -81,15 +85,31 @@ class Asked:
     def _load(self) -> Load:
         if self.trace is None:
             rate = USUAL_RATE if self.rate is None else self.rate
-            return Load(Generated(workload_named(self.workload), self.seed), rate, self.requests)
+            workload = workload_named(USUAL_WORKLOAD if self.workload is None else self.workload)
+            return Load(Generated(workload, self.seed or 0), rate, self.requests)
+        for flag, value in (("--workload", self.workload), ("--seed", self.seed)):
+            if value is not None:
+                raise ConfigError(
+                    f"{flag} is {value!r} beside --trace, which says what comes and when; give one of the two"
+                )
         traced = Traced(read_trace(self.trace))
         return Load(traced, traced.rate if self.rate is None else self.rate, self.requests)
 
     def _host(self, device: Device, load: Load) -> tuple[int, ...]:
         """Returns the sizes of host memory to try: none, and what was asked for where it can bring something."""
-        if self.kv_host_memory == "0" or not load.shares or device.link_bytes_per_s is None:
+        why = None
+        if device.link_bytes_per_s is None:
+            why = f"{device.about} has no link to a host's memory that is another"
+        elif not load.shares:
+            why = "no two prompts of this load begin alike, so nothing is found there"
+        if self.kv_host_memory == "0" or (why and self.kv_host_memory is None):
             return (0,)
-        return (0, parse_memory("kv_host_memory", self.kv_host_memory, device.memory_bytes))
+        if why:
+            raise ConfigError(
+                f"kv_host_memory is {self.kv_host_memory!r}, which would have no effect: {why}; leave it out, or give 0"
+            )
+        asked = USUAL_HOST_MEMORY if self.kv_host_memory is None else self.kv_host_memory
+        return (0, parse_memory("kv_host_memory", asked, device.memory_bytes))
 
 
 def read_counts(name: str, text: str) -> tuple[int, ...]:

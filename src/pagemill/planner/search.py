@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 
 from pagemill.errors import ConfigError
 from pagemill.planner.limits import FACTOR, Limits, find_capacity
@@ -105,7 +106,7 @@ def make_plan(
 ) -> Plan:
     """Returns what serves the load.
 
-    For the smallest size that holds the model, settings are chosen one after the other; other sizes take these. Each
+    For the smallest size that holds the model, settings are chosen; other sizes take these. Each
     rate is a simulation of one replica that gets its share of the requests, as evenly as they come.
     report: told in a line what is tried. Raises ConfigError where no size holds the model.
     """
@@ -199,21 +200,29 @@ class _Search:
         return Size(self._make(settings), settings, capacity, self._trials)
 
     def choose(self, settings: Settings, choices: Choices) -> Size:
-        """Returns the settings with the largest capacity, one of them changed after the other."""
+        """Returns the settings with the largest capacity: of all pairs of max_num_batched_tokens and max_num_seqs, and
+        then with each other setting changed after the other."""
         size = self.with_settings(settings)
-        if size.capacity == self._load.rate:
-            return size
-        for name in ("max_num_batched_tokens", "max_num_seqs", "kv_dtype", "kv_host_memory"):
+        for tokens, seqs in list(product(choices.max_num_batched_tokens, choices.max_num_seqs))[1:]:
+            if tokens >= seqs:
+                size = self._better(size, max_num_batched_tokens=tokens, max_num_seqs=seqs)
+        for name in ("kv_dtype", "kv_host_memory"):
             for value in getattr(choices, name)[1:]:
-                tried = replace(size.settings, **{name: value})
-                if tried.max_num_batched_tokens < tried.max_num_seqs:
-                    continue
-                first = self._first_rate(tried) if size.capacity is None else GAIN * size.capacity
-                if size.capacity is not None and not self._holds(tried, first):
-                    continue
-                capacity = self._capacity(tried, first)
-                if capacity is not None and capacity >= GAIN * (size.capacity or 0.0):
-                    size = Size(self._make(tried), tried, capacity, self._trials)
+                size = self._better(size, **{name: value})
+        return size
+
+    def _better(self, size: Size, **other: int | str) -> Size:
+        """Returns what other values of settings bring, if that is GAIN times as much; else `size`.
+
+        One simulation at that rate says so, before the capacity is searched for.
+        """
+        tried = replace(size.settings, **other)  # type: ignore[arg-type]
+        first = self._first_rate(tried) if size.capacity is None else GAIN * size.capacity
+        if size.capacity == self._load.rate or (size.capacity is not None and not self._holds(tried, first)):
+            return size
+        capacity = self._capacity(tried, first)
+        if capacity is not None and capacity >= GAIN * (size.capacity or 0.0):
+            return Size(self._make(tried), tried, capacity, self._trials)
         return size
 
     def _first_rate(self, settings: Settings) -> float:

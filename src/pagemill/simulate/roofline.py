@@ -6,11 +6,14 @@ Devices and model shapes are data: `devices.json` and `shapes.json` beside this 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
+
+import msgspec
 
 from pagemill.errors import CalibrationError, ConfigError
 from pagemill.simulate.step_time import KVShape, StepWork
@@ -66,11 +69,24 @@ class Device:
             raise ValueError(f"efficiency has {sorted(self.efficiency)}; it must have {sorted(EFFICIENCIES)}")
         if unknown := set(self.flop_per_s) - set(ITEMSIZE):
             raise ValueError(f"flop_per_s has {sorted(unknown)}; its dtypes are {sorted(ITEMSIZE)}")
-        rates = [self.memory_bytes, self.bytes_per_s, *self.flop_per_s.values(), *self.efficiency.values()]
-        if min(rates) <= 0 or (self.link_bytes_per_s is not None and self.link_bytes_per_s <= 0):
-            raise ValueError("memory, rates and efficiencies must be above 0")
-        if self.overlap is not None and self.overlap < 1:
-            raise ValueError(f"overlap is {self.overlap:g}; it must be at least 1, or null for the longer of two times")
+        if not self.flop_per_s:
+            raise ValueError(f"flop_per_s is empty; give the rate of one dtype or more: {', '.join(ITEMSIZE)}")
+        rates = {f"flop_per_s of {dtype}": rate for dtype, rate in self.flop_per_s.items()}
+        rates |= {f"efficiency of {name}": share for name, share in self.efficiency.items()}
+        rates |= {name: getattr(self, name) for name in ("memory_bytes", "bytes_per_s")}
+        for name in ("link_bytes_per_s", "peer_bytes_per_s"):
+            if (rate := getattr(self, name)) is not None:
+                rates[name] = rate
+        for name, rate in rates.items():
+            _check(name, rate, 0 < rate < math.inf, "above 0")
+        _check("memory_share", self.memory_share, 0 < self.memory_share <= 1, "above 0 and at most 1")
+        for name in ("step_s", "row_s", "working_bytes", "all_reduce_s"):
+            _check(name, getattr(self, name), 0 <= getattr(self, name) < math.inf, "0 or more")
+        _check("peers", self.peers, self.peers >= 1, "1 or more")
+        if self.price_per_hour is not None:
+            _check("price_per_hour", self.price_per_hour, 0 <= self.price_per_hour < math.inf, "0 or more, or null")
+        if self.overlap is not None:
+            _check("overlap", self.overlap, 1 <= self.overlap < math.inf, "1 or more, or null for the longer of two")
 
 
 @dataclass(frozen=True)
@@ -96,6 +112,15 @@ class ModelShape:
     positions: int
     source: str
     windows: Sequence[int | None] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "heads", "kv_heads", "head_dim", "hidden", "intermediate", "vocabulary"):
+            _check(name, getattr(self, name), getattr(self, name) >= 1, "1 or more")
+        _check("positions", self.positions, self.positions >= 0, "0 or more")
+        _check("kv_heads", self.kv_heads, self.heads % self.kv_heads == 0, f"a divisor of heads, {self.heads}")
+        if self.windows is not None:
+            right = len(self.windows) == self.layers and all(size is None or size >= 1 for size in self.windows)
+            _check("windows", self.windows, right, "null, or for each layer null or 1 or more tokens")
 
     @property
     def layer_weights(self) -> int:
@@ -292,7 +317,12 @@ def names_in(path: Path) -> list[str]:
     return [*json.loads(path.read_text())]
 
 
-def _read(kind: Callable[..., Described], known: Path, name: str, what: str) -> Described:
+def _check(name: str, value: object, right: bool, must: str) -> None:
+    if not right:
+        raise ValueError(f"{name} is {value!r}; it must be {must}")
+
+
+def _read(kind: type[Described], known: Path, name: str, what: str) -> Described:
     own = name.endswith(".json")
     path = Path(name) if own else known
     try:
@@ -300,7 +330,11 @@ def _read(kind: Callable[..., Described], known: Path, name: str, what: str) -> 
         if own and len(found) != 1:
             raise ValueError(f"it has {len(found)} entries; it must have one")
         if own or name in found:
-            return kind(**(next(iter(found.values())) if own else found[name]))
+            entry = next(iter(found.values())) if own else found[name]
+            names = [field.name for field in fields(kind)]  # type: ignore[arg-type]
+            if unknown := sorted(set(entry) - set(names)):
+                raise ValueError(f"it has {', '.join(unknown)}, which mean nothing; its fields are {', '.join(names)}")
+            return msgspec.convert(entry, kind)
     except (OSError, ValueError, TypeError, AttributeError) as error:
         raise CalibrationError(f"{path} cannot be read as a {what}: {type(error).__name__}: {error}") from error
     raise ConfigError(f"there is no {what} {name!r}; choose one of {', '.join(found)}, or give a .json file")
