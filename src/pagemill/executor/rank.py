@@ -22,6 +22,7 @@ import torch
 from pagemill.errors import PagemillError
 from pagemill.executor.gloo import GlooExchange, join_meeting
 from pagemill.executor.late_errors import LateErrors
+from pagemill.executor.numa import bind_rank
 from pagemill.executor.rank_messages import (
     Allocate,
     Connect,
@@ -63,6 +64,7 @@ def main(control: Connection, frames: Connection, shared: int | None = None) -> 
     step. shared: descriptor of the memory that ranks share, if they do."""
     start = control.recv()
     assert isinstance(start, Start)
+    bind_rank(start.rank, start.config.tensor_parallel_size)
     torch.set_num_threads(start.num_threads)
     threading.Thread(target=_end_with, args=(frames,), daemon=True, name="rank 0's end").start()
     size = start.config.tensor_parallel_size

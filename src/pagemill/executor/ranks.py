@@ -19,6 +19,7 @@ from pagemill.child_process import Child, start_child
 from pagemill.config import EngineConfig
 from pagemill.errors import RankLostError
 from pagemill.executor.gloo import GlooExchange, host_meeting
+from pagemill.executor.numa import bind_rank
 from pagemill.executor.rank_messages import Connect, Start
 from pagemill.executor.shared_memory import TIMEOUT_S, SharedExchange, make_memory
 
@@ -50,6 +51,8 @@ class Ranks:
         self._frames = threading.Lock()
         """Held by whoever speaks on the `frames` connections."""
         self._ranks: list[Rank] = []
+        self._cores: set[int] | None = None
+        """Those that this thread had before it was bound to rank 0's."""
         shared, self._store = None, None
         if sys.platform == "linux":
             shared = make_memory()
@@ -63,6 +66,7 @@ class Ranks:
             port = None if self._store is None else self._store.port
             for number, rank in enumerate(self._ranks, start=1):
                 rank.control.send(Start(config, number, port, num_threads))
+            self._cores = bind_rank(0, size)
         except BaseException:
             self.close()
             raise
@@ -183,6 +187,9 @@ class Ranks:
 
     def close(self) -> None:
         """Ends all of them now. They hold nothing that needs saving."""
+        if self._cores is not None:
+            os.sched_setaffinity(0, self._cores)
+            self._cores = None
         self._end()  # first: whoever waits for an answer hears of the end, and lets go of the connections
         with self._frames:
             for rank in self._ranks:
