@@ -266,7 +266,7 @@ def test_what_takes_less_time_by_the_speeds_measured_is_done(conversations, expe
     core = make_engine(**SMALL, kv_host_memory=200 * FRAME_BYTES)
     drive(core, conversations)
     core.tiers.transfers.flush()
-    (load_time,) = core.tiers.transfers.load_times
+    (load_time,) = core.tiers.transfers.load_times.values()
 
     def loads(at: int, prefill_s_per_token: float) -> bool:
         """Whether a conversation is loaded, or else computed."""

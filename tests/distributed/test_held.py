@@ -8,7 +8,7 @@ from pagemill.memory.kv_events import KVEvents
 
 def core(measured):
     made = object.__new__(EngineCore)  # without a model: what is told concerns none
-    made._measured, made._told_times = measured, (0.0, 0.0)
+    made._measured, made._told_times, made.tiers = measured, (0.0,) * 4, None
     made.memory = SimpleNamespace(take_events=lambda: KVEvents([], []))
     return made
 

@@ -93,7 +93,7 @@ def test_a_load_is_timed_for_the_lowest_tier_that_it_needs(full):
     for lowest, parts in enumerate([[DEVICE], [DEVICE, HOST], [HOST, range(2)]]):
         blocks = [(digest_of(i), 0) for part in parts for i in part]
         for ident in (1, 2):
-            assert [load_time.of(1) is None for load_time in transfers.load_times[lowest:]] == [True] * (3 - lowest)
+            assert [transfers.load_time(at).of(1) is None for at in range(lowest, 3)] == [True] * (3 - lowest)
             transfers.load(Load(ident, blocks, list(range(len(blocks)))))
             transfers.finished(wait_s=30)
         assert transfers.load_times[lowest].of(1) > 0

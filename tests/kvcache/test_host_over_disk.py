@@ -74,7 +74,7 @@ def test_a_chain_is_looked_up_in_few_pieces_and_no_block_of_it_twice(tmp_path, m
     blocks = [(digest_of(i), 0) for i in range(count)]
     wanted, asked, holds = tiers.where(blocks), [], disk.holds
     monkeypatch.setattr(disk, "holds", lambda blocks: asked.append(blocks) or holds(blocks))
-    sources = Sources(tiers, [digest for digest, _ in blocks])
+    sources = Sources(tiers.where, [digest for digest, _ in blocks])
     assert [sources[block] for block in blocks[::order]][::order] == wanted == [1] * 6 + [0] * 3 + [None] * (count - 9)
     assert len({block for part in asked for block in part}) == sum(map(len, asked)) == count - 3
     assert order < 0 or len(asked) == 3

@@ -109,6 +109,8 @@ class MemoryMachine(RuleBasedStateMachine):
         self.pins = Pins(self.memory, 0.5)
         self.pinned: dict[tuple[Namespace, str], tuple[bytes, list[int]]] = {}  # root and tokens
         self.lower: dict[tuple[bytes, int], list] = {}  # a lower tier: slots by digest and group
+        self.readers = {}
+        self.contents = {}
         self.step_number = 0
         self.time = 0.0
 
@@ -263,6 +265,7 @@ class MemoryMachine(RuleBasedStateMachine):
                 for group in range(len(self.windows)):
                     self.device.tables[sequence.row, group] = {}
         self.save()
+        self.who_reads_beside_the_steps_can_tell_what_is_whole()
         self.device.apply(self.memory.drain(self.step_number))
         self.compare_tables()
         step = Step(self.step_number, [], [])
@@ -415,6 +418,27 @@ class MemoryMachine(RuleBasedStateMachine):
                         slots = self.device.slots[self.memory.core.blocks.frame[block]]
                         start = entry * self.size
                         assert slots == [(root, *tokens[: at + 1]) for at in range(start, start + self.size)]
+
+    # Reads beside the steps
+
+    @invariant()
+    def who_reads_beside_the_steps_can_tell_what_is_whole(self) -> None:
+        """A reader that begins now, and ends at any later time at which it is told the same, has read the block."""
+        if not hasattr(self, "memory"):
+            return
+        for group, published in enumerate(self.memory.core.index.by_digest):
+            for digest in published:
+                placed = self.memory.find_placed(digest, group)
+                if placed is not None:
+                    content = self.device.slots[placed.frame][-1]
+                    assert self.contents.setdefault(digest, content) == content, "its content is not there"
+                    self.readers.setdefault(placed, content)
+        for placed in [*self.readers][:-40]:
+            del self.readers[placed]
+        for placed, content in self.readers.items():
+            if content is None or self.device.slots[placed.frame][-1] != content:
+                self.readers[placed] = None  # who reads now reads something else
+                assert self.memory.find_placed(placed.name.digest, placed.name.group) != placed
 
     # Lower tiers
 
@@ -596,6 +620,7 @@ class MemoryMachine(RuleBasedStateMachine):
         assert after.frames_cached == min(before.frames_cached, frames - before.frames_active), "evicted in vain"
         self.save()
         self.step_number += 1
+        self.who_reads_beside_the_steps_can_tell_what_is_whole()
         self.device.apply(self.memory.drain(self.step_number))
         self.memory.retire(self.step_number)
         self.compare_tables()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from pagemill.config import EngineConfig
+from pagemill.engine.messages import Peering
 from pagemill.engine.tiers import Streamed, Tiers, make_tiers, streamed_room, wants_tiers
 from pagemill.errors import ConfigError, KVMemoryError
 from pagemill.executor.interface import Executor, ExecutorFacts, ExecutorMemory
@@ -20,11 +21,11 @@ from pagemill.speculative_config import SpeculativeConfig
 
 
 def build(
-    config: EngineConfig, executor: Executor, publishes: bool = False
+    config: EngineConfig, executor: Executor, publishes: bool = False, peering: Peering | None = None
 ) -> tuple[MemoryManager, Tiers | None, Scheduler, Streamed]:
     """Allocates the executor's pool, and builds around it what an `EngineCore` drives beside the executor.
 
-    publishes: whether the memory manager records which blocks come and go.
+    publishes: whether the memory manager records which blocks come and go. peering: see `EngineCore`.
     Returns the room for streamed blocks too. Raises `ConfigError` children and KVStoreError.
     """
     facts = executor.facts
@@ -42,7 +43,7 @@ def build(
         (first_streamed, streamed.frames),
         publishes,
     )
-    tiers = make_tiers(config, executor, memory, streamed)
+    tiers = make_tiers(config, executor, memory, streamed, peering)
     scheduler = Scheduler(
         memory,
         max_num_seqs=config.max_num_seqs,

@@ -21,6 +21,7 @@ from pagemill.engine.messages import (
     Failure,
     Held,
     KVBlocks,
+    Peering,
     PinInfo,
     PinList,
     SequenceInfo,
@@ -31,12 +32,11 @@ from pagemill.engine.preparing import Preparing
 from pagemill.engine.queries import BlocksQuery, KVMapQuery
 from pagemill.engine.stats import EngineStats
 from pagemill.engine.tenant_stats import tenant_stats
-from pagemill.engine.tiers import blocks_by_tier, find_by_tier
+from pagemill.engine.tiers import blocks_by_tier, find_by_tier, tier_figures
 from pagemill.errors import EngineDeadError, InvalidRequestError, PinNotFoundError, TooFewBlocksError
 from pagemill.executor.interface import Executor
 from pagemill.executor.load import open_executor
 from pagemill.kvcache.sizing import num_frames
-from pagemill.kvcache.transfers import TransferStats
 from pagemill.lora_request import LoRARequest
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.manager import Residency
@@ -65,6 +65,7 @@ class EngineCore:
     progress(done, total): bytes of weights, called while they load.
     executor: what runs the model; None for what the settings ask for.
     publishes: whether `take_held` tells which blocks come and go, and what work takes.
+    peering: how it gives blocks to other engines and fetches theirs; None: it does not.
 
     scheduler, memory: what the loop drives beside the executor.
     tiers: offload stores and the transfers to and from them; None without any.
@@ -77,12 +78,13 @@ class EngineCore:
         progress: Callable[[int, int], None] | None = None,
         executor: Executor | None = None,
         publishes: bool = False,
+        peering: Peering | None = None,
     ) -> None:
         self.config = config
         self.executor = open_executor(config, progress) if executor is None else executor
         self._adapters = Adapters(config, self.executor)
         try:
-            self.memory, self.tiers, self.scheduler, self._streamed = build(config, self.executor, publishes)
+            self.memory, self.tiers, self.scheduler, self._streamed = build(config, self.executor, publishes, peering)
         except BaseException:
             self.executor.close()
             raise
@@ -95,7 +97,7 @@ class EngineCore:
         self._ended: list[SequenceUpdate] = []
         """Ends between two steps, which the next step tells."""
         self._measured = Pacer(config.max_num_batched_tokens) if publishes else None
-        self._told_times = 0.0, 0.0
+        self._told_times: tuple[float, ...] = (0.0,) * 4
         self._stalled_s = 0.0
         self._was_stuck = False
         self._steps = self._prompt_tokens = self._generated_tokens = 0
@@ -125,6 +127,8 @@ class EngineCore:
             raise
         self.scheduler.note_served_elsewhere(request.served_elsewhere)
         self._prompt_tokens += len(request.prompt_token_ids)
+        if self.tiers is not None:
+            self.tiers.note_held(request, root)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ends requests and takes back what they hold; unknown ids are ignored."""
@@ -228,7 +232,8 @@ class EngineCore:
         if self._measured is None:
             return None
         stored, removed = self.memory.take_events()
-        times = self._measured.token_s, self._measured.plain_s
+        fetching = (0.0, 0.0) if self.tiers is None else self.tiers.fetch_time
+        times = self._measured.token_s, self._measured.plain_s, *fetching
         moved = any(abs(now - told) > MOVED * told for now, told in zip(times, self._told_times, strict=True))
         if not stored and not removed and not moved:
             return None
@@ -238,6 +243,8 @@ class EngineCore:
             removed=b"".join(digest[:DIGEST_BYTES] for digest in removed),
             token_s=times[0],
             step_s=times[1],
+            fetch_s=times[2],
+            block_fetch_s=times[3],
         )
 
     def resize(self, kv_memory: int | float | str | None) -> EngineReady:
@@ -353,13 +360,12 @@ class EngineCore:
         """Returns counters since the start, and the state now."""
         memory, compaction, drafts = self.memory, self.memory.compaction, self.scheduler.drafts
         answers = None if self.scheduler.drafter is None else self.scheduler.drafter.answers
-        transfers = TransferStats() if self.tiers is None else self.tiers.transfers.stats()
         below = {} if self.tiers is None else self.tiers.offload.blocks_by_tenant()
         return EngineStats(
             **asdict(memory.stats()),
             **memory.occupancy()._asdict(),
             **memory.scatter()._asdict(),
-            **asdict(transfers),
+            **tier_figures(self.tiers),
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
             preemptions=self.scheduler.preemptions,
@@ -443,6 +449,7 @@ class EngineCore:
             kv_format=f"{facts.kv.name}{self._streamed.description}",
             adapters=self._adapters.infos(),
             fingerprint=facts.fingerprint,
+            peer_address="" if self.tiers is None or self.tiers.peers is None else self.tiers.peers.address,
             kv_format_name=facts.kv_format,
             numerics=facts.numerics,
         )

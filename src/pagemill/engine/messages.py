@@ -23,6 +23,23 @@ TOO_LONG = "is longer than the model's context length"
 """What litellm knows too long prompts by, in the message."""
 
 
+class Peering(msgspec.Struct, frozen=True):
+    """Lets an engine give its blocks to peers, and fetch theirs.
+
+    secret: what peers know each other by. host: the address on which it listens, and at which they find it.
+    """
+
+    secret: bytes
+    host: str
+
+
+class HeldBlocks(msgspec.Struct, frozen=True):
+    """Says that a peer, by its address (host and port), holds the first `num_blocks` blocks of a request's chain."""
+
+    address: str
+    num_blocks: int
+
+
 class Start(msgspec.Struct, tag=True):
     """Load this model. The first message to an engine process."""
 
@@ -33,6 +50,8 @@ class Start(msgspec.Struct, tag=True):
     """Tenants to set then, beside those of the config."""
     adapters: list[LoRARequest] = []
     """LoRA adapters to load then, beside those of the config."""
+    peering: Peering | None = None
+    """How it gives blocks to other engines, and fetches theirs; None: it does not."""
     publishes: bool = False
     """Tells whether the engine says which blocks come and go in its pool (`Held`)."""
 
@@ -68,6 +87,8 @@ class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
     """The number of a loaded LoRA adapter; 0 for none."""
     answered: list[int] = []
     """Tokens of its one sequence that another engine has brought: it goes on behind them, as after a preemption."""
+    held: HeldBlocks | None = None
+    """What a peer holds of its blocks; None: nobody is known to."""
     pin: str | None = None
     """Name of the pin that its whole prompt becomes; None: it is an ordinary request."""
     pin_expires_s: float | None = None
@@ -207,6 +228,10 @@ class Held(msgspec.Struct, tag=True, omit_defaults=True):
     """Seconds that a token of a prompt takes beside others, measured; 0: not known yet."""
     step_s: float = 0.0
     """Seconds that a step takes in which nothing but answers is computed; 0: not known yet."""
+    fetch_s: float = 0.0
+    """Seconds that fetching blocks of a peer takes, however many; 0: not known yet."""
+    block_fetch_s: float = 0.0
+    """Seconds that it takes for each block; 0: not known yet."""
 
 
 class LoadProgress(msgspec.Struct, tag=True):
@@ -255,6 +280,8 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     kv_format_name: str = ""
     numerics: str = ""
     """These three begin the digest of every chain of blocks, see `root_digest`."""
+    peer_address: str = ""
+    """Where peers fetch this engine's blocks, host and port; empty: they do not."""
 
     @property
     def description(self) -> str:

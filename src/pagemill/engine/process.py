@@ -66,7 +66,7 @@ def main(descriptor: int) -> int:
             first = channel.receive(block=True)
             if not first or not isinstance(start := first[0], Start):
                 return 1
-            core = EngineCore(start.config, _progress(channel), publishes=start.publishes)
+            core = EngineCore(start.config, _progress(channel), publishes=start.publishes, peering=start.peering)
             if start.kv_bytes is not None and start.kv_bytes != core.ready.kv_bytes:
                 core.resize(start.kv_bytes)
             for name, limits in start.tenants.items():

@@ -179,6 +179,22 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
             "KV blocks that should have come back from host memory or disk, and were missing or broken.",
         ),
     ] = 0
+    blocks_fetched: Annotated[
+        int, _counter("kv_blocks_fetched", "KV blocks that came from other replicas instead of being computed.")
+    ] = 0
+    fetched_bytes: Annotated[int, _counter("kv_fetched_bytes", "Bytes of KV blocks that came from other replicas.")] = 0
+    fetching_s: Annotated[
+        float,
+        _counter("kv_fetching_seconds", "Seconds of reads from other replicas; of those side by side, the sum."),
+    ] = 0.0
+    fetches_failed: dict[str, int] = {}
+    """Blocks that were wanted from other replicas and did not come, by reason (`peer_wire.REASONS`)."""
+    blocks_served: Annotated[int, _counter("kv_blocks_served", "KV blocks that were given to other replicas.")] = 0
+    served_bytes: Annotated[int, _counter("kv_served_bytes", "Bytes that were sent to other replicas.")] = 0
+    peers_refused: Annotated[
+        int,
+        _counter("kv_peers_refused", "Connections for KV blocks that were refused: they did not know the secret."),
+    ] = 0
     tenants: dict[str, TenantStats] = {}
 
 

@@ -6,10 +6,13 @@ import logging
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pagemill.config import EngineConfig
+from pagemill.engine.messages import EngineRequest, Peering
+from pagemill.engine.peering import PeerLink, ServedBlocks, peer_store
 from pagemill.errors import ConfigError, KVStoreError
 from pagemill.executor.interface import Executor
 from pagemill.kvcache.disk_store import DiskStore, file_bytes
@@ -18,7 +21,8 @@ from pagemill.kvcache.load_time import PrefillTime
 from pagemill.kvcache.offload_tiers import OffloadStore, OffloadTiers, Sources
 from pagemill.kvcache.sizing import host_memory, parse_memory
 from pagemill.kvcache.store_format import StoreFormat, default_root
-from pagemill.kvcache.transfers import Transfers
+from pagemill.kvcache.transfers import Transfers, TransferStats
+from pagemill.memory.digest import extend_chain
 from pagemill.memory.manager import MemoryManager, Residency
 from pagemill.memory.work import Save
 from pagemill.scheduling.step_plan import StepPlan
@@ -90,13 +94,23 @@ def _disk_bytes(config: EngineConfig, root: Path, held: int = 0) -> int:
     return parse_memory("kv_disk_memory", config.kv_disk_memory, shutil.disk_usage(root).free + held)
 
 
-def make_tiers(config: EngineConfig, executor: Executor, memory: MemoryManager, streamed: Streamed) -> Tiers | None:
-    """Returns the tiers that the settings ask for, less what streamed blocks take of them; None if nothing is left.
+def make_tiers(
+    config: EngineConfig,
+    executor: Executor,
+    memory: MemoryManager,
+    streamed: Streamed,
+    peering: Peering | None = None,
+) -> Tiers | None:
+    """Returns the tiers that the settings ask for, less what streamed blocks take of them, and what peers hold; None if
+    there is nothing of all that.
 
-    Raises ConfigError for sizes too small, KVStoreError for a bad folder.
+    Raises ConfigError for sizes too small, and where peers could not be served; KVStoreError for a bad folder.
     """
     facts = executor.facts
     record_bytes = facts.record_bytes
+    format = StoreFormat(
+        Path(config.model).stem, facts.fingerprint.hex(), facts.kv_format, facts.numerics, record_bytes
+    )
     tiers: list[OffloadStore] = []
     taken = {tier: streamed.of(tier, facts.frame_bytes) for tier in ("host", "disk")}
     if config.kv_host_memory is not None:
@@ -112,19 +126,36 @@ def make_tiers(config: EngineConfig, executor: Executor, memory: MemoryManager, 
         elif capacity > 0:
             tiers.append(HostStore(capacity, record_bytes, pinned=facts.locks_pages))
     if config.kv_disk_memory is not None:
-        root, model = _disk_root(config), Path(config.model).stem
-        format = StoreFormat(model, facts.fingerprint.hex(), facts.kv_format, facts.numerics, record_bytes)
+        root = _disk_root(config)
         limit = _disk_bytes(config, root, file_bytes(root, format)) - taken["disk"]
         if limit > 2 * record_bytes or not taken["disk"]:
             tiers.append(DiskStore(root, format, limit))
-    return Tiers(OffloadTiers(tiers, record_bytes), executor, memory, config.preemption_mode) if tiers else None
+    if peering is None or not config.enable_prefix_caching:
+        return Tiers(OffloadTiers(tiers, record_bytes), executor, memory, config.preemption_mode) if tiers else None
+    store = peer_store(peering, format)
+    offload = OffloadTiers(tiers, record_bytes, store)
+    drafts = config.speculative_config is not None and config.speculative_config.method == "draft_model"
+    served = ServedBlocks(memory, executor.frames, offload, format, serves_pool=not drafts)
+    peers = PeerLink(peering, format, store, served)
+    return Tiers(offload, executor, memory, config.preemption_mode, peers)
 
 
 class Tiers:
-    """The offload tiers, transfers to and from them, and what is known of their speed and of prefill's."""
+    """The offload tiers, transfers to and from them, and what is known of their speed and of prefill's.
 
-    def __init__(self, offload: OffloadTiers, executor: Executor, memory: MemoryManager, preemption_mode: str) -> None:
+    peers: engines that this one gives blocks to and fetches them from; None for none.
+    """
+
+    def __init__(
+        self,
+        offload: OffloadTiers,
+        executor: Executor,
+        memory: MemoryManager,
+        preemption_mode: str,
+        peers: PeerLink | None = None,
+    ) -> None:
         self.offload = offload
+        self.peers = peers
         self.transfers = Transfers(executor.frames, offload)
         self._memory = memory
         self._preemption_mode = preemption_mode
@@ -139,7 +170,7 @@ class Tiers:
         if preempted and self._preemption_mode == "recompute":
             return found
         swap = preempted and self._preemption_mode == "swap"
-        sources = Sources(self.offload, digests)
+        sources = Sources(self.offload.where, digests)
         try:
             reach = self._memory.reach(digests, lambda block: sources[block] is not None)
         except KVStoreError as error:
@@ -150,7 +181,7 @@ class Tiers:
         blocks = self._memory.missing(digests[:reach])
         lowest = max(sources[digests[entry], group] or 0 for entry, group in blocks)
         compute_s = (reach - found) * self._memory.block_size * self.prefill.s_per_token
-        return reach if self.transfers.load_times[lowest].pays(len(blocks), compute_s) else found
+        return reach if self.transfers.load_time(lowest).pays(len(blocks), compute_s) else found
 
     def save(self, saves: Sequence[Save]) -> None:
         """Saves evicted blocks. Tenants have the parts of each tier that are guaranteed to them of the pool."""
@@ -169,15 +200,43 @@ class Tiers:
 
     def note_step(self, plan: StepPlan, seconds: float) -> None:
         """Notes how long a step took."""
-        for load_time in self.transfers.load_times:
+        for load_time in self.transfers.load_times.values():
             load_time.note_step(seconds)
         self.prefill.note_step(plan.num_tokens, plan.num_generating, seconds)
 
+    def note_held(self, request: EngineRequest, root: bytes) -> None:
+        """Notes what a peer holds of a request's blocks, if it says so. root: where its chain begins."""
+        held = request.held
+        if held is not None and self.peers is not None and held.address != self.peers.address:
+            size, digests = self._memory.block_size, list[bytes]()
+            tokens = request.prompt_token_ids + request.answered
+            extend_chain(digests, root, tokens[: held.num_blocks * size], size)
+            self.peers.store.note_held(held.address, digests)
+
+    @property
+    def fetch_time(self) -> tuple[float, float]:
+        """Returns the seconds that fetching blocks from a peer takes: for all, and for each; zeros if none is known."""
+        times = self.transfers.load_times.items()
+        lines = [line for source, each in times if source >= len(self.offload.tiers) and (line := each.line)]
+        if not lines:
+            return 0.0, 0.0
+        return sum(line[0] for line in lines) / len(lines), sum(line[1] for line in lines) / len(lines)
+
     def close(self) -> None:
         """Waits for what is under way."""
+        if self.peers is not None:
+            self.peers.close()
         self.transfers.close()
         for tier in self.offload.tiers:
             tier.close()
+
+
+def tier_figures(tiers: Tiers | None) -> dict[str, Any]:
+    """Returns what `EngineStats` says of transfers, below the pool and among peers."""
+    figures = asdict(TransferStats() if tiers is None else tiers.transfers.stats())
+    if tiers is not None and tiers.peers is not None:
+        figures |= tiers.peers.figures()
+    return figures
 
 
 def blocks_by_tier(streamed: Streamed, blocks: Residency) -> dict[str, int]:
@@ -192,7 +251,7 @@ def find_by_tier(
 
     A tier that cannot be read counts as empty.
     """
-    sources = None if tiers is None else Sources(tiers, digests)
+    sources = None if tiers is None else Sources(tiers.where_here, digests)
 
     def is_stored(block: tuple[bytes, int]) -> bool:
         with suppress(KVStoreError):

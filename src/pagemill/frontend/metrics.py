@@ -44,6 +44,8 @@ def _of_engine(stats: EngineStats) -> Iterator[Metric]:
         yield Gauge("pagemill:kv_blocks", getattr(stats, f"frames_{state}"), {"state": state})
     for tier, blocks in stats.tier_blocks.items():
         yield Gauge("pagemill:kv_tier_blocks", blocks, {"tier": tier})
+    for reason, blocks in stats.fetches_failed.items():
+        yield Counter("pagemill:kv_fetches_failed", blocks, {"reason": reason})
 
 
 def _of_tenants(stats: EngineStats) -> Iterator[Metric]:

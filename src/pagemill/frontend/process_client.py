@@ -39,8 +39,14 @@ class ProcessClient:
     Queries are answered, and facts brought up to date, while somebody awaits `receive`.
     """
 
-    def __init__(self, config: EngineConfig, on_held: Callable[[Held], None] | None = None) -> None:
-        """on_held: is told which blocks come and go in the pool; None: the engine does not say so."""
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_held: Callable[[Held], None] | None = None,
+        peering: messages.Peering | None = None,
+    ) -> None:
+        """on_held: is told which blocks come and go in the pool; None: the engine does not say so. peering: how the
+        engine gives blocks to others, and fetches theirs; None: it does not."""
         self.ended: PagemillError | None = None
         """Why nothing can be asked of this engine any more; None while it can."""
         self.interrupted: EngineRestartingError | None = None
@@ -57,7 +63,8 @@ class ProcessClient:
         self._aborting: list[str] = []
         self._random = random.Random(config.seed)
         self._loaded = False
-        self._child.socket.sendall(frame(messages.Start(config, publishes=on_held is not None)))
+        start = messages.Start(config, publishes=on_held is not None, peering=peering)
+        self._child.socket.sendall(frame(start))
 
     @property
     def pid(self) -> int:

@@ -42,6 +42,12 @@ class LoadTime:
 
     def of(self, blocks: int) -> float | None:
         """Returns the seconds that a load of so many blocks will take; None if nothing is known."""
+        line = self.line
+        return None if line is None else line[0] + line[1] * blocks
+
+    @property
+    def line(self) -> tuple[float, float] | None:
+        """Returns the seconds of a load, whatever it has, and those of each block; None if nothing is known."""
         if not self._weight:
             return None
         each = self._seconds / self._blocks
@@ -49,7 +55,7 @@ class LoadTime:
         if spread > 1e-6 * self._blocks**2:
             slope = (self._weight * self._products - self._blocks * self._seconds) / spread
             each = min(max(slope, 0.0), each)
-        return (self._seconds - each * self._blocks) / self._weight + each * blocks
+        return (self._seconds - each * self._blocks) / self._weight, each
 
     def pays(self, blocks: int, otherwise_s: float) -> bool:
         """Returns whether so many blocks are to be loaded, where doing without them takes `otherwise_s`.

@@ -63,12 +63,29 @@ class OffloadStore(Protocol):
     def close(self) -> None: ...
 
 
-class OffloadTiers:
-    """Chains at least one store, the highest first. What one gives up goes to the next. Thread-safe."""
+class RemoteStore(Protocol):
+    """Reads blocks that lie in other engines. Thread-safe. It takes none, and no block leaves an engine for it."""
 
-    def __init__(self, tiers: Sequence[OffloadStore], record_bytes: int) -> None:
+    def where(self, blocks: Sequence[tuple[bytes, int]]) -> list[int | None]:
+        """Returns a number from 0 on for where each block (digest, group) is to be read; None for those that nobody
+        has. Returns at once."""
+
+    def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[int | None]:
+        """Reads blocks (digest, group) into `out`, a record each, in a bounded time. Returns the number from where each
+        came; None for those that did not."""
+
+
+class OffloadTiers:
+    """Chains stores, the highest first. What one gives up goes to the next. Thread-safe.
+
+    remote: where blocks are looked for that no store has; None for nowhere. Its numbers count behind the tiers' as
+    sources of blocks.
+    """
+
+    def __init__(self, tiers: Sequence[OffloadStore], record_bytes: int, remote: RemoteStore | None = None) -> None:
         self.tiers = tiers
         self.record_bytes = record_bytes
+        self._remote = remote
         self.lasting = any(tier.lasting for tier in tiers)
         self._kept = next((at for at, tier in enumerate(tiers) if tier.lasting), 0)
         self._coming: dict[tuple[bytes, int], NDArray[np.uint8]] = {}
@@ -88,21 +105,31 @@ class OffloadTiers:
         return held
 
     def holds(self, blocks: Sequence[tuple[bytes, int]], lasting: bool = False) -> list[bool]:
-        """Returns which blocks (digest, group) are stored; with `lasting`, which are where they outlive the process, if
-        there is such a tier."""
-        found = self._locate(blocks, [None] * len(blocks), self._kept) if lasting else self.where(blocks)
+        """Returns which blocks (digest, group) are stored here; with `lasting`, which are where they outlive the
+        process, if there is such a tier."""
+        found = self._locate(blocks, [None] * len(blocks), self._kept) if lasting else self.where_here(blocks)
         return [source is not None for source in found]
 
     def where(self, blocks: Sequence[tuple[bytes, int]]) -> list[int | None]:
-        """Returns from which tier each block (digest, group) is to be read, counted from the highest; None for those
-        that are nowhere."""
-        with self._lock:
-            found = [0 if block in self._coming else None for block in blocks]
-        return self._locate(blocks, found)
+        """Returns from which tier each block (digest, group) is to be read, counted from the highest, those of other
+        engines last; None for those that are nowhere."""
+        found = self.where_here(blocks)
+        return self._ask_remote(found, lambda remote, rows: remote.where([blocks[row] for row in rows]))
+
+    def are_remote(self, blocks: Sequence[tuple[bytes, int]]) -> bool:
+        """Returns whether any of these blocks may have to come from another engine. Returns at once."""
+        return self._remote is not None and any(each is not None for each in self._remote.where(blocks))
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[int | None]:
-        """Reads blocks (digest, group) into `out`, a record each. Returns from which tier each came; None for those
-        that were nowhere."""
+        """Reads blocks (digest, group) into `out`, a record each. Returns from which tier each came, as `where` does;
+        None for those that were nowhere."""
+        found = self.read_here(blocks, out)
+        return self._ask_remote(
+            found, lambda remote, rows: remote.read([blocks[row] for row in rows], [out[row] for row in rows])
+        )
+
+    def read_here(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[int | None]:
+        """Reads blocks as `read` does, but for those of other engines."""
         with self._lock:
             coming = [self._coming.get(block) for block in blocks]
         found: list[int | None] = [None] * len(blocks)
@@ -171,6 +198,22 @@ class OffloadTiers:
             there = [source is not None for source in self.read([name[:2] for name in part], records)]
             self.keep(list(compress(part, there)), records[there])
 
+    def where_here(self, blocks: Sequence[tuple[bytes, int]]) -> list[int | None]:
+        """Returns from where to read blocks as `where` does, but for those of other engines."""
+        with self._lock:
+            found = [0 if block in self._coming else None for block in blocks]
+        return self._locate(blocks, found)
+
+    def _ask_remote(
+        self, found: list[int | None], ask: Callable[[RemoteStore, Sequence[int]], list[int | None]]
+    ) -> list[int | None]:
+        """Fills in where rows come from that no tier has, by what is told of them."""
+        missing = [row for row, source in enumerate(found) if source is None]
+        if self._remote is not None and missing:
+            for row, number in zip(missing, ask(self._remote, missing), strict=True):
+                found[row] = None if number is None else len(self.tiers) + number
+        return found
+
     def _locate(
         self, blocks: Sequence[tuple[bytes, int]], found: list[int | None], highest: int = 0
     ) -> list[int | None]:
@@ -195,10 +238,15 @@ class OffloadTiers:
 
 class Sources:
     """Looks up from which tier each block of a chain is to be read; None for those that are nowhere. Raises
-    KVStoreError."""
+    KVStoreError.
 
-    def __init__(self, tiers: OffloadTiers, digests: Sequence[bytes]) -> None:
-        self._tiers = tiers
+    where: `OffloadTiers.where`, or `where_here`.
+    """
+
+    def __init__(
+        self, where: Callable[[Sequence[tuple[bytes, int]]], list[int | None]], digests: Sequence[bytes]
+    ) -> None:
+        self._where = where
         self._digests = digests
         self._entries = {digest: entry for entry, digest in enumerate(digests)}
         self._known: dict[tuple[bytes, int], int | None] = {}
@@ -208,5 +256,5 @@ class Sources:
             entry, group = self._entries[block[0]], block[1]
             near = [(digest, group) for digest in self._digests[entry : entry + LOOK_AHEAD]]
             unknown = [each for each in near if each not in self._known]
-            self._known.update(zip(unknown, self._tiers.where(unknown), strict=True))
+            self._known.update(zip(unknown, self._where(unknown), strict=True))
         return self._known[block]

@@ -29,6 +29,7 @@ _HEADER = struct.Struct("<8s32s32sII")  # magic, digest, parent, group, depth; t
 _CHECKSUM_BYTES = 8
 _MAGIC = b"pmillKV1"
 HEADER_BYTES = _HEADER.size
+HEAD_BYTES = HEADER_BYTES + _CHECKSUM_BYTES
 
 
 def default_root() -> Path:
@@ -97,14 +98,19 @@ class Slots:
 
     def head(self, name: BlockName, record: NDArray[np.uint8]) -> bytes:
         """Returns the bytes that lie before a block's record."""
-        fields = _HEADER.pack(_MAGIC, name.digest, name.parent, name.group, name.depth)
-        return (fields + _checksum(fields, record)).ljust(self.head_bytes, b"\0")
+        return head_of(name, record).ljust(self.head_bytes, b"\0")
 
     def block_in(self, image: bytes) -> tuple[BlockName, NDArray[np.uint8]] | None:
         """Returns the name of the block that a slot holds, and its record; None if they are not whole."""
         head, record = np.split(np.frombuffer(image, dtype=np.uint8), [self.head_bytes])
         name = name_in(image)
         return (name, record) if name is not None and is_whole(head, record, name.digest, name.group) else None
+
+
+def head_of(name: BlockName, record: NDArray[np.uint8]) -> bytes:
+    """Returns HEAD_BYTES: a block's header, and the checksum over it and the record."""
+    fields = _HEADER.pack(_MAGIC, name.digest, name.parent, name.group, name.depth)
+    return fields + _checksum(fields, record)
 
 
 def name_in(head: bytes) -> BlockName | None:

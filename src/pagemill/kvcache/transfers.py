@@ -67,7 +67,7 @@ class UnderWay(NamedTuple):
 class Transfers:
     """Saves and loads blocks. Its methods belong to one thread, the engine's.
 
-    load_times: by tier; a load counts for the lowest one that a block of it came from.
+    load_times: by source (`OffloadTiers.where`); a load counts for the lowest one that a block of it came from.
     backlog_bytes: the most that may be copied out and not yet stored; beyond it, blocks are dropped instead of saved.
     """
 
@@ -81,10 +81,12 @@ class Transfers:
         self._most_waiting = max(1, backlog_bytes // tiers.record_bytes)
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-save")
         self._readers = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-load")
+        self._fetchers = ThreadPoolExecutor(num_threads, thread_name_prefix="kv-fetch")
+        """Read what may come from other engines, so that a slow one holds up no tier."""
         self._lock = threading.Lock()
         self._waiting = 0
         self._stats = TransferStats()
-        self.load_times = [LoadTime() for _ in tiers.tiers]
+        self.load_times = {source: LoadTime() for source in range(len(tiers.tiers))}
         self._loads: dict[int, UnderWay] = {}
         self._done: SimpleQueue[tuple[int, int, Piece]] = SimpleQueue()
         self._loading_since = self._loading_until = 0.0
@@ -176,7 +178,9 @@ class Transfers:
         self._loads[load.id] = UnderWay(load, [None] * len(starts))
         for piece, first in enumerate(starts):
             end = first + self._piece
-            self._readers.submit(self._fetch, load.id, piece, load.blocks[first:end], load.frames[first:end], before)
+            blocks = load.blocks[first:end]
+            threads = self._fetchers if self._tiers.are_remote(blocks) else self._readers
+            threads.submit(self._fetch, load.id, piece, blocks, load.frames[first:end], before)
 
     def _fetch(
         self, load: int, piece: int, blocks: Sequence[tuple[bytes, int]], frames: Sequence[int], before: Any
@@ -221,10 +225,15 @@ class Transfers:
         if all(arrived):
             lowest = max(source or 0 for piece in pieces for source in piece.sources)
             seconds = max(piece.end_s for piece in pieces) - min(piece.begin_s for piece in pieces)
-            self.load_times[lowest].note(len(arrived), seconds)
+            self.load_time(lowest).note(len(arrived), seconds)
         return arrived
+
+    def load_time(self, source: int) -> LoadTime:
+        """Returns what is known of a source's speed."""
+        return self.load_times.setdefault(source, LoadTime())
 
     def close(self) -> None:
         """Waits for what is under way."""
         self._readers.shutdown()
+        self._fetchers.shutdown()
         self._writer.shutdown()

@@ -18,6 +18,8 @@ class Blocks:
                 and for an unused id.
     frame:      where its contents lie, -1 for an unused id.
     streamed:   1 if that is a streamed frame, 0 if it is one of the pool, and for an unused id.
+    versions:   rises when a block is published, and when one moves, so that who reads a frame beside all this can see
+                whether it held one block all the time.
     group:      its layer group.
     owner:      of a published block, the number of the tenant in whose namespace it is.
     """
@@ -26,6 +28,7 @@ class Blocks:
         self.references = array("i")
         self.frame = array("i")
         self.streamed = bytearray()
+        self.versions = array("I")
         self.group = array("i")
         self.owner = array("i")
         self._unused = array("i")  # ids that are no block's; the next one to be given out comes last
@@ -37,6 +40,7 @@ class Blocks:
         more = max(0, capacity - known)
         for column in (self.references, self.group, self.owner):
             column.extend(array("i", bytes(4 * more)))
+        self.versions.extend(array("I", bytes(4 * more)))
         self.frame.extend(array("i", [-1]) * more)
         self.streamed.extend(bytes(more))
         self._unused.extend(range(known + more - 1, known - 1, -1))

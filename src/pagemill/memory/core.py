@@ -36,6 +36,7 @@ class MemoryCore:
     tables:           all open block tables.
     tenants:          the accounts, with each tenant's eviction policy.
     pending:          what the device has not been told yet.
+    moving:           blocks whose frames hold their contents only once the step that copies them has retired.
     held:             steps in flight, and the blocks (all of one tenant) that were released under them.
     saves:            evicted blocks that offload stores have not been offered yet.
     ghosts:           names of blocks that were evicted last.
@@ -65,6 +66,7 @@ class MemoryCore:
         self.tables: set[BlockTable] = set()
         self.tenants = Tenants(lambda: policy(self))
         self.pending = PendingWork(len(windows))
+        self.moving: set[int] = set()
         self.held: deque[tuple[int, Tenant, list[int]]] = deque()
         self.last_begun = self.last_retired = -1
         self.saves: list[Save] = []
@@ -120,6 +122,8 @@ class MemoryCore:
     def retire(self, step: int) -> None:
         """Ends this step and all before it: they hold nothing any more."""
         self.last_retired = max(self.last_retired, step)
+        if not self.in_flight:
+            self.moving.clear()
         while self.held and self.held[0][0] <= step:
             _, tenant, blocks = self.held.popleft()
             self._drop(blocks, tenant)
@@ -191,6 +195,8 @@ class MemoryCore:
         """
         source = self.blocks.frame[block]
         self.pending.copy(source, frame)
+        self.moving.add(block)  # in this order, see `find_placed`
+        self.blocks.versions[block] += 1
         self.blocks.frame[block] = frame
         self.blocks.streamed[block] = streamed
         return source

@@ -19,7 +19,7 @@ from pagemill.memory.core import MemoryCore
 from pagemill.memory.eviction import PolicyFactory, least_recently_used
 from pagemill.memory.frames import StreamedFrames
 from pagemill.memory.kv_events import KVEvents, RecordedIndex
-from pagemill.memory.offload import MissingBlock, OpenedLoad
+from pagemill.memory.offload import MissingBlock, OpenedLoad, Placed
 from pagemill.memory.prefix_cache import Opened
 from pagemill.memory.prefix_tree import TreeNode
 from pagemill.memory.reservation import Shortage
@@ -30,7 +30,7 @@ from pagemill.tenant_limits import DEFAULT_TENANT
 
 __all__ = [
     "MAP_COLUMNS", "KVEvents", "MemoryManager", "MemoryStats", "MissingBlock", "Occupancy", "Opened", "OpenedLoad",
-    "Residency", "Scatter", "Shortage", "TierMap", "TreeNode",
+    "Placed", "Residency", "Scatter", "Shortage", "TierMap", "TreeNode",
 ]  # fmt: skip
 
 
@@ -236,6 +236,14 @@ class MemoryManager:
         """Closes a load's table: what it has of the first `whole` entries can be found from now on, the rest ends."""
         prefix_cache.publish(self.core, table, whole, token_ids, digests)
         self.close(table, now)
+
+    def find_placed(self, digest: bytes, group: int) -> Placed | None:
+        """Returns where a published block lies in the pool; None if it does not, is streamed or about to be moved.
+
+        Any thread may call it, beside all other methods. Its frame was read as it should be if a second call, after
+        the read, returns the same.
+        """
+        return offload.find_placed(self.core, digest, group)
 
     def take_saves(self) -> list[Save]:
         """Returns what was evicted since the last call, for offload stores.

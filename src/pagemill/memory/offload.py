@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from pagemill.memory.block_table import BlockTable, first_entry_in_window
 from pagemill.memory.core import MemoryCore
-from pagemill.memory.work import Save
+from pagemill.memory.work import BlockName, Save
 
 
 class MissingBlock(NamedTuple):
@@ -28,6 +28,15 @@ class OpenedLoad(NamedTuple):
 
     table: BlockTable
     missing: list[MissingBlock]
+
+
+class Placed(NamedTuple):
+    """A published block of the pool: its name, its frame, its id, and the version of that."""
+
+    name: BlockName
+    frame: int
+    block: int
+    version: int
 
 
 class ChainBlocks(NamedTuple):
@@ -96,6 +105,24 @@ def reserve_load(core: MemoryCore, load: OpenedLoad, num_streamed: int) -> list[
                     blocks.set_streamed(new, True)
                 held[run[0] : run[-1] + 1] = array("i", new)
     return [blocks.frame[table.blocks[group][entry]] for entry, group in missing]
+
+
+def find_placed(core: MemoryCore, digest: bytes, group: int) -> Placed | None:
+    """Implements `MemoryManager.find_placed`.
+
+    What is published is not written. So a frame that held a block before a read and after it held it during the read,
+    unless the block was gone between; then its id has another version. The order of look-ups counts, since the memory
+    system may change between any two of them: who sees a version sees too whether the block is on its way to a frame.
+    """
+    index, blocks = core.index, core.blocks
+    block = index.by_digest[group].get(digest)
+    if block is None:
+        return None
+    version = blocks.versions[block]
+    if index.by_digest[group].get(digest) != block or block in core.moving or blocks.streamed[block]:
+        return None
+    name = BlockName(digest, group, index.parent[block], index.depth[block])
+    return Placed(name, blocks.frame[block], block, version)
 
 
 def cached_blocks(core: MemoryCore) -> list[Save]:

@@ -68,6 +68,7 @@ def publish(core: MemoryCore, table: BlockTable, full: int, token_ids: Sequence[
                 continue
             published = index.by_digest[group].get(digest)
             if published is None:
+                core.blocks.versions[block] += 1  # before, see `find_placed`
                 index.publish(block, group, digest, parent, tokens, entry)
                 owner[block] = table.tenant.number
                 if group == index.leading:

@@ -198,6 +198,14 @@ class _Engine(Collector):
         for tier, held_there in stats.tier_blocks.items():
             below.add_metric([tier], held_there)
         yield below
+        failed = CounterMetricFamily(
+            "pagemill:kv_fetches_failed",
+            "KV blocks that were wanted from other replicas and were computed instead, by reason.",
+            labels=["reason"],
+        )
+        for reason, count in stats.fetches_failed.items():
+            failed.add_metric([reason], count)
+        yield failed
         owned = GaugeMetricFamily(
             "pagemill:tenant_kv_blocks", "Blocks of the KV pool, by tenant and state.", labels=["tenant", "state"]
         )
