@@ -87,6 +87,19 @@ def serve(
             "Default: least-work.",
         ),
     ] = None,
+    kv_transfer: Annotated[
+        bool | None,
+        typer.Option(
+            "--kv-transfer/--no-kv-transfer",
+            help="Replicas fetch KV blocks from each other where that is faster than computing them. Default: on.",
+        ),
+    ] = None,
+    kv_transfer_host: Annotated[
+        str | None,
+        typer.Option(
+            "--kv-transfer-host", help="Address on which replicas give each other KV blocks. Default: loopback."
+        ),
+    ] = None,
     config: Annotated[
         Path | None,
         typer.Option(
@@ -113,11 +126,14 @@ def serve(
 
     if pin_file is not None and not pin_file.is_file():
         raise ConfigError(f"pin_file is {str(pin_file)!r}, which is no file; name one", param="pin_file")
-    if routing is not None and replicas is None:
+    fleet = {"routing": routing, "kv_transfer": kv_transfer, "kv_transfer_host": kv_transfer_host}
+    fleet = {name: value for name, value in fleet.items() if value is not None}
+    if fleet and replicas is None:
+        name, value = next(iter(fleet.items()))
         raise ConfigError(
-            f"routing is {routing!r}, which chooses among replicas, and there is one engine; give --replicas, or leave "
-            f"--routing out",
-            param="routing",
+            f"{name} is {value!r}, which concerns several replicas, and there is one engine; give --replicas, or leave "
+            f"--{name.replace('_', '-')} out",
+            param=name,
         )
     names = served_model_name or [model]
     check_served_names(names)
@@ -135,7 +151,7 @@ def serve(
         who: dict[str, Any] = {"tenants": tenants, "limits": limits, "access": access, "logs": logs}
         who["restarts"] = RestartLimits(**restarts)
         engines = {name: value for name, value in settings.items() if name != "tenants"}
-        plan = plan_for(replicas, routing or "least-work", model, names, (host, port), engines, pin_file, **who)
+        plan = plan_for(replicas, model, names, (host, port), engines, pin_file, **fleet, **who)
         scheme = "http" if access.ssl_certfile is None else "https"
         serve_plan(plan, url_of(scheme, str(address[0]), port, here=True))
         return

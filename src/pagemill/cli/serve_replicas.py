@@ -20,7 +20,7 @@ SIZES = ("kv_memory", "kv_cache_memory_bytes", "gpu_memory_utilization")
 
 
 def plan_for(
-    replicas: int, routing: str, model: str, names: list[str], address: tuple[str, int], settings: dict[str, Any],
+    replicas: int, model: str, names: list[str], address: tuple[str, int], settings: dict[str, Any],
     pin_file: Path | None, **others: Any,
 ) -> FleetPlan:  # fmt: skip
     """Returns the plan of a fleet that shares this machine. Raises `ConfigError` and `ModelNotFoundError`.
@@ -43,7 +43,6 @@ def plan_for(
         names=names,
         settings={**shared, **settings},
         replicas=replicas,
-        routing=routing,  # type: ignore[arg-type]
         address=address,
         pins=[] if pin_file is None else read_pins(pin_file),
         engine_resources={"num_cpus": 0},

@@ -63,14 +63,14 @@ class BlockDirectory:
         for digest in [digest for digest, holders in self._held.items() if holders & bit]:
             _clear(self._held, digest, bit)
 
-    def find(self, digests: Sequence[bytes], replicas: int) -> dict[int, int]:
+    def find(self, digests: Sequence[bytes], replicas: int, *, coming: bool = True) -> dict[int, int]:
         """Returns how many leading blocks of a chain each replica has, held or coming, for those that have any.
 
-        replicas: the bits of those to look for.
+        replicas: the bits of those to look for. coming: False to leave out what is not held yet.
         """
         found: dict[int, int] = {}
         for depth, digest in enumerate(digests):
-            have = self._held.get(digest, 0) | self._coming.get(digest, 0)
+            have = self._held.get(digest, 0) | (self._coming.get(digest, 0) if coming else 0)
             if depth:
                 _note(found, replicas & ~have, depth)
             replicas &= have

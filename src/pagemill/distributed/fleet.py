@@ -19,6 +19,7 @@ from pagemill.distributed.changes import Changes
 from pagemill.distributed.fleet_tenancy import FleetTenancy, Wanted
 from pagemill.distributed.flights import MAX_SENT, Flight, Flights
 from pagemill.distributed.merging import add_held, merge
+from pagemill.distributed.peers import Peers
 from pagemill.distributed.pin_copies import PinCopies
 from pagemill.distributed.replica import split_digests
 from pagemill.distributed.replica_link import ReplicaLink, is_refusal
@@ -86,6 +87,7 @@ class Fleet:
         self._tenancy = FleetTenancy(config.tenants)
         self._links: dict[str, ReplicaLink] = {}
         """Connections that are open, by replica: to those that take requests, and those that end what they have."""
+        self._peers = Peers(self._links)
         self._taking_in: set[str] = set()
         """Replicas that are being brought to where the others are."""
         self._listed: set[str] = set()
@@ -222,6 +224,7 @@ class Fleet:
         if self._router is None:
             self._router = Router(facts.block_size, self._policy)
         if not self._router.knows(link.name):
+            self._peers.compare(link.name, facts)
             self._router.add(link.name, facts.max_num_seqs)
             self._router.rest(link.name)
         self._admit(link)
@@ -230,7 +233,7 @@ class Fleet:
     def note_held(self, link: ReplicaLink, held: Held) -> None:
         if self._router is not None and self._router.knows(link.name):
             self._router.note_events(link.name, split_digests(held.stored), split_digests(held.removed))
-            self._router.note_times(link.name, held.token_s, held.step_s)
+            self._router.note_times(link.name, held.token_s, held.step_s, (held.fetch_s, held.block_fetch_s))
 
     def note_outputs(self, link: ReplicaLink, outputs: list[SequenceOutput]) -> None:
         assert self._router is not None
@@ -421,7 +424,7 @@ class Fleet:
         sent = self._flights.to_send(flight, route.replica)
         sent.served_elsewhere = self._tenancy.tell(route.replica)
         self._tenancy.note_sent(asked.request_id, route.replica)
-        self._links[route.replica].send(sent)
+        self._links[route.replica].send(self._peers.with_holder(sent, route))
 
     def _send_waiting(self) -> None:
         """Sends the requests that nobody has, as far as there are replicas and their tenants' limits let them."""

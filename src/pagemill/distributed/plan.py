@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from pagemill.config import EngineConfig, config_for
 from pagemill.distributed.routing import ROUTING_POLICIES, RoutingPolicy
+from pagemill.engine.messages import Peering
 from pagemill.errors import ConfigError, shown
 from pagemill.frontend.supervisor import RestartLimits
 from pagemill.hub import resolve_model
@@ -17,6 +19,8 @@ from pagemill.server.logs.output import ServerLogs
 from pagemill.server.routes.pins import FilePin
 from pagemill.tenant_limits import TenantsFile
 
+LOOPBACK = "127.0.0.1"
+
 
 @dataclass(frozen=True, kw_only=True)
 class FleetPlan:
@@ -25,8 +29,10 @@ class FleetPlan:
     settings: of the engines, but for the model. replicas: how many there are, or the least and the most of them,
     between which Ray Serve chooses. address: host and port where the front end itself listens; None: it is asked
     through Ray Serve's proxies. engine_resources, front_end_resources: `ray_actor_options`. log_path: a file or pipe
-    to which all processes write what they have to say; None: where Ray puts it. Raises `ConfigError` for a routing
-    that there is not.
+    to which all processes write what they have to say; None: where Ray puts it. kv_transfer: whether replicas fetch
+    blocks from each other; kv_transfer_host: the address of a replica's machine on which it gives them; None: loopback
+    where the front end listens on this machine, else that of the node in the Ray cluster. secret: what replicas know
+    each other by, another at each start. Raises `ConfigError` for a routing that there is not.
     """
 
     model: str
@@ -44,6 +50,9 @@ class FleetPlan:
     engine_resources: Mapping[str, Any] = field(default_factory=dict)
     front_end_resources: Mapping[str, Any] = field(default_factory=lambda: {"num_cpus": 0})
     log_path: str | None = None
+    kv_transfer: bool = True
+    kv_transfer_host: str | None = None
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
 
     def __post_init__(self) -> None:
         if self.routing not in ROUTING_POLICIES:
@@ -53,6 +62,12 @@ class FleetPlan:
     def all_settings(self) -> dict[str, Any]:
         """Returns the settings of a front end: the engines', and the tenants' limits."""
         return {**self.settings, "tenants": self.limits.tenants(self.tenants)}
+
+    def peering(self) -> Peering | None:
+        """Returns how replicas give each other blocks; None if they do not, or if there is only one."""
+        if not self.kv_transfer or self.replicas == 1:
+            return None
+        return Peering(self.secret, self.kv_transfer_host or (LOOPBACK if self.address is not None else ""))
 
     def engine_config(self) -> EngineConfig:
         """Returns the settings of a replica's engine. Raises `ConfigError` and `ModelNotFoundError`."""

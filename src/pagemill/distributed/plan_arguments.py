@@ -17,6 +17,9 @@ from pagemill.server.logs.output import ServerLogs
 from pagemill.server.routes.models import check_served_names
 from pagemill.tenant_limits import read_tenants_file
 
+SECRET = "PAGEMILL_KV_TRANSFER_SECRET"
+"""Names the variable with the secret of replicas; without it each start makes one."""
+
 OF_PROXIES = (
     "ssl_certfile", "ssl_keyfile", "forwarded_allow_ips", "max_connections", "max_connections_per_client",
     "request_timeout_s", "reading_timeout_s",
@@ -41,6 +44,7 @@ def plan_of(args: Mapping[str, Any], environment: Mapping[str, str]) -> FleetPla
     tenants = None if tenants_file is None else read_tenants_file(tenants_file)
     routing = left.pop("routing", "least-work")
     replicas = _replicas(left)
+    transfer = _transfer(left, environment)
     groups: dict[str, dict[str, Any]] = {}
     for kind in (ServerLimits, ServerAccess, ServerLogs, RestartLimits, EngineConfig):
         declared = arguments_of(kind)
@@ -65,10 +69,12 @@ def plan_of(args: Mapping[str, Any], environment: Mapping[str, str]) -> FleetPla
         restarts=RestartLimits(**groups["RestartLimits"]),
         engine_resources=left.pop("engine_resources", {"num_cpus": 1}),
         front_end_resources=left.pop("front_end_resources", {"num_cpus": 0}),
+        **transfer,
     )
     if left:
         name = next(iter(left))
-        known = sorted({each.name for each in fields(EngineConfig)} | {"replicas", "routing", "tenants"})
+        own = {"replicas", "routing", "tenants", "kv_transfer", "kv_transfer_host"}
+        known = sorted({each.name for each in fields(EngineConfig)} | own)
         raise ConfigError(f"there is no argument {shown(name)}; known are {', '.join(known)} and those of the server")
     plan.engine_config()
     return plan
@@ -91,6 +97,23 @@ def _replicas(args: dict[str, Any]) -> int | tuple[int, int]:
     if least > most:
         raise ConfigError(f"min_replicas is {least}, more than max_replicas, {most}; lower it", param="min_replicas")
     return least, most
+
+
+def _transfer(args: dict[str, Any], environment: Mapping[str, str]) -> dict[str, Any]:
+    """Takes how replicas give each other blocks out of the arguments and the environment."""
+    taken: dict[str, Any] = {}
+    kinds: dict[str, tuple[type, str]] = {
+        "kv_transfer": (bool, "true or false"),
+        "kv_transfer_host": (str, "an address of a replica's machine"),
+    }
+    for name in kinds.keys() & args.keys():
+        kind, what = kinds[name]
+        taken[name] = args.pop(name)
+        if not isinstance(taken[name], kind):
+            raise ConfigError(f"{name} is {shown(taken[name])}; it must be {what}", param=name)
+    if secret := environment.get(SECRET):
+        taken["secret"] = secret.encode()
+    return taken
 
 
 def _refuse_settings_of_proxies(args: Mapping[str, Any]) -> None:

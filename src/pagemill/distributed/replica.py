@@ -28,6 +28,7 @@ from pagemill.engine.messages import (
     Failure,
     FinishSequences,
     Held,
+    Peering,
     SequenceList,
     SequenceOutput,
     StepOutputs,
@@ -68,14 +69,19 @@ class _FrontEnd:
 class EngineReplica:
     """Loads an engine, and lets front ends use it until Ray Serve ends it. Raises what keeps it from loading."""
 
-    async def __init__(self, config: EngineConfig, log_path: str | None) -> None:  # type: ignore[misc]
-        """log_path: see `FleetPlan`."""
+    async def __init__(  # type: ignore[misc]
+        self, config: EngineConfig, log_path: str | None, peering: Peering | None = None
+    ) -> None:
+        """log_path: see `FleetPlan`. peering: how it gives blocks to other replicas, with "" for the address of its
+        node in the Ray cluster; None: it does not."""
         write_to(log_path)
+        if peering is not None and not peering.host:
+            peering = Peering(peering.secret, _node_address())
         self._blocks: set[bytes] = set()
         """Blocks that the pool holds: the first `DIGEST_BYTES` of their digests."""
         self._times = 0.0, 0.0
         self._front_ends: dict[str, _FrontEnd] = {}
-        self._client = ProcessClient(config, self._note_held)
+        self._client = ProcessClient(config, self._note_held, peering)
         await self._client.load(lambda done, total: None)
         self._told_facts = self._client.facts
         self._tasks = {asyncio.create_task(self._receive()), asyncio.create_task(self._watch())}
@@ -235,6 +241,14 @@ class ScaledReplica(EngineReplica):
             "rows": float(self.num_rows),
             "kv_used": stats.frames_active / max(1, stats.frames),
         }
+
+
+def _node_address() -> str:
+    """Returns the address at which other nodes of the Ray cluster reach this one."""
+    import ray
+
+    address: str = ray.util.get_node_ip_address()
+    return address
 
 
 def split_digests(joined: bytes) -> list[bytes]:

@@ -2,8 +2,9 @@
 
 A replica's work is what its requests have yet to compute: tokens of prompts, and tokens that answers are expected to
 have, in the seconds that a token takes there by its own measurement. A request adds the tokens of its prompt that the
-replica does not have. So a prefix draws requests to where it is as long as that saves more than others wait less, and
-is computed a second time when its replica has too much to do: what is hot spreads, what is cold does not.
+replica does not have, or the seconds in which it fetches them from another. So a prefix draws requests to where it is
+as long as that saves more than others wait less, and is computed a second time, or fetched, when its replica has too
+much to do: what is hot spreads, what is cold does not.
 
 It knows no clock, no engine and no Ray: the same code runs in the simulator.
 """
@@ -45,11 +46,23 @@ class Asked(NamedTuple):
 
 class Route(NamedTuple):
     """Names the replica that a request goes to, with the tokens of its prompt that are expected to be found there, and
-    the seconds of work that it will find and bring."""
+    the seconds of work that it will find and bring.
+
+    holder: another replica that holds more of its blocks, the first `held_blocks`; None if there is none.
+    """
 
     replica: str
     found_tokens: int
     work_s: float
+    holder: str | None = None
+    held_blocks: int = 0
+
+
+class _Holder(NamedTuple):
+    """The replica that holds most of a prompt, and how many of its blocks."""
+
+    number: int
+    blocks: int
 
 
 @dataclass
@@ -61,6 +74,8 @@ class _Replica:
     rows: int
     token_s: float = 0.0
     step_s: float = 0.0
+    fetch_s: tuple[float, float] = (0.0, 0.0)
+    """Seconds in which it fetches blocks: for all of a prompt, and for each; zeros if that is not known."""
     prompt_tokens: int = 0
     """Tokens of prompts that its requests have yet to compute before their first token."""
     answer_tokens: float = 0.0
@@ -142,10 +157,11 @@ class Router:
         self.directory.remove(number, removed)
         self.directory.store(number, stored)
 
-    def note_times(self, name: str, token_s: float, step_s: float) -> None:
-        """Notes the measured seconds of a prompt's token, and of a step that only generates; 0: not known."""
+    def note_times(self, name: str, token_s: float, step_s: float, fetch_s: tuple[float, float] = (0.0, 0.0)) -> None:
+        """Notes the measured seconds of a prompt's token, of a step that only generates, and of fetching blocks from
+        another replica, for all and for each of them; 0: not known."""
         replica = self._known(name)
-        replica.token_s, replica.step_s = token_s, step_s
+        replica.token_s, replica.step_s, replica.fetch_s = token_s, step_s, fetch_s
 
     def work_s(self, name: str) -> float:
         """Returns the seconds of work that a replica has left."""
@@ -162,16 +178,20 @@ class Router:
             raise ValueError(f"request {request_id!r} is under way already")
         if not self._replicas:
             return None
-        found = self._found(asked)
-        works = self._works_with(asked, found)
+        found, holders = self._found(asked), self._holders(asked)
+        works = self._works_with(asked, found, holders)
         if at is not None and at in self._replicas:
             chosen = self._replicas[at]
         elif self._policy == "round-robin":
             chosen = min(self._replicas.values(), key=lambda replica: replica.last_chosen)
         else:
             chosen = self._least(asked, works)
-        self._begin(request_id, chosen, asked, found.get(chosen.number, 0))
-        return Route(chosen.name, found.get(chosen.number, 0), works[chosen.name])
+        own = found.get(chosen.number, 0)
+        token_s = chosen.token_s or self._known_token_s()
+        holder = self._holder_for(chosen, own, holders)
+        self._begin(request_id, chosen, asked, round(self._left_s(chosen, asked, own, holder) / token_s))
+        route = Route(chosen.name, own, works[chosen.name])
+        return route if holder is None else route._replace(holder=self._name(holder.number), held_blocks=holder.blocks)
 
     def note_tokens(self, request_id: str, count: int) -> None:
         """Notes that a request's answer has `count` more tokens. Ids that have ended are ignored."""
@@ -202,32 +222,62 @@ class Router:
         most, size = max(0, asked.num_tokens - 1), self._block_size
         return {number: min(blocks * size, most) for number, blocks in self.directory.find(asked.digests, bits).items()}
 
-    def _works_with(self, asked: Asked, found: dict[int, int]) -> dict[str, float]:
+    def _holders(self, asked: Asked) -> list[_Holder]:
+        """Returns the two replicas, of all that there are, that hold most of a prompt's blocks: one of them at least is
+        another than that to which it goes."""
+        everybody = sum(1 << replica.number for replica in (*self._replicas.values(), *self._resting.values()))
+        held = self.directory.find(asked.digests, everybody, coming=False)
+        return sorted((_Holder(*each) for each in held.items()), key=lambda holder: -holder.blocks)[:2]
+
+    def _holder_for(self, replica: _Replica, found_tokens: int, holders: list[_Holder]) -> _Holder | None:
+        """Returns who holds more of a prompt than a replica has itself."""
+        best = next((holder for holder in holders if holder.number != replica.number), None)
+        return best if best is not None and best.blocks * self._block_size > found_tokens + self._block_size else None
+
+    def _left_s(self, replica: _Replica, asked: Asked, found_tokens: int, holder: _Holder | None) -> float:
+        """Returns the seconds in which a replica computes what it lacks of a prompt, or fetches blocks and computes the
+        rest, whichever takes less."""
+        token_s = replica.token_s or self._known_token_s()
+        computed_s = (asked.num_tokens - found_tokens) * token_s
+        if holder is None or not any(replica.fetch_s):
+            return computed_s
+        all_s, block_s = replica.fetch_s
+        held_tokens = holder.blocks * self._block_size
+        fetched_s = all_s + block_s * (held_tokens - found_tokens) / self._block_size
+        return min(computed_s, fetched_s + max(0, asked.num_tokens - held_tokens) * token_s)
+
+    def _works_with(self, asked: Asked, found: dict[int, int], holders: list[_Holder]) -> dict[str, float]:
         """Returns the seconds of work that each replica would have left with a request."""
-        known = self._known_token_s()
-        return {
-            name: self._work_s(replica, known)
-            + (asked.num_tokens - found.get(replica.number, 0)) * (replica.token_s or known)
-            for name, replica in self._replicas.items()
-        }
+        known, works = self._known_token_s(), {}
+        for name, replica in self._replicas.items():
+            own = found.get(replica.number, 0)
+            left_s = self._left_s(replica, asked, own, self._holder_for(replica, own, holders))
+            works[name] = self._work_s(replica, known) + left_s
+        return works
+
+    def _name(self, number: int) -> str:
+        everybody = (*self._replicas.values(), *self._resting.values())
+        return next(replica.name for replica in everybody if replica.number == number)
 
     def _least(self, asked: Asked, works: dict[str, float]) -> _Replica:
         """Returns the replica with the least work, or a session's own while it has not much more.
 
-        Much is what the session's whole prompt takes: a move computes at least that once, and what the session has in
-        tiers below the pool, which nobody tells, is lost to it.
+        Much is what the session's whole prompt takes, computed or, where that is faster, fetched: a move costs at least
+        that once, and what the session has in tiers below the pool, which nobody tells, is lost to it.
         """
         best = min(self._replicas.values(), key=lambda replica: (works[replica.name], replica.last_chosen))
         own = self._replicas.get(self._sessions.get(asked.session, "")) if asked.session is not None else None
         if own is not None:
-            patience_s = asked.num_tokens * (own.token_s or self._known_token_s())
+            whole = _Holder(own.number, len(asked.digests))
+            patience_s = self._left_s(best, asked, 0, whole)
             if works[own.name] <= works[best.name] + patience_s:
                 return own
         return best
 
-    def _begin(self, request_id: str, replica: _Replica, asked: Asked, found_tokens: int) -> None:
+    def _begin(self, request_id: str, replica: _Replica, asked: Asked, prompt_tokens: int) -> None:
+        """Counts a request's work. prompt_tokens: that take as long as what is to be done for its prompt."""
         claimed = self.directory.claim(replica.number, asked.digests)
-        request = _Request(replica, claimed, asked.num_tokens - found_tokens, asked.most_tokens, 0.0)
+        request = _Request(replica, claimed, prompt_tokens, asked.most_tokens, 0.0)
         self._requests[request_id] = replica.requests[request_id] = request
         replica.prompt_tokens += request.prompt_tokens
         self._expect(request, min(self._expected, asked.most_tokens))
