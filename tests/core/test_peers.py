@@ -159,3 +159,14 @@ def test_what_is_read_beside_steps_is_whole_or_not_there(prompt, make_peer):
     assert served.find(blocks) == [None] * len(blocks), "their frames were others' when they were read"
     drive(core, [asked("a", prompt)])
     assert all(np.array_equal(found[1], record) for found, record in zip(served.find(blocks), truth, strict=True))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_one_engine_has_begun_another_goes_on_with(prompt, make_peer, temperature):
+    first, second = make_peer(), make_peer()
+    whole = drive(make_peer(), [asked("q", prompt, temperature=temperature)]).tokens["q", 0]
+    begun = drive(first, [asked("q", prompt, temperature=temperature, max_tokens=1)]).tokens["q", 0]
+    rest = asked("q", prompt, temperature=temperature, held=holding(first))
+    rest.answered = begun
+    assert begun + drive(second, [rest]).tokens["q", 0] == whole
+    assert second.stats().blocks_fetched == LENGTH // 16

@@ -4,16 +4,27 @@ import asyncio
 from types import SimpleNamespace
 from typing import ClassVar
 
+import msgspec
 import pytest
 
 from pagemill import SamplingParams
 from pagemill.config import EngineConfig
 from pagemill.distributed import fleet as fleet_module
 from pagemill.distributed.fleet import Fleet
-from pagemill.engine.messages import AbortRequests, EngineReady, EngineRequest, SequenceOutput
+from pagemill.engine.messages import (
+    DIGEST_BYTES,
+    AbortRequests,
+    EngineReady,
+    EngineRequest,
+    Held,
+    HeldBlocks,
+    SequenceOutput,
+)
 from pagemill.engine.queries import SetTenant
 from pagemill.errors import EngineDeadError, EngineStoppedError, InvalidRequestError
 from pagemill.frontend.supervisor import RestartLimits
+from pagemill.memory.digest import extend_chain, root_digest
+from pagemill.namespace import Namespace
 from pagemill.tenant_limits import TenantLimits
 
 FACTS = EngineReady(
@@ -35,8 +46,8 @@ class RecordedLink:
         self.opened.append(self)
 
     def come(self):
-        self.facts = FACTS
-        self._user.note_facts(self, FACTS)
+        self.facts = msgspec.structs.replace(FACTS, peer_address=f"{self.name}:1")
+        self._user.note_facts(self, self.facts)
 
     def send(self, message):
         if getattr(message, "prompt_token_ids", [])[:1] == [99]:
@@ -86,13 +97,13 @@ class Handle:
             pass
 
 
-def run(monkeypatch, scenario, restarts=None, names=("a",)):
+def run(monkeypatch, scenario, restarts=None, names=("a",), prefill_replicas=0):
     """Runs a scenario with a fleet of these replicas, which have come."""
     monkeypatch.setattr(fleet_module, "ReplicaLink", RecordedLink)
     monkeypatch.setattr(RecordedLink, "opened", [])
 
     async def all_of_it():
-        fleet = Fleet(EngineConfig(model="m"), Handle, "round-robin", restarts or RestartLimits())
+        fleet = Fleet(EngineConfig(model="m"), Handle, "round-robin", restarts or RestartLimits(), prefill_replicas)
         loading = asyncio.create_task(fleet.load(lambda done, total: None))
         await settle()
         fleet.note_listed({*names})
@@ -286,3 +297,74 @@ def test_a_replica_is_told_what_its_tenants_have_had_elsewhere(monkeypatch):
         assert told[8] == {"other": 21}
 
     run(monkeypatch, scenario, names=("a", "b"))
+
+
+def test_a_prompt_is_computed_by_one_replica_and_another_goes_on_with_what_that_holds(monkeypatch):
+    async def scenario(fleet, links, frontend):
+        asked = request("q")
+        asked.prompt_token_ids = [*range(1, 200)]
+        fleet.submit(asked)
+        (first,) = [link for link in links.values() if link.requests]
+        (second,) = [link for link in links.values() if link is not first]
+        assert first.sent[-1].params.max_tokens == 1
+        fleet.note_held(first, held_for(asked))
+        first.bring("q", finish_reason="length", num_cached_tokens=3)
+        await settle()
+        (sent,) = second.sent
+        assert (sent.params.max_tokens, sent.answered) == (9, [7])
+        assert sent.held == HeldBlocks(f"{first.name}:1", 12)
+        second.bring("q", num_cached_tokens=192)
+        second.bring("q", finish_reason="length", num_cached_tokens=192)
+        await settle()
+        assert [each.new_token_ids for each in frontend.received] == [[7]] * 3
+        assert [each.finish_reason for each in frontend.received] == [None, None, "length"]
+        assert {each.num_cached_tokens for each in frontend.received} == {3}
+        assert frontend.num_sent_again == 0
+        fleet.submit(request("short"))
+        assert second.requests[-1] == "short"
+        for number, more in enumerate(({"n": 2}, {"max_tokens": 1}, {"prompt_logprobs": 1})):
+            whole = request(f"whole{number}")
+            whole.prompt_token_ids, whole.params = asked.prompt_token_ids[::-1], SamplingParams(**more)
+            fleet.submit(whole)
+            assert second.requests[-1] == f"whole{number}"
+
+    run(monkeypatch, scenario, names=("a", "b"), prefill_replicas=1)
+
+
+def test_a_prompt_whose_replica_dies_or_whose_first_token_ends_it_has_no_second_part(monkeypatch):
+    async def scenario(fleet, links, frontend):
+        for name in ("q", "p"):
+            asked = request(name)
+            asked.prompt_token_ids = [*range(1, 200)]
+            fleet.submit(asked)
+        (first,) = [link for link in links.values() if link.requests]
+        (second,) = [link for link in links.values() if link is not first]
+        first.bring("q", finish_reason="stop")
+        await settle()
+        assert second.sent == []
+        first.die()
+        await settle()
+        assert [(each.request_id, each.params.max_tokens, each.answered) for each in second.sent] == [("p", 9, [])]
+        assert frontend.num_sent_again == 1
+
+    run(monkeypatch, scenario, names=("a", "b"), prefill_replicas=1)
+
+
+def held_for(asked):
+    root = root_digest(FACTS.fingerprint, FACTS.kv_format_name, FACTS.numerics, str(Namespace("default")))
+    digests = []
+    extend_chain(digests, root, asked.prompt_token_ids, FACTS.block_size)
+    return Held(stored=b"".join(digest[:DIGEST_BYTES] for digest in digests), token_s=1e-3)
+
+
+def test_replicas_that_compute_other_bits_are_named_once(monkeypatch, caplog):
+    async def scenario(fleet, links, frontend):
+        other = msgspec.structs.replace(FACTS, numerics="another")
+        for name in ("b", "c"):
+            fleet.note_listed({*links, name})
+            new = RecordedLink.opened[-1]
+            new.facts = other
+            fleet.note_facts(new, other)
+        assert len([record for record in caplog.records if "other bits" in record.message]) == 1
+
+    run(monkeypatch, scenario)

@@ -2,7 +2,8 @@
 
 import pytest
 
-from pagemill.distributed.plan_arguments import OF_PROXIES, plan_of
+from pagemill.distributed.plan_arguments import OF_PROXIES, SECRET, plan_of
+from pagemill.engine.messages import Peering
 from pagemill.errors import ConfigError
 
 MODEL = {"model": "smollm2-135m"}
@@ -40,6 +41,23 @@ def test_a_queue_has_an_end_in_each_replica_without_a_tenants_file():
     plan = plan_of({**MODEL, "max_waiting": 7}, {"PAGEMILL_API_KEY": "k"})
     assert plan.all_settings()["tenants"]["default"].max_waiting == 7
     assert plan.engine_config().tenants["default"].max_waiting == 7
+
+
+def test_replicas_give_each_other_blocks_unless_that_is_switched_off():
+    keys = {"PAGEMILL_API_KEY": "k"}
+    one, other = (plan_of({**MODEL, "replicas": 3}, keys) for _ in range(2))
+    assert one.peering().host == ""
+    assert one.peering().secret != other.peering().secret
+    assert one.peering().secret.hex() not in repr(one)
+    assert repr(one.peering().secret) not in repr(one)
+    given = plan_of({**MODEL, "replicas": 3, "kv_transfer_host": "10.0.0.7"}, {**keys, SECRET: "ours"})
+    assert given.peering() == Peering(b"ours", "10.0.0.7")
+    assert plan_of({**MODEL, "replicas": 3, "kv_transfer": False}, keys).peering() is None
+    assert plan_of({**MODEL, "replicas": 1}, keys).peering() is None
+    assert plan_of({**MODEL, "replicas": 3, "prefill_replicas": 2}, keys).prefill_replicas == 2
+    for wrong in ({"prefill_replicas": 3}, {"prefill_replicas": 1, "kv_transfer": False}, {"prefill_replicas": "x"}):
+        with pytest.raises(ConfigError, match="prefill_replicas"):
+            plan_of({**MODEL, "replicas": 3, **wrong}, keys)
 
 
 def test_an_unknown_routing_is_refused():

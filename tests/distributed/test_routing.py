@@ -157,3 +157,92 @@ def test_a_slow_replica_gets_less():
     router.note_times("r0", 4e-3, 4e-2)
     went = [router.route(f"q{number}", asked(f"p{number}", 10)).replica for number in range(50)]
     assert 2.5 < went.count("r1") / went.count("r0") < 6
+
+
+FETCH_S = (2e-3, 1e-3)
+"""Of all blocks of a prompt, and of each: a sixteenth of what computing it takes."""
+
+
+def test_a_request_learns_who_holds_more_of_its_prompt():
+    router = fleet(2)
+    what = asked("a", 20)
+    assert router.route("q0", what).holder is None
+    router.end("q0")
+    router.note_events("r1", what.digests[:5], [])
+    router.note_events("r0", what.digests, [])
+    route = router.route("q1", what, at="r1")
+    assert (route.holder, route.held_blocks, route.found_tokens) == ("r0", 20, 80)
+    assert router.route("q2", what, at="r0").holder is None
+    router.end("q1")
+    router.end("q2")
+    router.rest("r0")
+    assert router.route("q3", asked("a", 20), at="r1").holder == "r0", "it gives what it has while it ends"
+    router.end("q3")
+    router.remove("r0")
+    assert router.route("q4", asked("a", 20), at="r1").holder is None
+
+
+def test_what_is_only_coming_is_not_fetched():
+    router = fleet(2)
+    first = router.route("q0", asked("a", 20))
+    other = next(name for name in router.replicas if name != first.replica)
+    assert router.route("q1", asked("a", 20), at=other).holder is None
+
+
+def test_tokens_that_can_be_fetched_cost_less_than_those_to_be_computed():
+    router, what = fleet(2), asked("a", 100, session="s")
+    assert serve(router, "q0", what) == "r0"
+    busy = router.route("busy", Asked(1000, [], 400), at="r0")
+    assert busy.replica == "r0"
+    assert router.route("q1", what).replica == "r0", "what it has saves more than the wait"
+    router.end("q1")
+    for name in router.replicas:
+        router.note_times(name, 1e-3, 1e-2, FETCH_S)
+    route = router.route("q2", what)
+    assert (route.replica, route.holder) == ("r1", "r0")
+    assert route.work_s < 0.2
+    assert router.work_s("r1") < 0.3, "what is fetched is not counted as if it were computed"
+
+
+def split(replicas=3, prefill=1) -> Router:
+    router = Router(SIZE, prefill_replicas=prefill)
+    for number in range(replicas):
+        router.add(f"r{number}", rows=8)
+        router.note_times(f"r{number}", 1e-3, 1e-2, FETCH_S)
+    return router
+
+
+def test_prompts_go_to_replicas_of_their_own_and_what_follows_to_others():
+    router = split()
+    what = asked("a", 20, session="s")
+    first = router.route_prompt("q0", what)
+    assert first.replica == "r0"
+    router.note_events("r0", what.digests, [])
+    router.note_tokens("q0", 1)
+    router.end("q0", whole=False)
+    second = router.route("q0", what)
+    assert second.replica in {"r1", "r2"}
+    assert (second.holder, second.held_blocks) == ("r0", 20)
+    router.note_events(second.replica, what.digests, [])
+    router.note_tokens("q0", 50)
+    router.end("q0")
+    more = asked("a", 22, session="s")
+    assert router.route_prompt("q1", more) is None, "it is short where the session is"
+    assert router.route("q1", more).replica == second.replica
+    assert all(router.route(f"o{at}", asked(f"o{at}", 3)).replica != "r0" for at in range(9))
+
+
+def test_no_prompt_goes_apart_where_fetching_takes_longer_or_nobody_is_left_to_go_on():
+    router = split(2)
+    assert router.route_prompt("q0", asked("a", 20)).replica == "r0"
+    router.note_times("r1", 1e-3, 1e-2, (0.0, 1.0))
+    assert router.route_prompt("q1", asked("b", 20)) is None
+    router.note_times("r1", 1e-3, 1e-2, FETCH_S)
+    router.rest("r1")
+    assert router.route_prompt("q2", asked("b", 20)) is None
+    assert router.route("q2", asked("b", 20)).replica == "r0"
+    router.resume("r1")
+    assert router.route_prompt("q3", asked("c", 20)).replica == "r0", "it keeps its part"
+    router.remove("r0")
+    router.add("r2", rows=8)
+    assert router.route_prompt("q4", asked("d", 20)).replica == "r1"

@@ -138,20 +138,29 @@ def test_another_cluster_takes_the_place_of_one_whose_raylet_is_killed(fleet):
     assert run_streams(fleet)[0]
 
 
-def test_a_session_that_moves_takes_its_blocks_along_and_gets_the_same_answers():
-    fleet = Fleet("--routing", "round-robin")
-    words = " ".join(f"The {number}th of them told a story of its own." for number in range(40))
-    body = {"model": MODEL, "prompt": words, "max_tokens": 12, "temperature": 1, "seed": 7, "ignore_eos": True}
+def answers_of(fleet):
+    """Returns the texts of two prompts, each asked for three times, and how many whole blocks the prompts have."""
+    texts, blocks = [], 0
+    for at in range(6):
+        words = " ".join(f"The {number}th of {at % 2} told a story of its own." for number in range(40))
+        body = {"model": MODEL, "prompt": words, "max_tokens": 12, "temperature": 1, "seed": 7, "ignore_eos": True}
+        answer = httpx.post(f"{fleet.url}/v1/completions", json=body, timeout=60).json()
+        texts.append(answer["choices"][0]["text"])
+        blocks += answer["usage"]["prompt_tokens"] // 16 if at < 2 else 0
+    return texts, blocks
+
+
+def test_prompts_and_sessions_that_move_take_their_blocks_along_and_get_the_same_answers(fleet):
+    split = Fleet("--routing", "round-robin", "--prefill-replicas", "1")
     try:
-        answers = [httpx.post(f"{fleet.url}/v1/completions", json=body, timeout=60).json() for _ in range(6)]
-        metrics = httpx.get(f"{fleet.url}/metrics", timeout=10).text
+        texts, blocks = answers_of(split)
+        metrics = httpx.get(f"{split.url}/metrics", timeout=10).text
     finally:
-        fleet.stop()
-    assert len({answer["choices"][0]["text"] for answer in answers}) == 1
+        split.stop()
+    assert texts == answers_of(fleet)[0]
     figures = {
         name: sum(float(value) for value in re.findall(rf"^pagemill:{name}(?:_total)?{{[^}}]*}} (\S+)", metrics, re.M))
-        for name in ("kv_blocks_fetched", "kv_blocks_served", "kv_fetches_failed", "prompt_tokens")
+        for name in ("kv_blocks_fetched", "kv_blocks_served", "kv_fetches_failed")
     }
-    each = answers[0]["usage"]["prompt_tokens"] // 16
-    assert figures["kv_blocks_fetched"] == figures["kv_blocks_served"] == 2 * each, figures
+    assert figures["kv_blocks_fetched"] == figures["kv_blocks_served"] >= 2 * blocks
     assert figures["kv_fetches_failed"] == 0

@@ -87,6 +87,14 @@ def serve(
             "Default: least-work.",
         ),
     ] = None,
+    prefill_replicas: Annotated[
+        int | None,
+        typer.Option(
+            "--prefill-replicas",
+            min=0,
+            help="How many of the replicas compute prompts alone; the others go on with them. Default: 0, all do both.",
+        ),
+    ] = None,
     kv_transfer: Annotated[
         bool | None,
         typer.Option(
@@ -126,8 +134,13 @@ def serve(
 
     if pin_file is not None and not pin_file.is_file():
         raise ConfigError(f"pin_file is {str(pin_file)!r}, which is no file; name one", param="pin_file")
-    fleet = {"routing": routing, "kv_transfer": kv_transfer, "kv_transfer_host": kv_transfer_host}
-    fleet = {name: value for name, value in fleet.items() if value is not None}
+    given = {
+        "routing": routing,
+        "prefill_replicas": prefill_replicas,
+        "kv_transfer": kv_transfer,
+        "kv_transfer_host": kv_transfer_host,
+    }
+    fleet: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
     if fleet and replicas is None:
         name, value = next(iter(fleet.items()))
         raise ConfigError(

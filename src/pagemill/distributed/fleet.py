@@ -69,16 +69,22 @@ class Fleet:
     """
 
     def __init__(
-        self, config: EngineConfig, handle: DeploymentHandle[Any], policy: RoutingPolicy, restarts: RestartLimits
+        self,
+        config: EngineConfig,
+        handle: DeploymentHandle[Any],
+        policy: RoutingPolicy,
+        restarts: RestartLimits,
+        prefill_replicas: int = 0,
     ) -> None:
         """handle: of the replicas' deployment. restarts: how many replicas may be lost before requests wait no more for
-        another where none is left."""
+        another where none is left. prefill_replicas: how many compute prompts alone."""
         self.ended: PagemillError | None = None
         self.interrupted: EngineRestartingError | None = None
         self.num_restarts = 0
         """Replicas that came after the first have been lost."""
         self._handle = handle
         self._policy = policy
+        self._prefill_replicas = prefill_replicas
         self._restarts = restarts
         self._name = uuid.uuid4().hex
         self._numbers = itertools.count()
@@ -222,7 +228,7 @@ class Fleet:
     def note_facts(self, link: ReplicaLink, facts: EngineReady) -> None:
         """Takes a replica among those that get requests, once it has done what others were told."""
         if self._router is None:
-            self._router = Router(facts.block_size, self._policy)
+            self._router = Router(facts.block_size, self._policy, self._prefill_replicas)
         if not self._router.knows(link.name):
             self._peers.compare(link.name, facts)
             self._router.add(link.name, facts.max_num_seqs)
@@ -239,11 +245,13 @@ class Fleet:
         assert self._router is not None
         self._pin_copies.take(outputs)
         pins = self._flights.pins_of(link.name, outputs)
-        new = self._flights.take(link.name, outputs)
+        new, handed_over = self._flights.take(link.name, outputs), list[Flight]()
         for output in new:
             if output.new_token_ids:
                 self._router.note_tokens(output.request_id, len(output.new_token_ids))
                 self._tenancy.note_tokens(output.request_id, output.num_cached_tokens, len(output.new_token_ids))
+            if (flight := self._flights.get(output.request_id)) is not None and flight.hands_over:
+                handed_over.append(flight)
             if output.finish_reason is not None and self._flights.get(output.request_id) is None:
                 self._end(output.request_id)
                 if output.error is not None:  # found here, maybe: the replica may still compute it
@@ -252,6 +260,9 @@ class Fleet:
                     self._copy_pin(pin, link)
         if new:
             self._incoming.put_nowait(new)
+        for flight in handed_over:
+            self._router.end(flight.asked.request_id, whole=False)
+            self._go_on(flight, "no replica goes on")
         if link.name not in self._listed:
             self._close_if_idle(link)
 
@@ -412,16 +423,20 @@ class Fleet:
         asked, origin = flight.asked, None
         if asked.fork_of is not None and (forked := self._flights.get(asked.fork_of[0])) is not None:
             origin = forked.replica
-        flight.replica = None
+        flight.replica, flight.hands_over, route = None, False, None
         if self._router is None:
             return
         place = self._tenancy.place(asked.request_id, Wanted.of(asked, self.facts), self._router.replicas)
         if place is None:
             return
-        route = self._router.route(asked.request_id, self._asked(flight), place or origin)
+        work = self._asked(flight)
+        if flight.splits and not place and work.num_tokens + 1 < self.facts.max_model_len:
+            route = self._router.route_prompt(asked.request_id, work)
+        if not (prefills := route is not None):
+            route = self._router.route(asked.request_id, work, place or origin)
         if route is None:
             return
-        sent = self._flights.to_send(flight, route.replica)
+        sent = self._flights.to_send(flight, route.replica, prefills=prefills)
         sent.served_elsewhere = self._tenancy.tell(route.replica)
         self._tenancy.note_sent(asked.request_id, route.replica)
         self._links[route.replica].send(self._peers.with_holder(sent, route))

@@ -32,6 +32,20 @@ class Flight:
     repeats: dict[int, int] = field(default_factory=dict)
     """Numbers of tokens that come once more, by sequence."""
     ended: set[int] = field(default_factory=set)
+    prefills: bool = False
+    """True while its replica computes its prompt and first token alone; another is to go on."""
+    hands_over: bool = False
+    """True once that has come, until another replica has it."""
+    cached_tokens: int | None = None
+    """Tokens of its prompt that the first replica to bring a token found."""
+
+    @property
+    def splits(self) -> bool:
+        """Returns whether one replica can compute its prompt and another the rest: it is at its beginning, and nothing
+        but one answer of several tokens is asked."""
+        asked, params = self.asked, self.asked.params
+        plain = asked.fork_of is None and asked.pin is None and asked.pooling is None and params.prompt_logprobs is None
+        return self.goes_on and plain and not self.tokens and (params.max_tokens is None or params.max_tokens > 1)
 
     @property
     def goes_on(self) -> bool:
@@ -95,11 +109,17 @@ class Flights:
             if flight is not None and flight.asked.pin is not None and flight.replica == replica
         }
 
-    def to_send(self, flight: Flight, replica: str) -> EngineRequest:
-        """Returns what a replica is asked so that a request goes on there, and notes that it has it."""
-        flight.replica, flight.num_sent = replica, flight.num_sent + 1
+    def to_send(self, flight: Flight, replica: str, *, prefills: bool = False) -> EngineRequest:
+        """Returns what a replica is asked so that a request goes on there, and notes that it has it.
+
+        prefills: it is to compute the prompt and the first token, and another goes on.
+        """
+        flight.replica, flight.num_sent, flight.prefills = replica, flight.num_sent + 1, prefills
         asked, come = flight.asked, flight.tokens
-        if flight.num_sent == 1:
+        if prefills:
+            one = replace(asked.params, max_tokens=1, min_tokens=min(1, asked.params.min_tokens))
+            return msgspec.structs.replace(asked, params=one)
+        if flight.num_sent == 1 and not come:
             return asked
         asked = msgspec.structs.replace(asked, fork_of=None)  # nothing of another engine's is there
         if flight.goes_on:
@@ -132,6 +152,13 @@ class Flights:
             if not output.new_token_ids and output.finish_reason is None:
                 return []
         come += output.new_token_ids
+        if output.new_token_ids and flight.cached_tokens is None:
+            flight.cached_tokens = output.num_cached_tokens
+        if flight.cached_tokens is not None:
+            output.num_cached_tokens = flight.cached_tokens
+        if flight.prefills and output.finish_reason == "length":
+            output.finish_reason = output.kv_blocks = flight.replica = None
+            flight.prefills, flight.hands_over, flight.num_sent = False, True, flight.num_sent - 1
         if output.finish_reason is not None:
             flight.ended.add(output.index)
             if flight.has_ended:

@@ -130,7 +130,8 @@ proxied_ingress = serve.ingress(application)(ProxiedFrontEnd)
 
 
 def _llm(replicas: DeploymentHandle[Any], plan: FleetPlan) -> FleetLLM:
-    return FleetLLM(plan.model, replicas, plan.routing, **plan.all_settings(), **asdict(plan.restarts))
+    settings = {**plan.all_settings(), **asdict(plan.restarts)}
+    return FleetLLM(plan.model, replicas, plan.routing, plan.prefill_replicas, **settings)
 
 
 def _logging(plan: FleetPlan) -> Any:

@@ -32,7 +32,8 @@ class FleetPlan:
     to which all processes write what they have to say; None: where Ray puts it. kv_transfer: whether replicas fetch
     blocks from each other; kv_transfer_host: the address of a replica's machine on which it gives them; None: loopback
     where the front end listens on this machine, else that of the node in the Ray cluster. secret: what replicas know
-    each other by, another at each start. Raises `ConfigError` for a routing that there is not.
+    each other by, another at each start. prefill_replicas: how many replicas compute prompts alone. Raises
+    `ConfigError` for a routing that there is not, and for prompts that nobody goes on with.
     """
 
     model: str
@@ -50,6 +51,7 @@ class FleetPlan:
     engine_resources: Mapping[str, Any] = field(default_factory=dict)
     front_end_resources: Mapping[str, Any] = field(default_factory=lambda: {"num_cpus": 0})
     log_path: str | None = None
+    prefill_replicas: int = 0
     kv_transfer: bool = True
     kv_transfer_host: str | None = None
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
@@ -58,6 +60,18 @@ class FleetPlan:
         if self.routing not in ROUTING_POLICIES:
             known = " or ".join(ROUTING_POLICIES)
             raise ConfigError(f"routing is {shown(self.routing)}; it must be {known}", param="routing")
+        least = self.replicas if isinstance(self.replicas, int) else self.replicas[0]
+        if not 0 <= self.prefill_replicas < max(1, least):
+            raise ConfigError(
+                f"prefill_replicas is {self.prefill_replicas} of {least} replicas; one at least must go on with the "
+                f"prompts that these compute: lower it, or raise replicas",
+                param="prefill_replicas",
+            )
+        if self.prefill_replicas and not self.kv_transfer:
+            raise ConfigError(
+                "prefill_replicas compute prompts for others, which fetch the blocks; leave kv_transfer on",
+                param="prefill_replicas",
+            )
 
     def all_settings(self) -> dict[str, Any]:
         """Returns the settings of a front end: the engines', and the tenants' limits."""

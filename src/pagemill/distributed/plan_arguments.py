@@ -73,7 +73,7 @@ def plan_of(args: Mapping[str, Any], environment: Mapping[str, str]) -> FleetPla
     )
     if left:
         name = next(iter(left))
-        own = {"replicas", "routing", "tenants", "kv_transfer", "kv_transfer_host"}
+        own = {"replicas", "routing", "tenants", "prefill_replicas", "kv_transfer", "kv_transfer_host"}
         known = sorted({each.name for each in fields(EngineConfig)} | own)
         raise ConfigError(f"there is no argument {shown(name)}; known are {', '.join(known)} and those of the server")
     plan.engine_config()
@@ -105,6 +105,7 @@ def _transfer(args: dict[str, Any], environment: Mapping[str, str]) -> dict[str,
     kinds: dict[str, tuple[type, str]] = {
         "kv_transfer": (bool, "true or false"),
         "kv_transfer_host": (str, "an address of a replica's machine"),
+        "prefill_replicas": (int, "a number of replicas"),
     }
     for name in kinds.keys() & args.keys():
         kind, what = kinds[name]

@@ -27,6 +27,8 @@ UNMEASURED_TOKEN_S = 1e-3
 """Seconds of a token where no replica has measured any yet: all are taken to be equal."""
 FIRST_ANSWER_TOKENS = 128.0
 """Tokens that an answer is expected to have before any has ended."""
+LEAST_SPLIT_TOKENS = 128
+"""A prompt of which fewer tokens are to be computed is not worth two replicas."""
 FADING = 0.05
 """Weight of the last answer's length in the length that is expected; all earlier ones have the rest."""
 
@@ -98,13 +100,17 @@ class _Request:
 class Router:
     """Knows the replicas, what they hold and what they have to do. Not thread-safe.
 
-    block_size: tokens of a block. policy: "least-work", or "round-robin" to compare with.
+    block_size: tokens of a block. policy: "least-work", or "round-robin" to compare with. prefill_replicas: how many
+    replicas compute prompts alone, as long as another is left.
     """
 
-    def __init__(self, block_size: int, policy: RoutingPolicy = "least-work") -> None:
+    def __init__(self, block_size: int, policy: RoutingPolicy = "least-work", prefill_replicas: int = 0) -> None:
         self.directory = BlockDirectory()
         self._block_size = block_size
         self._policy = policy
+        self._prefill_replicas = prefill_replicas
+        self._prefilling: list[str] = []
+        """Replicas that compute prompts alone."""
         self._replicas: dict[str, _Replica] = {}
         self._resting: dict[str, _Replica] = {}
         """Replicas that take no requests now, and may again: they end what they have, and their entries are kept."""
@@ -125,6 +131,7 @@ class Router:
         used = {replica.number for replica in (*self._replicas.values(), *self._resting.values())}
         number = next(number for number in range(len(used) + 1) if number not in used)
         self._replicas[name] = _Replica(name, number, rows)
+        self._assign()
 
     def knows(self, name: str) -> bool:
         """Returns whether a replica has been added and not removed."""
@@ -134,11 +141,13 @@ class Router:
         """Gives a replica no more requests, until `resume`. It ends those that it has."""
         if name in self._replicas:
             self._resting[name] = self._replicas.pop(name)
+            self._assign()
 
     def resume(self, name: str) -> None:
         """Gives a replica requests again."""
         if name in self._resting:
             self._replicas[name] = self._resting.pop(name)
+            self._assign()
 
     def remove(self, name: str) -> list[str]:
         """Forgets a replica. Returns its requests that have not ended, which are forgotten too."""
@@ -148,6 +157,7 @@ class Router:
         for request_id in left:
             self._drop(request_id)
         del self._replicas[name]
+        self._assign()
         self.directory.forget(replica.number)
         return left
 
@@ -174,16 +184,36 @@ class Router:
 
         at: the replica that it needs, if that takes requests. Raises ValueError for an id that is under way.
         """
+        return self._route(request_id, asked, self._whole(), at)
+
+    def route_prompt(self, request_id: str, asked: Asked) -> Route | None:
+        """Chooses the replica that computes a request's prompt and first token, where another is to go on, and counts
+        that work. Returns None where one replica is to do all: there is none for prompts, too little is to compute, or
+        it takes less time than fetching what was computed.
+        """
+        if not self._prefilling:
+            return None
+        whole, found, holders = self._whole(), self._found(asked), self._holders(asked)
+        best = self._replicas[min(whole, key=self._works_with(asked, found, holders, whole).__getitem__)]
+        own = found.get(best.number, 0)
+        left_s = self._left_s(best, asked, own, self._holder_for(best, own, holders))
+        fetch_s = best.fetch_s[0] + best.fetch_s[1] * (len(asked.digests) - own / self._block_size)
+        if asked.num_tokens - own < LEAST_SPLIT_TOKENS or left_s <= fetch_s:
+            return None
+        return self._route(request_id, asked._replace(most_tokens=1, session=None), self._prefilling, None)
+
+    def _route(self, request_id: str, asked: Asked, among: Sequence[str], at: str | None) -> Route | None:
         if request_id in self._requests:
             raise ValueError(f"request {request_id!r} is under way already")
         if not self._replicas:
             return None
         found, holders = self._found(asked), self._holders(asked)
-        works = self._works_with(asked, found, holders)
+        works = self._works_with(asked, found, holders, among)
         if at is not None and at in self._replicas:
             chosen = self._replicas[at]
+            works |= self._works_with(asked, found, holders, [at])
         elif self._policy == "round-robin":
-            chosen = min(self._replicas.values(), key=lambda replica: replica.last_chosen)
+            chosen = min((self._replicas[name] for name in among), key=lambda replica: replica.last_chosen)
         else:
             chosen = self._least(asked, works)
         own = found.get(chosen.number, 0)
@@ -202,10 +232,13 @@ class Router:
         request.num_answered += count
         self._expect(request, max(0.0, min(self._expected, request.most_tokens) - request.num_answered))
 
-    def end(self, request_id: str) -> None:
-        """Ends a request, however it ended. Ids that have ended are ignored."""
+    def end(self, request_id: str, *, whole: bool = True) -> None:
+        """Ends a request, however it ended. Ids that have ended are ignored.
+
+        whole: False if its answer goes on elsewhere, so that its length says nothing.
+        """
         request = self._drop(request_id)
-        if request is not None and request.num_answered:
+        if request is not None and request.num_answered and whole:
             self._expected += FADING * (request.num_answered - self._expected)
 
     # Inside
@@ -246,10 +279,22 @@ class Router:
         fetched_s = all_s + block_s * (held_tokens - found_tokens) / self._block_size
         return min(computed_s, fetched_s + max(0, asked.num_tokens - held_tokens) * token_s)
 
-    def _works_with(self, asked: Asked, found: dict[int, int], holders: list[_Holder]) -> dict[str, float]:
-        """Returns the seconds of work that each replica would have left with a request."""
+    def _assign(self) -> None:
+        """Chooses the replicas that compute prompts alone: those that did, and the first of the others."""
+        names = [name for name in self._prefilling if name in self._replicas]
+        names += [name for name in self._replicas if name not in names]
+        self._prefilling = names[: min(self._prefill_replicas, len(names) - 1)] if names else []
+
+    def _whole(self) -> list[str]:
+        """Returns the replicas that compute more than prompts."""
+        return [name for name in self._replicas if name not in self._prefilling]
+
+    def _works_with(
+        self, asked: Asked, found: dict[int, int], holders: list[_Holder], among: Sequence[str]
+    ) -> dict[str, float]:
+        """Returns the seconds of work that each of some replicas would have left with a request."""
         known, works = self._known_token_s(), {}
-        for name, replica in self._replicas.items():
+        for name, replica in ((name, self._replicas[name]) for name in among):
             own = found.get(replica.number, 0)
             left_s = self._left_s(replica, asked, own, self._holder_for(replica, own, holders))
             works[name] = self._work_s(replica, known) + left_s
@@ -265,9 +310,10 @@ class Router:
         Much is what the session's whole prompt takes, computed or, where that is faster, fetched: a move costs at least
         that once, and what the session has in tiers below the pool, which nobody tells, is lost to it.
         """
-        best = min(self._replicas.values(), key=lambda replica: (works[replica.name], replica.last_chosen))
+        among = [self._replicas[name] for name in works]
+        best = min(among, key=lambda replica: (works[replica.name], replica.last_chosen))
         own = self._replicas.get(self._sessions.get(asked.session, "")) if asked.session is not None else None
-        if own is not None:
+        if own is not None and own in among:
             whole = _Holder(own.number, len(asked.digests))
             patience_s = self._left_s(best, asked, 0, whole)
             if works[own.name] <= works[best.name] + patience_s:
