@@ -24,6 +24,7 @@ import numpy as np
 from benchmarks.peers.engines import MODEL
 from benchmarks.peers.machine import describe_machine, heading
 from benchmarks.peers.workloads import tokenize
+from numpy.typing import NDArray
 
 from pagemill import SamplingParams
 from pagemill.config import EngineConfig
@@ -104,14 +105,13 @@ def timed(work: Callable[[Any], None], parts: Any) -> float:
         return time.perf_counter() - begin
 
 
-def read_s(core: EngineCore, address: str, digests: list[bytes]) -> float:
+def read_s(core: EngineCore, address: str, digests: list[bytes], out: NDArray[np.uint8]) -> float:
     """Returns the seconds in which a peer's blocks are read into memory."""
     assert core.tiers is not None
     assert core.tiers.peers is not None
     store, nbytes = core.tiers.peers.store, core.executor.facts.record_bytes
     store.note_held(address, digests)
     step = max(1, PIECE_BYTES // nbytes)
-    out = np.zeros((len(digests), nbytes), dtype=np.uint8)
 
     def read(first: int) -> None:
         found = store.read([(digest, 0) for digest in digests[first : first + step]], out[first : first + step])
@@ -138,6 +138,7 @@ def main() -> None:
     assert core.tiers is not None
     record_bytes, size = core.executor.facts.record_bytes, core.memory.block_size
     address, port = mine.recv()
+    memory = np.ones((max(lengths) // size, record_bytes), dtype=np.uint8)
     print("| tokens | MB | loopback, MB/s | blocks into memory, MB/s | computed, s | fetched, s | in the pool, s |")
     print("| ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
     for length in lengths:
@@ -152,7 +153,7 @@ def main() -> None:
             extend_chain(digests, core.root(EngineRequest(
                 request_id=name, prompt_token_ids=prompt, params=SamplingParams(), arrival_s=0.0
             )), prompt, size)  # fmt: skip
-            copied_s = read_s(core, address, digests)
+            copied_s = read_s(core, address, digests, memory)
             core.tiers.prefill.s_per_token = 0.0
             core.reset_prefix_cache()
             computed_s = first_token_s(core, f"{name} computed", [*prompt[:-1], 0][::-1])

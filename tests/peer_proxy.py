@@ -11,13 +11,15 @@ class Proxy:
     meets the fault.
 
     cut: it and all later ones are not sent, and the connection ends. stop: they are not sent, and nothing ends.
-    change: it is another one. drip: it and all later ones come one by one, each after so many seconds.
+    change: it is another one. drip: it and all later ones come one by one, each after so many seconds. pause_s: before
+    each piece of 64 KiB.
     """
 
-    def __init__(self, address, *, cut=None, stop=None, change=None, drip=None):
+    def __init__(self, address, *, cut=None, stop=None, change=None, drip=None, pause_s=0.0):
         host, _, port = address.rpartition(":")
         self._to = host, int(port)
         self.cut, self.stop, self.change, self.drip = cut, stop, change, drip
+        self.pause_s = pause_s
         self._sock = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._sock.getsockname()[1]}"
         self.passed = bytearray()
@@ -64,6 +66,7 @@ class Proxy:
                             target.sendall(data[at : at + 1])
                             time.sleep(self.drip[1])
                         data = b""
+                time.sleep(self.pause_s if faulty else 0.0)
                 target.sendall(data)
                 sent = end
             target.shutdown(socket.SHUT_WR)

@@ -203,6 +203,7 @@ class Tiers:
         for load_time in self.transfers.load_times.values():
             load_time.note_step(seconds)
         self.prefill.note_step(plan.num_tokens, plan.num_generating, seconds)
+        self.transfers.block_s = self._memory.block_size * self.prefill.s_per_token / len(self._memory.windows)
 
     def note_held(self, request: EngineRequest, root: bytes) -> None:
         """Notes what a peer holds of a request's blocks, if it says so. root: where its chain begins."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -74,6 +76,9 @@ class RemoteStore(Protocol):
         """Reads blocks (digest, group) into `out`, a record each, in a bounded time. Returns the number from where each
         came; None for those that did not."""
 
+    def give_up(self, blocks: Sequence[tuple[bytes, int]]) -> None:
+        """Takes that whoever holds these blocks (digest, group) is too slow: for a while, nobody is known to."""
+
 
 class OffloadTiers:
     """Chains stores, the highest first. What one gives up goes to the next. Thread-safe.
@@ -120,10 +125,12 @@ class OffloadTiers:
         """Returns whether any of these blocks may have to come from another engine. Returns at once."""
         return self._remote is not None and any(each is not None for each in self._remote.where(blocks))
 
-    def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[int | None]:
+    def read(self, blocks: Sequence[tuple[bytes, int]], out: Places, deadline_s: float = math.inf) -> list[int | None]:
         """Reads blocks (digest, group) into `out`, a record each. Returns from which tier each came, as `where` does;
-        None for those that were nowhere."""
+        None for those that were nowhere. Behind a deadline, by `time.monotonic()`, other engines are given up."""
         found = self.read_here(blocks, out)
+        if self._remote is not None and time.monotonic() > deadline_s:
+            self._remote.give_up([block for block, source in zip(blocks, found, strict=True) if source is None])
         return self._ask_remote(
             found, lambda remote, rows: remote.read([blocks[row] for row in rows], [out[row] for row in rows])
         )

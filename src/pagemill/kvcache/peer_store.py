@@ -109,6 +109,14 @@ class PeerStore:
                 found[row] = number if there else None
         return found
 
+    def give_up(self, blocks: Sequence[tuple[bytes, int]]) -> None:
+        """Leaves the peers that hold these blocks alone for a while, since their blocks come too slowly."""
+        for number in {number for number in self.where(blocks) if number is not None}:
+            with self._lock:
+                known = self._peers.get(number)
+            if known is not None:
+                self._note_failure(known, PeerError("slow", "computing them takes less time"), 0)
+
     def close(self) -> None:
         with self._lock:
             peers, self._peers = [*self._peers.values()], {}
@@ -149,7 +157,7 @@ class PeerStore:
         try:
             came = known.peer.read(blocks, out)
         except PeerError as error:
-            self._note_failure(number, known, error, len(blocks))
+            self._note_failure(known, error, len(blocks))
             return [False] * len(blocks)
         with self._lock:
             known.failures = 0
@@ -164,7 +172,7 @@ class PeerStore:
                         del self._holders[digest]
         return came
 
-    def _note_failure(self, number: int, known: _Known, error: PeerError, wanted: int) -> None:
+    def _note_failure(self, known: _Known, error: PeerError, wanted: int) -> None:
         with self._lock:
             now = time.monotonic()
             self._stats.failed[error.reason] += wanted

@@ -32,6 +32,10 @@ BATCH_BYTES = 16 << 20
 PIECE_BYTES = 4 << 20
 """The size of the pieces that a load is cut into, which are read side by side."""
 
+PATIENCE_S = 0.5
+"""Beside twice the seconds in which a load's blocks are computed, how long those of other engines may take."""
+UNMEASURED_BLOCK_S = 0.01
+
 
 @dataclass(frozen=True, slots=True)
 class TransferStats:
@@ -68,6 +72,7 @@ class Transfers:
     """Saves and loads blocks. Its methods belong to one thread, the engine's.
 
     load_times: by source (`OffloadTiers.where`); a load counts for the lowest one that a block of it came from.
+    block_s: seconds in which a block is computed, which bound how long others' are waited for; 0: not known.
     backlog_bytes: the most that may be copied out and not yet stored; beyond it, blocks are dropped instead of saved.
     """
 
@@ -87,6 +92,7 @@ class Transfers:
         self._waiting = 0
         self._stats = TransferStats()
         self.load_times = {source: LoadTime() for source in range(len(tiers.tiers))}
+        self.block_s = 0.0
         self._loads: dict[int, UnderWay] = {}
         self._done: SimpleQueue[tuple[int, int, Piece]] = SimpleQueue()
         self._loading_since = self._loading_until = 0.0
@@ -174,22 +180,29 @@ class Transfers:
             self._loading_since = time.monotonic()
             self._frames.begin_writes()
         before = self._frames.mark()
+        deadline_s = time.monotonic() + PATIENCE_S + 2 * len(load.blocks) * (self.block_s or UNMEASURED_BLOCK_S)
         starts = range(0, len(load.blocks), self._piece)
         self._loads[load.id] = UnderWay(load, [None] * len(starts))
         for piece, first in enumerate(starts):
             end = first + self._piece
             blocks = load.blocks[first:end]
             threads = self._fetchers if self._tiers.are_remote(blocks) else self._readers
-            threads.submit(self._fetch, load.id, piece, blocks, load.frames[first:end], before)
+            threads.submit(self._fetch, load.id, piece, blocks, load.frames[first:end], before, deadline_s)
 
     def _fetch(
-        self, load: int, piece: int, blocks: Sequence[tuple[bytes, int]], frames: Sequence[int], before: Any
+        self,
+        load: int,
+        piece: int,
+        blocks: Sequence[tuple[bytes, int]],
+        frames: Sequence[int],
+        before: Any,
+        deadline_s: float,
     ) -> None:
         begin = time.monotonic()
         sources: list[int | None] = [None] * len(blocks)
         try:
             with self._frames.write(frames, before) as records:
-                found = self._tiers.read(blocks, records)
+                found = self._tiers.read(blocks, records, deadline_s)
             sources = found
         except (KVStoreError, MemoryError) as error:
             logger.warning("%s", error)
