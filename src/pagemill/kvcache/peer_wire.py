@@ -34,6 +34,8 @@ NONCE_BYTES = MAC_BYTES = 32
 MAX_FORMAT_BYTES = 4096
 MAX_BLOCKS = 4096
 """The most blocks of one question."""
+MAX_PARTS = 1024
+"""Parts of memory that one system call fills."""
 ABSENT = bytes(HEAD_BYTES)
 """Answers for a block that is not there."""
 
@@ -78,27 +80,35 @@ def set_timeouts(sock: socket.socket, receive_s: float, send_s: float) -> None:
         sock.setsockopt(socket.SOL_SOCKET, option, _TIMEVAL.pack(int(seconds), int(seconds % 1 * 1e6)))
 
 
-def receive(sock: socket.socket, into: memoryview, deadline_s: float = float("inf")) -> None:
-    """Fills `into`. Raises PeerError: "cut" at the end of the stream, "slow" behind a deadline, in seconds of
-    `time.monotonic()`, or where nothing comes for as long as the socket's timeout says."""
-    while into:
+def receive(sock: socket.socket, into: Sequence[memoryview], deadline_s: float = float("inf")) -> None:
+    """Fills the parts of `into`, at most MAX_PARTS.
+
+    Raises PeerError: "cut" at the end of the stream, "slow" behind a deadline, in seconds of `time.monotonic()`, or
+    where nothing comes for as long as the socket's timeout says.
+    """
+    left = [*into]
+    while left:
         try:
-            count = sock.recv_into(into, len(into), socket.MSG_WAITALL)
+            count = sock.recvmsg_into(left, 0, socket.MSG_WAITALL)[0]
         except BlockingIOError:
             raise PeerError("slow", "it sent nothing for too long") from None
         except OSError as error:
             raise PeerError("cut", f"the connection was cut: {error}") from None
         if not count:
             raise PeerError("cut", "it closed the connection")
-        into = into[count:]
-        if into and time.monotonic() > deadline_s:
+        while left and count >= len(left[0]):
+            count -= len(left.pop(0))
+        if left:
+            left[0] = left[0][count:]
+        if left and time.monotonic() > deadline_s:
             raise PeerError("slow", "it sends too slowly")
 
 
 def receive_bytes(sock: socket.socket, count: int, deadline_s: float = float("inf")) -> bytes:
     """Returns the next `count` bytes. Raises as `receive` does."""
     data = bytearray(count)
-    receive(sock, memoryview(data), deadline_s)
+    if count:
+        receive(sock, [memoryview(data)], deadline_s)
     return bytes(data)
 
 

@@ -120,7 +120,8 @@ def name_in(head: bytes) -> BlockName | None:
 
 
 def is_whole(head: NDArray[np.uint8], record: NDArray[np.uint8], digest: bytes, group: int) -> bool:
-    """Returns whether head and record are what was written of this block, to the bit."""
+    """Returns whether head and record are what was written of this block, to the bit. record: [record_bytes], or
+    [pieces, piece bytes]."""
     raw = head[: _HEADER.size + _CHECKSUM_BYTES].tobytes()
     name = name_in(raw)
     if name is None or (name.digest, name.group) != (digest, group):
@@ -130,5 +131,6 @@ def is_whole(head: NDArray[np.uint8], record: NDArray[np.uint8], digest: bytes, 
 
 def _checksum(fields: bytes, record: NDArray[np.uint8]) -> bytes:
     checksum = xxhash.xxh3_64(fields)
-    checksum.update(record.data)
+    for piece in record.reshape(1, -1) if record.ndim == 1 else record:
+        checksum.update(piece.data)
     return checksum.digest()

@@ -7,8 +7,10 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pagemill.kvcache import peer_wire
 from pagemill.kvcache.frame_access import Places
@@ -74,13 +76,16 @@ class TcpPeer:
         head, record = np.empty(HEAD_BYTES, dtype=np.uint8), np.empty(nbytes, dtype=np.uint8)
         found = []
         for block, place in zip(blocks, out, strict=True):
-            peer_wire.receive(sock, head.data, deadline_s)
+            peer_wire.receive(sock, [head.data], deadline_s)
             there = bool(head.any())
             if there:
-                peer_wire.receive(sock, record.data, deadline_s)
-                if not is_whole(head, record, *block):
+                direct = isinstance(place, np.ndarray) and len(place.shape) == 2 and len(place) <= peer_wire.MAX_PARTS
+                pieces = cast("NDArray[np.uint8]", place) if direct else record.reshape(1, -1)
+                peer_wire.receive(sock, [piece.data for piece in pieces], deadline_s)
+                if not is_whole(head, pieces, *block):
                     raise PeerError("broken", "it sent something else than the block that it was asked for")
-                place[:] = record.reshape(place.shape)
+                if not direct:
+                    place[:] = record.reshape(place.shape)
             found.append(there)
         return found
 
