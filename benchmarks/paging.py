@@ -53,7 +53,7 @@ def without_tables(backend: CpuAttention, query: Tensor, cache: LayerCache, batc
     backend.native(cache).attend(
         query.data_ptr(), DTYPES[query.dtype], query.stride(0), query.stride(1), heads, output.data_ptr(), 0,
         0, blocks, batch.query_start.data_ptr(), batch.context_lens.data_ptr(), batch.positions.data_ptr(),
-        0, 0, tokens, SCALE, 0, 0.0, False,
+        0, 0, tokens, SCALE, 0, 0.0, 0, 0, 0, False,
     )  # fmt: skip
     return output
 

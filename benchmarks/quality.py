@@ -1,13 +1,16 @@
-"""Measures what a precision costs in quality: perplexity of a fixed real text, and greedy agreement, beside float32's.
+"""Measures what a precision costs in quality: perplexity of a fixed real text, and greedy agreement, beside the
+`--base`'s.
 
-    python -m benchmarks.quality [--settings bfloat16,gguf,int8] [--windows 8] [--length 1024] [--prompts 8]
+    python -m benchmarks.quality [--settings bfloat16,gguf,int8] [--base float32] [--within 1]
+        [--windows 8] [--length 1024] [--prompts 8]
 
 Settings are joined by "+": a dtype (float32, bfloat16), a quantization (gguf, int8), "kv=DTYPE" for the cache's.
 Perplexity is of each window's tokens after the first, given those before, over windows spread evenly over the text;
-its difference from float32's has the standard error of the mean of the tokens' own differences.
-Agreement: the share of greedy tokens equal to float32's, each given the same tokens before it, float32's own.
+its difference from the base's has the standard error of the mean of the tokens' own differences.
+Agreement: the share of greedy tokens equal to the base's, each given the same tokens before it, the base's own.
 Repeats: random tokens come twice; the share of the second ones that are the most likely. Only attention to the first
 ones tells them: damaged keys bring it down at once.
+With --within, the command fails if a setting's perplexity is more than so many percent from the base's.
 """
 
 from __future__ import annotations
@@ -123,6 +126,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--settings", default="bfloat16,gguf,gguf+bfloat16,int8")
+    parser.add_argument("--base", default="float32", help="settings that the others are compared with")
+    parser.add_argument("--within", type=float, help="percent")
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--length", type=int, default=1024)
     parser.add_argument("--prompts", type=int, default=8, help="of 128 tokens, for the greedy agreement")
@@ -130,7 +135,7 @@ def main() -> None:
     tokens = Tokenizer.from_path(resolve_model(options.model)).encode(TEXT.read_text())
     windows = windows_of(tokens, options.windows, options.length)
     prompts = windows_of(tokens, options.prompts, 128)
-    core = make_engine(options.model, settings_of("float32"), options.length + 1)
+    core = make_engine(options.model, settings_of(options.base), options.length + 1)
     exact, expected = logprobs_of(core, windows), answers(core, prompts)
     agreed = options.prompts * ANSWER
     rows = random_rows(4, options.length // 2)
@@ -138,9 +143,10 @@ def main() -> None:
         f"{cpu_model()}, {options.model}; perplexity of {len(exact)} tokens, agreement on {agreed}, "
         f"repeats of {len(rows)} x {len(rows[0])}\n"
     )
-    print("| settings | perplexity | against float32 | greedy agreement | repeats |")
+    print(f"| settings | perplexity | against {options.base} | greedy agreement | repeats |")
     print("| --- | ---: | ---: | ---: | ---: |")
-    print(f"| float32 | {perplexity(exact):.4f} | | | {repeats(core, rows):.1%} |", flush=True)
+    print(f"| {options.base} | {perplexity(exact):.4f} | | | {repeats(core, rows):.1%} |", flush=True)
+    beyond = []
     for text in options.settings.split(","):
         core = make_engine(options.model, settings_of(text), options.length + 1)
         found, share = logprobs_of(core, windows), agreement(core, prompts, expected)
@@ -148,6 +154,10 @@ def main() -> None:
         against, error = math.expm1(fmean(differences)), stdev(differences) / math.sqrt(len(differences))
         quality = f"{perplexity(found):.4f} | {against:+.2%} ± {error:.2%} | {share:.1%}"
         print(f"| {text} | {quality} | {repeats(core, rows):.1%} |", flush=True)
+        if options.within is not None and abs(against) * 100 > options.within:
+            beyond.append(text)
+    if beyond:
+        raise SystemExit(f"not within {options.within} % of {options.base}: {', '.join(beyond)}")
 
 
 if __name__ == "__main__":

@@ -100,8 +100,10 @@ class Recorder:
         decoder.attention = self
         decoder.forward = lambda *arguments: Decoder.forward(decoder, *arguments)  # type: ignore[method-assign]
 
-    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
-        self._attention.write(key, value, cache, slots)
+    def write(
+        self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
+    ) -> None:
+        self._attention.write(key, value, cache, slots, remainder_slots)
         self._written.append((key.clone(), value.clone()))
 
     def attend(

@@ -199,16 +199,17 @@ class Linear {
 
 // Keys or values [frames, kv_heads, block_size, head_dim]; where some lie side by side they have one dimension more,
 // keys the last one, values the last but one. Raises ValueError for integers without scales.
-CacheView view(const Output& array, const std::optional<Output>& scales, bool is_key, int64_t block_size) {
+CacheView view(const Output& array, const std::optional<Output>& scales, bool is_key, int64_t block_size,
+               std::optional<int> float8) {
     const bool beside = array.ndim() == 5;
     CacheView made{.data = array.data(),
                    .frame = array.stride(0),
                    .head = array.stride(1),
                    .token = array.stride(2),
                    .dim = array.stride(is_key || !beside ? 3 : 4),
-                   .type = dtype_of(array.dtype(), true),
+                   .type = float8 ? dtype(*float8) : dtype_of(array.dtype(), true),
                    .beside = beside ? int(array.shape(is_key ? 4 : 3)) : 1};
-    if (made.type < DType::i8) return made;
+    if (!is_integer(made.type)) return made;
     const bool whole = made.type == DType::i8;
     const int64_t dims = 2 * int64_t(array.size()) / int64_t(array.shape(0) * array.shape(1)) / block_size,
                   words = block_size * (!whole && is_key ? dims / kKeyGroup : 1);
@@ -226,12 +227,15 @@ CacheView view(const Output& array, const std::optional<Output>& scales, bool is
 }
 
 LayerCache layer_cache(const Output& key, const Output& value, const std::optional<Output>& key_scale,
-                       const std::optional<Output>& value_scale) {
+                       const std::optional<Output>& value_scale, std::optional<int> float8) {
+    if (float8 && (key.dtype() != nb::dtype<uint8_t>() || value.dtype() != nb::dtype<uint8_t>() ||
+                   dtype(*float8) < DType::e4m3 || dtype(*float8) > DType::e5m2))
+        throw std::invalid_argument("floating point of 8 bits comes as uint8");
     if (key.ndim() < 4 || key.ndim() != value.ndim())
         throw std::invalid_argument("keys and values must have 4 or 5 dimensions, and equally many");
     const auto block_size = int64_t(key.shape(2));
-    LayerCache made{.key = view(key, key_scale, true, block_size),
-                    .value = view(value, value_scale, false, block_size),
+    LayerCache made{.key = view(key, key_scale, true, block_size, float8),
+                    .value = view(value, value_scale, false, block_size, float8),
                     .kv_heads = int(key.shape(1)),
                     .block_size = int(block_size)};
     const auto elements_of = [](const Output& array, const CacheView& view) {
@@ -246,19 +250,27 @@ LayerCache layer_cache(const Output& key, const Output& value, const std::option
     if (values == DType::u4 && made.head_dim % 32)
         throw std::invalid_argument("heads of 4-bit integers must be multiples of 32, not " +
                                     std::to_string(made.head_dim));
-    if (keys >= DType::i8 && made.head_dim > kMostNarrowDims)
+    if (is_integer(keys) && made.head_dim > kMostNarrowDims)
         throw std::invalid_argument("heads of integers have at most " + std::to_string(kMostNarrowDims) +
                                     " dimensions, not " + std::to_string(made.head_dim));
     return made;
 }
 
+void check_remainders(const LayerCache& cache, bool given) {
+    if (given && cache.key.type != DType::u4)
+        throw std::invalid_argument("only keys and values of 4 bits have remainders");
+}
+
 void write_cache(const LayerCache& cache, Address key, int64_t key_token, int64_t key_head, Address value,
-                 int64_t value_token, int64_t value_head, int type, Address slots, int64_t tokens) {
+                 int64_t value_token, int64_t value_head, int type, Address slots, Address remainder_slots,
+                 int64_t tokens) {
+    check_remainders(cache, remainder_slots != 0);
     const WriteArgs args{.key = {at<void>(key), key_token, key_head},
                          .value = {at<void>(value), value_token, value_head},
                          .type = dtype(type),
                          .cache = cache,
                          .slots = at<int64_t>(slots),
+                         .remainder_slots = at<int64_t>(remainder_slots),
                          .tokens = tokens};
     Run run;
     kernels().write_kv(args);
@@ -267,7 +279,9 @@ void write_cache(const LayerCache& cache, Address key, int64_t key_token, int64_
 void attend_cache(const LayerCache& cache, Address query, int type, int64_t query_token, int64_t query_head, int heads,
                   Address output, Address lse, Address tables, int64_t table_stride, Address query_start,
                   Address context_lens, Address positions, Address key_start, Address key_end, int rows, float scale,
-                  int64_t window, float soft_cap, bool share) {
+                  int64_t window, float soft_cap, Address remainder_tables, int64_t remainder_stride,
+                  int64_t remainder_window, bool share) {
+    check_remainders(cache, remainder_tables != 0);
     AttentionArgs args{.query = {at<void>(query), query_token, query_head},
                        .type = dtype(type),
                        .output = at<void>(output),
@@ -284,7 +298,8 @@ void attend_cache(const LayerCache& cache, Address query, int type, int64_t quer
                        .heads = heads,
                        .scale = scale,
                        .window = window,
-                       .soft_cap = soft_cap};
+                       .soft_cap = soft_cap,
+                       .remainders = {at<int32_t>(remainder_tables), remainder_stride, remainder_window}};
     Run run;
     const SharedPrefixes prefixes(args, share);
     prefixes.apply(args);
@@ -397,6 +412,8 @@ void add_layer(Decoder& decoder, const Input& input_norm, const Linear& qkv, con
 
 // (tables, slots) of each layer group; (cos, sin) of each rotary embedding.
 using Pairs = std::vector<std::tuple<Input, Input>>;
+// Tables and slots of each group; of its remainders too, if it has any, with their window.
+using Groups = std::vector<std::tuple<Input, Input, OptionalInput, OptionalInput, int64_t>>;
 using AdaptersTokens = std::vector<std::tuple<const Adapter*, Input>>;
 
 Exchange::Idle idle_of(const nb::object& idle) {
@@ -421,7 +438,7 @@ void gather(Exchange& exchange, Address part, Address out, const std::vector<int
 }
 
 void run_step(Decoder& decoder, const Input& token_ids, const Input& positions, int64_t max_positions,
-              const Input& query_start, const Input& context_lens, const Pairs& groups, const Pairs& angles,
+              const Input& query_start, const Input& context_lens, const Groups& groups, const Pairs& angles,
               std::vector<const LayerCache*> caches, Address output, const nb::object& on_layer,
               const AdaptersTokens& adapters, Address embedded, const nb::object& idle) {
     const auto tokens = int64_t(token_ids.size()), rows = int64_t(context_lens.size());
@@ -440,11 +457,19 @@ void run_step(Decoder& decoder, const Input& token_ids, const Input& positions, 
         throw std::invalid_argument("a decoder in parts, and no other, takes embedded tokens");
     if (decoder.parts().exchange && !adapters.empty())
         throw std::invalid_argument("a decoder in parts takes no adapters");
-    for (const auto& [tables, slots] : groups)
-        step.groups.push_back({.tables = static_cast<const int32_t*>(
-                                   elements("tables", tables, nb::dtype<int32_t>(), {rows, kAny}, true)),
-                               .stride = tables.stride(0),
-                               .slots = elements<int64_t>("slots", slots, {tokens})});
+    const auto checked_tables = [&](const Input& tables) {
+        return static_cast<const int32_t*>(elements("tables", tables, nb::dtype<int32_t>(), {rows, kAny}, true));
+    };
+    for (const auto& [tables, slots, remainder_tables, remainder_slots, window] : groups) {
+        GroupTables& group = step.groups.emplace_back();
+        group.tables = checked_tables(tables);
+        group.stride = tables.stride(0);
+        group.slots = elements<int64_t>("slots", slots, {tokens});
+        if (!remainder_tables || !remainder_slots) continue;
+        for (const LayerCache* cache : step.caches) check_remainders(*cache, true);
+        group.remainders = {checked_tables(*remainder_tables), remainder_tables->stride(0), window};
+        group.remainder_slots = elements<int64_t>("slots", *remainder_slots, {tokens});
+    }
     for (const auto& [cos, sin] : angles) {
         const float* cosines = elements<float>("cos", cos, {kAny, kAny});
         const auto reached = int64_t(cos.shape(0)), half = int64_t(cos.shape(1));
@@ -602,7 +627,8 @@ NB_MODULE(_kernels, m) {
     m.def("add_low_rank", &add_low_rank);
     nb::class_<Adapter>(m, "Adapter").def(nb::init<>()).def("set", &set_addition);
     nb::class_<LayerCache>(m, "Cache")
-        .def(nb::new_(&layer_cache), "key"_a, "value"_a, "key_scale"_a.none(), "value_scale"_a.none())
+        .def(nb::new_(&layer_cache), "key"_a, "value"_a, "key_scale"_a.none(), "value_scale"_a.none(),
+             "float8"_a = nb::none())
         .def("write", &write_cache)
         .def("attend", &attend_cache);
     nb::class_<Exchange>(m, "Exchange")

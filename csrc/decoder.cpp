@@ -193,6 +193,7 @@ void Decoder::run(const DecoderStep& step) {
                               .type = type,
                               .cache = cache,
                               .slots = group.slots,
+                              .remainder_slots = group.remainder_slots,
                               .tokens = tokens};
         set.prepare_heads({.qkv = qkv,
                            .heads = shape_.heads,
@@ -218,7 +219,8 @@ void Decoder::run(const DecoderStep& step) {
                                 .heads = shape_.heads,
                                 .scale = shape_.scale,
                                 .window = layer.window,
-                                .soft_cap = shape_.soft_cap};
+                                .soft_cap = shape_.soft_cap,
+                                .remainders = group.remainders};
         // A group's layers have one window.
         if (!prefixes[layer.group]) prefixes[layer.group] = std::make_unique<SharedPrefixes>(attention, true);
         prefixes[layer.group]->apply(attention);

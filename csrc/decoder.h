@@ -52,6 +52,8 @@ struct GroupTables {
     const int32_t* tables = nullptr;  // [rows, ...]
     int64_t stride = 0;
     const int64_t* slots = nullptr;  // [tokens]
+    Remainders remainders = {};
+    const int64_t* remainder_slots = nullptr;  // [tokens], or null: there are none
 };
 
 // What an adapter adds to each of a decoder's layers; null where it adds nothing. The additions are the caller's.

@@ -10,9 +10,13 @@
 
 namespace pagemill {
 
-enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3, u4 = 4 };  // i8 and u4: caches only; u4: two in a byte
+// Those of one byte are a cache's only. u4: two integers in a byte. e4m3 and e5m2: floating point of 8 bits, with so many
+// of exponent and mantissa (Micikevicius et al., "FP8 Formats for Deep Learning", 2022).
+enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3, u4 = 4, e4m3 = 5, e5m2 = 6 };
 
 inline size_t item_size(DType type) { return type == DType::f32 ? 4 : type >= DType::i8 ? 1 : 2; }
+
+inline bool is_integer(DType type) { return type == DType::i8 || type == DType::u4; }
 
 // How a weight is held: in its dtype, as integers of 8 or 4 bits that are multiplied as such (isa/quantized.h), as bf16
 // in 12 bits (isa/coded.h), or as fp32 in integers of 4 or 8 bits (isa/affine.h).
@@ -96,6 +100,15 @@ struct HeadsView {
     int64_t token = 0, head = 0;
 };
 
+// What the first 4 bits of a token's key and value have left out, in 4 bits again, at slots of its own in the same
+// cache. A query adds it to the keys and values of its own position and of the `window` - 1 before it. With caches of u4
+// only.
+struct Remainders {
+    const int32_t* tables = nullptr;  // [rows, ...]; null: there are none
+    int64_t table_stride = 0;
+    int64_t window = 0;
+};
+
 struct AttentionArgs {
     HeadsView query;
     DType type = DType::f32;  // of query and output
@@ -113,6 +126,7 @@ struct AttentionArgs {
     float scale = 1;
     int64_t window = 0;  // 0: none
     float soft_cap = 0;  // 0: none
+    Remainders remainders;
     // All query tokens, those of `prefixes` first; a row's lie side by side, ascending. Made by SharedPrefixes.
     const QueryToken* order = nullptr;
     const SharedPrefix* prefixes = nullptr;
@@ -131,11 +145,20 @@ static inline KeyRange key_range(const AttentionArgs& args, int row, int64_t tok
     return {begin, begin < end ? end : begin};
 }
 
+// Those of them to which it adds remainders.
+static inline KeyRange precise_range(const AttentionArgs& args, int row, int64_t token) {
+    const KeyRange keys = key_range(args, row, token);
+    if (!args.remainders.tables) return {keys.end, keys.end};
+    const int64_t begin = args.positions[token] - args.remainders.window + 1;
+    return {begin < keys.begin ? keys.begin : begin < keys.end ? begin : keys.end, keys.end};
+}
+
 struct WriteArgs {
     HeadsView key, value;
     DType type = DType::f32;
     LayerCache cache;
     const int64_t* slots = nullptr;  // [tokens]; negative: not written
+    const int64_t* remainder_slots = nullptr;  // the same, of remainders; null: there are none
     int64_t tokens = 0;
 };
 

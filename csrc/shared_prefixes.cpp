@@ -34,11 +34,10 @@ SharedPrefixes::SharedPrefixes(const AttentionArgs& args, bool share) {
     for (int row = 0; share && args.tables && row < args.rows; ++row) {
         const int begin = args.query_start[row], end = args.query_start[row + 1];
         if (begin == end || (args.cache.key.type == DType::f32 && end - begin > kMaxTokens)) continue;
-        KeyRange seen = key_range(args, row, begin);
-        for (int token = begin + 1; token < end; ++token) {
-            const KeyRange r = key_range(args, row, token);
-            seen = {std::max(seen.begin, r.begin), std::min(seen.end, r.end)};
-        }
+        KeyRange seen{0, INT64_MAX};  // without remainders
+        for (int token = begin; token < end; ++token)
+            seen = {std::max(seen.begin, key_range(args, row, token).begin),
+                    std::min(seen.end, precise_range(args, row, token).begin)};
         const int64_t partitions = seen.begin == 0 ? seen.end / kPartition : 0;
         if (partitions > 0)
             candidates.push_back({row, partitions, args.tables + row * args.table_stride,

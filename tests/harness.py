@@ -13,11 +13,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pagemill.attention.interface import AttentionBatch, GroupBatch
+from pagemill.attention.interface import AttentionBatch, GroupBatch, join_remainders
 from pagemill.executor.backend import select_backend
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.kv_format import kv_format
-from pagemill.kvcache.layer_groups import group_layers
+from pagemill.kvcache.layer_groups import add_remainders, group_layers
 from pagemill.kvcache.layout import FrameShape, block_major, layer_major
 from pagemill.models.decoder import Decoder
 from pagemill.models.loading import LoadedModel, load_model
@@ -53,7 +53,7 @@ class PagedSequences:
         sequences: Sequence[Sequence[int]],
         *,
         block_size: int = 16,
-        kv_dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | str | None = None,
         seed: int = 0,
     ) -> None:
         self.decoder = decoder
@@ -61,26 +61,19 @@ class PagedSequences:
         self.done = [0] * len(self.tokens)
         self.block_size = block_size
         entries = [-(-len(sequence) // block_size) for sequence in self.tokens]
-        spec, frames = decoder.spec, sum(entries) * len(decoder.groups.groups) + 2
+        spec, format = decoder.spec, kv_format(str(kv_dtype or decoder.dtype))
+        self.groups = add_remainders(decoder.groups, format.precise) if format.precise else decoder.groups
+        frames = sum(entries) * len(self.groups.groups) + 2
         self.pool = DevicePool(
             frames,
-            FrameShape(
-                decoder.groups,
-                spec.num_kv_heads,
-                block_size,
-                spec.head_dim,
-                spec.head_dim,
-                kv_format(str(kv_dtype or decoder.dtype)),
-            ),
+            FrameShape(self.groups, spec.num_kv_heads, block_size, spec.head_dim, spec.head_dim, format),
             decoder.device,
             layer_major if decoder.device.type == "cpu" else block_major,
         )
         poison(self.pool)
         self._free = list(range(frames))
         random.Random(seed).shuffle(self._free)
-        self._tables = [
-            torch.full((len(entries), max(entries) + 1), -1, dtype=torch.int32) for _ in decoder.groups.groups
-        ]
+        self._tables = [torch.full((len(entries), max(entries) + 1), -1, dtype=torch.int32) for _ in self.groups.groups]
 
     def step(self, work: Sequence[tuple[int, int]]) -> list[Tensor]:
         """Advances each (row, count) by `count` tokens, all in one batch; returns their logits, each [count, vocab]."""
@@ -133,7 +126,7 @@ class PagedSequences:
             query_start=self._at(start),
             context_lens=self._at(torch.tensor(ends, dtype=torch.int32)),
             positions=self._at(torch.cat(positions)),
-            groups=tuple(groups),
+            groups=join_remainders(groups, self.groups.remainders, self.pool.shape.format.precise),
             max_query_len=max(counts),
             max_context_len=max(ends),
         )
@@ -143,7 +136,7 @@ class PagedSequences:
 
     def release(self, row: int) -> None:
         """Gives back, poisoned, the frames that no later token of the row can see."""
-        for group, table in zip(self.decoder.groups.groups, self._tables, strict=True):
+        for group, table in zip(self.groups.groups, self._tables, strict=True):
             if group.window is None:
                 continue
             for entry in range(max(0, self.done[row] - group.window + 1) // self.block_size):

@@ -80,7 +80,7 @@ def test_a_folder_for_blocks_on_disk_needs_room_on_disk():
     assert caught.value.param == "kv_disk_path"
 
 
-@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16", "int8"])
+@pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e5m2", "int8", "int4_mixed"])
 def test_the_cache_may_have_a_dtype_of_its_own(dtype):
     assert EngineConfig(model="m", kv_cache_dtype=dtype).kv_cache_dtype == dtype
 

@@ -192,7 +192,7 @@ void attend(const AttentionArgs& args) {
 #if defined(__AVX512BF16__)
     if (args.type == DType::bf16 && key == DType::bf16) return attend_with<PairPass, TiledPass>(args);
 #endif
-    with_type(key, [&]<class T>(T*) { attend_on_vectors<T, T>(args); });
+    with_float_type(key, [&]<class T>(T*) { attend_on_vectors<T, T>(args); });
     if (key == DType::i8 && value == DType::i8) attend_narrow<int8_t, int8_t>(args);
     if (key == DType::i8 && value == DType::u4) attend_narrow<int8_t, u4>(args);
     if (key == DType::u4) attend_narrow<u4, u4>(args);

@@ -82,7 +82,10 @@ template <class K, class V, int L> struct BytePass {
     const AttentionTask &task, *next;
     const int group, padded, dims, groups;
     const Tiles tiles;
-    float *queries = nullptr, *scores, *part, *scales;
+    // Scores, weighted values and scales, of keys and values and of their remainders.
+    struct Buffers { float *scores, *part, *scales; };
+    float* queries = nullptr;
+    Buffers own, precise;
     int32_t* weights;
 
     BytePass(const AttentionArgs& args, const AttentionTask& task, const AttentionTask* next, int padded)
@@ -94,15 +97,19 @@ template <class K, class V, int L> struct BytePass {
     int64_t query_size() const { return dims / 4 * L + greater(L, groups) + 1; }
     int64_t scratch_size() const {
         const int64_t queries = task.heads * tiles.rows * query_size();
-        return queries + kHeight * (kScoreRow + padded + L * (kPartition / 4 + 1)) + (2 * groups + 2) * kScoreRow;
+        return queries + kHeight * L * (kPartition / 4 + 1) + (has_remainders() ? 2 : 1) * buffers_size();
     }
+    int64_t buffers_size() const { return kHeight * (kScoreRow + padded) + (2 * groups + 2) * kScoreRow; }
+    bool has_remainders() const { return kVectorsInLine<K> == 2 && args.remainders.tables; }
 
     void begin(float* memory) {
         queries = memory;
-        scores = queries + task.heads * tiles.rows * query_size();
-        part = scores + kHeight * kScoreRow;
-        weights = (int32_t*)(part + kHeight * padded);
-        scales = (float*)(weights + kHeight * L * (kPartition / 4 + 1));
+        weights = (int32_t*)(queries + task.heads * tiles.rows * query_size());
+        const auto buffers = [&](float* at) {
+            return Buffers{at, at + kHeight * kScoreRow, at + kHeight * (kScoreRow + padded)};
+        };
+        own = buffers((float*)(weights + kHeight * L * (kPartition / 4 + 1)));
+        if (has_remainders()) precise = buffers(own.scores + buffers_size());
         for (int h = 0; h < task.heads; ++h)
             for (int64_t tile = 0; tile < tiles.count; ++tile)
                 for (int r = 0; r < tiles.height(tile); ++r) pack_query(h, tile, r);
@@ -158,10 +165,10 @@ template <class K, class V, int L> struct BytePass {
     };
 
     // `count` pieces from `token` on; those behind `last` are the last one's.
-    void locate(int row, int head, int64_t token, int64_t last, int count, Place* to) const {
+    void locate(int row, int head, int64_t token, int64_t last, int count, Place* to, bool remainders = false) const {
         const CacheView &key = args.cache.key, &value = args.cache.value;
         const int size = args.cache.block_size;
-        int64_t block = token / size, offset = token - block * size, frame = frame_of(args, row, block);
+        int64_t block = token / size, offset = token - block * size, frame = frame_of(args, row, block, remainders);
         for (int i = 0; i < count; ++i) {
             to[i] = {(const char*)key.data + frame * key.frame + head * key.head + offset * key.token,
                      (const char*)value.data + frame * value.frame + head * value.head + offset / 4 * value.token,
@@ -171,7 +178,7 @@ template <class K, class V, int L> struct BytePass {
             token += 16;
             if ((offset += 16) < size) continue;
             offset = 0;
-            frame = frame_of(args, row, ++block);
+            frame = frame_of(args, row, ++block, remainders);
         }
     }
 
@@ -187,13 +194,20 @@ template <class K, class V, int L> struct BytePass {
         }
         for (int i = 0; i < kAhead; ++i) at.lines[2 * at.count + i] = at.next[i].key;
     }
+    // Remainders, with which nothing is fetched ahead.
+    void locate_remainders(int row, int head, int64_t base, KeyRange all, Located& at) const {
+        at.first = int(all.begin) / 16;
+        at.count = (int(all.end) + 15) / 16 - at.first;
+        locate(row, head, base + at.first * 16, base + all.end - 1, at.count, at.own, true);
+        for (const char*& line : at.lines) line = at.own[0].key;
+    }
     // Lines of 64 bytes in a piece.
     int key_lines() const { return dims / 4 / kVectorsInLine<K>; }
     int value_lines() const { return dims / 4 / kVectorsInLine<V>; }
 
     // Scales of keys [groups], their lows if they have them, scales of values and their lows: kScoreRow each by token,
     // zero outside the range.
-    void load_scales(KeyRange all, const Located& at) const {
+    void load_scales(KeyRange all, const Located& at, float* scales) const {
         for (int i = 0; i < at.count; ++i) {
             const int token = (at.first + i) * 16;
             const __mmask16 in = __mmask16(first_tokens(int(all.end) - token) & ~first_tokens(int(all.begin) - token));
@@ -206,7 +220,8 @@ template <class K, class V, int L> struct BytePass {
             for (int g = 0; g < groups; ++g)
                 put(at.own[i].key_scale + g * args.cache.block_size, scales + g * kScoreRow,
                     kVectorsInLine<K> == 2 ? scales + (groups + g) * kScoreRow : nullptr);
-            put(at.own[i].value_scale, value_scales(), kVectorsInLine<V> == 2 ? value_scales() + kScoreRow : nullptr);
+            float* of_values = value_scales(scales);
+            put(at.own[i].value_scale, of_values, kVectorsInLine<V> == 2 ? of_values + kScoreRow : nullptr);
         }
         // Softmax takes vectors in pairs, and scores are computed for some vectors beyond the range.
         const auto clear = [&](int v) {
@@ -215,11 +230,11 @@ template <class K, class V, int L> struct BytePass {
         if (at.first > 0) clear(at.first - 1);
         for (int v = at.first + at.count; v < at.first + at.count + 4; ++v) clear(v);
     }
-    float* value_scales() const { return scales + 2 * groups * kScoreRow; }
+    float* value_scales(float* scales) const { return scales + 2 * groups * kScoreRow; }
     static unsigned first_tokens(int count) { return count >= 16 ? 0xffff : count <= 0 ? 0 : (1u << count) - 1; }
 
     // scores [MR][kScoreRow] of NV pieces from piece `piece` on.
-    template <int MR> void score(const float* tile, const Located& at, int piece, bool fetch) const {
+    template <int MR> void score(const float* tile, const Located& at, int piece, bool fetch, const Buffers& to) const {
         constexpr int NV = beside(MR), P = kVectorsInLine<K>;
         const auto* fours = (const int32_t*)tile;
         const int32_t* begin = fours + dims / 4 * L * MR;
@@ -260,14 +275,14 @@ template <class K, class V, int L> struct BytePass {
             const int g = line / in_group;
             for (int v = 0; v < NV; ++v) {
                 const int token = (at.first + piece + v) * 16;
-                const F scale = load(scales + g * kScoreRow + token);
+                const F scale = load(to.scales + g * kScoreRow + token);
                 for (int r = 0; r < MR; ++r) {
-                    float* to = scores + r * kScoreRow + token;
+                    float* score = to.scores + r * kScoreRow + token;
                     F x = Bytes<L>::join(sums[r][v]) * scale;
                     if (P == 2)
-                        x = fma(broadcast(group_sums[g * MR + r]), load(scales + (groups + g) * kScoreRow + token), x);
+                        x = fma(broadcast(group_sums[g * MR + r]), load(to.scales + (groups + g) * kScoreRow + token), x);
                     x = x * broadcast(units[r]);
-                    store(to, g ? load(to) + x : x);
+                    store(score, g ? load(score) + x : x);
                 }
             }
         }
@@ -275,7 +290,7 @@ template <class K, class V, int L> struct BytePass {
 
     // part [MR][padded] from dimension `dim` on: lines of ND vectors.
     template <int MR, int ND> void value(const Located& at, int dim, int from, int until, const float* units,
-                                         const float* lows, bool fetch) const {
+                                         const float* lows, bool fetch, float* part) const {
         constexpr int P = kVectorsInLine<V>, lines = ND / P;
         const int line = dim / kDimsInLine<V>, token_lines = dims / kDimsInLine<V>;
         __m512i sums[MR][ND][L];
@@ -314,7 +329,7 @@ template <class K, class V, int L> struct BytePass {
     int32_t* begins(int r) const { return weights + kHeight * L * kPartition / 4 + r * L; }
 
     // Weights [from, until) of row r, multiplied by the values' scales, as bytes; returns their unit.
-    float split_weights(int r, int from, int until) const {
+    float split_weights(const float* scores, int r, int from, int until) const {
         __m512i sums[L];
         for (__m512i& sum : sums) sum = _mm512_setzero_si512();
         const int first = from / 16 * 16;
@@ -323,7 +338,7 @@ template <class K, class V, int L> struct BytePass {
             _mm_storeu_si128((__m128i*)(to + l * kPartition + i * 16), _mm512_cvtepi32_epi8(bytes));
             sums[l] = _mm512_add_epi32(sums[l], bytes);
         };
-        const float unit = Bytes<L>::split(scores + r * kScoreRow + first, until - first, put);
+        const float unit = Bytes<L>::split(scores + first, until - first, put);
         for (int l = 0; l < L; ++l) begins(r)[l] = -kRaisedBy * _mm512_reduce_add_epi32(sums[l]);
         return unit;
     }
@@ -331,37 +346,87 @@ template <class K, class V, int L> struct BytePass {
     // As of VectorPass.
     template <class Emit> void partition(int64_t base, int h, const KeyRange* ranges, KeyRange all, Emit&& emit) const {
         Located at;
-        locate(args.order[task.first].row, task.head + h, h, base, all, at);
-        load_scales(all, at);
+        const int row = args.order[task.first].row;
+        locate(row, task.head + h, h, base, all, at);
+        load_scales(all, at, own.scales);
+        KeyRange precise_ranges[kTaskTokens], precise_all{0, 0};
+        Located remainders;
+        if constexpr (kVectorsInLine<K> == 2) precise_all = precise_keys(args, task, base, precise_ranges);
+        if (precise_all.begin < precise_all.end) {
+            locate_remainders(row, task.head + h, base, precise_all, remainders);
+            load_scales(precise_all, remainders, precise.scales);
+        }
         for (int64_t tile = 0; tile < tiles.count; ++tile)
             with_count<kHeight>(tiles.height(tile), [&]<int MR>() {
-                const int first_row = int(tiles.begin(tile));
-                const KeyRange span =
-                    span_of(ranges + first_row / group, (first_row + MR - 1) / group - first_row / group + 1);
+                const int first_row = int(tiles.begin(tile)), token = first_row / group,
+                          tokens = (first_row + MR - 1) / group - token + 1;
+                const KeyRange span = span_of(ranges + token, tokens);
+                KeyRange added{0, 0};
+                if (precise_all.begin < precise_all.end) added = span_of(precise_ranges + token, tokens);
+                const bool adds = added.begin < added.end;
                 const int from = int(span.begin), until = int(span.end);
                 Softmax result[MR];
                 float units[MR], lows[MR];
                 for (int v = from / 16; v * 16 < until; v += beside(MR))
-                    score<MR>(tile_at(h, tile), at, v - at.first, tile == 0);
-                const TokenScales by_token{nullptr, value_scales(),
-                                           kVectorsInLine<V> == 2 ? value_scales() + kScoreRow : nullptr};
-                for (int r = 0; r < MR; ++r) {
-                    const KeyRange& own = ranges[(first_row + r) / group];
-                    result[r] = softmax(scores + r * kScoreRow, int(own.begin), int(own.end), from, until,
-                                        args.soft_cap, by_token, lows + r);
-                    units[r] = from < until ? split_weights(r, from, until) : 0.0f;
+                    score<MR>(tile_at(h, tile), at, v - at.first, tile == 0, own);
+                if (adds) {
+                    for (int v = int(added.begin) / 16; v * 16 < added.end; v += beside(MR))
+                        score<MR>(tile_at(h, tile), remainders, v - remainders.first, false, precise);
+                    for (int r = 0; r < MR; ++r)
+                        add_scores(own.scores + r * kScoreRow, precise.scores + r * kScoreRow,
+                                   precise_ranges[(first_row + r) / group]);
                 }
-                if (from < until) value_rows<MR>(at, from, until, units, lows, tile == 0);
-                emit(first_row, MR, result, part);
+                float* of_values = value_scales(own.scales);
+                const TokenScales by_token{nullptr, of_values,
+                                           kVectorsInLine<V> == 2 ? of_values + kScoreRow : nullptr};
+                for (int r = 0; r < MR; ++r) {
+                    const KeyRange& seen = ranges[(first_row + r) / group];
+                    result[r] = softmax(own.scores + r * kScoreRow, int(seen.begin), int(seen.end), from, until,
+                                        args.soft_cap, by_token, lows + r,
+                                        adds ? precise.scores + r * kScoreRow : nullptr);
+                    units[r] = from < until ? split_weights(own.scores + r * kScoreRow, r, from, until) : 0.0f;
+                }
+                if (from < until) value_rows<MR>(at, from, until, units, lows, tile == 0, own.part);
+                if (adds) add_remainders<MR>(remainders, precise_ranges, first_row, added);
+                emit(first_row, MR, result, own.part);
             });
     }
 
+    // Adds what the remainders of values [span) bring to the weighted values of a tile.
+    template <int MR>
+    void add_remainders(const Located& at, const KeyRange* ranges, int first_row, const KeyRange& span) const {
+        const int from = int(span.begin), until = int(span.end), first = from / 16, last = (until + 15) / 16;
+        const float* of_values = value_scales(precise.scales);
+        float units[MR], lows[MR];
+        for (int r = 0; r < MR; ++r) {
+            const KeyRange& own_keys = ranges[(first_row + r) / group];
+            float* row = precise.scores + r * kScoreRow;
+            F low = zero();
+            for (int v = first; v < last; ++v) {
+                const __mmask16 in = __mmask16(first_tokens(int(own_keys.end) - v * 16) &
+                                               ~first_tokens(int(own_keys.begin) - v * 16));
+                const F weight{_mm512_maskz_loadu_ps(in, row + v * 16)};
+                low = fma(weight, load(of_values + kScoreRow + v * 16), low);
+                store(row + v * 16, F{_mm512_maskz_mul_ps(in, weight.v, load(of_values + v * 16).v)});
+            }
+            lows[r] = sum(low);
+            units[r] = split_weights(row, r, from, until);
+        }
+        value_rows<MR>(at, from, until, units, lows, false, precise.part);
+        for (int r = 0; r < MR; ++r) {
+            const KeyRange& own_keys = ranges[(first_row + r) / group];
+            if (own_keys.begin >= own_keys.end) continue;
+            float* to = own.part + r * padded;
+            for (int d = 0; d < dims; d += W) store(to + d, load(to + d) + load(precise.part + r * padded + d));
+        }
+    }
+
     template <int MR> void value_rows(const Located& at, int from, int until, const float* units, const float* lows,
-                                      bool fetch) const {
+                                      bool fetch, float* part) const {
         constexpr int ND = beside(MR), least = kVectorsInLine<V>;
         int dim = 0;
-        for (; dim + 16 * ND <= dims; dim += 16 * ND) value<MR, ND>(at, dim, from, until, units, lows, fetch);
-        for (; dim < dims; dim += 16 * least) value<MR, least>(at, dim, from, until, units, lows, fetch);
+        for (; dim + 16 * ND <= dims; dim += 16 * ND) value<MR, ND>(at, dim, from, until, units, lows, fetch, part);
+        for (; dim < dims; dim += 16 * least) value<MR, least>(at, dim, from, until, units, lows, fetch, part);
     }
 };
 

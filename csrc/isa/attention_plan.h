@@ -33,20 +33,35 @@ INLINE KeyRange span_of(const KeyRange* ranges, int count) {
     return all;
 }
 
-INLINE int64_t frame_of(const AttentionArgs& args, int row, int64_t block) {
+// The frame of a row's block, or of its remainders.
+INLINE int64_t frame_of(const AttentionArgs& args, int row, int64_t block, bool remainders = false) {
+    if (remainders) return args.remainders.tables[row * args.remainders.table_stride + block];
     const int64_t entry = row * args.table_stride + block;
     return args.tables ? args.tables[entry] : entry;
 }
 
 // Where a row's block lies for one head of keys or values.
 template <class T> INLINE const T* block_at(const AttentionArgs& args, const CacheView& cache, int row, int64_t block,
-                                            int head) {
-    return (const T*)cache.data + frame_of(args, row, block) * cache.frame + head * cache.head;
+                                            int head, bool remainders = false) {
+    return (const T*)cache.data + frame_of(args, row, block, remainders) * cache.frame + head * cache.head;
 }
 
 // Scales and lows of a block's 4-bit keys or values of one head.
-INLINE const uint32_t* words_at(const AttentionArgs& args, const CacheView& cache, int row, int64_t block, int head) {
-    return (const uint32_t*)cache.scales + frame_of(args, row, block) * cache.scale_frame + head * cache.scale_head;
+INLINE const uint32_t* words_at(const AttentionArgs& args, const CacheView& cache, int row, int64_t block, int head,
+                                bool remainders) {
+    return (const uint32_t*)cache.scales + frame_of(args, row, block, remainders) * cache.scale_frame +
+           head * cache.scale_head;
+}
+
+// Keys of the partition at `base` to which a task's tokens add remainders, for each token, and what all lie in.
+INLINE KeyRange precise_keys(const AttentionArgs& args, const AttentionTask& task, int64_t base, KeyRange* ranges) {
+    if (!args.remainders.tables) return {0, 0};
+    for (int t = 0; t < task.tokens; ++t) {
+        const QueryToken& query = args.order[task.first + t];
+        const KeyRange r = precise_range(args, query.row, query.token);
+        ranges[t] = {greater<int64_t>(r.begin - base, 0), lesser<int64_t>(r.end - base, kPartition)};
+    }
+    return span_of(ranges, task.tokens);
 }
 
 // A query of one head, rotated and scaled as 4-bit keys take it.

@@ -155,8 +155,9 @@ struct TokenScales { const float *key = nullptr, *value = nullptr, *lows = nullp
 // first, and the weights that are left, not their sum, by those of values; `low` becomes the weighted sum of lows.
 struct Softmax { float reference, sum; };
 
+// plain: if given, what the weights are before they are multiplied, over [begin, end).
 INLINE Softmax softmax(float* s, int begin, int end, int from, int to, float soft_cap, const TokenScales& scales,
-                       float* low = nullptr) {
+                       float* low = nullptr, float* plain = nullptr) {
     const int first = from / W, last = (to + W - 1) / W;
     if (begin >= end) {
         for (int v = first; v < last; ++v) store(s + v * W, zero());
@@ -196,6 +197,10 @@ INLINE Softmax softmax(float* s, int begin, int end, int from, int to, float sof
             even_low = fma(p, load(scales.lows + v * W), even_low);
             odd_low = fma(q, load(scales.lows + v * W + W), odd_low);
         }
+        if (plain) {
+            store(plain + v * W, p);
+            store(plain + v * W + W, q);
+        }
         store(s + v * W, scales.value ? p * load(scales.value + v * W) : p);
         store(s + v * W + W, scales.value ? q * load(scales.value + v * W + W) : q);
     }
@@ -203,6 +208,11 @@ INLINE Softmax softmax(float* s, int begin, int end, int from, int to, float sof
     for (int v = first; v < own_first; ++v) store(s + v * W, zero());
     for (int v = own_last; v < last; ++v) store(s + v * W, zero());
     return {maximum_score, sum(even + odd)};
+}
+
+// Adds scores of remainders [begin, end) to those of the keys.
+INLINE void add_scores(float* scores, const float* more, const KeyRange& keys) {
+    for (int64_t i = keys.begin; i < keys.end; ++i) scores[i] += more[i];
 }
 
 // A row's state: values weighted relative to a maximum, [dims], then that maximum and the sum of weights, padded to a

@@ -55,7 +55,10 @@ template <class K, class V> struct VectorPass {
     Tiles tiles;
     int64_t query_size;  // of one KV head
     bool widen;
-    float *queries = nullptr, *scores, *part, *wide_keys, *wide_values;
+    // Scores, weighted values, and what is widened: of keys and values, and of their remainders.
+    struct Buffers { float *scores, *part, *keys, *values; };
+    float* queries = nullptr;
+    Buffers own, precise;
 
     VectorPass(const AttentionArgs& args, const AttentionTask& task, const AttentionTask* next, int padded)
         : args(args), task(task), next(next), group(args.heads / args.cache.kv_heads), padded(padded),
@@ -70,16 +73,22 @@ template <class K, class V> struct VectorPass {
     }
 
     int64_t scratch_size() const {
-        return task.heads * query_size + kTileRows * (kScoreRow + padded) +
+        return task.heads * query_size + (has_remainders() ? 2 : 1) * buffers_size();
+    }
+    int64_t buffers_size() const {
+        return kTileRows * (kScoreRow + padded) +
                (widen ? kPartition * int64_t(args.cache.head_dim + padded) + 8 * W : 0);
     }
+    bool has_remainders() const { return std::is_same_v<K, u4> && args.remainders.tables; }
 
     void begin(float* memory) {
         queries = memory;
-        scores = queries + task.heads * query_size;
-        part = scores + kTileRows * kScoreRow;
-        wide_keys = part + kTileRows * padded;
-        wide_values = wide_keys + kPartition * args.cache.head_dim + 8 * W;
+        const auto buffers = [&](float* at) {
+            float *part = at + kTileRows * kScoreRow, *keys = part + kTileRows * padded;
+            return Buffers{at, part, keys, keys + kPartition * args.cache.head_dim + 8 * W};
+        };
+        own = buffers(queries + task.heads * query_size);
+        if (has_remainders()) precise = buffers(own.scores + buffers_size());
         for (int h = 0; h < task.heads; ++h) pack_query(task.head + h, queries + h * query_size);
     }
 
@@ -121,12 +130,19 @@ template <class K, class V> struct VectorPass {
         }
         if (widen) {
             const float* keys[kPartition / W + 4];
-            widen_keys(row, head, base, int(all.begin), int(all.end));
-            widen_values(row, head, base, int(all.begin), int(all.end));
-            const int last = (int(all.end) + W - 1) / W;
-            for (int v = int(all.begin) / W; v < last + 4; ++v) keys[v] = wide_keys + lesser(v, last - 1) * W;
-            tile_rows<float>(q, ranges, keys, nullptr, kPartition, {{wide_values, wide_values}, padded, kPartition},
-                             scales, emit);
+            const auto values = widen_partition(row, head, base, all, own, keys, false);
+            if constexpr (std::is_same_v<K, u4>) {
+                KeyRange precise_ranges[kTaskTokens];
+                const KeyRange precise_all = precise_keys(args, task, base, precise_ranges);
+                if (precise_all.begin < precise_all.end) {
+                    const float* more[kPartition / W + 4];
+                    const AddedKeys added{precise_ranges, more,
+                                          widen_partition(row, head, base, precise_all, precise, more, true)};
+                    tile_rows<float>(q, ranges, keys, nullptr, kPartition, values, scales, emit, &added);
+                    return;
+                }
+            }
+            tile_rows<float>(q, ranges, keys, nullptr, kPartition, values, scales, emit);
         } else if constexpr (std::is_same_v<K, V> && !std::is_same_v<K, u4>) {
             const InPlace<K> at(args, row, head, base, int(all.begin), int(all.end), vectors_beside(tiles.height(0)),
                                 NextKeys(args, task, next, base, int(all.begin), h));
@@ -134,36 +150,81 @@ template <class K, class V> struct VectorPass {
         }
     }
 
+    // Remainders, widened, and the keys that each of the task's tokens adds them to.
+    struct AddedKeys {
+        const KeyRange* ranges;
+        const float* const* keys;
+        Values<float> values;
+    };
+
     template <class E, class Emit>
     void tile_rows(const float* q, const KeyRange* ranges, const E* const* keys, const E* const* ahead, int64_t key_dim,
-                   const Values<E>& values, const TokenScales& scales, Emit&& emit) const {
+                   const Values<E>& values, const TokenScales& scales, Emit&& emit,
+                   const AddedKeys* added = nullptr) const {
         for (int64_t tile = 0; tile < tiles.count; ++tile, ahead = nullptr) {
-            const int height = tiles.height(tile), first_row = int(tiles.begin(tile));
-            const KeyRange span =
-                span_of(ranges + first_row / group, (first_row + height - 1) / group - first_row / group + 1);
+            const int height = tiles.height(tile), first_row = int(tiles.begin(tile)), token = first_row / group,
+                      tokens = (first_row + height - 1) / group - token + 1;
+            const KeyRange span = span_of(ranges + token, tokens),
+                           more = added ? span_of(added->ranges + token, tokens) : KeyRange{0, 0};
             const int from = int(span.begin), until = int(span.end);
             const TileKernels<E>& run = tile_kernels<E>(height, Upto<kTileRows>{});
             Softmax result[kTileRows];
             for (int v = from / W; v * W < until; v += run.vectors)
                 run.score(q + first_row * args.cache.head_dim, keys + v, ahead ? ahead + v : nullptr, key_dim,
-                          args.cache.head_dim, scores + v * W);
+                          args.cache.head_dim, own.scores + v * W);
+            if constexpr (std::is_same_v<E, float>)
+                for (int v = int(more.begin) / W; v * W < more.end; v += run.vectors)
+                    run.score(q + first_row * args.cache.head_dim, added->keys + v, nullptr, key_dim,
+                              args.cache.head_dim, precise.scores + v * W);
             for (int r = 0; r < height; ++r) {
-                const KeyRange& own = ranges[(first_row + r) / group];
-                result[r] =
-                    softmax(scores + r * kScoreRow, int(own.begin), int(own.end), from, until, args.soft_cap, scales);
+                const KeyRange& seen = ranges[(first_row + r) / group];
+                float* row = own.scores + r * kScoreRow;
+                if (added) add_scores(row, precise.scores + r * kScoreRow, added->ranges[(first_row + r) / group]);
+                result[r] = softmax(row, int(seen.begin), int(seen.end), from, until, args.soft_cap, scales);
             }
-            if (from < until) run.value(scores, values, ahead != nullptr, padded, from, until, part);
-            emit(first_row, height, result, part);
+            if (from < until) run.value(own.scores, values, ahead != nullptr, padded, from, until, own.part);
+            if constexpr (std::is_same_v<E, float>)
+                if (more.begin < more.end) add_remainders(run, *added, first_row, height, more);
+            emit(first_row, height, result, own.part);
         }
     }
 
+    // Adds what the remainders of values [span) bring to the weighted values of a tile.
+    void add_remainders(const TileKernels<float>& run, const AddedKeys& added, int first_row, int height,
+                        const KeyRange& span) const {
+        for (int r = 0; r < height; ++r) {
+            const KeyRange& keys = added.ranges[(first_row + r) / group];
+            float* to = precise.scores + r * kScoreRow;
+            const float* from = own.scores + r * kScoreRow;
+            for (int64_t i = span.begin; i < span.end; ++i) to[i] = i >= keys.begin && i < keys.end ? from[i] : 0.0f;
+        }
+        run.value(precise.scores, added.values, false, padded, int(span.begin), int(span.end), precise.part);
+        for (int r = 0; r < height; ++r) {
+            const KeyRange& keys = added.ranges[(first_row + r) / group];
+            if (keys.begin >= keys.end) continue;
+            float* to = own.part + r * padded;
+            for (int d = 0; d < padded; d += W) store(to + d, load(to + d) + load(precise.part + r * padded + d));
+        }
+    }
+
+    // Widens keys and values of a partition, or their remainders; `vectors` are where the keys' lie then.
+    Values<float> widen_partition(int row, int head, int64_t base, const KeyRange& all, const Buffers& to,
+                                  const float** vectors, bool remainders) const {
+        const int begin = int(all.begin), end = int(all.end), last = (end + W - 1) / W;
+        widen_keys(row, head, base, begin, end, to.keys, remainders);
+        widen_values(row, head, base, begin, end, to.values, remainders);
+        for (int v = begin / W; v < last + 4; ++v) vectors[v] = to.keys + lesser(v, last - 1) * W;
+        return {{to.values, to.values}, padded, kPartition};
+    }
+
     // Keys [begin, end) of a partition as fp32 [dim][kPartition], to scratch; int8 without its scales.
-    void widen_keys(int row, int head, int64_t base, int begin, int end) const {
+    void widen_keys(int row, int head, int64_t base, int begin, int end, float* wide_keys, bool remainders) const {
         const CacheView& cache = args.cache.key;
         for_pieces(args, base, begin, end, [&](int64_t block, int offset, int token, int count) {
-            const K* k = block_at<K>(args, cache, row, block, head) + offset * cache.token;
+            const K* k = block_at<K>(args, cache, row, block, head, remainders) + offset * cache.token;
             if constexpr (std::is_same_v<K, u4>)
-                widen_narrow_keys(k, words_at(args, cache, row, block, head) + offset, count, wide_keys + token);
+                widen_narrow_keys(k, words_at(args, cache, row, block, head, remainders) + offset, count,
+                                  wide_keys + token);
             else
                 for (int d = 0; d < args.cache.head_dim; ++d)
                     widen_dimension(k + d / cache.beside * cache.dim + d % cache.beside, d, count,
@@ -191,15 +252,16 @@ template <class K, class V> struct VectorPass {
     }
 
     // Values [begin, end) of a partition as fp32 [kPartition][padded], to scratch; int8 without its scales.
-    void widen_values(int row, int head, int64_t base, int begin, int end) const {
+    void widen_values(int row, int head, int64_t base, int begin, int end, float* wide_values,
+                      bool remainders) const {
         const CacheView& cache = args.cache.value;
         for_pieces(args, base, begin, end, [&](int64_t block, int offset, int token, int count) {
-            const V* v = block_at<V>(args, cache, row, block, head);
+            const V* v = block_at<V>(args, cache, row, block, head, remainders);
             for (int i = offset; i < offset + count; ++i) {
                 const V* from = v + i / cache.beside * cache.token + i % cache.beside;
                 float* to = wide_values + (token + i - offset) * padded;
                 if constexpr (std::is_same_v<V, u4>)
-                    widen_narrow_value(from, i, words_at(args, cache, row, block, head)[i], to);
+                    widen_narrow_value(from, i, words_at(args, cache, row, block, head, remainders)[i], to);
                 else widen_value(from, i, to);
                 for (int d = args.cache.head_dim; d < padded; ++d) to[d] = 0.0f;
             }

@@ -1,6 +1,8 @@
 // Keys and values to their slots, and what lies between a layer's joined projection and attention.
 #pragma once
 
+#include <type_traits>
+
 #include "attention_tiles.h"
 #include "elementwise.h"
 #include "narrow_kv.h"
@@ -60,21 +62,35 @@ template <class T> INLINE void place_bytes(const T* bytes, int count, T* to, con
         for (int d = 0; d < count; ++d) to[d * cache.dim] = bytes[d];
 }
 
-// A token's key or value of one head to its slot as integers.
+// Where one head of a token's key or value lies as integers, and its scale.
+struct NarrowPlace { int64_t element, scale; };
+INLINE NarrowPlace narrow_place(const CacheView& cache, int block_size, int64_t slot, int head, bool is_key) {
+    const int64_t frame = slot / block_size, offset = slot % block_size, beside = is_key ? 1 : cache.beside;
+    return {frame * cache.frame + head * cache.head + offset / beside * cache.token + offset % beside,
+            frame * cache.scale_frame + head * cache.scale_head + offset};
+}
+
+// A token's key or value of one head to its slot as integers, and what these leave out to another, unless that is
+// negative.
 template <class S> INLINE void write_narrow(const S* from, const CacheView& cache, const LayerCache& layer, bool is_key,
-                                            int64_t frame, int64_t offset, int head) {
-    const int beside = is_key ? 1 : cache.beside;
-    const int64_t place = frame * cache.frame + head * cache.head + offset / beside * cache.token + offset % beside,
-                  scale = frame * cache.scale_frame + head * cache.scale_head + offset;
+                                            int64_t slot, int64_t remainder_slot, int head) {
+    const NarrowPlace at = narrow_place(cache, layer.block_size, slot, head, is_key);
     if (cache.type == DType::i8) {
         int8_t bytes[kMostNarrowDims];
-        ((float*)cache.scales)[scale] = quantize_int8(from, bytes, layer.head_dim);
-        place_bytes(bytes, layer.head_dim, (int8_t*)cache.data + place, cache, is_key);
-    } else {
-        uint8_t bytes[kMostNarrowDims / 2];
-        quantize_int4(from, bytes, layer.head_dim, is_key, (uint32_t*)cache.scales + scale, layer.block_size);
-        place_bytes(bytes, layer.head_dim / 2, (uint8_t*)cache.data + place, cache, is_key);
+        ((float*)cache.scales)[at.scale] = quantize_int8(from, bytes, layer.head_dim);
+        place_bytes(bytes, layer.head_dim, (int8_t*)cache.data + at.element, cache, is_key);
+        return;
     }
+    float wide[kMostNarrowDims];
+    for (int d = 0; d < layer.head_dim; d += W) store(wide + d, load(from + d));
+    if (is_key) rotate_head(wide, layer.head_dim);
+    const auto put = [&](const NarrowPlace& to) {
+        uint8_t bytes[kMostNarrowDims / 2];
+        quantize_int4(wide, bytes, layer.head_dim, is_key, (uint32_t*)cache.scales + to.scale, layer.block_size);
+        place_bytes(bytes, layer.head_dim / 2, (uint8_t*)cache.data + to.element, cache, is_key);
+    };
+    put(at);
+    if (remainder_slot >= 0) put(narrow_place(cache, layer.block_size, remainder_slot, head, is_key));
 }
 
 // A token's key, and its value; where the token before or after it shares the value's pair, the first writes both.
@@ -98,10 +114,11 @@ template <class S> INLINE void write_token_pairs(const WriteArgs& args, int64_t 
 template <class S, class T> INLINE void write_token(const WriteArgs& args, int64_t token) {
     const int64_t slot = args.slots[token];
     if (slot < 0) return;
-    const int64_t frame = slot / args.cache.block_size, offset = slot % args.cache.block_size;
+    const int64_t frame = slot / args.cache.block_size, offset = slot % args.cache.block_size,
+                  remainder_slot = args.remainder_slots ? args.remainder_slots[token] : -1;
     auto write = [&](const S* from, const CacheView& cache, bool is_key, int head) __attribute__((always_inline)) {
-        if constexpr (sizeof(T) == 1) {
-            write_narrow(from, cache, args.cache, is_key, frame, offset, head);
+        if constexpr (std::is_same_v<T, int8_t>) {
+            write_narrow(from, cache, args.cache, is_key, slot, remainder_slot, head);
         } else {
             T* to = (T*)cache.data + frame * cache.frame + head * cache.head + offset * cache.token;
             write_head(from, to, cache.dim, args.cache.head_dim);

@@ -77,15 +77,16 @@ inline uint32_t quantize_group(const float* x, uint8_t* to, int length) {
     return uint32_t(narrow[1].bits) << 16 | narrow[0].bits;
 }
 
-// A vector in 4 bits [head_dim / 2] and its groups' words, `apart` from each other.
-template <class S> void quantize_int4(const S* from, uint8_t* to, int head_dim, bool is_key, uint32_t* words,
-                                      int64_t apart) {
-    float wide[kMostNarrowDims];
+// A vector [head_dim], keys rotated, in 4 bits [head_dim / 2] and its groups' words, `apart` from each other. It becomes
+// what is left out.
+inline void quantize_int4(float* x, uint8_t* to, int head_dim, bool is_key, uint32_t* words, int64_t apart) {
     uint8_t each[kMostNarrowDims];
-    for (int d = 0; d < head_dim; d += W) store(wide + d, load(from + d));
-    if (is_key) rotate_head(wide, head_dim);
     const int length = is_key ? kKeyGroup : head_dim;
-    for (int d = 0; d < head_dim; d += length) words[d / length * apart] = quantize_group(wide + d, each + d, length);
+    for (int begin = 0; begin < head_dim; begin += length) {
+        const uint32_t word = words[begin / length * apart] = quantize_group(x + begin, each + begin, length);
+        const float low = float_of(word << 16), scale = float_of(word & 0xffff0000u);
+        for (int d = begin; d < begin + length; ++d) x[d] = x[d] - (low + float(each[d]) * scale);
+    }
     for (int i = 0; i < head_dim / 2; ++i) {
         const int lower = i / 16 * 32 + i % 16;
         to[i] = uint8_t(each[lower] | each[lower + 16] << 4);

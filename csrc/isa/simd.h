@@ -22,6 +22,8 @@ namespace pagemill { namespace {
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 struct u4 { uint8_t bits; };  // two integers of 4 bits
+struct e4m3 { uint8_t bits; };
+struct e5m2 { uint8_t bits; };
 
 INLINE uint32_t bits_of(float x) {
     uint32_t u;
@@ -219,6 +221,43 @@ INLINE F select_set(uint32_t bits, F yes, F no) {
 
 #endif
 
+// Floating point of 8 bits comes by way of f16, and goes to the nearest, of halves to the even, of what is too large to
+// the largest; what is not finite becomes NaN.
+typedef uint8_t Octets __attribute__((vector_size(W)));
+typedef uint16_t Shorts __attribute__((vector_size(2 * W)));
+INLINE Shorts load_octets(const void* p) {
+    Octets bytes;
+    std::memcpy(&bytes, p, W);
+    return __builtin_convertvector(bytes, Shorts);
+}
+INLINE F load(const e5m2* p) {
+    const Shorts half = load_octets(p) << 8;
+    return load((const f16*)&half);
+}
+INLINE F load(const e4m3* p) {
+    const Shorts x = load_octets(p), magnitude = x & 0x7f;
+    const Shorts nan = (Shorts)(magnitude == 0x7f) & 0x7e00, half = (x & 0x80) << 8 | magnitude << 7 | nan;
+    return load((const f16*)&half) * broadcast(256.0f);
+}
+template <int Mantissa, int Bias> INLINE uint8_t narrow_to_byte(float x, float largest) {
+    const uint8_t sign = bits_of(x) >> 24 & 0x80;
+    uint32_t u = bits_of(x) & 0x7fffffff;
+    if (u >= 0x7f800000) return 0x7f;
+    if (u > bits_of(largest)) u = bits_of(largest);
+    constexpr uint32_t normal = uint32_t(128 - Bias) << 23, shift = 23 - Mantissa;
+    if (u < normal) {  // let the adder round
+        constexpr uint32_t adder = uint32_t(127 + 24 - Bias - Mantissa) << 23;
+        return sign | uint8_t(bits_of(float_of(u) + float_of(adder)) - adder);
+    }
+    return sign | uint8_t((u - (uint32_t(127 - Bias) << 23) + (1u << (shift - 1)) - 1 + (u >> shift & 1)) >> shift);
+}
+INLINE void store(e4m3* p, F x) {
+    for (int i = 0; i < W; ++i) p[i].bits = narrow_to_byte<3, 7>(x.v[i], 448.0f);
+}
+INLINE void store(e5m2* p, F x) {
+    for (int i = 0; i < W; ++i) p[i].bits = narrow_to_byte<2, 15>(x.v[i], 57344.0f);
+}
+
 // The first n (0 < n < W) elements; the others are 0 when loaded and untouched when stored.
 template <class T> INLINE F load_first(const T* p, int n) {
     T all[W] = {};
@@ -324,20 +363,25 @@ template <int N, class Body> INLINE void with_count(int n, Body&& body) {
 template <int... I> using Sequence = std::integer_sequence<int, I...>;
 template <int N> using Upto = std::make_integer_sequence<int, N>;  // Sequence<0, ..., N - 1>
 
-// Calls body(T*) with the element type of `type`, one of floating point.
+// Calls body(T*) with the element type of `type`, one of floating point of 16 bits or more.
 template <class Body> INLINE void with_type(DType type, Body&& body) {
     switch (type) {
         case DType::f32: body((float*)nullptr); break;
         case DType::bf16: body((bf16*)nullptr); break;
         case DType::f16: body((f16*)nullptr); break;
-        case DType::i8:
-        case DType::u4: break;
+        default: break;
     }
 }
-// The same for a cache's; integers of any width are written as int8_t.
-template <class Body> INLINE void with_written_type(DType type, Body&& body) {
-    if (type >= DType::i8) body((int8_t*)nullptr);
+// The same for a cache's.
+template <class Body> INLINE void with_float_type(DType type, Body&& body) {
+    if (type == DType::e4m3) body((e4m3*)nullptr);
+    else if (type == DType::e5m2) body((e5m2*)nullptr);
     else with_type(type, body);
+}
+// Integers of any width are written as int8_t.
+template <class Body> INLINE void with_written_type(DType type, Body&& body) {
+    if (is_integer(type)) body((int8_t*)nullptr);
+    else with_float_type(type, body);
 }
 
 }}  // namespace pagemill

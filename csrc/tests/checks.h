@@ -27,12 +27,15 @@ inline DType any_type() { return DType(below(3)); }
 struct CacheTypes {
     DType key, value;
 
-    explicit CacheTypes(int dim) : key(DType(below(dim % 32 ? 4 : 6))), value(key) {
-        if (key >= DType::u4) value = DType::u4;
-        if (int(key) == 5) key = DType::i8;
+    explicit CacheTypes(int dim) {
+        constexpr DType kKeys[] = {DType::f32,  DType::bf16, DType::f16, DType::i8,
+                                   DType::e4m3, DType::e5m2, DType::i8,  DType::u4};
+        const int choice = below(dim % 32 ? 6 : 8);
+        key = kKeys[choice];
+        value = choice < 6 ? key : DType::u4;
     }
     // Elements that may lie side by side.
-    int beside() const { return key == DType::bf16 ? 2 : key >= DType::i8 ? 4 : 1; }
+    int beside() const { return key == DType::bf16 ? 2 : is_integer(key) ? 4 : 1; }
 };
 
 constexpr size_t kPage = 4096;
@@ -83,6 +86,14 @@ class Numbers : public Guarded {
         if (type_ == DType::i8) return at<int8_t>()[i];
         if (type_ == DType::u4) return at<uint8_t>()[i];
         if (type_ == DType::f32) return at<float>()[i];
+        if (type_ == DType::e4m3 || type_ == DType::e5m2) {
+            const int bits = at<uint8_t>()[i], width = type_ == DType::e4m3 ? 3 : 2, bias = type_ == DType::e4m3 ? 7 : 15;
+            const int exponent = (bits & 127) >> width, mantissa = bits & ((1 << width) - 1);
+            const double magnitude = exponent ? std::ldexp((1 << width) + mantissa, exponent - bias - width)
+                                              : std::ldexp(mantissa, 1 - bias - width);
+            if ((bits & 127) == 127) return std::numeric_limits<double>::quiet_NaN();
+            return bits & 128 ? -magnitude : magnitude;
+        }
         const uint16_t h = at<uint16_t>()[i];
         if (type_ == DType::bf16) return std::bit_cast<float>(uint32_t(h) << 16);
         const int exponent = h >> 10 & 31, mantissa = h & 1023;
@@ -199,8 +210,9 @@ template <class Weight> void expect_row(const PackedLinear& packed, DType type, 
 }
 
 // What rounding numbers of up to 1 to a cache's integers may change: half a step. A step of 4 bits is a 15th of up to
-// 2; where keys are rotated, errors of all dimensions meet in one.
+// 2; where keys are rotated, errors of all dimensions meet in one. Floating point of 8 bits loses a share.
 inline double step_off(DType type, bool is_key) {
+    if (type == DType::e4m3 || type == DType::e5m2) return type == DType::e4m3 ? 1.0 / 16 : 1.0 / 8;
     return type == DType::u4 ? is_key ? 0.4 : 0.09 : type == DType::i8 ? 1.0 / 250 : 0;
 }
 

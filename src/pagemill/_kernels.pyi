@@ -127,10 +127,18 @@ class Adapter:
 class Cache:
     """One layer's cache, as `attention.LayerCache` holds it. Keep the tensors.
 
+    float8: 5 (e4m3) or 6 (e5m2) for keys and values in floating point of 8 bits, which come as uint8.
     Raises TypeError for a dtype without kernels, ValueError for keys and values that do not belong together and for
     integers without scales."""
 
-    def __init__(self, key: Tensor, value: Tensor, key_scale: Tensor | None, value_scale: Tensor | None) -> None: ...
+    def __init__(
+        self,
+        key: Tensor,
+        value: Tensor,
+        key_scale: Tensor | None,
+        value_scale: Tensor | None,
+        float8: int | None = None,
+    ) -> None: ...
     def write(
         self,
         key: int,
@@ -141,6 +149,7 @@ class Cache:
         value_head: int,
         dtype: int,
         slots: int,
+        remainder_slots: int,
         tokens: int,
     ) -> None: ...
     def attend(
@@ -163,6 +172,9 @@ class Cache:
         scale: float,
         window: int,
         soft_cap: float,
+        remainder_tables: int,
+        remainder_stride: int,
+        remainder_window: int,
         share: bool,
     ) -> None: ...
 
@@ -224,7 +236,7 @@ class Decoder:
         max_positions: int,
         query_start: Int32,
         context_lens: Int32,
-        groups: list[tuple[Int32, Int64]],
+        groups: list[tuple[Int32, Int64, Int32 | None, Int64 | None, int]],
         angles: list[tuple[Float32, Float32]],
         caches: list[Cache],
         output: int,

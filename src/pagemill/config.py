@@ -97,10 +97,11 @@ class EngineConfig:
         about("Share of a device's memory that the whole engine may use; it sizes the KV cache (vLLM's name)."),
     ] = None
     kv_cache_dtype: Annotated[
-        Dtype | Literal["int8", "int8/int4", "int4"],
+        Dtype | Literal["fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4_mixed", "int8/int4", "int4"],
         about(
-            "Number format of the KV cache: auto (as the weights), float32, bfloat16, float16, int8; or "
-            "int8/int4 (8-bit keys, 4-bit values) and int4, which cost quality: try them on your model first."
+            "Number format of the KV cache: auto (as the weights), float32, bfloat16, float16, int8, "
+            "int4_mixed (4 bits, the latest tokens more); or fp8 (fp8_e4m3), fp8_e5m2, int8/int4 (8-bit keys, 4-bit "
+            "values) and int4, which cost quality: try them on your model first."
         ),
     ] = "auto"
     kv_host_memory: Annotated[

@@ -18,7 +18,10 @@ class Elsewhere:
         self.backend = backend
         self.device = device
 
-    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+    def write(
+        self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
+    ) -> None:
+        assert remainder_slots is None
         there = self.cache(cache)
         self.backend.write(self.send(key), self.send(value), there, self.send(slots))
         for here, written in zip(cache, there, strict=True):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from reference import reference_attention
@@ -11,8 +11,17 @@ from harness import frame_shape, poison
 from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.attention.interface import AttentionBackend, AttentionBatch, GroupBatch, LayerCache
-from pagemill.attention.quantize import dequantize, quantize_as, rotate, rotated_together
+from pagemill.attention.quantize import (
+    dequantize,
+    narrow,
+    quantize_as,
+    quantize_int4,
+    remainder_of,
+    rotate,
+    rotated_together,
+)
 from pagemill.kvcache.device_pool import DevicePool
+from pagemill.kvcache.kv_format import kv_format
 from pagemill.kvcache.layout import LayoutMaker, layer_major
 
 
@@ -37,7 +46,8 @@ class PagedCase:
     def __post_init__(self) -> None:
         random = torch.Generator().manual_seed(self.seed)
         held = [-(-context // self.block_size) for context, _ in self.rows]
-        total = sum(held) + 3
+        self.precise = kv_format(str(self.dtype)).precise
+        total = (2 if self.precise else 1) * sum(held) + 3
         self.pool = DevicePool(
             total,
             frame_shape([None, None], self.kv_heads, self.head_dim, self.block_size, str(self.dtype)),
@@ -51,6 +61,12 @@ class PagedCase:
         for row, count in enumerate(held):
             self.tables[row, :count] = frames[taken : taken + count]
             taken += count
+        self.remainder_tables = torch.full_like(self.tables, -1)
+        if self.precise:
+            for row, (context, length) in enumerate(self.rows):
+                first = max(0, context - length - self.precise + 1) // self.block_size  # that the first query sees
+                self.remainder_tables[row, first : held[row]] = frames[taken : taken + held[row] - first]
+                taken += held[row] - first
 
         def draw(*shape: int) -> torch.Tensor:
             return torch.randn(shape, generator=random)
@@ -76,15 +92,17 @@ class PagedCase:
     def cache(self) -> LayerCache:
         return self.pool.layer(1)
 
-    def slots(self, row: int, begin: int, end: int) -> torch.Tensor:
+    def slots(self, row: int, begin: int, end: int, *, of_remainders: bool = False) -> torch.Tensor:
         positions = torch.arange(begin, end)
-        frames = self.tables[row, positions // self.block_size].long()
-        return frames * self.block_size + positions % self.block_size
+        tables = self.remainder_tables if of_remainders else self.tables
+        frames = tables[row, positions // self.block_size].long()
+        return torch.where(frames < 0, -1, frames * self.block_size + positions % self.block_size)
 
     def write_all(self, backend: AttentionBackend) -> None:
         for row, (context, _) in enumerate(self.rows):
             slots = self.slots(row, 0, context).to(self.device)
-            backend.write(self.keys[row].to(self.device), self.values[row].to(self.device), self.cache, slots)
+            rest = self.slots(row, 0, context, of_remainders=True) if self.precise else None
+            backend.write(self.keys[row].to(self.device), self.values[row].to(self.device), self.cache, slots, rest)
 
     @property
     def narrow(self) -> bool:
@@ -94,13 +112,26 @@ class PagedCase:
         """Keys or values as the pool has them, at least in the precision of its dtype."""
         if not self.narrow:
             return tensor
+        if self.cache.key_scale is None:
+            return narrow(tensor, self.cache.key.dtype).double()
+        wide = dequantize(*self._stored(tensor, is_key=is_key))
+        return self._turned_back(wide) if is_key and self.cache.key.dtype == torch.uint8 else wide.double()
+
+    def remainders(self, tensor: torch.Tensor, *, is_key: bool) -> torch.Tensor:
+        """What the pool has of them beside that."""
+        elements, words = self._stored(tensor, is_key=is_key)
+        left = remainder_of(tensor, elements, words, is_key=is_key)
+        wide = dequantize(*quantize_int4(left, self.head_dim // words.shape[-1]))
+        return self._turned_back(wide) if is_key else wide.double()
+
+    def _stored(self, tensor: torch.Tensor, *, is_key: bool) -> tuple[torch.Tensor, torch.Tensor]:
         element = (self.cache.key if is_key else self.cache.value).dtype
         scales = self.cache.key_scale if is_key else self.cache.value_scale
-        groups = scales.shape[2] // self.block_size
-        wide = dequantize(*quantize_as(element, tensor, groups, is_key=is_key)).double()
-        if element == torch.uint8 and is_key:  # Hadamard's matrix is its own inverse, but for a factor
-            return rotate(wide).double() / rotated_together(self.head_dim)
-        return wide
+        return quantize_as(element, tensor, scales.shape[2] // self.block_size, is_key=is_key)
+
+    def _turned_back(self, wide: torch.Tensor) -> torch.Tensor:
+        # Hadamard's matrix is its own inverse, but for a factor.
+        return rotate(wide).double() / rotated_together(self.head_dim)
 
     def batch(self, parts: list[tuple[int, int, int]]) -> tuple[torch.Tensor, AttentionBatch]:
         """Queries and batch of parts (row, begin, end): query tokens begin..end of the row's queries."""
@@ -114,12 +145,19 @@ class PagedCase:
         def at(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(self.device)
 
-        tables = self.tables[torch.tensor([row for row, _, _ in parts])]
+        of_parts = torch.tensor([row for row, _, _ in parts])
+        group = GroupBatch(at(self.tables[of_parts]), at(torch.cat(slots)))
+        if self.precise:
+            rest = [
+                self.slots(row, f + b, f + e, of_remainders=True) for f, (row, b, e) in zip(first, parts, strict=True)
+            ]
+            rest_group = GroupBatch(at(self.remainder_tables[of_parts]), at(torch.cat(rest)))
+            group = replace(group, remainders=rest_group, precise=self.precise)
         return query, AttentionBatch(
             query_start=at(torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], dtype=torch.int32)),
             context_lens=at(torch.tensor(contexts, dtype=torch.int32)),
             positions=at(torch.cat(spans)),
-            groups=(GroupBatch(at(tables), at(torch.cat(slots))),),
+            groups=(group,),
             max_query_len=max(lengths),
             max_context_len=max(contexts),
         )
@@ -142,7 +180,10 @@ class PagedCase:
                 self.stored(self.values[row], is_key=False),
                 torch.arange(context - length, context), scale=scale, window=window, soft_cap=soft_cap,
                 key_start=0 if key_start is None else int(key_start[row]),
-                key_end=None if key_end is None else int(key_end[row]),
+                key_end=None if key_end is None else int(key_end[row]), precise=self.precise,
+                remainders=None if not self.precise else (
+                    self.remainders(self.keys[row], is_key=True), self.remainders(self.values[row], is_key=False)
+                ),
             )
             for row, (context, length) in enumerate(self.rows)
         ]  # fmt: skip

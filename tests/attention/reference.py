@@ -17,9 +17,12 @@ def reference_attention(
     soft_cap: float | None = None,
     key_start: int = 0,
     key_end: int | None = None,
+    precise: int = 0,
+    remainders: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One sequence: query [tokens, heads, head_dim] at `positions` [tokens]; key, value [keys, kv_heads, head_dim],
-    where index i is position i. Masks as in `AttentionBackend.attend`.
+    where index i is position i. Masks as in `AttentionBackend.attend`. remainders: of key and value, which a query adds
+    to those of its `precise` latest positions.
 
     Returns fp64 output [tokens, heads, head_dim] and log-sum-exp [tokens, heads].
     """
@@ -30,14 +33,21 @@ def reference_attention(
         seen &= index > position - window
     if key_end is not None:
         seen &= index < key_end
+    latest = index > position - precise
     output = torch.zeros(query.shape, dtype=torch.float64)
     lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float64)
     for head in range(heads):
         k, v = key[:, head // group].double(), value[:, head // group].double()
         scores = query[:, head].double() @ k.T * scale
+        if remainders is not None:
+            more_k, more_v = (each[:, head // group].double() for each in remainders)
+            scores += latest * (query[:, head].double() @ more_k.T * scale)
         if soft_cap is not None:
             scores = soft_cap * torch.tanh(scores / soft_cap)
         scores = scores.masked_fill(~seen, -torch.inf)
         lse[:, head] = torch.logsumexp(scores, 1)
-        output[:, head] = torch.softmax(scores, 1).nan_to_num(0) @ v  # NaN: a query that sees no key
+        weights = torch.softmax(scores, 1).nan_to_num(0)  # NaN: a query that sees no key
+        output[:, head] = weights @ v
+        if remainders is not None:
+            output[:, head] += (latest * weights) @ more_v
     return output, lse

@@ -19,7 +19,7 @@ from pagemill.attention.torch_backend import TorchAttention
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.layout import block_major, layer_major
 
-FORMATS = ["int8", "int8/int4", "int4"]
+FORMATS = ["int8", "int8/int4", "int4", "int4_mixed", "fp8_e4m3", "fp8_e5m2"]
 ROWS = [(1, 1), (300, 1), (77, 33), (270, 270), (40, 0), (0, 0), (257, 2), (519, 7)]
 SHAPES = [(6, 2, 64, 16), (9, 3, 64, 32), (8, 1, 128, 16), (7, 1, 96, 8), (2, 2, 32, 256), (16, 2, 256, 64)]
 """Heads, KV heads, head size, block size."""
@@ -89,7 +89,7 @@ def test_rotation_keeps_products_and_spreads_what_is_large(head_dim: int) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("layout", [layer_major, block_major])
-@pytest.mark.parametrize("format", ["int8/int4", "int4"])
+@pytest.mark.parametrize("format", ["int8/int4", "int4", "int4_mixed", "fp8_e4m3", "fp8_e5m2"])
 @pytest.mark.parametrize(("head_dim", "block_size"), [(64, 16), (96, 8)])
 def test_every_backend_writes_the_same_bits(
     kernel_backend: Callable[[str], CpuAttention],
@@ -102,11 +102,15 @@ def test_every_backend_writes_the_same_bits(
     key, value = vectors(head_dim).to(dtype), vectors(head_dim).flip(0).to(dtype)
     slots = torch.randperm(6 * block_size, generator=torch.Generator().manual_seed(1))[:40]
     slots[[2, 20]] = -1
+    rest = None
+    if format == "int4_mixed":
+        rest = slots.flip(0).clone() + 6 * block_size
+        rest[[2, 5, 19, 20, 37]] = -1
 
     def written(backend: AttentionBackend) -> torch.Tensor:
-        pool = DevicePool(6, frame_shape([None, None], 2, head_dim, block_size, format), layout=layout)
+        pool = DevicePool(13, frame_shape([None, None], 2, head_dim, block_size, format), layout=layout)
         poison(pool)
-        backend.write(key, value, pool.layer(1), slots)
+        backend.write(key, value, pool.layer(1), slots, rest)
         return pool.frames.bytes
 
     expected = written(TorchAttention())
@@ -148,6 +152,7 @@ def test_bits_depend_on_the_query_alone(
     for shared in (case.tables, case.keys, case.values):
         count = 600 // 16 if shared is case.tables else 600 // 16 * 16
         shared[1][:count] = shared[0][:count]
+    # A row's remainders may lie in other frames than those of the row with which it shares all else.
     case.write_all(backend)
 
     def attend(parts: list[tuple[int, int, int]], share: bool = True) -> list[torch.Tensor]:
@@ -171,7 +176,7 @@ def test_bits_depend_on_the_query_alone(
 
 @pytest.mark.parametrize("query_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("which", ["keys", "values"])
-@pytest.mark.parametrize("format", ["int8/int4", "int4"])
+@pytest.mark.parametrize("format", ["int8/int4", "int4", "int4_mixed", "fp8_e4m3"])
 def test_what_is_not_finite_spoils_its_own_row_only(
     backend: AttentionBackend, format: str, which: str, query_dtype: torch.dtype
 ) -> None:

@@ -217,6 +217,6 @@ def test_without_tables(backend: CpuAttention) -> None:
     backend.native(case.cache).attend(
         query.data_ptr(), 0, query.stride(0), query.stride(1), case.heads, output.data_ptr(), 0, 0, 19,
         batch.query_start.data_ptr(), batch.context_lens.data_ptr(), batch.positions.data_ptr(), 0, 0, 1, 0.125, 0, 0.0,
-        True,
+        0, 0, 0, True,
     )  # fmt: skip
     assert torch.equal(output, expected)

@@ -73,10 +73,10 @@ def test_what_streams_is_told_while_it_runs(conversations, make_engine, tmp_path
     core.close()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", pytest.param("int4", marks=pytest.mark.slow), "int4_mixed"])
 def test_in_other_dtypes(conversations, make_engine, tmp_path, dtype):
     kinds = {"dtype": "bfloat16"} if dtype == "bfloat16" else {"kv_cache_dtype": dtype}
-    small = SMALL | {"kv_memory": SMALL["kv_memory"] // {"bfloat16": 2, "int8": 3, "int4": 6}[dtype]}
+    small = SMALL | {"kv_memory": SMALL["kv_memory"] // {"bfloat16": 2, "int8": 3, "int4": 6, "int4_mixed": 4}[dtype]}
     whole = drive(make_engine(**kinds), conversations[:1], record=True)
     core = make_engine(**small, **settings("disk", tmp_path), **kinds)
     run = drive(core, conversations[:1], record=True)

@@ -22,6 +22,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 6}
 OTHERS = {
     "gguf": {"dtype": "bfloat16", "quantization": "gguf"},
     "int8 cache": {"dtype": "float32", "kv_cache_dtype": "int8"},
+    "mixed cache": {"dtype": "bfloat16", "kv_cache_dtype": "int4_mixed"},
 }
 
 

@@ -11,7 +11,7 @@ from harness import frame_shape
 from pagemill.errors import KVMemoryError
 from pagemill.kvcache.device_pool import DevicePool
 from pagemill.kvcache.kv_format import kv_format
-from pagemill.kvcache.layer_groups import LayerGroup, LayerGroups, add_full_layers, group_layers
+from pagemill.kvcache.layer_groups import LayerGroup, LayerGroups, add_full_layers, add_remainders, group_layers
 from pagemill.kvcache.layout import LINE_BYTES, PAGE_BYTES, FrameShape, KVLayout, block_major, layer_major
 
 LAYOUTS = [layer_major, block_major]
@@ -243,6 +243,17 @@ def test_keys_and_values_may_differ_in_width(layout: Callable[..., KVLayout], dt
     assert (places[0].numel(), places[1].numel()) == (3 * 2 * 8 * 24, 3 * 2 * 8 * 16)
 
 
+def test_remainders_lie_in_groups_of_their_own_at_the_places_of_their_layers() -> None:
+    groups = add_remainders(group_layers([None, 64, None, 4096]), 128)
+    own, rest = groups.groups[: -groups.remainders], groups.groups[-groups.remainders :]
+    assert [group.layers for group in own] == [group.layers for group in rest]
+    assert {(group.window, more.window) for group, more in zip(own, rest, strict=True)} == {
+        (None, 128), (64, 64), (4096, 128)
+    }  # fmt: skip
+    assert groups.num_layers == 4
+    assert all(groups.place(layer)[0] < len(own) for layer in range(4))
+
+
 def test_stored_blocks_keep_their_names() -> None:
     """Whoever changes one of these makes all blocks on disk unfindable: they must hold other bits then."""
     names = {element: kv_format(element).digest_name(16, "layer-major") for element in ("float32", "float16", "int8")}
@@ -251,9 +262,14 @@ def test_stored_blocks_keep_their_names() -> None:
         "float16": "float16,16,layer-major",
         "int8": "int8-1,16,layer-major",
     }
-    narrow = {name: kv_format(name).digest_name(16, "layer-major-fours") for name in ("int8/int4", "int4")}
+    narrow = {
+        name: kv_format(name).digest_name(16, "layer-major-fours") for name in ("int8/int4", "int4", "int4_mixed")
+    }
     assert narrow == {
         "int8/int4": "int8-1/int4-1,16,layer-major-fours",
         "int4": "int4-rotated-32-1/int4-1,16,layer-major-fours",
+        "int4_mixed": "int4-rotated-32-1/int4-1+128,16,layer-major-fours",
     }
+    assert kv_format("fp8") == kv_format("fp8_e4m3")
+    assert kv_format("fp8").digest_name(16, "layer-major") == "float8_e4m3fn,16,layer-major"
     assert kv_format("torch.bfloat16").digest_name(32, "layer-major-pairs") == "bfloat16,32,layer-major-pairs"

@@ -151,11 +151,15 @@ def test_ranks_halve_what_they_share_and_pay_for_their_messages():
 
 def test_kv_formats_hold_more_tokens_in_the_same_memory():
     rooflines = [
-        Roofline(read_device("h100"), read_shape("llama-3-8b"), "bfloat16", kv) for kv in ("auto", "int8", "int4")
+        Roofline(read_device("h100"), read_shape("llama-3-8b"), "bfloat16", kv)
+        for kv in ("auto", "int8", "int4", "int4_mixed")
     ]
-    auto, int8, int4 = (one.shape.frame_bytes(16) for one in rooflines)
+    auto, int8, int4, mixed = (one.shape.frame_bytes(16) for one in rooflines)
     assert 1.9 < auto / int8 < 2
     assert 3.3 < auto / int4 < 3.7
+    assert mixed == int4
+    assert [group.window for group in rooflines[-1].shape.groups.groups] == [None, 128]
+    assert rooflines[-1].shape.slot_bytes == rooflines[-2].shape.slot_bytes
 
 
 def test_conversations_find_what_was_said_before():

@@ -3,8 +3,8 @@
 Requests of three tenants, some of them longer than the pool, parallel samples, beams, forks of running requests, turns
 of sessions, pins, aborts, drafts, answers held to forms, other pool sizes and limits, idle time-outs; a disk that is
 full, reads that fail, blocks that rot on disk, streamed blocks that cannot be written or read or are lost later, steps
-that break, plans that cannot be carried out. Every answer must be, to the bit, what a calm engine gives, or its
-beginning where a fault ended it, and in the end every block is free.
+that break, plans that cannot be carried out. The KV format is drawn. Every answer must be, to the bit, what a calm
+engine gives, or its beginning where a fault ended it, and in the end every block is free.
 
 `python tests/soak/chaos.py --seconds 600` is `make soak`; `test_soak.py` runs it for a minute.
 """
@@ -38,13 +38,14 @@ from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.worker import immediately
 from pagemill.kvcache import read_ahead, streamed_file
 from pagemill.kvcache.disk_store import DiskStore
+from pagemill.kvcache.kv_format import kv_format
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams
 
 MODEL = "smollm2-135m"
 HIDDEN = 576
-FRAME_BYTES = 30 * 2 * 3 * 64 * 16 * 4
-FRAMES = 40
+FORMATS = {"float32": 40, "int4_mixed": 60, "fp8": 40, "int8": 40}
+"""Names of KV formats, and the frames of a pool; where the latest tokens have remainders, these need some."""
 MAX_LEN = 800
 """50 blocks."""
 TENANTS = ("default", "calm", "wild")
@@ -201,14 +202,18 @@ class Soak:
     def __init__(self, folder: Path, seed: int) -> None:
         self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()
+        self.kv_format = random.Random(seed).choice([*FORMATS])
+        self.frames = FORMATS[self.kv_format]
+        frame_bytes = self.frame_bytes = 30 * 16 * kv_format(self.kv_format).slot_bytes(3, 64, 64)
         self.llm = LLM(
-            MODEL, dtype="float32", max_model_len=MAX_LEN, max_num_seqs=8, max_num_batched_tokens=96,
-            check_invariants=True, kv_memory=FRAMES * FRAME_BYTES, kv_host_memory=8 * FRAME_BYTES,
+            MODEL, dtype="float32", kv_cache_dtype=self.kv_format, max_model_len=MAX_LEN, max_num_seqs=8,
+            max_num_batched_tokens=96, check_invariants=True, kv_memory=self.frames * frame_bytes,
+            kv_host_memory=8 * frame_bytes,
             kv_host_compression=self.random.choice(arguments_of(EngineConfig)["kv_host_compression"].choices),
             speculative_config=self.random.choice(
                 [{"method": "ngram"}, {"method": "suffix"}, {"method": "medusa", "model": save_heads(folder)}]
             ),
-            kv_disk_memory=160 * FRAME_BYTES, kv_disk_path=str(folder), max_sessions=6,
+            kv_disk_memory=160 * frame_bytes, kv_disk_path=str(folder), max_sessions=6,
             tenants={name: TenantLimits() for name in TENANTS[1:]},
         )  # fmt: skip
         self.core = self.llm.client.core
@@ -344,8 +349,8 @@ class Soak:
             self.llm.frontend.end_turn(answer.state)
 
     def resize(self) -> None:
-        frames = self.random.choice([20, 30, FRAMES, 55])
-        self.llm.resize_kv_memory(self.random.choice(["used", None, frames * FRAME_BYTES]))
+        frames = self.frames * self.random.choice([20, 30, 40, 55]) // 40
+        self.llm.resize_kv_memory(self.random.choice(["used", None, frames * self.frame_bytes]))
 
     def limit(self) -> None:
         limits = TenantLimits(
@@ -392,8 +397,9 @@ class Soak:
         """Requests whose answer is not that of a calm engine: no cache, no tiers, a large pool, other steps. What
         had come of one that was aborted must be its beginning."""
         calm: dict[str, Answer] = {}
-        with LLM(MODEL, dtype="float32", max_model_len=MAX_LEN, enable_prefix_caching=False, max_num_seqs=24,
-                 max_num_batched_tokens=512, kv_memory="1GiB") as llm:  # fmt: skip
+        with LLM(MODEL, dtype="float32", kv_cache_dtype=self.kv_format, max_model_len=MAX_LEN,
+                 enable_prefix_caching=False, max_num_seqs=24, max_num_batched_tokens=512,
+                 kv_memory="1GiB") as llm:  # fmt: skip
             core = llm.client.core
             alike: dict[bytes, str] = {}
             same_as = {}
@@ -441,7 +447,9 @@ def main() -> int:
         soak.run(args.seconds, args.steps)
         soak.settle()
     different = soak.differences()
-    sys.stdout.write(f"done:   {dict(soak.counts)}\nfaults: {dict(soak.faults.counts)}\n{soak.stats}\n")
+    sys.stdout.write(
+        f"K/V in {soak.kv_format}\ndone:   {dict(soak.counts)}\nfaults: {dict(soak.faults.counts)}\n{soak.stats}\n"
+    )
     sys.stdout.write(f"answers that differ from the calm engine's: {different or 'none'}\n")
     for name in different:
         sys.stdout.write(f"{name}: {soak.answers[name]}\n")

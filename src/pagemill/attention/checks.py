@@ -9,7 +9,9 @@ from pagemill.attention.interface import AttentionBatch, LayerCache
 from pagemill.ops.quantized import check_contiguous
 
 
-def check_write(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+def check_write(
+    key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
+) -> None:
     """Raises ValueError for shapes, strides and dtypes that `AttentionBackend.write` does not take, TypeError where key
     and value have different dtypes."""
     tokens, (kv_heads, _, head_dim) = slots.shape[0], cache.block_shape
@@ -21,6 +23,8 @@ def check_write(key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) ->
     if value.dtype != key.dtype:
         raise TypeError(f"key is {key.dtype} and value {value.dtype}; they must be equal")
     check_contiguous("slots", slots, torch.int64, (tokens,))
+    if remainder_slots is not None:
+        check_contiguous("remainder_slots", remainder_slots, torch.int64, (tokens,))
 
 
 def check_attend(
@@ -33,18 +37,19 @@ def check_attend(
 ) -> None:
     """Raises ValueError for shapes, strides and dtypes that `AttentionBackend.attend` does not take."""
     tokens, heads, head_dim = query.shape
-    tables, rows = batch.groups[group].tables, batch.context_lens.shape[0]
+    of_group, rows = batch.groups[group], batch.context_lens.shape[0]
     kv_heads, _, cached_dim = cache.block_shape
     if head_dim != cached_dim or heads % kv_heads or query.stride(2) != 1:
         raise ValueError(
             f"query is {tuple(query.shape)}; heads must be a multiple of {kv_heads}, head_dim must be {cached_dim} "
             "and contiguous"
         )
-    if tables.dtype != torch.int32 or tables.shape[0] < rows or tables.stride(1) != 1:
-        raise ValueError(
-            f"tables must be int32 [{rows}, entries], entries side by side, not {tables.dtype} {tuple(tables.shape)} "
-            f"with strides {tables.stride()}"
-        )
+    for tables in (of_group.tables, of_group.remainders and of_group.remainders.tables):
+        if tables is not None and (tables.dtype != torch.int32 or tables.shape[0] < rows or tables.stride(1) != 1):
+            raise ValueError(
+                f"tables must be int32 [{rows}, entries], entries side by side, not {tables.dtype} "
+                f"{tuple(tables.shape)} with strides {tables.stride()}"
+            )
     check_contiguous("query_start", batch.query_start, torch.int32, (rows + 1,))
     check_contiguous("context_lens", batch.context_lens, torch.int32, (rows,))
     check_contiguous("positions", batch.positions, torch.int64, (tokens,))

@@ -27,11 +27,14 @@ class CpuAttention:
         """The kernels' caches by id of the keys, for as long as these live: a pool that nobody uses any more must
         go."""
 
-    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
-        check_write(key, value, cache, slots)
+    def write(
+        self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
+    ) -> None:
+        check_write(key, value, cache, slots, remainder_slots)
         self.native(cache).write(
             key.data_ptr(), key.stride(0), key.stride(1), value.data_ptr(), value.stride(0), value.stride(1),
-            dtype_code(key), slots.data_ptr(), slots.shape[0],
+            dtype_code(key), slots.data_ptr(), 0 if remainder_slots is None else remainder_slots.data_ptr(),
+            slots.shape[0],
         )  # fmt: skip
 
     def attend(
@@ -50,7 +53,8 @@ class CpuAttention:
     ) -> tuple[Tensor, Tensor | None]:
         check_attend(query, cache, batch, group, key_start, key_end)
         tokens, heads, _ = query.shape
-        tables, rows = batch.groups[group].tables, batch.context_lens.shape[0]
+        of_group, rows = batch.groups[group], batch.context_lens.shape[0]
+        tables, remainders = of_group.tables, of_group.remainders
         output = torch.empty(query.shape, dtype=query.dtype)
         lse = torch.empty(tokens, heads) if return_lse else None
         self.native(cache).attend(
@@ -58,7 +62,8 @@ class CpuAttention:
             0 if lse is None else lse.data_ptr(), tables.data_ptr(), tables.stride(0), batch.query_start.data_ptr(),
             batch.context_lens.data_ptr(), batch.positions.data_ptr(), 0 if key_start is None else key_start.data_ptr(),
             0 if key_end is None else key_end.data_ptr(), rows, scale, window or 0, soft_cap or 0.0,
-            self.share_prefixes,
+            0 if remainders is None else remainders.tables.data_ptr(),
+            0 if remainders is None else remainders.tables.stride(0), of_group.precise, self.share_prefixes,
         )  # fmt: skip
         return output, lse
 
@@ -68,5 +73,17 @@ class CpuAttention:
         if known is None or known[0]() is not cache.key or known[1]() is not cache.value:
             at = id(cache.key)
             live = weakref.ref(cache.key, lambda _: self._caches.pop(at, None))
-            known = self._caches[at] = (live, weakref.ref(cache.value), _kernels.Cache(*cache))
+            known = self._caches[at] = (live, weakref.ref(cache.value), _native(cache))
         return known[2]
+
+
+_FLOAT8 = {torch.float8_e4m3fn: 5, torch.float8_e5m2: 6}
+"""Numbers of the kernels' dtypes."""
+
+
+def _native(cache: LayerCache) -> _kernels.Cache:
+    float8 = _FLOAT8.get(cache.key.dtype)
+    if float8 is None:
+        return _kernels.Cache(*cache)
+    # Not every torch gives away tensors of these dtypes by DLPack.
+    return _kernels.Cache(cache.key.view(torch.uint8), cache.value.view(torch.uint8), None, None, float8)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,7 +18,7 @@ class LayerCache(NamedTuple):
     Strides are the layout's: any order of dimensions in memory is allowed, also a different one for K and V.
     int8 elements are multiples of their token's scale, fp32 [frames, kv_heads, block_size]. uint8 elements are two
     numbers of 4 bits, whose scales and lows are int32 [frames, kv_heads, groups x block_size]. Neighbouring tokens'
-    scales lie side by side; see `attention/quantize.py`. Other dtypes have none.
+    scales lie side by side; see `attention/quantize.py`. Other dtypes, those of 8-bit floating point too, have none.
     """
 
     key: Tensor
@@ -44,10 +45,22 @@ class GroupBatch:
     tables int32 [rows, entries]  frame numbers; entry i holds positions i*block_size ..; -1 where nothing is held
     slots  int64 [tokens]         where each new token's K/V go: frame * block_size + offset; -1: do not write;
                                   not changed after the first `write`
+    remainders  the same for the remainders of these layers' keys and values, or None
+    precise     a query adds them to the keys and values of its own position and of the `precise` - 1 before it
     """
 
     tables: Tensor
     slots: Tensor
+    remainders: GroupBatch | None = None
+    precise: int = 0
+
+
+def join_remainders(groups: Sequence[GroupBatch], remainders: int, precise: int) -> tuple[GroupBatch, ...]:
+    """Makes the last `remainders` groups, which hold remainders of the first ones, parts of these."""
+    if not remainders:
+        return tuple(groups)
+    pairs = zip(groups[:-remainders], groups[-remainders:], strict=True)
+    return tuple(replace(group, remainders=rest, precise=precise) for group, rest in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +91,11 @@ class AttentionBackend(Protocol):
     kv_formats: tuple[str, ...] | None
     """Names of the KV formats that it takes; None: all."""
 
-    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
-        """Writes key, value [tokens, kv_heads, head_dim] to their slots, converted to the cache's dtype.
+    def write(
+        self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
+    ) -> None:
+        """Writes key, value [tokens, kv_heads, head_dim] to their slots, converted to the cache's dtype; and what that
+        leaves out to slots of remainders, if they are given (4-bit caches only).
 
         What a slot holds then depends on its own token only.
         """
@@ -102,6 +118,7 @@ class AttentionBackend(Protocol):
         h // (heads // kv_heads)).
 
         A query at position p of row r attends to keys max(p - window + 1, key_start[r]) .. min(p, key_end[r] - 1).
+        Where the group has remainders, keys and values from p - precise + 1 on are those of the slot plus these.
         soft_cap c: scores become c * tanh(score / c) before the mask. Scores and sums are fp32.
         Returns the output, in the query's dtype and shape, and on request the log-sum-exp fp32 [tokens, heads]
         (-inf where nothing was attended; the output is 0 there).

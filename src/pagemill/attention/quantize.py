@@ -33,6 +33,15 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return torch.round(torch.where(usable.unsqueeze(-1), x, 0.0) * factor.unsqueeze(-1)).to(torch.int8), scale
 
 
+def narrow(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Rounds numbers to a cache's floating point. To 8 bits, what is too large becomes the largest number, and what is
+    not finite NaN."""
+    if dtype.itemsize > 1:
+        return x.to(dtype)
+    most = torch.finfo(dtype).max
+    return torch.where(x.isfinite(), x.float().clamp(-most, most), torch.nan).to(dtype)
+
+
 def quantize_int4(x: Tensor, group: int | None = None) -> tuple[Tensor, Tensor]:
     """Rounds vectors to 4 bits, each group of `group` numbers (None: all of a vector) from its least to its greatest.
 
@@ -82,6 +91,12 @@ def rotate(x: Tensor) -> Tensor:
 def rotated_together(head_dim: int) -> int:
     """Returns how many dimensions `rotate` rotates at a time."""
     return head_dim & -head_dim
+
+
+def remainder_of(x: Tensor, stored: Tensor, words: Tensor, *, is_key: bool) -> Tensor:
+    """Returns what `quantize_as` has left out of keys or values x [tokens, kv_heads, head_dim] in 4 bits: fp32, of keys
+    rotated. In 4 bits again (`quantize_int4`), it is what a slot of remainders holds."""
+    return (rotate(x) if is_key else x.float()) - dequantize_int4(stored, words)
 
 
 def quantize_as(dtype: torch.dtype, x: Tensor, groups: int, *, is_key: bool) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,15 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from pagemill.attention.interface import AttentionBatch, LayerCache
-from pagemill.attention.quantize import dequantize, quantize_as, rotate, rotated_together
+from pagemill.attention.quantize import (
+    dequantize,
+    narrow,
+    quantize_as,
+    quantize_int4,
+    remainder_of,
+    rotate,
+    rotated_together,
+)
 
 _ELEMENTS = 1 << 26
 """The most gathered key elements, and the most scores, at a time: bounds the scratch memory (256 MiB each)."""
@@ -40,27 +48,30 @@ class TorchAttention:
         self._written: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         """The results of `_tokens_to_write` by a step's slots, one tensor per layer group."""
 
-    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+    def write(
+        self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
+    ) -> None:
         tokens = self._tokens_to_write(slots)
         if tokens is not None:
             key, value, slots = key[tokens], value[tokens], slots[tokens]
+            remainder_slots = None if remainder_slots is None else remainder_slots[tokens]
+        if cache.key_scale is None or cache.value_scale is None:
+            _place(narrow(key, cache.key.dtype), narrow(value, cache.value.dtype), cache, slots)
+            return
         _, block_size, _ = cache.block_shape
-        frames, offsets = slots.div(block_size, rounding_mode="floor"), slots.remainder(block_size)
-        if cache.key_scale is not None and cache.value_scale is not None:
-            key_scales, value_scales = (
-                scales.view(*scales.shape[:2], -1, block_size) for scales in (cache.key_scale, cache.value_scale)
-            )
-            key, key_scales[frames, :, :, offsets] = quantize_as(cache.key.dtype, key, key_scales.shape[2], is_key=True)
-            value, value_scales[frames, :, :, offsets] = quantize_as(
-                cache.value.dtype, value, value_scales.shape[2], is_key=False
-            )
-        key, value, beside = key.to(cache.key.dtype), value.to(cache.value.dtype), cache.beside
-        if beside > 1:
-            cache.key[frames, :, offsets] = key.reshape(*key.shape[:2], key.shape[2] // beside, beside)
-            cache.value[frames, :, offsets // beside, offsets % beside] = value
-        else:
-            cache.key[frames, :, offsets] = key
-            cache.value[frames, :, offsets] = value
+        key_groups, value_groups = (each.shape[2] // block_size for each in (cache.key_scale, cache.value_scale))
+        stored_key, key_scales = quantize_as(cache.key.dtype, key, key_groups, is_key=True)
+        stored_value, value_scales = quantize_as(cache.value.dtype, value, value_groups, is_key=False)
+        _place(stored_key, stored_value, cache, slots, key_scales, value_scales)
+        if remainder_slots is not None:
+            key = remainder_of(key, stored_key, key_scales, is_key=True)
+            value = remainder_of(value, stored_value, value_scales, is_key=False)
+            stored_key, key_scales = quantize_int4(key, key.shape[-1] // key_groups)
+            stored_value, value_scales = quantize_int4(value, value.shape[-1] // value_groups)
+            there = remainder_slots >= 0
+            new = (each[there] for each in (stored_key, stored_value, remainder_slots, key_scales, value_scales))
+            stored_key, stored_value, remainder_slots, key_scales, value_scales = new
+            _place(stored_key, stored_value, cache, remainder_slots, key_scales, value_scales)
 
     def _tokens_to_write(self, slots: Tensor) -> Tensor | None:
         """Returns indices of the tokens that are written; None: all. Found once per step and group: it waits for the
@@ -87,11 +98,11 @@ class TorchAttention:
     ) -> tuple[Tensor, Tensor | None]:
         kv_heads, block_size, head_dim = cache.block_shape
         heads, rotated = query.shape[1], cache.key.dtype == torch.uint8
-        tables = batch.groups[group].tables
+        of_group = batch.groups[group]
         output = torch.zeros_like(query)
         lse = torch.full(query.shape[:2], -torch.inf, dtype=torch.float32, device=query.device) if return_lse else None
         for rows, tokens, query_len, context in self._parts(batch, heads, head_dim):
-            frames = tables[rows, : -(-context // block_size)].clamp_min(0).long()
+            frames = of_group.tables[rows, : -(-context // block_size)].clamp_min(0).long()
             position = batch.positions[tokens]
             first = torch.zeros_like(position) if window is None else position - (window - 1)
             if key_start is not None:
@@ -109,13 +120,25 @@ class TorchAttention:
             q = rotate(query[tokens]) / rotated_together(head_dim) if rotated else query[tokens].float()
             q = q.view(count, query_len, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
             q = q.reshape(count, kv_heads, -1, head_dim)
-            scores = (q @ key.transpose(2, 3) * scale).view(count, kv_heads, -1, query_len, len(keys))
+            scores = (q @ key.transpose(2, 3)).view(count, kv_heads, -1, query_len, len(keys))
+            if of_group.remainders is not None:
+                rest = of_group.remainders.tables[rows, : -(-context // block_size)].clamp_min(0).long()
+                precise = seen & (keys > (position - of_group.precise).unsqueeze(-1))
+                more = _widen(cache.key[rest].flatten(4), cache.key_scale, rest)
+                more_values = _widen(cache.value[rest].flatten(3, -2), cache.value_scale, rest)
+                more_values = more_values.masked_fill(~precise.any(1)[:, None, :, None], 0)
+                added = (q @ more.transpose(2, 3)).view(scores.shape)
+                scores = scores + added.masked_fill(~precise[:, None, None], 0)
+            scores = scores * scale
             if soft_cap is not None:
                 scores = soft_cap * torch.tanh(scores / soft_cap)
             scores = scores.masked_fill(~seen[:, None, None], -torch.inf)
             part_lse = torch.logsumexp(scores, -1)
             weights = torch.exp(scores - torch.where(part_lse.isneginf(), 0, part_lse).unsqueeze(-1))
             out = weights.view(count, kv_heads, -1, len(keys)) @ value
+            if of_group.remainders is not None:
+                latest = weights.masked_fill(~precise[:, None, None], 0)
+                out = out + latest.view(count, kv_heads, -1, len(keys)) @ more_values
             out = out.view(count, heads, query_len, head_dim).transpose(1, 2)
             output[tokens] = out.to(output.dtype)
             if lse is not None:
@@ -147,6 +170,28 @@ class TorchAttention:
                     parts.append(_Part(torch.tensor(taken).to(device), ids.to(device), end - begin, context))
         self._planned = (batch, parts)
         return parts
+
+
+def _place(
+    key: Tensor,
+    value: Tensor,
+    cache: LayerCache,
+    slots: Tensor,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> None:
+    """Puts elements [tokens, kv_heads, elements] and their scales [tokens, kv_heads, groups] into their slots."""
+    _, block_size, _ = cache.block_shape
+    frames, offsets = slots.div(block_size, rounding_mode="floor"), slots.remainder(block_size)
+    for scales, new in ((cache.key_scale, key_scales), (cache.value_scale, value_scales)):
+        if scales is not None and new is not None:
+            scales.view(*scales.shape[:2], -1, block_size)[frames, :, :, offsets] = new
+    if (beside := cache.beside) > 1:
+        cache.key[frames, :, offsets] = key.reshape(*key.shape[:2], key.shape[2] // beside, beside)
+        cache.value[frames, :, offsets // beside, offsets % beside] = value
+    else:
+        cache.key[frames, :, offsets] = key
+        cache.value[frames, :, offsets] = value
 
 
 def _widen(gathered: Tensor, scales: Tensor | None, frames: Tensor) -> Tensor:

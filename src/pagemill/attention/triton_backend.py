@@ -93,7 +93,10 @@ class TritonAttention:
         self.kv_formats: tuple[str, ...] | None = ("float32", "float16", "bfloat16", "int8")
         self._major = capability[0]
 
-    def write(self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor) -> None:
+    def write(
+        self, key: Tensor, value: Tensor, cache: LayerCache, slots: Tensor, remainder_slots: Tensor | None = None
+    ) -> None:
+        assert remainder_slots is None, "only 4-bit caches have remainders"
         kv_heads, block_size, head_dim = _block_shape(cache)
         check_write(key, value, cache, slots)
         tokens = slots.shape[0]

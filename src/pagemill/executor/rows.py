@@ -7,7 +7,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pagemill.attention.interface import AttentionBatch, GroupBatch
+from pagemill.attention.interface import AttentionBatch, GroupBatch, join_remainders
+from pagemill.kvcache.layer_groups import LayerGroups
 from pagemill.memory.work import MemoryWork
 from pagemill.scheduling.step_plan import StepPlan
 
@@ -43,12 +44,15 @@ class Inputs:
         """Returns what attention needs, on the device, with these of the layer groups."""
         to_device, longest = self._state.to_device, int(self.context_lens.max())
         tables = self._state.tables[groups][:, self.of_rows, : -(-longest // self._state.block_size)]
-        parts = zip(tables, self.slots[groups], strict=True)
+        parts = [
+            GroupBatch(to_device(table), to_device(slots))
+            for table, slots in zip(tables, self.slots[groups], strict=True)
+        ]
         return AttentionBatch(
             query_start=to_device(self.query_start),
             context_lens=to_device(self.context_lens),
             positions=to_device(self.positions),
-            groups=tuple(GroupBatch(to_device(table), to_device(slots)) for table, slots in parts),
+            groups=join_remainders(parts, self._state.num_remainders, self._state.precise),
             max_query_len=int(self.query_lens.max()),
             max_context_len=longest,
         )
@@ -62,13 +66,25 @@ class Rows:
     prompt_lens int32 [rows]
     adapter_numbers int32 [rows]: 0 for the model itself
 
+    precise: tokens, as in `KVFormat`, where some of the layer groups hold remainders.
+
     All lie on the host, where a step's few rows and tokens are picked out of them by NumPy: torch would wake its own
     threads for that, beside the kernels'.
     """
 
-    def __init__(self, groups: int, rows: int, max_model_len: int, block_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        groups: LayerGroups,
+        rows: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        precise: int = 0,
+    ) -> None:
         self.block_size = block_size
-        self.tables = np.full((groups, rows, -(-max_model_len // block_size)), -1, dtype=np.int32)
+        self.tables = np.full((len(groups.groups), rows, -(-max_model_len // block_size)), -1, dtype=np.int32)
+        self.num_remainders = groups.remainders
+        self.precise = precise
         self.tokens = np.zeros((rows, max_model_len + 1), dtype=np.int32)
         self.prompt_lens = np.zeros(rows, dtype=np.int32)
         self.adapter_numbers = np.zeros(rows, dtype=np.int32)

@@ -12,7 +12,7 @@ from pagemill.errors import ConfigError
 from pagemill.executor.backend import Backend, select_backend
 from pagemill.hub import resolve_model
 from pagemill.kvcache.kv_format import KVFormat, kv_format
-from pagemill.kvcache.layer_groups import LayerGroups
+from pagemill.kvcache.layer_groups import LayerGroups, add_remainders
 from pagemill.kvcache.layout import FrameShape
 from pagemill.models.loading import LoadedModel, load_model
 from pagemill.models.sharding import Sharding
@@ -71,6 +71,8 @@ def load_share(
 
 def frame_shape(spec: DecoderSpec, groups: LayerGroups, block_size: int, kv: KVFormat) -> FrameShape:
     """Returns the shape of the frames in which a model's keys and values lie."""
+    if kv.precise:
+        groups = add_remainders(groups, kv.precise)
     return FrameShape(groups, spec.num_kv_heads, block_size, spec.head_dim, spec.head_dim, kv)
 
 

@@ -38,7 +38,9 @@ class Worker:
         self._shape = shape
         self._layout = backend.layout
         self._device = backend.device
-        self.rows = Rows(len(shape.groups.groups), max_num_seqs, max_model_len, shape.block_size, backend.device)
+        self.rows = Rows(
+            shape.groups, max_num_seqs, max_model_len, shape.block_size, backend.device, shape.format.precise
+        )
         self._read_ahead: ReadAhead | None = None
 
     def allocate(self, num_frames: int, streamed_frames: int = 0, streamed_folder: Path | None = None) -> int:

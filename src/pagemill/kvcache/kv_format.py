@@ -45,6 +45,8 @@ class KVFormat:
 
     name: as settings have it. itemsize: bytes of an element.
     beside: elements that a layout for matrix products stores side by side, where dimensions and tokens allow it.
+    precise: so many of the latest tokens have remainders too: what their stored keys and values have left out, stored
+        in the same format in blocks of other layer groups. 0: none have.
     """
 
     name: str
@@ -52,6 +54,7 @@ class KVFormat:
     value: VectorFormat
     itemsize: int
     beside: int = 1
+    precise: int = 0
 
     @property
     def element(self) -> str:
@@ -70,7 +73,8 @@ class KVFormat:
     def digest_name(self, block_size: int, layout: str) -> str:
         """Returns what the digests of blocks of this format begin with: equal names mean equal bytes for equal K/V."""
         names = dict.fromkeys((self.key.name, self.value.name))
-        return f"{'/'.join(names)},{block_size},{layout}"
+        remainders = f"+{self.precise}" if self.precise else ""
+        return f"{'/'.join(names)}{remainders},{block_size},{layout}"
 
     def refusal(self, head_dim: int) -> str | None:
         """Returns why heads of this size cannot be stored, or None if they can."""
@@ -81,9 +85,9 @@ class KVFormat:
         return None
 
 
-def _float(element: str, itemsize: int, beside: int = 1) -> KVFormat:
+def _float(element: str, itemsize: int, beside: int = 1, name: str | None = None) -> KVFormat:
     vector = VectorFormat(element, element)
-    return KVFormat(element, vector, vector, itemsize, beside)
+    return KVFormat(name or element, vector, vector, itemsize, beside)
 
 
 # The numbers count the versions of `attention/quantize.py`.
@@ -95,12 +99,17 @@ _FORMATS = (
     _float("float32", 4),
     _float("float16", 2),
     _float("bfloat16", 2, beside=2),
+    _float("float8_e4m3fn", 1, name="fp8_e4m3"),
+    _float("float8_e5m2", 1, name="fp8_e5m2"),
     KVFormat("int8", _INT8, _INT8, 1, beside=4),
     KVFormat("int8/int4", _INT8, _INT4_VALUE, 1, beside=4),
     KVFormat("int4", _INT4_KEY, _INT4_VALUE, 1, beside=4),
+    KVFormat("int4_mixed", _INT4_KEY, _INT4_VALUE, 1, beside=4, precise=128),
 )
 
 
 def kv_format(name: str) -> KVFormat:
-    """Returns the format of this name, a torch type's with or without "torch.". Raises KeyError for others."""
-    return {format.name: format for format in _FORMATS}[name.removeprefix("torch.")]
+    """Returns the format of this name, a torch type's with or without "torch.". "fp8" is vLLM's
+    short name of fp8_e4m3. Raises KeyError for others."""
+    name = "fp8_e4m3" if name == "fp8" else name.removeprefix("torch.")
+    return {format.name: format for format in _FORMATS}[name]

@@ -19,14 +19,19 @@ class LayerGroup:
 
 @dataclass(frozen=True)
 class LayerGroups:
-    """Holds all groups. layers_per_frame: places in a frame, equal for all groups."""
+    """Holds all groups.
+
+    layers_per_frame: places in a frame, equal for all groups.
+    remainders: so many groups at the end hold remainders (see `KVFormat`) of the layers of the first ones, in order.
+    """
 
     groups: tuple[LayerGroup, ...]
     layers_per_frame: int
+    remainders: int = 0
 
     @property
     def num_layers(self) -> int:
-        return sum(len(group.layers) for group in self.groups)
+        return sum(len(group.layers) for group in self.groups[: len(self.groups) - self.remainders])
 
     def place(self, layer: int) -> tuple[int, int]:
         """Returns (group, place within the frame) of a model layer. Raises KeyError for a layer that is in no group."""
@@ -57,6 +62,13 @@ def group_layers(windows: Sequence[int | None]) -> LayerGroups:
         for i in range(0, len(members), size)
     ]
     return LayerGroups(tuple(groups), size)
+
+
+def add_remainders(groups: LayerGroups, window: int) -> LayerGroups:
+    """Returns groups beside each of which another one holds remainders of the latest `window` tokens. Its blocks are
+    given back when no later query can see them, as those of any group with a window."""
+    more = [LayerGroup(min(window, group.window or window), group.layers) for group in groups.groups]
+    return LayerGroups((*groups.groups, *more), groups.layers_per_frame, len(more))
 
 
 def add_full_layers(groups: LayerGroups, count: int) -> LayerGroups:

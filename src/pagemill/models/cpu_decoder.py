@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
-from pagemill.attention.interface import AttentionBatch
+from pagemill.attention.interface import AttentionBatch, GroupBatch
 from pagemill.models.adapter import Adapter, AdapterTokens
 from pagemill.models.decoder import Decoder, DecoderWeights, GatedMLP, LayerCaches, LayerWeights, OnLayer
 from pagemill.models.sharding import GatheringLinear, NativeExchange, ShardedEmbedding, ShardedHead
@@ -69,7 +70,7 @@ class CpuDecoder(Decoder):
     ) -> Tensor:
         """Returns what `Decoder.forward` does. Raises IndexError for a token id that is not in the vocabulary, and
         ValueError for arrays of other dtypes or shapes."""
-        groups = [(group.tables.numpy(), group.slots.numpy()) for group in batch.groups]
+        groups = [_native_group(group) for group in batch.groups]
         for table in self._angles:
             table.reach(batch.max_context_len)
         angles = [(table.cos.numpy(), table.sin.numpy()) for table in self._angles]
@@ -154,6 +155,17 @@ class CpuDecoder(Decoder):
             self._group_of[index],
             layer.window or 0,
         )
+
+
+_Tables: TypeAlias = npt.NDArray[np.int32]
+_Slots: TypeAlias = npt.NDArray[np.int64]
+
+
+def _native_group(group: GroupBatch) -> tuple[_Tables, _Slots, _Tables | None, _Slots | None, int]:
+    rest = group.remainders
+    if rest is None:
+        return group.tables.numpy(), group.slots.numpy(), None, None, 0
+    return group.tables.numpy(), group.slots.numpy(), rest.tables.numpy(), rest.slots.numpy(), group.precise
 
 
 def _norm(weight: Tensor | None, wanted: bool) -> Tensor | None:

@@ -177,7 +177,9 @@ class Decoder:
             cos, sin = angles[layer.rope]
             ops.rotate(q, cos, sin)
             ops.rotate(k, cos, sin)
-        self.attention.write(k, v, cache, batch.groups[group].slots)
+        of_group = batch.groups[group]
+        rest = None if of_group.remainders is None else of_group.remainders.slots
+        self.attention.write(k, v, cache, of_group.slots, rest)
         out, _ = self.attention.attend(
             q, cache, batch, group, scale=spec.scale, window=layer.window, soft_cap=spec.attention_soft_cap
         )

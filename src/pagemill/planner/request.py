@@ -20,7 +20,9 @@ from pagemill.simulate.trace import read_trace
 USUAL_RATE = 10.0
 USUAL_WORKLOAD = "sharegpt"
 USUAL_HOST_MEMORY = "64GiB"
-KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "int8", "int8/int4", "int4")
+KV_DTYPES = (
+    "auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2", "int8", "int4_mixed", "int8/int4", "int4"
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

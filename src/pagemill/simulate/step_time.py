@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from pagemill.errors import CalibrationError
 from pagemill.kvcache.kv_format import KVFormat, VectorFormat, kv_format
-from pagemill.kvcache.layer_groups import LayerGroups, group_layers
+from pagemill.kvcache.layer_groups import LayerGroups, add_remainders, group_layers
 from pagemill.kvcache.layout import FrameShape, layer_major
 from pagemill.scheduling.step_plan import StepPlan
 
@@ -35,7 +35,8 @@ class KVShape:
 
     @property
     def groups(self) -> LayerGroups:
-        return group_layers(self.windows)
+        groups, precise = group_layers(self.windows), self._format.precise
+        return add_remainders(groups, precise) if precise else groups
 
     @property
     def _format(self) -> KVFormat:
@@ -52,7 +53,8 @@ class KVShape:
     @property
     def slot_bytes(self) -> float:
         """The bytes of one token's K and V in one layer group, without padding; the mean where groups differ."""
-        layers = len(self.windows) / len(self.groups.groups)
+        groups = self.groups.groups
+        layers = sum(len(group.layers) for group in groups) / len(groups)
         return layers * self.key_bytes
 
     def frame_bytes(self, block_size: int) -> int:
