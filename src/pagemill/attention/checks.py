@@ -44,8 +44,9 @@ def check_attend(
             f"query is {tuple(query.shape)}; heads must be a multiple of {kv_heads}, head_dim must be {cached_dim} "
             "and contiguous"
         )
-    for tables in (of_group.tables, of_group.remainders and of_group.remainders.tables):
-        if tables is not None and (tables.dtype != torch.int32 or tables.shape[0] < rows or tables.stride(1) != 1):
+    remainders = () if of_group.remainders is None else (of_group.remainders.tables,)
+    for tables in (of_group.tables, *remainders):
+        if tables.dtype != torch.int32 or tables.shape[0] < rows or tables.stride(1) != 1:
             raise ValueError(
                 f"tables must be int32 [{rows}, entries], entries side by side, not {tables.dtype} "
                 f"{tuple(tables.shape)} with strides {tables.stride()}"
