@@ -44,7 +44,7 @@ from pagemill.sampling.params import BeamSearchParams
 
 MODEL = "smollm2-135m"
 HIDDEN = 576
-FORMATS = {"float32": 40, "int4_mixed": 60, "fp8": 40, "int8": 40}
+FORMATS = {"float32": 40, "int4_mixed": 52, "fp8": 40, "int8": 40}
 """Names of KV formats, and the frames of a pool; where the latest tokens have remainders, these need some."""
 MAX_LEN = 800
 """50 blocks."""
