@@ -10,8 +10,8 @@
 
 namespace pagemill {
 
-// Those of one byte are a cache's only. u4: two integers in a byte. e4m3 and e5m2: floating point of 8 bits, with so many
-// of exponent and mantissa (Micikevicius et al., "FP8 Formats for Deep Learning", 2022).
+// Those of one byte are a cache's only. u4: two integers in a byte. e4m3 and e5m2: floating point of 8 bits, with so
+// many of exponent and mantissa (Micikevicius et al., "FP8 Formats for Deep Learning", 2022).
 enum class DType : int { f32 = 0, bf16 = 1, f16 = 2, i8 = 3, u4 = 4, e4m3 = 5, e5m2 = 6 };
 
 inline size_t item_size(DType type) { return type == DType::f32 ? 4 : type >= DType::i8 ? 1 : 2; }
@@ -101,8 +101,8 @@ struct HeadsView {
 };
 
 // What the first 4 bits of a token's key and value have left out, in 4 bits again, at slots of its own in the same
-// cache. A query adds it to the keys and values of its own position and of the `window` - 1 before it. With caches of u4
-// only.
+// cache. A query adds it to the keys and values of its own position and of the `window` - 1 before it. With caches of
+// u4 only.
 struct Remainders {
     const int32_t* tables = nullptr;  // [rows, ...]; null: there are none
     int64_t table_stride = 0;

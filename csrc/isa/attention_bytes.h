@@ -280,7 +280,8 @@ template <class K, class V, int L> struct BytePass {
                     float* score = to.scores + r * kScoreRow + token;
                     F x = Bytes<L>::join(sums[r][v]) * scale;
                     if (P == 2)
-                        x = fma(broadcast(group_sums[g * MR + r]), load(to.scales + (groups + g) * kScoreRow + token), x);
+                        x = fma(broadcast(group_sums[g * MR + r]), load(to.scales + (groups + g) * kScoreRow + token),
+                                x);
                     x = x * broadcast(units[r]);
                     store(score, g ? load(score) + x : x);
                 }
@@ -381,9 +382,9 @@ template <class K, class V, int L> struct BytePass {
                                            kVectorsInLine<V> == 2 ? of_values + kScoreRow : nullptr};
                 for (int r = 0; r < MR; ++r) {
                     const KeyRange& seen = ranges[(first_row + r) / group];
-                    result[r] = softmax(own.scores + r * kScoreRow, int(seen.begin), int(seen.end), from, until,
-                                        args.soft_cap, by_token, lows + r,
-                                        adds ? precise.scores + r * kScoreRow : nullptr);
+                    result[r] =
+                        softmax(own.scores + r * kScoreRow, int(seen.begin), int(seen.end), from, until, args.soft_cap,
+                                by_token, lows + r, adds ? precise.scores + r * kScoreRow : nullptr);
                     units[r] = from < until ? split_weights(own.scores + r * kScoreRow, r, from, until) : 0.0f;
                 }
                 if (from < until) value_rows<MR>(at, from, until, units, lows, tile == 0, own.part);
@@ -403,8 +404,8 @@ template <class K, class V, int L> struct BytePass {
             float* row = precise.scores + r * kScoreRow;
             F low = zero();
             for (int v = first; v < last; ++v) {
-                const __mmask16 in = __mmask16(first_tokens(int(own_keys.end) - v * 16) &
-                                               ~first_tokens(int(own_keys.begin) - v * 16));
+                const __mmask16 in =
+                    __mmask16(first_tokens(int(own_keys.end) - v * 16) & ~first_tokens(int(own_keys.begin) - v * 16));
                 const F weight{_mm512_maskz_loadu_ps(in, row + v * 16)};
                 low = fma(weight, load(of_values + kScoreRow + v * 16), low);
                 store(row + v * 16, F{_mm512_maskz_mul_ps(in, weight.v, load(of_values + v * 16).v)});

@@ -72,9 +72,7 @@ template <class K, class V> struct VectorPass {
                 (sizeof(K) < 4 && tiles.count > 2);
     }
 
-    int64_t scratch_size() const {
-        return task.heads * query_size + (has_remainders() ? 2 : 1) * buffers_size();
-    }
+    int64_t scratch_size() const { return task.heads * query_size + (has_remainders() ? 2 : 1) * buffers_size(); }
     int64_t buffers_size() const {
         return kTileRows * (kScoreRow + padded) +
                (widen ? kPartition * int64_t(args.cache.head_dim + padded) + 8 * W : 0);
@@ -252,8 +250,7 @@ template <class K, class V> struct VectorPass {
     }
 
     // Values [begin, end) of a partition as fp32 [kPartition][padded], to scratch; int8 without its scales.
-    void widen_values(int row, int head, int64_t base, int begin, int end, float* wide_values,
-                      bool remainders) const {
+    void widen_values(int row, int head, int64_t base, int begin, int end, float* wide_values, bool remainders) const {
         const CacheView& cache = args.cache.value;
         for_pieces(args, base, begin, end, [&](int64_t block, int offset, int token, int count) {
             const V* v = block_at<V>(args, cache, row, block, head, remainders);

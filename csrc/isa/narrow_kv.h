@@ -77,8 +77,8 @@ inline uint32_t quantize_group(const float* x, uint8_t* to, int length) {
     return uint32_t(narrow[1].bits) << 16 | narrow[0].bits;
 }
 
-// A vector [head_dim], keys rotated, in 4 bits [head_dim / 2] and its groups' words, `apart` from each other. It becomes
-// what is left out.
+// A vector [head_dim], keys rotated, in 4 bits [head_dim / 2] and its groups' words, `apart` from each other. It
+// becomes what is left out.
 inline void quantize_int4(float* x, uint8_t* to, int head_dim, bool is_key, uint32_t* words, int64_t apart) {
     uint8_t each[kMostNarrowDims];
     const int length = is_key ? kKeyGroup : head_dim;

@@ -133,7 +133,8 @@ void check_attention() {
                 const int64_t last = positions[token], first = window && last >= window ? last - window + 1 : 0;
                 const int64_t at = (int64_t(token) * heads + h) * dim;
                 const int kv = h / (heads / kv_heads);
-                const auto seen = [&](const std::vector<double>& all, const std::vector<double>& more, int64_t j, int d) {
+                const auto seen = [&](const std::vector<double>& all, const std::vector<double>& more, int64_t j,
+                                      int d) {
                     const int64_t i = (j * kv_heads + kv) * dim + d;
                     return precise && j > last - latest ? all[i] + more[i] : all[i];
                 };

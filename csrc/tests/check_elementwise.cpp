@@ -116,7 +116,7 @@ void check_prepare_heads() {
             const int64_t slot = slots[t];
             if (is_query || slot < 0) continue;
             const DType stored_as = is_value ? cached.value : cached.key;
-            const double off = is_integer(stored_as)       ? 1.1 * largest * step_off(stored_as, !is_value)
+            const double off = is_integer(stored_as)   ? 1.1 * largest * step_off(stored_as, !is_value)
                                : stored_as > DType::u4 ? step_off(stored_as, !is_value)
                                                        : tolerance(stored_as);
             const std::vector<double> stored = cache.vector_at(!is_value, slot, (h - heads) % kv_heads);

@@ -87,7 +87,8 @@ class Numbers : public Guarded {
         if (type_ == DType::u4) return at<uint8_t>()[i];
         if (type_ == DType::f32) return at<float>()[i];
         if (type_ == DType::e4m3 || type_ == DType::e5m2) {
-            const int bits = at<uint8_t>()[i], width = type_ == DType::e4m3 ? 3 : 2, bias = type_ == DType::e4m3 ? 7 : 15;
+            const int bits = at<uint8_t>()[i], width = type_ == DType::e4m3 ? 3 : 2,
+                      bias = type_ == DType::e4m3 ? 7 : 15;
             const int exponent = (bits & 127) >> width, mantissa = bits & ((1 << width) - 1);
             const double magnitude = exponent ? std::ldexp((1 << width) + mantissa, exponent - bias - width)
                                               : std::ldexp(mantissa, 1 - bias - width);
