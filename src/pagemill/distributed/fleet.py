@@ -9,7 +9,6 @@ import os
 import random
 import time
 import uuid
-from collections import deque
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
@@ -18,6 +17,7 @@ from pagemill.distributed import listing
 from pagemill.distributed.changes import Changes
 from pagemill.distributed.fleet_tenancy import FleetTenancy, Wanted
 from pagemill.distributed.flights import MAX_SENT, Flight, Flights
+from pagemill.distributed.losses import Losses
 from pagemill.distributed.merging import add_held, merge
 from pagemill.distributed.peers import Peers
 from pagemill.distributed.pin_copies import PinCopies
@@ -85,7 +85,6 @@ class Fleet:
         self._handle = handle
         self._policy = policy
         self._prefill_replicas = prefill_replicas
-        self._restarts = restarts
         self._name = uuid.uuid4().hex
         self._numbers = itertools.count()
         self._random = random.Random(config.seed)
@@ -101,9 +100,7 @@ class Fleet:
         self._facts: EngineReady | None = None
         self._changes = Changes()
         self._pin_copies = PinCopies()
-        self._num_lost = 0
-        self._lost_s: deque[float] = deque()
-        """Times at which replicas were lost, within the window of `RestartLimits`."""
+        self._losses = Losses(restarts)
         self._patience: asyncio.TimerHandle | None = None
         """Ends the wait for a replica; None while there is one."""
         self._gave_up: str | None = None
@@ -281,8 +278,7 @@ class Fleet:
         self._tenancy.forget(link.name)
         lost = self._flights.at(link.name)
         if link.facts is not None and not link.closing:  # else it was tried again before Ray Serve had noticed
-            self._num_lost += 1
-            self._lost_s.append(time.monotonic())
+            self._losses.note(time.monotonic())
             LOGGER.error("%s; requests that go on elsewhere: %d", link.death, len(lost))
         self._refresh()
         for flight in lost:
@@ -345,7 +341,7 @@ class Fleet:
         assert self._router is not None
         self._router.resume(link.name)
         self._gave_up = None
-        self.num_restarts += self._loaded.is_set() and self.num_restarts < self._num_lost
+        self.num_restarts += self._loaded.is_set() and self.num_restarts < self._losses.count
         self._refresh()
         if self._frontend is not None:
             for pin in self._frontend.made_pins.requests():
@@ -368,9 +364,8 @@ class Fleet:
 
     def _copy_pin(self, pin: EngineRequest, made_by: ReplicaLink) -> None:
         """Makes a pin in the other replicas: it is one of all."""
-        for link in self._serving():
-            if link is not made_by:
-                self._pin_copies.send(link, pin)
+        for link in [link for link in self._serving() if link is not made_by]:
+            self._pin_copies.send(link, pin)
 
     def _serving(self) -> list[ReplicaLink]:
         """Returns the connections to replicas that take requests."""
@@ -395,14 +390,8 @@ class Fleet:
 
     def _check_losses(self) -> None:
         """Lets nothing wait for a replica where none is left and too many have been lost."""
-        limits, now = self._restarts, time.monotonic()
-        while self._lost_s and now - self._lost_s[0] > limits.engine_restart_window_s:
-            self._lost_s.popleft()
-        if not self._serving() and len(self._lost_s) > limits.max_engine_restarts:
-            window_s = limits.engine_restart_window_s
-            self._give_up(
-                f"no replica is left, and {len(self._lost_s)} were lost in {window_s:g} s (max_engine_restarts)"
-            )
+        if not self._serving() and (why := self._losses.too_many(time.monotonic())) is not None:
+            self._give_up(why)
 
     def _give_up(self, why: str) -> None:
         """Ends the requests that wait for a replica, and those that come before there is one."""

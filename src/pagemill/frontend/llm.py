@@ -46,13 +46,15 @@ logger = logging.getLogger(__name__)
 class LLM:
     """One loaded model. Settings are `EngineConfig`'s. Threads may share it: their calls take turns.
 
+    `target_tpot_ms` is "off" unless it is given: whoever waits for a whole batch gains nothing by even gaps.
+
     Raises `UnknownArgumentError`, `ConfigError` and `ModelLoadError` children. Close it, or use it as a context
     manager, to give its memory back before the process ends.
     """
 
     @takes_settings(Settings)
     def __init__(self, model: str, **settings: Any) -> None:
-        self.config = config_for("LLM", model, settings)
+        self.config = config_for("LLM", model, {"target_tpot_ms": "off"} | settings)
         self.config.model = str(resolve_model(self.config.model))
         tokenizer = Tokenizer.load(self.config)
         store = SessionStore.of(self.config)
