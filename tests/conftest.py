@@ -50,7 +50,13 @@ class Served:
         """tenants: a tenants file; settings: of the engine, beside or instead of the usual ones."""
         self.tenants = tenants
         self.access = access
-        self.settings = {"max_model_len": MAX_MODEL_LEN, "kv_memory": "128MiB", "max_num_seqs": 32, **settings}
+        self.settings = {
+            "dtype": "float32",
+            "max_model_len": MAX_MODEL_LEN,
+            "kv_memory": "128MiB",
+            "max_num_seqs": 32,
+            **settings,
+        }
         self.loop = asyncio.new_event_loop()
         self.llm = None
         self.ready = threading.Event()

@@ -135,7 +135,10 @@ def test_locked_versions_lie_in_the_declared_ranges():
 
 @pytest.mark.parametrize(
     ("folders", "lists"),
-    [(["src"], ["dependencies", "gpu", "otel", "plot", "ray"]), (["tests", "benchmarks"], ["dependencies", "dev"])],
+    [
+        (["src"], ["dependencies", "gpu", "otel", "plot", "ray"]),
+        (["tests", "benchmarks"], ["dependencies", "dev", "ray"]),
+    ],
     ids=["package", "development"],
 )
 def test_what_is_imported_is_declared(folders, lists):

@@ -63,6 +63,7 @@ def main(arguments: argparse.Namespace) -> None:
         max_num_seqs=setup.max_num_seqs,
         max_num_batched_tokens=setup.max_num_batched_tokens,
         kv_memory=setup.kv_bytes,
+        target_tpot_ms="off",  # as in `setup`
     )
     engine.sample_steps(WARM_UP_S)
     reals: list[dict[str, float]] = []

@@ -39,7 +39,7 @@ def test_nodes_are_read_as_linux_writes_them(tmp_path):
     ],
 )
 def test_nodes_are_divided_evenly_or_not_at_all(size, nodes, usable, expected):
-    assert [cores_of_rank(rank, size, nodes, usable) for rank in range(size)] == expected
+    assert [cores_of_rank(rank, size, 1, nodes, usable) for rank in range(size)] == expected
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux binds threads")
@@ -50,7 +50,7 @@ def test_a_rank_is_bound_to_its_cores(monkeypatch):
     first, *others = sorted(before)
     monkeypatch.setattr("pagemill.executor.numa.read_nodes", lambda: [{first}, {*others}])
     try:
-        assert bind_rank(1, 2) == before
+        assert bind_rank(1, 2, 1).cores == before
         assert os.sched_getaffinity(0) == {*others}
     finally:
         os.sched_setaffinity(0, before)

@@ -75,7 +75,7 @@ class SimulatedEngine:
 
     pace = 1.0
 
-    def __init__(self, config, on_held=None):
+    def __init__(self, config, on_held=None, peering=None):
         self.facts, self._on_held = FACTS, on_held
         self.running = []
         self.tenants = {"default": None}

@@ -50,8 +50,8 @@ def test_replicas_give_each_other_blocks_unless_that_is_switched_off():
     assert one.peering().secret != other.peering().secret
     assert one.peering().secret.hex() not in repr(one)
     assert repr(one.peering().secret) not in repr(one)
-    given = plan_of({**MODEL, "replicas": 3, "kv_transfer_host": "10.0.0.7"}, {**keys, SECRET: "ours"})
-    assert given.peering() == Peering(b"ours", "10.0.0.7")
+    given = plan_of({**MODEL, "replicas": 3, "kv_transfer_host": "10.0.0.7"}, {**keys, SECRET: "ours" * 8})
+    assert given.peering() == Peering(b"ours" * 8, "10.0.0.7")
     assert plan_of({**MODEL, "replicas": 3, "kv_transfer": False}, keys).peering() is None
     assert plan_of({**MODEL, "replicas": 1}, keys).peering() is None
     assert plan_of({**MODEL, "replicas": 3, "prefill_replicas": 2}, keys).prefill_replicas == 2
@@ -63,3 +63,14 @@ def test_replicas_give_each_other_blocks_unless_that_is_switched_off():
 def test_an_unknown_routing_is_refused():
     with pytest.raises(ConfigError, match="'fastest'; it must be least-work or round-robin"):
         plan_of({**MODEL, "routing": "fastest"}, {"PAGEMILL_API_KEY": "k"})
+
+
+def test_what_keeps_replicas_from_finding_blocks_is_refused():
+    keys = {"PAGEMILL_API_KEY": "k"}
+    with pytest.raises(ConfigError, match=r"kv_transfer_host is 0\.0\.0\.0, by which no replica finds another"):
+        plan_of({**MODEL, "replicas": 3, "kv_transfer_host": "0.0.0.0"}, keys)
+    with pytest.raises(ConfigError, match=f"{SECRET} has 5 bytes; it needs at least 32"):
+        plan_of({**MODEL, "replicas": 3}, {**keys, SECRET: "short"})
+    alone = {**MODEL, "replicas": 3, "prefill_replicas": 1, "enable_prefix_caching": False}
+    with pytest.raises(ConfigError, match="prefill_replicas is 1, but enable_prefix_caching is off"):
+        plan_of(alone, keys).engine_config()

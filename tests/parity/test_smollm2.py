@@ -36,7 +36,7 @@ def expected(reference):
 
 @pytest.fixture(scope="module")
 def model():
-    return load_on("cpu", MODEL)
+    return load_on("cpu", MODEL, dtype="float32")
 
 
 def test_logits(expected, model):

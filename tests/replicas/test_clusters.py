@@ -20,7 +20,7 @@ pytest.importorskip("ray", reason="pagemill[ray] is not installed")
 from cluster import Cluster, serve_config
 from ray_processes import MODEL, START_S, processes, stream
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 ENGINE, FRONT_END = "ray::ServeReplica:pagemill:Engine", "ray::ServeReplica:pagemill:FrontEnd"
 HERE, THERE = "10.213.77.1", "10.213.77.2"

@@ -167,8 +167,8 @@ class Fleet:
         for request_id in request_ids:
             flight = self._flights.end(request_id)
             if flight is not None:
-                self._leave(flight)
                 self._tell(flight, AbortRequests([request_id]))
+                self._leave(flight)
 
     def finish(self, sequences: list[tuple[str, int]]) -> None:
         at = [(each, self._flights.get(each[0])) for each in sequences]
@@ -283,7 +283,7 @@ class Fleet:
         self._refresh()
         for flight in lost:
             self._tenancy.note_sent(flight.asked.request_id, None)
-        for flight in lost:
+        for flight in sorted(lost, key=lambda flight: flight.num_sent >= MAX_SENT):  # an end lets others begin
             self._go_on(flight, str(link.death))
         self._check_losses()
         assert self._loop is not None
@@ -426,14 +426,17 @@ class Fleet:
         if route is None:
             return
         sent = self._flights.to_send(flight, route.replica, prefills=prefills)
-        sent.served_elsewhere = self._tenancy.tell(route.replica)
+        if flight.num_sent > 1 and self._frontend is not None:
+            self._frontend.num_sent_again += 1
+        sent.is_admitted, sent.served_elsewhere = True, self._tenancy.tell(route.replica)
         self._tenancy.note_sent(asked.request_id, route.replica)
         self._links[route.replica].send(self._peers.with_holder(sent, route))
 
     def _send_waiting(self) -> None:
         """Sends the requests that nobody has, as far as there are replicas and their tenants' limits let them."""
         for flight in self._flights.at(None):
-            self._go_on(flight, "no replica is left")
+            if flight.replica is None and self._flights.get(flight.asked.request_id) is flight:  # still
+                self._go_on(flight, "no replica is left")
 
     def _go_on(self, flight: Flight, why: str) -> None:
         """Sends a request that nobody has any more to another replica, or ends it with an error."""
@@ -441,8 +444,6 @@ class Fleet:
             self._incoming.put_nowait(self._flights.fail(flight, why))
             self._end(flight.asked.request_id)
             return
-        if flight.num_sent and self._frontend is not None:
-            self._frontend.num_sent_again += 1
         try:
             self._send(flight)
         except InvalidRequestError as refusal:  # others that wait go on

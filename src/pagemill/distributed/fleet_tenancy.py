@@ -10,7 +10,9 @@ It knows no clock and no Ray: the same code runs in the simulator.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+import itertools
+from bisect import insort
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -47,9 +49,12 @@ class Wanted(NamedTuple):
 
 @dataclass
 class _Known:
-    """A request that has not ended. replica: who has it; None while nobody does. begun: whether it has brought a
-    token."""
+    """A request that has not ended. number: rises with the requests.
 
+    replica: who has it; None while nobody does. begun: whether it has brought a token.
+    """
+
+    number: int
     wanted: Wanted
     replica: str | None = None
     begun: bool = False
@@ -97,7 +102,8 @@ class FleetTenancy:
         """The same, by tenant."""
         self._begun: Counter[str] = Counter()
         """Sequences of requests that have brought a token, by tenant."""
-        self._held: defaultdict[str, deque[str]] = defaultdict(deque)
+        self._numbers = itertools.count()
+        self._held: defaultdict[str, list[str]] = defaultdict(list)
         """Ids of requests that wait for their tenant's own limits, in the order in which they came."""
         self._served: defaultdict[str, _Served] = defaultdict(_Served)
 
@@ -129,24 +135,24 @@ class FleetTenancy:
     def place(self, request_id: str, wanted: Wanted, replicas: Collection[str]) -> str | None:
         """Returns the replica that a request must go to, `ANYWHERE`, or None: it is held back until others have ended.
 
-        replicas: those that take requests. A tenant's requests go in the order in which they came; those that a replica
-        has lost go first. Where one replica has all of them, it keeps `max_blocks`; several may have them only while
-        the most that they may come to is within.
+        replicas: those that take requests. A tenant's requests go in the order in which they came; one that a replica
+        has lost need not wait for those that are held back. Where one replica has all of them, it keeps `max_blocks`;
+        several may have them only while the most that they may come to is within.
         """
-        known, held = request_id in self._requests, self._held[wanted.tenant]
-        one = self._requests.setdefault(request_id, _Known(wanted))
+        held = self._held[wanted.tenant]
+        one = self._requests.get(request_id)
+        is_new = one is None
+        if one is None:
+            one = self._requests[request_id] = _Known(next(self._numbers), wanted)
         self._of[wanted.tenant][request_id] = one
         one.replica = None
         is_held = request_id in held
-        comes_first = held[0] == request_id if is_held else known or not held
+        comes_first = held[0] == request_id if is_held else not (held and is_new)
         place = self._room_for(wanted, replicas) if comes_first else None
         if is_held and place is not None:
-            held.popleft()
+            held.pop(0)
         elif not is_held and place is None:
-            if known:
-                held.appendleft(request_id)
-            else:
-                held.append(request_id)
+            insort(held, request_id, key=lambda each: self._requests[each].number)
         return place
 
     def note_sent(self, request_id: str, replica: str | None) -> None:

@@ -29,7 +29,9 @@ class PinCopies:
 
     def send(self, link: ReplicaLink, pin: EngineRequest) -> None:
         """Makes a replica compute a pin that another has."""
-        copy = msgspec.structs.replace(pin, request_id=f"{PREFIX}{next(self._numbers)}", fork_of=None)
+        copy = msgspec.structs.replace(
+            pin, request_id=f"{PREFIX}{next(self._numbers)}", fork_of=None, served_elsewhere={}
+        )
         self._under_way[copy.request_id] = link.name, copy
         link.send(copy)
 

@@ -67,6 +67,12 @@ class FleetPlan:
                 f"prompts that these compute: lower it, or raise replicas",
                 param="prefill_replicas",
             )
+        if self.kv_transfer_host in ("0.0.0.0", "::", "[::]"):
+            raise ConfigError(
+                f"kv_transfer_host is {self.kv_transfer_host}, by which no replica finds another; give an address, or "
+                f"a name that each machine knows as its own",
+                param="kv_transfer_host",
+            )
         if self.prefill_replicas and not self.kv_transfer:
             raise ConfigError(
                 "prefill_replicas compute prompts for others, which fetch the blocks; leave kv_transfer on",
@@ -87,4 +93,18 @@ class FleetPlan:
         """Returns the settings of a replica's engine. Raises `ConfigError` and `ModelNotFoundError`."""
         config = config_for("a replica", self.model, self.all_settings())
         config.model = str(resolve_model(self.model))
+        if self.prefill_replicas and (wrong := _why_no_block_can_be_had(config)) is not None:
+            raise ConfigError(
+                f"prefill_replicas is {self.prefill_replicas}, but {wrong}, so the others would compute each prompt "
+                f"again; leave prefill_replicas out",
+                param="prefill_replicas",
+            )
         return config
+
+
+def _why_no_block_can_be_had(config: EngineConfig) -> str | None:
+    """Returns why replicas with these settings can fetch nothing that another has just computed; None if they can."""
+    if not config.enable_prefix_caching:
+        return "enable_prefix_caching is off"
+    speculation = config.speculative_config
+    return "a draft model's blocks do not travel" if speculation and speculation.method == "draft_model" else None

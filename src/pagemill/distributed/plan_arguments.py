@@ -19,6 +19,8 @@ from pagemill.tenant_limits import read_tenants_file
 
 SECRET = "PAGEMILL_KV_TRANSFER_SECRET"
 """Names the variable with the secret of replicas; without it each start makes one."""
+LEAST_SECRET = 32
+"""Bytes of a secret that nobody guesses from what goes over the network."""
 
 OF_PROXIES = (
     "ssl_certfile", "ssl_keyfile", "forwarded_allow_ips", "max_connections", "max_connections_per_client",
@@ -114,6 +116,12 @@ def _transfer(args: dict[str, Any], environment: Mapping[str, str]) -> dict[str,
             raise ConfigError(f"{name} is {shown(taken[name])}; it must be {what}", param=name)
     if secret := environment.get(SECRET):
         taken["secret"] = secret.encode()
+        if len(taken["secret"]) < LEAST_SECRET:
+            raise ConfigError(
+                f"{SECRET} has {len(taken['secret'])} bytes; it needs at least {LEAST_SECRET}, as "
+                f"`openssl rand -hex 32` gives",
+                param="kv_transfer",
+            )
     return taken
 
 

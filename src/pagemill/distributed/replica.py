@@ -79,7 +79,8 @@ class EngineReplica:
             peering = Peering(peering.secret, _node_address())
         self._blocks: set[bytes] = set()
         """Blocks that the pool holds: the first `DIGEST_BYTES` of their digests."""
-        self._times = 0.0, 0.0
+        self._told = Held()
+        """The last that the engine has told; the times in it hold."""
         self._front_ends: dict[str, _FrontEnd] = {}
         self._client = ProcessClient(config, self._note_held, peering)
         await self._client.load(lambda done, total: None)
@@ -93,7 +94,7 @@ class EngineReplica:
         """
         mine = self._front_ends[front_end] = _FrontEnd()
         mine.outbox.put(self._client.facts)
-        mine.outbox.put(Held(stored=b"".join(self._blocks), token_s=self._times[0], step_s=self._times[1]))
+        mine.outbox.put(msgspec.structs.replace(self._told, stored=b"".join(self._blocks), removed=b""))
         try:
             while (batch := await mine.outbox.take()) is not None:
                 yield batch
@@ -194,7 +195,7 @@ class EngineReplica:
     def _note_held(self, held: Held) -> None:
         self._blocks.difference_update(split_digests(held.removed))
         self._blocks.update(split_digests(held.stored))
-        self._times = held.token_s, held.step_s
+        self._told = held
         for each in self._front_ends.values():
             each.outbox.put(held)
 

@@ -35,6 +35,7 @@ def scheduled(asked: EngineRequest, ready: EngineReady, *, seed: int, root: byte
         in_session=asked.in_session,
         adapter=asked.adapter,
         answered=asked.answered,
+        is_admitted=asked.is_admitted,
     )
 
 

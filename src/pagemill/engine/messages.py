@@ -32,6 +32,9 @@ class Peering(msgspec.Struct, frozen=True):
     secret: bytes
     host: str
 
+    def __repr__(self) -> str:
+        return f"Peering(host={self.host!r})"
+
 
 class HeldBlocks(msgspec.Struct, frozen=True):
     """Says that a peer, by its address (host and port), holds the first `num_blocks` blocks of a request's chain."""
@@ -83,6 +86,8 @@ class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
     served_elsewhere: dict[str, int] = {}
     """Tokens that other engines have computed, by tenant, since the last request that this engine was told them with:
     tenants share the service of all engines."""
+    is_admitted: bool = False
+    """True if `max_waiting` holds where it comes from, over several engines: this one takes it however many wait."""
     adapter: int = 0
     """The number of a loaded LoRA adapter; 0 for none."""
     answered: list[int] = []

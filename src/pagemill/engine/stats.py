@@ -185,7 +185,7 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     fetched_bytes: Annotated[int, _counter("kv_fetched_bytes", "Bytes of KV blocks that came from other replicas.")] = 0
     fetching_s: Annotated[
         float,
-        _counter("kv_fetching_seconds", "Seconds of reads from other replicas; of those side by side, the sum."),
+        _counter("kv_fetching_seconds", "Seconds of reads from other replicas, summed over reads at the same time."),
     ] = 0.0
     fetches_failed: dict[str, int] = {}
     """Blocks that were wanted from other replicas and did not come, by reason (`peer_wire.REASONS`)."""

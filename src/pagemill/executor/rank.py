@@ -64,7 +64,7 @@ def main(control: Connection, frames: Connection, shared: int | None = None) -> 
     step. shared: descriptor of the memory that ranks share, if they do."""
     start = control.recv()
     assert isinstance(start, Start)
-    bind_rank(start.rank, start.config.tensor_parallel_size)
+    bind_rank(start.rank, start.config.tensor_parallel_size, start.num_threads)
     torch.set_num_threads(start.num_threads)
     threading.Thread(target=_end_with, args=(frames,), daemon=True, name="rank 0's end").start()
     size = start.config.tensor_parallel_size

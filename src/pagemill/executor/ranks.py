@@ -19,7 +19,7 @@ from pagemill.child_process import Child, start_child
 from pagemill.config import EngineConfig
 from pagemill.errors import RankLostError
 from pagemill.executor.gloo import GlooExchange, host_meeting
-from pagemill.executor.numa import bind_rank
+from pagemill.executor.numa import Binding, bind_rank
 from pagemill.executor.rank_messages import Connect, Start
 from pagemill.executor.shared_memory import TIMEOUT_S, SharedExchange, make_memory
 
@@ -51,8 +51,8 @@ class Ranks:
         self._frames = threading.Lock()
         """Held by whoever speaks on the `frames` connections."""
         self._ranks: list[Rank] = []
-        self._cores: set[int] | None = None
-        """Those that this thread had before it was bound to rank 0's."""
+        self._binding: Binding | None = None
+        """Of this thread to rank 0's cores."""
         shared, self._store = None, None
         if sys.platform == "linux":
             shared = make_memory()
@@ -66,7 +66,7 @@ class Ranks:
             port = None if self._store is None else self._store.port
             for number, rank in enumerate(self._ranks, start=1):
                 rank.control.send(Start(config, number, port, num_threads))
-            self._cores = bind_rank(0, size)
+            self._binding = bind_rank(0, size, num_threads)
         except BaseException:
             self.close()
             raise
@@ -161,8 +161,10 @@ class Ranks:
         """
         with self._losing:
             if self._lost is None:
-                self._lost = RankLostError(f"{self._what_happened(error)}; start a new one")
-                self._end()
+                try:
+                    self._lost = RankLostError(f"{self._what_happened(error)}; start a new one")
+                finally:
+                    self._end()
             return self._lost
 
     def _what_happened(self, error: BaseException) -> str:
@@ -173,6 +175,7 @@ class Ranks:
                 if (status := rank.child.process.poll()) is not None:
                     how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"ended ({status})"
                     return f"rank {number} of {len(self) + 1} {how}, and a model in parts needs them all"
+            for number, rank in enumerate(self._ranks, start=1):
                 if _is_stopped(rank.child.process.pid):
                     return (
                         f"rank {number} of {len(self) + 1} is stopped (SIGSTOP, or a debugger) and did not come for "
@@ -187,9 +190,6 @@ class Ranks:
 
     def close(self) -> None:
         """Ends all of them now. They hold nothing that needs saving."""
-        if self._cores is not None:
-            os.sched_setaffinity(0, self._cores)
-            self._cores = None
         self._end()  # first: whoever waits for an answer hears of the end, and lets go of the connections
         with self._frames:
             for rank in self._ranks:
@@ -199,6 +199,8 @@ class Ranks:
     def _end(self) -> None:
         for rank in self._ranks:
             rank.child.end()
+        if self._binding is not None:
+            self._binding.undo()
 
 
 def start_rank(shared: int | None) -> Rank:

@@ -115,11 +115,20 @@ class BlockServer:
                 taken = not self._closed and len(self._connections) < MAX_CONNECTIONS
                 if taken:
                     self._connections.add(sock)
-            if taken:
-                where = f"{peer[0]}:{peer[1]}"
-                threading.Thread(target=self._serve, args=(sock, where), name=f"kv-serve-{number}", daemon=True).start()
-            else:
-                sock.close()
+            where = f"{peer[0]}:{peer[1]}"
+            try:
+                if taken:
+                    serve = threading.Thread(
+                        target=self._serve, args=(sock, where), name=f"kv-serve-{number}", daemon=True
+                    )
+                    serve.start()
+                    continue
+                logger.warning("a connection from %s was closed: %d are open", where, MAX_CONNECTIONS)
+            except RuntimeError as error:  # the system gives no more threads
+                logger.warning("a connection from %s was closed: %s", where, error)
+                with self._lock:
+                    self._connections.discard(sock)
+            sock.close()
 
     def _serve(self, sock: socket.socket, peer: str) -> None:
         try:

@@ -72,12 +72,9 @@ class RemoteStore(Protocol):
         """Returns a number from 0 on for where each block (digest, group) is to be read; None for those that nobody
         has. Returns at once."""
 
-    def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[int | None]:
-        """Reads blocks (digest, group) into `out`, a record each, in a bounded time. Returns the number from where each
-        came; None for those that did not."""
-
-    def give_up(self, blocks: Sequence[tuple[bytes, int]]) -> None:
-        """Takes that whoever holds these blocks (digest, group) is too slow: for a while, nobody is known to."""
+    def read(self, blocks: Sequence[tuple[bytes, int]], out: Places, deadline_s: float) -> list[int | None]:
+        """Reads blocks (digest, group) into `out`, a record each. Returns the number from where each came; None for
+        those that did not by the deadline, in seconds of `time.monotonic()`."""
 
 
 class OffloadTiers:
@@ -127,12 +124,13 @@ class OffloadTiers:
 
     def read(self, blocks: Sequence[tuple[bytes, int]], out: Places, deadline_s: float = math.inf) -> list[int | None]:
         """Reads blocks (digest, group) into `out`, a record each. Returns from which tier each came, as `where` does;
-        None for those that were nowhere. Behind a deadline, by `time.monotonic()`, other engines are given up."""
+        None for those that were nowhere. Behind a deadline, by `time.monotonic()`, other engines are not waited for."""
         found = self.read_here(blocks, out)
-        if self._remote is not None and time.monotonic() > deadline_s:
-            self._remote.give_up([block for block, source in zip(blocks, found, strict=True) if source is None])
+        if time.monotonic() > deadline_s:
+            return found
         return self._ask_remote(
-            found, lambda remote, rows: remote.read([blocks[row] for row in rows], [out[row] for row in rows])
+            found,
+            lambda remote, rows: remote.read([blocks[row] for row in rows], [out[row] for row in rows], deadline_s),
         )
 
     def read_here(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[int | None]:

@@ -8,6 +8,7 @@ alone for a while, which doubles each time; what it has is computed.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter, OrderedDict
@@ -31,8 +32,9 @@ FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 64.0
 class Peer(Protocol):
     """Another engine, whatever carries its blocks here. Thread-safe."""
 
-    def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[bool]:
-        """Reads blocks as `OffloadStore.read` does, in a bounded time. Raises PeerError."""
+    def read(self, blocks: Sequence[tuple[bytes, int]], out: Places, deadline_s: float = math.inf) -> list[bool]:
+        """Reads blocks as `OffloadStore.read` does, in a bounded time. Raises PeerError, "slow" behind a deadline by
+        `time.monotonic()`."""
 
     def close(self) -> None: ...
 
@@ -96,26 +98,18 @@ class PeerStore:
         with self._lock:
             return [self._asked(self._holders.get(digest), now) for digest, _ in blocks]
 
-    def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[int | None]:
+    def read(self, blocks: Sequence[tuple[bytes, int]], out: Places, deadline_s: float = math.inf) -> list[int | None]:
         """Reads blocks (digest, group) into `out`, a record each. Returns from which peer each came; None for those
-        that could not be had."""
+        that could not be had by the deadline."""
         sources = self.where(blocks)
         self._count_left_out([block for block, source in zip(blocks, sources, strict=True) if source is None])
         found: list[int | None] = [None] * len(blocks)
         for number in {source for source in sources if source is not None}:
             rows = [row for row, source in enumerate(sources) if source == number]
-            came = self._read(number, [blocks[row] for row in rows], [out[row] for row in rows])
+            came = self._read(number, [blocks[row] for row in rows], [out[row] for row in rows], deadline_s)
             for row, there in zip(rows, came, strict=True):
                 found[row] = number if there else None
         return found
-
-    def give_up(self, blocks: Sequence[tuple[bytes, int]]) -> None:
-        """Leaves the peers that hold these blocks alone for a while, since their blocks come too slowly."""
-        for number in {number for number in self.where(blocks) if number is not None}:
-            with self._lock:
-                known = self._peers.get(number)
-            if known is not None:
-                self._note_failure(known, PeerError("slow", "computing them takes less time"), 0)
 
     def close(self) -> None:
         with self._lock:
@@ -148,14 +142,14 @@ class PeerStore:
                 if known is not None:
                     self._stats.failed[known.reason] += 1
 
-    def _read(self, number: int, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[bool]:
+    def _read(self, number: int, blocks: Sequence[tuple[bytes, int]], out: Places, deadline_s: float) -> list[bool]:
         with self._lock:
             known = self._peers.get(number)
         if known is None:
             return [False] * len(blocks)
         begin = time.monotonic()
         try:
-            came = known.peer.read(blocks, out)
+            came = known.peer.read(blocks, out, deadline_s)
         except PeerError as error:
             self._note_failure(known, error, len(blocks))
             return [False] * len(blocks)

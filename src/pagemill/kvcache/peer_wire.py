@@ -100,7 +100,7 @@ def receive(sock: socket.socket, into: Sequence[memoryview], deadline_s: float =
             count -= len(left.pop(0))
         if left:
             left[0] = left[0][count:]
-        if left and time.monotonic() > deadline_s:
+        if time.monotonic() > deadline_s:
             raise PeerError("slow", "it sends too slowly")
 
 

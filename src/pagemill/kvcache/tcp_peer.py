@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
@@ -42,16 +43,16 @@ class TcpPeer:
         self._idle: list[tuple[socket.socket, float]] = []
         self._closed = False
 
-    def read(self, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[bool]:
+    def read(self, blocks: Sequence[tuple[bytes, int]], out: Places, deadline_s: float = math.inf) -> list[bool]:
         """Reads blocks (digest, group) into `out`, a record each. Returns which of them the peer has; the other
-        records are undefined. Raises PeerError, and then all are, but for time that is not bounded by anything else
-        than the peer's speed: LEAST_BYTES_PER_S, or it counts as too slow."""
+        records are undefined. Raises PeerError, and then all are: "slow" behind a deadline by `time.monotonic()`, or
+        where it sends less than LEAST_BYTES_PER_S."""
         found: list[bool] = []
         for first in range(0, len(blocks), peer_wire.MAX_BLOCKS):
             last = first + peer_wire.MAX_BLOCKS
             sock = self._take() or self._connect()
             try:
-                found += self._ask(sock, blocks[first:last], out[first:last])
+                found += self._ask(sock, blocks[first:last], out[first:last], deadline_s)
             except BaseException:
                 sock.close()
                 raise
@@ -66,9 +67,11 @@ class TcpPeer:
         for sock, _ in idle:
             sock.close()
 
-    def _ask(self, sock: socket.socket, blocks: Sequence[tuple[bytes, int]], out: Places) -> list[bool]:
+    def _ask(
+        self, sock: socket.socket, blocks: Sequence[tuple[bytes, int]], out: Places, deadline_s: float
+    ) -> list[bool]:
         nbytes = self._format.record_bytes
-        deadline_s = time.monotonic() + SILENT_S + len(blocks) * nbytes / LEAST_BYTES_PER_S
+        deadline_s = min(deadline_s, time.monotonic() + SILENT_S + len(blocks) * nbytes / LEAST_BYTES_PER_S)
         try:
             sock.sendall(peer_wire.pack_question(blocks))
         except OSError as error:
@@ -101,11 +104,16 @@ class TcpPeer:
             sock.close()
 
     def _keep(self, sock: socket.socket) -> None:
+        now = time.monotonic()
         with self._lock:
-            if not self._closed:
-                self._idle.append((sock, time.monotonic()))
-                return
-        sock.close()
+            old = [kept for kept, since_s in self._idle if now - since_s >= IDLE_S]
+            self._idle = [each for each in self._idle if now - each[1] < IDLE_S]
+            if self._closed:
+                old.append(sock)
+            else:
+                self._idle.append((sock, now))
+        for each in old:
+            each.close()
 
     def _connect(self) -> socket.socket:
         """Returns a new connection, once both sides know that the other has the secret. Raises PeerError."""

@@ -182,6 +182,8 @@ class Scheduler:
 
     def note_served_elsewhere(self, tokens: Mapping[str, int]) -> None:
         """Counts tokens that other engines have computed, by tenant; tenants that are not known here are ignored."""
+        if not tokens:
+            return
         known = {tenant.account.name: tenant for tenant in self.state.tenants}
         for name, count in tokens.items():
             if name in known:

@@ -64,6 +64,7 @@ class Request:
     nothing is sampled, for then the last one needs its place.
     `beam` makes it a search, and `params` what its rows ask of the sampler (`beam.row_params`).
     `answered` are tokens of its one sequence that another engine has brought.
+    `is_admitted` says that it may wait, however many do.
     `ngrams` is the prompt's, once one of its sequences drafts.
     """
 
@@ -82,6 +83,7 @@ class Request:
     in_session: bool = False
     adapter: int = 0
     answered: list[int] = field(default_factory=list)
+    is_admitted: bool = False
     ngrams: NgramTable | None = None
     samples: bool = field(init=False)
     """False: it ends when its prompt has been computed."""

@@ -221,7 +221,7 @@ class Tenancy:
                 f"fewer or raise it",
                 param=asked,
             )
-        if limits.max_waiting is None:
+        if limits.max_waiting is None or request.is_admitted:
             return
         waiting = state.must_wait(self._max_num_seqs - sum(each.rows for each in self))
         if waiting >= limits.max_waiting:
