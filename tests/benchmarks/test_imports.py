@@ -15,4 +15,6 @@ MODULES = sorted(".".join(path.with_suffix("").parts) for path in PATHS if "adap
 def test_a_benchmark_can_be_imported(module):
     if module == "benchmarks.grammar_libraries":
         pytest.importorskip("xgrammar", reason="compared with, not used: `pip install xgrammar`")
+    if module == "benchmarks.ray_prefix_affinity":
+        pytest.importorskip("ray", reason="an extra of its own: `pip install pagemill[ray]`")
     importlib.import_module(module)
