@@ -18,7 +18,7 @@ Requests = Annotated[int, Meta(ge=1, le=1_000_000)]
 Tokens = Annotated[int, Meta(ge=1024, le=2**30)]
 
 MODELS = {"draft_model": "the smaller one", "medusa": "the folder of the heads"}
-"""What `model` names, by the methods that have one."""
+"""Names, for messages, of what `model` is, by the methods that have one."""
 DRAFTS = 8
 """The most drafts of a sequence in one step where nothing else is said."""
 OWNERS = {
@@ -86,10 +86,9 @@ class SpeculativeConfig:
                 f"raise the second or lower the first"
             )
 
-    @property
-    def most_drafts(self) -> int:
-        """Returns the most drafts of a sequence in one step, of what can draft any number."""
-        return self.num_speculative_tokens or DRAFTS
+    def most_drafts(self, offered: int | None = None) -> int:
+        """Returns the most drafts of a sequence in one step. offered: by what drafts; None: any number."""
+        return self.num_speculative_tokens or offered or DRAFTS
 
     @classmethod
     def read(cls, values: Any) -> SpeculativeConfig:

@@ -118,7 +118,7 @@ class PagedCase:
         return self._turned_back(wide) if is_key and self.cache.key.dtype == torch.uint8 else wide.double()
 
     def remainders(self, tensor: torch.Tensor, *, is_key: bool) -> torch.Tensor:
-        """What the pool has of them beside that."""
+        """Returns the remainders that the pool holds beside that."""
         elements, words = self._stored(tensor, is_key=is_key)
         left = remainder_of(tensor, elements, words, is_key=is_key)
         wide = dequantize(*quantize_int4(left, self.head_dim // words.shape[-1]))

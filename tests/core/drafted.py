@@ -4,11 +4,24 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from drive import Run, request
 
 from pagemill.sampling.params import SamplingParams
 
 VOCAB, MOST = 160, 4
+
+
+def of_pools(tiny: str) -> pytest.MarkDecorator:
+    """Runs a test with pools and steps of several sizes. tiny: the memory of a pool in which sequences are
+    preempted."""
+    settings = {
+        "all at once": {},
+        "small steps": {"max_num_batched_tokens": 24, "num_threads": 1},
+        "a tiny pool": {"kv_memory": tiny, "enable_prefix_caching": False},
+        "a tiny pool over host memory": {"kv_memory": tiny, "kv_host_memory": "1MiB", "preemption_mode": "swap"},
+    }
+    return pytest.mark.parametrize("settings", [*settings.values()], ids=[*settings])
 
 
 def text(seed: int, length: int) -> list[int]:

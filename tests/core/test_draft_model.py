@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.draft_pair import save_pair
-from drafted import LOAD, MOST, VOCAB, Eager, assert_same, text
+from drafted import LOAD, MOST, VOCAB, Eager, assert_same, of_pools, text
 from drive import drive, request
 from tokenizers import Tokenizer, models
 
@@ -17,6 +17,7 @@ from harness import PagedSequences
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.errors import ConfigError
+from pagemill.executor.verification import drafts_of
 from pagemill.sampling.params import SamplingParams
 from pagemill.sampling.structured import StructuredOutputsParams
 
@@ -61,9 +62,7 @@ def watch_drafts(core: EngineCore) -> list[int]:
 
     def watching(plan):
         found, undrafted, work = propose(plan)
-        left = found.draft_tokens.tolist()
-        for at, to, most in zip(found.sample_from, found.sample_to, found.max_accepted, strict=True):
-            drafts, left = left[: most - 1], left[most - 1 :]
+        for at, to, drafts in zip(found.sample_from, found.sample_to, drafts_of(found), strict=True):
             if drafts:
                 start = int(found.starts[at])
                 tokens = core.executor.rows.tokens[to, : start + 1].tolist() + drafts
@@ -84,16 +83,7 @@ def plain(make):
     return drive(make(draft=None), LOAD)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"max_num_batched_tokens": 24, "num_threads": 1},
-        {"kv_memory": "480KiB", "enable_prefix_caching": False},
-        {"kv_memory": "480KiB", "kv_host_memory": "1MiB", "preemption_mode": "swap"},
-    ],
-    ids=["all at once", "small steps", "a tiny pool", "a tiny pool over host memory"],
-)
+@of_pools("480KiB")
 def test_a_draft_model_changes_no_bit_and_drafts_as_alone(make, plain, settings):
     core = make(**settings)
     core.scheduler.drafter = Eager()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from benchmarks.draft_pair import save_pair
 from benchmarks.trained_heads import save_heads
-from drafted import LOAD, MOST, VOCAB, Eager, assert_same, text
+from drafted import LOAD, MOST, VOCAB, Eager, assert_same, of_pools, text
 from drive import drive, request
 from safetensors.torch import load_file, save_file
 from torch.nn.functional import silu
@@ -18,6 +18,7 @@ from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
 from pagemill.errors import ConfigError, CorruptWeightsError, ModelNotFoundError, UnsupportedModelError
 from pagemill.executor.backend import select_backend
+from pagemill.executor.verification import drafts_of
 from pagemill.models.loading.medusa import load_medusa
 from pagemill.sampling.params import SamplingParams
 
@@ -70,16 +71,7 @@ def plain(make):
     return drive(make(heads=None), LOAD)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"max_num_batched_tokens": 24, "num_threads": 1},
-        {"kv_memory": "320KiB", "enable_prefix_caching": False},
-        {"kv_memory": "320KiB", "kv_host_memory": "1MiB", "preemption_mode": "swap"},
-    ],
-    ids=["all at once", "small steps", "a tiny pool", "a tiny pool over host memory"],
-)
+@of_pools("320KiB")
 def test_heads_change_no_bit(make, plain, settings):
     core = make(**settings)
     core.scheduler.drafter = Eager()
@@ -112,9 +104,7 @@ def test_greedy_drafts_are_what_the_heads_say(make, heads, reference):
 
     def watching(plan):
         found, undrafted, work = propose(plan)
-        left = found.draft_tokens.tolist()
-        for at, to, most in zip(found.sample_from, found.sample_to, found.max_accepted, strict=True):
-            drafts, left = left[: most - 1], left[most - 1 :]
+        for at, to, drafts in zip(found.sample_from, found.sample_to, drafts_of(found), strict=True):
             if not drafts:
                 continue
             tokens = core.executor.rows.tokens[to, : int(found.starts[at])].tolist()

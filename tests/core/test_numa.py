@@ -1,4 +1,4 @@
-"""Which cores a rank has, from topologies as Linux writes them."""
+"""A rank is bound to cores by the topology that Linux tells."""
 
 from __future__ import annotations
 
@@ -40,6 +40,13 @@ def test_nodes_are_read_as_linux_writes_them(tmp_path):
 )
 def test_nodes_are_divided_evenly_or_not_at_all(size, nodes, usable, expected):
     assert [cores_of_rank(rank, size, 1, nodes, usable) for rank in range(size)] == expected
+
+
+def test_nobody_is_bound_where_a_rank_would_have_fewer_cores_than_threads():
+    uneven = set(range(16, 33))  # all of one node but half, and one core of the other
+    assert cores_of_rank(0, 2, 8, TWO, uneven) is None
+    assert cores_of_rank(0, 2, 1, TWO, uneven) == set(range(16, 32))
+    assert cores_of_rank(0, 4, 17, TWO, ALL) is None, "two ranks of 17 threads share a node of 32 cores"
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux binds threads")

@@ -103,6 +103,8 @@ def test_a_peer_that_takes_longer_than_computing_is_given_up(prompt, make_peer, 
     stats = second.stats()
     assert set(stats.fetches_failed) <= {"slow"}
     assert stats.blocks_fetched < LENGTH // 16
+    assert stats.blocks_loaded + stats.blocks_missed == LENGTH // 16
+    assert stats.blocks_missed
     proxy.close()
 
 

@@ -126,6 +126,21 @@ def test_requests_that_are_held_back_go_in_the_order_in_which_they_came():
     assert sent == ["0", "1", "2", "3", "4", "5"]
 
 
+def test_requests_that_came_while_no_replica_was_there_go_in_their_order_too():
+    model, sent = Model(), []
+    model.taking = []
+    for number in range(6):
+        model.wanted[str(number)] = Wanted("rows", 2, 1, 10)
+        model.go(str(number))
+    model.taking = [*REPLICAS]
+    for one in [*model.at]:
+        model.go(one)
+    while model.at:
+        sent += [one for one, at in model.at.items() if at and one not in sent]
+        model.end(next(one for one, at in model.at.items() if at))
+    assert sent == ["0", "1", "2", "3", "4", "5"]
+
+
 def test_max_waiting_counts_what_waits_at_all_replicas_and_here():
     tenancy = FleetTenancy({"team": TenantLimits(max_running=2, max_waiting=3)})
     for number in range(5):

@@ -112,6 +112,31 @@ FAULTS = {
 }
 
 
+def test_parts_that_come_whole_but_late_are_too_slow():
+    ours, theirs = socket.socketpair()
+
+    def send():
+        with suppress(OSError):
+            for _ in range(20):
+                theirs.sendall(bytes(8))
+                time.sleep(0.05)
+
+    def receive_all(deadline_s):
+        for _ in range(20):
+            peer_wire.receive(ours, [memoryview(bytearray(8))], deadline_s)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    deadline_s = time.monotonic() + 0.2
+    with pytest.raises(PeerError, match="sends too slowly") as caught:
+        receive_all(deadline_s)
+    assert caught.value.reason == "slow"
+    assert time.monotonic() - deadline_s < 0.5
+    ours.close()
+    sender.join()
+    theirs.close()
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_costs_a_bounded_time_and_brings_no_block(server, short, fault, caplog):
     how, reason = FAULTS[fault]

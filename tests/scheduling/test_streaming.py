@@ -115,6 +115,22 @@ def test_what_a_window_sees_stays_in_the_pool():
     bench.assert_all_free()
 
 
+def test_blocks_that_would_stream_again_come_back_ever_more_rarely():
+    """Short requests come and go beside a context; each of them needs what the context's blocks would come back to."""
+    bench = Bench(frames=64, budget=BUDGET, lower=200)
+    bench.scheduler.add(make_request("long", [3, 4] * 110, 590, ignore_eos=True))
+    streamed, returns = 0, 0
+    for step in range(590):
+        if step % 40 == 39:
+            bench.scheduler.add(make_request(f"short{step}", [5, step] * 22, 6, ignore_eos=True))
+        bench.step()
+        long = next(one for one in bench.scheduler.state.running if one.request.request_id == "long")
+        before, streamed = streamed, bench.memory.residency(long.table).streamed
+        returns += streamed < before
+    assert 0 < returns < 12
+    bench.run()
+
+
 def test_blocks_come_back_when_the_pool_has_had_room_for_a_while():
     """Two contexts do not fit side by side; when one has ended, the other's blocks come up, and stay."""
     bench = Bench(frames=64, budget=BUDGET, lower=100)

@@ -25,7 +25,6 @@ from pagemill.distributed.replica import split_digests
 from pagemill.distributed.replica_link import ReplicaLink, is_refusal
 from pagemill.distributed.routing import Asked, Router, RoutingPolicy
 from pagemill.engine.messages import (
-    DIGEST_BYTES,
     AbortRequests,
     EngineReady,
     EngineRequest,
@@ -45,8 +44,6 @@ from pagemill.errors import (
 )
 from pagemill.frontend.frontend import Frontend
 from pagemill.frontend.supervisor import OUTPUTS_AT_ONCE, RestartLimits
-from pagemill.memory.digest import extend_chain, root_digest
-from pagemill.namespace import Namespace
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -364,8 +361,9 @@ class Fleet:
 
     def _copy_pin(self, pin: EngineRequest, made_by: ReplicaLink) -> None:
         """Makes a pin in the other replicas: it is one of all."""
-        for link in [link for link in self._serving() if link is not made_by]:
-            self._pin_copies.send(link, pin)
+        for link in self._serving():
+            if link is not made_by:
+                self._pin_copies.send(link, pin)
 
     def _serving(self) -> list[ReplicaLink]:
         """Returns the connections to replicas that take requests."""
@@ -418,7 +416,7 @@ class Fleet:
         place = self._tenancy.place(asked.request_id, Wanted.of(asked, self.facts), self._router.replicas)
         if place is None:
             return
-        work = self._asked(flight)
+        work = Asked.of(asked, flight.tokens.get(0, ()) if flight.goes_on else (), self.facts)
         if flight.splits and not place and work.num_tokens + 1 < self.facts.max_model_len:
             route = self._router.route_prompt(asked.request_id, work)
         if not (prefills := route is not None):
@@ -449,23 +447,6 @@ class Fleet:
         except InvalidRequestError as refusal:  # others that wait go on
             self._forget(flight.asked.request_id)
             self._incoming.put_nowait(refusals(flight.asked, refusal))
-
-    def _asked(self, flight: Flight) -> Asked:
-        """Returns what routing knows of a request: with what it has brought, which is computed as a prompt is."""
-        asked, facts = flight.asked, self.facts
-        tokens = [*asked.prompt_token_ids, *flight.tokens.get(0, ())] if flight.goes_on else asked.prompt_token_ids
-        adapter = next((each.digest for each in facts.adapters if each.number == asked.adapter), b"")
-        space = Namespace(asked.tenant, asked.cache_salt)
-        root = root_digest(facts.fingerprint + adapter, facts.kv_format_name, facts.numerics, str(space))
-        digests: list[bytes] = []
-        extend_chain(digests, root, tokens, facts.block_size)
-        most = asked.params.max_tokens
-        return Asked(
-            num_tokens=len(tokens),
-            digests=[digest[:DIGEST_BYTES] for digest in digests],
-            most_tokens=(facts.max_model_len if most is None else most) * asked.params.n,
-            session=(space, asked.session) if asked.session else None,
-        )
 
     def _tell(self, flight: Flight, message: AbortRequests | FinishSequences) -> None:
         if flight.replica is not None and flight.replica in self._links:

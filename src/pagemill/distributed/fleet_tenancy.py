@@ -62,8 +62,11 @@ class _Known:
 
 @dataclass
 class _Told:
-    """What a replica was told of a tenant's service. here, elsewhere: tokens that it and others had computed then.
-    owed: those of others that it has not been told of; allowed: how many of these count by what it has computed."""
+    """Remembers what a replica was told of a tenant's service.
+
+    here, elsewhere: tokens that it and others had computed then.
+    owed: those of others that it has not been told of; allowed: how many of these count by what it has computed.
+    """
 
     here: int
     elsewhere: int
@@ -140,11 +143,9 @@ class FleetTenancy:
         several may have them only while the most that they may come to is within.
         """
         held = self._held[wanted.tenant]
-        one = self._requests.get(request_id)
-        is_new = one is None
-        if one is None:
-            one = self._requests[request_id] = _Known(next(self._numbers), wanted)
-        self._of[wanted.tenant][request_id] = one
+        if is_new := request_id not in self._requests:
+            self._requests[request_id] = _Known(next(self._numbers), wanted)
+        one = self._of[wanted.tenant][request_id] = self._requests[request_id]
         one.replica = None
         is_held = request_id in held
         comes_first = held[0] == request_id if is_held else not (held and is_new)

@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
 from pagemill.distributed.block_directory import BlockDirectory
+from pagemill.engine.messages import DIGEST_BYTES, EngineReady, EngineRequest
+from pagemill.memory.digest import extend_chain, root_digest
+from pagemill.namespace import Namespace
 
 RoutingPolicy = Literal["least-work", "round-robin"]
 ROUTING_POLICIES: tuple[RoutingPolicy, ...] = get_args(RoutingPolicy)
@@ -44,6 +47,24 @@ class Asked(NamedTuple):
     digests: Sequence[bytes]
     most_tokens: int
     session: object = None
+
+    @classmethod
+    def of(cls, asked: EngineRequest, come: Sequence[int], facts: EngineReady) -> Asked:
+        """Describes a request to engines of such facts. come: tokens of its answer, which are computed as a prompt
+        is."""
+        tokens = [*asked.prompt_token_ids, *come]
+        adapter = next((each.digest for each in facts.adapters if each.number == asked.adapter), b"")
+        space = Namespace(asked.tenant, asked.cache_salt)
+        root = root_digest(facts.fingerprint + adapter, facts.kv_format_name, facts.numerics, str(space))
+        digests: list[bytes] = []
+        extend_chain(digests, root, tokens, facts.block_size)
+        most = asked.params.max_tokens
+        return cls(
+            num_tokens=len(tokens),
+            digests=[digest[:DIGEST_BYTES] for digest in digests],
+            most_tokens=(facts.max_model_len if most is None else most) * asked.params.n,
+            session=(space, asked.session) if asked.session else None,
+        )
 
 
 class Route(NamedTuple):

@@ -64,8 +64,7 @@ def build(
 
 def _drafter(config: SpeculativeConfig, facts: ExecutorFacts) -> Drafter:
     if (drafts := facts.drafts) is not None:
-        most = drafts.most if config.num_speculative_tokens is None else config.num_speculative_tokens
-        return ModelDrafter(most or config.most_drafts, drafts.cost, drafts.takes_in)
+        return ModelDrafter(config.most_drafts(drafts.most), drafts.cost, drafts.takes_in)
     return SuffixDrafter(config) if config.method == "suffix" else NgramDrafter(config)
 
 

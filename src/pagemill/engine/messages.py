@@ -93,7 +93,7 @@ class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
     answered: list[int] = []
     """Tokens of its one sequence that another engine has brought: it goes on behind them, as after a preemption."""
     held: HeldBlocks | None = None
-    """What a peer holds of its blocks; None: nobody is known to."""
+    """Names a peer that holds some of its blocks; None: nobody is known to."""
     pin: str | None = None
     """Name of the pin that its whole prompt becomes; None: it is an ordinary request."""
     pin_expires_s: float | None = None
@@ -286,7 +286,7 @@ class EngineReady(msgspec.Struct, tag=True, kw_only=True):
     numerics: str = ""
     """These three begin the digest of every chain of blocks, see `root_digest`."""
     peer_address: str = ""
-    """Where peers fetch this engine's blocks, host and port; empty: they do not."""
+    """Host and port at which peers fetch this engine's blocks; empty: they do not."""
 
     @property
     def description(self) -> str:

@@ -35,8 +35,8 @@ class MedusaDrafts:
     def begin(self, pool: DevicePool, rows: Rows, sampler: Sampler) -> None:
         self._rows = rows
         self._sampler = sampler
-        count, size = len(rows.tokens), self._hidden.shape[1]
-        self._hidden = torch.zeros(count, size, dtype=self._hidden.dtype, device=pool.device)
+        count = len(rows.tokens)
+        self._hidden = self._hidden.new_zeros(count, self._hidden.shape[1], device=pool.device)
         self._ends = np.full(count, -1, dtype=np.int32)
 
     def apply(self, plan: StepPlan) -> None:

@@ -52,7 +52,7 @@ class Ranks:
         """Held by whoever speaks on the `frames` connections."""
         self._ranks: list[Rank] = []
         self._binding: Binding | None = None
-        """Of this thread to rank 0's cores."""
+        """Undoes that this thread is bound to rank 0's cores; None: it is not."""
         shared, self._store = None, None
         if sys.platform == "linux":
             shared = make_memory()

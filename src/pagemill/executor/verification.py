@@ -70,5 +70,6 @@ def verify(plan: StepPlan, choose: Choose) -> Verified:
 
 def drafts_of(plan: StepPlan) -> list[list[int]]:
     """Returns a plan's drafts by sample."""
-    ends = np.cumsum(plan.max_accepted - 1)
-    return [part.tolist() for part in np.split(plan.draft_tokens, ends[:-1])]
+    counts = plan.max_accepted - 1
+    each = zip(counts, np.cumsum(counts), strict=True)
+    return [plan.draft_tokens[end - count : end].tolist() for count, end in each]

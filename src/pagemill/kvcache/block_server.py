@@ -111,24 +111,24 @@ class BlockServer:
                     return
                 time.sleep(0.1)  # out of descriptors, maybe
                 continue
-            with self._lock:
-                taken = not self._closed and len(self._connections) < MAX_CONNECTIONS
-                if taken:
-                    self._connections.add(sock)
             where = f"{peer[0]}:{peer[1]}"
-            try:
-                if taken:
-                    serve = threading.Thread(
-                        target=self._serve, args=(sock, where), name=f"kv-serve-{number}", daemon=True
-                    )
-                    serve.start()
-                    continue
-                logger.warning("a connection from %s was closed: %d are open", where, MAX_CONNECTIONS)
-            except RuntimeError as error:  # the system gives no more threads
-                logger.warning("a connection from %s was closed: %s", where, error)
-                with self._lock:
-                    self._connections.discard(sock)
-            sock.close()
+            if (why := self._begin(sock, where, number)) is not None:
+                logger.warning("a connection from %s was closed: %s", where, why)
+                sock.close()
+
+    def _begin(self, sock: socket.socket, peer: str, number: int) -> str | None:
+        """Begins to serve a connection. Returns why it is not served; None if it is."""
+        with self._lock:
+            if self._closed or len(self._connections) >= MAX_CONNECTIONS:
+                return f"{MAX_CONNECTIONS} are open"
+            self._connections.add(sock)
+        try:
+            threading.Thread(target=self._serve, args=(sock, peer), name=f"kv-serve-{number}", daemon=True).start()
+        except RuntimeError as error:  # the system gives no more threads
+            with self._lock:
+                self._connections.discard(sock)
+            return str(error)
+        return None
 
     def _serve(self, sock: socket.socket, peer: str) -> None:
         try:

@@ -1,4 +1,4 @@
-"""What peers say to each other over TCP when one fetches blocks from another, byte by byte. Integers are little-endian.
+"""Defines, byte by byte, what two peers send when one fetches blocks from the other. Integers are little-endian.
 
     server  "pmillBS1" nonce[32]
     client  nonce[32] mac[32] length(u16) format[length]      mac over "client", both nonces, format
@@ -59,7 +59,7 @@ long; one of both does not know the secret; weights, KV format or kernels differ
 
 
 class Hello(NamedTuple):
-    """What a client says first."""
+    """Holds the first message of a client."""
 
     nonce: bytes
     mac: bytes
@@ -67,7 +67,7 @@ class Hello(NamedTuple):
 
 
 class Welcome(NamedTuple):
-    """What a server answers."""
+    """Holds the answer of a server."""
 
     accepted: bool
     mac: bytes

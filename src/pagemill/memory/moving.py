@@ -41,20 +41,11 @@ def resize(core: MemoryCore, num_frames: int) -> None:
 
 def stream(core: MemoryCore, table: BlockTable, count: int) -> bool:
     """Implements `MemoryManager.stream`."""
-    blocks = core.blocks
     if core.in_flight or count > core.streamed.available:
         return False
-    references = np.frombuffer(blocks.references, dtype=np.int32)
-    resident = np.frombuffer(blocks.streamed, dtype=np.uint8) == 0
-    chosen: list[tuple[int, int]] = []
-    for group, window in enumerate(core.windows):
-        if window is None:
-            ids = np.array(table.blocks[group][: table.length // core.block_size], dtype=np.int32)
-            movable = np.flatnonzero((references[ids] == 1) & resident[ids])
-            chosen += [(int(entry), group) for entry in movable[:count]]
+    chosen = _movable(core, table, slice(table.length // core.block_size), slice(count), streamed=False)
     if len(chosen) < count:
         return False
-    chosen = sorted(chosen)[:count]
     entry, group = chosen[0]
     targets = core.take_streamed(count, table.blocks[group][entry - 1] if entry else -1)
     freed = []
@@ -68,19 +59,11 @@ def stream(core: MemoryCore, table: BlockTable, count: int) -> bool:
 
 def unstream(core: MemoryCore, table: BlockTable, count: int) -> int:
     """Implements `MemoryManager.unstream`."""
-    blocks, tenant = core.blocks, table.tenant
+    tenant = table.tenant
     count = min(count, core.available(tenant), tenant.room)
     if core.in_flight or count <= 0:
         return 0
-    references = np.frombuffer(blocks.references, dtype=np.int32)
-    streamed = np.frombuffer(blocks.streamed, dtype=np.uint8) != 0
-    chosen: list[tuple[int, int]] = []
-    for group, window in enumerate(core.windows):
-        if window is None:
-            ids = np.array(table.blocks[group], dtype=np.int32)
-            movable = np.flatnonzero((references[ids] == 1) & streamed[ids])
-            chosen += [(int(entry), group) for entry in movable[-count:]]
-    chosen = sorted(chosen)[-count:]
+    chosen = _movable(core, table, slice(None), slice(-count, None), streamed=True)
     if not chosen:
         return 0
     core.make_room(tenant, len(chosen))
@@ -93,6 +76,22 @@ def unstream(core: MemoryCore, table: BlockTable, count: int) -> int:
         core.edit(table, group, entry, [target])
     core.streamed.give(freed)
     return len(chosen)
+
+
+def _movable(
+    core: MemoryCore, table: BlockTable, entries: slice, part: slice, *, streamed: bool
+) -> list[tuple[int, int]]:
+    """Returns a part of the blocks that a table alone holds, of those that are streamed or that are not, in groups with
+    full attention: entries, of the given ones, and their groups, the oldest first."""
+    references = np.frombuffer(core.blocks.references, dtype=np.int32)
+    lies_there = np.frombuffer(core.blocks.streamed, dtype=np.uint8) == streamed
+    found: list[tuple[int, int]] = []
+    for group, window in enumerate(core.windows):
+        if window is None:
+            ids = np.array(table.blocks[group][entries], dtype=np.int32)
+            movable = np.flatnonzero((references[ids] == 1) & lies_there[ids])
+            found += [(int(entry), group) for entry in movable[part]]
+    return sorted(found)[part]
 
 
 def forget_lost(core: MemoryCore, frames: Set[int]) -> None:

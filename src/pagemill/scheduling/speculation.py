@@ -118,7 +118,7 @@ class NgramDrafter:
     """Drafts by look-up in each sequence's own tokens (`drafting`), as many as pay (`draft_control`)."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
-        self._most = config.most_drafts
+        self._most = config.most_drafts()
         self._lengths = range(config.prompt_lookup_min, config.prompt_lookup_max + 1)
         self._chances = first_chances(self._lengths)
         self._control = DraftControl()

@@ -14,8 +14,8 @@ CALM = 8
 FEW_STEPS = 16
 """A sequence with fewer tokens left keeps its blocks where they are."""
 KEPT_FREE = 1 / 8
-"""Of the pool, what is left free. Blocks begin to come back when twice as much is, so that what runs can grow for a
-while before anything streams again."""
+"""Share of the pool that is left free. Blocks begin to come back when twice as much is, so that what runs can grow for
+a while before anything streams again."""
 MOST_BLOCKS = 64
 """Blocks that come back in one step: a bound on what the others wait."""
 
@@ -32,7 +32,7 @@ class Unstreaming:
         self._quiet = 0
         """Steps since blocks have begun to stream."""
         self._returned = False
-        """Whether blocks have come back since then."""
+        """True if blocks have come back since then."""
 
     def step(self, state: SchedulerState) -> int:
         """Brings blocks of the first running sequence that streams back into the pool. Returns how many.
