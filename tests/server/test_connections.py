@@ -22,6 +22,7 @@ from pagemill.server.access.limits import OTHER_DESCRIPTORS, ServerLimits, room_
 from pagemill.server.access.turns import ListeningServer
 from pagemill.server.protocol.events import EventStream
 from pagemill.server.run import server_config
+from waiting import wait_until
 
 HEAD = b"GET / HTTP/1.1\r\nHost: here\r\n"
 LARGE = 20 << 20
@@ -79,13 +80,6 @@ def asking(port, path, room=SMALL_BUFFER):
         connection.connect(("127.0.0.1", port))
         connection.sendall(HEAD.replace(b" / ", f" {path} ".encode()) + b"\r\n")
         yield connection
-
-
-def wait_until(reached, message, within_s=10):
-    deadline = time.monotonic() + within_s
-    while not reached():
-        time.sleep(0.02)
-        assert time.monotonic() < deadline, message
 
 
 def status(port, path="/"):
