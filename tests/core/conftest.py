@@ -39,7 +39,8 @@ def prompts(tokenizer) -> list[list[int]]:
 
 @pytest.fixture(scope="session")
 def make_engine():
-    """make_engine(peering, **settings) -> EngineCore on the real model; invariants are checked after every step."""
+    """make_engine(peering, publishes, **settings) -> EngineCore on the real model; invariants are checked after every
+    step."""
     load_model = share.load_model
     kept: dict[str, LoadedModel] = {}
 
@@ -49,12 +50,13 @@ def make_engine():
             kept[key] = load_model(path, dtype=dtype, quantization=quantization, **settings)
         return replace(kept[key], max_model_len=max_model_len or kept[key].max_model_len)
 
-    def make(peering=None, **settings) -> EngineCore:
+    def make(peering=None, publishes=False, **settings) -> EngineCore:
         settings = {"max_model_len": 1024, "max_num_seqs": 16, "dtype": "float32", "kv_memory": "256MiB"} | settings
         with ExitStack() as patches:  # tests in other folders load for themselves
             for module in (share, load_drafting):
                 patches.enter_context(mock.patch.object(module, "load_model", load_shared))
-            return EngineCore(EngineConfig(model=MODEL, check_invariants=True, **settings), peering=peering)
+            config = EngineConfig(model=MODEL, check_invariants=True, **settings)
+            return EngineCore(config, publishes=publishes, peering=peering)
 
     return make
 

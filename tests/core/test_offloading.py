@@ -13,7 +13,9 @@ from drive import drive, request
 
 from device_tier import DeviceTier
 from harness import FRAME_BYTES
+from pagemill.distributed.replica import split_digests
 from pagemill.engine import tiers as engine_tiers
+from pagemill.engine.messages import DIGEST_BYTES
 from pagemill.errors import ConfigError
 from pagemill.executor import backend
 from pagemill.kvcache.layout import layer_major
@@ -56,6 +58,43 @@ def same(run, expected) -> None:
         assert logits.equal(expected.logits[key]), key
 
 
+@pytest.mark.parametrize("compression", ["off", "zstd"])
+def test_who_routes_is_told_what_pool_and_host_memory_hold(conversations, make_engine, compression):
+    """The pool has room for two prompts, host memory for one and a half more."""
+    host = {"kv_host_memory": 20 * FRAME_BYTES, "kv_host_compression": compression}
+    core = make_engine(**SMALL, **host, publishes=True)
+    digests = []
+    for one in conversations:
+        chain = []
+        extend_chain(chain, core.root(one), one.prompt_token_ids, 16)
+        digests += chain
+    known, step, less = set(), core.step, []
+
+    def told_step():
+        outputs = step()
+        if (held := core.take_held()) is not None:
+            removed = split_digests(held.removed)
+            less.extend(digest for digest in removed if digest in known)
+            known.difference_update(removed)
+            known.update(split_digests(held.stored))
+        return outputs
+
+    core.step = told_step
+    drive(core, conversations)
+    core.tiers.transfers.flush()
+    drive(core, conversations[:1])
+    core.tiers.transfers.flush()
+    told_step()
+    blocks = [(digest, 0) for digest in digests]
+    here = core.memory.are_published(digests)
+    below = core.tiers.offload.in_memory(blocks)
+    assert sum(below) > 10
+    assert less
+    expected = {digest[:DIGEST_BYTES] for digest, *ways in zip(digests, here, below, strict=True) if any(ways)}
+    assert known & {digest[:DIGEST_BYTES] for digest in digests} == expected
+    assert len(expected) < len(digests)
+
+
 @pytest.mark.parametrize(
     ("tier", "compression"),
     [
@@ -92,8 +131,8 @@ def test_what_was_evicted_comes_back(conversations, expected, make_engine, tmp_p
 
 
 def test_an_engine_takes_another_kind_of_tier(conversations, expected, make_engine, tmp_path, monkeypatch):
-    def with_device(tiers, record_bytes):
-        return OffloadTiers([DeviceTier(15, record_bytes), *tiers], record_bytes)
+    def with_device(tiers, record_bytes, **settings):
+        return OffloadTiers([DeviceTier(15, record_bytes), *tiers], record_bytes, **settings)
 
     disk = {"kv_disk_memory": "1GiB", "kv_disk_path": str(tmp_path)}
     with monkeypatch.context() as patch:

@@ -1,29 +1,66 @@
 """What an engine tells who routes: which blocks came, and what work takes, only where it is asked to."""
 
+import math
 from types import SimpleNamespace
 
 from pagemill.engine.core import EngineCore
+from pagemill.engine.publishing import Publisher
+from pagemill.engine.tiers import Tiers
+from pagemill.kvcache import peer_store
+from pagemill.kvcache.load_time import LoadTime
+from pagemill.kvcache.peer_store import PeerStore
+from pagemill.kvcache.peer_wire import PeerError
 from pagemill.memory.kv_events import KVEvents
 
 
-def core(measured):
-    made = object.__new__(EngineCore)  # without a model: what is told concerns none
-    made._measured, made._told_times, made.tiers = measured, (0.0,) * 4, None
-    made.memory = SimpleNamespace(take_events=lambda: KVEvents([], []))
-    return made
-
-
 def test_times_that_have_moved_are_told_without_any_block():
-    times = SimpleNamespace(token_s=0.0, plain_s=0.0)
-    engine = core(times)
-    assert engine.take_held() is None
-    times.token_s = 1e-3
-    assert engine.take_held().token_s == 1e-3
-    times.token_s = 1.05e-3
-    assert engine.take_held() is None
-    times.token_s, times.plain_s = 1.05e-3, 2e-2
-    assert engine.take_held().step_s == 2e-2
+    publisher = Publisher(SimpleNamespace(take_events=lambda: KVEvents([], [])), None, 512)
+    assert publisher.take() is None
+    publisher.note_step(0.1, 100, 0)
+    assert publisher.take().token_s == 1e-3
+    publisher.note_step(0.11, 100, 0)
+    assert publisher.take() is None
+    publisher.note_step(2e-2, 0, 1)
+    assert publisher.take().step_s == 2e-2
 
 
 def test_an_engine_that_does_not_publish_tells_nothing():
-    assert core(None).take_held() is None
+    made = object.__new__(EngineCore)  # without a model: what is told concerns none
+    made._publisher = None
+    assert made.take_held() is None
+
+
+def test_the_time_of_fetches_is_that_of_peers_that_answer(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(peer_store, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    class Gone:
+        def read(self, blocks, out, deadline_s):
+            raise PeerError("gone", "it is")
+
+    store = PeerStore(lambda address: Gone(), 8)
+    store.note_held("fast:1", [b"a"])
+    store.note_held("slow:1", [b"b"])
+    times = {source: LoadTime() for source in range(3)}
+    for source, seconds in ((0, 7.0), (1, 1.0), (2, 9.0)):
+        for _ in range(2):
+            times[source].note(1, seconds)
+    tiers = object.__new__(Tiers)
+    tiers.peers = SimpleNamespace(store=store)
+    tiers.transfers = SimpleNamespace(load_times=times)
+    tiers.offload = SimpleNamespace(tiers=["host"], take_changed=list, in_memory=list)
+    memory = SimpleNamespace(take_events=lambda: KVEvents([], []), leading=0, are_published=list)
+    publisher = Publisher(memory, tiers, 512)
+
+    def told_s():
+        held = publisher.take()
+        return held and held.fetch_s + held.block_fetch_s
+
+    assert told_s() == 5.0
+    store.read([(b"b", 0)], [None])
+    assert told_s() == 1.0
+    store.read([(b"a", 0)], [None])
+    assert told_s() == math.inf
+    assert told_s() is None
+    now[0] += peer_store.FIRST_PAUSE_S
+    assert told_s() == 5.0

@@ -1,5 +1,7 @@
 """Where requests go: the directory against a plain model of it, and the router's promises, on random histories."""
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -237,6 +239,8 @@ def test_no_prompt_goes_apart_where_fetching_takes_longer_or_nobody_is_left_to_g
     assert router.route_prompt("q0", asked("a", 20)).replica == "r0"
     router.note_times("r1", 1e-3, 1e-2, (0.0, 1.0))
     assert router.route_prompt("q1", asked("b", 20)) is None
+    router.note_times("r1", 1e-3, 1e-2, (math.inf, 0.0))
+    assert router.route_prompt("q1", asked("b", 20)) is None, "nothing can be fetched there"
     router.note_times("r1", 1e-3, 1e-2, FETCH_S)
     router.rest("r1")
     assert router.route_prompt("q2", asked("b", 20)) is None

@@ -49,6 +49,33 @@ def test_blocks_on_their_way_from_host_memory_to_disk_are_found(tmp_path, monkey
     assert host.holds([(digest_of(i), 0) for i in range(5)]) == [False, False, True, True, True]
 
 
+def test_what_comes_to_host_memory_and_leaves_it_is_told_once(tmp_path):
+    tiers = OffloadTiers([HostStore(3, RECORD), store_of(tmp_path)], RECORD, records_changes=True)
+    told: dict[int, bool] = {}
+
+    def take():
+        changed = tiers.take_changed()
+        told.update(zip((digest for digest, _ in changed), tiers.in_memory(changed), strict=True))
+        return len(changed)
+
+    assert take() == 0
+    tiers.announce([name_of(0)], [content(0)])
+    assert tiers.in_memory([(digest_of(0), 0), (digest_of(1), 0)]) == [True, False]
+    write(tiers, range(5))
+    assert take() == 7  # two of the five have left
+    assert told == {digest_of(i): i > 1 for i in range(5)}
+    assert take() == 0
+
+
+def test_nothing_is_told_of_a_tier_on_disk_alone(tmp_path):
+    tiers = OffloadTiers([store_of(tmp_path)], RECORD, records_changes=True)
+    tiers.announce([name_of(0)], [content(0)])
+    assert tiers.in_memory([(digest_of(0), 0)]) == [False]
+    write(tiers, range(2))
+    assert tiers.take_changed() == []
+    assert tiers.in_memory([(digest_of(0), 0)]) == [False]
+
+
 def test_what_host_memory_holds_goes_to_disk_at_the_end(tmp_path):
     disk = store_of(tmp_path)
     tiers = OffloadTiers([HostStore(3, RECORD), disk], RECORD)

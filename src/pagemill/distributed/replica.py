@@ -78,7 +78,7 @@ class EngineReplica:
         if peering is not None and not peering.host:
             peering = Peering(peering.secret, _node_address())
         self._blocks: set[bytes] = set()
-        """Blocks that the pool holds: the first `DIGEST_BYTES` of their digests."""
+        """Blocks that the engine holds: the first `DIGEST_BYTES` of their digests."""
         self._told = Held()
         """The last that the engine has told; the times in it hold."""
         self._front_ends: dict[str, _FrontEnd] = {}

@@ -190,7 +190,7 @@ class Router:
 
     def note_times(self, name: str, token_s: float, step_s: float, fetch_s: tuple[float, float] = (0.0, 0.0)) -> None:
         """Notes the measured seconds of a prompt's token, of a step that only generates, and of fetching blocks from
-        another replica, for all and for each of them; 0: not known."""
+        another replica, for all and for each of them; 0: not known; infinite: no other can be reached."""
         replica = self._known(name)
         replica.token_s, replica.step_s, replica.fetch_s = token_s, step_s, fetch_s
 
@@ -329,7 +329,7 @@ class Router:
         """Returns the replica with the least work, or a session's own while it has not much more.
 
         Much is what the session's whole prompt takes, computed or, where that is faster, fetched: a move costs at least
-        that once, and what the session has in tiers below the pool, which nobody tells, is lost to it.
+        that once, and what the session has on disk, which nobody tells, is lost to it.
         """
         among = [self._replicas[name] for name in works]
         best = min(among, key=lambda replica: (works[replica.name], replica.last_chosen))

@@ -25,7 +25,7 @@ def build(
 ) -> tuple[MemoryManager, Tiers | None, Scheduler, Streamed]:
     """Allocates the executor's pool, and builds around it what an `EngineCore` drives beside the executor.
 
-    publishes: whether the memory manager records which blocks come and go. peering: see `EngineCore`.
+    publishes: whether memory manager and tiers record which blocks come and go. peering: see `EngineCore`.
     Returns the room for streamed blocks too. Raises `ConfigError` children and KVStoreError.
     """
     facts = executor.facts
@@ -43,7 +43,7 @@ def build(
         (first_streamed, streamed.frames),
         publishes,
     )
-    tiers = make_tiers(config, executor, memory, streamed, peering)
+    tiers = make_tiers(config, executor, memory, streamed, publishes, peering)
     scheduler = Scheduler(
         memory,
         max_num_seqs=config.max_num_seqs,

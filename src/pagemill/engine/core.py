@@ -15,7 +15,6 @@ from pagemill.engine.adapters import Adapters
 from pagemill.engine.build import build
 from pagemill.engine.kv_map import KVMap
 from pagemill.engine.messages import (
-    DIGEST_BYTES,
     EngineReady,
     EngineRequest,
     Failure,
@@ -29,6 +28,7 @@ from pagemill.engine.messages import (
     SequenceOutput,
 )
 from pagemill.engine.preparing import Preparing
+from pagemill.engine.publishing import Publisher
 from pagemill.engine.queries import BlocksQuery, KVMapQuery
 from pagemill.engine.stats import EngineStats
 from pagemill.engine.tenant_stats import tenant_stats
@@ -41,7 +41,6 @@ from pagemill.lora_request import LoRARequest
 from pagemill.memory.digest import extend_chain, root_digest
 from pagemill.memory.manager import Residency
 from pagemill.namespace import Namespace
-from pagemill.scheduling.pacing import Pacer
 from pagemill.scheduling.sequence import SequenceUpdate
 from pagemill.scheduling.step_plan import StepResult
 from pagemill.tenant_limits import DEFAULT_TENANT, TenantLimits
@@ -52,8 +51,6 @@ LOAD_WAIT_S = 0.05
 """How long a step with nothing to compute waits for blocks from lower tiers, before messages are looked at again."""
 PREPARING_WAIT_S = 0.001
 """How long such a step waits where requests are being prepared."""
-MOVED = 0.1
-"""Share by which a measured time must have moved before routing is told."""
 
 
 class EngineCore:
@@ -96,8 +93,7 @@ class EngineCore:
         self._preparing = Preparing(self.executor, self.root)
         self._ended: list[SequenceUpdate] = []
         """Ends between two steps, which the next step tells."""
-        self._measured = Pacer(config.max_num_batched_tokens) if publishes else None
-        self._told_times: tuple[float, ...] = (0.0,) * 4
+        self._publisher = Publisher(self.memory, self.tiers, config.max_num_batched_tokens) if publishes else None
         self._stalled_s = 0.0
         self._was_stuck = False
         self._steps = self._prompt_tokens = self._generated_tokens = 0
@@ -202,8 +198,8 @@ class EngineCore:
         self._steps += 1
         seconds, generating = time.monotonic() - begun, plan.num_generating
         self.scheduler.note_step(plan, seconds)
-        if self._measured is not None:
-            self._measured.note_step(seconds, plan.num_tokens - generating, generating)
+        if self._publisher is not None:
+            self._publisher.note_step(seconds, plan.num_tokens - generating, generating)
         if self.tiers is not None:
             self.tiers.note_step(plan, time.monotonic() - begin)
         if self.config.check_invariants:
@@ -227,25 +223,8 @@ class EngineCore:
         return ended
 
     def take_held(self) -> Held | None:
-        """Returns which blocks have come and gone since the last call, and what work takes; None if no block has and
-        no time has moved, or if this engine does not publish."""
-        if self._measured is None:
-            return None
-        stored, removed = self.memory.take_events()
-        fetching = (0.0, 0.0) if self.tiers is None else self.tiers.fetch_time
-        times = self._measured.token_s, self._measured.plain_s, *fetching
-        moved = any(abs(now - told) > MOVED * told for now, told in zip(times, self._told_times, strict=True))
-        if not stored and not removed and not moved:
-            return None
-        self._told_times = times
-        return Held(
-            stored=b"".join(digest[:DIGEST_BYTES] for digest in stored),
-            removed=b"".join(digest[:DIGEST_BYTES] for digest in removed),
-            token_s=times[0],
-            step_s=times[1],
-            fetch_s=times[2],
-            block_fetch_s=times[3],
-        )
+        """Returns what whoever routes requests here is to know since the last call; None if it knows all."""
+        return None if self._publisher is None else self._publisher.take()
 
     def resize(self, kv_memory: int | float | str | None) -> EngineReady:
         """Gives the KV pool another size, and returns the engine's facts.

@@ -56,7 +56,7 @@ class Start(msgspec.Struct, tag=True):
     peering: Peering | None = None
     """How it gives blocks to other engines, and fetches theirs; None: it does not."""
     publishes: bool = False
-    """Tells whether the engine says which blocks come and go in its pool (`Held`)."""
+    """Tells whether the engine says which blocks it can find (`Held`)."""
 
 
 class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
@@ -224,7 +224,8 @@ class StepOutputs(msgspec.Struct, tag=True):
 
 
 class Held(msgspec.Struct, tag=True, omit_defaults=True):
-    """Tells which blocks can be found in the pool since the last message of its kind, and what work takes."""
+    """Tells which blocks can be found in the pool or in host memory since the last message of its kind, and what work
+    takes."""
 
     stored: bytes = b""
     """The first `DIGEST_BYTES` of each digest, joined."""
@@ -234,7 +235,7 @@ class Held(msgspec.Struct, tag=True, omit_defaults=True):
     step_s: float = 0.0
     """Seconds that a step takes in which nothing but answers is computed; 0: not known yet."""
     fetch_s: float = 0.0
-    """Seconds that fetching blocks of a peer takes, however many; 0: not known yet."""
+    """Seconds that fetching blocks of a peer takes, however many; 0: not known yet; infinite: none can be reached."""
     block_fetch_s: float = 0.0
     """Seconds that it takes for each block; 0: not known yet."""
 

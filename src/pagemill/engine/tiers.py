@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
@@ -99,6 +100,7 @@ def make_tiers(
     executor: Executor,
     memory: MemoryManager,
     streamed: Streamed,
+    publishes: bool = False,
     peering: Peering | None = None,
 ) -> Tiers | None:
     """Returns the tiers that the settings ask for, less what streamed blocks take of them, and what peers hold; None if
@@ -131,9 +133,10 @@ def make_tiers(
         if limit > 2 * record_bytes or not taken["disk"]:
             tiers.append(DiskStore(root, format, limit))
     if peering is None or not config.enable_prefix_caching:
-        return Tiers(OffloadTiers(tiers, record_bytes), executor, memory, config.preemption_mode) if tiers else None
+        offload = OffloadTiers(tiers, record_bytes, records_changes=publishes)
+        return Tiers(offload, executor, memory, config.preemption_mode) if tiers else None
     store = peer_store(peering, format)
-    offload = OffloadTiers(tiers, record_bytes, store)
+    offload = OffloadTiers(tiers, record_bytes, store, publishes)
     drafts = config.speculative_config is not None and config.speculative_config.method == "draft_model"
     served = ServedBlocks(memory, executor.frames, offload, format, serves_pool=not drafts)
     peers = PeerLink(peering, format, store, served)
@@ -216,9 +219,14 @@ class Tiers:
 
     @property
     def fetch_time(self) -> tuple[float, float]:
-        """Returns the seconds that fetching blocks from a peer takes: for all, and for each; zeros if none is known."""
-        times = self.transfers.load_times.items()
-        lines = [line for source, each in times if source >= len(self.offload.tiers) and (line := each.line)]
+        """Returns the seconds that fetching blocks from a peer takes: for all, and for each; zeros if none is known.
+        Peers that are left alone do not count; where all are, it takes for ever."""
+        asked = {} if self.peers is None else self.peers.store.are_asked()
+        if asked and not any(asked.values()):
+            return math.inf, 0.0
+        first, load_times = len(self.offload.tiers), self.transfers.load_times
+        times = [load_times.get(first + number) for number, is_asked in asked.items() if is_asked]
+        lines = [line for each in times if each is not None and (line := each.line)]
         if not lines:
             return 0.0, 0.0
         return sum(line[0] for line in lines) / len(lines), sum(line[1] for line in lines) / len(lines)

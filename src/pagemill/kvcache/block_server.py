@@ -26,7 +26,7 @@ from pagemill.memory.work import BlockName
 logger = logging.getLogger(__name__)
 
 MAX_CONNECTIONS = 64
-"""Connections at once; of more, the new ones are closed."""
+"""Connections at once. For one more, the one goes that has waited longest to say who it is; where all have, the new."""
 HELLO_S = 2.0
 """The longest time until a client has said who it is."""
 IDLE_S = 60.0
@@ -73,7 +73,8 @@ class BlockServer:
         self._piece = max(1, min(PIECE_BYTES // format.record_bytes, MOST_OF_PIECE))
         self._lock = threading.Lock()
         self._stats = ServedStats()
-        self._connections: set[socket.socket] = set()
+        self._connections: dict[socket.socket, bool] = {}
+        """Those that are open, the oldest first, and whether they have said who they are."""
         self._closed = False
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         self._sock = socket.create_server(address[:2], family=family, backlog=MAX_CONNECTIONS)
@@ -119,22 +120,40 @@ class BlockServer:
     def _begin(self, sock: socket.socket, peer: str, number: int) -> str | None:
         """Begins to serve a connection. Returns why it is not served; None if it is."""
         with self._lock:
-            if self._closed or len(self._connections) >= MAX_CONNECTIONS:
+            if self._closed or (len(self._connections) >= MAX_CONNECTIONS and not self._close_a_stranger()):
                 return f"{MAX_CONNECTIONS} are open"
-            self._connections.add(sock)
+            self._connections[sock] = False
         try:
             threading.Thread(target=self._serve, args=(sock, peer), name=f"kv-serve-{number}", daemon=True).start()
         except RuntimeError as error:  # the system gives no more threads
             with self._lock:
-                self._connections.discard(sock)
+                del self._connections[sock]
             return str(error)
         return None
+
+    def _close_a_stranger(self) -> bool:
+        """Ends the oldest connection that has not said who it is, if there is one. The caller holds the lock."""
+        stranger = next((sock for sock, is_known in self._connections.items() if not is_known), None)
+        if stranger is None:
+            return False
+        del self._connections[stranger]
+        with suppress(OSError):
+            stranger.shutdown(socket.SHUT_RDWR)
+        return True
+
+    def _keep(self, sock: socket.socket) -> bool:
+        """Keeps a connection that has said who it is. Returns False where it had to go just before."""
+        with self._lock:
+            is_open = sock in self._connections
+            if is_open:
+                self._connections[sock] = True
+            return is_open
 
     def _serve(self, sock: socket.socket, peer: str) -> None:
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             peer_wire.set_timeouts(sock, HELLO_S, SEND_S)
-            if self._welcome(sock):
+            if self._welcome(sock) and self._keep(sock):
                 peer_wire.set_timeouts(sock, IDLE_S, SEND_S)
                 while not self._closed:
                     self._answer(sock, peer_wire.receive_question(sock, self._num_groups))
@@ -146,9 +165,9 @@ class BlockServer:
         except OSError:
             pass  # it is gone
         finally:
-            sock.close()
             with self._lock:
-                self._connections.discard(sock)
+                self._connections.pop(sock, None)
+            sock.close()
 
     def _welcome(self, sock: socket.socket) -> bool:
         """Lets a client say who it is, and returns whether it is served. Raises PeerError and OSError."""

@@ -81,16 +81,26 @@ class OffloadTiers:
     """Chains stores, the highest first. What one gives up goes to the next. Thread-safe.
 
     remote: where blocks are looked for that no store has; None for nowhere. Its numbers count behind the tiers' as
-    sources of blocks.
+    sources of blocks. records_changes: whether `take_changed` says what has come and gone in memory.
     """
 
-    def __init__(self, tiers: Sequence[OffloadStore], record_bytes: int, remote: RemoteStore | None = None) -> None:
+    def __init__(
+        self,
+        tiers: Sequence[OffloadStore],
+        record_bytes: int,
+        remote: RemoteStore | None = None,
+        records_changes: bool = False,
+    ) -> None:
         self.tiers = tiers
         self.record_bytes = record_bytes
         self._remote = remote
         self.lasting = any(tier.lasting for tier in tiers)
         self._kept = next((at for at, tier in enumerate(tiers) if tier.lasting), 0)
+        self._in_memory = [tier for tier in tiers if not tier.lasting]
         self._coming: dict[tuple[bytes, int], NDArray[np.uint8]] = {}
+        self._records_changes = records_changes and bool(self._in_memory)
+        self._moved: list[tuple[bytes, int]] = []
+        self._changed: list[tuple[bytes, int]] = []
         self._lock = threading.Lock()
 
     def guarantee(self, parts: Mapping[str, float]) -> None:
@@ -171,6 +181,23 @@ class OffloadTiers:
             with self._lock:
                 for name in names:
                     self._coming.pop(name[:2], None)
+                self._changed += self._moved
+            self._moved = []
+
+    def take_changed(self) -> list[tuple[bytes, int]]:
+        """Returns the blocks (digest, group) that may have come to a tier that ends with the process, or left one,
+        since the last call, if that is recorded. Blocks that are announced count from when they are written."""
+        with self._lock:
+            changed, self._changed = self._changed, []
+        return changed
+
+    def in_memory(self, blocks: Sequence[tuple[bytes, int]]) -> list[bool]:
+        """Returns which blocks (digest, group) are in tiers that end with the process, or announced."""
+        with self._lock:
+            here = [bool(self._in_memory) and block in self._coming for block in blocks]
+        for tier in self._in_memory:
+            here = [known or held for known, held in zip(here, tier.holds(blocks), strict=True)]
+        return here
 
     def keepable(self, names: Sequence[BlockName]) -> list[BlockName]:
         """Returns those of `names`, used last first, and of the blocks here that end with the process, that have room
@@ -237,6 +264,8 @@ class OffloadTiers:
         return found
 
     def _write(self, at: int, names: Sequence[BlockName], records: Records) -> None:
+        if self._records_changes:
+            self._moved += [name[:2] for name in names]
         if at < len(self.tiers):
             self.tiers[at].write(names, records, partial(self._write, at + 1))
 

@@ -111,6 +111,12 @@ class PeerStore:
                 found[row] = number if there else None
         return found
 
+    def are_asked(self) -> dict[int, bool]:
+        """Returns the numbers of the peers that are known, and whether each is asked now, or left alone."""
+        now = time.monotonic()
+        with self._lock:
+            return {number: known.paused_until_s <= now for number, known in self._peers.items()}
+
     def close(self) -> None:
         with self._lock:
             peers, self._peers = [*self._peers.values()], {}

@@ -258,6 +258,16 @@ class MemoryManager:
         index = self.core.index
         return index.take_events() if isinstance(index, RecordedIndex) else KVEvents([], [])
 
+    def are_published(self, digests: Sequence[bytes]) -> list[bool]:
+        """Returns which of these blocks can be found in the leading layer group, of which `take_events` tells."""
+        published = self.core.index.by_digest[self.leading]
+        return [digest in published for digest in digests]
+
+    @property
+    def leading(self) -> int:
+        """Returns the number of the layer group that decides what can be found."""
+        return self.core.index.leading
+
     def cached_blocks(self) -> list[Save]:
         """Returns all cached blocks, those used last first, each chain from its beginning."""
         return offload.cached_blocks(self.core)
