@@ -62,12 +62,9 @@ def shape_of(model: LoadedModel, name: str) -> FrameShape:
     return FrameShape(groups, spec.num_kv_heads, BLOCK_SIZE, spec.head_dim, spec.head_dim, format)
 
 
-def requests_in(memory: int, shape: FrameShape, context: int) -> int:
+def requests_in(num_frames: int, windows: list[int | None], context: int) -> int:
     """Returns how many requests of so many tokens are open when the next one has no room to grow."""
-    windows = [group.window for group in shape.groups.groups]
-    manager = MemoryManager(
-        memory // layer_major(shape, 1).frame_bytes, BLOCK_SIZE, windows, enable_prefix_caching=False
-    )
+    manager = MemoryManager(num_frames, BLOCK_SIZE, windows, enable_prefix_caching=False)
     for count in itertools.count():
         table, _ = manager.open([], [], bytes(32), 0.0, 0)
         for end in [*range(CHUNK, context, CHUNK), context]:
@@ -133,7 +130,15 @@ def main() -> None:
     )  # fmt: skip
     assert isinstance(model.decoder, CpuDecoder)
     names, memory = options.formats.split(","), parse_memory("--memory", options.memory, 0)
-    requests = {name: requests_in(memory, shape_of(model, name), options.context) for name in names}
+    shapes = {name: shape_of(model, name) for name in names}
+    requests = {
+        name: requests_in(
+            memory // layer_major(shape, 1).frame_bytes,
+            [group.window for group in shape.groups.groups],
+            options.context,
+        )
+        for name, shape in shapes.items()
+    }
     print(f"{cpu_model()}, {_kernels.num_threads()} threads, kernels {_kernels.isa()}, contexts of {options.context}\n")
     print(
         f"| format | rows | tokens in 1 GiB | requests in {options.memory} | against bf16 | attention | against bf16 "
