@@ -68,10 +68,11 @@ class EngineConfig:
         "auto"
     )
     quantization: Annotated[
-        Literal["gguf", "int8"] | None,
+        Literal["awq", "gguf", "gptq", "int8"] | None,
         about(
-            "Linear layers on 8-bit arithmetic: gguf (a quantized file's own integers) or int8 (any weights). Default: "
-            "gguf for a quantized GGUF file where dtype is auto and the processor multiplies integers faster."
+            "Linear layers on 8-bit arithmetic: awq, gguf or gptq (the integers of such a checkpoint) or int8 (any "
+            "weights). Default: a quantized checkpoint's own integers where dtype is auto and the processor multiplies "
+            "integers faster."
         ),
     ] = None
     max_model_len: Annotated[

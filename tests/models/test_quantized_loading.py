@@ -119,7 +119,7 @@ def test_a_quantized_file_is_computed_on_its_integers_where_that_is_faster(folde
 
 
 def test_a_folder_has_no_quantized_weights_to_keep(folder):
-    with pytest.raises(ConfigError, match=r"no quantized GGUF file; use quantization='int8'"):
+    with pytest.raises(ConfigError, match=r"are not quantized; use quantization='int8'"):
         load(folder, quantization="gguf")
 
 

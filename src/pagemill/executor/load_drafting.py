@@ -19,7 +19,7 @@ from pagemill.hub import resolve_model
 from pagemill.kvcache.kv_format import KVFormat
 from pagemill.kvcache.layer_groups import add_full_layers, group_layers
 from pagemill.kvcache.layout import FrameShape, LayoutMaker
-from pagemill.models.loading import LoadedModel, load_model
+from pagemill.models.loading import LoadedModel, load_model, open_checkpoint
 from pagemill.models.loading.medusa import load_medusa
 from pagemill.models.spec import DecoderSpec
 from pagemill.speculative_config import SpeculativeConfig
@@ -74,6 +74,14 @@ def _load_draft_model(config: EngineConfig, speculation: SpeculativeConfig, path
     return Drafting(source, facts, replace(shape, groups=layers.groups), joint_fingerprint(model, draft))
 
 
+def _draft_quantization(quantization: str | None, path: Path) -> str | None:
+    """Returns how a draft model's layers are held: like the model's, in 8 bits, in its own integers if it has some, or
+    in a dtype."""
+    if quantization is None or quantization == "int8":
+        return quantization
+    return open_checkpoint(path, {}).quantization
+
+
 def _open_draft_model(config: EngineConfig, path: Path, share: Share) -> LoadedModel:
     """Loads a draft model, in the dtype of the model and quantized like it, unless it has no integers to keep. Raises
     as `load_model` does, and ConfigError for one that cannot draft for the model."""
@@ -86,7 +94,7 @@ def _open_draft_model(config: EngineConfig, path: Path, share: Share) -> LoadedM
         ops=backend.ops,
         attention=backend.attention,
         decoder=backend.decoder,
-        quantization=None if model.quantization == "gguf" and path.suffix != ".gguf" else model.quantization,
+        quantization=_draft_quantization(model.quantization, path),
     )
     if draft.spec.vocab_size != model.spec.vocab_size:
         raise _refusal(

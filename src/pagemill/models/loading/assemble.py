@@ -196,8 +196,8 @@ class Assembler:
 
     def _bits(self, parts: Sequence[str]) -> int | None:
         """Returns the bits per value in which a joined matrix is held: the most that a part needs. None: in a dtype."""
-        if self.quantization != "gguf":
-            return 8 if self.quantization == "int8" else None
+        if self.quantization is None or self.quantization == "int8":
+            return 8 if self.quantization else None
         stored = [self.checkpoint.stored_bits(name) for name in self._weights(parts)]
         kept = [bits for bits in stored if bits is not None]
         return max(kept, default=None) if len(kept) == len(stored) else None

@@ -53,7 +53,7 @@ class Checkpoint:
 
     config:    normalised configuration, `hf_overrides` applied (families.ModelConfig takes it).
     names:     where the weights are; None: as the family says.
-    quantized: True if some weights are stored in a quantized format.
+    quantization: how some weights are stored in integers ("gguf", "gptq", "awq"); None: none are.
     readable:  dtypes that `read_into` converts.
     """
 
@@ -63,7 +63,7 @@ class Checkpoint:
     tensors: dict[str, TensorInfo]
     eos_token_ids: tuple[int, ...]
     names: WeightNames | None = None
-    quantized: bool = False
+    quantization: str | None = None
     readable: Sequence[str] = tuple(PLAIN_DTYPES)
 
     def float_dtypes(self) -> dict[torch.dtype, int]:

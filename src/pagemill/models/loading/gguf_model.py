@@ -88,7 +88,8 @@ class GGUFModel(Checkpoint):
         self.files = [MappedFile(path)]
         container = GGUFFile(self.files[0])
         self.tensors = dict(one for each in container.tensors.items() for one in _single_experts(*each))
-        self.quantized = any(tensor.dtype in _QUANTIZED for tensor in self.tensors.values())
+        if any(tensor.dtype in _QUANTIZED for tensor in self.tensors.values()):
+            self.quantization = "gguf"
         metadata = container.metadata
         plain = self._configure(metadata)
         check_overrides(overrides, plain)

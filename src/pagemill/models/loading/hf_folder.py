@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pagemill.errors import CorruptWeightsError, ModelConfigError, ModelNotFoundError, UnsupportedModelError
+from pagemill.errors import CorruptWeightsError, ModelConfigError, ModelNotFoundError
 from pagemill.models.families import find_family
 from pagemill.models.loading.checkpoint import (
     PLAIN_DTYPES,
@@ -157,15 +157,10 @@ def _normalise(raw: dict[str, Any], path: Path) -> dict[str, Any]:
             f"{path} has architectures = {architectures!r}; it must be a list of names", param="architectures"
         )
     find_family(model_type, architectures)
-    if raw.get("quantization_config"):
-        method = raw["quantization_config"].get("quant_method") if isinstance(raw["quantization_config"], dict) else "?"
-        raise UnsupportedModelError(
-            f"{path} says that the weights are quantized ({method}); use the original weights, or a GGUF file",
-            param="quantization_config",
-        )
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # takes over a second; GGUF needs none of it
 
-    settings = {key: value for key, value in raw.items() if key not in ("model_type", "transformers_version")}
+    left_out = ("model_type", "transformers_version", "quantization_config")
+    settings = {key: value for key, value in raw.items() if key not in left_out}
     try:
         config: dict[str, Any] = CONFIG_MAPPING[model_type](**settings).to_dict()
     except Exception as error:  # each configuration class raises its own kinds

@@ -19,7 +19,7 @@ from pagemill.models.families import ModelConfig, find_family
 from pagemill.models.loading.assemble import Assembler, Progress
 from pagemill.models.loading.checkpoint import Checkpoint, fingerprint
 from pagemill.models.loading.gguf_model import GGUFModel
-from pagemill.models.loading.hf_folder import HuggingFaceFolder
+from pagemill.models.loading.quantized_folder import open_folder
 from pagemill.models.names import WeightNames
 from pagemill.models.sharding import Sharding, check_heads
 from pagemill.models.spec import DecoderSpec
@@ -72,8 +72,9 @@ def load_model(
     hf_overrides:  replaces settings of the model's configuration, by transformers' names.
     max_model_len: longest context to prepare for; None: all that the model declares.
     progress:      called with (done, total) bytes as tensors are read.
-    quantization:  how linear layers are held: "int8", or "gguf" as a quantized GGUF file holds them. None: in dtype,
-                   but "gguf" for such a file with dtype "auto", where the operators multiply integers faster.
+    quantization:  how linear layers are held: "int8", or in the checkpoint's own integers ("gguf", "gptq", "awq").
+                   None: in dtype, but in the checkpoint's integers with dtype "auto", where the operators multiply
+                   integers faster.
     sharding:      what the decoder holds of the model; None for all of it.
     Raises ModelNotFoundError, ModelConfigError, UnsupportedModelError, CorruptWeightsError, ConfigError (dtype,
     max_model_len, quantization) or UnknownArgumentError (a key of hf_overrides).
@@ -81,12 +82,13 @@ def load_model(
     device = torch.device(device)
     checkpoint = open_checkpoint(Path(path).expanduser(), hf_overrides or {})
     config = checkpoint.config
-    if quantization is None and dtype == "auto" and checkpoint.quantized and ops.multiplies_integers:
-        quantization = "gguf"
-    if quantization == "gguf" and not checkpoint.quantized:
+    own = checkpoint.quantization
+    if quantization is None and dtype == "auto" and ops.multiplies_integers:
+        quantization = own
+    if quantization not in (None, "int8", own):
         raise ConfigError(
-            f"quantization is 'gguf', but {path} is no quantized GGUF file; use quantization='int8', which rounds any "
-            f"weights to 8 bits, or leave it out",
+            f"quantization is {quantization!r}, but the weights of {path} are {own or 'not quantized'}; use "
+            f"quantization='int8', which rounds any weights to 8 bits, or leave it out",
             param="quantization",
         )
     family = find_family(config["model_type"], config.get("architectures"))
@@ -96,7 +98,7 @@ def load_model(
     chosen = resolve_dtype(
         dtype,
         checkpoint.float_dtypes(),
-        quantized=checkpoint.quantized,
+        quantized=own is not None,
         on_integers=quantization is not None,
         device=device,
     )
@@ -138,7 +140,7 @@ def open_checkpoint(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
     Raises ModelNotFoundError for what is neither a folder nor a .gguf file.
     """
     if path.is_dir():
-        return HuggingFaceFolder(path, overrides)
+        return open_folder(path, overrides)
     if not path.exists():
         raise ModelNotFoundError(
             f"there is no model at {path}; give a folder with config.json and safetensors files, or a .gguf file",
