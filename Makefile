@@ -9,6 +9,7 @@ BENCH_ARGS ?=
 SOAK_ARGS ?=
 ATTACK_ARGS ?=
 SANITIZE_ARGS ?=
+ARM_ARGS ?=
 SCHEDULES ?= 3000
 # Where torch comes from: an index URL, or "pip" for whatever pip is set up with. Empty: scripts/install decides.
 TORCH_INDEX ?=
@@ -26,11 +27,11 @@ MODEL_READY = $(BIN)/pagemill pull $(MODEL)
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help serve test test-slow test-gpu test-minimum test-clients test-ray test-faults coverage soak soak-server attack bench bench-gpu screenshots build lint lint-kernels format docs sanitize wheel clean distclean
+.PHONY: help serve test test-slow test-gpu test-minimum test-clients test-ray test-faults coverage soak soak-server attack bench bench-gpu screenshots build lint lint-kernels format docs sanitize test-arm wheel clean distclean
 
 help:  ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
-	@echo "Settings: MODEL=$(MODEL) HOST=$(HOST) PORT=$(PORT) SERVE_ARGS= PYTEST_ARGS= BENCH_ARGS= SOAK_ARGS= ATTACK_ARGS= SANITIZE_ARGS= SCHEDULES=$(SCHEDULES) TORCH_INDEX= PYTHON="
+	@echo "Settings: MODEL=$(MODEL) HOST=$(HOST) PORT=$(PORT) SERVE_ARGS= PYTEST_ARGS= BENCH_ARGS= SOAK_ARGS= ATTACK_ARGS= SANITIZE_ARGS= ARM_ARGS= SCHEDULES=$(SCHEDULES) TORCH_INDEX= PYTHON="
 
 serve: $(BUILT)  ## Install what is missing, fetch the model, serve it
 	@$(MODEL_READY)
@@ -118,6 +119,9 @@ screenshots: $(BUILT)  ## Draw the pictures of the page at / into docs/images, w
 
 sanitize: $(BUILT)  ## Run the kernels under the address, undefined-behaviour and thread sanitizers (many minutes of processor time; SANITIZE_ARGS=--short takes the best set only; others: scripts/sanitize)
 	@scripts/sanitize $(SANITIZE_ARGS)
+
+test-arm: $(INSTALLED)  ## Compile the kernels for ARM and check them in QEMU, on a processor of each instruction set (settings: ARM_ARGS, as of scripts/test-arm)
+	@VENV=$(VENV) scripts/test-arm $(ARM_ARGS)
 
 wheel: $(BUILT)  ## Build dist/*.whl and install it into an empty environment where no compiler can be found
 	@scripts/check-wheel

@@ -15,6 +15,13 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
+#if defined(__aarch64__) && defined(__linux__)
+#include <sys/auxv.h>
+#endif
+#if defined(__aarch64__) && defined(__APPLE__)
+#include <sys/sysctl.h>
+#include <sys/types.h>
+#endif
 
 namespace pagemill {
 
@@ -38,6 +45,30 @@ bool amx_bf16() {
     constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM of asm/prctl.h
     return (low & kTileState) == kTileState && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
+#endif
+
+#if defined(__aarch64__)
+struct ArmFeatures {
+    bool dotprod = false, i8mm = false, bf16 = false;
+
+    ArmFeatures() {
+#if defined(__linux__)
+        constexpr unsigned long kDotProd = 1ul << 20, kI8mm = 1ul << 13, kBf16 = 1ul << 14;  // of asm/hwcap.h
+        dotprod = getauxval(AT_HWCAP) & kDotProd;
+        i8mm = getauxval(AT_HWCAP2) & kI8mm;
+        bf16 = getauxval(AT_HWCAP2) & kBf16;
+#elif defined(__APPLE__)
+        const auto has = [](const char* name) {
+            int value = 0;
+            size_t size = sizeof value;
+            return sysctlbyname(name, &value, &size, nullptr, 0) == 0 && value != 0;
+        };
+        dotprod = has("hw.optional.arm.FEAT_DotProd");
+        i8mm = has("hw.optional.arm.FEAT_I8MM");
+        bf16 = has("hw.optional.arm.FEAT_BF16");
+#endif
+    }
+};
 #endif
 
 // The sets that this CPU has, best first.
@@ -70,6 +101,10 @@ std::vector<const Kernels*> find_available() {
     if (avx512) add("avx512");
     if (bf16 && slow_pairs) add("avx512_bf16");
     if (avx2) add("avx2");
+#elif defined(__aarch64__)
+    const ArmFeatures cpu;
+    if (cpu.dotprod && cpu.i8mm && cpu.bf16) add("neon_bf16");
+    if (cpu.dotprod) add("neon_dotprod");
 #endif
     add("generic");
     return found;

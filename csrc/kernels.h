@@ -313,8 +313,8 @@ struct Kernels {
     void (*tanh)(const float* x, float* y, int64_t n) = nullptr;
 };
 
-// The kernels that run: the best of this CPU, or what PAGEMILL_ISA (generic, avx2, avx512, avx512_vnni, avx512_bf16,
-// amx_bf16) asks for, if the CPU has it.
+// The kernels that run: the best of this CPU, or what PAGEMILL_ISA asks for (generic; avx2, avx512, avx512_vnni,
+// avx512_bf16, amx_bf16; neon_dotprod, neon_bf16), if the CPU has it.
 const Kernels& kernels();
 // Switches to another instruction set that this CPU has; false if it has not. Packed weights belong to the set that
 // packed.

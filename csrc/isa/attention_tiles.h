@@ -9,7 +9,7 @@ namespace pagemill { namespace {
 
 constexpr int kScoreRow = kPartition + 4 * W;  // a group of key vectors may end beyond the partition
 // (token, head) rows that run side by side in registers, and vectors of each row.
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__aarch64__)  // 32 registers
 constexpr int kTileRows = 12;
 constexpr int vectors_beside(int rows) { return rows <= 6 ? 4 : 2; }
 #else

@@ -248,7 +248,7 @@ void linear_typed(const PackedLinear& weight, const void* x, int64_t x_row, void
     linear_packed<T, Unpair>(weight, packed, k, y, y_row, type, tiles, gate, argmax);
 }
 
-#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+#if defined(PRODUCTS_OF_PAIRS) && !defined(__AMX_BF16__)
 void linear_pairs(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, int64_t m,
                   Argmax* argmax) {
     linear_typed<Pair>(weight, x, x_row, y, y_row, DType::bf16, m, {}, argmax);
@@ -264,7 +264,7 @@ template <class Body> INLINE void with_panels(DType type, Body&& body) {
 
 void linear(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type, int64_t m,
             Argmax* argmax = nullptr) {
-#if defined(__AVX512BF16__)
+#if defined(PRODUCTS_OF_PAIRS)
     if (weight.type == DType::bf16 && type == DType::bf16) return linear_pairs(weight, x, x_row, y, y_row, m, argmax);
 #endif
     with_panels(weight.type, [&]<class T, bool Unpair>() {

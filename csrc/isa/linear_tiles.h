@@ -14,7 +14,7 @@ constexpr int NR = 2 * W;  // outputs in a panel
 // Two neighbouring k of one output, or of one row of x: what bf16 instructions take.
 struct Pair { bf16 even, odd; };
 
-#if defined(__AVX512BF16__)
+#if defined(PRODUCTS_OF_PAIRS)
 constexpr bool kHasPairs = true;
 #if defined(__AMX_BF16__)
 constexpr int64_t kPairedStep = 32;  // a tile's
@@ -23,9 +23,7 @@ constexpr int64_t kPairedStep = 2;
 #endif
 
 INLINE F load(const Pair* p) { return load((const float*)p); }
-INLINE F multiply_add(F x, F w, F sum, const Pair*) {
-    return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_castps_si512(x.v), (__m512bh)_mm512_castps_si512(w.v))};
-}
+INLINE F multiply_add(F x, F w, F sum, const Pair*) { return add_pairs(sum, x, w); }
 
 #else
 constexpr bool kHasPairs = false;
@@ -61,7 +59,7 @@ constexpr bool kFetchFirst = true;
 #else
 constexpr bool kFetchFirst = false;
 #endif
-#if defined(__AVX512F__)
+#if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int kMaxTile = 14;                   // rows x 2 vectors: 28 accumulators of 32 registers
 constexpr int kMaxWide = kFetchFirst ? 0 : 6;  // rows x 4 vectors, two panels at once; 0: never
 #else

@@ -1,16 +1,25 @@
-// Products of integers in bytes (VNNI): an instruction adds 4 k to 16 outputs of a row, weights without sign and x
-// with. A group's sum is 256 * that of x's upper bytes + that of its lower bytes - kRaised * the sum of x. Nearly all
-// upper bytes are 0: only where 4 neighbouring k have others are they multiplied.
+// Products of integers in bytes: an instruction adds 4 k to W outputs of a row. VNNI takes weights without sign and x
+// with, ARM both with. A group's sum is 256 * that of x's upper bytes + that of its lower bytes - kRaised * the sum of
+// x. Nearly all upper bytes are 0: only where 4 neighbouring k have others are they multiplied. Where ARM multiplies
+// matrices of 2 x 8 bytes (i8mm), pairs of rows take lower bytes that way.
 #pragma once
 
 #include "quantized_panels.h"
 #include "simd.h"
 
-#if defined(__AVX512VNNI__) && !defined(__AMX_INT8__)
+#if defined(PRODUCTS_OF_BYTES) && !defined(__AMX_INT8__)
 namespace pagemill { namespace {
 
+#if defined(__aarch64__)
+constexpr int kRowsInTile = 6;
+constexpr int kRaised = 0;
+constexpr int kPanelsAtOnce = 1;  // in registers
+#else
 constexpr int kRowsInTile = 4;
 constexpr int kRaised = 128;
+constexpr int kPanelsAtOnce = kPanelsTogether;
+#endif
+constexpr int kVectors = kPanel / W;  // of a panel
 constexpr int64_t kStepsAtOnce = kGroupSteps;
 // The next piece is fetched evenly over a piece's expansion, which takes as long as the products of kExpandRows rows,
 // and all its products: fetches in bursts hold them up.
@@ -32,6 +41,19 @@ struct alignas(64) TileGroup {
         int32_t* to = high;
         for (int r = 0; r < height; ++r) {
             alignas(64) int8_t upper[kGroupK];
+            has_high[r] = 0;
+#if defined(__aarch64__)
+            correction[r] = 0;
+            for (int i = 0; i < length; ++i) {
+                low[r][i] = int8_t(from[r][i]);
+                upper[i] = int8_t((from[r][i] + 128) >> 8);
+            }
+            for (int i = 0; i < length; i += 4)
+                if (const auto four = load_as<int32_t>(upper + i)) {
+                    has_high[r] |= uint64_t(1) << i / 4;
+                    *to++ = four;
+                }
+#else
             __m512i sum = _mm512_setzero_si512();
             for (int i = 0; i < length; i += 16) {
                 const __m512i x = _mm512_load_si512(from[r] + i), above = _mm512_add_epi32(x, _mm512_set1_epi32(128));
@@ -40,7 +62,6 @@ struct alignas(64) TileGroup {
                 _mm_store_si128((__m128i*)(upper + i), _mm512_cvtepi32_epi8(_mm512_srai_epi32(above, 8)));
             }
             correction[r] = -kRaised * _mm512_reduce_add_epi32(sum);
-            has_high[r] = 0;
             for (int i = 0; i < length; i += kStepK) {
                 const __m512i bytes = _mm512_load_si512(upper + i);
                 const __mmask16 found = _mm512_test_epi32_mask(bytes, bytes);
@@ -48,49 +69,95 @@ struct alignas(64) TileGroup {
                 _mm512_storeu_si512(to, _mm512_maskz_compress_epi32(found, bytes));
                 to += __builtin_popcount(found);
             }
+#endif
         }
     }
 };
 
-// c [H][width] (+)= a tile of rows times a group of P panels. Fetches: lines at every quad.
-template <int H, int P, int Fetches>
-void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float* c, int64_t width, bool add,
-                   FirstAhead& fetch) {
-    const int64_t stride = piece.panel_bytes();
-    const int8_t* lines = piece.lines + panel * stride;
-    Dwords sum[H][P];
-    for (int r = 0; r < H; ++r)
-        for (int p = 0; p < P; ++p) sum[r][p] = Dwords{} + x.correction[r];
-    const int64_t quads = piece.steps * kStepK / 4;
+// sum [H] += lower bytes of rows from `first` on times P panels, which lie `stride` apart. Fetches: lines at every
+// quad.
+template <int H, int P, int Fetches> INLINE void add_low(const TileGroup& x, int first, const int8_t* lines,
+                                                         int64_t stride, int64_t quads, Dwords (*sum)[P * kVectors],
+                                                         FirstAhead& fetch) {
+    constexpr int V = P * kVectors;
     for (int64_t quad = 0; quad < quads; ++quad) {
-        __m512i weight[P];
-        for (int p = 0; p < P; ++p) weight[p] = _mm512_loadu_si512(lines + p * stride + quad * 64);
+        Dwords weight[V];
+        for (int v = 0; v < V; ++v)
+            weight[v] = load_as<Dwords>(lines + v / kVectors * stride + quad * 64 + v % kVectors * 4 * W);
         for (int i = 0; i < Fetches; ++i) __builtin_prefetch(fetch.at + i * 64, 0, 3);
         fetch.at += P * fetch.stride;
         for (int r = 0; r < H; ++r) {
-            const __m512i four = _mm512_set1_epi32(load_as<int32_t>(x.low[r] + quad * 4));
-            for (int p = 0; p < P; ++p) sum[r][p] = (Dwords)_mm512_dpbusd_epi32((__m512i)sum[r][p], weight[p], four);
+            const auto four = load_as<int32_t>(x.low[first + r] + quad * 4);
+            for (int v = 0; v < V; ++v) sum[r][v] = add_fours(sum[r][v], weight[v], four);
         }
     }
+}
+
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+// The same for pairs of rows and one panel; what two quads have of an output is brought together.
+template <int Pairs>
+INLINE void add_low_of_pairs(const TileGroup& x, const int8_t* lines, int64_t quads, Dwords (*sum)[kVectors],
+                             FirstAhead& fetch) {
+    int32x4_t both[Pairs][kVectors][2] = {};  // two outputs of two rows
+    for (int64_t quad = 0; quad < quads; quad += 2, lines += 128) {
+        int8x16_t rows[Pairs];
+        for (int r = 0; r < Pairs; ++r)
+            rows[r] = vcombine_s8(vld1_s8(x.low[2 * r] + quad * 4), vld1_s8(x.low[2 * r + 1] + quad * 4));
+        fetch.turn();
+        fetch.turn();
+        for (int v = 0; v < kVectors; ++v) {
+            const auto a = load_as<int32x4_t>(lines + v * 16), b = load_as<int32x4_t>(lines + 64 + v * 16);
+            const auto first = (int8x16_t)vzip1q_s32(a, b), second = (int8x16_t)vzip2q_s32(a, b);
+            for (int r = 0; r < Pairs; ++r) {
+                both[r][v][0] = vmmlaq_s32(both[r][v][0], first, rows[r]);
+                both[r][v][1] = vmmlaq_s32(both[r][v][1], second, rows[r]);
+            }
+        }
+    }
+    for (int r = 0; r < Pairs; ++r)
+        for (int v = 0; v < kVectors; ++v) {
+            sum[2 * r][v] += (Dwords)vuzp1q_s32(both[r][v][0], both[r][v][1]);
+            sum[2 * r + 1][v] += (Dwords)vuzp2q_s32(both[r][v][0], both[r][v][1]);
+        }
+}
+#endif
+
+// c [H][width] (+)= a tile of rows times a group of P panels. Fetches: as of add_low.
+template <int H, int P, int Fetches>
+void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float* c, int64_t width, bool add,
+                   FirstAhead& fetch) {
+    constexpr int V = P * kVectors;
+    const int64_t stride = piece.panel_bytes(), quads = piece.steps * kStepK / 4;
+    const int8_t* lines = piece.lines + panel * stride;
+    Dwords sum[H][V];
+    for (int r = 0; r < H; ++r)
+        for (int v = 0; v < V; ++v) sum[r][v] = Dwords{} + x.correction[r];
+#if defined(__ARM_FEATURE_MATMUL_INT8)
+    if constexpr (H > 1) add_low_of_pairs<H / 2>(x, lines, quads, sum, fetch);
+    if constexpr (H % 2) add_low<1, P, Fetches>(x, H - 1, lines, stride, quads, sum + H - 1, fetch);
+#else
+    add_low<H, P, Fetches>(x, 0, lines, stride, quads, sum, fetch);
+#endif
     const int32_t* high = x.high;
-    F scale[P];
-    for (int p = 0; p < P; ++p) scale[p] = load(piece.scales + (panel + p) * piece.scale_stride);
+    F scale[V];
+    for (int v = 0; v < V; ++v)
+        scale[v] = load(piece.scales + (panel + v / kVectors) * piece.scale_stride + v % kVectors * W);
 #pragma GCC unroll 8
     for (int r = 0; r < H; ++r) {
         if (x.has_high[r]) {
-            Dwords upper[P] = {};
+            Dwords upper[V] = {};
             for (uint64_t left = x.has_high[r]; left; left &= left - 1) {
                 const int8_t* line = lines + __builtin_ctzll(left) * 64;
-                const __m512i four = _mm512_set1_epi32(*high++);
-                for (int p = 0; p < P; ++p)
-                    upper[p] =
-                        (Dwords)_mm512_dpbusd_epi32((__m512i)upper[p], _mm512_loadu_si512(line + p * stride), four);
+                const int32_t four = *high++;
+                for (int v = 0; v < V; ++v)
+                    upper[v] =
+                        add_fours(upper[v], load_as<Dwords>(line + v / kVectors * stride + v % kVectors * 4 * W), four);
             }
-            for (int p = 0; p < P; ++p) sum[r][p] += upper[p] << 8;
+            for (int v = 0; v < V; ++v) sum[r][v] += upper[v] << 8;
         }
-        for (int p = 0; p < P; ++p) {
-            float* out = c + r * width + p * W;
-            store(out, fma(to_float(sum[r][p]), scale[p] * broadcast(x.scale[r]), add ? load(out) : zero()));
+        for (int v = 0; v < V; ++v) {
+            float* out = c + r * width + v * W;
+            store(out, fma(to_float(sum[r][v]), scale[v] * broadcast(x.scale[r]), add ? load(out) : zero()));
         }
     }
 }
@@ -103,8 +170,8 @@ struct Products {
     void operator()(const TileGroup* x, int height, const Piece& piece, int64_t count, float* c, bool add,
                     FirstAhead fetch) const {
         with_count<kRowsInTile>(height, [&]<int H>() {
-            constexpr int P = kPanelsTogether;
-            if (count < P)
+            constexpr int P = kPanelsAtOnce;
+            if (P == 1 || count < P)
                 for (int64_t i = 0; i < count; ++i)
                     group_product<H, 1, 1>(*x, piece, i, c + i * kPanel, count * kPanel, add, fetch);
             else if (P * fetch.stride <= 64) group_product<H, P, 1>(*x, piece, 0, c, P * kPanel, add, fetch);

@@ -4,7 +4,7 @@
 #include "quantized_panels.h"
 #include "simd.h"
 
-#if !defined(__AVX512VNNI__)
+#if !defined(PRODUCTS_OF_BYTES)
 namespace pagemill { namespace {
 
 #if defined(__AVX512F__)

@@ -15,6 +15,14 @@
 #include <arm_neon.h>
 #endif
 
+// What a set has instructions for: products of bytes in fours, and of bf16 in pairs.
+#if defined(__AVX512VNNI__) || defined(__ARM_FEATURE_DOTPROD)
+#define PRODUCTS_OF_BYTES
+#endif
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+#define PRODUCTS_OF_PAIRS
+#endif
+
 namespace pagemill { namespace {
 
 #define INLINE inline __attribute__((always_inline))
@@ -219,6 +227,27 @@ INLINE F select_set(uint32_t bits, F yes, F no) {
     return {blend((int32_t(bits) & Dwords{1, 2, 4, 8}) != 0, yes.v, no.v)};
 }
 
+#endif
+
+// Each element adds the products of its four bytes, or of its two bf16. x86 takes weights without sign; ARM rounds sums
+// of pairs to odd.
+#if defined(__AVX512VNNI__)
+INLINE Dwords add_fours(Dwords sum, Dwords weights, int32_t x) {
+    return (Dwords)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)weights, _mm512_set1_epi32(x));
+}
+#elif defined(__ARM_FEATURE_DOTPROD)
+INLINE Dwords add_fours(Dwords sum, Dwords weights, int32_t x) {
+    return (Dwords)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, vreinterpretq_s8_s32(vdupq_n_s32(x)));
+}
+#endif
+#if defined(__AVX512BF16__)
+INLINE F add_pairs(F sum, F x, F y) {
+    return {_mm512_dpbf16_ps(sum.v, (__m512bh)_mm512_castps_si512(x.v), (__m512bh)_mm512_castps_si512(y.v))};
+}
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
+INLINE F add_pairs(F sum, F x, F y) {
+    return {(Floats)vbfdotq_f32((float32x4_t)sum.v, (bfloat16x8_t)x.v, (bfloat16x8_t)y.v)};
+}
 #endif
 
 // Floating point of 8 bits comes by way of f16, and goes to the nearest, of halves to the even, of what is too large to

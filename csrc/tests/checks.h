@@ -1,4 +1,4 @@
-// What the checks of sanitized.cpp share: operands that end where a page ends, random shapes and values, comparison.
+// What the checks share: operands that end where a page ends, random shapes and values, comparison.
 #pragma once
 
 #include "../kernels.h"
@@ -18,7 +18,7 @@
 
 namespace pagemill {
 
-inline std::mt19937 random_source;  // NOLINT(bugprone-random-generator-seed): sanitized.cpp seeds it
+inline std::mt19937 random_source;  // NOLINT(bugprone-random-generator-seed): checks.cpp seeds it
 inline int below(int n) { return int(random_source() % uint32_t(n)); }
 template <class T> T one_of(std::initializer_list<T> values) { return values.begin()[below(int(values.size()))]; }
 inline DType any_type() { return DType(below(3)); }
@@ -231,6 +231,7 @@ void check_prepare_heads();
 void check_quantized();
 void check_dequantize();
 void check_sampling();
+void check_decoder();
 void check_threads();
 
 }  // namespace pagemill

@@ -1,9 +1,10 @@
-// Runs every kernel of every instruction set that this CPU has on random shapes against plain loops in fp64, from
-// several threads at once: what `make sanitize` runs under the sanitizers. They do not see what tiles read, so every
-// operand ends where its last page does, and the next page cannot be touched.
+// Runs every kernel of every instruction set that this CPU has, and a small decoder, on random shapes against plain
+// loops in fp64, from several threads at once: what `make sanitize` runs under the sanitizers, and `make test-arm` in
+// QEMU. Sanitizers do not see what tiles read, so every operand ends where its last page does, and the next page cannot
+// be touched.
+#include "checks.h"
 #include "../kernels.h"
 #include "../threads.h"
-#include "checks.h"
 
 #include <cstdio>
 #include <cstdlib>
@@ -31,6 +32,7 @@ int main(int count, char** arguments) {
             check_quantized();
             check_sampling();
             check_dequantize();
+            check_decoder();
         }
         std::printf("%s: %d rounds\n", name.c_str(), rounds);
     }
