@@ -164,7 +164,12 @@ def test_systems_without_proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert usable_memory(tmp_path).total > 0
     monkeypatch.setattr("platform.system", lambda: "Darwin")
     monkeypatch.setattr("platform.machine", lambda: "arm64")
+    monkeypatch.setenv("PATH", str(tmp_path))  # where there is no sysctl
     assert cpu_features(tmp_path) == {"asimdhp"}
+    told = "hw.optional.arm.FEAT_DotProd: 1\nhw.optional.arm.FEAT_BF16: 0\nhw.optional.arm.FEAT_I8MM: 1\n"
+    (tmp_path / "sysctl").write_text(f"#!/bin/sh\n[ $1 = hw.optional.arm ] && printf '{told}'\n")
+    (tmp_path / "sysctl").chmod(0o755)
+    assert cpu_features(tmp_path) == {"asimdhp", "asimddp", "i8mm"}
 
 
 def test_this_machine() -> None:

@@ -182,6 +182,10 @@ INLINE void load_pairs(const bf16* p, F& even, F& odd) {
     even = {(Floats)(both << 16)};
     odd = {(Floats)(both & Dwords{-65536, -65536, -65536, -65536})};
 }
+#if defined(__aarch64__)
+INLINE F load(const f16* p) { return {(Floats)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16((const uint16_t*)p)))}; }
+INLINE void store(f16* p, F x) { vst1_u16((uint16_t*)p, vreinterpret_u16_f16(vcvt_f16_f32((float32x4_t)x.v))); }
+#else
 INLINE f16 narrow(float x) {
     const uint32_t u = bits_of(x), sign = u >> 16 & 0x8000, magnitude = u & 0x7fffffff;
     if (magnitude > 0x7f800000) return {uint16_t(sign | 0x7e00)};
@@ -197,6 +201,10 @@ INLINE F load(const f16* p) {
     const Floats wide = (Floats)moved - (Floats)(subnormal & 0x38800000);  // 2^-14
     return {(Floats)((Dwords)wide | (half & 0x8000) << 16)};
 }
+INLINE void store(f16* p, F x) {
+    for (int i = 0; i < W; ++i) p[i] = narrow(x.v[i]);
+}
+#endif
 INLINE F load(const int8_t* p) { return {Floats{float(p[0]), float(p[1]), float(p[2]), float(p[3])}}; }
 INLINE void store(float* p, F x) { std::memcpy(p, &x.v, 16); }
 INLINE void store(bf16* p, F x) {
@@ -204,9 +212,6 @@ INLINE void store(bf16* p, F x) {
         const uint32_t u = bits_of(x.v[i]);
         p[i].bits = x.v[i] != x.v[i] ? 0x7fc0 : uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16);
     }
-}
-INLINE void store(f16* p, F x) {
-    for (int i = 0; i < W; ++i) p[i] = narrow(x.v[i]);
 }
 INLINE void store(int8_t* p, F x) {
     const Floats whole = x.v + 0x1.8p23f - 0x1.8p23f;  // the adder rounds

@@ -38,6 +38,7 @@ _SMI_TIMEOUT_S = 10
 
 def examine() -> dict[str, Any]:
     """Returns all that was found, by section and name: texts, bytes as int, lists of texts, None for not found."""
+    features = cpu_features()
     return {
         "pagemill": {
             "version": pagemill.__version__,
@@ -47,7 +48,7 @@ def examine() -> dict[str, Any]:
         "machine": {
             "system": platform.platform(),
             "cpu": cpu_model(),
-            "cpu features": [feature for feature in _CPU_FEATURES if feature in cpu_features()],
+            "cpu features": [feature for feature in _CPU_FEATURES if feature in features],
             "cores": os.cpu_count(),
             "physical cores for this process": usable_cores(),
             **_memory(),

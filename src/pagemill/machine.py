@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 import platform
+import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -36,12 +37,23 @@ def cpu_info(root: Path = _ROOT) -> dict[str, str]:
 
 
 def cpu_features(root: Path = _ROOT) -> frozenset[str]:
-    """Returns the CPU's features as Linux names them; elsewhere those that are known without asking the CPU."""
+    """Returns the CPU's features as Linux names them; on other systems those that kernels for ARM choose by."""
     fields = cpu_info(root)
     if not fields and platform.system() == "Darwin" and platform.machine() == "arm64":
-        # Every Apple CPU has half-precision arithmetic; bfloat16 came later and is not assumed.
-        return frozenset({"asimdhp"})
+        return _apple_features()
     return frozenset(fields.get("flags", fields.get("Features", "")).split())
+
+
+def _apple_features() -> frozenset[str]:
+    try:
+        told = subprocess.run(
+            ["sysctl", "hw.optional.arm"], capture_output=True, text=True, timeout=10, check=True
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        told = ""
+    names = {"FEAT_DotProd": "asimddp", "FEAT_I8MM": "i8mm", "FEAT_BF16": "bf16"}
+    found = {name for feature, name in names.items() if f"hw.optional.arm.{feature}: 1\n" in told}
+    return frozenset({"asimdhp", *found})  # every Apple CPU has half-precision arithmetic
 
 
 def usable_cores(root: Path = _ROOT) -> int:

@@ -143,9 +143,13 @@ def test_auto_dtype_follows_the_machine(monkeypatch, features, stored, expected)
 
 
 def test_auto_dtype_on_arm(monkeypatch):
-    monkeypatch.setattr(loading, "cpu_features", lambda: frozenset({"asimdhp"}))
     monkeypatch.setattr(loading.platform, "machine", lambda: "aarch64")
-    for stored, expected in ((torch.float16, torch.float16), (torch.bfloat16, torch.float32)):
+    for features, stored, expected in (
+        ({"asimdhp"}, torch.float16, torch.float16),
+        ({"asimdhp", "asimddp"}, torch.bfloat16, torch.float32),
+        ({"asimdhp", "asimddp", "i8mm", "bf16"}, torch.bfloat16, torch.bfloat16),
+    ):
+        monkeypatch.setattr(loading, "cpu_features", lambda found=frozenset(features): found)
         assert loading.resolve_dtype("auto", {stored: 1}, quantized=False, on_integers=False, device=CPU) == expected
 
 

@@ -23,7 +23,7 @@ KERNEL_VERSION = 7
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
-INTEGER_ISAS = ("avx512_vnni", "avx512_bf16", "amx_bf16")
+INTEGER_ISAS = ("avx512_vnni", "avx512_bf16", "amx_bf16", "neon_dotprod", "neon_bf16")
 """Kernels for processors that have instructions for dot products of 8-bit integers."""
 
 
