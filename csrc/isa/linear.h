@@ -54,6 +54,7 @@ template <int MR, int NP, class T, bool Unpair>
 void tile_product(const float* a, const T* b, int64_t b_panel, int64_t k, float* c, bool add, Ahead ahead,
                   float* wide) {
     F acc[MR][2 * NP];
+    UNROLL
     for (int r = 0; r < MR; ++r)
         for (int v = 0; v < 2 * NP; ++v) acc[r][v] = add ? load(c + (r * NP * 2 + v) * W) : zero();
     constexpr int64_t step = Unpair ? 2 : 1;
@@ -65,6 +66,7 @@ void tile_product(const float* a, const T* b, int64_t b_panel, int64_t k, float*
         if constexpr (Unpair) unpaired_steps<MR, NP>(acc, a + i * MR, b, b_panel, i + 1 < k, kept);
         else product_step<MR, NP>(acc, a + i * MR, b, b_panel, kept);
     }
+    UNROLL
     for (int r = 0; r < MR; ++r)
         for (int v = 0; v < 2 * NP; ++v) store(c + (r * NP * 2 + v) * W, acc[r][v]);
 }

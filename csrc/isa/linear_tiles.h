@@ -59,9 +59,12 @@ constexpr bool kFetchFirst = true;
 #else
 constexpr bool kFetchFirst = false;
 #endif
-#if defined(__AVX512F__) || defined(__aarch64__)
+#if defined(__AVX512F__)
 constexpr int kMaxTile = 14;                   // rows x 2 vectors: 28 accumulators of 32 registers
 constexpr int kMaxWide = kFetchFirst ? 0 : 6;  // rows x 4 vectors, two panels at once; 0: never
+#elif defined(__aarch64__)
+constexpr int kMaxTile = 10;  // of as many registers GCC needs more for x
+constexpr int kMaxWide = 5;
 #else
 constexpr int kMaxTile = 6;
 constexpr int kMaxWide = 2;

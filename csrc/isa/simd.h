@@ -27,6 +27,13 @@ namespace pagemill { namespace {
 
 #define INLINE inline __attribute__((always_inline))
 
+// Of loops over accumulators, which GCC otherwise keeps in memory on ARM.
+#if defined(__aarch64__)
+#define UNROLL _Pragma("GCC unroll 16")
+#else
+#define UNROLL
+#endif
+
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 struct u4 { uint8_t bits; };  // two integers of 4 bits

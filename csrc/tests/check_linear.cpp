@@ -43,6 +43,21 @@ void check_linear() {
     release(packed);
 }
 
+// The second half of k takes back what the first has brought, so the outputs are what sums of full mantissas have
+// rounded.
+void check_rows_alone() {
+    const DType type = any_type(), stored = below(2) ? type : any_type();
+    const int64_t n = 1 + below(100), half = 1 + below(300), k = 2 * half, m = 1 + below(40);
+    where = "linear, rows by themselves";
+    Numbers weight(n * k, stored, 1), x(m * k, type, 1);
+    for (int64_t i = 0; i < n * k; ++i) weight.set(i, i % k < half ? weight.get(i) / 3 : weight.get(i - half));
+    for (int64_t i = 0; i < m * k; ++i) x.set(i, i % k < half ? x.get(i) / 3 : -x.get(i - half));
+    PackedLinear packed{.n = n, .k = k, .type = stored};
+    kernels().pack_linear(packed, weight.data(), nullptr, type);
+    expect_same_alone(packed, x, k, type, m);
+    release(packed);
+}
+
 // fp32 weights held as integers.
 void check_affine() {
     const Format format = below(2) ? Format::affine4 : Format::affine8;

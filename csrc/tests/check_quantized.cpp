@@ -55,6 +55,8 @@ void check_quantized() {
             expect(y.get(row * n + out), sum, tolerance(type) + rounded);
         }
     }
+    where = "quantized linear, rows by themselves";
+    expect_same_alone(packed, x, k + gap, type, m);
     where = "embed quantized";
     expect_row(packed, type, tolerance(type), [&](int64_t i) { return weight[i]; });
     release(packed);

@@ -24,6 +24,7 @@ int main(int count, char** arguments) {
             Exclusive exclusive;
             set_num_threads(1 + round % 3);
             check_linear();
+            check_rows_alone();
             check_affine();
             check_mlp();
             check_attention();

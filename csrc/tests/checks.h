@@ -210,6 +210,18 @@ template <class Weight> void expect_row(const PackedLinear& packed, DType type, 
     for (int64_t i = 0; i < packed.k; ++i) expect(row.get(i), weight(ids[0] * packed.k + i), off);
 }
 
+// A linear layer gives rows the same bits by themselves as together.
+inline void expect_same_alone(const PackedLinear& packed, Numbers& x, int64_t x_row, DType type, int64_t m) {
+    Numbers together(m * packed.n, type), alone(packed.n, type);
+    const size_t bytes = packed.n * item_size(type);
+    kernels().linear(packed, x.data(), x_row, together.data(), packed.n, type, m);
+    for (int64_t row = 0; row < m; ++row) {
+        const char* const from = static_cast<char*>(x.data()) + row * x_row * item_size(type);
+        kernels().linear(packed, from, x_row, alone.data(), packed.n, type, 1);
+        expect(std::memcmp(alone.data(), static_cast<char*>(together.data()) + row * bytes, bytes) == 0, true, 0);
+    }
+}
+
 // What rounding numbers of up to 1 to a cache's integers may change: half a step. A step of 4 bits is a 15th of up to
 // 2; where keys are rotated, errors of all dimensions meet in one. Floating point of 8 bits loses a share.
 inline double step_off(DType type, bool is_key) {
@@ -223,6 +235,7 @@ inline double tolerance(DType type) {
 
 // Each in the file of its name, or of its subject; a failure ends the process.
 void check_linear();
+void check_rows_alone();
 void check_affine();
 void check_mlp();
 void check_attention();
