@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import pytest
 
@@ -154,3 +155,19 @@ def test_what_cannot_be_is_refused(tmp_path):
         with pytest.raises(CalibrationError, match=said):
             read_shape(str(path))
     assert set(ITEMSIZE) >= set(read_device("h100").flop_per_s)
+
+
+@pytest.mark.parametrize(
+    ("written", "read"), [("80e9", 80 * 10**9), ("8.5e10", 85 * 10**9), ("80000000000.0", 80 * 10**9)]
+)
+def test_a_device_file_may_write_whole_numbers_with_an_exponent(tmp_path: Path, written: str, read: int) -> None:
+    entry = {"h100": json.loads(DEVICES.read_text())["h100"] | {"memory_bytes": "MEMORY"}}
+    (tmp_path / "device.json").write_text(json.dumps(entry).replace('"MEMORY"', written))
+    assert read_device(str(tmp_path / "device.json")).memory_bytes == read
+
+
+def test_a_device_file_with_a_broken_number_of_bytes_is_refused(tmp_path: Path) -> None:
+    entry = {"h100": json.loads(DEVICES.read_text())["h100"] | {"memory_bytes": 80.5}}
+    (tmp_path / "device.json").write_text(json.dumps(entry))
+    with pytest.raises(CalibrationError, match="memory_bytes"):
+        read_device(str(tmp_path / "device.json"))

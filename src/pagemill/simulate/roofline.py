@@ -322,11 +322,17 @@ def _check(name: str, value: object, right: bool, must: str) -> None:
         raise ValueError(f"{name} is {value!r}; it must be {must}")
 
 
+def _number(text: str) -> int | float:
+    """Returns a number such as 80e9 as an integer where it is whole, so that fields of integers take it."""
+    value = float(text)
+    return int(value) if value.is_integer() else value
+
+
 def _read(kind: type[Described], known: Path, name: str, what: str) -> Described:
     own = name.endswith(".json")
     path = Path(name) if own else known
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_text(), parse_float=_number)
         if own and len(found) != 1:
             raise ValueError(f"it has {len(found)} entries; it must have one")
         if own or name in found:
