@@ -14,9 +14,10 @@ from harness import load_on
 from pagemill import _kernels
 from pagemill.attention.cpu_backend import CpuAttention
 from pagemill.errors import ConfigError, CorruptWeightsError
-from pagemill.models.loading.load import is_native, load_model
+from pagemill.models.loading.load import is_native, load_model, open_checkpoint
 from pagemill.ops import cpu_ops
 from pagemill.ops.cpu_ops import CpuOps
+from pagemill.ops.quantized import AffineWeight
 from pagemill.ops.torch_ops import TorchOps
 
 
@@ -64,6 +65,44 @@ def gguf_of(folder, path, kind_of):
         return (weight, kind) if kind == Kind.F32 else (gguf.quants.quantize(weight, kind), kind)
 
     return write_gguf(folder, path / "model.gguf", "llama", {}, store)
+
+
+def q4_k(name: str, weight: np.ndarray):
+    """Returns random blocks of Q4_K, whose scales and minima take all bits: the package cannot quantize to it."""
+    random = np.random.default_rng()
+    blocks = random.integers(0, 256, (len(weight), weight.shape[1] // 256, 144), dtype=np.uint8)
+    scale = random.uniform(1e-4, 2e-4, (*blocks.shape[:2], 1))
+    blocks[..., :4] = np.concatenate((scale, 7.5 * scale), axis=-1).astype(np.float16).view(np.uint8)
+    return blocks.reshape(len(weight), -1), Kind.Q4_K
+
+
+def test_q4_k_keeps_its_integers(tmp_path, packed):
+    """A float32 model is that of the dense weights to the bit; products of integers are close to it."""
+    folder = save_llama(tmp_path, hidden_size=256, intermediate_size=256)
+    file = write_gguf(folder, tmp_path / "model.gguf", "llama", {}, q4_k)
+    noting, dense = NotingOps(), DenseOps()
+    found, expected = (load_model(file, ops=ops, attention=CpuAttention(), dtype="float32") for ops in (noting, dense))
+    exact = logits(expected)
+    assert torch.equal(logits(found), exact)
+    assert set(noting.bits) == {4}
+    assert close(logits(load(file, dtype="float32", quantization="gguf")), exact)
+    assert set(packed) == {4}
+
+
+@pytest.mark.parametrize("blocks", [1, 37])
+def test_q4_k_reads_as_the_package_does(tmp_path, blocks):
+    folder = save_llama(tmp_path, hidden_size=256, intermediate_size=256 * blocks, num_hidden_layers=1)
+    stored = {}
+
+    def store(name: str, weight: np.ndarray):
+        stored[name] = q4_k(name, weight)
+        return stored[name]
+
+    checkpoint = open_checkpoint(write_gguf(folder, tmp_path / "model.gguf", "llama", {}, store), {})
+    for name, (raw, kind) in stored.items():
+        assert checkpoint.affine_bits(name) == 4
+        exact = torch.from_numpy(gguf.quants.dequantize(raw, kind))
+        assert torch.equal(AffineWeight(*checkpoint.read_affine(name), 4).dense(), exact)
 
 
 @pytest.mark.parametrize(("kind", "bits"), [(Kind.Q4_0, 4), (Kind.Q4_1, 4), (Kind.Q8_0, 8), (Kind.Q5_1, 8)])

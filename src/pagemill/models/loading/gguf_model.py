@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill import _kernels
@@ -33,7 +34,7 @@ from pagemill.models.names import GGUF
 
 _QUANTIZED = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}
 _AFFINE = {"Q4_0": (2, 4), "Q4_1": (4, 4), "Q8_0": (2, 8)}
-"""Formats whose integers can be kept: bytes before a block's 32 values (scale, and for Q4_1 min, in fp16), and bits."""
+"""Formats of 32 values whose integers can be kept: bytes before them (scale, and for Q4_1 min, in fp16), and bits."""
 _MODEL_TYPES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -105,12 +106,19 @@ class GGUFModel(Checkpoint):
         return (self.affine_bits(name) or 8) if self.tensors[name].dtype in _QUANTIZED else None
 
     def affine_bits(self, name: str) -> int | None:
+        if self.tensors[name].dtype == "Q4_K":
+            return 4
         _, bits = _AFFINE.get(self.tensors[name].dtype, (0, None))
         return bits
 
     def read_affine(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
         tensor, file = self.tensors[name], self.files[0]
         rows, columns = tensor.shape
+        if tensor.dtype == "Q4_K":
+            stored = file.view(tensor.begin, tensor.begin + tensor.nbytes).reshape(rows, columns // 256, 144)
+            read = _read_q4_k(stored)
+            file.forget(tensor.begin, tensor.begin + tensor.nbytes)
+            return read
         head, bits = _AFFINE[tensor.dtype]
         stored = file.view(tensor.begin, tensor.begin + tensor.nbytes).reshape(rows, columns // 32, head + 4 * bits)
         values = np.empty((rows, columns // 32, 32), dtype=np.uint8)
@@ -253,6 +261,23 @@ class GGUFModel(Checkpoint):
         self.read_into(name, values)
         result: list[float] = values.tolist()
         return result
+
+
+def _read_q4_k(stored: NDArray[np.uint8]) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns values, scale and low, as `read_affine` does, of Q4_K's blocks of 256: uint8 [rows, blocks, 144].
+
+    A block has a scale and a minimum in fp16, 8 of each in 6 bits, which multiply them, and 4 bits per value. Their
+    products have at most 17 significant bits, and 21 times a value: float32 holds them exactly.
+    """
+    rows, blocks, _ = stored.shape
+    first, second, mixed = (stored[..., at : at + 4] for at in (4, 8, 12))
+    scales = np.concatenate((first & 63, mixed & 15 | first >> 6 << 4), axis=-1).astype(np.float32)
+    minima = np.concatenate((second & 63, mixed >> 4 | second >> 6 << 4), axis=-1).astype(np.float32)
+    heads = stored[..., :4].copy().view(np.float16).astype(np.float32)
+    packed = stored[..., 16:].reshape(rows, blocks, 4, 32)
+    values = np.stack((packed & 15, packed >> 4), axis=-2).reshape(rows, -1)
+    scale, low = (heads[..., :1] * scales).reshape(rows, -1), (-heads[..., 1:] * minima).reshape(rows, -1)
+    return torch.from_numpy(values), torch.from_numpy(scale), torch.from_numpy(low)
 
 
 def _single_experts(name: str, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
