@@ -16,14 +16,17 @@ from torch import Tensor
 from pagemill.errors import CorruptWeightsError, UnsupportedModelError
 from pagemill.models.decoder import DecoderWeights, Experts, GatedMLP, LayerWeights
 from pagemill.models.loading.checkpoint import PLAIN_DTYPES, Checkpoint
+from pagemill.models.loading.pieces import PIECE_BYTES, each_piece
 from pagemill.models.names import WeightNames
 from pagemill.models.sharding import ShardedEmbedding, ShardedHead, Sharding
 from pagemill.models.spec import DecoderSpec
 from pagemill.ops.interface import Linear, Ops
-from pagemill.ops.quantized import AffineWeight, keep_int4, quantize_int8
+from pagemill.ops.quantized import GROUP, AffineWeight, QuantizedWeight, keep_int4, quantize_int8
 
 _OWN_MAPPING_BYTES = 1 << 20
 _STAGING_BYTES = 16 << 20
+_STAGING_PART = 24
+"""Of a large checkpoint, staging may take so small a part."""
 
 Progress = Callable[[int, int], None]
 
@@ -59,15 +62,13 @@ class Assembler:
         """
         spec, names = self.spec, self.names
         embedding: Tensor | ShardedEmbedding | None = None
-        if spec.tied_embeddings:
-            lm_head = self._head(names.embedding)
-        else:
+        if not spec.tied_embeddings:
             embedding = self._embedding(names.embedding)
         self._staging = None  # an embedding of its own stays where it is
+        # the largest matrix first: its copies are gone before the layers take memory
+        lm_head = self._head(names.embedding if spec.tied_embeddings else names.lm_head)
         layers = tuple(self._layer(index) for index in range(len(spec.layers)))
         final_norm = self._norm(names.final_norm, spec.hidden_size)
-        if not spec.tied_embeddings:
-            lm_head = self._head(names.lm_head)
         self._refuse_unused()
         return DecoderWeights(embedding, layers, final_norm, lm_head)
 
@@ -180,19 +181,21 @@ class Assembler:
         if bits == 4:
             quantized = keep_int4(*kept(*self._integers(parts, rows, columns, unpair)))
         else:
-            quantized = quantize_int8(*kept(self._matrix(parts, rows, columns, unpair=unpair, dtype=torch.float32)))
+            (weight,) = kept(self._matrix(parts, rows, columns, unpair=unpair, dtype=self._stored(parts)))
+            quantized = quantize_pieces(weight)
         return self.ops.pack_quantized(quantized, offsets, self.dtype)
 
     def _held(self, parts: Sequence[str]) -> torch.dtype:
         """Returns the dtype in which a joined matrix that is not quantized is held.
 
-        In a float32 model it is the stored one, if that is the same for all parts and the operators widen it; else it
-        is the model's.
+        In a float32 model it is the stored one, if the operators widen it; else it is the model's.
         """
-        if self.dtype != torch.float32 or not self.ops.widens_weights:
-            return self.dtype
+        return self._stored(parts) if self.dtype == torch.float32 and self.ops.widens_weights else self.dtype
+
+    def _stored(self, parts: Sequence[str]) -> torch.dtype:
+        """Returns the dtype in which all parts are stored; float32 if they differ, or are no plain numbers."""
         stored = {PLAIN_DTYPES.get(self.checkpoint.tensors[name].dtype) for name in self._weights(parts)}
-        return (stored.pop() if len(stored) == 1 else None) or self.dtype
+        return (stored.pop() if len(stored) == 1 else None) or torch.float32
 
     def _bits(self, parts: Sequence[str]) -> int | None:
         """Returns the bits per value in which a joined matrix is held: the most that a part needs. None: in a dtype."""
@@ -270,10 +273,11 @@ class Assembler:
         Large matrices get memory of their own, which goes back to the system.
         """
         nbytes = math.prod(shape) * dtype.itemsize
-        if nbytes > _STAGING_BYTES or not self.ops.copies_weights:
+        most = max(_STAGING_BYTES, self._total // _STAGING_PART)
+        if nbytes > most or not self.ops.copies_weights:
             return _empty(shape, dtype, self.device)
         if self._staging is None:
-            self._staging = _empty((_STAGING_BYTES,), torch.uint8, self.device)
+            self._staging = _empty((most,), torch.uint8, self.device)
         return self._staging[:nbytes].view(dtype).view(shape)
 
     def _norm(self, name: str, size: int) -> Tensor:
@@ -302,7 +306,14 @@ class Assembler:
         self._count(name)
 
     def _check_finite(self, name: str, out: Tensor) -> None:
-        low, high = torch.aminmax(out)  # NaN goes through; cheaper than a mask of all elements
+        flat = out.view(-1)
+        ends: list[Tensor] = []
+
+        def look(begin: int, end: int) -> None:
+            ends.extend(torch.aminmax(flat[begin:end]))  # NaN goes through; cheaper than a mask of all elements
+
+        each_piece(len(flat), PIECE_BYTES // out.itemsize, look)
+        low, high = torch.aminmax(torch.stack(ends))
         if not (math.isfinite(low) and math.isfinite(high)):
             dtype = str(out.dtype).removeprefix("torch.")
             raise CorruptWeightsError(
@@ -327,6 +338,20 @@ class Assembler:
                 f"{self.checkpoint.path} has {len(unused)} tensors that a {self.spec.family} decoder does not use, "
                 f"first {unused[0]!r}; ignoring them would change the model's answers"
             )
+
+
+def quantize_pieces(weight: Tensor) -> QuantizedWeight:
+    """Returns a matrix in 8 bits, rounded piece by piece, so that it is never held in float32 as a whole."""
+    rows, columns = weight.shape
+    values = torch.empty(rows, columns, dtype=torch.int8, device=weight.device)
+    scales = torch.empty(rows, -(-columns // GROUP), dtype=torch.bfloat16, device=weight.device)
+
+    def fill(begin: int, end: int) -> None:
+        piece = quantize_int8(weight[begin:end].float())
+        values[begin:end], scales[begin:end] = piece.values, piece.scales
+
+    each_piece(rows, max(1, PIECE_BYTES // 4 // columns), fill)
+    return QuantizedWeight(values, scales)
 
 
 def _rows(joined: Tensor, sizes: Sequence[int], keep: Sequence[slice] | None) -> Tensor:

@@ -11,6 +11,8 @@ import dataclasses
 import hashlib
 import json
 import mmap
+import os
+import weakref
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,13 +25,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill.errors import CorruptWeightsError, ModelNotFoundError, UnknownArgumentError, UnsupportedModelError
+from pagemill.models.loading.pieces import PIECE_BYTES, each_piece
 from pagemill.models.names import WeightNames
 from pagemill.models.spec import DecoderSpec
 
 PLAIN_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Formats that are numbers and nothing else, as files name them."""
-PIECE_BYTES = 1 << 20
-"""Tensors are converted in pieces of about this size, which stay in a core's cache."""
 _LEGACY = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
 _SAMPLES, _SAMPLE_BYTES = 64, 4096
 
@@ -102,15 +103,16 @@ class Checkpoint:
                 param="dtype",
             )
         flat, dtype = out.view(-1), PLAIN_DTYPES[info.dtype]
-        step = PIECE_BYTES // dtype.itemsize
-        buffer = torch.empty(min(step, flat.numel()), dtype=dtype)
-        raw = buffer.view(torch.uint8).numpy()
-        for start in range(0, flat.numel(), step):
-            stop = min(start + step, flat.numel())
-            first, last = info.begin + start * dtype.itemsize, info.begin + stop * dtype.itemsize
-            raw[: last - first] = info.file.view(first, last)
-            flat[start:stop].copy_(buffer[: stop - start])
-            info.file.forget(first, last)
+        in_place = out.is_cpu and out.dtype == dtype
+
+        def read(start: int, stop: int) -> None:
+            here = flat[start:stop]
+            piece = here if in_place else torch.empty(stop - start, dtype=dtype)
+            info.file.read(info.begin + start * dtype.itemsize, piece.view(torch.uint8).numpy())
+            if not in_place:
+                here.copy_(piece)
+
+        each_piece(flat.numel(), PIECE_BYTES // dtype.itemsize, read)
 
 
 class MappedFile:
@@ -127,11 +129,26 @@ class MappedFile:
                 if self.size == 0:
                     raise CorruptWeightsError(f"{path} is truncated or corrupt: it is empty; download it again")
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._descriptor = os.dup(file.fileno())
         except FileNotFoundError:
             raise ModelNotFoundError(f"there is no file {path}; check the path, or download the model again") from None
         except OSError as error:
             raise ModelNotFoundError(f"{path} cannot be read: {error}") from error
         self._array = np.frombuffer(self.data, dtype=np.uint8)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def read(self, begin: int, out: NDArray[np.uint8]) -> None:
+        """Reads bytes from `begin` on into contiguous `out`. It maps no pages, and may run in several threads at once.
+
+        Raises CorruptWeightsError if the file is shorter.
+        """
+        self.view(begin, begin + len(out))
+        done = 0
+        while done < len(out):
+            count = os.preadv(self._descriptor, [out.data[done:]], begin + done)
+            if count == 0:
+                raise CorruptWeightsError(f"{self.path} became shorter while it was read; download it again")
+            done += count
 
     def view(self, begin: int, end: int) -> NDArray[np.uint8]:
         """Returns bytes begin to end without copying. Raises CorruptWeightsError if the file is shorter."""

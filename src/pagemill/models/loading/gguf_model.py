@@ -21,7 +21,6 @@ from pagemill import _kernels
 from pagemill.errors import ModelConfigError, UnsupportedModelError
 from pagemill.models.families import ModelConfig
 from pagemill.models.loading.checkpoint import (
-    PIECE_BYTES,
     PLAIN_DTYPES,
     Checkpoint,
     MappedFile,
@@ -30,6 +29,7 @@ from pagemill.models.loading.checkpoint import (
     check_overrides,
 )
 from pagemill.models.loading.gguf_file import FORMATS, GGUFFile
+from pagemill.models.loading.pieces import PIECE_BYTES, each_piece
 from pagemill.models.names import GGUF
 
 _QUANTIZED = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}
@@ -139,17 +139,18 @@ class GGUFModel(Checkpoint):
             return super().read_into(name, out)
         flat, form = out.view(-1), FORMATS[tensor.dtype]
         in_place = out.is_cpu and out.dtype == torch.float32
-        step = PIECE_BYTES // 4 // form.block * form.block
-        for start in range(0, flat.numel(), step):
-            here = flat[start : start + step]
-            piece = here if in_place else torch.empty(here.numel())
+
+        def widen(start: int, stop: int) -> None:
+            here = flat[start:stop]
+            piece = here if in_place else torch.empty(stop - start)
             first = tensor.begin + start // form.block * form.nbytes
-            last = first + here.numel() // form.block * form.nbytes
-            blocks = file.view(first, last)
+            blocks = np.empty((stop - start) // form.block * form.nbytes, np.uint8)
+            file.read(first, blocks)
             _kernels.dequantize(form.number, blocks, piece.numpy())
             if not in_place:
                 here.copy_(piece)
-            file.forget(first, last)
+
+        each_piece(flat.numel(), PIECE_BYTES // 4 // form.block * form.block, widen)
 
     def _configure(self, metadata: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the configuration in transformers' normalised form, from llama.cpp's metadata."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from pagemill.models.families import ModelConfig, find_family
 from pagemill.models.loading.assemble import Assembler, Progress
 from pagemill.models.loading.checkpoint import Checkpoint, fingerprint
 from pagemill.models.loading.gguf_model import GGUFModel
+from pagemill.models.loading.pieces import piece_threads
 from pagemill.models.loading.quantized_folder import open_folder
 from pagemill.models.names import WeightNames
 from pagemill.models.sharding import Sharding, check_heads
@@ -105,7 +105,7 @@ def load_model(
     assembler = Assembler(
         checkpoint, spec, checkpoint.names or family.names, ops, chosen, device, progress, quantization, sharding
     )
-    with _one_thread():
+    with piece_threads():
         weights = assembler.assemble()
     return LoadedModel(
         decoder=decoder(spec if sharding is None else sharding.spec(spec), weights, ops, attention, chosen),
@@ -117,21 +117,6 @@ def load_model(
         fingerprint=fingerprint(checkpoint, spec, chosen),
         names=family.names,
     )
-
-
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """Gives torch one thread meanwhile.
-
-    Loading waits for memory and works in small pieces, so threads gain nothing. On a busy machine their barriers cost
-    several times the work (measured for 135 million weights: 5 s, compared with 1.3 s on one thread).
-    """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
 
 
 def open_checkpoint(path: Path, overrides: Mapping[str, Any]) -> Checkpoint:
