@@ -31,6 +31,7 @@ def quantize_folder(
     for name in [name for name in stored if name.endswith("_proj.weight")]:
         layer, weight = name.removesuffix(".weight"), stored.pop(name)
         rows, columns = weight.shape
+        weight[::5] = weight[::5].abs()  # their zero point is 0
         groups = torch.arange(columns) // (columns if group_size == -1 else group_size)
         if act_order:
             groups = groups[torch.randperm(columns)]
@@ -38,15 +39,15 @@ def quantize_folder(
         scales, zeros = torch.empty(rows, count), torch.empty(rows, count)
         for group in range(count):
             part = weight[:, groups == group]
-            low, high = part.amin(1).clamp(max=-1e-3), part.amax(1).clamp(min=1e-3)
+            low, high = part.amin(1).clamp(max=0), part.amax(1).clamp(min=1e-3)
             scales[:, group] = ((high - low) / most).half().float()
-            zeros[:, group] = (-low / scales[:, group]).round().clamp(1, most)
+            zeros[:, group] = (-low / scales[:, group]).round().clamp(0, most)
         values = (weight / scales[:, groups] + zeros[:, groups]).round().clamp(0, most)
         dense[name] = scales[:, groups] * (values - zeros[:, groups])
         stored[f"{layer}.scales"] = scales.T.half().contiguous()
         if method == "gptq":
             stored[f"{layer}.qweight"] = words_of(values, bits).T.contiguous()
-            stored[f"{layer}.qzeros"] = words_of(zeros.T - int(form != "gptq_v2"), bits)
+            stored[f"{layer}.qzeros"] = words_of((zeros.T - int(form != "gptq_v2")) % 2**bits, bits)
             stored[f"{layer}.g_idx"] = groups.to(torch.int32)
         else:
             stored[f"{layer}.qweight"] = words_of(values.T, bits, AWQ_ORDER)

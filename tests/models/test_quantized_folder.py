@@ -10,9 +10,15 @@ from small_llama import PROMPT, edit_config, edit_weights, load, logits, save_ll
 from transformers import AutoModelForCausalLM
 
 from harness import load_on
+from pagemill import _kernels
 from pagemill.errors import ConfigError, CorruptWeightsError, UnsupportedModelError
-from pagemill.models.loading import open_checkpoint
+from pagemill.executor.backend import select_backend
+from pagemill.models.decoder import Decoder
+from pagemill.models.loading import load_model, open_checkpoint
+from pagemill.models.sharding import Sharding
+from pagemill.ops import cpu_ops
 from pagemill.ops.torch_ops import TorchOps
+from parity.threaded_ranks import on_ranks
 
 LAYER = "model.layers.1.self_attn.q_proj"
 FORMS = [
@@ -109,6 +115,8 @@ def test_the_kernels_compute_on_the_integers(folder, method):
         ({"quant_method": "gptq", "bits": 4, "group_size": 0}, "groups of 0"),
         ({"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemv"}, "form 'gemv'"),
         ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": False}, "with zero points"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"x": {}}}, "dynamic {'x': {}}"),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "is_marlin_format": True}, "is_marlin_format True"),
         ("yes", "by None"),
     ],
 )
@@ -128,11 +136,12 @@ def test_what_is_stored_otherwise_is_refused(folder, described, said):
         ("scales", lambda old: old * float("inf"), CorruptWeightsError, "is not finite"),
         ("qweight", lambda old: old.long(), UnsupportedModelError, "is stored as I64; it must be I32"),
         ("g_idx", lambda old: old + 1, CorruptWeightsError, "names group 4 of 4"),
+        ("weight", lambda old: torch.zeros(128, 128), CorruptWeightsError, "both in integers and as a weight"),
     ],
 )
 def test_damage_is_told(folder, part, change, error, said):
     quantize_folder(folder, "gptq")
-    old = load_file(folder / "model.safetensors")[f"{LAYER}.{part}"]
+    old = load_file(folder / "model.safetensors").get(f"{LAYER}.{part}")
     edit_weights(folder, **{f"{LAYER}.{part}".replace(".", "__"): change and change(old)})
     with pytest.raises(error, match=said):
         load(folder, dtype="float32")
@@ -142,3 +151,42 @@ def test_another_method_than_the_checkpoints_is_refused(folder):
     quantize_folder(folder, "awq")
     with pytest.raises(ConfigError, match=r"quantization is 'gptq', but the weights of .* are awq; use"):
         load(folder, quantization="gptq")
+
+
+def test_a_shape_that_the_bytes_do_not_have_is_told(folder):
+    quantize_folder(folder, "gptq")
+    file = folder / "model.safetensors"
+    content, shape = file.read_bytes(), b'"shape":[16,128]'
+    assert shape in content
+    file.write_bytes(content.replace(shape, b'"shape":[16,256]'))
+    with pytest.raises(CorruptWeightsError, match=r"has shape \[16, 256\]|must be"):
+        load(folder, dtype="float32")
+
+
+def test_versions_of_gptq_have_other_fingerprints(folder):
+    """Their tensors may be the same bytes, and mean other weights."""
+    quantize_folder(folder, "gptq")
+    first = load(folder, dtype="float32").fingerprint
+    described = {"quant_method": "gptq", "bits": 4, "group_size": 32, "checkpoint_format": "gptq_v2"}
+    edit_config(folder, quantization_config=described)
+    assert load(folder, dtype="float32").fingerprint != first
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+@pytest.mark.parametrize("dtype", ["float32", "auto"])
+def test_ranks_hold_parts_of_the_integers(folder, method, dtype, monkeypatch):
+    """And have the bits of the whole model."""
+    monkeypatch.setattr(cpu_ops, "INTEGER_ISAS", (_kernels.isa(),))
+    quantize_folder(folder, method)
+    expected = logits(load_on("cpu", folder, dtype=dtype))
+
+    def part(exchange):
+        on = select_backend("cpu", 1)
+        return logits(
+            load_model(
+                folder, ops=on.ops, attention=on.attention, decoder=Decoder, dtype=dtype, sharding=Sharding(exchange)
+            )
+        )
+
+    found, _ = on_ranks(2, part)
+    assert all(torch.equal(each, expected) for each in found)

@@ -208,7 +208,7 @@ def fingerprint(checkpoint: Checkpoint, spec: DecoderSpec, dtype: torch.dtype) -
     Two fine-tunes of one model differ nearly everywhere, so samples tell them apart. They may miss a file that was
     altered in a few places on purpose: a fingerprint guards a cache against mix-ups, not against forgery.
     """
-    digest = hashlib.sha256(b"pagemill model 1\n")
+    digest = hashlib.sha256(b"pagemill model 2\n")
     digest.update(json.dumps(dataclasses.asdict(spec), sort_keys=True).encode())
     digest.update(str(dtype).encode())
     for name, info in sorted(checkpoint.tensors.items()):

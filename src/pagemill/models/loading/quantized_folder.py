@@ -8,13 +8,14 @@ for each row and group of columns:
 | tensor | GPTQ | AWQ |
 | --- | --- | --- |
 | qweight, int32 | [columns * bits / 32, rows], columns in a word | [columns, rows / 8], eight rows in a word |
-| qzeros, int32 | [groups, rows * bits / 32]; one less than the zero, but in the second version | [groups, rows / 8] |
+| qzeros, int32 | [groups, rows * bits / 32]; one less than the zero, modulo 2^bits, but in v2 | [groups, rows / 8] |
 | scales | [groups, rows] | [groups, rows] |
 | g_idx, int32 | [columns], the group of each column | none: neighbouring columns make a group |
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,6 +97,10 @@ class QuantizedFolder(HuggingFaceFolder):
     def _check(self, layer: str, parts: Mapping[str, TensorInfo]) -> tuple[int, int]:
         """Returns rows and columns. Raises CorruptWeightsError unless all parts are there and have such shapes."""
         packing, in_word = self._packing, 32 // self._packing.bits
+        if f"{layer}.weight" in self.tensors:
+            raise CorruptWeightsError(
+                f"layer {layer!r} in {self.path} is stored both in integers and as a weight; keep one of them"
+            )
         if missing := [part for part in _PARTS[:3] if part not in parts]:
             raise CorruptWeightsError(f"layer {layer!r} in {self.path} has no {missing[0]}; download the model again")
         shapes = {part: info.shape for part, info in parts.items()}
@@ -116,6 +121,11 @@ class QuantizedFolder(HuggingFaceFolder):
                     f"{layer}.{part} in {self.path} is stored as {info.dtype}; it must be "
                     f"{' or '.join(_SCALES) if part == 'scales' else 'I32'}",
                     param="quantization_config",
+                )
+            if part != "scales" and info.nbytes != 4 * math.prod(info.shape):
+                raise CorruptWeightsError(
+                    f"{layer}.{part} in {self.path} has shape {list(info.shape)}, but {info.nbytes} bytes; download "
+                    f"the model again"
                 )
         return rows, columns
 
@@ -145,7 +155,8 @@ class QuantizedFolder(HuggingFaceFolder):
             values = np.ascontiguousarray(values.T)
         stored = torch.from_numpy(self._bytes(parts["scales"])).view(PLAIN_DTYPES[parts["scales"].dtype])
         scale = stored.float().view(parts["scales"].shape)
-        low = -scale * (torch.from_numpy(zero).float() + packing.zero_offset)
+        zero = (zero + np.uint8(packing.zero_offset)) & np.uint8(2**packing.bits - 1)
+        low = -scale * torch.from_numpy(zero).float()
         return torch.from_numpy(values), scale.T.contiguous(), low.T.contiguous()
 
     def _bytes(self, info: TensorInfo) -> NDArray[np.uint8]:
@@ -171,11 +182,14 @@ def _packing(path: Path, stored: Any) -> Packing:
     supported = {"gptq": ((4, 8), ("gptq", "gptq_v2")), "awq": ((4,), ("gemm",))}
     widths, forms = supported.get(str(method), ((), ()))
     sound = isinstance(group_size, int) and (group_size == -1 or group_size > 0)
-    if bits not in widths or form not in forms or not sound or stored.get("zero_point") is False:
+    unlike = [name for name in ("dynamic", "is_marlin_format") if stored.get(name)]
+    unlike += ["zero_point"] if stored.get("zero_point") is False else []
+    if bits not in widths or form not in forms or not sound or unlike:
         raise UnsupportedModelError(
             f"{path} says that the weights are quantized by {method!r} in {bits} bits, groups of {group_size}, form "
-            f"{form!r}; supported are gptq (4 or 8 bits, gptq or gptq_v2) and awq (4 bits, gemm, with zero points); "
-            f"use one of these, the original weights, or a GGUF file",
+            f"{form!r}{''.join(f', {name} {stored[name]}' for name in unlike)}; supported are gptq (4 or 8 bits, gptq "
+            f"or gptq_v2, all layers alike) and awq (4 bits, gemm, with zero points); use one of these, the original "
+            f"weights, or a GGUF file",
             param="quantization_config",
         )
     return Packing(str(method), bits, group_size, zero_offset=int(method == "gptq" and form == "gptq"))
