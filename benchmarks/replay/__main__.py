@@ -15,6 +15,7 @@ COMMANDS = {
     "load": "throughput against load, contiguous and paged, until each saturates; modelled",
     "lengths": "paged and contiguous memory over the spread of lengths; modelled",
     "context": "sequences and tokens per second over the length of the context; modelled",
+    "sharing": "KV blocks that samples and beams share; modelled",
     "swap": "swapping to host memory against computing again, over the link's speed and the block size; modelled",
     "control": "the controller against fixed settings",
     "foresight": "admission by foresight: preemptions of a 13B model, modelled",

@@ -182,8 +182,8 @@ class RealEngine:
                 if one.first_token_s is None:
                     one.first_token_s = now
                 else:
-                    outcome.gaps_s.append(now - one.last_token_s)
-                one.last_token_s = now
+                    outcome.gaps_s.append(now - one.last_token_s[0])
+                one.last_token_s[0] = now
                 if reason is not None:
                     one.finished_s = now
                     ended += 1

@@ -14,10 +14,12 @@ from dataclasses import dataclass, field
 from pagemill.errors import RequestTooLargeError
 from pagemill.memory.digest import root_digest
 from pagemill.memory.manager import MemoryManager
-from pagemill.sampling.params import SamplingParams
+from pagemill.sampling.params import BeamSearchParams, SamplingParams, TokenLogprobs
+from pagemill.scheduling.beam import row_params
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.scheduling.sequence import Request
 from pagemill.scheduling.step_plan import StepPlan, StepResult
+from pagemill.simulate.continuations import beam_candidates
 from pagemill.simulate.lower_tier import LowerTier
 from pagemill.simulate.step_time import KVShape, StepModel, work_of
 from pagemill.simulate.trace import TracedRequest
@@ -39,7 +41,10 @@ class Served:
     request: TracedRequest
     first_token_s: float | None = None
     finished_s: float | None = None
-    last_token_s: float = 0.0
+    last_token_s: dict[int, float] = field(default_factory=dict)
+    """By sample; none of a search, whose answers come at its end."""
+    num_ended: int = 0
+    """Its samples or beams that have ended."""
     num_tokens: int = 0
     num_cached_tokens: int = 0
     starts: int = 0
@@ -54,10 +59,12 @@ class Served:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per token after the first."""
+        """Seconds per token after the first; None for a search, whose tokens come all at once."""
         assert self.first_token_s is not None
         assert self.finished_s is not None
-        return (self.finished_s - self.first_token_s) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+        length = self.num_tokens // self.request.num_sequences
+        streams = length > 1 and not self.request.beam_width
+        return (self.finished_s - self.first_token_s) / (length - 1) if streams else None
 
 
 @dataclass(slots=True)
@@ -104,6 +111,8 @@ def replay(
     """Serves the trace (in order of arrival), each request for exactly its output length, until all have ended.
 
     root:    gives the digest at which a request's prefix chain begins; by default one for all, so that all may share.
+    A request's samples and beams fork as they do in the engine, and are always told their length. Beams choose among
+    `beam_candidates`, which depend on nothing but the request's place and the beam's tokens.
     until_s: simulated second at which the replay stops, with whatever is still running.
     max_tokens: what all requests set, at least; they end by `END_TOKEN`, and nobody knows before how long they become.
              None: each sets its output length, and the scheduler is told that nothing else ends it.
@@ -111,7 +120,6 @@ def replay(
     """
     outcome = Replay()
     served = outcome.served
-    index_of_row: dict[int, int] = {}
     groups = step_times.shape.groups
     now = 0.0
     while now < until_s:
@@ -130,9 +138,10 @@ def replay(
                 break
             now = max(now, min(loaded_s, arrival_s))
             continue
+        running = {sequence.row: sequence for sequence in scheduler.state.running}
         for new in plan.new_rows:
-            index_of_row[new.row] = new.seed
-            served[new.seed].starts += 1
+            if new.row in running:  # else it is kept for a sequence that is to fork off
+                served[running[new.row].request.seed].starts += 1
         seconds = step_times.seconds(work_of(plan, groups))
         if tier is not None:
             tier.note_step(plan, seconds)
@@ -143,17 +152,25 @@ def replay(
         outcome.busy_s += seconds
         outcome.running_s += seconds * scheduler.num_running
         outcome.most_running = max(outcome.most_running, scheduler.num_running)
-        tokens = [[_next_token(served, index_of_row[row], max_tokens)] for row in plan.sample_to.tolist()]
-        for update in scheduler.commit(StepResult(tokens, [None] * len(tokens)), now):
-            one = served[update.sequence.request.seed]
-            one.num_tokens += len(update.tokens)
+        tokens: list[list[int]] = []
+        logprobs: list[list[TokenLogprobs] | None] = []
+        for row in plan.rows[plan.sample_from].tolist():
+            sequence = running[row]
+            index, width = sequence.request.seed, served[sequence.request.seed].request.beam_width
+            tokens.append([OUTPUT_TOKENS + index if width else _next_token(served, index, max_tokens)])
+            logprobs.append([beam_candidates(index, sequence.tokens[sequence.prompt_len :], width)] if width else None)
+        for update in scheduler.commit(StepResult(tokens, logprobs), now):
+            one, branch = served[update.sequence.request.seed], update.sequence.index
+            hypothesis = update.hypothesis
+            one.num_tokens += len(update.tokens if hypothesis is None else hypothesis.token_ids)
             if one.first_token_s is None:
                 one.first_token_s = now
                 one.num_cached_tokens = update.sequence.num_cached_tokens
-            else:
-                outcome.gaps_s.append(now - one.last_token_s)
-            one.last_token_s = now
-            if update.finish_reason is not None:
+            elif hypothesis is None and branch in one.last_token_s:
+                outcome.gaps_s.append(now - one.last_token_s[branch])
+            one.last_token_s[branch] = now
+            one.num_ended += update.finish_reason is not None
+            if one.num_ended == one.request.num_sequences:
                 one.finished_s = now
         scheduler.note_step(plan, waits_s + seconds)
     outcome.end_s = now
@@ -164,6 +181,8 @@ def replay(
 def _next_token(served: list[Served], index: int, max_tokens: int | None) -> int:
     """Returns a request's next token."""
     one = served[index]
+    if one.request.n > 1:
+        return OUTPUT_TOKENS + index
     if max_tokens is not None and max_tokens > one.request.output_len == one.num_tokens + 1:
         return END_TOKEN
     token = one.request.answer_token(one.num_tokens)
@@ -178,14 +197,20 @@ def _submit(
     max_tokens: int | None,
 ) -> None:
     """Adds a request. Its index in `served` is its id and seed, by which the results of steps find back to it."""
-    index, most = len(served), max(request.output_len, max_tokens or 0)
+    forks = request.num_sequences > 1 or request.beam_width > 0
+    index, most = len(served), request.output_len if forks else max(request.output_len, max_tokens or 0)
+    params = SamplingParams(
+        n=request.n, temperature=float(request.n > 1), max_tokens=most, ignore_eos=forks or max_tokens is None
+    )
+    beam = BeamSearchParams(request.beam_width, most, ignore_eos=True) if request.beam_width else None
     served.append(Served(request))
     try:
         scheduler.add(
             Request(
                 request_id=str(index),
                 prompt_token_ids=request.prompt(),
-                params=SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=max_tokens is None),
+                params=params if beam is None else row_params(beam, 0),
+                beam=beam,
                 seed=index,
                 priority=0,
                 arrival_s=request.arrival_s,

@@ -32,6 +32,8 @@ class TracedRequest:
     hash_ids: names of the prompt's blocks of 512 tokens. Equal ids mean equal prompts up to that block's end. Empty for
               a prompt that shares nothing.
     continued_ids: the same for prompt and answer together, where a later prompt may begin with both.
+    n:          samples that it asks for, each of `output_len` tokens.
+    beam_width: beams of the search that it asks for; 0: it samples.
     """
 
     number: int
@@ -40,6 +42,13 @@ class TracedRequest:
     output_len: int
     hash_ids: tuple[int, ...] = ()
     continued_ids: tuple[int, ...] = ()
+    n: int = 1
+    beam_width: int = 0
+
+    @property
+    def num_sequences(self) -> int:
+        """Returns how many answers it gets."""
+        return self.beam_width or self.n
 
     @property
     def length(self) -> int:

@@ -1,0 +1,40 @@
+"""Samples and beams in the simulator: the real forks, the same in every replay, and no frame lost."""
+
+from __future__ import annotations
+
+import pytest
+
+from pagemill.memory.manager import MemoryManager
+from pagemill.scheduling.scheduler import Scheduler
+from pagemill.simulate.simulator import replay
+from pagemill.simulate.step_time import COSTS, KVShape, StepTimes
+from pagemill.simulate.trace import TracedRequest
+
+TIMES = StepTimes({**dict.fromkeys(COSTS, 0.0), "step": 1.0}, KVShape((None,), 2, 64, 2), {})
+
+
+def serve(frames, **asked):
+    memory = MemoryManager(frames, 4, [None])
+    scheduler = Scheduler(memory, max_num_seqs=12, max_num_batched_tokens=32, eos_token_ids=frozenset(), ageing_s=10.0)
+    trace = [TracedRequest(i, 0.9 * i, 3 + 5 * i % 23, 2 + 7 * i % 11, **asked) for i in range(20)]
+    held = []
+
+    def look(plan, seconds):
+        entries = sum(sequence.table.num_held for sequence in scheduler.state.running)
+        held.append((memory.stats().frames_active, entries))
+
+    outcome = replay(trace, scheduler, TIMES, [look])
+    assert not scheduler.has_work()
+    memory.check()
+    assert memory.stats().frames_active == 0
+    return outcome, held
+
+
+@pytest.mark.parametrize("asked", [{"n": 4}, {"beam_width": 4}])
+@pytest.mark.parametrize("frames", [64, 512])
+def test_all_branches_get_their_tokens_and_share(asked, frames):
+    outcome, held = serve(frames, **asked)
+    assert [one.num_tokens for one in outcome.served] == [4 * one.request.output_len for one in outcome.served]
+    assert len(outcome.finished) == 20
+    assert sum(frames for frames, _ in held) < sum(entries for _, entries in held), "nothing was shared"
+    assert (outcome, held) == serve(frames, **asked)
