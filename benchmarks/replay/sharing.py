@@ -1,7 +1,7 @@
 """Counts the KV blocks that samples and beams share, by the real scheduler and memory; modelled.
 
     python -m benchmarks.replay sharing [--workloads alpaca,sharegpt] [--device a100-40 --shape opt-13b]
-        [--rate 1] [--requests 200] [--widths 2,4,6]
+        [--rate 0.1] [--requests 200] [--widths 2,4,6]
 
 Blocks saved are 1 - blocks held / blocks that the same sequences would hold each for itself, summed over all steps.
 The prefix cache is off: nothing else is shared. Beams choose among tokens that are drawn by a seed, not by a model.
@@ -46,7 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--workloads", default="alpaca,sharegpt", help="by commas")
     add_engine_arguments(parser, calibrated=False)
     add_device_arguments(parser, device="a100-40", shape="opt-13b")
-    parser.add_argument("--rate", type=above_zero, default=1.0, help="requests per second")
+    parser.add_argument(
+        "--rate",
+        type=above_zero,
+        default=0.1,
+        help="requests per second; more, and samples that are preempted share less",
+    )
     parser.add_argument("--requests", type=int, default=200)
     parser.add_argument("--widths", default="2,4,6", help="samples, and beams, by commas")
     add_output_argument(parser)
