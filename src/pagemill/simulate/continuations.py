@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+from hashlib import blake2b
 from math import log
 
 from pagemill.sampling.params import TokenLogprobs
@@ -17,10 +17,11 @@ def beam_candidates(seed: int, generated: list[int], width: int) -> TokenLogprob
 
     They depend on the seed and on the beam's tokens alone. Token ids are small: they stand for ranks.
     """
-    source = random.Random(hash((seed, *generated)))
+    state = ",".join(map(str, (seed, *generated)))
     left, found = 1.0, list[float]()
-    for _ in range(width):
-        share = min(max(source.random() ** CONCENTRATION, LEAST_SHARE), 1 - LEAST_SHARE)
+    for rank in range(width):
+        drawn = int.from_bytes(blake2b(f"{state}:{rank}".encode(), digest_size=6).digest(), "big") / 2**48
+        share = min(max(drawn**CONCENTRATION, LEAST_SHARE), 1 - LEAST_SHARE)
         found.append(log(left * share))
         left *= 1 - share
     found.sort(reverse=True)
