@@ -119,16 +119,22 @@ def prompt_of(workload: Workload, text: list[int], round: int) -> list[int]:
     return [*piece, *piece, *piece[:COPY]] if workload.repeats else piece
 
 
-def serve(core: EngineCore, workload: Workload, prompt: list[int], seed: int) -> tuple[float, list[int]]:
+def serve(
+    core: EngineCore, workload: Workload, prompt: list[int], seed: int, is_hit: bool = False
+) -> tuple[float, list[int]]:
     """Returns a request's tokens per second, from its arrival to its end, and its tokens."""
     params = SamplingParams(
         temperature=workload.temperature, seed=seed, max_tokens=workload.new_tokens, ignore_eos=True
     )
     begin, tokens = time.perf_counter(), list[int]()
-    core.add_request(EngineRequest(request_id="r", prompt_token_ids=prompt, params=params, arrival_s=0.0))
+    salt = str(workload)  # workloads have pieces of one text
+    core.add_request(
+        EngineRequest(request_id="r", prompt_token_ids=prompt, params=params, arrival_s=0.0, cache_salt=salt)
+    )
     while core.has_work():
         for output in core.step():
             tokens += output.new_token_ids
+            assert (output.num_cached_tokens > 0) == is_hit, f"{output.num_cached_tokens} tokens were cached"
     return len(tokens) / (time.perf_counter() - begin), tokens
 
 
@@ -163,7 +169,7 @@ def measure(cores: dict[Kind, EngineCore], workload: Workload, text: list[int], 
         order.append(order.pop(0))
         for kind in order:
             for prefix in PREFIXES:
-                speed, answer = serve(cores[kind], workload, prompt_of(workload, text, round), round)
+                speed, answer = serve(cores[kind], workload, prompt_of(workload, text, round), round, prefix == "hit")
                 measured.speeds[Cell(*kind, prefix)].append(speed)
                 measured.answers[Cell(*kind, prefix)].append(answer)
     for kind, core in cores.items():

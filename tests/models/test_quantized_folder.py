@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from quantized_folders import quantize_folder, words_of
@@ -135,7 +137,8 @@ def test_what_is_stored_otherwise_is_refused(folder, described, said):
         ("scales", lambda old: old.float(), UnsupportedModelError, "is stored as F32; it must be F16 or BF16"),
         ("scales", lambda old: old * float("inf"), CorruptWeightsError, "is not finite"),
         ("qweight", lambda old: old.long(), UnsupportedModelError, "is stored as I64; it must be I32"),
-        ("g_idx", lambda old: old + 1, CorruptWeightsError, "names group 4 of 4"),
+        ("qweight", None, CorruptWeightsError, "has no qweight"),
+        ("g_idx", lambda old: old + 1, CorruptWeightsError, "names groups 1 to 4 of 4"),
         ("weight", lambda old: torch.zeros(128, 128), CorruptWeightsError, "both in integers and as a weight"),
     ],
 )
@@ -156,11 +159,49 @@ def test_another_method_than_the_checkpoints_is_refused(folder):
 def test_a_shape_that_the_bytes_do_not_have_is_told(folder):
     quantize_folder(folder, "gptq")
     file = folder / "model.safetensors"
-    content, shape = file.read_bytes(), b'"shape":[16,128]'
-    assert shape in content
-    file.write_bytes(content.replace(shape, b'"shape":[16,256]'))
-    with pytest.raises(CorruptWeightsError, match=r"has shape \[16, 256\]|must be"):
+    content = file.read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + length])
+    begin, end = header[f"{LAYER}.qzeros"]["data_offsets"]
+    after = [entry for name, entry in header.items() if name != "__metadata__" and entry["data_offsets"][0] >= end]
+    for entry in after:
+        entry["data_offsets"] = [at + 4 for at in entry["data_offsets"]]
+    header[f"{LAYER}.qzeros"]["data_offsets"] = [begin, end + 4]
+    text, data = json.dumps(header).encode(), content[8 + length :]
+    file.write_bytes(len(text).to_bytes(8, "little") + text + data[:end] + bytes(4) + data[end:])
+    with pytest.raises(CorruptWeightsError, match=r"qzeros in .* has shape \[4, 16\], but 260 bytes"):
         load(folder, dtype="float32")
+
+
+def test_a_bias_of_zeros_is_left_out_and_another_is_refused(tmp_path):
+    """Old tools gave every quantized layer a bias, which llama does not have."""
+    folder = save_llama(tmp_path, hidden_size=128, intermediate_size=192)
+    quantize_folder(folder, "gptq")
+    expected = logits(load(folder, dtype="float32"))
+    bias = f"{LAYER}.bias".replace(".", "__")
+    edit_weights(folder, **{bias: torch.zeros(128).half()})
+    assert torch.equal(logits(load(folder, dtype="float32")), expected)
+    edit_weights(folder, **{bias: torch.full((128,), 0.5).half()})
+    with pytest.raises(UnsupportedModelError, match="does not use, first"):
+        load(folder, dtype="float32")
+
+
+def test_a_dense_folder_that_says_it_is_quantized_is_refused(folder):
+    edit_config(folder, quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 32})
+    with pytest.raises(CorruptWeightsError, match="quantized by 'gptq', but none is; remove quantization_config"):
+        load(folder)
+
+
+def test_the_form_may_be_written_otherwise_and_overridden(folder):
+    dense = quantize_folder(folder, "gptq", form="gptq_v2")
+    name = f"{LAYER}.weight"
+    described = {"quant_method": "gptq", "bits": 4, "group_size": 32}
+    edit_config(folder, quantization_config={**described, "checkpoint_format": None})
+    for form, is_right in ((None, False), ("GPTQ_V2", True)):
+        overrides = {"quantization_config": {**described, "checkpoint_format": form}} if form else {}
+        found = torch.empty(128, 128)
+        open_checkpoint(folder, overrides).read_into(name, found)
+        assert torch.equal(found, dense[name]) == is_right
 
 
 def test_versions_of_gptq_have_other_fingerprints(folder):

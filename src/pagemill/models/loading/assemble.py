@@ -333,6 +333,7 @@ class Assembler:
 
     def _refuse_unused(self) -> None:
         unused = sorted(name for name in self.checkpoint.tensors if name not in self._used and not self._ignored(name))
+        unused = [name for name in unused if not self.checkpoint.adds_nothing(name)]
         if unused:
             raise UnsupportedModelError(
                 f"{self.checkpoint.path} has {len(unused)} tensors that a {self.spec.family} decoder does not use, "

@@ -90,6 +90,10 @@ class Checkpoint:
         """
         raise TypeError(f"tensor {name!r} is not quantized")
 
+    def adds_nothing(self, name: str) -> bool:
+        """Returns True for a tensor that may be left out, since its numbers change nothing."""
+        return False
+
     def read_into(self, name: str, out: Tensor) -> None:
         """Copies a tensor into contiguous `out` (same shape, any dtype and device), converting, piece by piece.
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill.errors import CorruptWeightsError, UnsupportedModelError
-from pagemill.models.loading.checkpoint import PLAIN_DTYPES, TensorInfo
+from pagemill.models.loading.checkpoint import PLAIN_DTYPES, TensorInfo, apply_overrides
 from pagemill.models.loading.hf_folder import HuggingFaceFolder, read_json
 from pagemill.ops.quantized import BLOCK
 
@@ -64,12 +64,24 @@ class QuantizedFolder(HuggingFaceFolder):
         self.quantization = packing.method
         self._packing = packing
         self._parts: dict[str, dict[str, TensorInfo]] = {}
-        for layer in [name.removesuffix(".qweight") for name in self.tensors if name.endswith(".qweight")]:
+        split = [name.rpartition(".") for name in self.tensors]
+        layers = dict.fromkeys(layer for layer, _, part in split if part in _PARTS)
+        if not layers:
+            raise CorruptWeightsError(
+                f"{path / 'config.json'} says that the weights are quantized by {packing.method!r}, but none is; "
+                f"remove quantization_config from it, or download the model again"
+            )
+        for layer in layers:
             parts = {part: self.tensors.pop(name) for part in _PARTS if (name := f"{layer}.{part}") in self.tensors}
             shape = self._check(layer, parts)
             first, nbytes = parts["qweight"], sum(part.nbytes for part in parts.values())
             self._parts[f"{layer}.weight"] = parts
             self.tensors[f"{layer}.weight"] = TensorInfo(shape, packing.name, nbytes, first.file, first.begin)
+
+    def adds_nothing(self, name: str) -> bool:
+        """Returns True for a bias of zeros beside integers: old tools gave one to every layer."""
+        layer, _, part = name.rpartition(".")
+        return part == "bias" and f"{layer}.weight" in self._parts and not self._plain(self.tensors[name]).any()
 
     def stored_bits(self, name: str) -> int | None:
         return (self.affine_bits(name) or 8) if name in self._parts else None
@@ -109,7 +121,7 @@ class QuantizedFolder(HuggingFaceFolder):
         groups = 1 if packing.group_size == -1 else -(-columns // packing.group_size)
         expected = {"scales": (groups, rows), "qzeros": (groups, rows // in_word), "g_idx": (columns,)}
         for part, shape in expected.items():
-            if not rows or rows % in_word or (part in parts and shapes[part] != shape):
+            if not rows or not columns or rows % in_word or (part in parts and shapes[part] != shape):
                 raise CorruptWeightsError(
                     f"{layer}.{part} in {self.path} has shape {list(shapes.get(part, ()))}, but with qweight of "
                     f"{list(shapes['qweight'])} and {packing.bits} bits in groups of {packing.group_size} it must be "
@@ -138,8 +150,8 @@ class QuantizedFolder(HuggingFaceFolder):
         groups = self._bytes(parts["g_idx"]).view("<i4").astype(np.int64)
         if groups.min() < 0 or groups.max() >= parts["scales"].shape[0]:
             raise CorruptWeightsError(
-                f"g_idx of {name!r} in {self.path} names group {groups.max()} of {parts['scales'].shape[0]}; download "
-                f"the model again"
+                f"g_idx of {name!r} in {self.path} names groups {groups.min()} to {groups.max()} of "
+                f"{parts['scales'].shape[0]}; download the model again"
             )
         return groups
 
@@ -153,11 +165,15 @@ class QuantizedFolder(HuggingFaceFolder):
         else:
             values, zero = (_awq_rows(_unpacked(each, packing.bits)) for each in (words, zeros))
             values = np.ascontiguousarray(values.T)
-        stored = torch.from_numpy(self._bytes(parts["scales"])).view(PLAIN_DTYPES[parts["scales"].dtype])
-        scale = stored.float().view(parts["scales"].shape)
+        scale = self._plain(parts["scales"])
         zero = (zero + np.uint8(packing.zero_offset)) & np.uint8(2**packing.bits - 1)
         low = -scale * torch.from_numpy(zero).float()
         return torch.from_numpy(values), scale.T.contiguous(), low.T.contiguous()
+
+    def _plain(self, info: TensorInfo) -> Tensor:
+        """Returns a tensor of plain numbers in float32."""
+        stored = torch.from_numpy(self._bytes(info)).view(PLAIN_DTYPES[info.dtype])
+        return stored.float().view(info.shape)
 
     def _bytes(self, info: TensorInfo) -> NDArray[np.uint8]:
         """Returns a tensor's bytes, and gives its pages back."""
@@ -168,7 +184,7 @@ class QuantizedFolder(HuggingFaceFolder):
 
 def open_folder(path: Path, overrides: Mapping[str, Any]) -> HuggingFaceFolder:
     """Opens a folder, whatever its weights are stored in. Raises as `HuggingFaceFolder` does."""
-    stored = read_json(path / "config.json").get("quantization_config")
+    stored = apply_overrides(read_json(path / "config.json"), overrides).get("quantization_config")
     if not stored:
         return HuggingFaceFolder(path, overrides)
     return QuantizedFolder(path, overrides, _packing(path / "config.json", stored))
@@ -178,7 +194,8 @@ def _packing(path: Path, stored: Any) -> Packing:
     """Returns what config.json says of the integers. Raises UnsupportedModelError for what is not read here."""
     stored = stored if isinstance(stored, dict) else {}
     method, bits, group_size = (stored.get(name) for name in ("quant_method", "bits", "group_size"))
-    form = stored.get("version", "gemm") if method == "awq" else stored.get("checkpoint_format", "gptq")
+    form = stored.get("version") or "gemm" if method == "awq" else stored.get("checkpoint_format") or "gptq"
+    form = str(form).lower()
     supported = {"gptq": ((4, 8), ("gptq", "gptq_v2")), "awq": ((4,), ("gemm",))}
     widths, forms = supported.get(str(method), ((), ()))
     sound = isinstance(group_size, int) and (group_size == -1 or group_size > 0)
