@@ -28,6 +28,7 @@ from benchmarks.kv_formats import requests_in
 from benchmarks.peers.engines import MODEL
 from benchmarks.peers.machine import describe_machine, heading
 from benchmarks.peers.workloads import tokenize
+from benchmarks.speculation import Workload, prompts_of
 
 from pagemill.config import EngineConfig
 from pagemill.engine.core import EngineCore
@@ -44,24 +45,13 @@ DRAFTS: dict[str, dict[str, Any] | None] = {
 FORMATS = ("bfloat16", "int8", "int4_mixed")
 WEIGHTS: dict[str, dict[str, str]] = {"dense": {}, "gguf": {"quantization": "gguf"}}
 PREFIXES = ("cold", "hit")
-COPY = 8
-"""So many tokens of a document's copy are given."""
 GIB = 1 << 30
 
 
-class Workload(NamedTuple):
-    """Describes a request. repeats: its prompt is a text twice, of which the second is only begun."""
-
-    prompt_tokens: int
-    repeats: bool
-    temperature: float
-    new_tokens: int = 128
-
-
 WORKLOADS = {
-    "chat": Workload(3000, False, 0.0),
-    "edit": Workload(1000, True, 0.0),
-    "sampled": Workload(1000, False, 1.0),
+    "chat": Workload(1, 0.0, 3000, False, 128),
+    "edit": Workload(1, 0.0, 1000, True, 128),
+    "sampled": Workload(1, 1.0, 1000, False, 128),
 }
 
 
@@ -112,13 +102,6 @@ def same_share(answer: list[int], other: list[int]) -> float:
     return sum(1 for _ in equal) / len(answer)
 
 
-def prompt_of(workload: Workload, text: list[int], round: int) -> list[int]:
-    length = workload.prompt_tokens
-    at = round * length % (len(text) - length)
-    piece = text[at : at + length]
-    return [*piece, *piece, *piece[:COPY]] if workload.repeats else piece
-
-
 def serve(
     core: EngineCore, workload: Workload, prompt: list[int], seed: int, is_hit: bool = False
 ) -> tuple[float, list[int]]:
@@ -156,20 +139,20 @@ def engine(kind: Kind, model: str) -> EngineCore | None:
 
 def tokens_per_gib(core: EngineCore, workload: Workload) -> float:
     facts = core.executor.facts
-    context = workload.prompt_tokens * (2 if workload.repeats else 1) + workload.new_tokens
+    context = workload.text_tokens * (2 if workload.repeats else 1) + workload.new_tokens
     return context * requests_in(GIB // facts.frame_bytes, list(facts.windows), context)
 
 
 def measure(cores: dict[Kind, EngineCore], workload: Workload, text: list[int], rounds: int) -> Measured:
     measured, order = Measured(), [*cores]
     for core in cores.values():  # kernels, pages, and what drafts bring
-        serve(core, workload, prompt_of(workload, text, 0), 0)
+        serve(core, workload, *prompts_of(workload, text, 0), 0)
     before = {kind: core.stats() for kind, core in cores.items()}
     for round in range(1, rounds + 1):
         order.append(order.pop(0))
         for kind in order:
             for prefix in PREFIXES:
-                speed, answer = serve(cores[kind], workload, prompt_of(workload, text, round), round, prefix == "hit")
+                speed, answer = serve(cores[kind], workload, *prompts_of(workload, text, round), round, prefix == "hit")
                 measured.speeds[Cell(*kind, prefix)].append(speed)
                 measured.answers[Cell(*kind, prefix)].append(answer)
     for kind, core in cores.items():

@@ -3,7 +3,7 @@
     python -m benchmarks.packed_integers [--hidden 1536] [--layers 12] [--rounds 3]
 
 Decode is one sequence's tokens per second, prefill those of one prompt. The two models take turns. The GPTQ folder has
-4 bits in groups of 128; embedding and head are bf16 in both.
+4 bits in groups of 128; the embedding, which is the head too, is bf16 in both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from safetensors.torch import save_file
+from benchmarks.loading import Shape, write_checkpoint
+from safetensors.torch import load_file, save_file
 
 from pagemill.config import EngineConfig
 from pagemill.doctor import cpu_model
@@ -25,44 +26,26 @@ from pagemill.engine.messages import EngineRequest
 from pagemill.sampling.params import SamplingParams
 
 VOCAB, GROUP, PROMPT, ANSWER = 8192, 128, 512, 48
+STEP = 0.02 / 4.6
+"""A scale with which 4-bit numbers deviate as the dense weights do, by 0.02."""
 
 
-def write(folder: Path, hidden: int, layers: int, packed: bool) -> Path:
-    folder.mkdir()
-    inner = hidden * 8 // 3 // GROUP * GROUP
-    kv = hidden // 4
-    shapes = {f"self_attn.{p}": (n, hidden) for p, n in (("q_proj", hidden), ("k_proj", kv), ("v_proj", kv))}
-    shapes |= {"self_attn.o_proj": (hidden, hidden), "mlp.down_proj": (hidden, inner)}
-    shapes |= {"mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden)}
-    tensors = {
-        "model.embed_tokens.weight": torch.randn(VOCAB, hidden).bfloat16(),
-        "lm_head.weight": torch.randn(VOCAB, hidden).bfloat16() / hidden**0.5,
-        "model.norm.weight": torch.ones(hidden).bfloat16(),
-    }
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}."
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            tensors[f"{prefix}{norm}.weight"] = torch.ones(hidden).bfloat16()
-        for name, (rows, columns) in shapes.items():
-            if not packed:
-                tensors[f"{prefix}{name}.weight"] = torch.randn(rows, columns).bfloat16() / columns**0.5
-                continue
-            words = torch.randint(-(2**31), 2**31, (columns // 8, rows)).int()
-            tensors[f"{prefix}{name}.qweight"] = words
-            tensors[f"{prefix}{name}.qzeros"] = torch.full((columns // GROUP, rows // 8), 0x77777777).int()
-            scales = torch.full((columns // GROUP, rows), 0.22 / columns**0.5)
-            tensors[f"{prefix}{name}.scales"] = scales.half()
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    config = {
-        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": hidden, "vocab_size": VOCAB,
-        "intermediate_size": inner, "num_hidden_layers": layers, "num_attention_heads": hidden // 64,
-        "num_key_value_heads": hidden // 256, "max_position_embeddings": 1024, "torch_dtype": "bfloat16",
-        "tie_word_embeddings": False,
-    }  # fmt: skip
-    if packed:
-        config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
+def pack(folder: Path) -> None:
+    """Replaces a checkpoint's linear layers by random integers in GPTQ's layout."""
+    for file in folder.glob("*.safetensors"):
+        stored = load_file(file)
+        for name in [name for name in stored if name.endswith("_proj.weight")]:
+            layer, (rows, columns) = name.removesuffix(".weight"), stored.pop(name).shape
+            stored[f"{layer}.qweight"] = torch.randint(-(2**31), 2**31, (columns // 8, rows)).int()
+            stored[f"{layer}.qzeros"] = torch.full((columns // GROUP, rows // 8), 0x77777777).int()
+            stored[f"{layer}.scales"] = torch.full((columns // GROUP, rows), STEP).half()
+        save_file(stored, file)
+    (folder / "model.safetensors.index.json").unlink()
+    (file,) = folder.glob("*.safetensors")
+    file.rename(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
     (folder / "config.json").write_text(json.dumps(config))
-    return folder
 
 
 def measure(core: EngineCore, number: int) -> tuple[float, float]:
@@ -88,10 +71,15 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
+    heads = args.hidden // 64
+    shape = Shape(args.hidden, args.hidden * 8 // 3 // GROUP * GROUP, args.layers, heads, heads // 4, 64, VOCAB)
     cores = {}
     with tempfile.TemporaryDirectory() as temporary:
         for name in ("bf16", "gptq"):
-            folder = write(Path(temporary) / name, args.hidden, args.layers, name == "gptq")
+            folder = Path(temporary) / name
+            write_checkpoint(folder, shape)
+            if name == "gptq":
+                pack(folder)
             cores[name] = EngineCore(EngineConfig(model=str(folder), max_num_seqs=1, max_model_len=1024))
             print(name, cores[name].ready.description)
     found = {name: [] for name in cores}

@@ -44,7 +44,7 @@ from pagemill.sampling.params import SamplingParams
 from pagemill.scheduling.step_plan import DraftWork
 
 COPY = 8
-"""So many tokens of a document's copy are given."""
+"""The tokens of a document's copy that are given."""
 
 
 class Workload(NamedTuple):

@@ -3,6 +3,8 @@
 import pytest
 import torch
 
+from pagemill.ops.torch_ops import TorchOps
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread():
@@ -10,3 +12,17 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def packed(monkeypatch):
+    """Bits of every quantized matrix, in the order of packing."""
+    seen: list[int] = []
+    pack = TorchOps.pack_quantized
+
+    def note(self, weight, bias, dtype):
+        seen.append(8 if weight.slopes is None else 4)
+        return pack(self, weight, bias, dtype)
+
+    monkeypatch.setattr(TorchOps, "pack_quantized", note)
+    return seen

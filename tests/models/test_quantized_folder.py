@@ -19,7 +19,6 @@ from pagemill.models.decoder import Decoder
 from pagemill.models.loading import load_model, open_checkpoint
 from pagemill.models.sharding import Sharding
 from pagemill.ops import cpu_ops
-from pagemill.ops.torch_ops import TorchOps
 from parity.threaded_ranks import on_ranks
 
 LAYER = "model.layers.1.self_attn.q_proj"
@@ -39,20 +38,6 @@ FORMS = [
 @pytest.fixture
 def folder(tmp_path):
     return save_llama(tmp_path, hidden_size=128, intermediate_size=192, attention_bias=True)
-
-
-@pytest.fixture
-def packed(monkeypatch):
-    """Bits of every quantized matrix, in the order of packing."""
-    seen: list[int] = []
-    pack = TorchOps.pack_quantized
-
-    def note(self, weight, bias, dtype):
-        seen.append(8 if weight.slopes is None else 4)
-        return pack(self, weight, bias, dtype)
-
-    monkeypatch.setattr(TorchOps, "pack_quantized", note)
-    return seen
 
 
 def test_words_are_packed_as_the_tools_do():

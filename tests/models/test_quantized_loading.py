@@ -18,26 +18,11 @@ from pagemill.models.loading.load import is_native, load_model, open_checkpoint
 from pagemill.ops import cpu_ops
 from pagemill.ops.cpu_ops import CpuOps
 from pagemill.ops.quantized import AffineWeight
-from pagemill.ops.torch_ops import TorchOps
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save_llama(tmp_path_factory.mktemp("small"), attention_bias=True)
-
-
-@pytest.fixture
-def packed(monkeypatch):
-    """Bits of every quantized matrix, in the order of packing."""
-    seen: list[int] = []
-    pack = TorchOps.pack_quantized
-
-    def note(self, weight, bias, dtype):
-        seen.append(8 if weight.slopes is None else 4)
-        return pack(self, weight, bias, dtype)
-
-    monkeypatch.setattr(TorchOps, "pack_quantized", note)
-    return seen
 
 
 class NotingOps(CpuOps):

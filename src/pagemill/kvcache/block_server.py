@@ -74,7 +74,7 @@ class BlockServer:
         self._lock = threading.Lock()
         self._stats = ServedStats()
         self._connections: dict[socket.socket, bool] = {}
-        """Those that are open, the oldest first, and whether they have said who they are."""
+        """Says of each open connection whether it has said who it is; the oldest comes first."""
         self._closed = False
         family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
         self._sock = socket.create_server(address[:2], family=family, backlog=MAX_CONNECTIONS)

@@ -42,7 +42,7 @@ class Served:
     first_token_s: float | None = None
     finished_s: float | None = None
     last_token_s: dict[int, float] = field(default_factory=dict)
-    """By sample; none of a search, whose answers come at its end."""
+    """The time of the last token, by sample or beam; a search's answers come at its end."""
     num_ended: int = 0
     """Its samples or beams that have ended."""
     num_tokens: int = 0

@@ -26,7 +26,7 @@ from pagemill.ops.quantized import GROUP, AffineWeight, QuantizedWeight, keep_in
 _OWN_MAPPING_BYTES = 1 << 20
 _STAGING_BYTES = 16 << 20
 _STAGING_PART = 24
-"""Of a large checkpoint, staging may take so small a part."""
+"""Staging takes up to one part in so many of a large checkpoint."""
 
 Progress = Callable[[int, int], None]
 
@@ -199,8 +199,10 @@ class Assembler:
 
     def _bits(self, parts: Sequence[str]) -> int | None:
         """Returns the bits per value in which a joined matrix is held: the most that a part needs. None: in a dtype."""
-        if self.quantization is None or self.quantization == "int8":
-            return 8 if self.quantization else None
+        if self.quantization is None:
+            return None
+        if self.quantization == "int8":
+            return 8
         stored = [self.checkpoint.stored_bits(name) for name in self._weights(parts)]
         kept = [bits for bits in stored if bits is not None]
         return max(kept, default=None) if len(kept) == len(stored) else None

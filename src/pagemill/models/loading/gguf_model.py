@@ -33,8 +33,8 @@ from pagemill.models.loading.pieces import PIECE_BYTES, each_piece
 from pagemill.models.names import GGUF
 
 _QUANTIZED = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}
-_AFFINE = {"Q4_0": (2, 4), "Q4_1": (4, 4), "Q8_0": (2, 8)}
-"""Formats of 32 values whose integers can be kept: bytes before them (scale, and for Q4_1 min, in fp16), and bits."""
+_AFFINE = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q8_0": 8}
+"""Bits of the formats whose integers can be kept."""
 _MODEL_TYPES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -106,32 +106,15 @@ class GGUFModel(Checkpoint):
         return (self.affine_bits(name) or 8) if self.tensors[name].dtype in _QUANTIZED else None
 
     def affine_bits(self, name: str) -> int | None:
-        if self.tensors[name].dtype == "Q4_K":
-            return 4
-        _, bits = _AFFINE.get(self.tensors[name].dtype, (0, None))
-        return bits
+        return _AFFINE.get(self.tensors[name].dtype)
 
     def read_affine(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
         tensor, file = self.tensors[name], self.files[0]
-        rows, columns = tensor.shape
-        if tensor.dtype == "Q4_K":
-            stored = file.view(tensor.begin, tensor.begin + tensor.nbytes).reshape(rows, columns // 256, 144)
-            read = _read_q4_k(stored)
-            file.forget(tensor.begin, tensor.begin + tensor.nbytes)
-            return read
-        head, bits = _AFFINE[tensor.dtype]
-        stored = file.view(tensor.begin, tensor.begin + tensor.nbytes).reshape(rows, columns // 32, head + 4 * bits)
-        values = np.empty((rows, columns // 32, 32), dtype=np.uint8)
-        if bits == 4:
-            np.bitwise_and(stored[..., head:], 15, out=values[..., :16])
-            np.right_shift(stored[..., head:], 4, out=values[..., 16:])
-        else:
-            np.bitwise_xor(stored[..., head:], 128, out=values)  # plus 128
-        heads = torch.from_numpy(stored[..., :head].copy()).view(torch.float16).float()
-        file.forget(tensor.begin, tensor.begin + tensor.nbytes)
-        scale = heads[..., 0].contiguous()
-        low = heads[..., 1].contiguous() if tensor.dtype == "Q4_1" else -(1 << bits - 1) * scale
-        return torch.from_numpy(values.reshape(rows, columns)), scale, low
+        last = tensor.begin + tensor.nbytes
+        blocks = file.view(tensor.begin, last).reshape(tensor.shape[0], -1, FORMATS[tensor.dtype].nbytes)
+        read = _read_q4_k(blocks) if tensor.dtype == "Q4_K" else _read_32(blocks, tensor.dtype)
+        file.forget(tensor.begin, last)
+        return read
 
     def read_into(self, name: str, out: Tensor) -> None:
         tensor, file = self.tensors[name], self.files[0]
@@ -262,6 +245,26 @@ class GGUFModel(Checkpoint):
         self.read_into(name, values)
         result: list[float] = values.tolist()
         return result
+
+
+def _read_32(stored: NDArray[np.uint8], dtype: str) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns values, scale and low, as `read_affine` does, of blocks of 32 values: uint8 [rows, blocks, bytes].
+
+    Before its values a block has a scale, and in Q4_1 a minimum, in fp16.
+    """
+    rows, blocks, nbytes = stored.shape
+    bits = _AFFINE[dtype]
+    head = nbytes - 4 * bits
+    values = np.empty((rows, blocks, 32), dtype=np.uint8)
+    if bits == 4:
+        np.bitwise_and(stored[..., head:], 15, out=values[..., :16])
+        np.right_shift(stored[..., head:], 4, out=values[..., 16:])
+    else:
+        np.bitwise_xor(stored[..., head:], 128, out=values)  # plus 128
+    heads = torch.from_numpy(stored[..., :head].copy()).view(torch.float16).float()
+    scale = heads[..., 0].contiguous()
+    low = heads[..., 1].contiguous() if dtype == "Q4_1" else -(1 << bits - 1) * scale
+    return torch.from_numpy(values.reshape(rows, -1)), scale, low
 
 
 def _read_q4_k(stored: NDArray[np.uint8]) -> tuple[Tensor, Tensor, Tensor]:

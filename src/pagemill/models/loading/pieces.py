@@ -20,7 +20,7 @@ PIECE_BYTES = 1 << 20
 """About the size of a piece."""
 
 _pool: ContextVar[ThreadPoolExecutor | None] = ContextVar("_pool", default=None)
-"""That of the load under way in this thread."""
+"""Holds the threads of the load that is under way in this thread."""
 
 
 @contextmanager

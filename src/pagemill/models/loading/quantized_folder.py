@@ -176,9 +176,9 @@ class QuantizedFolder(HuggingFaceFolder):
         return stored.float().view(info.shape)
 
     def _bytes(self, info: TensorInfo) -> NDArray[np.uint8]:
-        """Returns a tensor's bytes, and gives its pages back."""
-        content: NDArray[np.uint8] = info.file.view(info.begin, info.begin + info.nbytes).copy()
-        info.file.forget(info.begin, info.begin + info.nbytes)
+        """Returns a tensor's bytes."""
+        content = np.empty(info.nbytes, np.uint8)
+        info.file.read(info.begin, content)
         return content
 
 
