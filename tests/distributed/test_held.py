@@ -30,7 +30,7 @@ def test_an_engine_that_does_not_publish_tells_nothing():
     assert made.take_held() is None
 
 
-def test_the_time_of_fetches_is_that_of_peers_that_answer(monkeypatch):
+def test_the_time_of_fetches_is_told_of_each_peer_and_for_ever_of_one_left_alone(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(peer_store, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
@@ -54,13 +54,13 @@ def test_the_time_of_fetches_is_that_of_peers_that_answer(monkeypatch):
 
     def told_s():
         held = publisher.take()
-        return held and held.fetch_s + held.block_fetch_s
+        return held and {address: sum(line) for address, line in held.fetch_s.items()}
 
-    assert told_s() == 5.0
+    assert told_s() == {"fast:1": 1.0, "slow:1": 9.0}
     store.read([(b"b", 0)], [None])
-    assert told_s() == 1.0
-    store.read([(b"a", 0)], [None])
-    assert told_s() == math.inf
+    assert told_s() == {"fast:1": 1.0, "slow:1": math.inf}
+    assert told_s() is None
+    store.note_held("new:1", [b"c"])
     assert told_s() is None
     now[0] += peer_store.FIRST_PAUSE_S
-    assert told_s() == 5.0
+    assert told_s() == {"fast:1": 1.0, "slow:1": 9.0}

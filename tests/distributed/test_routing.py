@@ -24,7 +24,7 @@ def asked(name: str, blocks: int, *, session=None, most=64) -> Asked:
 def fleet(count: int = REPLICAS, policy="least-work") -> Router:
     router = Router(SIZE, policy)
     for number in range(count):
-        router.add(f"r{number}", rows=8)
+        router.add(f"r{number}", 8, f"at{number}")
         router.note_times(f"r{number}", 1e-3, 1e-2)
     return router
 
@@ -161,7 +161,7 @@ def test_a_slow_replica_gets_less():
     assert 2.5 < went.count("r1") / went.count("r0") < 6
 
 
-FETCH_S = (2e-3, 1e-3)
+FETCH_S = dict.fromkeys(("at0", "at1", "at2"), (2e-3, 1e-3))
 """Of all blocks of a prompt, and of each: a sixteenth of what computing it takes."""
 
 
@@ -206,10 +206,33 @@ def test_tokens_that_can_be_fetched_cost_less_than_those_to_be_computed():
     assert router.work_s("r1") < 0.3, "what is fetched is not counted as if it were computed"
 
 
+def test_a_fetch_is_priced_by_who_holds_the_blocks_and_never_by_who_is_gone():
+    router, what = fleet(4), asked("a", 100)
+    router.note_events("r0", what.digests, [])
+    router.note_times("r3", 1e-3, 1e-2, {"at1": (0.0, 9e-3), "at2": (0.0, 1e-3), "gone": (0.0, 0.0)})
+
+    def price_s():
+        route = router.route("q", what, at="r3")
+        router.end("q")
+        return route.work_s
+
+    assert price_s() == pytest.approx(1e-3 + 100 * (9e-3 + 1e-3) / 2), "the mean of those that are there"
+    router.remove("r1")
+    assert price_s() == pytest.approx(1e-3 + 100 * 1e-3), "what was measured with one that is gone says nothing"
+    router.note_times("r3", 1e-3, 1e-2, {"at0": (math.inf, 0.0), "at2": (0.0, 1e-3)})
+    assert price_s() == pytest.approx(1601e-3), "its holder is left alone: it is computed"
+    router.note_times("r3", 1e-3, 1e-2, {"at0": (0.0, 2e-3), "at2": (0.0, 1e-3)})
+    assert price_s() == pytest.approx(1e-3 + 100 * 2e-3)
+    router.remove("r2")
+    router.note_times("r3", 1e-3, 1e-2, {"at1": (0.0, 1e-3), "at2": (0.0, 1e-3)})
+    assert price_s() == pytest.approx(1601e-3), "all that it has measured are gone: it knows nothing"
+
+
 def split(replicas=3, prefill=1) -> Router:
     router = Router(SIZE, prefill_replicas=prefill)
     for number in range(replicas):
-        router.add(f"r{number}", rows=8)
+        router.add(f"r{number}", 8, f"at{number}")
+    for number in range(replicas):
         router.note_times(f"r{number}", 1e-3, 1e-2, FETCH_S)
     return router
 
@@ -237,9 +260,9 @@ def test_prompts_go_to_replicas_of_their_own_and_what_follows_to_others():
 def test_no_prompt_goes_apart_where_fetching_takes_longer_or_nobody_is_left_to_go_on():
     router = split(2)
     assert router.route_prompt("q0", asked("a", 20)).replica == "r0"
-    router.note_times("r1", 1e-3, 1e-2, (0.0, 1.0))
+    router.note_times("r1", 1e-3, 1e-2, {"at0": (0.0, 1.0)})
     assert router.route_prompt("q1", asked("b", 20)) is None
-    router.note_times("r1", 1e-3, 1e-2, (math.inf, 0.0))
+    router.note_times("r1", 1e-3, 1e-2, {"at0": (math.inf, 0.0)})
     assert router.route_prompt("q1", asked("b", 20)) is None, "nothing can be fetched there"
     router.note_times("r1", 1e-3, 1e-2, FETCH_S)
     router.rest("r1")

@@ -225,7 +225,7 @@ class Fleet:
             self._router = Router(facts.block_size, self._policy, self._prefill_replicas)
         if not self._router.knows(link.name):
             self._peers.compare(link.name, facts)
-            self._router.add(link.name, facts.max_num_seqs)
+            self._router.add(link.name, facts.max_num_seqs, facts.peer_address)
             self._router.rest(link.name)
         self._admit(link)
         self._refresh()
@@ -233,7 +233,7 @@ class Fleet:
     def note_held(self, link: ReplicaLink, held: Held) -> None:
         if self._router is not None and self._router.knows(link.name):
             self._router.note_events(link.name, split_digests(held.stored), split_digests(held.removed))
-            self._router.note_times(link.name, held.token_s, held.step_s, (held.fetch_s, held.block_fetch_s))
+            self._router.note_times(link.name, held.token_s, held.step_s, held.fetch_s)
 
     def note_outputs(self, link: ReplicaLink, outputs: list[SequenceOutput]) -> None:
         assert self._router is not None

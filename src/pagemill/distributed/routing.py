@@ -11,8 +11,9 @@ It knows no clock, no engine and no Ray: the same code runs in the simulator.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, get_args
 
@@ -81,30 +82,34 @@ class Route(NamedTuple):
     held_blocks: int = 0
 
 
-class _Holder(NamedTuple):
-    """The replica that holds most of a prompt, and how many of its blocks."""
-
-    number: int
-    blocks: int
-
-
 @dataclass
 class _Replica:
-    """A replica that takes requests. number: its bit in the directory. rows: requests that it computes at once."""
+    """A replica that takes requests. number: its bit in the directory. rows: requests that it computes at once.
+    address: where others fetch its blocks; empty: nowhere."""
 
     name: str
     number: int
     rows: int
+    address: str = ""
     token_s: float = 0.0
     step_s: float = 0.0
-    fetch_s: tuple[float, float] = (0.0, 0.0)
-    """Seconds in which it fetches blocks: for all of a prompt, and for each; zeros if that is not known."""
+    fetch_s: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Seconds in which it fetches blocks, by the address of who has them: for all of a prompt, and for each."""
+    mean_fetch_s: tuple[float, float] | None = None
+    """Their mean over replicas that are there; None if it has measured none of these."""
     prompt_tokens: int = 0
     """Tokens of prompts that its requests have yet to compute before their first token."""
     answer_tokens: float = 0.0
     """Tokens that its requests' answers are expected to have yet."""
     last_chosen: int = -1
     requests: dict[str, _Request] = field(default_factory=dict)
+
+
+class _Holder(NamedTuple):
+    """The replica that holds most of a prompt, and how many of its blocks."""
+
+    replica: _Replica
+    blocks: int
 
 
 @dataclass
@@ -147,12 +152,14 @@ class Router:
         """Returns the names of the replicas that take requests."""
         return [*self._replicas]
 
-    def add(self, name: str, rows: int) -> None:
-        """Takes in a replica that holds nothing. rows: requests that it computes at once."""
-        used = {replica.number for replica in (*self._replicas.values(), *self._resting.values())}
+    def add(self, name: str, rows: int, address: str = "") -> None:
+        """Takes in a replica that holds nothing. rows: requests that it computes at once. address: where others fetch
+        its blocks; empty: nowhere."""
+        used = {replica.number for replica in self._everybody()}
         number = next(number for number in range(len(used) + 1) if number not in used)
-        self._replicas[name] = _Replica(name, number, rows)
+        self._replicas[name] = _Replica(name, number, rows, address)
         self._assign()
+        self._price_fetches()
 
     def knows(self, name: str) -> bool:
         """Returns whether a replica has been added and not removed."""
@@ -179,6 +186,7 @@ class Router:
             self._drop(request_id)
         del self._replicas[name]
         self._assign()
+        self._price_fetches()
         self.directory.forget(replica.number)
         return left
 
@@ -188,11 +196,14 @@ class Router:
         self.directory.remove(number, removed)
         self.directory.store(number, stored)
 
-    def note_times(self, name: str, token_s: float, step_s: float, fetch_s: tuple[float, float] = (0.0, 0.0)) -> None:
-        """Notes the measured seconds of a prompt's token, of a step that only generates, and of fetching blocks from
-        another replica, for all and for each of them; 0: not known; infinite: no other can be reached."""
+    def note_times(
+        self, name: str, token_s: float, step_s: float, fetch_s: Mapping[str, tuple[float, float]] | None = None
+    ) -> None:
+        """Notes the measured seconds of a prompt's token and of a step that only generates, 0 if not known; and of
+        fetching blocks, by the address of who has them, for all, infinite where it cannot be reached, and for each."""
         replica = self._known(name)
-        replica.token_s, replica.step_s, replica.fetch_s = token_s, step_s, fetch_s
+        replica.token_s, replica.step_s, replica.fetch_s = token_s, step_s, fetch_s or {}
+        replica.mean_fetch_s = self._mean_fetch_s(replica)
 
     def work_s(self, name: str) -> float:
         """Returns the seconds of work that a replica has left."""
@@ -218,10 +229,11 @@ class Router:
         best = self._replicas[min(whole, key=self._works_with(asked, found, holders, whole).__getitem__)]
         own = found.get(best.number, 0)
         left_s = self._left_s(best, asked, own, self._holder_for(best, own, holders))
-        fetch_s = best.fetch_s[0] + best.fetch_s[1] * (len(asked.digests) - own / self._block_size)
-        if asked.num_tokens - own < LEAST_SPLIT_TOKENS or left_s <= fetch_s:
+        blocks = len(asked.digests) - own / self._block_size
+        among = [name for name in self._prefilling if self._fetch_s(best, self._replicas[name], blocks) < left_s]
+        if asked.num_tokens - own < LEAST_SPLIT_TOKENS or not among:
             return None
-        return self._route(request_id, asked._replace(most_tokens=1, session=None), self._prefilling, None)
+        return self._route(request_id, asked._replace(most_tokens=1, session=None), among, None)
 
     def _route(self, request_id: str, asked: Asked, among: Sequence[str], at: str | None) -> Route | None:
         if request_id in self._requests:
@@ -242,7 +254,7 @@ class Router:
         holder = self._holder_for(chosen, own, holders)
         self._begin(request_id, chosen, asked, round(self._left_s(chosen, asked, own, holder) / token_s))
         route = Route(chosen.name, own, works[chosen.name])
-        return route if holder is None else route._replace(holder=self._name(holder.number), held_blocks=holder.blocks)
+        return route if holder is None else route._replace(holder=holder.replica.name, held_blocks=holder.blocks)
 
     def note_tokens(self, request_id: str, count: int) -> None:
         """Notes that a request's answer has `count` more tokens. Ids that have ended are ignored."""
@@ -279,13 +291,14 @@ class Router:
     def _holders(self, asked: Asked) -> list[_Holder]:
         """Returns the two replicas, of all that there are, that hold most of a prompt's blocks: one of them at least is
         another than that to which it goes."""
-        everybody = sum(1 << replica.number for replica in (*self._replicas.values(), *self._resting.values()))
+        everybody = sum(1 << replica.number for replica in self._everybody())
         held = self.directory.find(asked.digests, everybody, coming=False)
-        return sorted((_Holder(*each) for each in held.items()), key=lambda holder: -holder.blocks)[:2]
+        most = sorted(held.items(), key=lambda each: -each[1])[:2]
+        return [_Holder(self._numbered(number), blocks) for number, blocks in most]
 
     def _holder_for(self, replica: _Replica, found_tokens: int, holders: list[_Holder]) -> _Holder | None:
         """Returns who holds more of a prompt than a replica has itself."""
-        best = next((holder for holder in holders if holder.number != replica.number), None)
+        best = next((holder for holder in holders if holder.replica is not replica), None)
         return best if best is not None and best.blocks * self._block_size > found_tokens + self._block_size else None
 
     def _left_s(self, replica: _Replica, asked: Asked, found_tokens: int, holder: _Holder | None) -> float:
@@ -293,12 +306,34 @@ class Router:
         rest, whichever takes less."""
         token_s = replica.token_s or self._known_token_s()
         computed_s = (asked.num_tokens - found_tokens) * token_s
-        if holder is None or not any(replica.fetch_s):
+        if holder is None:
             return computed_s
-        all_s, block_s = replica.fetch_s
         held_tokens = holder.blocks * self._block_size
-        fetched_s = all_s + block_s * (held_tokens - found_tokens) / self._block_size
+        blocks = (held_tokens - found_tokens) / self._block_size
+        fetched_s = self._fetch_s(replica, holder.replica, blocks) or math.inf
         return min(computed_s, fetched_s + max(0, asked.num_tokens - held_tokens) * token_s)
+
+    def _fetch_s(self, replica: _Replica, holder: _Replica, blocks: float) -> float:
+        """Returns the seconds in which a replica fetches blocks of another: measured with that one, or else with others
+        that are there; 0 if nothing is known."""
+        all_s, block_s = replica.fetch_s.get(holder.address) or replica.mean_fetch_s or (0.0, 0.0)
+        return all_s + block_s * blocks
+
+    def _mean_fetch_s(self, replica: _Replica) -> tuple[float, float] | None:
+        known = [replica.fetch_s[each.address] for each in self._everybody() if each.address in replica.fetch_s]
+        lines = [line for line in known if line[0] < math.inf]
+        if not lines:
+            return (math.inf, 0.0) if known else None
+        return sum(line[0] for line in lines) / len(lines), sum(line[1] for line in lines) / len(lines)
+
+    def _price_fetches(self) -> None:
+        """Takes the means anew, since a replica has come or gone: what was measured with one that is gone says
+        nothing."""
+        for replica in self._everybody():
+            replica.mean_fetch_s = self._mean_fetch_s(replica)
+
+    def _everybody(self) -> tuple[_Replica, ...]:
+        return *self._replicas.values(), *self._resting.values()
 
     def _assign(self) -> None:
         """Chooses the replicas that compute prompts alone: those that did, and the first of the others."""
@@ -321,9 +356,8 @@ class Router:
             works[name] = self._work_s(replica, known) + left_s
         return works
 
-    def _name(self, number: int) -> str:
-        everybody = (*self._replicas.values(), *self._resting.values())
-        return next(replica.name for replica in everybody if replica.number == number)
+    def _numbered(self, number: int) -> _Replica:
+        return next(replica for replica in self._everybody() if replica.number == number)
 
     def _least(self, asked: Asked, works: dict[str, float]) -> _Replica:
         """Returns the replica with the least work, or a session's own while it has not much more.
@@ -335,7 +369,7 @@ class Router:
         best = min(among, key=lambda replica: (works[replica.name], replica.last_chosen))
         own = self._replicas.get(self._sessions.get(asked.session, "")) if asked.session is not None else None
         if own is not None and own in among:
-            whole = _Holder(own.number, len(asked.digests))
+            whole = _Holder(own, len(asked.digests))
             patience_s = self._left_s(best, asked, 0, whole)
             if works[own.name] <= works[best.name] + patience_s:
                 return own

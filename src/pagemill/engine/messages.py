@@ -234,10 +234,9 @@ class Held(msgspec.Struct, tag=True, omit_defaults=True):
     """Seconds that a token of a prompt takes beside others, measured; 0: not known yet."""
     step_s: float = 0.0
     """Seconds that a step takes in which nothing but answers is computed; 0: not known yet."""
-    fetch_s: float = 0.0
-    """Seconds that fetching blocks of a peer takes, however many; 0: not known yet; infinite: none can be reached."""
-    block_fetch_s: float = 0.0
-    """Seconds that it takes for each block; 0: not known yet."""
+    fetch_s: dict[str, tuple[float, float]] = {}
+    """Seconds that fetching blocks of each peer takes, by its address: for all of them, infinite where it is left alone
+    now; and for each. Peers of which nothing is known are left out."""
 
 
 class LoadProgress(msgspec.Struct, tag=True):

@@ -24,7 +24,7 @@ class Publisher:
         self._memory = memory
         self._tiers = tiers
         self._pacer = Pacer(max_num_batched_tokens)
-        self._told_times: tuple[float, ...] = (0.0,) * 4
+        self._told = Held()
 
     def note_step(self, seconds: float, prompt_tokens: int, generating: int) -> None:
         """Notes how long a step took with so many tokens of prompts and of sequences that generated."""
@@ -34,19 +34,17 @@ class Publisher:
         """Returns which blocks have come and gone since the last call, and what work takes; None if no block has, and
         no time has moved. A block that is told as stored may be known already."""
         stored, removed = self._take_blocks()
-        fetching = (0.0, 0.0) if self._tiers is None else self._tiers.fetch_time
-        times = self._pacer.token_s, self._pacer.plain_s, *fetching
-        if not stored and not removed and not any(map(_has_moved, times, self._told_times)):
-            return None
-        self._told_times = times
-        return Held(
+        held = Held(
             stored=b"".join(digest[:DIGEST_BYTES] for digest in stored),
             removed=b"".join(digest[:DIGEST_BYTES] for digest in removed),
-            token_s=times[0],
-            step_s=times[1],
-            fetch_s=times[2],
-            block_fetch_s=times[3],
+            token_s=self._pacer.token_s,
+            step_s=self._pacer.plain_s,
+            fetch_s={} if self._tiers is None else self._tiers.fetch_times(),
         )
+        if not stored and not removed and not _have_moved(held, self._told):
+            return None
+        self._told = held
+        return held
 
     def _take_blocks(self) -> tuple[list[bytes], list[bytes]]:
         """Returns the digests of blocks that can be found now, and of those that cannot, of all that have changed."""
@@ -60,6 +58,15 @@ class Publisher:
         held = below.in_memory([(digest, leading) for digest in digests])
         found = {digest for digest, *ways in zip(digests, here, held, strict=True) if any(ways)}
         return [*stored, *found], [digest for digest in digests if digest not in found]
+
+
+def _have_moved(now: Held, told: Held) -> bool:
+    """Returns whether any time is another than was told."""
+    if now.fetch_s.keys() != told.fetch_s.keys():
+        return True
+    times = [(now.token_s, told.token_s), (now.step_s, told.step_s)]
+    times += [pair for peer, line in now.fetch_s.items() for pair in zip(line, told.fetch_s[peer], strict=True)]
+    return any(_has_moved(*pair) for pair in times)
 
 
 def _has_moved(now: float, told: float) -> bool:

@@ -217,19 +217,17 @@ class Tiers:
             extend_chain(digests, root, tokens[: held.num_blocks * size], size)
             self.peers.store.note_held(held.address, digests)
 
-    @property
-    def fetch_time(self) -> tuple[float, float]:
-        """Returns the seconds that fetching blocks from a peer takes: for all, and for each; zeros if none is known.
-        Peers that are left alone do not count; where all are, it takes for ever."""
-        asked = {} if self.peers is None else self.peers.store.are_asked()
-        if asked and not any(asked.values()):
-            return math.inf, 0.0
-        first, load_times = len(self.offload.tiers), self.transfers.load_times
-        times = [load_times.get(first + number) for number, is_asked in asked.items() if is_asked]
-        lines = [line for each in times if each is not None and (line := each.line)]
-        if not lines:
-            return 0.0, 0.0
-        return sum(line[0] for line in lines) / len(lines), sum(line[1] for line in lines) / len(lines)
+    def fetch_times(self) -> dict[str, tuple[float, float]]:
+        """Returns the seconds that fetching blocks takes, by the peer's address: for all, and for each. A peer that is
+        left alone takes for ever; one of which nothing is known is left out."""
+        times, first = {}, len(self.offload.tiers)
+        for peer in () if self.peers is None else self.peers.store.peers():
+            load_time = self.transfers.load_times.get(first + peer.number)
+            if not peer.is_asked:
+                times[peer.address] = math.inf, 0.0
+            elif load_time is not None and (line := load_time.line) is not None:
+                times[peer.address] = line
+        return times
 
     def close(self) -> None:
         """Waits for what is under way."""

@@ -14,7 +14,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pagemill.kvcache.frame_access import Places
 from pagemill.kvcache.peer_wire import PeerError
@@ -61,6 +61,14 @@ class _Known:
     paused_until_s: float = 0.0
     reason: str = ""
     told: set[str] = field(default_factory=set)
+
+
+class KnownPeer(NamedTuple):
+    """Names a peer: its number as a source of blocks, its address, and whether it is asked now, or left alone."""
+
+    number: int
+    address: str
+    is_asked: bool
 
 
 class PeerStore:
@@ -111,11 +119,13 @@ class PeerStore:
                 found[row] = number if there else None
         return found
 
-    def are_asked(self) -> dict[int, bool]:
-        """Returns the numbers of the peers that are known, and whether each is asked now, or left alone."""
+    def peers(self) -> list[KnownPeer]:
+        """Returns the peers that are known; some may be gone, since nobody says so here."""
         now = time.monotonic()
         with self._lock:
-            return {number: known.paused_until_s <= now for number, known in self._peers.items()}
+            return [
+                KnownPeer(number, known.address, known.paused_until_s <= now) for number, known in self._peers.items()
+            ]
 
     def close(self) -> None:
         with self._lock:
