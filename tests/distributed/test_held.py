@@ -4,11 +4,11 @@ import math
 from types import SimpleNamespace
 
 from pagemill.engine.core import EngineCore
-from pagemill.engine.publishing import Publisher
+from pagemill.engine.publishing import STORING_S, Publisher
 from pagemill.engine.tiers import Tiers
 from pagemill.kvcache import peer_store
 from pagemill.kvcache.load_time import LoadTime
-from pagemill.kvcache.peer_store import PeerStore
+from pagemill.kvcache.peer_store import KnownPeer, PeerStore
 from pagemill.kvcache.peer_wire import PeerError
 from pagemill.memory.kv_events import KVEvents
 
@@ -64,3 +64,15 @@ def test_the_time_of_fetches_is_told_of_each_peer_and_for_ever_of_one_left_alone
     assert told_s() is None
     now[0] += peer_store.FIRST_PAUSE_S
     assert told_s() == {"fast:1": 1.0, "slow:1": 9.0}
+
+
+def test_an_engine_at_rest_looks_again_while_blocks_are_stored_or_a_peer_is_left_alone():
+    tiers = SimpleNamespace(peers=None, transfers=SimpleNamespace(storing=False))
+    publisher = Publisher(SimpleNamespace(), tiers, 512)
+    assert publisher.again_s() == math.inf
+    peers = [KnownPeer(0, "a:1", 0.0), KnownPeer(1, "b:1", 3.0), KnownPeer(2, "c:1", 8.0)]
+    tiers.peers = SimpleNamespace(store=SimpleNamespace(peers=lambda: peers))
+    assert publisher.again_s() == 3.0
+    tiers.transfers.storing = True
+    assert publisher.again_s() == STORING_S < 1.0
+    assert Publisher(SimpleNamespace(), None, 512).again_s() == math.inf

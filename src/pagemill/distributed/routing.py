@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple, get_args
 
 from pagemill.distributed.block_directory import BlockDirectory
 from pagemill.engine.messages import DIGEST_BYTES, EngineReady, EngineRequest
-from pagemill.memory.digest import extend_chain, root_digest
+from pagemill.memory.digest import extend_chain, namespace_root
 from pagemill.namespace import Namespace
 
 RoutingPolicy = Literal["least-work", "round-robin"]
@@ -56,7 +56,7 @@ class Asked(NamedTuple):
         tokens = [*asked.prompt_token_ids, *come]
         adapter = next((each.digest for each in facts.adapters if each.number == asked.adapter), b"")
         space = Namespace(asked.tenant, asked.cache_salt)
-        root = root_digest(facts.fingerprint + adapter, facts.kv_format_name, facts.numerics, str(space))
+        root = namespace_root(space, facts.fingerprint, facts.kv_format_name, facts.numerics, adapter)
         digests: list[bytes] = []
         extend_chain(digests, root, tokens, facts.block_size)
         most = asked.params.max_tokens

@@ -38,7 +38,7 @@ from pagemill.executor.interface import Executor
 from pagemill.executor.load import open_executor
 from pagemill.kvcache.sizing import num_frames
 from pagemill.lora_request import LoRARequest
-from pagemill.memory.digest import extend_chain, root_digest
+from pagemill.memory.digest import extend_chain, namespace_root
 from pagemill.memory.manager import Residency
 from pagemill.namespace import Namespace
 from pagemill.scheduling.sequence import SequenceUpdate
@@ -160,11 +160,14 @@ class EngineCore:
     def rest(self) -> float | None:
         """Ends pins that have expired, and cached blocks that nobody has used for too long.
 
-        Returns in how many seconds to call it again; None if time alone ends nothing more.
+        Returns in how many seconds to call it again, and `take_held` behind it; None if time alone changes nothing
+        more.
         """
         now = time.monotonic()
         due = self.scheduler.expire(now)
         self._save_evicted()
+        if self._publisher is not None:
+            due = min(due, now + self._publisher.again_s())
         return None if due == math.inf else max(0.0, due - now)
 
     def step(self) -> list[SequenceOutput]:
@@ -436,7 +439,7 @@ class EngineCore:
     def root(self, request: EngineRequest | BlocksQuery | KVMapQuery, adapter: bytes = b"") -> bytes:
         """Returns the digest in which the chain of a request's blocks begins. adapter: its adapter's digest, if any."""
         facts, space = self.executor.facts, Namespace(request.tenant or DEFAULT_TENANT, request.cache_salt)
-        return root_digest(facts.fingerprint + adapter, facts.kv_format, facts.numerics, str(space))
+        return namespace_root(space, facts.fingerprint, facts.kv_format, facts.numerics, adapter)
 
     def _end_lost(self, frames: set[int], now: float) -> list[SequenceUpdate]:
         return faults.end_lost(self.executor, self.scheduler, frames, now)

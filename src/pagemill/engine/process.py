@@ -25,6 +25,7 @@ from pagemill.engine.messages import (
     Failure,
     FinishSequences,
     LoadProgress,
+    SequenceOutput,
     Shutdown,
     Start,
     StepOutputs,
@@ -92,9 +93,15 @@ def main(descriptor: int) -> int:
 
 def serve(core: EngineCore, channel: Channel[ToEngine]) -> None:
     """Steps until a `Shutdown`, or until the front end is gone."""
+    outputs: list[SequenceOutput] = []
     while True:
         busy = core.has_work()
-        messages = channel.receive(block=not busy, timeout_s=None if busy else core.rest())
+        rest_s = None if busy else core.rest()
+        if (held := core.take_held()) is not None:  # first: routing knows of blocks before their request's token
+            channel.send(held)
+        if outputs:
+            channel.send(StepOutputs(outputs))
+        messages = channel.receive(block=not busy, timeout_s=rest_s)
         if messages is None:
             return
         for message in messages:
@@ -110,10 +117,6 @@ def serve(core: EngineCore, channel: Channel[ToEngine]) -> None:
                 case Shutdown():
                     return
         outputs = core.step() if core.has_work() else []
-        if (held := core.take_held()) is not None:  # first: routing knows of blocks before their request's token
-            channel.send(held)
-        if outputs:
-            channel.send(StepOutputs(outputs))
 
 
 def _add(core: EngineCore, channel: Channel[ToEngine], request: EngineRequest) -> None:

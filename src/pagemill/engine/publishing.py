@@ -12,9 +12,12 @@ from pagemill.scheduling.pacing import Pacer
 MOVED = 0.1
 """Share by which a measured time must have moved before it is told again."""
 
+STORING_S = 0.25
+"""How often an engine without work looks at what is being stored below its pool."""
+
 
 class Publisher:
-    """Looks at an engine after its steps. memory and tiers record what comes and goes.
+    """Looks at an engine after its steps, and when it rests. memory and tiers record what comes and goes.
 
     A block counts as found while it is in the pool or in a tier in host memory: loading it takes a small part of
     computing it. Of a tier on disk nothing is told, since other processes write to it too.
@@ -45,6 +48,15 @@ class Publisher:
             return None
         self._told = held
         return held
+
+    def again_s(self) -> float:
+        """Returns in how many seconds there may be more to tell though no step runs: blocks that are being stored below
+        the pool, or a peer that is asked again. Infinite: never. What `take` returns later is no older than this."""
+        if self._tiers is None:
+            return math.inf
+        waits = [] if self._tiers.peers is None else [peer.paused_s for peer in self._tiers.peers.store.peers()]
+        storing = STORING_S if self._tiers.transfers.storing else math.inf
+        return min([storing, *(wait for wait in waits if wait > 0)])
 
     def _take_blocks(self) -> tuple[list[bytes], list[bytes]]:
         """Returns the digests of blocks that can be found now, and of those that cannot, of all that have changed."""

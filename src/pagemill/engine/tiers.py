@@ -223,7 +223,7 @@ class Tiers:
         times, first = {}, len(self.offload.tiers)
         for peer in () if self.peers is None else self.peers.store.peers():
             load_time = self.transfers.load_times.get(first + peer.number)
-            if not peer.is_asked:
+            if peer.paused_s:
                 times[peer.address] = math.inf, 0.0
             elif load_time is not None and (line := load_time.line) is not None:
                 times[peer.address] = line

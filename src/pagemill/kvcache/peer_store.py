@@ -64,11 +64,11 @@ class _Known:
 
 
 class KnownPeer(NamedTuple):
-    """Names a peer: its number as a source of blocks, its address, and whether it is asked now, or left alone."""
+    """Names a peer: its number as a source of blocks, its address, and for how many seconds it is left alone yet."""
 
     number: int
     address: str
-    is_asked: bool
+    paused_s: float
 
 
 class PeerStore:
@@ -124,7 +124,8 @@ class PeerStore:
         now = time.monotonic()
         with self._lock:
             return [
-                KnownPeer(number, known.address, known.paused_until_s <= now) for number, known in self._peers.items()
+                KnownPeer(number, known.address, max(0.0, known.paused_until_s - now))
+                for number, known in self._peers.items()
             ]
 
     def close(self) -> None:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from pagemill.errors import KVStoreError
 from pagemill.kvcache.disk_store import DiskStore
 from pagemill.kvcache.store_format import Slots, StoreFormat
-from pagemill.memory.digest import extend_chain, root_digest
+from pagemill.memory.digest import extend_chain, namespace_root
 from pagemill.memory.work import BlockName
 from pagemill.namespace import Namespace
 
@@ -96,7 +96,7 @@ def stored_prefixes(store: DiskStore, prefixes: Sequence[tuple[Namespace, Sequen
     for space, token_ids in prefixes:
         chain: list[bytes] = []
         with suppress(struct.error):  # ids that no token has
-            root = root_digest(bytes.fromhex(at.fingerprint), at.kv_format, at.numerics, str(space))
+            root = namespace_root(space, bytes.fromhex(at.fingerprint), at.kv_format, at.numerics)
             extend_chain(chain, root, token_ids, at.block_size)
         whole = takewhile(lambda digest: len(stored.get(digest, ())) == groups, chain)
         found.append([name for digest in whole for name in stored.get(digest, ())])

@@ -150,6 +150,12 @@ class Transfers:
                 self._waiting -= len(saves)
             self._count(blocks_saved=stored, blocks_dropped=len(saves) - stored)
 
+    @property
+    def storing(self) -> bool:
+        """Returns whether blocks are copied out and not stored yet."""
+        with self._lock:
+            return self._waiting > 0
+
     def keep(self, saves: Sequence[Save]) -> None:
         """Stores these blocks, those used last first, then those in offload stores, where they outlive the process: as
         many as there is room for, however long that takes."""

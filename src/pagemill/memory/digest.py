@@ -19,6 +19,8 @@ import hashlib
 import struct
 from collections.abc import Sequence
 
+from pagemill.namespace import Namespace
+
 VERSION = b"pagemill-kv-1"
 TOKEN_BYTES = 4
 
@@ -37,6 +39,14 @@ def root_digest(fingerprint: bytes, kv_format: str, numerics: str, namespace: st
         root.update(struct.pack("<I", len(field)))
         root.update(field)
     return root.digest()
+
+
+def namespace_root(space: Namespace, fingerprint: bytes, kv_format: str, numerics: str, adapter: bytes = b"") -> bytes:
+    """Returns the digest (32 bytes) in which the chains of a namespace's requests begin, see `root_digest`.
+
+    fingerprint: of the model's weights and configuration. adapter: the digest of the requests' adapter; empty for none.
+    """
+    return root_digest(fingerprint + adapter, kv_format, numerics, str(space))
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
