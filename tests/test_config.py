@@ -80,6 +80,19 @@ def test_a_folder_for_blocks_on_disk_needs_room_on_disk():
     assert caught.value.param == "kv_disk_path"
 
 
+@pytest.mark.parametrize(
+    ("settings", "way_out"),
+    [
+        ({"kv_disk_memory": "1GiB"}, "set kv_disk_path to it"),
+        ({"kv_host_memory": "1GiB"}, "kv_disk_memory to the room"),
+        ({"kv_disk_memory": "50%", "kv_disk_path": "kv"}, "is '50%', .* give bytes"),
+    ],
+)
+def test_a_shared_folder_has_a_place_and_a_size(settings, way_out):
+    with pytest.raises(ConfigError, match=way_out):
+        EngineConfig(model="m", kv_disk_shared=True, **settings)
+
+
 @pytest.mark.parametrize("dtype", ["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e5m2", "int8", "int4_mixed"])
 def test_the_cache_may_have_a_dtype_of_its_own(dtype):
     assert EngineConfig(model="m", kv_cache_dtype=dtype).kv_cache_dtype == dtype

@@ -119,6 +119,10 @@ class EngineConfig:
     kv_disk_path: Annotated[str | None, about("Folder for blocks on disk. Default: kv in pagemill's cache folder.")] = (
         None
     )
+    kv_disk_shared: Annotated[
+        bool,
+        about("Keep each block on disk in a file of its own, in a folder that several machines mount (NFS and such)."),
+    ] = False
     enable_prefix_caching: Annotated[bool, about("Share the KV cache of equal prefixes.")] = True
     eviction_policy: Annotated[
         Literal["lru", "lfu", "cost"],
@@ -241,6 +245,18 @@ class EngineConfig:
                 f"kv_disk_path is {self.kv_disk_path!r}, but no blocks go to disk; set kv_disk_memory too, or leave "
                 f"kv_disk_path out",
                 param="kv_disk_path",
+            )
+        if self.kv_disk_shared and (self.kv_disk_memory is None or self.kv_disk_path is None):
+            raise ConfigError(
+                "kv_disk_shared is for blocks in a folder that several machines mount; set kv_disk_path to it, and "
+                "kv_disk_memory to the room for blocks there",
+                param="kv_disk_shared",
+            )
+        if self.kv_disk_shared and str(self.kv_disk_memory).endswith("%"):
+            raise ConfigError(
+                f"kv_disk_memory is {self.kv_disk_memory!r}, a share of the free space, of which blocks in a shared "
+                'folder leave less and less; give bytes, such as "200GiB"',
+                param="kv_disk_memory",
             )
         tiers = self.kv_host_memory is not None or self.kv_disk_memory is not None
         if self.preemption_mode == "swap" and not (tiers and self.enable_prefix_caching):

@@ -153,6 +153,30 @@ def test_an_engine_takes_another_kind_of_tier(conversations, expected, make_engi
     again.close()
 
 
+def test_engines_that_share_a_folder_find_each_others_blocks_while_both_run(
+    conversations, expected, make_engine, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(LoadTime, "pays", lambda *how: True)
+    settings = {**SMALL, "kv_disk_memory": "1GiB", "kv_disk_path": str(tmp_path), "kv_disk_shared": True}
+    one, other = make_engine(**settings), make_engine(**settings)
+    drive(one, conversations)
+    one.tiers.transfers.flush()
+    here, there = (core.tiers.offload.tiers[-1] for core in (one, other))
+    there.look()
+    assert len(there.names()) == len(here.names()) == one.stats().blocks_saved >= 6 * BLOCKS - one.stats().frames
+    run = drive(other, conversations, record=True)
+    assert max(run.cached.values()) == BLOCKS * 16
+    same(run, expected)
+    assert other.stats().blocks_loaded >= 3 * BLOCKS
+    for core in (one, other):
+        core.close()
+    again = make_engine(**settings)
+    run = drive(again, conversations, record=True)
+    assert set(run.cached.values()) == {BLOCKS * 16}
+    same(run, expected)
+    again.close()
+
+
 @pytest.fixture
 def kept(conversations, make_engine, tmp_path):
     """Settings of an engine that was closed after the conversations, its file of blocks, and the size of a slot."""

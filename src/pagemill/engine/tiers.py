@@ -20,6 +20,7 @@ from pagemill.kvcache.disk_store import DiskStore, file_bytes
 from pagemill.kvcache.host_store import ENTRY_BYTES, CompressedStore, HostStore
 from pagemill.kvcache.load_time import PrefillTime
 from pagemill.kvcache.offload_tiers import OffloadStore, OffloadTiers, Sources
+from pagemill.kvcache.shared_store import SharedStore
 from pagemill.kvcache.sizing import host_memory, parse_memory
 from pagemill.kvcache.store_format import StoreFormat, default_root
 from pagemill.kvcache.transfers import Transfers, TransferStats
@@ -61,7 +62,7 @@ def streamed_room(config: EngineConfig, least: int, most: int, frame_bytes: int)
     """Returns room for `least` to `most` streamed blocks in the first lower tier that has so much; else no room."""
     if config.kv_host_memory is not None and (frames := _host_bytes(config) // frame_bytes) >= least:
         return Streamed(min(frames, most))
-    if config.kv_disk_memory is not None:
+    if config.kv_disk_memory is not None and not config.kv_disk_shared:
         root = _disk_root(config)
         if (frames := _disk_bytes(config, root) // frame_bytes) >= least:
             return Streamed(min(frames, most), root)
@@ -128,10 +129,7 @@ def make_tiers(
         elif capacity > 0:
             tiers.append(HostStore(capacity, record_bytes, pinned=facts.locks_pages))
     if config.kv_disk_memory is not None:
-        root = _disk_root(config)
-        limit = _disk_bytes(config, root, file_bytes(root, format)) - taken["disk"]
-        if limit > 2 * record_bytes or not taken["disk"]:
-            tiers.append(DiskStore(root, format, limit))
+        tiers += _disk_tier(config, format, taken["disk"])
     if peering is None or not config.enable_prefix_caching:
         offload = OffloadTiers(tiers, record_bytes, records_changes=publishes)
         return Tiers(offload, executor, memory, config.preemption_mode) if tiers else None
@@ -141,6 +139,15 @@ def make_tiers(
     served = ServedBlocks(memory, executor.frames, offload, format, serves_pool=not drafts)
     peers = PeerLink(peering, format, store, served)
     return Tiers(offload, executor, memory, config.preemption_mode, peers)
+
+
+def _disk_tier(config: EngineConfig, format: StoreFormat, taken: int) -> list[OffloadStore]:
+    """Returns the disk tier, unless streamed blocks, which take so many bytes of it, leave no room."""
+    root = _disk_root(config)
+    if config.kv_disk_shared:
+        return [SharedStore(root, format, _disk_bytes(config, root))]
+    limit = _disk_bytes(config, root, file_bytes(root, format)) - taken
+    return [DiskStore(root, format, limit)] if limit > 2 * format.record_bytes or not taken else []
 
 
 class Tiers:

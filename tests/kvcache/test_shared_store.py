@@ -1,0 +1,184 @@
+"""Blocks in a folder that several processes share without knowing of each other: found, made room for, never wrong."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import closing
+
+import numpy as np
+import pytest
+from disk_blocks import FORMAT, RECORD, content, digest_of, name_of, read
+from hypothesis import settings
+from test_tier_tenants import CAPACITY, DiskTier
+
+from pagemill.errors import KVStoreError
+from pagemill.kvcache import shared_store
+from pagemill.kvcache.shared_store import SharedStore
+from pagemill.kvcache.store_format import HEAD_BYTES
+
+BLOCK = HEAD_BYTES + RECORD
+
+
+@pytest.fixture(autouse=True)
+def looks_when_told(monkeypatch):
+    monkeypatch.setattr(shared_store, "LOOK_EVERY_S", 3600.0)
+    monkeypatch.setattr(shared_store, "TOUCH_S", -1.0)
+
+
+def shared(folder, blocks: int = 100) -> SharedStore:
+    return SharedStore(folder, FORMAT, blocks * BLOCK)
+
+
+def write(store: SharedStore, indices, group: int = 0, tenant: str = "default") -> int:
+    names = [name_of(i, group)._replace(tenant=tenant) for i in indices]
+    return store.write(names, [content(i, group) for i in indices])
+
+
+def files(store: SharedStore) -> list:
+    return sorted(path for path in store.folder.glob("*/*/*") if path.is_file())
+
+
+class SharedTier(DiskTier):
+    def open(self):
+        return shared(self.folder, CAPACITY)
+
+    def teardown(self) -> None:
+        assert len(files(self.store)) == len(self.store.names())
+        super().teardown()
+
+
+TestSharedTier = SharedTier.TestCase
+TestSharedTier.settings = settings(max_examples=25, stateful_step_count=20, deadline=None)
+
+
+def test_two_stores_find_each_others_blocks_with_their_next_look(tmp_path):
+    with closing(shared(tmp_path)) as one, closing(shared(tmp_path)) as other:
+        assert write(one, range(20)) == 20
+        assert write(one, range(30)) == 10
+        assert write(one, [3], group=1, tenant="Jürgen / ..") == 1
+        assert read(other, range(30)) == []
+        other.look()
+        assert read(other, range(31)) == list(range(30))
+        assert read(other, [3, 4], group=1) == [3]
+        assert other.blocks_by_tenant() == {"default": 30, "Jürgen / ..": 1}
+        assert sorted(other.names()) == sorted(one.names())
+        assert write(other, range(30)) == 0
+
+
+def test_another_process_finds_them_too(tmp_path):
+    program = (
+        "import sys; sys.path[:0] = sys.argv[2:]\n"
+        "from pathlib import Path\n"
+        "from test_shared_store import shared, write\n"
+        "store = shared(Path(sys.argv[1])); write(store, range(10)); store.close()\n"
+    )
+    with closing(shared(tmp_path)) as store:
+        subprocess.run([sys.executable, "-c", program, str(tmp_path), *sys.path], check=True, timeout=120)
+        store.look()
+        assert read(store, range(11)) == list(range(10))
+
+
+def test_what_another_store_removed_is_not_found_and_not_an_error(tmp_path):
+    with closing(shared(tmp_path)) as one, closing(shared(tmp_path)) as other:
+        write(one, range(4))
+        other.look()
+        files(one)[0].unlink()
+        assert len(read(other, range(4))) == 3
+        assert len(other.names()) == 3
+        for path in files(one):
+            path.unlink()
+        other.look()
+        assert other.holds([(digest_of(i), 0) for i in range(4)]) == [False] * 4
+        assert write(other, range(4)) == 4
+
+
+@pytest.mark.parametrize("damage", ["cut", "content", "head", "another"])
+def test_a_damaged_block_is_removed_and_never_given(tmp_path, damage):
+    with closing(shared(tmp_path)) as store:
+        write(store, range(6))
+        path = next(path for path in files(store) if path.name.startswith(digest_of(2).hex()))
+        image = bytearray(path.read_bytes())
+        if damage == "cut":
+            del image[-1:]
+        elif damage == "another":
+            image[:] = next(each for each in files(store) if each != path).read_bytes()
+        else:
+            image[-7 if damage == "content" else 20] ^= 1
+        path.write_bytes(image)
+        assert read(store, range(6)) == [0, 1, 3, 4, 5]
+        assert not path.exists()
+        assert write(store, [2]) == 1
+        assert read(store, range(6)) == list(range(6))
+
+
+def test_what_others_used_makes_room_last(tmp_path):
+    with closing(shared(tmp_path, 4)) as one, closing(shared(tmp_path, 4)) as other:
+        write(one, [10])
+        write(one, [11])
+        write(one, [12, 13])
+        other.look()
+        other.use([(digest_of(10), 0)])
+        other.look()
+        write(one, [14])
+        assert read(one, range(10, 15)) == [10, 12, 13, 14]
+
+
+def test_a_chains_end_makes_room_first_and_more_than_fits_is_left_out(tmp_path):
+    with closing(shared(tmp_path, 4)) as store:
+        assert write(store, range(6)) == 4
+        assert read(store, range(6)) == [0, 1, 2, 3]
+        write(store, [50])
+        assert read(store, range(51)) == [0, 1, 2, 50]
+
+
+def test_only_the_owner_may_look(tmp_path):
+    with closing(shared(tmp_path)) as store:
+        write(store, range(3))
+        assert {path.stat().st_mode & 0o777 for path in store.folder.rglob("*") if path.is_file()} == {0o600}
+        assert {path.stat().st_mode & 0o777 for path in store.folder.rglob("*") if path.is_dir()} == {0o700}
+
+
+def test_an_unfinished_file_is_no_block_and_goes_after_an_hour(tmp_path):
+    with closing(shared(tmp_path)) as store:
+        write(store, range(2))
+        left = files(store)[0].with_name("0.1.2.unfinished")
+        left.write_bytes(b"half")
+        store.look()
+        assert left.exists()
+        os.utime(left, (0, 0))
+        store.look()
+        assert not left.exists()
+        assert read(store, range(2)) == [0, 1]
+
+
+def test_a_folder_that_cannot_be_listed_keeps_what_is_known(tmp_path, caplog):
+    with closing(shared(tmp_path)) as store:
+        write(store, range(3))
+        moved = store.folder.rename(tmp_path / "moved")
+        with pytest.raises(OSError, match="No such file"):
+            store.look()
+        assert store.holds([(digest_of(0), 0)]) == [True]
+        moved.rename(store.folder)
+        assert read(store, range(3)) == [0, 1, 2]
+
+
+def test_what_the_folder_refuses_is_an_error_that_leaves_nothing_behind(tmp_path, monkeypatch):
+    with closing(shared(tmp_path)) as store:
+        write(store, range(2))
+
+        def full(*_) -> None:
+            raise OSError(28, "No space left on device")
+
+        monkeypatch.setattr(shared_store.Path, "rename", full)
+        with pytest.raises(KVStoreError, match=r"took no more blocks.*No space left.*lower its limit"):
+            write(store, [5])
+        assert store.holds([(digest_of(5), 0)]) == [False]
+        assert not list(store.folder.rglob("*.unfinished"))
+        np.testing.assert_array_equal(read(store, range(2)), [0, 1])
+    with pytest.raises(KVStoreError, match="one block takes 5092; raise its limit"):
+        SharedStore(tmp_path, FORMAT, 100)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KVStoreError, match="cannot be opened"):
+        SharedStore(tmp_path / "file", FORMAT, 1 << 20)
