@@ -54,7 +54,7 @@ coverage: $(BUILT)  ## Run the tests and state which lines and branches they rea
 
 soak: $(BUILT)  ## Ten minutes of random requests, faults, limits and sizes: no bit may change, no block be lost (settings: SOAK_ARGS)
 	@$(MODEL_READY)
-	@exec $(BIN)/python tests/soak/chaos.py $(SOAK_ARGS)
+	@exec $(BIN)/python -m tests.soak.chaos $(SOAK_ARGS)
 
 soak-server: $(BUILT)  ## Ten minutes of random clients while engine and server are killed, stopped and changed: no answer may be wrong, no block be lost (settings: SOAK_ARGS)
 	@$(MODEL_READY)

@@ -1,22 +1,20 @@
 """A soak: random requests on the real model while everything about its memory changes and fails.
 
 Requests of three tenants, some of them longer than the pool, parallel samples, beams, forks of running requests, turns
-of sessions, pins, aborts, drafts, answers held to forms, other pool sizes and limits, idle time-outs; a disk that is
-full, reads that fail, blocks that rot on disk, streamed blocks that cannot be written or read or are lost later, steps
-that break, plans that cannot be carried out. The KV format is drawn. Every answer must be, to the bit, what a calm
-engine gives, or its beginning where a fault ended it, and in the end every block is free.
+of sessions, pins, aborts, drafts, LoRA adapters, embeddings, answers held to forms, other pool sizes and limits, idle
+time-outs; and faults (`soak_faults.py`). Engine after engine is drawn (`drawn_engine.py`), so that every KV format and
+every way of drafting has its turn. Every answer must be, to the bit, what a calm engine gives, or its beginning where a
+fault ended it, and in the end every block is free.
 
-`python tests/soak/chaos.py --seconds 600` is `make soak`; `test_soak.py` runs it for a minute.
+`python -m tests.soak.chaos --seconds 600` is `make soak`; `test_soak.py` runs it for a minute.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import logging
 import math
-import os
 import random
 import sys
 import tempfile
@@ -24,28 +22,20 @@ import time
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import msgspec
-import torch
-from safetensors.torch import save_file
+from tests.soak.drawn_engine import ADAPTERS, FORMATS, MODEL, DrawnEngine, EagerDrafter
+from tests.soak.soak_faults import Faults
 
-from pagemill import LLM, SamplingParams, TenantLimits
-from pagemill.arguments import arguments_of
-from pagemill.config import EngineConfig
+from pagemill import LLM, PoolingParams, SamplingParams, TenantLimits
 from pagemill.engine.messages import EngineRequest, Failure
-from pagemill.errors import ConfigError, InvalidRequestError, KVMemoryError, KVStoreError
+from pagemill.errors import ConfigError, InvalidRequestError, KVMemoryError
 from pagemill.frontend.request_state import RequestState
 from pagemill.frontend.worker import immediately
-from pagemill.kvcache import read_ahead, streamed_file
-from pagemill.kvcache.disk_store import DiskStore
-from pagemill.kvcache.kv_format import kv_format
 from pagemill.namespace import Namespace
 from pagemill.sampling.params import BeamSearchParams
 
-MODEL = "smollm2-135m"
-HIDDEN = 576
-FORMATS = {"float32": 40, "int4_mixed": 52, "fp8": 40, "int8": 40}
-"""Names of KV formats, and the frames of a pool; where the latest tokens have remainders, these need some."""
 MAX_LEN = 800
 """50 blocks."""
 TENANTS = ("default", "calm", "wild")
@@ -55,20 +45,26 @@ FORMS = (
     {"grammar": 'start: ("paging" | /[0-9]{1,3}/ | " ")+'},
     {"json": {"type": "array", "items": {"enum": ["Atlas", 1961, None]}, "minItems": 2}},
 )  # fmt: skip
+SAMPLING: tuple[dict[str, Any], ...] = (
+    {}, {}, {}, {"repetition_penalty": 1.2}, {"presence_penalty": 0.6, "frequency_penalty": 0.4},
+    {"top_p": 0.8, "top_k": 40}, {"min_p": 0.05, "logit_bias": {28: 2.0}},
+    {"min_tokens": 6, "stop_token_ids": [28, 30], "structured_outputs": None},
+    {"bad_words": [" the"], "allowed_token_ids": [*range(16, 9000)], "structured_outputs": None},
+)  # fmt: skip
 ENOUGH = 10_000
 """Steps in which everything ends, unless a block that has been lost is waited for."""
 
 
 @dataclass
 class Answer:
-    """What has come of one request, by sequence: token ids, log probabilities, how it ended."""
+    """What has come of one request, by sequence: token ids, log probabilities, how it ended, score and embedding."""
 
     request: EngineRequest
     state: RequestState | None = None
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list] = field(default_factory=dict)
     ended: dict[int, str] = field(default_factory=dict)
-    score: dict[int, float | None] = field(default_factory=dict)
+    score: dict[int, tuple[float | None, bytes | None]] = field(default_factory=dict)
 
     def take(self, output) -> None:
         index = output.index
@@ -76,7 +72,7 @@ class Answer:
         self.logprobs.setdefault(index, []).extend([*(output.prompt_logprobs or []), *(output.logprobs or [])])
         if output.finish_reason is not None:
             assert index not in self.ended, f"{output.request_id} ended twice"
-            self.ended[index], self.score[index] = output.finish_reason, output.cumulative_logprob
+            self.ended[index], self.score[index] = output.finish_reason, (output.cumulative_logprob, output.pooled)
 
     @property
     def is_over(self) -> bool:
@@ -88,136 +84,27 @@ class Answer:
         return self.request.params.structured_outputs is not None and not any(self.tokens.values())
 
 
-class Faults:
-    """Of the disk, and of steps. `random` decides; all are mended by `stop`. ending: those that may end requests."""
-
-    ending = ("unplanned", "unwritten", "unread", "lost")
-
-    def __init__(self, core, seed: int) -> None:
-        self.random = random.Random(seed)
-        self.counts: Counter[str] = Counter()
-        self.full = self.unreadable = self.breaking = self.harm = 0.0
-        self._next: list[tuple[float, float, float, float]] = []
-        self._disk: DiskStore = core.tiers.offload.tiers[-1]
-        self._streamed = core.executor.pool.streamed_file
-        put, read, run, apply = self._disk.put, self._disk.read, core.executor.run, core.executor.apply
-        write_below, read_below, read_layer = self._streamed.write, self._streamed.read, read_ahead.read_runs
-
-        def failing_put(*args):
-            if self._happens("full", self.full):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            return put(*args)
-
-        def failing_read(*args):
-            if self._happens("unreadable", self.unreadable):
-                raise KVStoreError("the disk answers no more")
-            return read(*args)
-
-        def failing_run(plan):
-            if self._happens("lost", self.harm):
-                self._lose()
-            # Of several rows: then the engine runs halves of it again. A row that fails alone would be an error.
-            if len(plan.rows) > 1 and self._happens("broken steps", self.breaking):
-                raise RuntimeError("the device hiccups")
-            return run(plan)
-
-        def failing_apply(plan):
-            if len(plan.rows) and self._happens("unplanned", self.harm):
-                raise RuntimeError("the device is gone")
-            return apply(plan)
-
-        def failing_write_below(*args):
-            if self._happens("unwritten", self.harm):
-                raise KVStoreError("the disk takes no more")
-            return write_below(*args)
-
-        def failing_read_below(*args):
-            if self._happens("unread", self.harm):
-                raise KVStoreError("the disk answers no more")
-            return read_below(*args)
-
-        def failing_read_layer(*args):
-            return not self._happens("unread", self.harm / 30) and read_layer(*args)
-
-        self._disk.put, self._disk.read = failing_put, failing_read
-        core.executor.run, core.executor.apply = failing_run, failing_apply
-        self._streamed.write, self._streamed.read = failing_write_below, failing_read_below
-        self._patched = streamed_file.written_back, read_layer
-        read_ahead.read_runs = failing_read_layer
-
-    def _lose(self) -> None:
-        """The system drops what it could not write of streamed blocks, and says so once."""
-        taken, due, file = self._patched[0], [False], self._streamed.fileno()
-        os.pwrite(file, self.random.randbytes(4096) * (os.fstat(file).st_size // 4096), 0)
-        streamed_file.written_back = lambda *at: due.pop() if due else taken(*at)
-
-    @property
-    def ended(self) -> int:
-        """Faults so far that may have ended requests."""
-        return sum(self.counts[what] for what in self.ending)
-
-    def _happens(self, what: str, share: float) -> bool:
-        happens = self.random.random() < share
-        self.counts[what] += happens
-        return happens
-
-    def change(self) -> None:
-        """Goes on to other faults, in a random order in which all of them have their turn."""
-        if not self._next:
-            self._next = [
-                (0, 0, 0, 0), (0.3, 0, 0.1, 0), (0, 0.5, 0, 0), (1, 1, 0, 0), (0.1, 0.1, 0.3, 0), (0, 0, 0, 0.08),
-            ]  # fmt: skip
-            self.random.shuffle(self._next)
-        self.full, self.unreadable, self.breaking, self.harm = self._next.pop()
-
-    def rot(self) -> None:
-        """Overwrites a few bytes of a block on disk."""
-        size = (self._disk.folder / "blocks.dat").stat().st_size
-        if size:
-            self.counts["rotten"] += 1
-            with (self._disk.folder / "blocks.dat").open("r+b") as file:
-                file.seek(self.random.randrange(size))
-                file.write(b"rotten")
-
-    def stop(self) -> None:
-        self.full = self.unreadable = self.breaking = self.harm = 0.0
-        streamed_file.written_back, read_ahead.read_runs = self._patched
-
-
-def save_heads(folder: Path) -> str:
-    """Saves heads of random weights for the model, which guess a few tokens, and returns their folder."""
-    torch.manual_seed(0)
-    weights = {f"blocks.{head}.layers.0.weight": torch.randn(HIDDEN, HIDDEN) / HIDDEN for head in range(3)}
-    weights |= {"lm_heads.0.weight": torch.randn(64, HIDDEN), "token_map": torch.arange(0, 640, 10)}
-    heads = folder / "heads"
-    heads.mkdir(parents=True, exist_ok=True)
-    save_file(weights, heads / "model.safetensors")
-    (heads / "config.json").write_text('{"original_lm_head": true}', encoding="utf-8")
-    return str(heads)
-
-
 class Soak:
     """One engine under chaos. `run`, then `settle`, then `differences` against a calm engine."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         self.random = random.Random(seed)
         self.counts: Counter[str] = Counter()
-        self.kv_format = random.Random(seed).choice([*FORMATS])
-        self.frames = FORMATS[self.kv_format]
-        frame_bytes = self.frame_bytes = 30 * 16 * kv_format(self.kv_format).slot_bytes(3, 64, 64)
+        self.drawn = DrawnEngine(folder, seed)
+        self.frames, frame_bytes = self.drawn.frames, self.drawn.frame_bytes
         self.llm = LLM(
-            MODEL, dtype="float32", kv_cache_dtype=self.kv_format, max_model_len=MAX_LEN, max_num_seqs=8,
-            max_num_batched_tokens=96, check_invariants=True, kv_memory=self.frames * frame_bytes,
-            kv_host_memory=8 * frame_bytes,
-            kv_host_compression=self.random.choice(arguments_of(EngineConfig)["kv_host_compression"].choices),
-            speculative_config=self.random.choice(
-                [{"method": "ngram"}, {"method": "suffix"}, {"method": "medusa", "model": save_heads(folder)}]
-            ),
-            kv_disk_memory=160 * frame_bytes, kv_disk_path=str(folder), max_sessions=6,
-            tenants={name: TenantLimits() for name in TENANTS[1:]},
+            MODEL, max_model_len=MAX_LEN, max_num_seqs=8, max_num_batched_tokens=96, check_invariants=True,
+            kv_memory=self.frames * frame_bytes, kv_host_memory=8 * frame_bytes, kv_disk_memory=160 * frame_bytes,
+            kv_disk_path=str(folder), max_sessions=6, tenants={name: TenantLimits() for name in TENANTS[1:]},
+            **self.drawn.same, **self.drawn.others,
         )  # fmt: skip
+        assert self.llm.stats().block_bytes == frame_bytes
         self.core = self.llm.client.core
-        self.drafter = self.core.scheduler.drafter
+        own = self.core.scheduler.drafter
+        self.drafters = [own, own, None]
+        if self.core.executor.facts.drafts is not None:
+            self.drafters += [EagerDrafter(seed)] * 3
+        self.core.scheduler.drafter = self.drafters[-1] or own
         self.faults = Faults(self.core, seed)
         self.answers: dict[str, Answer] = {}
         self.live: dict[str, Answer] = {}
@@ -231,9 +118,9 @@ class Soak:
     def run(self, seconds: float = math.inf, steps: int = 1 << 30) -> None:
         """For so long, or so many steps."""
         actions = {
-            self.ask: 30, self.search: 4, self.fork: 8, self.talk: 20, self.change_sessions: 3, self.pin: 4,
-            self.unpin: 4, self.abort: 3, self.resize: 4, self.limit: 4, self.faults.change: 3, self.faults.rot: 2,
-            self.speculate: 1,
+            self.ask: 30, self.search: 4, self.embed: 3, self.fork: 8, self.talk: 20, self.change_sessions: 3,
+            self.pin: 4, self.unpin: 4, self.abort: 3, self.resize: 4, self.limit: 4, self.faults.change: 8,
+            self.faults.rot: 2, self.speculate: 3,
         }  # fmt: skip
         end = time.monotonic() + seconds
         while time.monotonic() < end and self.counts["steps"] < steps:
@@ -268,11 +155,12 @@ class Soak:
 
     def _params(self) -> SamplingParams:
         n, seed = self.random.choice([(1, None), (1, None), (1, 1), (2, 2), (3, 3)])
-        return SamplingParams(
-            n=n, seed=seed, temperature=0.0 if seed is None else 0.9, max_tokens=self.random.choice([2, 8, 20]),
-            logprobs=1, ignore_eos=self.random.random() < 0.5, structured_outputs=self.random.choice(FORMS),
-            prompt_logprobs=1 if self.random.random() < 0.1 else None,
-        )  # fmt: skip
+        params = {
+            "max_tokens": self.random.choice([2, 8, 20, 40]), "ignore_eos": self.random.random() < 0.5,
+            "structured_outputs": self.random.choice(FORMS),
+            "prompt_logprobs": 1 if self.random.random() < 0.1 else None,
+        } | self.random.choice(SAMPLING)  # fmt: skip
+        return SamplingParams(n=n, seed=seed, temperature=0.0 if seed is None else 0.9, logprobs=1, **params)
 
     def _add(self, state: RequestState, fork_of: tuple[str, int] | None = None) -> None:
         request = state.asked
@@ -287,38 +175,54 @@ class Soak:
         self.counts["held to forms"] += request.params.structured_outputs is not None
         self.answers[request.request_id] = self.live[request.request_id] = answer
 
-    def _process(self, prompt, params, tenant: str, salt: str):
+    def _process(self, prompt, params, tenant: str, salt: str, **how: Any):
         prompt = {"prompt_token_ids": prompt, "cache_salt": salt}
         name = f"r{next(self.numbers)}"
         return self.llm.frontend.inputs.process(
-            prompt, params, name, priority=self.random.randint(-1, 1), tenant=tenant
+            prompt, params, name, priority=self.random.randint(-1, 1), tenant=tenant, **how
         )
+
+    def _adapter(self) -> int:
+        return self.random.choice((0, 0, 0, *ADAPTERS))
 
     def ask(self) -> None:
         tenant, salt = self.random.choice(TENANTS), self.random.choice(SALTS)
-        self._add(self._process(self.random.choice(self.prompts), self._params(), tenant, salt))
+        prompt = self.random.choice(self.prompts)
+        self._add(self._process(prompt, self._params(), tenant, salt, adapter=self._adapter()))
+
+    def embed(self) -> None:
+        pooling = PoolingParams(pooling_type=self.random.choice(["LAST", "MEAN"]))
+        self._add(
+            self._process(self.random.choice(self.prompts), None, self.random.choice(TENANTS), "", pooling=pooling)
+        )
 
     def search(self) -> None:
         params = BeamSearchParams(self.random.choice([2, 3]), max_tokens=8, ignore_eos=True)
-        self._add(self._process(self.random.choice(self.prompts), params, self.random.choice(TENANTS), ""))
+        prompt, tenant = self.random.choice(self.prompts), self.random.choice(TENANTS)
+        self._add(self._process(prompt, params, tenant, "", adapter=self._adapter()))
 
     def fork(self) -> None:
-        going_on = [a for a in self.live.values() if a.request.beam is None and a.request.pin is None and a.tokens]
+        going_on = [
+            a for a in self.live.values() if a.request.beam is None and a.request.pin is None and any(a.tokens.values())
+        ]
         if going_on:
             answer = self.random.choice(going_on)
             index = self.random.choice([*answer.tokens])
             prompt = answer.request.prompt_token_ids + answer.tokens[index]
-            item = self._process(prompt, self._params(), answer.request.tenant, answer.request.cache_salt)
-            self._add(item, fork_of=(answer.request.request_id, index))
+            of = answer.request
+            item = self._process(prompt, self._params(), of.tenant, of.cache_salt, adapter=of.adapter)
+            self._add(item, fork_of=(of.request_id, index))
 
     def talk(self) -> None:
         space, name = Namespace(self.random.choice(TENANTS), self.random.choice(SALTS)), self.random.choice("xy")
         piece = self.random.choice(self.prompts)[: self.random.choice([5, 30])]
+        adapter = self.llm.client.facts.adapters[0] if name == "y" else None
         params = SamplingParams(
             temperature=0.0, max_tokens=self.random.choice([3, 10]), logprobs=1,
             structured_outputs=self.random.choice(FORMS),
         )  # fmt: skip
-        self._add(self.llm.frontend.turns.begin(name, space, piece, params, f"r{next(self.numbers)}"))
+        request = self.llm.frontend.turns.begin(name, space, piece, params, f"r{next(self.numbers)}", adapter=adapter)
+        self._add(request)
 
     def change_sessions(self) -> None:
         """Forks a session if there is one, or deletes one that has grown."""
@@ -350,7 +254,7 @@ class Soak:
 
     def resize(self) -> None:
         frames = self.frames * self.random.choice([20, 30, 40, 55]) // 40
-        self.llm.resize_kv_memory(self.random.choice(["used", None, frames * self.frame_bytes]))
+        self.llm.resize_kv_memory(self.random.choice(["used", None, frames * self.drawn.frame_bytes]))
 
     def limit(self) -> None:
         limits = TenantLimits(
@@ -366,7 +270,7 @@ class Soak:
 
     def speculate(self) -> None:
         """Goes on with drafts, or without."""
-        self.core.scheduler.drafter = self.random.choice([self.drafter, self.drafter, None])
+        self.core.scheduler.drafter = self.random.choice(self.drafters)
 
     # What is left
 
@@ -397,9 +301,8 @@ class Soak:
         """Requests whose answer is not that of a calm engine: no cache, no tiers, a large pool, other steps. What
         had come of one that was aborted must be its beginning."""
         calm: dict[str, Answer] = {}
-        with LLM(MODEL, dtype="float32", kv_cache_dtype=self.kv_format, max_model_len=MAX_LEN,
-                 enable_prefix_caching=False, max_num_seqs=24, max_num_batched_tokens=512,
-                 kv_memory="1GiB") as llm:  # fmt: skip
+        with LLM(MODEL, max_model_len=MAX_LEN, enable_prefix_caching=False, max_num_seqs=24, kv_memory="1GiB",
+                 max_num_batched_tokens=512, **self.drawn.same) as llm:  # fmt: skip
             core = llm.client.core
             alike: dict[bytes, str] = {}
             same_as = {}
@@ -418,7 +321,8 @@ class Soak:
                 for output in core.step():
                     calm[output.request_id].take(output)
         self.counts["compared"] = len(self.answers)
-        return [name for name, answer in self.answers.items() if not _agrees(answer, calm[same_as[name]])]
+        self.calm = {name: calm[same] for name, same in same_as.items()}
+        return [name for name, answer in self.answers.items() if not _agrees(answer, self.calm[name])]
 
 
 def _agrees(answer: Answer, calm: Answer) -> bool:
@@ -437,23 +341,31 @@ def is_refusal(failure: Failure) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=600.0)
-    parser.add_argument("--steps", type=int, default=1 << 30, help="end after so many, if that is sooner")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=600.0, help="of all engines together")
+    parser.add_argument("--steps", type=int, default=1 << 30, help="end each engine after so many, if that is sooner")
+    parser.add_argument("--seed", type=int, default=0, help="of the first engine; the next has the next")
+    parser.add_argument("--engines", type=int, default=len(FORMATS), help="so many are drawn, one after another")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
-    with tempfile.TemporaryDirectory() as folder:
-        soak = Soak(Path(folder), args.seed)
-        soak.run(args.seconds, args.steps)
-        soak.settle()
-    different = soak.differences()
-    sys.stdout.write(
-        f"K/V in {soak.kv_format}\ndone:   {dict(soak.counts)}\nfaults: {dict(soak.faults.counts)}\n{soak.stats}\n"
-    )
-    sys.stdout.write(f"answers that differ from the calm engine's: {different or 'none'}\n")
-    for name in different:
-        sys.stdout.write(f"{name}: {soak.answers[name]}\n")
-    return bool(different)
+    wrong = 0
+    for seed in range(args.seed, args.seed + args.engines):
+        with tempfile.TemporaryDirectory() as folder:
+            soak = Soak(Path(folder), seed)
+            soak.run(args.seconds / args.engines, args.steps)
+            soak.settle()
+            different = soak.differences()
+        drafts = f"{soak.stats.accepted_tokens} of {soak.stats.draft_tokens} drafts accepted"
+        say(f"seed {seed}: {soak.drawn}\ndone:   {dict(soak.counts)}, {drafts}\nfaults: {dict(soak.faults.counts)}")
+        say(f"answers that differ from the calm engine's: {different or 'none'}")
+        for name in different:
+            say(f"{name}: {soak.answers[name]}\nnot {soak.calm[name]}")
+        wrong += bool(different)
+    return bool(wrong)
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 import logging
 
 import pytest
-from chaos import Soak
+from tests.soak.chaos import Soak
+from tests.soak.drawn_engine import FORMATS, METHODS, kinds
 
 STEPS = 100
 AT_MOST = 2000
@@ -20,6 +21,7 @@ def rarest(soak: Soak) -> int:
                 "talk",
                 "fork",
                 "search",
+                "embed",
                 "pin",
                 "abort",
                 "resize",
@@ -34,6 +36,12 @@ def rarest(soak: Soak) -> int:
         stats.preemptions,
         stats.copies,
     )
+
+
+def test_each_soak_draws_every_kv_format_and_every_way_of_drafting():
+    for first in range(36):
+        formats, methods = map(set, zip(*map(kinds, range(first, first + len(FORMATS))), strict=True))
+        assert (formats, methods) == ({*FORMATS}, {*METHODS})
 
 
 @pytest.mark.timeout(900)
