@@ -39,9 +39,10 @@ def fit_device(
 ) -> Device:
     """Returns `like` with the parameters that fit these steps best.
 
-    The time of a step, of a row and of a new row is fitted to the engine's own part of the steps. All else is fitted to whole steps,
-    whose errors are taken to grow with their length (a gamma distribution's deviance: McCullagh and Nelder,
-    "Generalized Linear Models", 1989, section 8.3), so that sums of steps are right where times scatter to one side.
+    The time of a step, of a row and of a new row is fitted to the engine's own part of the steps. All else is fitted to
+    whole steps, whose errors are taken to grow with their length (a gamma distribution's deviance: McCullagh and
+    Nelder, "Generalized Linear Models", 1989, section 8.3), so that sums of steps are right where times scatter to one
+    side.
     Efficiencies of K/V and attention are relative to the weights' and products'. Raises CalibrationError for too few
     steps. kv_dtype: as that of the engine that ran them.
     """
