@@ -25,6 +25,7 @@ TRUTH = replace(
     overlap=2.5,
     step_s=3e-4,
     row_s=2e-5,
+    new_row_s=4e-4,
 )
 
 
@@ -34,8 +35,9 @@ def steps_of(device, noise=0.0, count=400):
         rows = draw.choice([1, 2, 4, 8, 16, 32, 64])
         prompt = draw.choice([0, 0, 16, 64, 192, 448])
         keys = MODEL.layers * rows * draw.choice([32, 128, 512, 2048])
-        work = StepWork(rows, rows + prompt, rows, keys + MODEL.layers * prompt**2 // 2, keys + MODEL.layers * prompt)
-        own_s = device.step_s + device.row_s * rows
+        pairs, new_rows = keys + MODEL.layers * prompt**2 // 2, int(prompt > 0)
+        work = StepWork(rows, rows + prompt, rows, pairs, keys + MODEL.layers * prompt, new_rows)
+        own_s = device.step_s + device.row_s * rows + device.new_row_s * new_rows
         steps.append(MeasuredStep(work, roofline.seconds(work) * draw.lognormvariate(0.0, noise), own_s))
     return steps
 
@@ -44,11 +46,21 @@ def test_a_device_is_found_again_from_its_steps():
     found = fit_device(steps_of(TRUTH), read_device("server-64"), MODEL, "bfloat16")
     assert found.step_s == pytest.approx(TRUTH.step_s, rel=1e-3)
     assert found.row_s == pytest.approx(TRUTH.row_s, rel=1e-3)
+    assert found.new_row_s == pytest.approx(TRUTH.new_row_s, rel=1e-3)
     assert found.bytes_per_s == pytest.approx(TRUTH.bytes_per_s, rel=0.02)
     assert found.flop_per_s["bfloat16"] == pytest.approx(TRUTH.flop_per_s["bfloat16"], rel=0.02)
     assert found.overlap == pytest.approx(TRUTH.overlap, rel=0.05)
     for name in ("kv", "attention"):
         assert found.efficiency[name] == pytest.approx(TRUTH.efficiency[name], rel=0.05)
+
+
+def test_a_few_steps_in_which_something_else_ran_do_not_change_the_engines_own_costs():
+    steps = steps_of(TRUTH)
+    for index in range(0, len(steps), 10):
+        steps[index] = replace(steps[index], own_s=20 * steps[index].own_s)
+    found = fit_device(steps, read_device("server-64"), MODEL, "bfloat16")
+    for name in ("step_s", "row_s", "new_row_s"):
+        assert getattr(found, name) == pytest.approx(getattr(TRUTH, name), rel=0.02)
 
 
 def test_sums_of_steps_are_right_where_times_scatter_to_one_side():
@@ -97,6 +109,7 @@ def test_the_real_model_is_measured_and_what_was_kept_is_not_measured_again(tmp_
     assert done == [(number, 4) for number in range(5)]
     assert len(found.steps) > 4 * calibration.DECODE_STEPS
     assert {step.work.rows for step in found.steps} >= {1, 4}
+    assert {step.work.new_rows for step in found.steps} >= {0, 1}
     assert all(0 < step.own_s < step.seconds for step in found.steps)
     assert abs(found.errors[-1].total) < 0.2
     again = []

@@ -64,6 +64,7 @@ def calibrate(
         "overlap of reading and multiplying": f"{device.overlap:.1f}",
         "a step": f"{1e3 * device.step_s:.2f} ms",
         "a row": f"{1e6 * device.row_s:.0f} us",
+        "a new row": f"{1e6 * device.new_row_s:.0f} us",
     }
     parameters = Table("fitted", "", title=device.about, title_justify="left")
     for name, value in rates.items():

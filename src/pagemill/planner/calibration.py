@@ -198,7 +198,7 @@ def calibrate(
         f"median error {everything.median:+.1%}, 90 % of the steps within {everything.p90:.0%}, sum of all "
         f"{everything.total:+.1%}"
     )
-    names = ("bytes_per_s", "flop_per_s", "efficiency", "overlap", "step_s, row_s")
+    names = ("bytes_per_s", "flop_per_s", "efficiency", "overlap", "step_s, row_s, new_row_s")
     device = replace(device, sources={**device.sources, **dict.fromkeys(names, fitted)})
     return replace(calibration, device=device, roofline=replace(calibration.roofline, device=device))
 

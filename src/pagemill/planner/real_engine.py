@@ -118,6 +118,7 @@ class RealEngine:
         self._tokens = range(min(WORDS, spec.vocab_size))
         self._draw = random.Random(0)
         self._requests = 0
+        self._intake_s = 0.0
         self.steps: list[MeasuredStep] = []
 
     def prompt(self, length: int) -> list[int]:
@@ -127,22 +128,28 @@ class RealEngine:
     def add(self, prompt: list[int], output_len: int) -> str:
         """Queues a request that generates so many tokens, whatever they are. Returns its id."""
         self._requests += 1
+        clock = self._clock()
         params = SamplingParams(temperature=0.0, max_tokens=output_len, ignore_eos=True)
         self.core.add_request(
             EngineRequest(
                 request_id=str(self._requests), prompt_token_ids=prompt, params=params, arrival_s=time.monotonic()
             )
         )
+        self._intake_s += clock.now()
         return str(self._requests)
 
     def step(self) -> list[tuple[str, str | None]]:
-        """Runs one step. Returns (request id, reason of its end or None) for each new token."""
+        """Runs one step. Returns (request id, reason of its end or None) for each new token.
+
+        The time of taking requests in counts as part of the next step.
+        """
         self._timed.plan = None
         clock = self._clock()
         outputs = self.core.step()
-        seconds = clock.now()
+        seconds = self._intake_s + clock.now()
         if (plan := self._timed.plan) is not None and len(plan.rows):
             self.steps.append(MeasuredStep(work_of(plan, self._groups), seconds, seconds - self._timed.seconds))
+            self._intake_s = 0.0
         for output in outputs:
             if output.error is not None:
                 raise output.error.to_error()

@@ -1,4 +1,4 @@
-"""Fits a device to steps that a real engine ran: seven parameters of a roofline, each with a meaning and a unit."""
+"""Fits a device to steps that a real engine ran: eight parameters of a roofline, each with a meaning and a unit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from pagemill.errors import CalibrationError
 from pagemill.simulate.roofline import Device, ModelShape, Roofline
-from pagemill.simulate.step_time import StepWork
+from pagemill.simulate.step_time import StepWork, least_nonnegative
 
 LEAST_STEPS = 20
 LONGEST = 3.0
@@ -18,6 +18,9 @@ LONGEST = 3.0
 PRIOR = 1e-4
 """Weight that holds a parameter where it begins, beside an error of 1 in every step: what no step tells stays there."""
 ROUNDS = 200
+OWN_ROUNDS = 30
+LEAST_DEVIATION = 1e-3
+"""Smaller deviations count as this share of the median."""
 _DELTA = 1e-4
 Logarithms = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 
@@ -36,9 +39,10 @@ def fit_device(
 ) -> Device:
     """Returns `like` with the parameters that fit these steps best.
 
-    The time of a step and of a row is fitted to the engine's own part of the steps. All else is fitted to whole steps,
-    whose errors are taken to grow with their length (a gamma distribution's deviance: McCullagh and Nelder,
-    "Generalized Linear Models", 1989, section 8.3), so that sums of steps are right where times scatter to one side.
+    The time of a step, of a row and of a new row is fitted to the engine's own part of the steps. All else is fitted to
+    whole steps, whose errors are taken to grow with their length (a gamma distribution's deviance: McCullagh and
+    Nelder, "Generalized Linear Models", 1989, section 8.3), so that sums of steps are right where times scatter to one
+    side.
     Efficiencies of K/V and attention are relative to the weights' and products'. Raises CalibrationError for too few
     steps. kv_dtype: as that of the engine that ran them.
     """
@@ -46,8 +50,8 @@ def fit_device(
         raise CalibrationError(f"{len(steps)} steps cannot fix a device; measure {LEAST_STEPS} or more")
     works = [step.work for step in steps]
     measured = np.array([step.seconds for step in steps])
-    step_s, row_s = _own_costs(steps)
-    like = replace(like, step_s=step_s, row_s=row_s)
+    step_s, row_s, new_row_s = _own_costs(steps)
+    like = replace(like, step_s=step_s, row_s=row_s, new_row_s=new_row_s)
 
     def device(at: NDArray[np.float64]) -> Device:
         byte_s, kv, flop, attention = np.exp(at[:4]).tolist()
@@ -72,16 +76,23 @@ def fit_device(
     return device(_least(logarithms, np.log(measured), begin))
 
 
-def _own_costs(steps: Sequence[MeasuredStep]) -> tuple[float, float]:
-    """Returns the seconds per step and per row outside of the model: medians, by the number of rows."""
-    rows = np.array([step.work.rows for step in steps])
-    own = np.array([step.own_s for step in steps])
-    kinds = np.unique(rows)
-    middles = np.array([np.median(own[rows == kind]) for kind in kinds])
-    if len(kinds) == 1:
-        return float(middles[0]), 0.0
-    per_row = max(0.0, float(np.polyfit(kinds, middles, 1, w=1 / np.sqrt(kinds))[0]))
-    return max(0.0, float(np.median(middles - per_row * kinds))), per_row
+def _own_costs(steps: Sequence[MeasuredStep]) -> tuple[float, float, float]:
+    """Returns the seconds outside of the model per step, per row and per new row, none below 0.
+
+    The sum of absolute deviations is least, so that steps in which something else ran count no more than others. By
+    weighted least squares over and over (Schlossmacher, "An iterative technique for absolute deviations curve fitting",
+    1973).
+    """
+    amounts = np.array([(1.0, step.work.rows, step.work.new_rows) for step in steps])
+    own_s = np.array([step.own_s for step in steps])
+    middle_s = float(np.median(own_s))
+    own = own_s / middle_s
+    weights = np.ones_like(own)
+    for _ in range(OWN_ROUNDS):
+        costs = least_nonnegative(amounts * weights[:, None], own * weights)
+        weights = 1 / np.sqrt(np.maximum(np.abs(own - amounts @ costs), LEAST_DEVIATION))
+    step_s, row_s, new_row_s = (middle_s * costs).tolist()
+    return step_s, row_s, new_row_s
 
 
 def _least(model: Logarithms, measured: NDArray[np.float64], at: NDArray[np.float64]) -> NDArray[np.float64]:

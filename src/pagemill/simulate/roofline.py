@@ -41,6 +41,7 @@ class Device:
     overlap:          how reading weights and multiplying with them, of a and b seconds, run beside each other: together
                       they take (a^overlap + b^overlap)^(1 / overlap). 1: one after the other; None: the longer one.
     step_s, row_s:    seconds that each step takes whatever is in it, and that each of its rows adds.
+    new_row_s:        seconds that taking a request in adds to its first step.
     peers:            the most devices of one machine. all_reduce_s: seconds of a collective beside its bytes.
     price_per_hour:   US dollars for one device; None: nobody has said.
     memory_share:     the share of memory_bytes that the engine uses; working_bytes of it hold neither weights nor K/V.
@@ -63,6 +64,7 @@ class Device:
     peers: int = 1
     all_reduce_s: float = 0.0
     price_per_hour: float | None = None
+    new_row_s: float = 0.0
 
     def __post_init__(self) -> None:
         if set(self.efficiency) != set(EFFICIENCIES):
@@ -80,7 +82,7 @@ class Device:
         for name, rate in rates.items():
             _check(name, rate, 0 < rate < math.inf, "above 0")
         _check("memory_share", self.memory_share, 0 < self.memory_share <= 1, "above 0 and at most 1")
-        for name in ("step_s", "row_s", "working_bytes", "all_reduce_s"):
+        for name in ("step_s", "row_s", "new_row_s", "working_bytes", "all_reduce_s"):
             _check(name, getattr(self, name), 0 <= getattr(self, name) < math.inf, "0 or more")
         _check("peers", self.peers, self.peers >= 1, "1 or more")
         if self.price_per_hour is not None:
@@ -267,7 +269,7 @@ class Roofline:
     def seconds(self, work: StepWork) -> float:
         """Returns the seconds that a step with this work takes."""
         cost = self._costs
-        total = cost.step_s + self.device.row_s * work.rows
+        total = cost.step_s + self.device.row_s * work.rows + self.device.new_row_s * work.new_rows
         if work.tokens:
             total += self._together(cost.layers_s, cost.token_s * work.tokens) + cost.sent_token_s * work.tokens
         if work.logits:

@@ -70,6 +70,7 @@ class StepWork(NamedTuple):
     logits: rows whose logits are needed.
     pairs:  (query token, key) pairs, summed over layers.
     keys:   keys that rows attend, each once per row, summed over layers.
+    new_rows: rows of requests that were taken in since the last step.
     """
 
     rows: int
@@ -77,6 +78,7 @@ class StepWork(NamedTuple):
     logits: int
     pairs: int
     keys: int
+    new_rows: int = 0
 
 
 def work_of(plan: StepPlan, groups: LayerGroups) -> StepWork:
@@ -95,7 +97,8 @@ def work_of(plan: StepPlan, groups: LayerGroups) -> StepWork:
             seen = early * (2 * starts + early + 1) // 2 + (lens - early) * group.window
             pairs += layers * int(seen.sum())
             keys += layers * int(np.minimum(ends, lens + group.window - 1).sum())
-    return StepWork(len(plan.rows), plan.num_tokens, len(np.unique(plan.sample_from)), pairs, keys)
+    logits = len(np.unique(plan.sample_from))
+    return StepWork(len(plan.rows), plan.num_tokens, logits, pairs, keys, len(plan.new_rows))
 
 
 class StepModel(Protocol):
@@ -124,7 +127,7 @@ COSTS = ("step", "row", *(f"token to {knee}" for knee in KNEES), "token beyond",
 
 def _amounts(works: Sequence[StepWork]) -> NDArray[np.float64]:
     """Returns how much of each cost there is in each step, [steps, COSTS]."""
-    rows, tokens, logits, pairs, keys = np.array(works, dtype=np.float64).reshape(-1, 5).T
+    rows, tokens, logits, pairs, keys, _ = np.array(works, dtype=np.float64).reshape(-1, 6).T
     knees = (0, *KNEES, np.inf)
     pieces = [np.clip(tokens, low, high) - low for low, high in pairwise(knees)]
     return np.stack([np.ones_like(rows), rows, *pieces, logits, pairs, keys], axis=1)
@@ -191,11 +194,11 @@ def fit(works: Sequence[StepWork], seconds: Sequence[float]) -> dict[str, float]
     measured = np.array(seconds, dtype=np.float64)
     relative = _amounts(works) / measured[:, None]
     scale = np.maximum(np.abs(relative).max(axis=0), 1e-30)
-    costs = _nonnegative(relative / scale, np.ones(len(measured))) / scale
+    costs = least_nonnegative(relative / scale, np.ones(len(measured))) / scale
     return dict(zip(COSTS, costs.tolist(), strict=True))
 
 
-def _nonnegative(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
+def least_nonnegative(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns x >= 0 with the least |a x - b| (Lawson and Hanson, "Solving Least Squares Problems", 1974, ch. 23)."""
     x = np.zeros(a.shape[1])
     free = np.zeros(a.shape[1], dtype=bool)
