@@ -5,6 +5,7 @@
 
 Blocks saved are 1 - blocks held / blocks that the same sequences would hold each for itself, summed over all steps.
 The prefix cache is off: nothing else is shared. Beams choose among tokens that are drawn by a seed, not by a model.
+Requests that could never run are told, and not counted.
 
 Published: Kwon et al., SOSP 2023, figure 15, OPT-13B on an A100 of 40 GB.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.replay.output import bars, write_table
@@ -70,16 +71,15 @@ def main(arguments: argparse.Namespace) -> None:
         for kind in ("n", "beam_width"):
             found = [measure(asking(trace, kind, width), setup, roofline) for width in widths]
             published = PUBLISHED.get((name, kind), "-")
-            shares = " | ".join(f"{share:.1%}" for share in found)
-            print(f"| {name} | {kind} | {shares} | {published} |", flush=True)
+            print(f"| {name} | {kind} | {' | '.join(map(str, found))} | {published} |", flush=True)
             rows += [
-                {"workload": name, "kind": kind, "width": width, "saved": share, "published": published}
-                for width, share in zip(widths, found, strict=True)
+                {"workload": name, "kind": kind, "width": width, "published": published, **asdict(shared)}
+                for width, shared in zip(widths, found, strict=True)
             ]
     write_table(arguments, "sharing", roofline.about, rows)
     series = {
         f"{row['workload']}, {row['kind']}": [
-            100 * other["saved"]
+            100 * (other["saved"] or 0.0)
             for other in rows
             if (other["workload"], other["kind"]) == (row["workload"], row["kind"])
         ]
@@ -93,8 +93,26 @@ def asking(trace: Sequence[TracedRequest], kind: str, width: int) -> list[Traced
     return [replace(one, n=width) if kind == "n" else replace(one, beam_width=width) for one in trace]
 
 
-def measure(trace: Sequence[TracedRequest], setup: Setup, step_times: StepModel) -> float:
-    """Returns the share of blocks that sharing saves."""
+@dataclass(frozen=True)
+class Shared:
+    """Says what sharing saves. saved: the share of blocks; None if no request could run. preempted: requests that were,
+    once or more. refused: requests that could never run, of which nothing is counted.
+    """
+
+    saved: float | None
+    preempted: int
+    refused: int
+
+    def __str__(self) -> str:
+        saved = "-" if self.saved is None else f"{self.saved:.1%}"
+        notes = [
+            f"{count} {what}" for count, what in ((self.preempted, "preempted"), (self.refused, "refused")) if count
+        ]
+        return f"{saved} ({', '.join(notes)})" if notes else saved
+
+
+def measure(trace: Sequence[TracedRequest], setup: Setup, step_times: StepModel) -> Shared:
+    """Returns what sharing saves."""
     memory = setup.memory(step_times)
     scheduler = setup.scheduler(memory, caching=False)
     entries = held = 0
@@ -104,5 +122,9 @@ def measure(trace: Sequence[TracedRequest], setup: Setup, step_times: StepModel)
         entries += sum(one.table.num_held for one in scheduler.state.running if one.table is not None)
         held += memory.stats().frames_active
 
-    replay(trace, scheduler, step_times, [look])
-    return 1 - held / entries
+    served = replay(trace, scheduler, step_times, [look]).served
+    return Shared(
+        saved=1 - held / entries if entries else None,
+        preempted=sum(one.starts > 1 for one in served),
+        refused=sum(one.refused for one in served),
+    )

@@ -260,3 +260,14 @@ def test_paging_gains_most_where_lengths_vary_and_little_over_exact_where_they_d
     gain = {(row["spread"], row["memory"]): row["paged_has"] for row in rows}
     assert 1.0 <= gain[0.0, "exact"] < 1.5 < gain[1.0, "exact"]
     assert gain[0.0, "maximum"] > 2
+
+
+def test_sharing_tells_what_could_not_run_or_was_preempted(tmp_path):
+    crowded = ("--requests", 12, "--rate", 1000, "--max-num-seqs", 4, "--kv-mib", 700, "--out", tmp_path)
+    printed = replay("sharing", "--workloads", "sharegpt", "--widths", "2,6", *crowded)
+    rows = json.loads((tmp_path / "sharing.json").read_text())["rows"]
+    assert [(row["kind"], row["width"]) for row in rows] == [(kind, k) for kind in ("n", "beam_width") for k in (2, 6)]
+    for row, wide in zip(rows, (False, True) * 2, strict=True):
+        assert (row["saved"] is None, row["refused"] == 12) == (wide, wide)
+    assert any(0 < row["refused"] < 12 or row["preempted"] for row in rows)
+    assert "- (12 refused)" in printed

@@ -6,10 +6,11 @@ seconds that the model gives the step.
 
 from __future__ import annotations
 
+import collections.abc as abc
 import math
 from array import array
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from pagemill.errors import RequestTooLargeError
 from pagemill.memory.digest import root_digest
@@ -17,7 +18,7 @@ from pagemill.memory.manager import MemoryManager
 from pagemill.sampling.params import BeamSearchParams, SamplingParams, TokenLogprobs
 from pagemill.scheduling.beam import row_params
 from pagemill.scheduling.scheduler import Scheduler
-from pagemill.scheduling.sequence import Request
+from pagemill.scheduling.sequence import Request, Sequence
 from pagemill.scheduling.step_plan import StepPlan, StepResult
 from pagemill.simulate.continuations import beam_candidates
 from pagemill.simulate.lower_tier import LowerTier
@@ -26,11 +27,11 @@ from pagemill.simulate.trace import TracedRequest
 
 ROOT = root_digest(b"simulated", "simulated", "simulated", "")
 OUTPUT_TOKENS = 1 << 31
-"""The first generated token. No prompt has such tokens, and no two requests share one."""
+"""The first generated token; each has a number of its own, so that no two answers are alike. No prompt has such."""
 END_TOKEN = OUTPUT_TOKENS - 1
 """Ends an answer whose length the scheduler is not told: it must be among the scheduler's `eos_token_ids`."""
 
-Observer = Callable[[StepPlan, float], None]
+Observer = abc.Callable[[StepPlan, float], None]
 """A function that is called in every step, before its commit, with the plan and the seconds that the step takes."""
 
 
@@ -48,7 +49,7 @@ class Served:
     num_tokens: int = 0
     num_cached_tokens: int = 0
     starts: int = 0
-    """Times that it entered the batch; each after the first follows a preemption."""
+    """Times that it entered the batch, forks apart; each after the first follows a preemption."""
     refused: bool = False
     """True if it could never run in this pool."""
 
@@ -98,12 +99,12 @@ class Replay:
 
 
 def replay(
-    trace: Sequence[TracedRequest],
+    trace: abc.Sequence[TracedRequest],
     scheduler: Scheduler,
     step_times: StepModel,
-    observe: Sequence[Observer] = (),
+    observe: abc.Sequence[Observer] = (),
     *,
-    root: Callable[[TracedRequest], bytes] = lambda request: ROOT,
+    root: abc.Callable[[TracedRequest], bytes] = lambda request: ROOT,
     until_s: float = float("inf"),
     max_tokens: int | None = None,
     tier: LowerTier | None = None,
@@ -121,6 +122,7 @@ def replay(
     outcome = Replay()
     served = outcome.served
     groups = step_times.shape.groups
+    fresh = count(OUTPUT_TOKENS)
     now = 0.0
     while now < until_s:
         while len(served) < len(trace) and trace[len(served)].arrival_s <= now:
@@ -140,8 +142,9 @@ def replay(
             continue
         running = {sequence.row: sequence for sequence in scheduler.state.running}
         for new in plan.new_rows:
-            if new.row in running:  # else it is kept for a sequence that is to fork off
-                served[running[new.row].request.seed].starts += 1
+            sequence = running.get(new.row)  # none: the row is kept for a sequence that is to fork off
+            if sequence is not None and (sequence.group is None or sequence.group.beams == [sequence]):
+                served[sequence.request.seed].starts += 1
         seconds = step_times.seconds(work_of(plan, groups))
         if tier is not None:
             tier.note_step(plan, seconds)
@@ -154,10 +157,13 @@ def replay(
         outcome.most_running = max(outcome.most_running, scheduler.num_running)
         tokens: list[list[int]] = []
         logprobs: list[list[TokenLogprobs] | None] = []
-        for row in plan.rows[plan.sample_from].tolist():
+        for row, target in zip(plan.rows[plan.sample_from].tolist(), plan.sample_to.tolist(), strict=True):
             sequence = running[row]
-            index, width = sequence.request.seed, served[sequence.request.seed].request.beam_width
-            tokens.append([OUTPUT_TOKENS + index if width else _next_token(served, index, max_tokens)])
+            index = sequence.request.seed
+            request = served[index].request
+            token = _next_token(request, sequence, max_tokens) if row == target else None
+            tokens.append([next(fresh) if token is None else token])
+            width = request.beam_width
             logprobs.append([beam_candidates(index, sequence.tokens[sequence.prompt_len :], width)] if width else None)
         for update in scheduler.commit(StepResult(tokens, logprobs), now):
             one, branch = served[update.sequence.request.seed], update.sequence.index
@@ -178,22 +184,19 @@ def replay(
     return outcome
 
 
-def _next_token(served: list[Served], index: int, max_tokens: int | None) -> int:
-    """Returns a request's next token."""
-    one = served[index]
-    if one.request.n > 1:
-        return OUTPUT_TOKENS + index
-    if max_tokens is not None and max_tokens > one.request.output_len == one.num_tokens + 1:
+def _next_token(request: TracedRequest, sequence: Sequence, max_tokens: int | None) -> int | None:
+    """Returns a sequence's next token if it ends there, or a later prompt may continue it: a request's first answer."""
+    length = sequence.num_output_tokens
+    if request.num_sequences == 1 and max_tokens is not None and max_tokens > request.output_len == length + 1:
         return END_TOKEN
-    token = one.request.answer_token(one.num_tokens)
-    return OUTPUT_TOKENS + index if token is None else token
+    return request.answer_token(length) if sequence.index == 0 else None
 
 
 def _submit(
     scheduler: Scheduler,
     served: list[Served],
     request: TracedRequest,
-    root: Callable[[TracedRequest], bytes],
+    root: abc.Callable[[TracedRequest], bytes],
     max_tokens: int | None,
 ) -> None:
     """Adds a request. Its index in `served` is its id and seed, by which the results of steps find back to it."""
