@@ -99,6 +99,6 @@ def test_a_block_is_finished_when_another_has_begun(text, number):
 
 
 def test_a_long_block_takes_linear_time():
-    started = time.perf_counter()
+    started = time.process_time()
     blocks("word " * 20_000)
-    assert time.perf_counter() - started < 1
+    assert time.process_time() - started < 1

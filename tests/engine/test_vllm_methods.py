@@ -2,10 +2,14 @@
 
 import asyncio
 
+import msgspec
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from pagemill import LLM, AsyncEngineArgs, AsyncLLM, LoRARequest, SamplingParams
 from pagemill.errors import InvalidRequestError
+from pagemill.frontend.metrics import metrics_of
+from pagemill.server.routes.metrics import Metrics
 
 SETTINGS = {"max_model_len": 256, "kv_memory": "32MiB", "max_num_seqs": 4}
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4)
@@ -76,6 +80,26 @@ def test_defaults_and_metrics(llm):
     assert type(metrics["pagemill:generation_tokens",]).__name__ == "Counter"
     assert metrics["pagemill:kv_blocks", "free"].value > 0
     assert metrics["pagemill:tenant_running", "default"].value == 0
+
+
+def test_python_has_the_metrics_of_http(llm):
+    stats = llm.stats()
+    tenants = {"default": msgspec.structs.replace(stats.tenants["default"], tier_blocks={"host": 1})}
+    of_labels = {"tier_blocks": {"host": 3}, "fetches_failed": {"slow": 2}, "accepted_per_position": [4, 1]}
+    stats = msgspec.structs.replace(stats, tenants=tenants, **of_labels)
+    here = {(metric.name, *metric.labels.values(), metric.value) for metric in metrics_of(stats)}
+    there = {
+        frozenset([sample.name.removesuffix("_total"), sample.value, *sample.labels.values()]) - {"a model"}
+        for family in text_string_to_metric_families(Metrics("a model").render(stats, (0, 0)).decode())
+        for sample in family.samples
+    }
+    assert {*map(frozenset, here)} <= there
+    assert {
+        ("pagemill:kv_tier_blocks", "host", 3),
+        ("pagemill:kv_fetches_failed", "slow", 2),
+        ("pagemill:spec_decode_num_accepted_tokens_per_pos", "1", 1),
+        ("pagemill:tenant_kv_tier_blocks", "default", "host", 1),
+    } <= here
 
 
 def test_vllms_arguments_of_calls_are_taken_where_they_ask_for_nothing(llm):

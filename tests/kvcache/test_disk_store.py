@@ -15,6 +15,7 @@ import pytest
 from disk_blocks import FORMAT, RECORD, content, digest_of, name_of, read, store_of, write
 
 from pagemill.errors import KVStoreError
+from pagemill.kvcache import store_index
 from pagemill.kvcache.disk_store import DiskStore
 from pagemill.kvcache.store_format import StoreFormat
 from pagemill.kvcache.store_index import StoreIndex
@@ -236,6 +237,50 @@ def test_a_damaged_index_that_others_use_is_left_to_them(tmp_path):
     (store.folder / "index.sqlite").write_bytes(os.urandom(50000))
     with pytest.raises(KVStoreError, match="another process uses it"):
         store_of(tmp_path)
+
+
+def uses_in(folder) -> list[float]:
+    """When each block was last used, which headers do not tell: an index that is made again knows it no more."""
+    with closing(sqlite3.connect(folder / "index.sqlite")) as index:
+        return [used_s for (used_s,) in index.execute("SELECT used_s FROM blocks ORDER BY slot")]
+
+
+def test_a_locked_index_is_no_damaged_one(tmp_path, monkeypatch):
+    monkeypatch.setattr(store_index, "BUSY_TIMEOUT_S", 0.05)
+    store = store_of(tmp_path)
+    write(store, range(40))
+    store.close()
+    known = uses_in(store.folder)
+    with closing(sqlite3.connect(store.folder / "index.sqlite", isolation_level=None)) as other:
+        for lock in ("BEGIN IMMEDIATE", "PRAGMA locking_mode = EXCLUSIVE; BEGIN EXCLUSIVE"):
+            other.executescript(lock)
+            with pytest.raises(KVStoreError, match=r"locked; another process is writing .* try again"):
+                store_of(tmp_path)
+            other.execute("ROLLBACK")
+    assert uses_in(store.folder) == known
+    store = store_of(tmp_path)
+    assert read(store, range(40)) == list(range(40))
+    with closing(sqlite3.connect(store.folder / "index.sqlite", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(KVStoreError, match="drops no blocks now: database is locked; try again"):
+            store.prune(keep_bytes=0)
+    assert store.prune(keep_bytes=30 * 8192) == 10
+
+
+def test_an_index_that_a_full_disk_does_not_let_be_opened_is_no_damaged_one(tmp_path):
+    """SQLite opens an index only where it may write a file of 32 KiB beside it."""
+    store = store_of(tmp_path)
+    write(store, range(40))
+    store.close()
+    known, limits = uses_in(store.folder), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 10, limits[1]))
+    try:
+        with pytest.raises(KVStoreError, match=r"cannot be used now: .*; free disk space"):
+            store_of(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert uses_in(store.folder) == known
+    assert read(store_of(tmp_path), range(40)) == list(range(40))
 
 
 def test_random_damage_to_the_index_never_brings_wrong_blocks(tmp_path):

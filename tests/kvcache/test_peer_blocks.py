@@ -121,17 +121,19 @@ def test_parts_that_come_whole_but_late_are_too_slow():
                 theirs.sendall(bytes(8))
                 time.sleep(0.05)
 
+    received = []
+
     def receive_all(deadline_s):
         for _ in range(20):
             peer_wire.receive(ours, [memoryview(bytearray(8))], deadline_s)
+            received.append(8)
 
     sender = threading.Thread(target=send)
     sender.start()
-    deadline_s = time.monotonic() + 0.2
     with pytest.raises(PeerError, match="sends too slowly") as caught:
-        receive_all(deadline_s)
+        receive_all(time.monotonic() + 0.2)
     assert caught.value.reason == "slow"
-    assert time.monotonic() - deadline_s < 0.5
+    assert len(received) < 10
     ours.close()
     sender.join()
     theirs.close()
@@ -145,7 +147,7 @@ def test_a_fault_costs_a_bounded_time_and_brings_no_block(server, short, fault, 
     assert store.where(asked(1, 5)) == [0, None]
     begin = time.monotonic()
     assert store.read(asked(0, 1, 2), out(3)) == [None] * 3
-    assert time.monotonic() - begin < 1.5
+    assert time.monotonic() - begin < 5  # drops fall for 40 s and more, and silence has no end
     assert dict(store.stats().failed) == {reason: 3}
     assert [record.levelname for record in caplog.records if record.name == peer_store.__name__] == ["WARNING"]
     assert store.where(asked(1)) == [None], "it is left alone for a while"

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from pagemill.server.lifecycle.loop_lag import WAITS, watch_loop_lag
+from pagemill.server.lifecycle.loop_lag import IDLE_PERIOD_S, PERIOD_S, WAITS, watch_loop_lag
 
 HELD_S = 0.06
 RIVALS = 5
@@ -20,7 +20,7 @@ def seen(hold):
     looks = []
 
     async def run():
-        watcher = asyncio.create_task(watch_loop_lag(lambda *look: looks.append(look)))
+        watcher = asyncio.create_task(watch_loop_lag(lambda *look: looks.append(look), ["a request"]))
         await asyncio.sleep(0.02)
         hold()
         await asyncio.sleep(0.02)
@@ -56,3 +56,19 @@ def test_waits_for_a_processor_are_not_its_own():
             os.sched_setaffinity(0, allowed)
     assert lag_s > 2 * HELD_S, "the rivals took no processor"
     assert held_s < (lag_s + HELD_S) / 2
+
+
+def test_it_looks_seldom_while_no_request_is_in_flight():
+    looks, requests = [], set()
+
+    async def run():
+        watcher = asyncio.create_task(watch_loop_lag(lambda *look: looks.append(look), requests))
+        await asyncio.sleep(5 * IDLE_PERIOD_S)
+        idle = len(looks)
+        requests.add("one")
+        while len(looks) < idle + 20:
+            await asyncio.sleep(PERIOD_S)
+        watcher.cancel()
+        return idle
+
+    assert 1 <= asyncio.run(run()) <= 5

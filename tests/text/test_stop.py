@@ -98,11 +98,11 @@ def test_without_stop_strings_everything_passes():
 def test_many_stop_strings_cost_no_more_than_few():
     def seconds(stops):
         checkers = [StopStrings(stops) for _ in range(64)]
-        began = time.perf_counter()
+        began = time.process_time()
         for checker in checkers:
             for _ in range(50):
                 checker.add("some words ")
-        return time.perf_counter() - began
+        return time.process_time() - began
 
     few, many = (min(seconds([f"{i}\t" for i in range(count)]) for _ in range(3)) for count in (2, 1024))
     assert many < 10 * few

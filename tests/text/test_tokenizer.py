@@ -332,9 +332,9 @@ def test_bad_words_cost_in_proportion_and_once_for_all_prompts_of_a_call(real, m
 
     def seconds(count):
         words = [f"word{number}" for number in range(count)]
-        began = time.perf_counter()
+        began = time.process_time()
         sequences = real.bad_words_token_ids(words)
-        taken = time.perf_counter() - began
+        taken = time.process_time() - began
         monkeypatch.setattr(real, "encode", None)
         assert real.bad_words_token_ids(words) == sequences
         monkeypatch.undo()

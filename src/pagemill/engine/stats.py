@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Any, NamedTuple, get_type_hints
 
 import msgspec
@@ -11,32 +12,45 @@ from pagemill.tenant_limits import TenantLimits
 
 
 class MetricOf(NamedTuple):
-    """A metric that shows a field. kind: "gauge" or "counter"."""
+    """A metric that shows a field. kind: "gauge" or "counter". label: what the places or keys of a field are that has
+    several values; None: it has one."""
 
-    field: str
     kind: str
     name: str
+    label: str | None
+    field: str
     help: str
 
+    def samples(self, stats: TenantStats | EngineStats) -> Iterator[tuple[dict[str, str], float]]:
+        """Gives the values of the field, each with its labels."""
+        value = getattr(stats, self.field)
+        if self.label is None:
+            yield {}, value
+            return
+        for key, each in value.items() if isinstance(value, dict) else enumerate(value):
+            yield {self.label: str(key)}, each
 
-def _gauge(name: str, description: str) -> Meta:
-    return Meta(description=description, extra={"metric": ("gauge", name)})
+
+def _gauge(name: str, description: str, label: str | None = None) -> Meta:
+    return Meta(description=description, extra={"metric": ("gauge", name, label)})
 
 
-def _counter(name: str, description: str) -> Meta:
-    return Meta(description=description, extra={"metric": ("counter", name)})
+def _counter(name: str, description: str, label: str | None = None) -> Meta:
+    return Meta(description=description, extra={"metric": ("counter", name, label)})
 
 
 class TenantStats(msgspec.Struct, kw_only=True):
     """One tenant: its blocks, limits and sequences now, and sums since the start.
 
-    blocks_active and blocks_cached together are what it is charged in the pool, tier_blocks what it has in each lower
-    tier, by name. Limits are as they were given.
+    blocks_active and blocks_cached together are what it is charged in the pool. Limits are as they were given.
     """
 
     blocks_active: int
     blocks_cached: int
-    tier_blocks: dict[str, int]
+    tier_blocks: Annotated[
+        dict[str, int],
+        _gauge("kv_tier_blocks", "A tenant's KV blocks that lie in host memory or on disk, by tier.", "tier"),
+    ]
     guaranteed_blocks: Annotated[
         int, _gauge("guaranteed_blocks", "KV blocks that no other tenant can take from a tenant.")
     ]
@@ -97,8 +111,14 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
     accepted_tokens: Annotated[
         int, _counter("spec_decode_num_accepted_tokens", "Drafted tokens that the model accepted.")
     ] = 0
-    accepted_per_position: list[int] = []
-    """Drafts that were accepted, by their place behind the last token."""
+    accepted_per_position: Annotated[
+        list[int],
+        _counter(
+            "spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that the model accepted, by place behind the last token.",
+            "position",
+        ),
+    ] = []
     draft_source_requests: Annotated[
         int, _gauge("spec_decode_cached_requests", "Answers that are kept for drafts of other requests.")
     ] = 0
@@ -159,8 +179,10 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
         float, _counter("kv_loading_seconds", "Seconds in which KV blocks from host memory or disk were under way.")
     ]
     block_bytes: Annotated[int, _gauge("kv_block_bytes", "Bytes of one KV block.")]
-    tier_blocks: dict[str, int] = {}
-    """Blocks that lie in lower tiers now, by tier ("host", "disk"), streamed ones apart."""
+    tier_blocks: Annotated[
+        dict[str, int], _gauge("kv_tier_blocks", "KV blocks that lie in host memory or on disk, by tier.", "tier")
+    ] = {}
+    """Streamed ones apart."""
     blocks_saved: Annotated[int, _counter("kv_blocks_saved", "KV blocks that were saved to host memory or disk.")] = 0
     blocks_dropped: Annotated[
         int,
@@ -187,8 +209,15 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
         float,
         _counter("kv_fetching_seconds", "Seconds of reads from other replicas, summed over reads at the same time."),
     ] = 0.0
-    fetches_failed: dict[str, int] = {}
-    """Blocks that were wanted from other replicas and did not come, by reason (`peer_wire.REASONS`)."""
+    fetches_failed: Annotated[
+        dict[str, int],
+        _counter(
+            "kv_fetches_failed",
+            "KV blocks that were wanted from other replicas and were computed instead, by reason.",
+            "reason",
+        ),
+    ] = {}
+    """The reasons are `peer_wire.REASONS`."""
     blocks_served: Annotated[int, _counter("kv_blocks_served", "KV blocks that were given to other replicas.")] = 0
     served_bytes: Annotated[int, _counter("kv_served_bytes", "Bytes that were sent to other replicas.")] = 0
     peers_refused: Annotated[
@@ -200,10 +229,11 @@ class EngineStats(msgspec.Struct, tag=True, kw_only=True):
 
 def _metrics_of(cls: Any) -> tuple[MetricOf, ...]:
     return tuple(
-        MetricOf(field, meta.extra["metric"][0], meta.extra["metric"][1], meta.description or "")
+        MetricOf(kind, name, label, field, meta.description or "")
         for field, hint in get_type_hints(cls, include_extras=True).items()
         for meta in getattr(hint, "__metadata__", ())
         if isinstance(meta, Meta) and meta.extra is not None
+        for kind, name, label in [meta.extra["metric"]]
     )
 
 

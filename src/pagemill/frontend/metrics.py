@@ -39,18 +39,14 @@ def metrics_of(stats: EngineStats) -> list[Metric]:
 
 def _of_engine(stats: EngineStats) -> Iterator[Metric]:
     for metric in ENGINE_METRICS:
-        yield KINDS[metric.kind](f"pagemill:{metric.name}", getattr(stats, metric.field))
+        for labels, value in metric.samples(stats):
+            yield KINDS[metric.kind](f"pagemill:{metric.name}", value, labels)
     for state in ("free", "cached", "active"):
         yield Gauge("pagemill:kv_blocks", getattr(stats, f"frames_{state}"), {"state": state})
-    for tier, blocks in stats.tier_blocks.items():
-        yield Gauge("pagemill:kv_tier_blocks", blocks, {"tier": tier})
-    for reason, blocks in stats.fetches_failed.items():
-        yield Counter("pagemill:kv_fetches_failed", blocks, {"reason": reason})
 
 
 def _of_tenants(stats: EngineStats) -> Iterator[Metric]:
     for tenant, figures in stats.tenants.items():
         for metric in TENANT_METRICS:
-            yield KINDS[metric.kind](
-                f"pagemill:tenant_{metric.name}", getattr(figures, metric.field), {"tenant": tenant}
-            )
+            for labels, value in metric.samples(figures):
+                yield KINDS[metric.kind](f"pagemill:tenant_{metric.name}", value, {"tenant": tenant, **labels})

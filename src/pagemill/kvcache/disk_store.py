@@ -198,19 +198,12 @@ class DiskStore:
 
     def prune(self, *, keep_bytes: int | None = None, unused_for_s: float | None = None) -> int:
         """Drops blocks until at most `keep_bytes` are left, and all that were not used for so long; gives the file's
-        free end back to the disk. Returns how many blocks went."""
-        with self._lock, self._index.transaction() as db:
-            count = 0
-            if unused_for_s is not None:
-                count += self._index.evict(db, "WHERE used_s < ?", (time.time() - unused_for_s,))
-            if keep_bytes is not None:
-                room = TierShares(keep_bytes // self.slot_bytes, self.shares.parts)
-                count += self._index.make_room(db, room, {})[0]
-            end = db.execute("SELECT COALESCE(MAX(slot) + 1, 0) FROM blocks").fetchone()[0]
-            db.execute("DELETE FROM free WHERE slot >= ?", (end,))
-            db.execute("UPDATE meta SET value = ? WHERE key = 'slots'", (end,))
-            os.ftruncate(self._file, end * self.slot_bytes)
-            return count
+        free end back to the disk. Returns how many blocks went. Raises KVStoreError."""
+        try:
+            with self._lock, self._index.transaction() as db:
+                return self._prune(db, keep_bytes, unused_for_s)
+        except (OSError, sqlite3.Error) as error:
+            raise KVStoreError(f"the KV store {self.folder} drops no blocks now: {error}; try again later") from error
 
     def close(self) -> None:
         """Notes what was used last. Nothing else is left to do at the end of a process."""
@@ -255,6 +248,19 @@ class DiskStore:
                 db.execute("UPDATE blocks SET slot = ? WHERE slot = ?", (new, old))
                 db.execute("UPDATE free SET slot = ? WHERE slot = ?", (old, new))
         self.prune()
+
+    def _prune(self, db: sqlite3.Connection, keep_bytes: int | None, unused_for_s: float | None) -> int:
+        count = 0
+        if unused_for_s is not None:
+            count += self._index.evict(db, "WHERE used_s < ?", (time.time() - unused_for_s,))
+        if keep_bytes is not None:
+            room = TierShares(keep_bytes // self.slot_bytes, self.shares.parts)
+            count += self._index.make_room(db, room, {})[0]
+        end = db.execute("SELECT COALESCE(MAX(slot) + 1, 0) FROM blocks").fetchone()[0]
+        db.execute("DELETE FROM free WHERE slot >= ?", (end,))
+        db.execute("UPDATE meta SET value = ? WHERE key = 'slots'", (end,))
+        os.ftruncate(self._file, end * self.slot_bytes)
+        return count
 
     def put(self, slot: int, name: BlockName, record: NDArray[np.uint8]) -> None:
         """Writes a block with its name into a slot of the file. Raises OSError."""

@@ -61,10 +61,15 @@ AND NOT EXISTS (
 """
 """Gives 1 for an index whose entries are what they should be. SQLite holds anything in any column."""
 
+_NO_DAMAGE = ("locked", "locking", "is full", "disk I/O error", "unable to open", "readonly", "permission denied")
+"""What SQLite says of an index that it cannot use now, and that says nothing of what the index holds."""
+_WAIT = "another process is writing to it: try again when that has ended"
+_MAKE_ROOM = "free disk space, and see that its files may be written"
+
 
 class StoreIndex:
     """Indexes the blocks of a store's folder. Thread-safe. A damaged index is made again from the headers in the
-    blocks' file, if nobody else uses the folder.
+    blocks' file, if nobody else uses the folder; one that is locked, or that the disk does not let be opened, is left.
 
     file: descriptor of the blocks' file, in slots of `slot_bytes`.
     in_use: descriptor of a file that all who use the folder have locked together; it is locked alone if the index was
@@ -83,8 +88,12 @@ class StoreIndex:
         try:
             self._connect(path)
         except (sqlite3.DatabaseError, ValueError, TypeError) as error:
-            if "locked" in str(error):
-                raise KVStoreError(f"the KV store {folder} is being written by another process") from error
+            if isinstance(error, sqlite3.OperationalError) and any(words in str(error) for words in _NO_DAMAGE):
+                self._disconnect()
+                raise KVStoreError(
+                    f"the index of the KV store {folder} cannot be used now: {error}; "
+                    f"{_WAIT if 'locked' in str(error) else _MAKE_ROOM}"
+                ) from error
             self._rebuild(path, in_use, error)
         if (stored := self._stored_format()).key != format.key:
             self.close()
@@ -205,9 +214,7 @@ class StoreIndex:
 
     def _rebuild(self, path: Path, in_use: int, error: Exception) -> None:
         """Makes a damaged index again from the slots' headers, if nobody else is using the store."""
-        for name in ("_db", "_lookup"):
-            with suppress(AttributeError, sqlite3.Error):
-                getattr(self, name).close()
+        self._disconnect()
         if not lock_alone(in_use):
             raise KVStoreError(
                 f"the index of the KV store {self._folder} is damaged ({error}), and another process uses it; end that "
@@ -216,6 +223,11 @@ class StoreIndex:
         for suffix in ("", "-wal", "-shm"):
             path.with_name(path.name + suffix).unlink(missing_ok=True)
         self._connect(path)
+
+    def _disconnect(self) -> None:
+        for name in ("_db", "_lookup"):
+            with suppress(AttributeError, sqlite3.Error):
+                getattr(self, name).close()
 
     def _recover(self, db: sqlite3.Connection) -> None:
         """Lists what the headers say that the slots hold. Contents are checked when they are read."""

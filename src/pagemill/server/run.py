@@ -98,7 +98,7 @@ async def run_server(
 
     async with llm:
         watcher = asyncio.create_task(watch())
-        tasks = {asyncio.create_task(watch_loop_lag(app.state.metrics.observe_lag))}
+        tasks = {asyncio.create_task(watch_loop_lag(app.state.metrics.observe_lag, server.server_state.tasks))}
         if stop is not None:
             tasks.add(asyncio.create_task(server.stop_after(stop)))
         reload = None if tenants is None else TenantsReload(tenants, keys, llm, say)

@@ -5,17 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 PERIOD_S = 0.005
 """Seconds between two looks: what holds the loop is seen to this much."""
+IDLE_PERIOD_S = 0.1
+"""The same while there is nobody to be held up, so that an idle process wakes seldom."""
 WAITS = "/proc/thread-self/schedstat"
 """Linux's count of nanoseconds that a thread ran, then of those in which it was ready and no processor was free."""
 
 
-async def watch_loop_lag(observe: Callable[[float, float], None]) -> None:
+async def watch_loop_lag(observe: Callable[[float, float], None], requests: Collection[object]) -> None:
     """Calls `observe` again and again, until cancelled, with the seconds by which the running event loop is late, and
     with what is left of them without those in which its thread waited for a processor.
+
+    requests: those in flight; while there are none, it looks seldom.
 
     The first is what streams notice. The second is what the front end itself is to blame for: a call that took long, or
     another thread that held the interpreter. Where the system counts no waits, both are equal.
@@ -26,7 +30,7 @@ async def watch_loop_lag(observe: Callable[[float, float], None]) -> None:
 
         def begin(waited_before_s: float) -> None:
             nonlocal timer
-            due_s = loop.time() + PERIOD_S
+            due_s = loop.time() + (PERIOD_S if requests else IDLE_PERIOD_S)
             timer = loop.call_at(due_s, look, due_s, waited_before_s)
 
         def look(due_s: float, waited_before_s: float) -> None:

@@ -4,14 +4,14 @@ one, with `pagemill:` before them. Each has the label `model_name`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from pagemill.engine.stats import ENGINE_METRICS, TENANT_METRICS, EngineStats
+from pagemill.engine.stats import ENGINE_METRICS, TENANT_METRICS, EngineStats, MetricOf, TenantStats
 from pagemill.frontend.request_state import RequestState
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -61,7 +61,7 @@ class Metrics:
         )
         self._lag = self._histogram(
             "event_loop_lag_seconds",
-            "Seconds by which the HTTP server's event loop was late, measured every 5 ms.",
+            "Seconds by which the HTTP server's event loop was late, measured every 5 ms where a request is open.",
             LAG_S,
         )
         self._longest_lag = Gauge(
@@ -71,7 +71,7 @@ class Metrics:
         )
         self._held = self._histogram(
             "event_loop_held_seconds",
-            "Seconds by which the HTTP server's event loop was late, without waits for a processor, every 5 ms.",
+            "Seconds by which the HTTP server's event loop was late, without waits for a processor.",
             LAG_S,
         )
         self._longest_held = Gauge(
@@ -176,36 +176,13 @@ class _Engine(Collector):
     def collect(self) -> Iterator[Metric]:
         stats = self._stats
         for metric in ENGINE_METRICS:
-            family = FAMILIES[metric.kind]
-            yield family(f"pagemill:{metric.name}", metric.help, value=getattr(stats, metric.field))
+            yield _family(metric, "", {(): stats})
         held = "Share of the KV pool's blocks that sequences hold, 0 to 1."
         yield GaugeMetricFamily("pagemill:kv_cache_usage_perc", held, value=stats.frames_active / stats.frames)
         blocks = GaugeMetricFamily("pagemill:kv_blocks", "Blocks of the KV pool, by state.", labels=["state"])
         for state in ("free", "cached", "active"):
             blocks.add_metric([state], getattr(stats, f"frames_{state}"))
         yield blocks
-        accepted = CounterMetricFamily(
-            "pagemill:spec_decode_num_accepted_tokens_per_pos",
-            "Drafted tokens that the model accepted, by place behind the last token.",
-            labels=["position"],
-        )
-        for position, count in enumerate(stats.accepted_per_position):
-            accepted.add_metric([str(position)], count)
-        yield accepted
-        below = GaugeMetricFamily(
-            "pagemill:kv_tier_blocks", "KV blocks that lie in host memory or on disk, by tier.", labels=["tier"]
-        )
-        for tier, held_there in stats.tier_blocks.items():
-            below.add_metric([tier], held_there)
-        yield below
-        failed = CounterMetricFamily(
-            "pagemill:kv_fetches_failed",
-            "KV blocks that were wanted from other replicas and were computed instead, by reason.",
-            labels=["reason"],
-        )
-        for reason, count in stats.fetches_failed.items():
-            failed.add_metric([reason], count)
-        yield failed
         owned = GaugeMetricFamily(
             "pagemill:tenant_kv_blocks", "Blocks of the KV pool, by tenant and state.", labels=["tenant", "state"]
         )
@@ -213,17 +190,17 @@ class _Engine(Collector):
             for state in ("cached", "active"):
                 owned.add_metric([name, state], getattr(tenant, f"blocks_{state}"))
         yield owned
-        owned_below = GaugeMetricFamily(
-            "pagemill:tenant_kv_tier_blocks",
-            "A tenant's KV blocks that lie in host memory or on disk, by tier.",
-            labels=["tenant", "tier"],
-        )
-        for name, tenant in stats.tenants.items():
-            for tier, held_there in tenant.tier_blocks.items():
-                owned_below.add_metric([name, tier], held_there)
-        yield owned_below
         for metric in TENANT_METRICS:
-            by_tenant = FAMILIES[metric.kind](f"pagemill:tenant_{metric.name}", metric.help, labels=["tenant"])
-            for name, tenant in stats.tenants.items():
-                by_tenant.add_metric([name], getattr(tenant, metric.field))
-            yield by_tenant
+            yield _family(metric, "tenant_", {(name,): tenant for name, tenant in stats.tenants.items()}, "tenant")
+
+
+def _family(
+    metric: MetricOf, prefix: str, owners: Mapping[tuple[str, ...], EngineStats | TenantStats], *owner: str
+) -> GaugeMetricFamily | CounterMetricFamily:
+    """Returns the samples of all owners of a metric. owner: the labels that tell them apart."""
+    labels = owner if metric.label is None else (*owner, metric.label)
+    family = FAMILIES[metric.kind](f"pagemill:{prefix}{metric.name}", metric.help, labels=labels)
+    for names, stats in owners.items():
+        for own, value in metric.samples(stats):
+            family.add_metric([*names, *own.values()], value)
+    return family
