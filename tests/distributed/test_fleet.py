@@ -299,6 +299,25 @@ def test_a_replica_is_told_what_its_tenants_have_had_elsewhere(monkeypatch):
     run(monkeypatch, scenario, names=("a", "b"))
 
 
+def test_a_replica_is_told_what_is_left_of_a_guarantee(monkeypatch):
+    async def scenario(fleet, links, frontend):
+        await fleet.ask(SetTenant("team", TenantLimits(guaranteed_blocks=30)))
+        told = []
+        for name in ("q0", "q1", "q2"):
+            fleet.submit(request(name, tenant="team"))
+            at = next(link for link in links.values() if name in link.requests)
+            told.append((at.name, at.sent[-1].guaranteed_here))
+            at.bring(name)
+        assert told[0][1] == {"team": 30}
+        assert told[1] == (told[1][0], {"team": 28})  # a prompt of 20 tokens is elsewhere, in blocks of 16
+        assert told[2] == (told[0][0], {"team": 28})
+        await fleet.ask(SetTenant("team", TenantLimits(guaranteed_blocks="10%")))
+        fleet.submit(request("q3", tenant="team"))
+        assert [link.sent[-1].guaranteed_here for link in links.values() if "q3" in link.requests] == [{}]
+
+    run(monkeypatch, scenario, names=("a", "b"))
+
+
 def test_a_prompt_is_computed_by_one_replica_and_another_goes_on_with_what_that_holds(monkeypatch):
     async def scenario(fleet, links, frontend):
         asked = request("q")

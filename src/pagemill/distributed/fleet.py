@@ -272,7 +272,7 @@ class Fleet:
             self._router.remove(link.name)
         if self.ended is not None:
             return
-        self._tenancy.forget(link.name)
+        self._tenancy.shares.forget(link.name)
         lost = self._flights.at(link.name)
         if link.facts is not None and not link.closing:  # else it was tried again before Ray Serve had noticed
             self._losses.note(time.monotonic())
@@ -426,8 +426,10 @@ class Fleet:
         sent = self._flights.to_send(flight, route.replica, prefills=prefills)
         if flight.num_sent > 1 and self._frontend is not None:
             self._frontend.num_sent_again += 1
-        sent.is_admitted, sent.served_elsewhere = True, self._tenancy.tell(route.replica)
         self._tenancy.note_sent(asked.request_id, route.replica)
+        sent.is_admitted, shares = True, self._tenancy.shares
+        sent.served_elsewhere = shares.served_elsewhere(route.replica)
+        sent.guaranteed_here = shares.guaranteed_here(route.replica)
         self._links[route.replica].send(self._peers.with_holder(sent, route))
 
     def _send_waiting(self) -> None:
