@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagemill.distributed.fleet_tenancy import ANYWHERE, FleetTenancy, Wanted
+from pagemill.distributed.fleet_tenancy import ANYWHERE, FleetTenancy, Pinned, Wanted
 from pagemill.distributed.tenant_shares import part_of
 from pagemill.errors import TooManyWaitingError
 from pagemill.memory.manager import MemoryManager
@@ -28,7 +28,7 @@ LIMITS = {
 
 acts = st.lists(
     st.tuples(
-        st.sampled_from(["add", "add", "add", "end", "lose", "rest", "limit"]),
+        st.sampled_from(["add", "add", "add", "pin", "end", "lose", "rest", "limit"]),
         st.sampled_from(["rows", "rows", "blocks", "blocks", "both", "free", "unnamed"]),
         st.integers(1, 5),  # rows
         st.integers(1, 14),  # blocks
@@ -46,19 +46,33 @@ class Model:
         self.limits = dict(LIMITS)
         self.tenancy = FleetTenancy(self.limits)
         self.wanted, self.at = {}, {}
+        self.pinned = dict.fromkeys([*LIMITS, "unnamed"], Pinned())
         self.taking = [*REPLICAS]
 
     def go(self, request_id, which=0):
-        place = self.tenancy.place(request_id, self.wanted[request_id], self.taking)
+        wanted = self.wanted[request_id]
+        place = self.tenancy.place(request_id, wanted, self.taking, self.pinned[wanted.tenant])
         self.at[request_id] = None
         if place is not None and self.taking:
             assert place == ANYWHERE or place in self.taking
             self.at[request_id] = place or self.taking[which % len(self.taking)]
             self.tenancy.note_sent(request_id, self.at[request_id])
+            if wanted.pins and self.tenancy.limits_blocks(wanted.tenant):
+                home, blocks = self.pinned[wanted.tenant]
+                self.pinned[wanted.tenant] = Pinned(home or self.at[request_id], blocks)
+                assert self.pinned[wanted.tenant].replica == self.at[request_id], "pins have one home"
             self.check(request_id)
 
+    def find_homes(self):
+        """Gives pins that are in no replica one that takes requests."""
+        for tenant, (home, blocks) in self.pinned.items():
+            if blocks and not home and self.taking:
+                self.pinned[tenant] = Pinned(self.taking[0], blocks)
+
     def end(self, request_id):
-        del self.wanted[request_id], self.at[request_id]
+        wanted, at = self.wanted.pop(request_id), self.at.pop(request_id)
+        if wanted.pins and at == self.pinned[wanted.tenant].replica:
+            self.pinned[wanted.tenant] = Pinned(at, self.pinned[wanted.tenant].blocks + wanted.blocks)
         for held in self.tenancy.end(request_id):
             self.go(held)
             if self.at[held] is None:
@@ -70,8 +84,10 @@ class Model:
         limits = self.limits.get(self.wanted[request_id].tenant, TenantLimits())
         if isinstance(limits.max_running, int) and len(mine) > 1:
             assert sum(self.wanted[one].rows for one in mine) <= limits.max_running
-        if isinstance(limits.max_blocks, int) and len({self.at[one] for one in mine}) > 1:
-            assert sum(self.wanted[one].blocks for one in mine) <= limits.max_blocks
+        home, pinned = self.pinned[self.wanted[request_id].tenant]
+        places = {self.at[one] for one in mine} | ({home} if pinned else set())
+        if isinstance(limits.max_blocks, int) and len(places) > 1:
+            assert sum(self.wanted[one].blocks for one in mine) + pinned <= limits.max_blocks
 
 
 @settings(max_examples=100, deadline=None)
@@ -79,8 +95,8 @@ class Model:
 def test_no_tenant_has_more_than_its_limits_over_all_replicas_and_nothing_waits_for_nobody(history):
     model = Model()
     for number, (act, tenant, rows, blocks, which) in enumerate(history):
-        if act == "add":
-            model.wanted[str(number)] = Wanted(tenant, rows, blocks, 10, 20)
+        if act in ("add", "pin"):
+            model.wanted[str(number)] = Wanted(tenant, rows, blocks, 10, 20, pins=act == "pin")
             model.go(str(number), which)
         elif act == "end" and model.at:
             model.end([*model.at][which % len(model.at)])
@@ -91,10 +107,14 @@ def test_no_tenant_has_more_than_its_limits_over_all_replicas_and_nothing_waits_
             for one in lost:
                 model.tenancy.note_sent(one, None)
                 model.at[one] = None
-            for one in lost:
+            for tenant in [tenant for tenant, pinned in model.pinned.items() if pinned.replica == gone]:
+                model.pinned[tenant] = Pinned("", model.pinned[tenant].blocks)
+            model.find_homes()
+            for one in [*lost, *(one for one, at in model.at.items() if at is None)]:
                 model.go(one, which)
         elif act == "rest":
             model.taking = [one for at, one in enumerate(REPLICAS) if which >> at & 1]
+            model.find_homes()
             for one in [one for one, at in model.at.items() if at is None]:
                 model.go(one)
         elif act == "limit" and tenant == "rows":
@@ -106,9 +126,11 @@ def test_no_tenant_has_more_than_its_limits_over_all_replicas_and_nothing_waits_
         waits = Counter(model.wanted[one].tenant for one, at in model.at.items() if at is None)
         if model.taking:
             for tenant in held:  # what is held back waits for something that ends
-                assert any(at and model.wanted[one].tenant == tenant for one, at in model.at.items())
+                runs = any(at and model.wanted[one].tenant == tenant for one, at in model.at.items())
+                assert runs or model.pinned[tenant].replica not in model.taking
             assert waits.keys() <= held.keys()
     model.taking = [*REPLICAS]
+    model.find_homes()
     for one in [one for one, at in model.at.items() if at is None]:
         model.go(one)
     while model.at:

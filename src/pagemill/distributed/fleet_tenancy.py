@@ -26,14 +26,15 @@ ANYWHERE: Literal[""] = ""
 
 
 class Wanted(NamedTuple):
-    """States what a request takes: sequences, the most blocks that they may come to, tokens of its prompt, and the most
-    of each sequence."""
+    """States what a request takes: sequences, the most blocks that they may come to, tokens of its prompt, the most of
+    each sequence, and whether it becomes a pin."""
 
     tenant: str
     rows: int
     blocks: int
     prompt_tokens: int
     most_tokens: int
+    pins: bool = False
 
     @classmethod
     def of(cls, asked: EngineRequest, facts: EngineReady) -> Wanted:
@@ -41,7 +42,18 @@ class Wanted(NamedTuple):
         rows, most, prompt_tokens = asked.num_sequences, asked.params.max_tokens, len(asked.prompt_token_ids)
         longest = facts.max_model_len if most is None else min(facts.max_model_len, prompt_tokens + most)
         blocks = rows * facts.num_groups * -(-longest // facts.block_size)
-        return cls(asked.tenant, rows, blocks, prompt_tokens, longest)
+        return cls(asked.tenant, rows, blocks, prompt_tokens, longest, asked.pin is not None)
+
+
+class Pinned(NamedTuple):
+    """Says in which replica a tenant's pins are, empty for none now, and how many blocks of its `max_blocks` they
+    take."""
+
+    replica: str = ""
+    blocks: int = 0
+
+
+NOTHING = Pinned()
 
 
 @dataclass
@@ -92,6 +104,11 @@ class FleetTenancy:
         self._limits[tenant] = limits
         self.shares.forget_guarantee(tenant)
 
+    def limits_blocks(self, tenant: str) -> bool:
+        """Returns whether a tenant's active blocks are limited over all replicas."""
+        limits = self._limits.get(tenant)
+        return limits is not None and isinstance(limits.max_blocks, int)
+
     def check(self, tenant: str, rows: int) -> None:
         """Raises `TooManyWaitingError` for a request that may not wait beside those that its tenant has.
 
@@ -113,12 +130,14 @@ class FleetTenancy:
                 param="tenant",
             )
 
-    def place(self, request_id: str, wanted: Wanted, replicas: Collection[str]) -> str | None:
+    def place(self, request_id: str, wanted: Wanted, replicas: Collection[str], pinned: Pinned = NOTHING) -> str | None:
         """Returns the replica that a request must go to, `ANYWHERE`, or None: it is held back until others have ended.
 
-        replicas: those that take requests. A tenant's requests go in the order in which they came; one that a replica
-        has lost need not wait for those that are held back. Where one replica has all of them, it keeps `max_blocks`;
-        several may have them only while the most that they may come to is within.
+        replicas: those that take requests. pinned: what the tenant's pins take.
+
+        A tenant's requests go in the order in which they came; one that a replica has lost need not wait for those that
+        are held back. Where one replica has all of them, it keeps `max_blocks`; several may have them only while the
+        most that they may come to is within. Pins count as requests that do not end, and a tenant's are in one replica.
         """
         held = self._held[wanted.tenant]
         if is_new := request_id not in self._requests:
@@ -127,7 +146,7 @@ class FleetTenancy:
         self._put(one, None)
         is_held = request_id in held
         comes_first = held[0] == request_id if is_held else not (held and is_new)
-        place = self._room_for(wanted, replicas) if comes_first else None
+        place = self._room_for(wanted, replicas, pinned) if comes_first else None
         if is_held and place is not None:
             held.pop(0)
         elif not is_held and place is None:
@@ -181,7 +200,7 @@ class FleetTenancy:
         if replica is not None:
             self.shares.note_blocks(one.wanted.tenant, replica, one.counted)
 
-    def _room_for(self, wanted: Wanted, replicas: Collection[str]) -> str | None:
+    def _room_for(self, wanted: Wanted, replicas: Collection[str], pinned: Pinned) -> str | None:
         """Returns where there is room for a request, as `place` does, whatever waits before it."""
         limits = self._limits.get(wanted.tenant)
         rows, blocks = (None, None) if limits is None else (limits.max_running, limits.max_blocks)
@@ -190,9 +209,15 @@ class FleetTenancy:
         others = [one for one in self._of[wanted.tenant].values() if one.replica]
         if isinstance(rows, int) and others and sum(one.wanted.rows for one in others) + wanted.rows > rows:
             return None
-        if not isinstance(blocks, int) or sum(one.wanted.blocks for one in others) + wanted.blocks <= blocks:
+        if not isinstance(blocks, int):
             return ANYWHERE
-        places = {one.replica for one in others if one.replica}
+        fits = sum(one.wanted.blocks for one in others) + pinned.blocks + wanted.blocks <= blocks
+        home = pinned.replica if wanted.pins or pinned.blocks else ""
+        if fits and not (wanted.pins and home):
+            return ANYWHERE
+        if fits:
+            return home if home in replicas else None
+        places = {place for place in (home, *(one.replica for one in others)) if place}
         if not places:
             return ANYWHERE
         return next(iter(places)) if len(places) == 1 and places <= {*replicas} else None
