@@ -104,12 +104,16 @@ class RealEngine:
 
 
 class Simulation:
-    """The real scheduler and memory manager; a step takes as long as the model of step times says."""
+    """The real scheduler and memory manager; a step takes as long as the model of step times says.
 
-    def __init__(self, limits: dict[str, TenantLimits], times: StepModel) -> None:
-        self._times = times
+    size: how many times as much of everything it has, and as fast it is.
+    """
+
+    def __init__(self, limits: dict[str, TenantLimits], times: StepModel, size: int = 1) -> None:
+        self._times, self._size = times, size
         of_tokens = times.shape.frame_bytes(16) / StepTimes.load(CALIBRATION).shape.frame_bytes(16)
-        setup = Setup(int(KV_MIB * MIB * of_tokens), max_num_seqs=ROWS)
+        kv_bytes = int(KV_MIB * MIB * of_tokens) * size
+        setup = Setup(kv_bytes, max_num_seqs=ROWS * size, max_num_batched_tokens=512 * size)
         self._scheduler = setup.scheduler(setup.memory(self._times))
         for name, each in limits.items():
             self._scheduler.set_tenant(name, each)
@@ -118,7 +122,12 @@ class Simulation:
     def now(self) -> float:
         return self._now
 
+    def rest_until(self, now: float) -> None:
+        """Lets time pass in which nothing is done."""
+        self._now = max(self._now, now)
+
     def add(self, request: EngineRequest) -> None:
+        self._scheduler.note_served_elsewhere(request.served_elsewhere)
         prompt, most = request.prompt_token_ids, request.params.max_tokens or 0
         self._scheduler.add(
             Request(
@@ -137,7 +146,7 @@ class Simulation:
     def step(self) -> list[tuple[str, int, bool]]:
         plan = self._scheduler.schedule(self._now)
         assert plan is not None, "nothing can run"
-        self._now += self._times.seconds(work_of(plan, self._times.shape.groups))
+        self._now += self._times.seconds(work_of(plan, self._times.shape.groups)) / self._size
         tokens = [[7]] * len(plan.sample_to)
         updates = self._scheduler.commit(StepResult(tokens, [None] * len(tokens)), self._now)
         return [(one.sequence.request.request_id, len(one.tokens), one.finish_reason is not None) for one in updates]

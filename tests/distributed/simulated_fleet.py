@@ -89,6 +89,10 @@ class SimulatedEngine:
     def submit(self, request):
         self.wrong += [f"{request.request_id} came twice"] * (request.request_id in self.taken)
         self.wrong += [f"nobody has told of {request.tenant}"] * (request.tenant not in self.tenants)
+        parts = request.guaranteed_here.items()
+        self.wrong += [
+            f"{each} of a guarantee" for each in parts if not 0 <= each[1] <= self.tenants[each[0]].guaranteed_blocks
+        ]
         self.taken.add(request.request_id)
         for index in range(request.params.n):
             tokens = [*request.prompt_token_ids, *request.answered]

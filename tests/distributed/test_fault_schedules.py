@@ -19,7 +19,7 @@ from pagemill.tenant_limits import TenantLimits
 SEEDS = range(int(os.environ.get("PAGEMILL_FAULT_SCHEDULES", "40")))
 BUSY_S, QUIET_S = 40.0, 150.0
 RETRYABLE = "EngineRestartingError"
-LIMITS = {"team": TenantLimits(max_running=3)}
+LIMITS = {"team": TenantLimits(max_running=3, guaranteed_blocks=20)}
 
 
 async def serve(client, draw, mine):
@@ -128,6 +128,7 @@ def check(client, ray):
     fleet = client.fleet
     assert len(fleet._flights) == 0  # noqa: SLF001
     assert fleet._tenancy.count_held() == {}  # noqa: SLF001
+    assert fleet._tenancy.shares.guaranteed_here("another") == {"team": 20}, "all is left"  # noqa: SLF001
     for name in fleet._router.replicas:  # noqa: SLF001
         assert fleet._router.work_s(name) < 1e-9  # noqa: SLF001
     for peer in ray.peers.values():

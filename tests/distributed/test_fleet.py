@@ -20,7 +20,7 @@ from pagemill.engine.messages import (
     HeldBlocks,
     SequenceOutput,
 )
-from pagemill.engine.queries import SetTenant
+from pagemill.engine.queries import SetTenant, Unpin
 from pagemill.errors import EngineDeadError, EngineStoppedError, InvalidRequestError
 from pagemill.frontend.supervisor import RestartLimits
 from pagemill.memory.digest import extend_chain, root_digest
@@ -241,6 +241,57 @@ def test_a_pin_is_made_elsewhere_once_it_has_been_made_and_refusals_are_logged(m
     run(monkeypatch, scenario, names=("a", "b"))
 
 
+def test_pins_of_a_tenant_whose_blocks_are_limited_are_in_one_replica_and_count_there(monkeypatch):
+    async def scenario(fleet, links, frontend):
+        def pins_at():
+            return {name: [one.pin for one in link.sent if getattr(one, "pin", None)] for name, link in links.items()}
+
+        await fleet.ask(SetTenant("team", TenantLimits(max_blocks=6)))
+        for name in ("pin#1", "pin#2"):  # each a block of 16 tokens, and two while it is computed
+            fleet.submit(request(name, tenant="team", pin=name))
+            home = next(link for link in links.values() if name in link.requests)
+            home.bring(name, finish_reason="length")
+        assert pins_at() == {name: ["pin#1", "pin#2"] if link is home else [] for name, link in links.items()}
+        for number in range(3):  # two blocks each, and then four
+            asked = request(f"q{number}", tenant="team")
+            asked.prompt_token_ids = [1] * (40 if number == 2 else 20)
+            fleet.submit(asked)
+        at = {name: [one for one in link.requests if one[0] == "q"] for name, link in links.items()}
+        assert sorted(one for mine in at.values() for one in mine) == ["q0", "q1"], "the third waits"
+        assert len({name for name, mine in at.items() if mine}) == 2
+        fleet.abort([one for name, mine in at.items() if name != home.name for one in mine])
+        assert home.requests[-1] == "q2", "where the pins are, that replica keeps the limit"
+        home.die()
+        (other,) = [link for link in links.values() if link is not home]
+        assert pins_at()[other.name] == ["pin#1", "pin#2"], "they have another home"
+        await fleet.ask(Unpin("pin#1", "team", ""))
+        await fleet.ask(Unpin("pin#2", "team", ""))
+        fleet.note_listed({"b", "c"} if other.name == "b" else {"a", "c"})
+        await settle()
+        third = RecordedLink.opened[-1]
+        third.come()
+        await settle()
+        assert [one for one in third.sent if getattr(one, "pin", None)] == []
+
+    run(monkeypatch, scenario, names=("a", "b"))
+
+
+def test_pins_move_to_one_replica_where_a_limit_comes_and_to_all_where_it_goes(monkeypatch):
+    async def scenario(fleet, links, frontend):
+        await fleet.ask(SetTenant("team", TenantLimits()))
+        fleet.submit(request("pin", tenant="team", pin="system"))
+        next(link for link in links.values() if link.requests).bring("pin", finish_reason="length")
+        assert [len(link.sent) for link in links.values()] == [1, 1]
+        await fleet.ask(SetTenant("team", TenantLimits(max_blocks=6)))
+        await settle()
+        unpinned = [name for name, link in links.items() if Unpin("system", "team", "") in link.asked]
+        assert len(unpinned) == 1
+        await fleet.ask(SetTenant("team", TenantLimits(max_blocks="50%")))
+        assert [len(link.sent) for name, link in links.items() if name in unpinned] == [2]
+
+    run(monkeypatch, scenario, names=("a", "b"))
+
+
 def test_what_ends_here_with_an_error_is_ended_at_its_replica_too(monkeypatch):
     async def scenario(fleet, links, frontend):
         asked = request("q")
@@ -295,6 +346,25 @@ def test_a_replica_is_told_what_its_tenants_have_had_elsewhere(monkeypatch):
         assert told[4] == told[5] == {}  # what was before is nobody's lead
         assert told[6] == {"one": 21}  # a prompt and a token, at the other replica
         assert told[8] == {"other": 21}
+
+    run(monkeypatch, scenario, names=("a", "b"))
+
+
+def test_a_replica_is_told_what_is_left_of_a_guarantee(monkeypatch):
+    async def scenario(fleet, links, frontend):
+        await fleet.ask(SetTenant("team", TenantLimits(guaranteed_blocks=30)))
+        told = []
+        for name in ("q0", "q1", "q2"):
+            fleet.submit(request(name, tenant="team"))
+            at = next(link for link in links.values() if name in link.requests)
+            told.append((at.name, at.sent[-1].guaranteed_here))
+            at.bring(name)
+        assert told[0][1] == {"team": 30}
+        assert told[1] == (told[1][0], {"team": 28})  # a prompt of 20 tokens is elsewhere, in blocks of 16
+        assert told[2] == (told[0][0], {"team": 28})
+        await fleet.ask(SetTenant("team", TenantLimits(guaranteed_blocks="10%")))
+        fleet.submit(request("q3", tenant="team"))
+        assert [link.sent[-1].guaranteed_here for link in links.values() if "q3" in link.requests] == [{}]
 
     run(monkeypatch, scenario, names=("a", "b"))
 

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pagemill.distributed.fleet_tenancy import ANYWHERE, FleetTenancy, Wanted
+from pagemill.distributed.fleet_tenancy import ANYWHERE, FleetTenancy, Pinned, Wanted
+from pagemill.distributed.tenant_shares import part_of
 from pagemill.errors import TooManyWaitingError
 from pagemill.memory.manager import MemoryManager
 from pagemill.sampling.params import SamplingParams
@@ -27,7 +28,7 @@ LIMITS = {
 
 acts = st.lists(
     st.tuples(
-        st.sampled_from(["add", "add", "add", "end", "lose", "rest", "limit"]),
+        st.sampled_from(["add", "add", "add", "pin", "end", "lose", "rest", "limit"]),
         st.sampled_from(["rows", "rows", "blocks", "blocks", "both", "free", "unnamed"]),
         st.integers(1, 5),  # rows
         st.integers(1, 14),  # blocks
@@ -45,19 +46,33 @@ class Model:
         self.limits = dict(LIMITS)
         self.tenancy = FleetTenancy(self.limits)
         self.wanted, self.at = {}, {}
+        self.pinned = dict.fromkeys([*LIMITS, "unnamed"], Pinned())
         self.taking = [*REPLICAS]
 
     def go(self, request_id, which=0):
-        place = self.tenancy.place(request_id, self.wanted[request_id], self.taking)
+        wanted = self.wanted[request_id]
+        place = self.tenancy.place(request_id, wanted, self.taking, self.pinned[wanted.tenant])
         self.at[request_id] = None
         if place is not None and self.taking:
             assert place == ANYWHERE or place in self.taking
             self.at[request_id] = place or self.taking[which % len(self.taking)]
             self.tenancy.note_sent(request_id, self.at[request_id])
+            if wanted.pins and self.tenancy.limits_blocks(wanted.tenant):
+                home, blocks = self.pinned[wanted.tenant]
+                self.pinned[wanted.tenant] = Pinned(home or self.at[request_id], blocks)
+                assert self.pinned[wanted.tenant].replica == self.at[request_id], "pins have one home"
             self.check(request_id)
 
+    def find_homes(self):
+        """Gives pins that are in no replica one that takes requests."""
+        for tenant, (home, blocks) in self.pinned.items():
+            if blocks and not home and self.taking:
+                self.pinned[tenant] = Pinned(self.taking[0], blocks)
+
     def end(self, request_id):
-        del self.wanted[request_id], self.at[request_id]
+        wanted, at = self.wanted.pop(request_id), self.at.pop(request_id)
+        if wanted.pins and at == self.pinned[wanted.tenant].replica:
+            self.pinned[wanted.tenant] = Pinned(at, self.pinned[wanted.tenant].blocks + wanted.blocks)
         for held in self.tenancy.end(request_id):
             self.go(held)
             if self.at[held] is None:
@@ -69,8 +84,10 @@ class Model:
         limits = self.limits.get(self.wanted[request_id].tenant, TenantLimits())
         if isinstance(limits.max_running, int) and len(mine) > 1:
             assert sum(self.wanted[one].rows for one in mine) <= limits.max_running
-        if isinstance(limits.max_blocks, int) and len({self.at[one] for one in mine}) > 1:
-            assert sum(self.wanted[one].blocks for one in mine) <= limits.max_blocks
+        home, pinned = self.pinned[self.wanted[request_id].tenant]
+        places = {self.at[one] for one in mine} | ({home} if pinned else set())
+        if isinstance(limits.max_blocks, int) and len(places) > 1:
+            assert sum(self.wanted[one].blocks for one in mine) + pinned <= limits.max_blocks
 
 
 @settings(max_examples=100, deadline=None)
@@ -78,22 +95,26 @@ class Model:
 def test_no_tenant_has_more_than_its_limits_over_all_replicas_and_nothing_waits_for_nobody(history):
     model = Model()
     for number, (act, tenant, rows, blocks, which) in enumerate(history):
-        if act == "add":
-            model.wanted[str(number)] = Wanted(tenant, rows, blocks, 10)
+        if act in ("add", "pin"):
+            model.wanted[str(number)] = Wanted(tenant, rows, blocks, 10, 20, pins=act == "pin")
             model.go(str(number), which)
         elif act == "end" and model.at:
             model.end([*model.at][which % len(model.at)])
         elif act == "lose":
             gone = REPLICAS[which % 3]
             lost = [one for one, at in model.at.items() if at == gone]
-            model.tenancy.forget(gone)
+            model.tenancy.shares.forget(gone)
             for one in lost:
                 model.tenancy.note_sent(one, None)
                 model.at[one] = None
-            for one in lost:
+            for tenant in [tenant for tenant, pinned in model.pinned.items() if pinned.replica == gone]:
+                model.pinned[tenant] = Pinned("", model.pinned[tenant].blocks)
+            model.find_homes()
+            for one in [*lost, *(one for one, at in model.at.items() if at is None)]:
                 model.go(one, which)
         elif act == "rest":
             model.taking = [one for at, one in enumerate(REPLICAS) if which >> at & 1]
+            model.find_homes()
             for one in [one for one, at in model.at.items() if at is None]:
                 model.go(one)
         elif act == "limit" and tenant == "rows":
@@ -105,9 +126,11 @@ def test_no_tenant_has_more_than_its_limits_over_all_replicas_and_nothing_waits_
         waits = Counter(model.wanted[one].tenant for one, at in model.at.items() if at is None)
         if model.taking:
             for tenant in held:  # what is held back waits for something that ends
-                assert any(at and model.wanted[one].tenant == tenant for one, at in model.at.items())
+                runs = any(at and model.wanted[one].tenant == tenant for one, at in model.at.items())
+                assert runs or model.pinned[tenant].replica not in model.taking
             assert waits.keys() <= held.keys()
     model.taking = [*REPLICAS]
+    model.find_homes()
     for one in [one for one, at in model.at.items() if at is None]:
         model.go(one)
     while model.at:
@@ -118,7 +141,7 @@ def test_no_tenant_has_more_than_its_limits_over_all_replicas_and_nothing_waits_
 def test_requests_that_are_held_back_go_in_the_order_in_which_they_came():
     model, sent = Model(), []
     for number in range(6):
-        model.wanted[str(number)] = Wanted("rows", 2, 1, 10)
+        model.wanted[str(number)] = Wanted("rows", 2, 1, 10, 20)
         model.go(str(number))
     while model.at:
         sent += [one for one, at in model.at.items() if at and one not in sent]
@@ -130,7 +153,7 @@ def test_requests_that_came_while_no_replica_was_there_go_in_their_order_too():
     model, sent = Model(), []
     model.taking = []
     for number in range(6):
-        model.wanted[str(number)] = Wanted("rows", 2, 1, 10)
+        model.wanted[str(number)] = Wanted("rows", 2, 1, 10, 20)
         model.go(str(number))
     model.taking = [*REPLICAS]
     for one in [*model.at]:
@@ -145,7 +168,7 @@ def test_max_waiting_counts_what_waits_at_all_replicas_and_here():
     tenancy = FleetTenancy({"team": TenantLimits(max_running=2, max_waiting=3)})
     for number in range(5):
         tenancy.check("team", 12)
-        place = tenancy.place(str(number), Wanted("team", 1, 1, 10), REPLICAS)
+        place = tenancy.place(str(number), Wanted("team", 1, 1, 10, 20), REPLICAS)
         if place is not None:
             tenancy.note_sent(str(number), "abc"[number % 3])
     with pytest.raises(TooManyWaitingError, match="3 sequences of tenant 'team' wait, over all replicas"):
@@ -156,12 +179,88 @@ def test_max_waiting_counts_what_waits_at_all_replicas_and_here():
     tenancy.check("other", 12)
 
 
+@given(st.integers(0, 100), st.lists(st.integers(0, 60), min_size=1, max_size=5))
+def test_what_is_guaranteed_over_all_replicas_is_used_once_and_is_there_where_it_is_wanted_first(guaranteed, used):
+    parts = [part_of(guaranteed, here, sum(used) - here) for here in used]
+    assert all(0 <= part <= guaranteed for part in parts)
+    assert sum(map(min, parts, used)) <= guaranteed
+    if sum(used) <= guaranteed:
+        assert all(part - here == guaranteed - sum(used) for part, here in zip(parts, used, strict=True))
+
+
+def test_a_replica_is_told_what_is_left_of_a_guarantee_when_that_changes():
+    tenancy = FleetTenancy({"team": TenantLimits(guaranteed_blocks=50), "share": TenantLimits(guaranteed_blocks="9%")})
+    shares = tenancy.shares
+
+    def begin(name, at, prompt, blocks):
+        assert tenancy.place(name, Wanted("team", 1, blocks, prompt, 10 * blocks), REPLICAS) == ANYWHERE
+        tenancy.note_sent(name, at)
+        tenancy.note_tokens(name, 0, 1)
+
+    assert shares.guaranteed_here("a") == {"team": 50}
+    assert shares.guaranteed_here("a") == {}
+    begin("q0", "a", 199, 40)
+    assert shares.guaranteed_here("a") == {}, "what it has here is its own"
+    assert shares.guaranteed_here("b") == {"team": 30}
+    tenancy.note_tokens("q0", 0, 100)
+    assert shares.guaranteed_here("b") == {"team": 20}
+    begin("q1", "b", 299, 50)
+    assert (shares.guaranteed_here("a"), shares.guaranteed_here("b")) == ({"team": 25}, {"team": 25})
+    assert shares.guaranteed_here("c") == {"team": 0}
+    tenancy.set_limits("team", TenantLimits(guaranteed_blocks=60))
+    assert shares.guaranteed_here("c") == {"team": 0}, "other limits begin anew there"
+    shares.forget("b")
+    tenancy.note_sent("q1", None)
+    assert shares.guaranteed_here("a") == {"team": 60}
+    assert shares.guaranteed_here("c") == {"team": 30}
+    tenancy.end("q1")
+    tenancy.end("q0")
+    assert shares.guaranteed_here("c") == {"team": 60}
+    tenancy.set_limits("team", TenantLimits(guaranteed_blocks="10%"))
+    assert shares.guaranteed_here("c") == {}
+
+
+def test_a_guarantee_that_is_used_in_one_replica_preempts_nobody_in_another():
+    """Another tenant fills a pool beyond its own guarantee; the first wants its blocks there."""
+    scheduler, taken = engine(frames=40, rows=4), []
+    scheduler.set_tenant("calm", TenantLimits(guaranteed_blocks=20))
+    for number in range(2):
+        scheduler.add(asked(f"flood{number}", "flood", 60, 20, number), None)
+    step(scheduler, 0)
+    step(scheduler, 1)
+    for now, part in ((2, 0), (4, 20)):
+        scheduler.tenants.note_parts({"calm": part, "nobody": 3})
+        if not now > 2:
+            scheduler.add(asked("calm", "calm", 40, 8, 9), None)
+        taken += [[*step(scheduler, now)], scheduler.preemptions]
+    assert taken == [["flood0", "flood1"], 0, ["flood0", "calm"], 1]
+
+
 PROMPT, ANSWER = 20, 12
 
 
-def engine():
+def asked(name, tenant, prompt, most, number):
+    params = SamplingParams(max_tokens=most, ignore_eos=True)
+    tokens = [*range(number * 1000, number * 1000 + prompt)]
+    return Request(name, tokens, params, number, 0, number, tenant.encode(), prompt + most, tenant=tenant)
+
+
+def step(scheduler, now):
+    """Runs a step. Returns the requests that were in it."""
+    plan = scheduler.schedule(now)
+    ran = [entry.sequence.request.request_id for entry in scheduler.state.batch.flights[-1].entries]
+    count = len(plan.sample_from)
+    scheduler.commit(StepResult([[1]] * count, [None] * count), now)
+    return ran
+
+
+def engine(frames=400, rows=2):
     scheduler = Scheduler(
-        MemoryManager(400, 4, [None]), max_num_seqs=2, max_num_batched_tokens=32, eos_token_ids=frozenset(), ageing_s=10
+        MemoryManager(frames, 4, [None]),
+        max_num_seqs=rows,
+        max_num_batched_tokens=32 * rows,
+        eos_token_ids=frozenset(),
+        ageing_s=10,
     )
     for tenant in ("calm", "flood"):
         scheduler.set_tenant(tenant, TenantLimits())
@@ -181,7 +280,7 @@ def served(tells):
             for _ in range(6 - count):
                 number += 1
                 prompt = [draw.randrange(1000) for _ in range(PROMPT)]
-                assert tenancy.place(str(number), Wanted(tenant, 1, 9, PROMPT), REPLICAS) == ANYWHERE
+                assert tenancy.place(str(number), Wanted(tenant, 1, 9, PROMPT, PROMPT + ANSWER), REPLICAS) == ANYWHERE
                 tenancy.note_sent(str(number), at)
                 params = SamplingParams(max_tokens=ANSWER, ignore_eos=True)
                 engines[at].add(
@@ -190,7 +289,7 @@ def served(tells):
                     )
                 )
                 if tells:
-                    engines[at].note_served_elsewhere(tenancy.tell(at))
+                    engines[at].note_served_elsewhere(tenancy.shares.served_elsewhere(at))
             under_way[tenant, at] = 6
         for at, one in engines.items():
             plan = one.schedule(now)

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from pagemill.config import EngineConfig
 from pagemill.distributed import listing
 from pagemill.distributed.changes import Changes
+from pagemill.distributed.fleet_pins import FleetPins
 from pagemill.distributed.fleet_tenancy import FleetTenancy, Wanted
 from pagemill.distributed.flights import MAX_SENT, Flight, Flights
 from pagemill.distributed.losses import Losses
 from pagemill.distributed.merging import add_held, merge
 from pagemill.distributed.peers import Peers
-from pagemill.distributed.pin_copies import PinCopies
 from pagemill.distributed.replica import split_digests
 from pagemill.distributed.replica_link import ReplicaLink, is_refusal
 from pagemill.distributed.routing import Asked, Router, RoutingPolicy
@@ -33,7 +33,7 @@ from pagemill.engine.messages import (
     SequenceOutput,
     refusals,
 )
-from pagemill.engine.queries import Query, SetTenant
+from pagemill.engine.queries import Query, SetTenant, Unpin
 from pagemill.engine.stats import EngineStats
 from pagemill.errors import (
     EngineRestartingError,
@@ -44,6 +44,7 @@ from pagemill.errors import (
 )
 from pagemill.frontend.frontend import Frontend
 from pagemill.frontend.supervisor import OUTPUTS_AT_ONCE, RestartLimits
+from pagemill.namespace import Namespace
 
 if TYPE_CHECKING:
     from ray.serve.handle import DeploymentHandle
@@ -96,7 +97,7 @@ class Fleet:
         self._router: Router | None = None
         self._facts: EngineReady | None = None
         self._changes = Changes()
-        self._pin_copies = PinCopies()
+        self._pins = FleetPins(self._tenancy)
         self._losses = Losses(restarts)
         self._patience: asyncio.TimerHandle | None = None
         """Ends the wait for a replica; None while there is one."""
@@ -192,7 +193,12 @@ class Fleet:
             self._changes.remember(query)
             if isinstance(query, SetTenant):
                 self._tenancy.set_limits(query.name, query.limits)
+                for link, end in self._pins.note_limits(query.name, self._serving()):
+                    self._keep(self._repeat(end, link))
                 self._send_waiting()
+        if isinstance(query, Unpin) and good:
+            self._pins.remove(query.name, Namespace(query.tenant, query.cache_salt))
+            self._send_waiting()
         if not good:
             raise next((each for each in answers if isinstance(each, BaseException)), self._restarting("no replica"))
         merged: A = merge(good)
@@ -237,7 +243,7 @@ class Fleet:
 
     def note_outputs(self, link: ReplicaLink, outputs: list[SequenceOutput]) -> None:
         assert self._router is not None
-        self._pin_copies.take(outputs)
+        self._pins.note_outputs(outputs)
         pins = self._flights.pins_of(link.name, outputs)
         new, handed_over = self._flights.take(link.name, outputs), list[Flight]()
         for output in new:
@@ -251,7 +257,7 @@ class Fleet:
                 if output.error is not None:  # found here, maybe: the replica may still compute it
                     link.send(AbortRequests([output.request_id]))
                 elif (pin := pins.get(output.request_id)) is not None:
-                    self._copy_pin(pin, link)
+                    self._pins.note_made(pin, link, self._serving())
         if new:
             self._incoming.put_nowait(new)
         for flight in handed_over:
@@ -267,12 +273,12 @@ class Fleet:
         del self._links[link.name]
         listing.kept.discard(link.name)
         self._taking_in.discard(link.name)
-        self._pin_copies.forget(link.name)
         if self._router is not None and self._router.knows(link.name):
             self._router.remove(link.name)
         if self.ended is not None:
             return
-        self._tenancy.forget(link.name)
+        self._tenancy.shares.forget(link.name)
+        self._pins.leave(link.name, self._serving())
         lost = self._flights.at(link.name)
         if link.facts is not None and not link.closing:  # else it was tried again before Ray Serve had noticed
             self._losses.note(time.monotonic())
@@ -282,6 +288,7 @@ class Fleet:
             self._tenancy.note_sent(flight.asked.request_id, None)
         for flight in sorted(lost, key=lambda flight: flight.num_sent >= MAX_SENT):  # an end lets others begin
             self._go_on(flight, str(link.death))
+        self._send_waiting()
         self._check_losses()
         assert self._loop is not None
         self._loop.call_later(LINK_AGAIN_S, self._link_listed)
@@ -340,13 +347,11 @@ class Fleet:
         self._gave_up = None
         self.num_restarts += self._loaded.is_set() and self.num_restarts < self._losses.count
         self._refresh()
-        if self._frontend is not None:
-            for pin in self._frontend.made_pins.requests():
-                self._pin_copies.send(link, pin)
+        self._pins.bring(link)
         self._loaded.set()
         self._send_waiting()
 
-    async def _repeat(self, change: Query[EngineReady], link: ReplicaLink) -> None:
+    async def _repeat(self, change: Query[Any], link: ReplicaLink) -> None:
         """Makes a replica do what the others have. Where it cannot, its requests are refused and others go on."""
         try:
             await link.ask(change)
@@ -358,12 +363,6 @@ class Fleet:
         if not link.closing and not self._flights.at(link.name):
             link.closing = True
             self._keep(link.close())
-
-    def _copy_pin(self, pin: EngineRequest, made_by: ReplicaLink) -> None:
-        """Makes a pin in the other replicas: it is one of all."""
-        for link in self._serving():
-            if link is not made_by:
-                self._pin_copies.send(link, pin)
 
     def _serving(self) -> list[ReplicaLink]:
         """Returns the connections to replicas that take requests."""
@@ -413,7 +412,8 @@ class Fleet:
         flight.replica, flight.hands_over, route = None, False, None
         if self._router is None:
             return
-        place = self._tenancy.place(asked.request_id, Wanted.of(asked, self.facts), self._router.replicas)
+        pinned = self._pins.pinned(asked.tenant, self.facts)
+        place = self._tenancy.place(asked.request_id, Wanted.of(asked, self.facts), self._router.replicas, pinned)
         if place is None:
             return
         work = Asked.of(asked, flight.tokens.get(0, ()) if flight.goes_on else (), self.facts)
@@ -426,8 +426,11 @@ class Fleet:
         sent = self._flights.to_send(flight, route.replica, prefills=prefills)
         if flight.num_sent > 1 and self._frontend is not None:
             self._frontend.num_sent_again += 1
-        sent.is_admitted, sent.served_elsewhere = True, self._tenancy.tell(route.replica)
         self._tenancy.note_sent(asked.request_id, route.replica)
+        self._pins.note_sent(asked, route.replica)
+        sent.is_admitted, shares = True, self._tenancy.shares
+        sent.served_elsewhere = shares.served_elsewhere(route.replica)
+        sent.guaranteed_here = shares.guaranteed_here(route.replica)
         self._links[route.replica].send(self._peers.with_holder(sent, route))
 
     def _send_waiting(self) -> None:

@@ -2,8 +2,7 @@
 
 A replica knows its own part alone. So the front end holds back what would exceed a limit that is a number: sequences
 that run (`max_running`), and active blocks (`max_blocks`). Limits that are shares hold in each replica, and so in all.
-It also tells each replica how much of the fleet's service its tenants have had elsewhere, see
-`EngineRequest.served_elsewhere`.
+What replicas are told of the others, so that shares and guarantees hold over all, is in `shares`.
 
 It knows no clock and no Ray: the same code runs in the simulator.
 """
@@ -14,29 +13,28 @@ import itertools
 from bisect import insort
 from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from pagemill.distributed.tenant_shares import TenantShares
 from pagemill.engine.messages import EngineReady, EngineRequest
 from pagemill.errors import TooManyWaitingError
 from pagemill.tenant_limits import TenantLimits
 
-MOST_ELSEWHERE = 7
-"""Tokens from elsewhere that count for each that a replica has computed for a tenant itself. So who has much elsewhere
-is served at least an eighth as fast as by weight alone, and none of its requests is kept out for ever."""
-MOST_OWED = 1 << 14
-"""Tokens from elsewhere that are kept for later at most, where they do not count yet."""
 ANYWHERE: Literal[""] = ""
 """A place: any replica."""
 
 
 class Wanted(NamedTuple):
-    """States what a request takes: sequences, the most blocks that they may come to, and tokens of its prompt."""
+    """States what a request takes: sequences, the most blocks that they may come to, tokens of its prompt, the most of
+    each sequence, and whether it becomes a pin."""
 
     tenant: str
     rows: int
     blocks: int
     prompt_tokens: int
+    most_tokens: int
+    pins: bool = False
 
     @classmethod
     def of(cls, asked: EngineRequest, facts: EngineReady) -> Wanted:
@@ -44,52 +42,43 @@ class Wanted(NamedTuple):
         rows, most, prompt_tokens = asked.num_sequences, asked.params.max_tokens, len(asked.prompt_token_ids)
         longest = facts.max_model_len if most is None else min(facts.max_model_len, prompt_tokens + most)
         blocks = rows * facts.num_groups * -(-longest // facts.block_size)
-        return cls(asked.tenant, rows, blocks, prompt_tokens)
+        return cls(asked.tenant, rows, blocks, prompt_tokens, longest, asked.pin is not None)
+
+
+class Pinned(NamedTuple):
+    """Says in which replica a tenant's pins are, empty for none now, and how many blocks of its `max_blocks` they
+    take."""
+
+    replica: str = ""
+    blocks: int = 0
+
+
+NOTHING = Pinned()
 
 
 @dataclass
 class _Known:
     """A request that has not ended. number: rises with the requests.
 
-    replica: who has it; None while nobody does. begun: whether it has brought a token.
+    replica: who has it; None while nobody does. begun: whether it has brought a token. answered: tokens that it has.
+    counted: its active blocks, as they count in `shares`.
     """
 
     number: int
     wanted: Wanted
     replica: str | None = None
     begun: bool = False
+    answered: int = 0
+    counted: int = 0
 
-
-@dataclass
-class _Told:
-    """Remembers what a replica was told of a tenant's service.
-
-    here, elsewhere: tokens that it and others had computed then.
-    owed: those of others that it has not been told of; allowed: how many of these count by what it has computed.
-    """
-
-    here: int
-    elsewhere: int
-    owed: int = 0
-    allowed: int = 0
-
-    def news(self, here: int, elsewhere: int) -> int:
-        """Returns how many tokens from elsewhere count now, with so many computed here and elsewhere."""
-        self.owed = min(self.owed + max(0, elsewhere - self.elsewhere), MOST_OWED)
-        self.allowed = min(self.allowed + MOST_ELSEWHERE * (here - self.here), MOST_OWED)
-        self.here, self.elsewhere = here, elsewhere
-        count = min(self.owed, self.allowed)
-        self.owed, self.allowed = self.owed - count, self.allowed - count
-        return count
-
-
-@dataclass
-class _Served:
-    """Tokens that replicas have computed for a tenant."""
-
-    at: Counter[str] = field(default_factory=Counter)
-    told: dict[str, _Told] = field(default_factory=dict)
-    total: int = 0
+    @property
+    def blocks(self) -> int:
+        """Returns how many blocks it has by now, if none is shared; none before its first token, since it may wait."""
+        rows, wanted = self.wanted.rows, self.wanted
+        if not self.begun:
+            return 0
+        tokens = min(rows * wanted.prompt_tokens + self.answered, rows * wanted.most_tokens)
+        return -(-wanted.blocks * tokens // (rows * wanted.most_tokens))
 
 
 class FleetTenancy:
@@ -108,11 +97,17 @@ class FleetTenancy:
         self._numbers = itertools.count()
         self._held: defaultdict[str, list[str]] = defaultdict(list)
         """Ids of requests that wait for their tenant's own limits, in the order in which they came."""
-        self._served: defaultdict[str, _Served] = defaultdict(_Served)
+        self.shares = TenantShares(self._limits)
 
     def set_limits(self, tenant: str, limits: TenantLimits) -> None:
         """Gives a tenant other limits. Requests that replicas have stay there."""
         self._limits[tenant] = limits
+        self.shares.forget_guarantee(tenant)
+
+    def limits_blocks(self, tenant: str) -> bool:
+        """Returns whether a tenant's active blocks are limited over all replicas."""
+        limits = self._limits.get(tenant)
+        return limits is not None and isinstance(limits.max_blocks, int)
 
     def check(self, tenant: str, rows: int) -> None:
         """Raises `TooManyWaitingError` for a request that may not wait beside those that its tenant has.
@@ -135,21 +130,23 @@ class FleetTenancy:
                 param="tenant",
             )
 
-    def place(self, request_id: str, wanted: Wanted, replicas: Collection[str]) -> str | None:
+    def place(self, request_id: str, wanted: Wanted, replicas: Collection[str], pinned: Pinned = NOTHING) -> str | None:
         """Returns the replica that a request must go to, `ANYWHERE`, or None: it is held back until others have ended.
 
-        replicas: those that take requests. A tenant's requests go in the order in which they came; one that a replica
-        has lost need not wait for those that are held back. Where one replica has all of them, it keeps `max_blocks`;
-        several may have them only while the most that they may come to is within.
+        replicas: those that take requests. pinned: what the tenant's pins take.
+
+        A tenant's requests go in the order in which they came; one that a replica has lost need not wait for those that
+        are held back. Where one replica has all of them, it keeps `max_blocks`; several may have them only while the
+        most that they may come to is within. Pins count as requests that do not end, and a tenant's are in one replica.
         """
         held = self._held[wanted.tenant]
         if is_new := request_id not in self._requests:
             self._requests[request_id] = _Known(next(self._numbers), wanted)
         one = self._of[wanted.tenant][request_id] = self._requests[request_id]
-        one.replica = None
+        self._put(one, None)
         is_held = request_id in held
         comes_first = held[0] == request_id if is_held else not (held and is_new)
-        place = self._room_for(wanted, replicas) if comes_first else None
+        place = self._room_for(wanted, replicas, pinned) if comes_first else None
         if is_held and place is not None:
             held.pop(0)
         elif not is_held and place is None:
@@ -159,7 +156,7 @@ class FleetTenancy:
     def note_sent(self, request_id: str, replica: str | None) -> None:
         """Notes which replica has a request; None: it waits for one."""
         if request_id in self._requests:
-            self._requests[request_id].replica = replica
+            self._put(self._requests[request_id], replica)
 
     def note_tokens(self, request_id: str, cached: int, answered: int) -> None:
         """Notes that a replica has brought tokens of an answer, having found `cached` of its prompt's. Ids that have
@@ -167,11 +164,11 @@ class FleetTenancy:
         one = self._requests.get(request_id)
         if one is not None and one.replica is not None:
             computed = answered + (0 if one.begun else max(0, one.wanted.prompt_tokens - cached))
-            served = self._served[one.wanted.tenant]
-            served.at[one.replica] += computed
-            served.total += computed
+            self.shares.note_computed(one.wanted.tenant, one.replica, computed)
             self._begun[one.wanted.tenant] += 0 if one.begun else one.wanted.rows
             one.begun = True
+            one.answered += answered
+            self._put(one, one.replica)
 
     def end(self, request_id: str) -> list[str]:
         """Ends a request, however it ended. Returns its tenant's that are held back, in their order: `place` says which
@@ -179,30 +176,13 @@ class FleetTenancy:
         one = self._requests.pop(request_id, None)
         if one is None:
             return []
+        self._put(one, None)
         del self._of[one.wanted.tenant][request_id]
         self._begun[one.wanted.tenant] -= one.wanted.rows * one.begun
         held = self._held[one.wanted.tenant]
         if request_id in held:
             held.remove(request_id)
         return [*held]
-
-    def forget(self, replica: str) -> None:
-        """Forgets what a replica that is gone has computed."""
-        for served in self._served.values():
-            served.total -= served.at.pop(replica, 0)
-            served.told.pop(replica, None)
-
-    def tell(self, replica: str) -> dict[str, int]:
-        """Returns the tokens that other replicas have computed since the last call for this one, by tenant, as far as
-        they count (`MOST_ELSEWHERE`). What was before the first call is nobody's lead."""
-        news = {}
-        if len(self._served) > 1:
-            for tenant, served in self._served.items():
-                here, elsewhere = served.at[replica], served.total - served.at[replica]
-                told = served.told.setdefault(replica, _Told(here, elsewhere))
-                if count := told.news(here, elsewhere):
-                    news[tenant] = count
-        return news
 
     def count_held(self) -> dict[str, int]:
         """Returns how many sequences are held back, by tenant."""
@@ -212,7 +192,15 @@ class FleetTenancy:
             if held
         }
 
-    def _room_for(self, wanted: Wanted, replicas: Collection[str]) -> str | None:
+    def _put(self, one: _Known, replica: str | None) -> None:
+        """Counts a request, with the blocks that it has by now, at a replica; None: at none."""
+        if one.replica is not None:
+            self.shares.note_blocks(one.wanted.tenant, one.replica, -one.counted)
+        one.replica, one.counted = replica, one.blocks
+        if replica is not None:
+            self.shares.note_blocks(one.wanted.tenant, replica, one.counted)
+
+    def _room_for(self, wanted: Wanted, replicas: Collection[str], pinned: Pinned) -> str | None:
         """Returns where there is room for a request, as `place` does, whatever waits before it."""
         limits = self._limits.get(wanted.tenant)
         rows, blocks = (None, None) if limits is None else (limits.max_running, limits.max_blocks)
@@ -221,9 +209,15 @@ class FleetTenancy:
         others = [one for one in self._of[wanted.tenant].values() if one.replica]
         if isinstance(rows, int) and others and sum(one.wanted.rows for one in others) + wanted.rows > rows:
             return None
-        if not isinstance(blocks, int) or sum(one.wanted.blocks for one in others) + wanted.blocks <= blocks:
+        if not isinstance(blocks, int):
             return ANYWHERE
-        places = {one.replica for one in others if one.replica}
+        fits = sum(one.wanted.blocks for one in others) + pinned.blocks + wanted.blocks <= blocks
+        home = pinned.replica if wanted.pins or pinned.blocks else ""
+        if fits and not (wanted.pins and home):
+            return ANYWHERE
+        if fits:
+            return home if home in replicas else None
+        places = {place for place in (home, *(one.replica for one in others)) if place}
         if not places:
             return ANYWHERE
         return next(iter(places)) if len(places) == 1 and places <= {*replicas} else None

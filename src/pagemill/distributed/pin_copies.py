@@ -30,7 +30,7 @@ class PinCopies:
     def send(self, link: ReplicaLink, pin: EngineRequest) -> None:
         """Makes a replica compute a pin that another has."""
         copy = msgspec.structs.replace(
-            pin, request_id=f"{PREFIX}{next(self._numbers)}", fork_of=None, served_elsewhere={}
+            pin, request_id=f"{PREFIX}{next(self._numbers)}", fork_of=None, served_elsewhere={}, guaranteed_here={}
         )
         self._under_way[copy.request_id] = link.name, copy
         link.send(copy)

@@ -122,6 +122,7 @@ class EngineCore:
                 raise intake.may_come_again(error.blocks, self.memory.num_frames, at_start) from None
             raise
         self.scheduler.note_served_elsewhere(request.served_elsewhere)
+        self.scheduler.tenants.note_parts(request.guaranteed_here)
         self._prompt_tokens += len(request.prompt_token_ids)
         if self.tiers is not None:
             self.tiers.note_held(request, root)

@@ -86,6 +86,8 @@ class EngineRequest(msgspec.Struct, tag=True, kw_only=True):
     served_elsewhere: dict[str, int] = {}
     """Tokens that other engines have computed, by tenant, since the last request that this engine was told them with:
     tenants share the service of all engines."""
+    guaranteed_here: dict[str, int] = {}
+    """Blocks of what the fleet guarantees that are a tenant's in this engine, for those where that has changed."""
     is_admitted: bool = False
     """True if `max_waiting` holds where it comes from, over several engines: this one takes it however many wait."""
     adapter: int = 0

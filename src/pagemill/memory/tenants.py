@@ -36,6 +36,7 @@ class Tenant:
     policy:            its cached blocks, in the order in which they make room.
     charged:           its blocks, active and cached.
     guaranteed_blocks: blocks that are kept for it; others may borrow them, and give them back first.
+    part_blocks:       the most of them that are its here, where they are guaranteed over several pools; else NO_QUOTA.
     max_blocks:        the most that it may have; NO_QUOTA if only the pool's size limits it.
     idle_timeout_s:    how long its cached blocks stay when nobody uses them; None: as long as there is room.
     look_s:            when to look for such blocks next.
@@ -45,6 +46,7 @@ class Tenant:
     number: int
     policy: EvictionPolicy
     guaranteed_blocks: int = 0
+    part_blocks: int = NO_QUOTA
     max_blocks: int = NO_QUOTA
     charged: int = 0
     evictions: int = 0
@@ -64,9 +66,14 @@ class Tenant:
         return self.charged - len(self.policy)
 
     @property
+    def kept_blocks(self) -> int:
+        """Returns how many of its guaranteed blocks are its here now."""
+        return min(self.guaranteed_blocks, self.part_blocks)
+
+    @property
     def borrowed(self) -> int:
         """Returns how many blocks it has beyond its guarantee; below 0, how many are still kept for it."""
-        return self.charged - self.guaranteed_blocks
+        return self.charged - self.kept_blocks
 
     @property
     def uses_more(self) -> bool:
@@ -74,7 +81,7 @@ class Tenant:
 
         Cached blocks do not count: these are evicted instead.
         """
-        return self.active > self.guaranteed_blocks
+        return self.active > self.kept_blocks
 
     @property
     def lendable(self) -> int:

@@ -282,7 +282,7 @@ def _waits_for_blocks(state: SchedulerState, sequence: Sequence, now: float) -> 
 
 def _is_guaranteed(state: SchedulerState, sequence: Sequence, tenant: TenantState) -> bool:
     """Returns whether the tenant is guaranteed all blocks that a sequence wants and that are not active already."""
-    if not tenant.account.guaranteed_blocks:
+    if not tenant.account.kept_blocks:
         return False
     state.name_blocks(sequence)
     shared = state.memory.count_active(sequence.digests, sequence.request.root)

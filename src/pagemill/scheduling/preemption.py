@@ -53,7 +53,7 @@ def victim(running: abc.Sequence[Sequence], sequence: Sequence, shortage: Shorta
     assert sequence.table is not None
     tenant = sequence.table.tenant
     at_quota = shortage.needed > tenant.room
-    borrows = tenant.active + shortage.needed > tenant.guaranteed_blocks
+    borrows = tenant.active + shortage.needed > tenant.kept_blocks
     own: Sequence | None = None
     for other in reversed(running):
         account = _account(other)

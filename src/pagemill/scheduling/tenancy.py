@@ -67,7 +67,7 @@ class TenantState:
 
     def has_right_to(self, blocks: int) -> bool:
         """Returns whether so many more active blocks, and one for each running sequence to grow, are guaranteed."""
-        return self.account.active + blocks + self.running <= self.account.guaranteed_blocks
+        return self.account.active + blocks + self.running <= self.account.kept_blocks
 
     def within_quota(self, blocks: int) -> bool:
         """Returns whether its own quota has room for so many more blocks, and one for each running sequence to grow."""
@@ -116,6 +116,14 @@ class Tenancy:
             self._states[name] = TenantState(self._memory.tenants[name], limits, self._rows(limits))
         else:
             state.limits, state.max_rows = limits, self._rows(limits)
+            state.account.part_blocks = NO_QUOTA
+
+    def note_parts(self, parts: abc.Mapping[str, int]) -> None:
+        """Notes how many of the blocks that a fleet guarantees each tenant are its here, until that is said anew, or
+        its limits change. Tenants that are not known are ignored."""
+        for name, part in parts.items():
+            if name in self._states:
+                self._states[name].account.part_blocks = part
 
     def refusal(self, num_frames: int, live: Live, changed: abc.Mapping[str, TenantLimits] | None = None) -> str | None:
         """Returns why a pool of `num_frames` could not keep the limits beside `live`, and the way out; None if it can.

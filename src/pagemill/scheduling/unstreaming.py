@@ -58,8 +58,8 @@ class Unstreaming:
             if sequence.table is None or sequence.request.max_len - len(sequence.tokens) < FEW_STEPS:
                 continue
             most, tenant = min(room, MOST_BLOCKS), sequence.table.tenant
-            if any(other.guaranteed_blocks for other in memory.tenants if other is not tenant):
-                most = min(most, tenant.guaranteed_blocks - tenant.active)  # what is borrowed would be taken back
+            if any(other.kept_blocks for other in memory.tenants if other is not tenant):
+                most = min(most, tenant.kept_blocks - tenant.active)  # what is borrowed would be taken back
             if count := memory.unstream(sequence.table, most):
                 self._returned, self._active = True, memory.streamed.active
                 return count

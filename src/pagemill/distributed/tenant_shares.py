@@ -1,0 +1,117 @@
+"""TenantShares: what each replica is told of its tenants, so that fairness and guarantees hold over all of them.
+
+A replica is fair by itself and keeps what is guaranteed by itself. With each request it is told how many tokens others
+have computed for its tenants, which count as service there (`EngineRequest.served_elsewhere`), and how many of the
+blocks that are guaranteed to a tenant over all replicas are its there (`EngineRequest.guaranteed_here`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pagemill.tenant_limits import TenantLimits
+
+MOST_ELSEWHERE = 7
+"""Tokens from elsewhere that count for each that a replica has computed for a tenant itself. So who has much elsewhere
+is served at least an eighth as fast as by weight alone, and none of its requests is kept out for ever."""
+MOST_OWED = 1 << 14
+"""Tokens from elsewhere that are kept for later at most, where they do not count yet."""
+
+
+@dataclass
+class _Told:
+    """Remembers what a replica was told of a tenant's service.
+
+    here, elsewhere: tokens that it and others had computed then.
+    owed: those of others that it has not been told of; allowed: how many of these count by what it has computed.
+    """
+
+    here: int
+    elsewhere: int
+    owed: int = 0
+    allowed: int = 0
+
+    def news(self, here: int, elsewhere: int) -> int:
+        """Returns how many tokens from elsewhere count now, with so many computed here and elsewhere."""
+        self.owed = min(self.owed + max(0, elsewhere - self.elsewhere), MOST_OWED)
+        self.allowed = min(self.allowed + MOST_ELSEWHERE * (here - self.here), MOST_OWED)
+        self.here, self.elsewhere = here, elsewhere
+        count = min(self.owed, self.allowed)
+        self.owed, self.allowed = self.owed - count, self.allowed - count
+        return count
+
+
+@dataclass
+class _Served:
+    """Tokens that replicas have computed for a tenant."""
+
+    at: Counter[str] = field(default_factory=Counter)
+    told: dict[str, _Told] = field(default_factory=dict)
+    total: int = 0
+
+
+def part_of(guaranteed: int, here: int, elsewhere: int) -> int:
+    """Returns how many of a tenant's guaranteed blocks are its in a replica, of which it has so many active there and
+    elsewhere: all that it does not have elsewhere, wherever it wants them first; and where it has more than are
+    guaranteed, a part by what it has. So what it has as guaranteed is never more over all."""
+    used = here + elsewhere
+    return guaranteed - elsewhere if used <= guaranteed else guaranteed * here // used
+
+
+class TenantShares:
+    """Counts tokens and blocks by tenant and replica. limits: of tenants, by name, as they are at each call."""
+
+    def __init__(self, limits: Mapping[str, TenantLimits]) -> None:
+        self._limits = limits
+        self._served: defaultdict[str, _Served] = defaultdict(_Served)
+        self._blocks: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._parts: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        """What a replica was told of guarantees, by replica and tenant."""
+
+    def note_computed(self, tenant: str, replica: str, tokens: int) -> None:
+        """Notes that a replica has computed tokens for a tenant."""
+        served = self._served[tenant]
+        served.at[replica] += tokens
+        served.total += tokens
+
+    def note_blocks(self, tenant: str, replica: str, more: int) -> None:
+        """Notes that a tenant has so many more active blocks at a replica, or fewer if `more` is negative."""
+        self._blocks[tenant][replica] += more
+
+    def forget(self, replica: str) -> None:
+        """Forgets what a replica that is gone has computed, and was told."""
+        for served in self._served.values():
+            served.total -= served.at.pop(replica, 0)
+            served.told.pop(replica, None)
+        self._parts.pop(replica, None)
+
+    def forget_guarantee(self, tenant: str) -> None:
+        """Forgets what replicas were told of a tenant's guarantee: with other limits each begins anew."""
+        for told in self._parts.values():
+            told.pop(tenant, None)
+
+    def served_elsewhere(self, replica: str) -> dict[str, int]:
+        """Returns the tokens that other replicas have computed since the last call for this one, by tenant, as far as
+        they count (`MOST_ELSEWHERE`). What was before the first call is nobody's lead."""
+        news = {}
+        if len(self._served) > 1:
+            for tenant, served in self._served.items():
+                here, elsewhere = served.at[replica], served.total - served.at[replica]
+                told = served.told.setdefault(replica, _Told(here, elsewhere))
+                if count := told.news(here, elsewhere):
+                    news[tenant] = count
+        return news
+
+    def guaranteed_here(self, replica: str) -> dict[str, int]:
+        """Returns how many of the blocks that are guaranteed over all replicas are tenants' in this one, for those
+        where that is not what it was told last."""
+        told, news = self._parts[replica], {}
+        for tenant, limits in self._limits.items():
+            if isinstance(limits.guaranteed_blocks, int) and limits.guaranteed_blocks:
+                blocks = self._blocks[tenant]
+                part = part_of(limits.guaranteed_blocks, blocks[replica], blocks.total() - blocks[replica])
+                if told.get(tenant) != part:
+                    told[tenant] = news[tenant] = part
+        return news
