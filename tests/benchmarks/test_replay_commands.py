@@ -194,6 +194,15 @@ def test_capacity_needs_both_limits_to_hold(tmp_path):
     assert 0.1 <= found[1] < found[0]
 
 
+def test_capacity_counts_what_a_timeout_ends(tmp_path):
+    typed = ("capacity", *A100, "--slo-tpot-p99", 1000, "--timeout", 30, "--seconds", 20, "--first-rate", 3)
+    found = float(re.findall(r"capacity: (\S+) requests/s", replay(*typed, "--out", tmp_path))[0])
+    rows = json.loads((tmp_path / "capacity-sharegpt.json").read_text())["rows"]
+    assert any(row["timed_out"] for row in rows if not row["held"])
+    assert all(row["timed_out"] <= 0.01 * row["requests"] for row in rows if row["held"])
+    assert max(row["rate"] for row in rows if row["held"]) == pytest.approx(found, abs=0.01)
+
+
 def test_paged_memory_sustains_more_load_than_contiguous(tmp_path):
     printed = replay("load", "--seconds", 8, "--first-rate", 1, "--limit-ms", 60, "--out", tmp_path)
     rows = cells(printed, 8)

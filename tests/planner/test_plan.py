@@ -61,6 +61,31 @@ def test_what_binds_is_named():
     assert plan.options[0].binds.startswith("memory: ")
 
 
+def test_requests_that_their_timeout_ends_are_no_served_ones():
+    """Limits on tokens hold at rates at which answers take too long as a whole."""
+    limits = Limits(0.2, 3.0)
+    loose, tight, little = (
+        plan_of(limits=limits, workload=replace(SHORT, timeout=timeout)) for timeout in (None, 5.0, 0.05)
+    )
+    assert tight.options[0].at_share.timed_out <= 0.01 * tight.options[0].at_share.counted
+    assert tight.options[0].replicas > loose.options[0].replicas
+    assert "are ended by their timeout" in tight.options[0].binds
+    assert not little.options
+    assert "timeout is 0.05 s, and a request of" in little.refused[1]
+
+
+def test_tokens_of_all_samples_are_counted_and_those_of_the_rest_are_work():
+    roofline, settings = Roofline(read_device("l4"), read_shape("llama-3-8b"), "bfloat16"), Settings(1)
+    one, two, best = (
+        run_trial(roofline, settings, replace(SHORT, **asked).requests(8.0, 10.0), 8.0)
+        for asked in ({}, {"n": 2}, {"n": 2, "best_of": 4})
+    )
+    assert two.output_len == best.output_len == 2 * one.output_len
+    assert two.length - two.output_len == pytest.approx(one.length - one.output_len)
+    assert 1.5 * one.running < two.running < best.running / 1.5
+    assert best.ttft_median_s > 5 * two.ttft_median_s
+
+
 def test_settings_are_tried_and_the_better_one_is_taken():
     choices = Choices(ranks=(1,), max_num_seqs=(2, 64), max_num_batched_tokens=(512,))
     assert plan_of(choices=choices).options[0].size.settings.max_num_seqs == 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from statistics import mean
 
@@ -55,3 +56,14 @@ def test_lengths_that_cannot_be_are_refused(given):
 def test_a_sigma_of_0_makes_all_lengths_alike():
     lengths = Lengths(7, 0, 9)
     assert {lengths.draw(random.Random(0), lengths.mu) for _ in range(5)} == {7}
+
+
+def test_a_workload_of_a_file_may_ask_for_samples_beams_and_a_time(tmp_path):
+    path = tmp_path / "own.json"
+    lengths = {"prompt": {"mean": 9, "sigma": 1, "longest": 90}, "output": {"mean": 9, "sigma": 1, "longest": 90}}
+    path.write_text(json.dumps({**lengths, "context": 256, "n": 2, "best_of": 3, "timeout": 20}))
+    requests = workload_named(str(path)).requests(1.0, 50.0)
+    assert {(one.n, one.best_of, one.beam_width, one.timeout) for one in requests} == {(2, 3, 0, 20)}
+    path.write_text(json.dumps({**lengths, "context": 256, "n": 2, "beam_width": 1}))
+    with pytest.raises(ConfigError, match="a workload's n is 2; of 1 sequences no more can be returned"):
+        workload_named(str(path))

@@ -37,7 +37,7 @@ def serve(frames, caching=True, **asked):
     return outcome, held
 
 
-@pytest.mark.parametrize("asked", [{"n": 4}, {"beam_width": 4}])
+@pytest.mark.parametrize("asked", [{"n": 4}, {"n": 2, "best_of": 4}, {"beam_width": 4}])
 @pytest.mark.parametrize("frames", [24, 512])
 def test_all_branches_get_their_tokens_and_share(asked, frames):
     outcome, held = serve(frames, **asked)
@@ -63,3 +63,11 @@ def test_a_later_prompt_continues_the_first_answer():
     second = TracedRequest(1, 100.0, 700, 10, (0, 1))
     outcome = replay([first, second], scheduler, times)
     assert outcome.served[1].num_cached_tokens == 599 // 16 * 16
+
+
+def test_the_best_of_several_come_at_the_end():
+    outcome, _ = serve(512, n=2, best_of=4)
+    assert all(one.first_token_s == one.finished_s and one.tpot_s is None for one in outcome.served)
+    assert not outcome.gaps_s
+    answered = sum(2 * one.request.output_len for one in outcome.served)
+    assert outcome.goodput_tokens_per_s * outcome.end_s == pytest.approx(answered)

@@ -136,3 +136,29 @@ def test_windows_and_every_step_are_counted_from_the_tables():
         assert found.slots_written == held
 
     replay(TRACE, scheduler, replace(times(), shape=shape), [recount])
+
+
+def test_a_request_fails_when_its_timeout_is_over_and_gives_back_what_it_held():
+    trace = [replace(request, timeout=None if request.number % 3 else 4.5) for request in TRACE]
+    scheduler = engine(frames=16)
+    outcome = replay(trace, scheduler, times())
+    assert not scheduler.has_work()
+    scheduler.memory.check()
+    assert scheduler.memory.stats().frames_active == 0
+    late = [one for one in outcome.served if one.timed_out]
+    assert late
+    assert len(late) < sum(request.timeout is not None for request in trace)
+    assert all(one.finished_s is None and one.request.timeout for one in late)
+    assert all(one.finished_s <= one.request.deadline_s for one in outcome.finished)
+    assert len(late) + len(outcome.finished) == len(trace)
+    answered = sum(one.request.output_len for one in outcome.finished)
+    assert outcome.goodput_tokens_per_s == pytest.approx(answered / outcome.end_s)
+    assert outcome.goodput_tokens_per_s < outcome.output_tokens_per_s
+
+
+def test_an_answer_that_ends_with_its_deadline_is_in_time():
+    # Steps of one second: the first token at 1, the last at 3.
+    for timeout, ended in ((3.0, True), (2.9, False)):
+        (one,) = replay([TracedRequest(0, 0.0, 4, 3, timeout=timeout)], engine(), times()).served
+        assert (one.finished_s is not None, one.timed_out) == (ended, not ended)
+        assert one.first_token_s == 1.0

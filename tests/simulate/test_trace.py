@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -82,3 +83,29 @@ def test_missing():
 
 def test_a_prompt_without_hash_ids_is_its_own():
     assert set(TracedRequest(3, 0.0, 5, 1).prompt()).isdisjoint(TracedRequest(4, 0.0, 5, 1, (3,)).prompt())
+
+
+def test_a_request_of_a_trace_may_ask_for_samples_beams_and_a_time(tmp_path):
+    lines = mooncake(*((1000 * at, 700, [0, 5]) for at in range(4))).splitlines()
+    asked = [{"n": 2}, {"n": 2, "best_of": 4, "timeout": 2.5}, {"beam_width": 3}, {}]
+    rows = [json.dumps(json.loads(line) | more) for line, more in zip(lines, asked, strict=True)]
+    trace = read_trace(write(tmp_path, "m.jsonl", "\n".join(rows)))
+    assert [one.num_sequences for one in trace] == [2, 4, 3, 1]
+    assert [one.streams for one in trace] == [True, False, False, True]
+    assert [one.deadline_s for one in trace] == [math.inf, 3.5, math.inf, math.inf]
+
+
+@pytest.mark.parametrize(
+    ("asked", "says"),
+    [
+        ({"n": 0}, "n is 0; it must be a whole number from 1"),
+        ({"n": 2.5}, "n is 2.5"),
+        ({"n": 3, "best_of": 2}, "n is 3; of 2 sequences no more can be returned"),
+        ({"best_of": 2, "beam_width": 2}, "best_of is 2 beside beam_width 2"),
+        ({"timeout": 0}, "timeout is 0; it must be a number of seconds above 0"),
+    ],
+)
+def test_what_no_request_can_ask_for_is_refused(tmp_path, asked, says):
+    line = json.dumps(json.loads(mooncake((0, 700, [0, 5]))) | asked)
+    with pytest.raises(TraceError, match=says):
+        read_trace(write(tmp_path, "m.jsonl", line))

@@ -67,6 +67,14 @@ def plan(
             "alike and the device has a link; 0 leaves it out.",
         ),
     ] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(
+            "--timeout",
+            help="Seconds from a request's arrival after which it fails, as its field `timeout`: no more than one in a "
+            "hundred may. Default: none, or as the workload or trace says.",
+        ),
+    ] = None,
     price: Annotated[
         float | None, typer.Option("--price", help="US dollars per device and hour. Default: the device's own.")
     ] = None,
@@ -104,6 +112,7 @@ def plan(
         max_num_seqs=read_counts("max_num_seqs", max_num_seqs),
         max_num_batched_tokens=read_counts("max_num_batched_tokens", max_num_batched_tokens),
         kv_host_memory=kv_host_memory,
+        timeout=timeout,
         price=price,
         requests=requests,
         seed=seed,

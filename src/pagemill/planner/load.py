@@ -133,8 +133,9 @@ class Load:
 
     @cached_property
     def tokens_per_request(self) -> tuple[float, float]:
-        """Tokens of an answer, and of prompt and answer together, in the mean of the first `count` requests."""
-        return mean(one.output_len for one in self._sample), mean(one.length for one in self._sample)
+        """Tokens of a request's answers, and of prompt and answers together, in the mean of the first `count`."""
+        output = mean(one.answer_tokens for one in self._sample)
+        return output, output + mean(one.prompt_len for one in self._sample)
 
     @property
     def shares(self) -> bool:

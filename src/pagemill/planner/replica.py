@@ -53,18 +53,28 @@ class Setup:
 
 
 def latencies(served: Sequence[Served]) -> dict[str, float]:
-    """Medians and 99th percentiles over finished requests, in seconds; 0 per token where no answer has a second one."""
-    finished = [one for one in served if one.finished_s is not None]
-    ttft = [one.ttft_s for one in finished]
-    tpot = [one.tpot_s for one in finished if one.tpot_s is not None]
+    """Medians and 99th percentiles over finished requests, in seconds; 0 per token where no answer has a second one.
+
+    A request that was ended by its timeout took for ever per token, and for its first one if that had not come: so no
+    limit holds where more than one in a hundred was.
+    """
+    ended = [one for one in served if one.finished_s is not None or one.timed_out]
+    ttft = [math.inf if one.first_token_s is None else one.ttft_s for one in ended]
+    tpot = [seconds for one in ended if (seconds := math.inf if one.timed_out else one.tpot_s) is not None]
     nothing = float("nan")
-    no_second = 0.0 if finished else nothing
+    no_second = 0.0 if ended else nothing
     return {
         "ttft_median_s": median(ttft) if ttft else nothing,
-        "ttft_p99_s": float(np.percentile(ttft, 99)) if ttft else nothing,
+        "ttft_p99_s": _p99(ttft) if ttft else nothing,
         "tpot_median_s": median(tpot) if tpot else no_second,
-        "tpot_p99_s": float(np.percentile(tpot, 99)) if tpot else no_second,
+        "tpot_p99_s": _p99(tpot) if tpot else no_second,
     }
+
+
+def _p99(seconds: Sequence[float]) -> float:
+    """Returns the 99th percentile, infinite where one of the two between which it lies is."""
+    above = sorted(seconds)[math.ceil(0.99 * (len(seconds) - 1))]
+    return math.inf if above == math.inf else float(np.percentile(seconds, 99))
 
 
 @dataclass(frozen=True)
@@ -92,15 +102,17 @@ class Trial:
     """Holds what became of requests that one replica served at a rate.
 
     Latencies, running and pool are of requests that came after the first WARM_UP of the time, and of the time in which
-    they did. rate: that asked for, in requests per second. output_len, length: tokens of an answer, and of prompt and
-    answer together, in the mean of all. running: sequences, in the mean over time. pool: the share of the KV pool that
+    they did. counted: how many they are. timed_out: those of them that their timeout ended.
+    rate: that asked for, in requests per second. output_len, length: tokens of a request's answers, and of prompt and
+    answers together, in the mean of all. running: sequences, in the mean over time. pool: the share of the KV pool that
     sequences held, likewise. short: share of that time in which a request waited for blocks. busy: share of the time
-    in steps. cached: share of the prompts' tokens that were found.
-    refused: requests that could never run. waiting_grows: True if more and more wait, so that no latency is steady.
+    in steps. cached: share of the prompts' tokens that were found. refused: requests that could never run.
+    waiting_grows: True if more and more wait, so that no latency is steady.
     """
 
     rate: float
     requests: int
+    counted: int
     output_len: float
     length: float
     ttft_median_s: float
@@ -116,6 +128,7 @@ class Trial:
     cached: float
     preemptions: int
     refused: int
+    timed_out: int
     waiting_grows: bool
 
 
@@ -149,7 +162,8 @@ def run_trial(roofline: Roofline, settings: Settings, trace: Sequence[TracedRequ
 
     def look(plan: StepPlan, seconds: float) -> None:
         nonlocal latest, busy_s, held_s, running_s, short_s
-        latest = max([latest, *(new.seed for new in plan.new_rows)])
+        if scheduler.state.running:
+            latest = max(latest, scheduler.state.running[-1].request.seed)
         if first <= latest < max(len(trace) - 1, first + 1):
             busy_s += seconds
             held_s += seconds * (1 - memory.num_available / memory.num_frames)
@@ -168,8 +182,9 @@ def _trial(outcome: Replay, counted: Sequence[Served], shares: Sequence[float], 
     return Trial(
         rate=rate,
         requests=len(outcome.served),
-        output_len=mean(one.request.output_len for one in outcome.served),
-        length=mean(one.request.length for one in outcome.served),
+        counted=len(counted),
+        output_len=mean(one.request.answer_tokens for one in outcome.served),
+        length=mean(one.request.prompt_len + one.request.answer_tokens for one in outcome.served),
         **latencies(counted),
         output_tokens_per_s=outcome.output_tokens_per_s,
         running=running,
@@ -180,6 +195,7 @@ def _trial(outcome: Replay, counted: Sequence[Served], shares: Sequence[float], 
         cached=sum(one.num_cached_tokens for one in counted) / prompts,
         preemptions=outcome.preemptions,
         refused=sum(one.refused for one in outcome.served),
+        timed_out=sum(one.timed_out for one in counted),
         waiting_grows=_waiting_grows(counted),
     )
 
@@ -189,7 +205,7 @@ def _waiting_grows(counted: Sequence[Served]) -> bool:
     begin, end = counted[0].request.arrival_s, counted[-1].request.arrival_s
     served = [one for one in counted if not one.refused]
     arrived = np.array([one.request.arrival_s for one in served])
-    began = np.array([math.inf if one.first_token_s is None else one.first_token_s for one in served])
+    began = np.array([one.request.deadline_s if one.first_token_s is None else one.first_token_s for one in served])
     waiting = [int(((arrived <= at) & (began > at)).sum()) for at in np.linspace(begin, end, 4)]
     least = max(FEW_WAIT, GROWTH * len(counted))
     return waiting[3] > waiting[2] > waiting[1] and waiting[3] - waiting[1] > least

@@ -13,7 +13,7 @@ from pagemill.planner.limits import Limits
 from pagemill.planner.load import Generated, Load, Traced
 from pagemill.planner.model_shape import find_shape
 from pagemill.planner.search import Choices
-from pagemill.planner.workload import workload_named
+from pagemill.planner.workload import with_timeout, workload_named
 from pagemill.simulate.roofline import Device, read_device
 from pagemill.simulate.trace import read_trace
 
@@ -27,8 +27,9 @@ KV_DTYPES = (
 
 @dataclass(frozen=True)
 class Asked:
-    """Holds what was typed. Limits are milliseconds; rate None: the usual one, or the trace's. workload, seed,
-    kv_host_memory None: nobody has said, so the usual ones where they have an effect.
+    """Holds what was typed. Limits are milliseconds; rate None: the usual one, or the trace's. timeout: seconds, as of
+    every request; None: the workload's or trace's own. workload, seed, kv_host_memory None: nobody has said, so the
+    usual ones where they have an effect.
     """
 
     model: str
@@ -44,6 +45,7 @@ class Asked:
     max_num_seqs: tuple[int, ...]
     max_num_batched_tokens: tuple[int, ...]
     kv_host_memory: str | None
+    timeout: float | None
     price: float | None
     requests: int
     seed: int | None
@@ -88,13 +90,13 @@ class Asked:
         if self.trace is None:
             rate = USUAL_RATE if self.rate is None else self.rate
             workload = workload_named(USUAL_WORKLOAD if self.workload is None else self.workload)
-            return Load(Generated(workload, self.seed or 0), rate, self.requests)
+            return Load(Generated(with_timeout(workload, self.timeout), self.seed or 0), rate, self.requests)
         for flag, value in (("--workload", self.workload), ("--seed", self.seed)):
             if value is not None:
                 raise ConfigError(
                     f"{flag} is {value!r} beside --trace, which says what comes and when; give one of the two"
                 )
-        traced = Traced(read_trace(self.trace))
+        traced = Traced([with_timeout(one, self.timeout) for one in read_trace(self.trace)])
         return Load(traced, traced.rate if self.rate is None else self.rate, self.requests)
 
     def _host(self, device: Device, load: Load) -> tuple[int, ...]:

@@ -161,6 +161,11 @@ def _too_slow_alone(
         ("--slo-tpot-p99", limits.tpot_p99_s, alone.tpot_p99_s),
         ("--slo-ttft-p99", limits.ttft_p99_s, alone.ttft_p99_s),
     ):
+        if alone.timed_out:
+            return (
+                f"timeout is {load.usual.timeout:g} s, and a request of {load.usual.length} tokens alone has not ended "
+                "by then; raise it, or choose a faster device or more of them"
+            )
         if limit_s is not None and found_s > limit_s:
             return (
                 f"{flag} is {1e3 * limit_s:g} ms, and a request alone takes {1e3 * found_s:.3g} ms; raise it above "
@@ -302,6 +307,8 @@ def binding(size: Size, limits: Limits) -> str:
 def _broken_limit(trial: Trial, limits: Limits) -> str:
     if trial.refused:
         return f"{trial.refused} requests are too long for the pool"
+    if math.inf in (trial.tpot_p99_s, trial.ttft_p99_s):
+        return f"{trial.timed_out} of {trial.counted} requests are ended by their timeout"
     if not trial.tpot_p99_s <= limits.tpot_p99_s:
         return f"p99 of the time per token is {1e3 * trial.tpot_p99_s:.0f} ms"
     grows = "ever more requests wait, and " if trial.waiting_grows else ""

@@ -10,9 +10,10 @@ from itertools import count
 from math import exp, inf, log
 from pathlib import Path
 from statistics import NormalDist
+from typing import Any, TypeVar
 
 from pagemill.errors import ConfigError
-from pagemill.simulate.trace import MOONCAKE_BLOCK, TracedRequest
+from pagemill.simulate.trace import ASKED, MOONCAKE_BLOCK, TracedRequest
 
 SEED = 0
 NORMAL = NormalDist()
@@ -73,6 +74,7 @@ class Workload:
                 system prompt or a document.
     turns:      of a conversation, in the mean (geometric). Each turn's prompt is all that was said before.
     think_s:    seconds between an answer's end and the next turn, in the mean (exponential): a person's, or a tool's.
+    n, best_of, beam_width, timeout: what each request asks for, as of `TracedRequest`.
     """
 
     prompt: Lengths
@@ -83,6 +85,10 @@ class Workload:
     prefix_len: int = 0
     turns: float = 1.0
     think_s: float = 0.0
+    n: int = 1
+    best_of: int = 0
+    beam_width: int = 0
+    timeout: float | None = None
 
     def __post_init__(self) -> None:
         for name, value, least in (
@@ -93,6 +99,10 @@ class Workload:
         ):
             if not least <= value < inf:
                 raise ConfigError(f"a workload's {name} is {value:g}; it must be at least {least}")
+        try:
+            TracedRequest(0, 0.0, 1, 1, **self._asked)
+        except ValueError as error:
+            raise ConfigError(f"a workload's {error}") from None
         if self.prefix_len % MOONCAKE_BLOCK or (self.prefix_len > 0) != (self.prefixes > 0):
             raise ConfigError(
                 f"a workload has {self.prefixes} prefixes of {self.prefix_len} tokens; give both or neither, and whole "
@@ -122,7 +132,11 @@ class Workload:
             at += self._gap(source) * self.turns / rate
         if self.turns > 1:
             requests.sort(key=lambda request: request.arrival_s)
-        return [replace(request, number=number) for number, request in enumerate(requests)]
+        return [replace(request, number=number, **self._asked) for number, request in enumerate(requests)]
+
+    @property
+    def _asked(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ASKED}
 
     def _gap(self, source: random.Random) -> float:
         """Returns the time between two conversations, 1 in the mean."""
@@ -178,6 +192,17 @@ WORKLOADS = {
 PagedAttention", 2023; how far lengths spread is assumed, and so are all figures of the others: conversations, agents
 that call tools and come back, questions about documents, and the first one's requests in bursts. OPT's context has
 2,048 tokens."""
+
+
+Asking = TypeVar("Asking", Workload, TracedRequest)
+
+
+def with_timeout(asking: Asking, timeout: float | None) -> Asking:
+    """Returns the same with a timeout, in seconds; None leaves its own. Raises ConfigError if it is not above 0."""
+    try:
+        return asking if timeout is None else replace(asking, timeout=timeout)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def workload_named(name: str) -> Workload:

@@ -10,6 +10,7 @@ import collections.abc as abc
 import math
 from array import array
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from itertools import count
 
 from pagemill.errors import RequestTooLargeError
@@ -43,11 +44,13 @@ class Served:
     first_token_s: float | None = None
     finished_s: float | None = None
     last_token_s: dict[int, float] = field(default_factory=dict)
-    """The time of the last token, by sample or beam; a search's answers come at its end."""
+    """The time of the last token, by sample or beam."""
     num_ended: int = 0
     """Its samples or beams that have ended."""
     num_tokens: int = 0
     num_cached_tokens: int = 0
+    timed_out: bool = False
+    """True if its timeout was over before its answer had ended."""
     starts: int = 0
     """Times that it entered the batch, forks apart; each after the first follows a preemption."""
     refused: bool = False
@@ -60,11 +63,11 @@ class Served:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per token after the first; None for a search, whose tokens come all at once."""
+        """Seconds per token after the first; None where there is no second one, or all come at once."""
         assert self.first_token_s is not None
         assert self.finished_s is not None
         length = self.num_tokens // self.request.num_sequences
-        streams = length > 1 and not self.request.beam_width
+        streams = length > 1 and self.request.streams
         return (self.finished_s - self.first_token_s) / (length - 1) if streams else None
 
 
@@ -97,6 +100,11 @@ class Replay:
     def output_tokens_per_s(self) -> float:
         return sum(one.num_tokens for one in self.served) / self.end_s if self.end_s else 0.0
 
+    @property
+    def goodput_tokens_per_s(self) -> float:
+        """Returns the tokens per second of the answers that requests have got which ended in time."""
+        return sum(one.request.answer_tokens for one in self.finished) / self.end_s if self.end_s else 0.0
+
 
 def replay(
     trace: abc.Sequence[TracedRequest],
@@ -113,7 +121,8 @@ def replay(
 
     root:    gives the digest at which a request's prefix chain begins; by default one for all, so that all may share.
     A request's samples and beams fork as they do in the engine, and are always told their length. Beams choose among
-    `beam_candidates`, which depend on nothing but the request's place and the beam's tokens.
+    `beam_candidates`, which depend on nothing but the request's place and the beam's tokens. A request whose timeout is
+    over is ended between two steps, as the front end ends it, and gives back all that it held.
     until_s: simulated second at which the replay stops, with whatever is still running.
     max_tokens: what all requests set, at least; they end by `END_TOKEN`, and nobody knows before how long they become.
              None: each sets its output length, and the scheduler is told that nothing else ends it.
@@ -123,10 +132,13 @@ def replay(
     served = outcome.served
     groups = step_times.shape.groups
     fresh = count(OUTPUT_TOKENS)
+    deadlines: list[tuple[float, int]] = []
     now = 0.0
     while now < until_s:
         while len(served) < len(trace) and trace[len(served)].arrival_s <= now:
             _submit(scheduler, served, trace[len(served)], root, max_tokens)
+            heappush(deadlines, (served[-1].request.deadline_s, len(served) - 1))
+        _end_late(scheduler, served, deadlines, now)
         if tier is not None:
             tier.finish_loads(scheduler, now)
         plan = scheduler.schedule(now)
@@ -165,23 +177,35 @@ def replay(
             tokens.append([next(fresh) if token is None else token])
             width = request.beam_width
             logprobs.append([beam_candidates(index, sequence.tokens[sequence.prompt_len :], width)] if width else None)
+        _end_late(scheduler, served, deadlines, now)
         for update in scheduler.commit(StepResult(tokens, logprobs), now):
             one, branch = served[update.sequence.request.seed], update.sequence.index
             hypothesis = update.hypothesis
             one.num_tokens += len(update.tokens if hypothesis is None else hypothesis.token_ids)
-            if one.first_token_s is None:
-                one.first_token_s = now
-                one.num_cached_tokens = update.sequence.num_cached_tokens
-            elif hypothesis is None and branch in one.last_token_s:
-                outcome.gaps_s.append(now - one.last_token_s[branch])
-            one.last_token_s[branch] = now
             one.num_ended += update.finish_reason is not None
             if one.num_ended == one.request.num_sequences:
                 one.finished_s = now
+            if one.first_token_s is None and (one.request.streams or one.finished_s is not None):
+                one.first_token_s = now
+                one.num_cached_tokens = update.sequence.num_cached_tokens
+            elif one.request.streams and branch in one.last_token_s:
+                outcome.gaps_s.append(now - one.last_token_s[branch])
+            one.last_token_s[branch] = now
         scheduler.note_step(plan, waits_s + seconds)
     outcome.end_s = now
     outcome.preemptions = scheduler.preemptions
     return outcome
+
+
+def _end_late(
+    scheduler: Scheduler, served: abc.Sequence[Served], deadlines: list[tuple[float, int]], now: float
+) -> None:
+    """Ends the requests whose deadline was before now. deadlines: a heap, with places in `served`."""
+    while deadlines and deadlines[0][0] < now:
+        _, index = heappop(deadlines)
+        if served[index].finished_s is None and not served[index].refused:
+            scheduler.abort(str(index), now)
+            served[index].timed_out = True
 
 
 def _next_token(request: TracedRequest, sequence: Sequence, max_tokens: int | None) -> int | None:
@@ -203,7 +227,10 @@ def _submit(
     forks = request.num_sequences > 1 or request.beam_width > 0
     index, most = len(served), request.output_len if forks else max(request.output_len, max_tokens or 0)
     params = SamplingParams(
-        n=request.n, temperature=float(request.n > 1), max_tokens=most, ignore_eos=forks or max_tokens is None
+        n=1 if request.beam_width else request.num_sequences,
+        temperature=float(forks),
+        max_tokens=most,
+        ignore_eos=forks or max_tokens is None,
     )
     beam = BeamSearchParams(request.beam_width, most, ignore_eos=True) if request.beam_width else None
     served.append(Served(request))

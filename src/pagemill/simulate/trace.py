@@ -1,13 +1,15 @@
 """Reads traces of real services: when requests came, how long they were, which prefixes they shared. They have no text.
 
 Two formats are read. Azure's CSV (`TIMESTAMP,ContextTokens,GeneratedTokens`, Azure Public Dataset) has lengths only.
-Mooncake's JSON lines (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`) name the prefix blocks too.
+Mooncake's JSON lines (`timestamp` in ms, `input_length`, `output_length`, `hash_ids`) name the prefix blocks too. These
+may say further what a request asks for, in fields that are named as in the API (`ASKED`).
 """
 
 from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -16,6 +18,8 @@ from typing import Any
 
 from pagemill.errors import TraceError
 
+ASKED = ("n", "best_of", "beam_width", "timeout")
+"""What a request may ask for, in a trace and in a generated workload."""
 MOONCAKE_BLOCK = 512
 """Number of tokens that one of Mooncake's hash ids stands for; the last of a prompt may stand for fewer."""
 SOURCES = (
@@ -32,8 +36,12 @@ class TracedRequest:
     hash_ids: names of the prompt's blocks of 512 tokens. Equal ids mean equal prompts up to that block's end. Empty for
               a prompt that shares nothing.
     continued_ids: the same for prompt and answer together, where a later prompt may begin with both.
-    n:          samples that it asks for, each of `output_len` tokens.
+    n:          answers that it gets, each of `output_len` tokens.
+    best_of:    samples that are drawn, the best `n` of which it gets, at their end; 0: no more than `n`.
     beam_width: beams of the search that it asks for; 0: it samples.
+    timeout:    seconds from its arrival after which it fails, if it has not ended; None: never.
+
+    Raises ValueError for what no request can ask for.
     """
 
     number: int
@@ -43,12 +51,40 @@ class TracedRequest:
     hash_ids: tuple[int, ...] = ()
     continued_ids: tuple[int, ...] = ()
     n: int = 1
+    best_of: int = 0
     beam_width: int = 0
+    timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, count, least in (("n", self.n, 1), ("best_of", self.best_of, 0), ("beam_width", self.beam_width, 0)):
+            if isinstance(count, bool) or not isinstance(count, int) or count < least:
+                raise ValueError(f"{name} is {count!r}; it must be a whole number from {least} on")
+        if self.best_of and self.beam_width:
+            raise ValueError(f"best_of is {self.best_of} beside beam_width {self.beam_width}; give one of the two")
+        if self.n > self.num_sequences:
+            raise ValueError(f"n is {self.n}; of {self.num_sequences} sequences no more can be returned")
+        if self.timeout is not None and not 0 < self.timeout < math.inf:
+            raise ValueError(f"timeout is {self.timeout:g}; it must be a number of seconds above 0")
 
     @property
     def num_sequences(self) -> int:
-        """Returns how many answers it gets."""
-        return self.beam_width or self.n
+        """Returns how many samples or beams are computed."""
+        return self.beam_width or self.best_of or self.n
+
+    @property
+    def streams(self) -> bool:
+        """Returns whether its tokens come as they are computed: else all come at the end."""
+        return not self.beam_width and self.num_sequences == self.n
+
+    @property
+    def answer_tokens(self) -> int:
+        """Returns the tokens of the answers that it gets."""
+        return self.n * self.output_len
+
+    @property
+    def deadline_s(self) -> float:
+        """Returns when it fails, if it has not ended by then."""
+        return math.inf if self.timeout is None else self.arrival_s + self.timeout
 
     @property
     def length(self) -> int:
@@ -139,7 +175,12 @@ def _read_mooncake(path: Path) -> list[TracedRequest]:
                 raise ValueError(f"request {number} has {prompt_len} prompt tokens and {len(hash_ids)} hash ids")
             requests.append(
                 TracedRequest(
-                    number, row["timestamp"] / 1000, prompt_len, _at_least_one(row["output_length"]), hash_ids
+                    number,
+                    row["timestamp"] / 1000,
+                    prompt_len,
+                    _at_least_one(row["output_length"]),
+                    hash_ids,
+                    **{name: row[name] for name in ASKED if name in row},
                 )
             )
     return requests
