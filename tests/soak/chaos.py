@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from tests.soak.drawn_engine import ADAPTERS, FORMATS, MODEL, DrawnEngine, EagerDrafter
+from tests.soak.drawn_engine import ADAPTERS, FORMATS, MODEL, TEXT, DrawnEngine, EagerDrafter
 from tests.soak.soak_faults import Faults
 
 from pagemill import LLM, PoolingParams, SamplingParams, TenantLimits
@@ -106,10 +106,11 @@ class Soak:
             self.drafters += [EagerDrafter(seed)] * 3
         self.core.scheduler.drafter = self.drafters[-1] or own
         self.faults = Faults(self.core, seed)
+        self.faults_before = 0
         self.answers: dict[str, Answer] = {}
         self.live: dict[str, Answer] = {}
         self.numbers = iter(range(1 << 30))
-        words = self.llm.tokenizer.encode("The history of paging begins with the Atlas computer in Manchester. " * 60)
+        words = self.llm.tokenizer.encode(TEXT * 60)
         self.prompts = [words[at : at + length] for at in (0, 5, 9) for length in (9, 40, 75, 130, 190)]
         self.prompts += [words[:at] + words[5 : 760 - at] for at in (20, 200)]
 
@@ -133,7 +134,7 @@ class Soak:
             self.counts["steps"] += 1
 
     def step(self) -> None:
-        faults = self.faults.ended
+        faults, self.faults_before = self.faults_before, self.faults.ended  # layers are read ahead of their step
         for output in self.core.step():
             answer = self.answers[output.request_id]
             answer.take(output)

@@ -17,13 +17,16 @@ from pagemill.arguments import arguments_of
 from pagemill.config import EngineConfig
 from pagemill.hub import resolve_model
 from pagemill.kvcache.kv_format import kv_format
+from pagemill.text.tokenizer import Tokenizer
 
 MODEL = "smollm2-135m"
 SIZES = SimpleNamespace(
     hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3
 )
-DRAFT_LAYERS = range(0, 30, 2)
-"""Of the model's layers, those that its draft model has: it guesses a token now and then."""
+TEXT = "The history of paging begins with the Atlas computer in Manchester. "
+"""What prompts repeat, and the model with them."""
+DRAFT_LAYERS = (*range(14), *range(18, 30))
+"""Of the model's layers, those that its draft model has: it guesses about every second token."""
 ADAPTED_LAYERS = ("layers.3.", "layers.17.")
 ADAPTERS = (1, 2)
 """Their numbers."""
@@ -104,11 +107,11 @@ class EagerDrafter:
 
 
 def save_heads(folder: Path) -> str:
-    """Saves heads of random weights for the model, which guess a few tokens, and returns their folder."""
+    """Saves heads of random weights for the model, which guess among the tokens of `TEXT`, and returns their folder."""
     torch.manual_seed(0)
-    hidden = SIZES.hidden_size
+    hidden, tokens = SIZES.hidden_size, sorted({*Tokenizer.from_path(resolve_model(MODEL)).encode(TEXT)})
     weights = {f"blocks.{head}.layers.0.weight": torch.randn(hidden, hidden) / hidden for head in range(HEADS)}
-    weights |= {"lm_heads.0.weight": torch.randn(64, hidden), "token_map": torch.arange(0, 640, 10)}
+    weights |= {"lm_heads.0.weight": torch.randn(len(tokens), hidden), "token_map": torch.tensor(tokens)}
     heads = folder / "heads"
     heads.mkdir(parents=True, exist_ok=True)
     save_file(weights, heads / "model.safetensors")

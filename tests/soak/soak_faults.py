@@ -96,7 +96,8 @@ class Faults:
 
     def _happens(self, what: str, among: float = 1.0) -> bool:
         happens = self.random.random() < self._shares.get(what, 0.0) * among
-        self.counts[what] += happens
+        if happens:  # counts of several threads: what does not happen must not be written
+            self.counts[what] += 1
         return happens
 
     def change(self) -> None:

@@ -58,6 +58,7 @@ class ReadAhead:
             for ahead in range(layer, layer + 1 + LAYERS_AHEAD):
                 read(ahead % layers)
             if not self._under_way.pop(layer)[1].result():
+                self._under_way.clear()  # the step ends here: whoever needs these blocks later reads them anew
                 raise KVStoreError(
                     f"the disk cannot read blocks of this context, of layer {layer}; see the system's log, and name "
                     f"another kv_disk_path"
