@@ -11,6 +11,7 @@ It knows no clock, no engine and no Ray: the same code runs in the simulator.
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -293,9 +294,9 @@ class Router:
         rest, whichever takes less."""
         token_s = replica.token_s or self._known_token_s()
         computed_s = (asked.num_tokens - found_tokens) * token_s
-        if holder is None or not any(replica.fetch_s):
+        all_s, block_s = replica.fetch_s if any(replica.fetch_s) else self._known_fetch_s()
+        if holder is None or not all_s + block_s:
             return computed_s
-        all_s, block_s = replica.fetch_s
         held_tokens = holder.blocks * self._block_size
         fetched_s = all_s + block_s * (held_tokens - found_tokens) / self._block_size
         return min(computed_s, fetched_s + max(0, asked.num_tokens - held_tokens) * token_s)
@@ -381,6 +382,12 @@ class Router:
         """Returns the mean of what replicas have measured, for those that have not yet."""
         measured = [replica.token_s for replica in self._replicas.values() if replica.token_s]
         return sum(measured) / len(measured) if measured else UNMEASURED_TOKEN_S
+
+    def _known_fetch_s(self) -> tuple[float, float]:
+        """Returns the mean of what replicas have measured of fetching, for those that have not; zeros if none has."""
+        known = [each.fetch_s for each in self._replicas.values() if any(each.fetch_s) and each.fetch_s[0] < math.inf]
+        alls, blocks = zip(*known, strict=True) if known else ((0.0,), (0.0,))
+        return sum(alls) / len(alls), sum(blocks) / len(blocks)
 
     def _work_s(self, replica: _Replica, known_token_s: float) -> float:
         """Returns the seconds of a replica's work: its tokens, and the wait for a row where all are taken.

@@ -35,7 +35,7 @@ class Publisher:
         no time has moved. A block that is told as stored may be known already."""
         stored, removed = self._take_blocks()
         fetching = (0.0, 0.0) if self._tiers is None else self._tiers.fetch_time
-        times = self._pacer.token_s, self._pacer.plain_s, *fetching
+        times = self._pacer.token_s if self._pacer.tells else 0.0, self._pacer.plain_s, *fetching
         if not stored and not removed and not any(map(_has_moved, times, self._told_times)):
             return None
         self._told_times = times
