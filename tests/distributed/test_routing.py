@@ -273,3 +273,13 @@ def test_no_prompt_goes_apart_where_fetching_takes_longer_or_nobody_is_left_to_g
     router.remove("r0")
     router.add("r2", rows=8)
     assert router.route_prompt("q4", asked("d", 20)).replica == "r1"
+
+
+def test_who_has_fetched_nothing_yet_is_taken_to_fetch_as_others_do():
+    router = fleet()
+    router.note_events("r0", chain("a", 100), [])
+    router.note_times("r1", 1e-3, 1e-2, {"at0": (1e-3, 1e-4)})
+    for request_id, at in (("at r0", "r0"), ("at r1", "r1")):
+        router.route(request_id, Asked(1000, [], 1), at=at)
+    assert router.route("q", asked("a", 100)).replica == "r2", "it has nothing to do, and need not compute"
+    assert router.work_s("r2") < 1.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -57,3 +58,13 @@ def test_steps_of_few_prompt_tokens_alone_say_little():
     for _ in range(20):
         pacer.note_step(0.5, TELLING_TOKENS - 1, 0)
     assert pacer.prompt_tokens(4, 4) == before
+
+
+def test_the_first_step_that_tells_takes_the_place_of_a_guess():
+    pacer = Pacer(MOST)
+    pacer.note_step(0.5, 4, 0)
+    assert not pacer.tells
+    pacer.note_step(0.5, 0, 4)
+    pacer.note_step(0.51, 40, 4)
+    assert pacer.tells
+    assert pacer.token_s == pytest.approx(0.01 / 40)

@@ -141,6 +141,7 @@ class Router:
         self._resting: dict[str, _Replica] = {}
         """Replicas that take no requests now, and may again: they end what they have, and their entries are kept."""
         self._requests: dict[str, _Request] = {}
+        self._usual_fetch_s = (0.0, 0.0)
         self._sessions: OrderedDict[object, str] = OrderedDict()
         self._expected = FIRST_ANSWER_TOKENS
         self._num_routed = 0
@@ -204,6 +205,7 @@ class Router:
         replica = self._known(name)
         replica.token_s, replica.step_s, replica.fetch_s = token_s, step_s, fetch_s or {}
         replica.mean_fetch_s = self._mean_fetch_s(replica)
+        self._price_unmeasured()
 
     def work_s(self, name: str) -> float:
         """Returns the seconds of work that a replica has left."""
@@ -315,8 +317,8 @@ class Router:
 
     def _fetch_s(self, replica: _Replica, holder: _Replica, blocks: float) -> float:
         """Returns the seconds in which a replica fetches blocks of another: measured with that one, or else with others
-        that are there; 0 if nothing is known."""
-        all_s, block_s = replica.fetch_s.get(holder.address) or replica.mean_fetch_s or (0.0, 0.0)
+        that are there, or else by other replicas; 0 if nothing is known."""
+        all_s, block_s = replica.fetch_s.get(holder.address) or replica.mean_fetch_s or self._usual_fetch_s
         return all_s + block_s * blocks
 
     def _mean_fetch_s(self, replica: _Replica) -> tuple[float, float] | None:
@@ -331,6 +333,13 @@ class Router:
         nothing."""
         for replica in self._everybody():
             replica.mean_fetch_s = self._mean_fetch_s(replica)
+        self._price_unmeasured()
+
+    def _price_unmeasured(self) -> None:
+        """Takes the mean of what replicas have measured, for those that have not; zeros if none has."""
+        means = [mean for each in self._everybody() if (mean := each.mean_fetch_s) and mean[0] < math.inf]
+        alls, blocks = zip(*means, strict=True) if means else ((0.0,), (0.0,))
+        self._usual_fetch_s = sum(alls) / len(alls), sum(blocks) / len(blocks)
 
     def _everybody(self) -> tuple[_Replica, ...]:
         return *self._replicas.values(), *self._resting.values()

@@ -40,7 +40,7 @@ class Publisher:
         held = Held(
             stored=b"".join(digest[:DIGEST_BYTES] for digest in stored),
             removed=b"".join(digest[:DIGEST_BYTES] for digest in removed),
-            token_s=self._pacer.token_s,
+            token_s=self._pacer.token_s if self._pacer.tells else 0.0,
             step_s=self._pacer.plain_s,
             fetch_s={} if self._tiers is None else self._tiers.fetch_times(),
         )

@@ -37,6 +37,8 @@ class Pacer:
         self._least = min(LEAST_PROMPT_TOKENS, most)
         self.plain_s = self.token_s = 0.0
         """Seconds of the last steps without prompts, and of one more token; 0 while they are not known."""
+        self.tells = False
+        """Whether a step had enough tokens of prompts to tell what one takes: a few alone take what any step does."""
         self._plain_rows = 0
         self._mixed = PROBE_AFTER
 
@@ -47,10 +49,12 @@ class Pacer:
             self.plain_s = _blend(expected if self.plain_s else 0.0, seconds)
             self._plain_rows, self._mixed = generating, 0
         elif not generating:
-            if prompt_tokens >= TELLING_TOKENS or not self.token_s:
-                self.token_s = _blend(self.token_s, seconds / prompt_tokens)
+            if prompt_tokens >= TELLING_TOKENS:
+                self._note_token(seconds / prompt_tokens)
+            elif not self.token_s:
+                self.token_s = seconds / prompt_tokens
         elif self.plain_s and self.token_s and prompt_tokens >= self._least:
-            self.token_s = _blend(self.token_s, max(0.0, seconds - self._plain(generating)) / prompt_tokens)
+            self._note_token(max(0.0, seconds - self._plain(generating)) / prompt_tokens)
 
     def prompt_tokens(self, generating: int, batch: int) -> int:
         """Returns how many tokens of prompts the next step takes.
@@ -67,6 +71,11 @@ class Pacer:
         more, plain_s = max(0, batch - generating), self._plain(generating)
         tokens = (STRETCH - 1) * plain_s / self.token_s + STRETCH * more
         return int(min(max(tokens, self._least), self._most))
+
+    def _note_token(self, seconds: float) -> None:
+        """Takes in what a token took in a step that tells; the first of these takes the place of a guess."""
+        self.token_s = _blend(self.token_s if self.tells else 0.0, seconds)
+        self.tells = True
 
     def _plain(self, generating: int) -> float:
         """Returns the seconds of a step in which so many tokens generate, and no prompt runs."""
