@@ -7,6 +7,10 @@ Each shape is a checkpoint of random weights in bf16, made in FOLDER (by default
 gives. `load` is from the file's headers to a decoder that is ready, in a process of its own, the file in the system's
 cache as far as it fits. `peak / held` is the most memory while loading over what is held afterwards, both without what
 the process held before. `decode` is one sequence's tokens per second, behind a prompt of 16 tokens.
+
+`--kept` measures packed weights that are kept on disk instead: `start` is the time from the process's start to the
+first token, without them, when they are written, and when they are mapped; `two engines` is the memory that two
+processes have together (Pss), each with 256 MiB for K/V, of which few are touched.
 """
 
 from __future__ import annotations
@@ -56,6 +60,7 @@ from pagemill.config import EngineConfig
 from pagemill.engine.messages import EngineRequest
 from pagemill.executor import share
 from pagemill.sampling.params import SamplingParams
+began, settings = json.loads(sys.argv[1])
 def status(key):
     return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(key)) << 10
 seen = {}
@@ -67,16 +72,17 @@ def timed(*args, **kwargs):
     seen["held"] = status("VmRSS") - before; seen["peak"] = status("VmHWM") - before
     return model
 share.load_model = timed
-core = pagemill.engine.core.EngineCore(EngineConfig(model=sys.argv[1], quantization=json.loads(sys.argv[2]),
-    kv_memory="256MiB", max_model_len=1024), None)
+core = pagemill.engine.core.EngineCore(EngineConfig(**settings, kv_memory="256MiB", max_model_len=1024), None)
 params = SamplingParams(max_tokens=33, ignore_eos=True)
 core.add_request(EngineRequest(request_id="r", prompt_token_ids=list(range(1, 17)), params=params, arrival_s=0.0))
 core.step()
+seen["start"] = time.time() - began
 begin = time.perf_counter()
 for _ in range(32): core.step()
 seen["decode"] = 32 / (time.perf_counter() - begin)
-print(json.dumps(seen))
-import os; sys.stdout.flush(); os._exit(0)
+print(json.dumps(seen), flush=True)
+sys.stdin.readline()
+import os; os._exit(0)
 """
 
 
@@ -150,45 +156,104 @@ def read_seconds(folder: Path) -> float:
     return time.perf_counter() - begin
 
 
-def measure(folder: Path, quantization: str | None) -> dict[str, float]:
-    command = [sys.executable, "-c", CHILD, str(folder), json.dumps(quantization)]
-    shown = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    found: dict[str, float] = json.loads(shown.splitlines()[-1])
-    return found
+class Engine:
+    """A process with an engine that has answered. seen: what it has measured. It ends with the `with` block."""
+
+    def __init__(self, **settings: object) -> None:
+        command = [sys.executable, "-c", CHILD, json.dumps([time.time(), settings])]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def __enter__(self) -> Engine:
+        assert self._process.stdout is not None
+        self.seen: dict[str, float] = json.loads(self._process.stdout.readline())
+        return self
+
+    def pss(self) -> int:
+        """Returns the bytes of its memory, where what it shares counts as its part."""
+        lines = Path(f"/proc/{self._process.pid}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Pss:"))
+
+    def __exit__(self, *raised: object) -> None:
+        self._process.communicate("\n")
+
+
+def measure(**settings: object) -> dict[str, float]:
+    with Engine(**settings) as engine:
+        return engine.seen
+
+
+def loads(folder: Path, name: str, kind: str, rounds: int) -> str:
+    """Returns a line of the table of loads."""
+    size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    reads, seen = [], []
+    for _ in range(rounds):
+        reads.append(read_seconds(folder))
+        seen.append(measure(model=str(folder), quantization=None if kind == "none" else kind))
+    read = statistics.median(reads)
+    load, held, peak, decode = (
+        statistics.median(each[key] for each in seen) for key in ("load", "held", "peak", "decode")
+    )
+    return (
+        f"| {name} | {'bf16' if kind == 'none' else kind} | {size / 1e9:.2f} | {read:.2f} | {load:.2f} | "
+        f"{load / read:.1f} | {held / 2**30:.2f} | {peak / held:.2f} | {decode:.1f} |"
+    )
+
+
+def kept(folder: Path, name: str, kind: str, rounds: int) -> str:
+    """Returns a line of the table of starts with and without packed weights that are kept."""
+    plain = {"model": str(folder), "quantization": None if kind == "none" else kind}
+    seen: dict[str, list[dict[str, float]]] = {"plain": [], "written": [], "mapped": []}
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory(dir=folder.parent) as weights:
+            keeping = plain | {"weights_disk_memory": "20GiB", "weights_disk_path": weights}
+            for how, settings in (("plain", plain), ("written", keeping), ("mapped", keeping)):
+                seen[how].append(measure(**settings))
+            with Engine(**keeping) as first:
+                alone = first.pss()
+                with Engine(**keeping) as second:
+                    together = first.pss() + second.pss()
+            size = sum(file.stat().st_size for file in Path(weights).iterdir())
+
+    def median(how: str, key: str) -> float:
+        return statistics.median(each[key] for each in seen[how])
+
+    starts = " | ".join(f"{median(how, 'start'):.1f} s" for how in seen)
+    return (
+        f"| {name} | {'bf16' if kind == 'none' else kind} | {size / 2**30:.2f} | {starts} | "
+        f"{median('mapped', 'load'):.2f} s | {median('written', 'peak') / median('written', 'held'):.2f} | "
+        f"{alone / 2**30:.2f} | {together / 2**30:.2f} ({together / alone:.2f}x) | "
+        f"{median('mapped', 'decode') / median('plain', 'decode'):.3f} |"
+    )
+
+
+LOADS_HEAD = """
+| shape | weights | GB in the file | read, s | load, s | load / read | held, GiB | peak / held | tokens/s |
+| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
+KEPT_HEAD = """
+| shape | weights | kept, GiB | start without | first start | later start | its load | first peak / held | \
+one engine, GiB | two engines, GiB | decode, mapped / not |
+| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |"""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="135m,1b,3b")
     parser.add_argument("--quantization", default="none,int8")
-    parser.add_argument("--folder", type=Path, help="where the checkpoints are made; 8 GB for all shapes")
+    parser.add_argument("--folder", type=Path, help="where files are made; 8 GB for all shapes, 16 GB with --kept")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--keep", action="store_true", help="leave the checkpoints, and take those that are there")
+    parser.add_argument("--kept", action="store_true", help="measure packed weights that are kept on disk")
     given = parser.parse_args()
-    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {given.rounds} rounds, medians\n")
-    print("| shape | weights | GB in the file | read, s | load, s | load / read | held, GiB | peak / held | tokens/s |")
-    print("| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: |")
+    print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {given.rounds} rounds, medians")
+    print(KEPT_HEAD if given.kept else LOADS_HEAD)
     with tempfile.TemporaryDirectory(dir=given.folder) as temporary:
         for name in given.shapes.split(","):
             folder = (given.folder if given.keep and given.folder else Path(temporary)) / name
             if not folder.exists():
                 write_checkpoint(folder, SHAPES[name])
-            size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
             read_seconds(folder)
             for kind in given.quantization.split(","):
-                reads, rounds = [], []
-                for _ in range(given.rounds):
-                    reads.append(read_seconds(folder))
-                    rounds.append(measure(folder, None if kind == "none" else kind))
-                read = statistics.median(reads)
-                load, held, peak, decode = (
-                    statistics.median(each[key] for each in rounds) for key in ("load", "held", "peak", "decode")
-                )
-                print(
-                    f"| {name} | {'bf16' if kind == 'none' else kind} | {size / 1e9:.2f} | {read:.2f} | {load:.2f} | "
-                    f"{load / read:.1f} | {held / 2**30:.2f} | {peak / held:.2f} | {decode:.1f} |",
-                    flush=True,
-                )
+                print((kept if given.kept else loads)(folder, name, kind, given.rounds), flush=True)
 
 
 if __name__ == "__main__":

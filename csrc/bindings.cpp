@@ -151,8 +151,41 @@ class Linear {
                                    .bias = elements<float>("bias", bias, {weight.n})};
         pack([&] { return set.pack_quantized(weight, from); });
     }
-    ~Linear() { release(weight); }
+    // From what `parts` has given, which is used where it lies.
+    Linear(int64_t n, int64_t k, int format, int type, const std::vector<uint16_t>& exponents, const Input& panels,
+           const OptionalInput& scales, const OptionalInput& bias, const OptionalInput& patches) {
+        const bool is_coded = Format(format) == Format::coded;
+        if (n < 1 || k < 1 || n > INT32_MAX || k > INT32_MAX || format < 0 || Format(format) > Format::affine8 ||
+            type < 0 || dtype(type) > DType::f16 || exponents.size() != std::size(weight.exponents) ||
+            (is_coded && set.isa != std::string("amx_bf16")))
+            throw std::invalid_argument("there is no packed weight of such a shape or format here");
+        weight = {.n = n, .k = k, .type = dtype(type), .format = Format(format)};
+        if (Format(format) == Format::int4 || Format(format) >= Format::affine4) check_blocks();
+        std::copy(exponents.begin(), exponents.end(), weight.exponents);
+        const PackedBytes bytes = set.packed_bytes(weight);
+        weight.panels = part<void>("panels", panels, bytes.panels);
+        weight.scales = part<void>("scales", scales, bytes.scales);
+        if (bias) weight.bias = part<float>("bias", bias, bytes.bias);
+        if (is_coded) check_patches(patches, bytes);
+    }
+    ~Linear() {
+        if (kept.empty()) release(weight);
+    }
     Linear(const Linear&) = delete;
+
+    nb::tuple parts(const nb::object& self) const {
+        const PackedBytes bytes = set.packed_bytes(weight);
+        const auto array = [&](const void* data, size_t size) -> nb::object {
+            if (!data || !size) return nb::none();
+            return nb::cast(nb::ndarray<nb::numpy, const uint8_t>(static_cast<const uint8_t*>(data), {size}, self));
+        };
+        const std::vector<uint16_t> exponents(std::begin(weight.exponents), std::end(weight.exponents));
+        const size_t steps = bytes.patches / sizeof(uint32_t);
+        const size_t patched = steps ? bytes.patches + weight.patches[steps - 1] * sizeof(uint32_t) : 0;
+        return nb::make_tuple(weight.n, weight.k, int(weight.format), int(weight.type), exponents,
+                              array(weight.panels, bytes.panels), array(weight.scales, bytes.scales),
+                              array(weight.bias, bytes.bias), array(weight.patches, patched));
+    }
 
     operator Projection() const { return {&weight, &set}; }
 
@@ -178,6 +211,30 @@ class Linear {
     }
 
   private:
+    std::vector<Input> kept;  // in whose memory the weight lies; none: in its own
+
+    template <class T> T* part(const char* name, const OptionalInput& array, size_t bytes) {
+        if (!array && !bytes) return nullptr;
+        if (!array || array->dtype() != nb::dtype<uint8_t>() || array->ndim() != 1 || array->shape(0) != bytes ||
+            (bytes > 1 && array->stride(0) != 1) || Address(array->data()) % 64)
+            throw std::invalid_argument(std::string(name) + " must be " + std::to_string(bytes) +
+                                        " neighbouring bytes, aligned to 64");
+        kept.push_back(*array);
+        weight.bytes += bytes;
+        return static_cast<T*>(const_cast<void*>(array->data()));
+    }
+
+    // Patches are written where they say, so each must lie within its step.
+    void check_patches(const OptionalInput& patches, const PackedBytes& bytes) {
+        weight.patches = part<uint32_t>("patches", patches, patches ? size_t(patches->size()) : 0);
+        const size_t steps = bytes.patches / sizeof(uint32_t), step_bytes = bytes.panels / (steps - 1) / 3 * 4,
+                     words = patches ? size_t(patches->size()) / sizeof(uint32_t) : 0;
+        bool fits = words >= steps && weight.patches[0] == 0 && weight.patches[steps - 1] == words - steps;
+        for (size_t i = 1; fits && i < steps; ++i) fits = weight.patches[i - 1] <= weight.patches[i];
+        for (size_t i = steps; fits && i < words; ++i) fits = (weight.patches[i] >> 16) + 2 <= step_bytes;
+        if (!fits) throw std::invalid_argument("patches lie outside of their steps");
+    }
+
     void check_blocks() const {
         if (weight.k % 32)
             throw std::invalid_argument("a row is whole blocks of 32 values, not " + std::to_string(weight.k));
@@ -617,6 +674,11 @@ NB_MODULE(_kernels, m) {
         .def(nb::init<const Input&, const OptionalInput&, const OptionalInput&, const Input&, const OptionalInput&,
                       int>(),
              "values"_a, "slopes"_a.none(), "offsets"_a.none(), "scales"_a, "bias"_a.none(), "dtype"_a)
+        .def(nb::init<int64_t, int64_t, int, int, const std::vector<uint16_t>&, const Input&, const OptionalInput&,
+                      const OptionalInput&, const OptionalInput&>(),
+             "n"_a, "k"_a, "format"_a, "type"_a, "exponents"_a, "panels"_a, "scales"_a.none(), "bias"_a.none(),
+             "patches"_a.none())
+        .def("parts", [](const nb::object& self) { return nb::cast<const Linear&>(self).parts(self); })
         .def("__call__", &Linear::call)
         .def("argmax", &Linear::argmax, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none())
         .def("rows", &Linear::rows)

@@ -37,6 +37,9 @@ struct PackedLinear {
     size_t bytes = 0;
 };
 
+// Of a packed weight's parts; of patches only those that say where the others begin.
+struct PackedBytes { size_t panels = 0, scales = 0, bias = 0, patches = 0; };
+
 // A quantized weight before it is packed. int8: values int8 [n, k], times the scale of the row's 192 k. int4: values
 // uint8 [n, k], each 0 .. 15; the weight is (slope * value + offset) >> 8, modulo 2^16 and as int8, times that scale; k
 // % 32 = 0.
@@ -268,6 +271,8 @@ struct Kernels {
     // The same for integers, in the weight's `format`.
     bool (*pack_quantized)(PackedLinear&, const QuantizedSource&) = nullptr;
     bool (*pack_affine)(PackedLinear&, const AffineSource&) = nullptr;
+    // What a weight of this n, k, type and format takes here, with a bias.
+    PackedBytes (*packed_bytes)(const PackedLinear&) = nullptr;
     // y [m, n] = x [m, k] · weight^T + bias; rows of x and y at row_stride; both of dtype `type`.
     void (*linear)(const PackedLinear&, const void* x, int64_t x_row, void* y, int64_t y_row, DType type,
                    int64_t m) = nullptr;

@@ -78,6 +78,9 @@ def test_a_folder_for_blocks_on_disk_needs_room_on_disk():
     with pytest.raises(ConfigError, match=r"kv_disk_path is 'kv', .* set kv_disk_memory") as caught:
         EngineConfig(model="m", kv_disk_path="kv", kv_host_memory="1GiB")
     assert caught.value.param == "kv_disk_path"
+    with pytest.raises(ConfigError, match=r"weights_disk_path is 'w', .* set weights_disk_memory too") as caught:
+        EngineConfig(model="m", weights_disk_path="w")
+    assert caught.value.param == "weights_disk_path"
 
 
 @pytest.mark.parametrize(
@@ -253,7 +256,7 @@ LLM("m", max_num_sequences=3)
 LLM("m", max_num_seqs="3")
 AsyncLLM("m", sed=3)
 LLM("m", tenants=Path("t"), tokenizer=Path("t"), kv_disk_path=Path("k"), session_path=Path("s"))
-AsyncLLM("m", tenants={"a": {"max_running": 2}}, dtype="half", hf_overrides=None)
+AsyncLLM("m", tenants={"a": {"max_running": 2}}, dtype="half", hf_overrides=None, weights_disk_path=Path("w"))
 LLM("m", tenants={"a": TenantLimits(max_running=2)}, dtype="float")
 LLM("m", tenants=3)
 """

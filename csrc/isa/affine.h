@@ -58,11 +58,19 @@ INLINE void widen_affine(const PackedLinear& weight, int64_t panel, int64_t begi
     });
 }
 
+size_t affine_bytes(const PackedLinear& packed) {
+    size_t bytes = 0;
+    with_affine(packed.format, [&]<class Block>(Block*) {
+        bytes = whole_pages(panels_of(packed) * (packed.k / kAffineK) * sizeof(Block));
+    });
+    return bytes;
+}
+
 bool pack_affine(PackedLinear& packed, const AffineSource& from) {
     bool packs = false;
     with_affine(packed.format, [&]<class Block>(Block*) {
         const int64_t blocks = packed.k / kAffineK;
-        packed.bytes = (panels_of(packed) * blocks * sizeof(Block) + 4095) / 4096 * 4096;
+        packed.bytes = affine_bytes(packed);
         packed.panels = allocate_shared(packed.bytes);
         if (!packed.panels || !pack_bias(packed, from.bias, panels_of(packed) * NR)) return;
         auto pack = [&](int64_t panel, int) {

@@ -41,10 +41,15 @@ void embed_any_format(const PackedLinear& packed, const int64_t* ids, float scal
     else embed_packed(packed, ids, scale, y, type, tokens);
 }
 
+PackedBytes packed_bytes(const PackedLinear& weight) {
+    return quantized(weight) ? quantized_bytes(weight) : bytes_of_panels(weight);
+}
+
 constexpr Kernels table{.isa = NAME(PAGEMILL_ISA),
                         .pack_linear = pack_linear,
                         .pack_quantized = pack_quantized,
                         .pack_affine = pack_affine,
+                        .packed_bytes = packed_bytes,
                         .linear = linear_of_any_format,
                         .linear_argmax = linear_argmax,
                         .mlp = mlp,

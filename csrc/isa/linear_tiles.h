@@ -40,10 +40,13 @@ INLINE int64_t packed_k(const PackedLinear& weight) {
 
 INLINE int64_t panels_of(const PackedLinear& weight) { return (weight.n + NR - 1) / NR; }
 
+INLINE size_t whole_pages(size_t bytes) { return (bytes + 4095) / 4096 * 4096; }
+INLINE size_t bias_bytes(int64_t outputs) { return (outputs * sizeof(float) + 63) / 64 * 64; }
+
 // Padded with zeros to so many outputs; false: out of memory.
 bool pack_bias(PackedLinear& packed, const float* bias, int64_t outputs) {
     if (!bias) return true;
-    const size_t bytes = (outputs * sizeof(float) + 63) / 64 * 64;
+    const size_t bytes = bias_bytes(outputs);
     packed.bias = (float*)std::aligned_alloc(64, bytes);
     if (!packed.bias) return false;
     packed.bytes += bytes;

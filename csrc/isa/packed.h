@@ -28,13 +28,27 @@ template <class T> void pack_panel(const PackedLinear& packed, const void* weigh
         }
 }
 
+PackedBytes bytes_of_panels(const PackedLinear& packed) {
+    const int64_t panels = panels_of(packed), k = packed_k(packed);
+    PackedBytes bytes{.panels = whole_pages(panels * NR * k * item_size(packed.type)), .bias = bias_bytes(panels * NR)};
+    if (is_affine(packed)) bytes.panels = affine_bytes(packed);
+#if defined(__AMX_BF16__)
+    const int64_t steps = panels * k / kPairedStep;
+    if (packed.format == Format::coded) {
+        bytes.panels = steps * kCodedStepBytes;
+        bytes.patches = (steps + 1) * sizeof(uint32_t);
+    }
+#endif
+    return bytes;
+}
+
 bool pack_panels(PackedLinear& packed, const void* weight, DType x) {
 #if defined(__AMX_BF16__)
     const auto pack_pairs = [&](int64_t panel, bf16* out) { pack_panel(packed, weight, panel, out); };
     if (packed.type == DType::bf16 && x == DType::bf16 && pack_coded(packed, weight, pack_pairs)) return true;
 #endif
     const int64_t panels = panels_of(packed), panel_size = NR * packed_k(packed);
-    packed.bytes = (panels * panel_size * item_size(packed.type) + 4095) / 4096 * 4096;
+    packed.bytes = bytes_of_panels(packed).panels;
     packed.panels = allocate_shared(packed.bytes);
     if (!packed.panels) return false;
     with_type(packed.type, [&]<class T>(T*) {

@@ -208,16 +208,22 @@ INLINE int whole_weight(const PackedLinear& packed, int64_t i, int64_t j) {
     return int8_t(uint16_t(half.slope[lane] * q + half.offset[lane]) >> 8 ^ kRaised);
 }
 
+PackedBytes quantized_bytes(const PackedLinear& packed) {
+    const int64_t steps = steps_of(packed.k), panels = (packed.n + kPanel - 1) / kPanel;
+    return {.panels = whole_pages(panels * steps * step_bytes(packed)),
+            .scales = panels * groups_of(steps) * kPanel * sizeof(bf16),
+            .bias = bias_bytes(panels * kPanel)};
+}
+
 bool pack_quantized(PackedLinear& packed, const QuantizedSource& from) {
     const int64_t n = packed.n, k = packed.k, steps = steps_of(k), groups = groups_of(steps),
                   panels = (n + kPanel - 1) / kPanel;
-    const size_t bytes = (panels * steps * step_bytes(packed) + 4095) / 4096 * 4096;
-    const size_t scale_bytes = panels * groups * kPanel * sizeof(bf16);
-    packed.panels = allocate_shared(bytes);
-    packed.scales = allocate_shared(scale_bytes);
-    packed.bytes = bytes + scale_bytes;
+    const PackedBytes bytes = quantized_bytes(packed);
+    packed.panels = allocate_shared(bytes.panels);
+    packed.scales = allocate_shared(bytes.scales);
+    packed.bytes = bytes.panels + bytes.scales;
     if (!packed.panels || !packed.scales || !pack_bias(packed, from.bias, panels * kPanel)) return false;
-    std::memset(packed.scales, 0, scale_bytes);
+    std::memset(packed.scales, 0, bytes.scales);
     auto pack = [&](int64_t panel, int) {
         const auto at = [&](int64_t step) {
             return (char*)packed.panels + place_of(packed, panel, step) * step_bytes(packed);

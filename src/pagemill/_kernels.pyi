@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+Bytes: TypeAlias = npt.NDArray[np.uint8]
 Int32: TypeAlias = npt.NDArray[np.int32]
 Int64: TypeAlias = npt.NDArray[np.int64]
 UInt32: TypeAlias = npt.NDArray[np.uint32]
@@ -86,6 +87,26 @@ class Linear:
     ) -> None: ...
     @overload
     def __init__(self, values: Tensor, scale: Tensor, low: Tensor, bias: Tensor | None, bits: int) -> None: ...
+    @overload
+    def __init__(
+        self,
+        n: int,
+        k: int,
+        format: int,
+        type: int,
+        exponents: list[int],
+        panels: Bytes,
+        scales: Bytes | None,
+        bias: Bytes | None,
+        patches: Bytes | None,
+    ) -> None:
+        """Uses what `parts` has given where it lies, aligned to 64 bytes, and keeps the arrays.
+
+        Raises ValueError for sizes that these kernels do not give a weight of n, k, format and type."""
+
+    def parts(
+        self,
+    ) -> tuple[int, int, int, int, list[int], Bytes, Bytes | None, Bytes | None, Bytes | None]: ...
     def __call__(self, x: int, x_row: int, y: int, y_row: int, dtype: int, rows: int) -> None: ...
     def argmax(
         self, x: int, x_row: int, dtype: int, tokens: Int64, bits: UInt32 | None, rows_of_bits: Int64 | None

@@ -75,6 +75,16 @@ class EngineConfig:
             "integers faster."
         ),
     ] = None
+    weights_disk_memory: Annotated[
+        Size | None,
+        about(
+            'Disk space for weights packed for this CPU, which later starts map: bytes or "20GiB". Default: none are '
+            "kept."
+        ),
+    ] = None
+    weights_disk_path: Annotated[
+        str | None, about("Folder for packed weights. Default: weights in pagemill's cache folder.")
+    ] = None
     max_model_len: Annotated[
         Count | None, about("Longest prompt and answer together, in tokens. Default: what the model declares.")
     ] = None
@@ -215,7 +225,7 @@ class EngineConfig:
         self.hf_overrides = {} if self.hf_overrides is None else self.hf_overrides
         if not isinstance(self.hf_overrides, dict):  # msgspec takes a tensor for a mapping
             raise ConfigError(f"hf_overrides is {shown(self.hf_overrides)}; it must be a dict", param="hf_overrides")
-        for name in ("model", "tokenizer", "chat_template", "kv_disk_path", "session_path"):
+        for name in ("model", "tokenizer", "chat_template", "kv_disk_path", "session_path", "weights_disk_path"):
             if isinstance(value := getattr(self, name), os.PathLike):
                 setattr(self, name, os.fspath(value))
         if isinstance(self.tenants, (str, os.PathLike)):
@@ -257,6 +267,12 @@ class EngineConfig:
                 f"kv_disk_memory is {self.kv_disk_memory!r}, a share of the free space, of which blocks in a shared "
                 'folder leave less and less; give bytes, such as "200GiB"',
                 param="kv_disk_memory",
+            )
+        if self.weights_disk_path is not None and self.weights_disk_memory is None:
+            raise ConfigError(
+                f"weights_disk_path is {self.weights_disk_path!r}, but no weights are kept; set weights_disk_memory "
+                f"too, or leave weights_disk_path out",
+                param="weights_disk_path",
             )
         tiers = self.kv_host_memory is not None or self.kv_disk_memory is not None
         if self.preemption_mode == "swap" and not (tiers and self.enable_prefix_caching):
@@ -324,6 +340,7 @@ if TYPE_CHECKING:
         dtype: Dtype | Literal["half", "float"] = "auto"  # type: ignore[assignment]
         kv_disk_path: str | os.PathLike[str] | None = None  # type: ignore[assignment]
         session_path: str | os.PathLike[str] | None = None  # type: ignore[assignment]
+        weights_disk_path: str | os.PathLike[str] | None = None  # type: ignore[assignment]
         hf_overrides: dict[str, Any] | None = None  # type: ignore[assignment]
         speculative_config: SpeculativeConfig | dict[str, Any] | None = None  # type: ignore[assignment]
         tenants: str | os.PathLike[str] | TenantsDict = field(default_factory=dict)  # type: ignore[assignment]

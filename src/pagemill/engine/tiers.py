@@ -16,6 +16,7 @@ from pagemill.engine.messages import EngineRequest, Peering
 from pagemill.engine.peering import PeerLink, ServedBlocks, peer_store
 from pagemill.errors import ConfigError, KVStoreError
 from pagemill.executor.interface import Executor
+from pagemill.hub.registry import make_folder
 from pagemill.kvcache.disk_store import DiskStore, file_bytes
 from pagemill.kvcache.host_store import ENTRY_BYTES, CompressedStore, HostStore
 from pagemill.kvcache.load_time import PrefillTime
@@ -75,16 +76,7 @@ def _host_bytes(config: EngineConfig) -> int:
 
 
 def _disk_root(config: EngineConfig) -> Path:
-    root = default_root() if config.kv_disk_path is None else Path(config.kv_disk_path)
-    try:
-        root = root.expanduser()
-        root.mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError, ValueError) as error:
-        raise ConfigError(
-            f"kv_disk_path is {str(root)!r}, where no folder can be made: {error}; name another one",
-            param="kv_disk_path",
-        ) from error
-    return root
+    return make_folder("kv_disk_path", config.kv_disk_path, default_root())
 
 
 def _disk_bytes(config: EngineConfig, root: Path, held: int = 0) -> int:

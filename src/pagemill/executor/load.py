@@ -31,7 +31,7 @@ def open_executor(
     if config.tensor_parallel_size > 1:
         return _open_ranks(config, progress)
     share = load_share(config, backend=backend, progress=progress)
-    backend, model, _, shape = share
+    backend, model, _, shape, _ = share
     speculation = config.speculative_config
     drafting = None if speculation is None else load_drafting(config, speculation, share)
     if drafting is not None:
@@ -46,6 +46,7 @@ def open_executor(
         lambda: Tokenizer.load(config).to_json(),
         _adapter_loader(config, share),
         None if drafting is None else drafting.source,
+        share.mapped_bytes,
     )
 
 
@@ -75,12 +76,13 @@ def _open_ranks(config: EngineConfig, progress: Progress | None) -> TensorParall
         _adapter_loader(config, share),
         ranks,
         RecordParts(whole, share.shape, kv_heads_of(spec, size)),
+        size * share.mapped_bytes,
     )
 
 
 def _facts(config: EngineConfig, share: Share, shape: FrameShape, frame_bytes: int) -> ExecutorFacts:
     """States the facts about a model, all of whose KV heads have frames of this shape, in so much memory."""
-    backend, model, kv, _ = share
+    backend, model, kv, _, _ = share
     spec, on_cpu = model.spec, backend.device.type == "cpu"
     weights = str(model.dtype).removeprefix("torch.")
     if model.quantization is not None:

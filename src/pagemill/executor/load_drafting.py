@@ -65,7 +65,7 @@ def _load_heads(config: EngineConfig, speculation: SpeculativeConfig, path: Path
 
 def _load_draft_model(config: EngineConfig, speculation: SpeculativeConfig, path: Path, share: Share) -> Drafting:
     """Loads a draft model. Raises as `load_model` does, and ConfigError for one that cannot draft for the model."""
-    backend, model, kv, shape = share
+    backend, model, kv, shape, _ = share
     draft = _open_draft_model(config, path, share)
     _check_draft_format(kv, draft.spec.head_dim)
     layers = place_layers(backend.layout, shape, draft.spec)
@@ -95,6 +95,7 @@ def _open_draft_model(config: EngineConfig, path: Path, share: Share) -> LoadedM
         attention=backend.attention,
         decoder=backend.decoder,
         quantization=_draft_quantization(model.quantization, path),
+        packed=share.packed,
     )
     if draft.spec.vocab_size != model.spec.vocab_size:
         raise _refusal(

@@ -49,8 +49,9 @@ class LocalExecutor(Worker):
         tokenizer_json: Callable[[], str],
         adapters: AdapterLoader,
         draft: DraftSource | None = None,
+        mapped_bytes: int = 0,
     ) -> None:
-        super().__init__(decoder, backend, shape, max_num_seqs, facts.max_model_len)
+        super().__init__(decoder, backend, shape, max_num_seqs, facts.max_model_len, mapped_bytes)
         self.facts = facts
         self.sampler = Sampler(max_num_seqs, facts.vocab_size, backend.sampling, facts.eos_token_ids, tokenizer_json)
         self.draft = draft

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,10 +12,13 @@ from pagemill.config import EngineConfig
 from pagemill.errors import ConfigError
 from pagemill.executor.backend import Backend, select_backend
 from pagemill.hub import resolve_model
+from pagemill.hub.registry import cache_dir, make_folder
 from pagemill.kvcache.kv_format import KVFormat, kv_format
 from pagemill.kvcache.layer_groups import LayerGroups, add_remainders
 from pagemill.kvcache.layout import FrameShape
+from pagemill.kvcache.sizing import parse_memory
 from pagemill.models.loading import LoadedModel, load_model
+from pagemill.models.loading.packed_store import PackedStore
 from pagemill.models.sharding import Sharding
 from pagemill.models.spec import DecoderSpec
 from pagemill.ops.prepare import check_compiled, settle_vector_math
@@ -23,12 +27,19 @@ Progress = Callable[[int, int], None]
 
 
 class Share(NamedTuple):
-    """Holds what one rank has loaded; of a model in one piece, all of it. shape: of the frames of its pool."""
+    """Holds what one rank has loaded; of a model in one piece, all of it. shape: of the frames of its pool. packed:
+    where packed weights are kept, if they are."""
 
     backend: Backend
     model: LoadedModel
     kv: KVFormat
     shape: FrameShape
+    packed: PackedStore | None = None
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Returns the bytes of weights in mapped files, which the system counts among the memory that is free."""
+        return 0 if self.packed is None else self.packed.mapped_bytes
 
 
 def load_share(
@@ -50,6 +61,7 @@ def load_share(
             param="tensor_parallel_size",
         )
     settle_vector_math()
+    packed = _packed_store(config)
     model = load_model(
         resolve_model(config.model),
         dtype=config.dtype,
@@ -62,11 +74,22 @@ def load_share(
         progress=progress,
         quantization=config.quantization,
         sharding=sharding,
+        packed=packed,
     )
     weights = str(model.dtype).removeprefix("torch.")
     kv = kv_format(weights if config.kv_cache_dtype == "auto" else config.kv_cache_dtype)
     _check_format(kv, model.spec.head_dim, backend)
-    return Share(backend, model, kv, frame_shape(model.decoder.spec, model.decoder.groups, config.block_size, kv))
+    shape = frame_shape(model.decoder.spec, model.decoder.groups, config.block_size, kv)
+    return Share(backend, model, kv, shape, packed)
+
+
+def _packed_store(config: EngineConfig) -> PackedStore | None:
+    """Returns where packed weights are kept; None if nobody has asked for it. Raises ConfigError for a bad setting."""
+    if config.weights_disk_memory is None:
+        return None
+    root = make_folder("weights_disk_path", config.weights_disk_path, cache_dir() / "weights")
+    free = shutil.disk_usage(root).free + sum(file.stat().st_size for file in root.glob("*.weights"))
+    return PackedStore(root, parse_memory("weights_disk_memory", config.weights_disk_memory, free))
 
 
 def frame_shape(spec: DecoderSpec, groups: LayerGroups, block_size: int, kv: KVFormat) -> FrameShape:

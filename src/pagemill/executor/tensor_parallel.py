@@ -46,8 +46,11 @@ class TensorParallelExecutor(LocalExecutor):
         adapters: AdapterLoader,
         ranks: Ranks,
         parts: RecordParts,
+        mapped_bytes: int = 0,
     ) -> None:
-        super().__init__(decoder, backend, facts, shape, max_num_seqs, tokenizer_json, adapters)
+        super().__init__(
+            decoder, backend, facts, shape, max_num_seqs, tokenizer_json, adapters, mapped_bytes=mapped_bytes
+        )
         self.ranks = ranks
         self._parts = parts
 

@@ -26,15 +26,23 @@ from pagemill.models.decoder import Decoder, OnLayer
 
 
 class Worker:
-    """Holds one device's part of a model. shape: of the frames of its pool."""
+    """Holds one device's part of a model. shape: of the frames of its pool. mapped_bytes: of weights in mapped files,
+    which take memory that the system counts as free."""
 
     frames: FrameAccess
     """Gives access to the pool's frames; there after `allocate`."""
 
     def __init__(
-        self, decoder: Decoder, backend: Backend, shape: FrameShape, max_num_seqs: int, max_model_len: int
+        self,
+        decoder: Decoder,
+        backend: Backend,
+        shape: FrameShape,
+        max_num_seqs: int,
+        max_model_len: int,
+        mapped_bytes: int = 0,
     ) -> None:
         self.decoder = decoder
+        self._mapped_bytes = mapped_bytes
         self._shape = shape
         self._layout = backend.layout
         self._device = backend.device
@@ -61,8 +69,10 @@ class Worker:
         return self.pool.first_streamed
 
     def memory(self) -> ExecutorMemory:
-        on_gpu = self._device.type == "cuda"
-        return ExecutorMemory(*(torch.cuda.mem_get_info(self._device) if on_gpu else host_memory()))
+        if self._device.type == "cuda":
+            return ExecutorMemory(*torch.cuda.mem_get_info(self._device))
+        free, total = host_memory()
+        return ExecutorMemory(max(0, free - self._mapped_bytes), total)
 
     def edit(self, work: MemoryWork) -> list[int]:
         """Edits tables and copies frames. Returns the frames that do not hold what was to be copied into them."""

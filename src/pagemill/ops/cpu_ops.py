@@ -6,7 +6,7 @@ Every row's result is bitwise independent of the other rows and of the number of
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -50,6 +50,24 @@ class CpuLinear:
         self.nbytes = packed.nbytes
         self.out_features, self.in_features = shape
         self.dtype = dtype
+
+    @classmethod
+    def of_parts(cls, numbers: Sequence[Any], arrays: Sequence[npt.NDArray[np.uint8] | None]) -> CpuLinear:
+        """Returns the layer that has given these `parts`; it lies where the arrays do, aligned to 64 bytes.
+
+        Raises TypeError or ValueError unless they have the sizes that these kernels ask for.
+        """
+        n, k, format, type, exponents = numbers
+        panels, scales, bias, patches = arrays
+        if panels is None:
+            raise ValueError("a layer has panels")
+        packed = _kernels.Linear(n, k, format, type, exponents, panels, scales, bias, patches)
+        return cls(packed, (n, k), next(dtype for dtype, code in DTYPES.items() if code == type))
+
+    def parts(self) -> tuple[list[Any], list[npt.NDArray[np.uint8] | None]]:
+        """Returns the layer as numbers and as arrays, which lie where it does."""
+        n, k, format, type, exponents, panels, scales, bias, patches = self.packed.parts()
+        return [n, k, format, type, exponents], [panels, scales, bias, patches]
 
     def __call__(self, x: Tensor) -> Tensor:
         self._check(x)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import mmap
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch import Tensor
 from pagemill.errors import CorruptWeightsError, UnsupportedModelError
 from pagemill.models.decoder import DecoderWeights, Experts, GatedMLP, LayerWeights
 from pagemill.models.loading.checkpoint import PLAIN_DTYPES, Checkpoint
+from pagemill.models.loading.keep import Keep, Nothing
 from pagemill.models.loading.pieces import PIECE_BYTES, each_piece
 from pagemill.models.names import WeightNames
 from pagemill.models.sharding import ShardedEmbedding, ShardedHead, Sharding
@@ -36,6 +37,7 @@ class Assembler:
     """Carries out one load. Calls `progress(done_bytes, total_bytes)` after each tensor, in stored bytes.
 
     sharding: what the decoder holds of the model; None for all of it. Everything is read and checked in either case.
+    keep: gives parts that need not be made.
     """
 
     checkpoint: Checkpoint
@@ -47,6 +49,7 @@ class Assembler:
     progress: Progress | None = None
     quantization: str | None = None
     sharding: Sharding | None = None
+    keep: Keep = field(default_factory=Nothing)
 
     def __post_init__(self) -> None:
         self._staging: Tensor | None = None
@@ -69,7 +72,8 @@ class Assembler:
         lm_head = self._head(names.embedding if spec.tied_embeddings else names.lm_head)
         layers = tuple(self._layer(index) for index in range(len(spec.layers)))
         final_norm = self._norm(names.final_norm, spec.hidden_size)
-        self._refuse_unused()
+        if not self.keep.checked:
+            self._refuse_unused()
         return DecoderWeights(embedding, layers, final_norm, lm_head)
 
     def _head(self, name: str) -> Linear:
@@ -79,11 +83,13 @@ class Assembler:
 
     def _embedding(self, name: str) -> Tensor | ShardedEmbedding:
         vocab_size, sharding = self.spec.vocab_size, self.sharding
-        whole = self._matrix((name,), (vocab_size,), self.spec.hidden_size)
-        if sharding is None:
-            return whole
-        part = whole[sharding.part(vocab_size)].clone()
-        return ShardedEmbedding(sharding.exchange, part.__getitem__, vocab_size)
+
+        def make() -> Tensor:
+            whole = self._matrix((name,), (vocab_size,), self.spec.hidden_size)
+            return whole if sharding is None else whole[sharding.part(vocab_size)].clone()
+
+        part = self.keep.tensor(name, make)
+        return part if sharding is None else ShardedEmbedding(sharding.exchange, part.__getitem__, vocab_size)
 
     def _parts(self, *sizes: int) -> list[slice] | None:
         """Returns the rows to keep of joined parts of these sizes; None for all."""
@@ -141,15 +147,20 @@ class Assembler:
     def _experts(self, prefix: str) -> Experts:
         spec, names = self.spec, self.names
         assert spec.moe is not None
-        router = self.ops.pack_linear(
-            self._matrix((prefix + names.router,), (spec.moe.num_experts,), spec.hidden_size, dtype=torch.float32)
-        )
+        router = self._router(prefix + names.router, spec.moe.num_experts)
         experts = []
         for expert in range(spec.moe.num_experts):
             gate_up = [prefix + part.format(expert=expert) for part in names.expert_gate_up]
             down = prefix + names.expert_down.format(expert=expert)
             experts.append(self._mlp(gate_up, down, spec.moe.intermediate_size))
         return Experts(router, tuple(experts))
+
+    def _router(self, name: str, num_experts: int) -> Linear:
+        def make() -> Linear:
+            weight = self._matrix((name,), (num_experts,), self.spec.hidden_size, dtype=torch.float32)
+            return self.ops.pack_linear(weight)
+
+        return self.keep.linear(name, make)
 
     def _linear(
         self,
@@ -164,7 +175,17 @@ class Assembler:
 
         keep: by part, the rows that the layer has; None for all.
         """
+        return self.keep.linear("+".join(parts), lambda: self._packed(parts, rows, columns, bias, unpair, keep))
 
+    def _packed(
+        self,
+        parts: Sequence[str],
+        rows: tuple[int, ...],
+        columns: int,
+        bias: bool,
+        unpair: tuple[int, ...],
+        keep: Sequence[slice] | None,
+    ) -> Linear:
         def kept(*joined: Tensor) -> Iterator[Tensor]:
             return (_rows(each, rows, keep) for each in joined)
 
@@ -283,10 +304,13 @@ class Assembler:
         return self._staging[:nbytes].view(dtype).view(shape)
 
     def _norm(self, name: str, size: int) -> Tensor:
-        self._expect(f"{name}.weight", (size,))
-        weight = torch.empty(size, dtype=torch.float32, device=self.device)
-        self._read(f"{name}.weight", weight)
-        return weight + self.names.norm_offset if self.names.norm_offset else weight
+        def make() -> Tensor:
+            self._expect(f"{name}.weight", (size,))
+            weight = torch.empty(size, dtype=torch.float32, device=self.device)
+            self._read(f"{name}.weight", weight)
+            return weight + self.names.norm_offset if self.names.norm_offset else weight
+
+        return self.keep.tensor(name, make)
 
     def _expect(self, name: str, shape: tuple[int, ...]) -> None:
         """Checks a tensor before memory is taken for it."""

@@ -120,7 +120,7 @@ class Checkpoint:
 
 
 class MappedFile:
-    """Maps a file into memory, read-only, as `data`.
+    """Maps a file into memory, read-only, as `data`. modified_ns: when it was last written.
 
     Raises ModelNotFoundError or, for an empty file, CorruptWeightsError.
     """
@@ -132,6 +132,7 @@ class MappedFile:
                 self.size = file.seek(0, 2)
                 if self.size == 0:
                     raise CorruptWeightsError(f"{path} is truncated or corrupt: it is empty; download it again")
+                self.modified_ns = os.fstat(file.fileno()).st_mtime_ns
                 self.data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                 self._descriptor = os.dup(file.fileno())
         except FileNotFoundError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import platform
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,17 +14,22 @@ import torch
 from pagemill.attention.interface import AttentionBackend
 from pagemill.errors import ConfigError, ModelNotFoundError
 from pagemill.machine import cpu_features
-from pagemill.models.decoder import Decoder, DecoderMaker
+from pagemill.models.decoder import Decoder, DecoderMaker, DecoderWeights
 from pagemill.models.families import ModelConfig, find_family
 from pagemill.models.loading.assemble import Assembler, Progress
 from pagemill.models.loading.checkpoint import Checkpoint, fingerprint
 from pagemill.models.loading.gguf_model import GGUFModel
+from pagemill.models.loading.keep import Keep, Nothing
+from pagemill.models.loading.packed_store import PackedStore, packed_key
 from pagemill.models.loading.pieces import piece_threads
 from pagemill.models.loading.quantized_folder import open_folder
 from pagemill.models.names import WeightNames
 from pagemill.models.sharding import Sharding, check_heads
 from pagemill.models.spec import DecoderSpec
+from pagemill.ops.cpu_ops import CpuOps
 from pagemill.ops.interface import Ops
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _X86 = {torch.bfloat16: {"avx512_bf16", "amx_bf16"}, torch.float16: {"avx512_fp16", "amx_fp16"}}
@@ -65,6 +71,7 @@ def load_model(
     progress: Progress | None = None,
     quantization: str | None = None,
     sharding: Sharding | None = None,
+    packed: PackedStore | None = None,
 ) -> LoadedModel:
     """Loads a folder in Hugging Face's form or a GGUF file.
 
@@ -76,6 +83,7 @@ def load_model(
                    None: in dtype, but in the checkpoint's integers with dtype "auto", where the operators multiply
                    integers faster.
     sharding:      what the decoder holds of the model; None for all of it.
+    packed:        where weights that were packed for the CPU lie, or are laid; None: they are packed anew.
     Raises ModelNotFoundError, ModelConfigError, UnsupportedModelError, CorruptWeightsError, ConfigError (dtype,
     max_model_len, quantization) or UnknownArgumentError (a key of hf_overrides).
     """
@@ -102,11 +110,22 @@ def load_model(
         on_integers=quantization is not None,
         device=device,
     )
-    assembler = Assembler(
-        checkpoint, spec, checkpoint.names or family.names, ops, chosen, device, progress, quantization, sharding
-    )
+    mark = fingerprint(checkpoint, spec, chosen)
+
+    def assemble(keep: Keep) -> DecoderWeights:
+        names = checkpoint.names or family.names
+        return Assembler(
+            checkpoint, spec, names, ops, chosen, device, progress, quantization, sharding, keep
+        ).assemble()
+
+    if packed is not None and not isinstance(ops, CpuOps):
+        logger.warning("weights_disk_memory has no effect on %s: only weights packed for the CPU are kept", device)
+        packed = None
     with piece_threads():
-        weights = assembler.assemble()
+        if packed is None:
+            weights = assemble(Nothing())
+        else:
+            weights = packed.load(packed_key(checkpoint, mark, ops.name, chosen, quantization, sharding), assemble)
     return LoadedModel(
         decoder=decoder(spec if sharding is None else sharding.spec(spec), weights, ops, attention, chosen),
         spec=spec,
@@ -114,7 +133,7 @@ def load_model(
         quantization=quantization,
         eos_token_ids=checkpoint.eos_token_ids,
         max_model_len=max_model_len or spec.max_position,
-        fingerprint=fingerprint(checkpoint, spec, chosen),
+        fingerprint=mark,
         names=family.names,
     )
 
