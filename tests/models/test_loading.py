@@ -13,6 +13,7 @@ from small_llama import edit_config, edit_weights, load, logits, save_llama
 
 from pagemill.errors import ConfigError, UnknownArgumentError
 from pagemill.models.loading import load as loading
+from pagemill.models.loading import open_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,21 @@ def test_eos_ids_of_both_configurations(copy):
     assert load(copy).eos_token_ids == (7, 2)
     (copy / "generation_config.json").unlink()
     assert load(copy).eos_token_ids == (2,)
+
+
+def test_a_configuration_is_completed_once(folder, copy, tmp_path, monkeypatch):
+    """Later loads do without transformers, unless what is kept is damaged or the configuration is another."""
+    monkeypatch.setenv("PAGEMILL_HOME", str(tmp_path / "home"))
+    made = open_checkpoint(folder, {}).config
+    (kept,) = (tmp_path / "home" / "configurations").iterdir()
+    monkeypatch.setitem(sys.modules, "transformers.models.auto.configuration_auto", None)
+    assert open_checkpoint(folder, {}).config == made
+    edit_config(copy, rope_theta=5000.0)
+    with pytest.raises(ImportError):
+        open_checkpoint(copy, {})
+    kept.write_bytes(kept.read_bytes()[:-1])
+    with pytest.raises(ImportError):
+        open_checkpoint(folder, {})
 
 
 def test_progress_counts_every_byte_once(folder):

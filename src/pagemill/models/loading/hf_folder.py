@@ -23,6 +23,7 @@ from pagemill.models.loading.checkpoint import (
     apply_overrides,
     check_overrides,
 )
+from pagemill.models.loading.normal_config import complete
 
 _OTHER_DTYPES = {"BOOL", "U8", "I8", "U16", "I16", "U32", "I32", "U64", "I64", "F64", "C64"}
 _OTHER_FLOATS = {"F8_E4M3", "F8_E5M2", "F8_E8M0", "F6_E2M3", "F6_E3M2", "F4"}
@@ -36,7 +37,8 @@ class HuggingFaceFolder(Checkpoint):
         self.path = path
         raw = read_json(path / "config.json")
         self.config = _normalise(apply_overrides(raw, overrides), path / "config.json")
-        check_overrides(overrides, {**raw, **_normalise({"model_type": self.config["model_type"]}, path)})
+        if overrides:
+            check_overrides(overrides, {**raw, **_normalise({"model_type": self.config["model_type"]}, path)})
         self.eos_token_ids = _eos_token_ids(path, self.config)
         self.tensors: dict[str, TensorInfo] = {}
         self.files = [self._open(file) for file in self._weight_files()]
@@ -143,7 +145,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _normalise(raw: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Returns config.json as transformers completes it: with the family's defaults, old spellings in today's form."""
+    """Returns config.json as transformers completes it. Raises as `complete` and `find_family` do."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise ModelConfigError(
@@ -157,15 +159,7 @@ def _normalise(raw: dict[str, Any], path: Path) -> dict[str, Any]:
             f"{path} has architectures = {architectures!r}; it must be a list of names", param="architectures"
         )
     find_family(model_type, architectures)
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # takes over a second; GGUF needs none of it
-
-    left_out = ("model_type", "transformers_version", "quantization_config")
-    settings = {key: value for key, value in raw.items() if key not in left_out}
-    try:
-        config: dict[str, Any] = CONFIG_MAPPING[model_type](**settings).to_dict()
-    except Exception as error:  # each configuration class raises its own kinds
-        raise ModelConfigError(f"{path} is not a valid configuration of {model_type!r}: {error}") from error
-    return config
+    return complete(model_type, raw, path)
 
 
 def _eos_token_ids(path: Path, config: dict[str, Any]) -> tuple[int, ...]:
