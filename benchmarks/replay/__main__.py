@@ -16,6 +16,7 @@ COMMANDS = {
     "lengths": "paged and contiguous memory over the spread of lengths; modelled",
     "context": "sequences and tokens per second over the length of the context; modelled",
     "sharing": "KV blocks that samples and beams share; modelled",
+    "links": "blocks that travel between replicas, and prompts computed apart, beside chunked prefill; modelled",
     "swap": "swapping to host memory against computing again, over the link's speed and the block size; modelled",
     "control": "the controller against fixed settings",
     "foresight": "admission by foresight: preemptions of a 13B model, modelled",

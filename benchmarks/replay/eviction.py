@@ -23,7 +23,7 @@ from pagemill.errors import TraceError
 from pagemill.memory.digest import extend_chain
 from pagemill.memory.eviction import POLICIES, PolicyFactory
 from pagemill.memory.manager import MemoryManager
-from pagemill.simulate.simulator import ROOT
+from pagemill.simulate.engine import ROOT
 from pagemill.simulate.step_time import StepTimes
 from pagemill.simulate.trace import MOONCAKE_BLOCK, TracedRequest
 

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from pagemill.memory.manager import MemoryManager
 from pagemill.scheduling.forecast import KEPT, AnswerLengths, Forecast, Growing
 from pagemill.scheduling.scheduler import Scheduler
-from pagemill.simulate.simulator import END_TOKEN, replay
+from pagemill.simulate.engine import END_TOKEN
+from pagemill.simulate.simulator import replay
 from pagemill.simulate.step_time import COSTS, KVShape, StepTimes
 from pagemill.simulate.trace import TracedRequest
 

@@ -14,9 +14,10 @@ from pagemill.memory.manager import MemoryManager
 from pagemill.scheduling.loading import Stored
 from pagemill.scheduling.scheduler import Scheduler
 from pagemill.scheduling.step_plan import StepPlan
+from pagemill.simulate.engine import END_TOKEN
 from pagemill.simulate.lower_tier import LowerTier
 from pagemill.simulate.roofline import Roofline
-from pagemill.simulate.simulator import END_TOKEN, Replay, Served, replay
+from pagemill.simulate.simulator import Replay, Served, replay
 from pagemill.simulate.step_time import StepModel
 from pagemill.simulate.trace import TracedRequest
 

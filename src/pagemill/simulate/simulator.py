@@ -1,8 +1,4 @@
-"""Runs the engine's loop over simulated time, with the real scheduler, the real memory manager and a step-time model.
-
-As in `engine.core`, each step is scheduled, run and committed. But running computes nothing: it only moves `now` by the
-seconds that the model gives the step.
-"""
+"""Runs one simulated engine over a trace, in simulated time, and records what became of each request."""
 
 from __future__ import annotations
 
@@ -11,29 +7,15 @@ import math
 from array import array
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count
 
-from pagemill.errors import RequestTooLargeError
-from pagemill.memory.digest import root_digest
 from pagemill.memory.manager import MemoryManager
-from pagemill.sampling.params import BeamSearchParams, SamplingParams, TokenLogprobs
-from pagemill.scheduling.beam import row_params
 from pagemill.scheduling.scheduler import Scheduler
-from pagemill.scheduling.sequence import Request, Sequence
-from pagemill.scheduling.step_plan import StepPlan, StepResult
-from pagemill.simulate.continuations import beam_candidates
+from pagemill.scheduling.sequence import SequenceUpdate
+from pagemill.scheduling.step_plan import StepPlan
+from pagemill.simulate.engine import ROOT, Observer, SimulatedEngine, Step
 from pagemill.simulate.lower_tier import LowerTier
-from pagemill.simulate.step_time import KVShape, StepModel, work_of
+from pagemill.simulate.step_time import KVShape, StepModel
 from pagemill.simulate.trace import TracedRequest
-
-ROOT = root_digest(b"simulated", "simulated", "simulated", "")
-OUTPUT_TOKENS = 1 << 31
-"""The first generated token; each has a number of its own, so that no two answers are alike. No prompt has such."""
-END_TOKEN = OUTPUT_TOKENS - 1
-"""Ends an answer whose length the scheduler is not told: it must be among the scheduler's `eos_token_ids`."""
-
-Observer = abc.Callable[[StepPlan, float], None]
-"""A function that is called in every step, before its commit, with the plan and the seconds that the step takes."""
 
 
 @dataclass(slots=True)
@@ -105,6 +87,47 @@ class Replay:
         """Returns the tokens per second of the answers that requests have got which ended in time."""
         return sum(one.request.answer_tokens for one in self.finished) / self.end_s if self.end_s else 0.0
 
+    def note_step(self, step: Step, running: int) -> None:
+        """Counts a step in which so many sequences run."""
+        for number in step.started:
+            self.served[number].starts += 1
+        self.steps += 1
+        self.busy_s += step.seconds
+        self.running_s += step.seconds * running
+        self.most_running = max(self.most_running, running)
+
+    def note(self, update: SequenceUpdate, now: float) -> None:
+        """Takes in what a step that ends now has brought for a sequence."""
+        one, branch = self.served[update.sequence.request.seed], update.sequence.index
+        one.num_tokens += len(update.tokens if update.hypothesis is None else update.hypothesis.token_ids)
+        one.num_ended += update.finish_reason is not None
+        if one.num_ended == one.request.num_sequences:
+            one.finished_s = now
+        if one.first_token_s is None and (one.request.streams or one.finished_s is not None):
+            one.first_token_s = now
+            one.num_cached_tokens = update.sequence.num_cached_tokens
+        elif one.request.streams and branch in one.last_token_s:
+            self.gaps_s.append(now - one.last_token_s[branch])
+        one.last_token_s[branch] = now
+
+    def end_late(
+        self, deadlines: list[tuple[float, int]], now: float, engines: abc.Sequence[SimulatedEngine]
+    ) -> list[int]:
+        """Ends the requests whose deadline was before now, wherever they are, and returns their numbers.
+
+        deadlines: a heap of them, with numbers of requests.
+        """
+        late = []
+        while deadlines and deadlines[0][0] < now:
+            _, number = heappop(deadlines)
+            one = self.served[number]
+            if one.finished_s is None and not one.refused:
+                one.timed_out = True
+                late.append(number)
+                for engine in engines:
+                    engine.scheduler.abort(str(number), now)
+        return late
+
 
 def replay(
     trace: abc.Sequence[TracedRequest],
@@ -130,21 +153,26 @@ def replay(
     """
     outcome = Replay()
     served = outcome.served
-    groups = step_times.shape.groups
-    fresh = count(OUTPUT_TOKENS)
+    engine = SimulatedEngine(
+        scheduler,
+        step_times,
+        lambda number: served[number].request,
+        observe=observe,
+        max_tokens=max_tokens,
+        source=tier,
+    )
     deadlines: list[tuple[float, int]] = []
     now = 0.0
     while now < until_s:
         while len(served) < len(trace) and trace[len(served)].arrival_s <= now:
-            _submit(scheduler, served, trace[len(served)], root, max_tokens)
-            heappush(deadlines, (served[-1].request.deadline_s, len(served) - 1))
-        _end_late(scheduler, served, deadlines, now)
-        if tier is not None:
-            tier.finish_loads(scheduler, now)
-        plan = scheduler.schedule(now)
-        waits_s = 0.0 if tier is None else tier.start_transfers(scheduler, now)
-        now += waits_s
-        if plan is None:
+            request, number = trace[len(served)], len(served)
+            served.append(Served(request))
+            served[number].refused = not engine.submit(number, root=root(request))
+            heappush(deadlines, (request.deadline_s, number))
+        outcome.end_late(deadlines, now, [engine])
+        step = engine.begin(now)
+        now += step.waits_s
+        if step.plan is None:
             loaded_s = math.inf if tier is None else tier.next_s
             assert loaded_s < math.inf or not scheduler.has_work(), "requests wait, and nothing can run"
             arrival_s = trace[len(served)].arrival_s if len(served) < len(trace) else math.inf
@@ -152,104 +180,14 @@ def replay(
                 break
             now = max(now, min(loaded_s, arrival_s))
             continue
-        running = {sequence.row: sequence for sequence in scheduler.state.running}
-        for new in plan.new_rows:
-            sequence = running.get(new.row)  # none: the row is kept for a sequence that is to fork off
-            if sequence is not None and (sequence.group is None or sequence.group.beams == [sequence]):
-                served[sequence.request.seed].starts += 1
-        seconds = step_times.seconds(work_of(plan, groups))
-        if tier is not None:
-            tier.note_step(plan, seconds)
-        for observer in observe:
-            observer(plan, seconds)
-        now += seconds
-        outcome.steps += 1
-        outcome.busy_s += seconds
-        outcome.running_s += seconds * scheduler.num_running
-        outcome.most_running = max(outcome.most_running, scheduler.num_running)
-        tokens: list[list[int]] = []
-        logprobs: list[list[TokenLogprobs] | None] = []
-        for row, target in zip(plan.rows[plan.sample_from].tolist(), plan.sample_to.tolist(), strict=True):
-            sequence = running[row]
-            index = sequence.request.seed
-            request = served[index].request
-            token = _next_token(request, sequence, max_tokens) if row == target else None
-            tokens.append([next(fresh) if token is None else token])
-            width = request.beam_width
-            logprobs.append([beam_candidates(index, sequence.tokens[sequence.prompt_len :], width)] if width else None)
-        _end_late(scheduler, served, deadlines, now)
-        for update in scheduler.commit(StepResult(tokens, logprobs), now):
-            one, branch = served[update.sequence.request.seed], update.sequence.index
-            hypothesis = update.hypothesis
-            one.num_tokens += len(update.tokens if hypothesis is None else hypothesis.token_ids)
-            one.num_ended += update.finish_reason is not None
-            if one.num_ended == one.request.num_sequences:
-                one.finished_s = now
-            if one.first_token_s is None and (one.request.streams or one.finished_s is not None):
-                one.first_token_s = now
-                one.num_cached_tokens = update.sequence.num_cached_tokens
-            elif one.request.streams and branch in one.last_token_s:
-                outcome.gaps_s.append(now - one.last_token_s[branch])
-            one.last_token_s[branch] = now
-        scheduler.note_step(plan, waits_s + seconds)
+        now += step.seconds
+        outcome.note_step(step, scheduler.num_running)
+        outcome.end_late(deadlines, now, [engine])
+        for update in engine.end(step, now):
+            outcome.note(update, now)
     outcome.end_s = now
     outcome.preemptions = scheduler.preemptions
     return outcome
-
-
-def _end_late(
-    scheduler: Scheduler, served: abc.Sequence[Served], deadlines: list[tuple[float, int]], now: float
-) -> None:
-    """Ends the requests whose deadline was before now. deadlines: a heap, with places in `served`."""
-    while deadlines and deadlines[0][0] < now:
-        _, index = heappop(deadlines)
-        if served[index].finished_s is None and not served[index].refused:
-            scheduler.abort(str(index), now)
-            served[index].timed_out = True
-
-
-def _next_token(request: TracedRequest, sequence: Sequence, max_tokens: int | None) -> int | None:
-    """Returns a sequence's next token if it ends there, or a later prompt may continue it: a request's first answer."""
-    length = sequence.num_output_tokens
-    if request.num_sequences == 1 and max_tokens is not None and max_tokens > request.output_len == length + 1:
-        return END_TOKEN
-    return request.answer_token(length) if sequence.index == 0 else None
-
-
-def _submit(
-    scheduler: Scheduler,
-    served: list[Served],
-    request: TracedRequest,
-    root: abc.Callable[[TracedRequest], bytes],
-    max_tokens: int | None,
-) -> None:
-    """Adds a request. Its index in `served` is its id and seed, by which the results of steps find back to it."""
-    forks = request.num_sequences > 1 or request.beam_width > 0
-    index, most = len(served), request.output_len if forks else max(request.output_len, max_tokens or 0)
-    params = SamplingParams(
-        n=1 if request.beam_width else request.num_sequences,
-        temperature=float(forks),
-        max_tokens=most,
-        ignore_eos=forks or max_tokens is None,
-    )
-    beam = BeamSearchParams(request.beam_width, most, ignore_eos=True) if request.beam_width else None
-    served.append(Served(request))
-    try:
-        scheduler.add(
-            Request(
-                request_id=str(index),
-                prompt_token_ids=request.prompt(),
-                params=params if beam is None else row_params(beam, 0),
-                beam=beam,
-                seed=index,
-                priority=0,
-                arrival_s=request.arrival_s,
-                root=root(request),
-                max_len=request.prompt_len + most,
-            )
-        )
-    except RequestTooLargeError:
-        served[index].refused = True
 
 
 class WasteMeter:
