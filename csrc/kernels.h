@@ -84,7 +84,8 @@ struct LayerCache {
     int kv_heads = 0, block_size = 0, head_dim = 0;
 };
 
-// Whether keys and values come faster when fetched into the second-level cache than into the first.
+// Whether keys and values, and weights in integers, come faster when fetched into the second-level cache than into the
+// first.
 extern const bool fetches_to_second_level;
 
 // Attention cuts keys into partitions at fixed absolute positions.

@@ -189,6 +189,6 @@ class ModelledFleet:
         stored, removed = replica.engine.scheduler.memory.take_events()
         short = [[digest[:DIGEST_BYTES] for digest in each] for each in (stored, removed)]
         self._router.note_events(str(at), *short)
-        fetch_s = {} if replica.peers is None else {str(at): line for at, line in replica.peers.fetch_times.items()}
+        fetch_s = {} if replica.peers is None else {str(peer): line for peer, line in replica.peers.fetch_times.items()}
         token_s = replica.pacer.token_s if replica.pacer.tells else 0.0
         self._router.note_times(str(at), token_s, replica.pacer.plain_s, fetch_s)

@@ -147,8 +147,8 @@ struct QuantizedRun {
             if (packed) {
                 const int64_t turns = count * here * kTurnsInStep;
                 expand_steps((const PackedStep*)from, count * here, expanded,
-                             kFetchEvenly ? FirstAhead::evenly(next, bytes * expand_rows / rows, turns)
-                                          : FirstAhead::evenly(from + kAhead, bytes, turns));
+                             kFetchEvenly ? NextPiece::evenly(next, bytes * expand_rows / rows, turns)
+                                          : NextPiece::evenly(from + kAhead, bytes, turns));
                 __asm__ volatile("" ::: "memory");  // the tile intrinsics do not tell the compiler what they read
                 piece.lines = expanded;
                 piece.ahead = 0;
@@ -156,7 +156,7 @@ struct QuantizedRun {
             from = next;
             for (int64_t t = tile_begin; t < tile_end; ++t) {
                 float* out = c + (whole ? 0 : t - tile_begin) * kRowsInTile * width;
-                const auto fetch = FirstAhead::evenly(next + bytes * (expand_rows + tiles.begin(t) - begin) / rows,
+                const auto fetch = NextPiece::evenly(next + bytes * (expand_rows + tiles.begin(t) - begin) / rows,
                                                       bytes * tiles.height(t) / rows, count * here * kStepK / 4);
                 products(&x.at(t, g), tiles.height(t), piece, count, out, step > 0, fetch);
                 piece.ahead = 0;

@@ -110,7 +110,7 @@ struct Products {
     ~Products() { _tile_release(); }
 
     void operator()(const TileGroup* x, int, const Piece& piece, int64_t count, float* c, bool,
-                    const FirstAhead&) const {
+                    const NextPiece&) const {
         run(x, piece, count, c, Upto<kRowsInTile / 2>{});
     }
 

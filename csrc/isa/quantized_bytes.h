@@ -78,13 +78,13 @@ struct alignas(64) TileGroup {
 // quad.
 template <int H, int P, int Fetches> INLINE void add_low(const TileGroup& x, int first, const int8_t* lines,
                                                          int64_t stride, int64_t quads, Dwords (*sum)[P * kVectors],
-                                                         FirstAhead& fetch) {
+                                                         NextPiece& fetch) {
     constexpr int V = P * kVectors;
     for (int64_t quad = 0; quad < quads; ++quad) {
         Dwords weight[V];
         for (int v = 0; v < V; ++v)
             weight[v] = load_as<Dwords>(lines + v / kVectors * stride + quad * 64 + v % kVectors * 4 * W);
-        for (int i = 0; i < Fetches; ++i) __builtin_prefetch(fetch.at + i * 64, 0, 3);
+        for (int i = 0; i < Fetches; ++i) fetch_line(fetch.at + i * 64);
         fetch.at += P * fetch.stride;
         for (int r = 0; r < H; ++r) {
             const auto four = load_as<int32_t>(x.low[first + r] + quad * 4);
@@ -97,7 +97,7 @@ template <int H, int P, int Fetches> INLINE void add_low(const TileGroup& x, int
 // The same for pairs of rows and one panel; what two quads have of an output is brought together.
 template <int Pairs>
 INLINE void add_low_of_pairs(const TileGroup& x, const int8_t* lines, int64_t quads, Dwords (*sum)[kVectors],
-                             FirstAhead& fetch) {
+                             NextPiece& fetch) {
     int32x4_t both[Pairs][kVectors][2] = {};  // two outputs of two rows
     for (int64_t quad = 0; quad < quads; quad += 2, lines += 128) {
         int8x16_t rows[Pairs];
@@ -125,7 +125,7 @@ INLINE void add_low_of_pairs(const TileGroup& x, const int8_t* lines, int64_t qu
 // c [H][width] (+)= a tile of rows times a group of P panels. Fetches: as of add_low.
 template <int H, int P, int Fetches>
 void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float* c, int64_t width, bool add,
-                   FirstAhead& fetch) {
+                   NextPiece& fetch) {
     constexpr int V = P * kVectors;
     const int64_t stride = piece.panel_bytes(), quads = piece.steps * kStepK / 4;
     const int8_t* lines = piece.lines + panel * stride;
@@ -168,7 +168,7 @@ struct Products {
 
     // `fetch` has a turn for each quad of each panel.
     void operator()(const TileGroup* x, int height, const Piece& piece, int64_t count, float* c, bool add,
-                    FirstAhead fetch) const {
+                    NextPiece fetch) const {
         with_count<kRowsInTile>(height, [&]<int H>() {
             constexpr int P = kPanelsAtOnce;
             if (P == 1 || count < P)

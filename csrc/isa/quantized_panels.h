@@ -44,12 +44,29 @@ INLINE Words twice(const uint16_t* p) {
     return (Words)(wide | wide << 16);
 }
 
-using FirstAhead = Fetch<true>;
+INLINE void fetch_line(const char* at) {
+    if (fetches_to_second_level) __builtin_prefetch(at, 0, 2);
+    else __builtin_prefetch(at, 0, 3);
+}
+
+// The next piece, which is fetched while this one is expanded and multiplied with: `stride` bytes at every turn, at most
+// two lines.
+struct NextPiece {
+    const char* at;
+    int64_t stride;
+
+    static NextPiece evenly(const char* at, int64_t bytes, int64_t turns) { return {at, (bytes + turns - 1) / turns}; }
+    INLINE void turn() {
+        fetch_line(at);
+        if (stride > 64) fetch_line(at + 64);
+        at += stride;
+    }
+};
 
 constexpr int kTurnsInStep = 2 * kPanel / W * 4;  // of expand_steps
 
 // The 8-bit lines of packed steps.
-void expand_steps(const PackedStep* from, int64_t steps, int8_t* lines, FirstAhead fetch) {
+void expand_steps(const PackedStep* from, int64_t steps, int8_t* lines, NextPiece fetch) {
     for (int64_t s = 0; s < steps; ++s, ++from, lines += kStepLines) {
         for (int h = 0; h < 2; ++h)
             for (int v = 0; v < kPanel; v += W) {

@@ -56,7 +56,7 @@ INLINE Dwords multiply_pairs(Dwords sum, SignedWords weight, int32_t x) {
 // c [H][width] (+)= a tile of rows times a panel's group.
 template <int H>
 void group_product(const TileGroup& x, const Piece& piece, int64_t panel, float* c, int64_t width, bool add,
-                   FirstAhead& fetch) {
+                   NextPiece& fetch) {
     constexpr int kVectors = kPanel / W;
     const int8_t* line = piece.lines + panel * piece.panel_bytes();
     Dwords sum[H][kVectors];
@@ -86,7 +86,7 @@ struct Products {
     explicit Products(int) {}
 
     void operator()(const TileGroup* x, int height, const Piece& piece, int64_t count, float* c, bool add,
-                    FirstAhead fetch) const {
+                    NextPiece fetch) const {
         with_count<kRowsInTile>(height, [&]<int H>() {
             for (int64_t i = 0; i < count; ++i)
                 group_product<H>(*x, piece, i, c + i * kPanel, count * kPanel, add, fetch);
