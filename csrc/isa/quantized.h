@@ -157,7 +157,7 @@ struct QuantizedRun {
             for (int64_t t = tile_begin; t < tile_end; ++t) {
                 float* out = c + (whole ? 0 : t - tile_begin) * kRowsInTile * width;
                 const auto fetch = NextPiece::evenly(next + bytes * (expand_rows + tiles.begin(t) - begin) / rows,
-                                                      bytes * tiles.height(t) / rows, count * here * kStepK / 4);
+                                                     bytes * tiles.height(t) / rows, count * here * kStepK / 4);
                 products(&x.at(t, g), tiles.height(t), piece, count, out, step > 0, fetch);
                 piece.ahead = 0;
                 if (step + here == steps) write(out, panel, count, t);

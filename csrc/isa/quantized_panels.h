@@ -49,8 +49,8 @@ INLINE void fetch_line(const char* at) {
     else __builtin_prefetch(at, 0, 3);
 }
 
-// The next piece, which is fetched while this one is expanded and multiplied with: `stride` bytes at every turn, at most
-// two lines.
+// The next piece, which is fetched while this one is expanded and multiplied with: `stride` bytes at every turn, at
+// most two lines.
 struct NextPiece {
     const char* at;
     int64_t stride;
