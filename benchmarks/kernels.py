@@ -28,7 +28,7 @@ from pagemill.kvcache.layer_groups import group_layers
 from pagemill.kvcache.layout import FrameShape
 from pagemill.machine import usable_cores
 from pagemill.ops.cpu_ops import CpuOps
-from pagemill.ops.quantized import keep_int4, quantize_int8
+from pagemill.ops.quantized import keep_integers, quantize_int8
 
 BLOCK_SIZE = 16
 
@@ -135,7 +135,7 @@ def bench_quantized(budget: float, bandwidth: float, quick: bool) -> None:
         weight = torch.randn(n, k)
         values = torch.randint(0, 16, (n, k), dtype=torch.uint8)
         scale = torch.rand(n, k // 32)
-        bits4 = ops.pack_quantized(keep_int4(values, scale, -8 * scale), None, torch.float32)
+        bits4 = ops.pack_quantized(keep_integers(values, scale, -8 * scale, 4), None, torch.float32)
         bits8 = ops.pack_quantized(quantize_int8(weight), None, torch.float32)
         half = ops.pack_linear(weight.bfloat16())
         others = [dynamic_linear(weight, name) for name in libraries]

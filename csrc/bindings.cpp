@@ -131,24 +131,29 @@ class Linear {
         : Linear(values, bits == 4 ? Format::affine4 : Format::affine8, DType::f32) {
         if (bits != 4 && bits != 8) throw std::invalid_argument("bits must be 4 or 8, not " + std::to_string(bits));
         check_blocks();
+        const bool fine = bits == 8 && scale.ndim() == 2 && int64_t(scale.shape(1)) == weight.k / 16;
+        if (fine) weight.format = Format::fine8;
+        const int64_t blocks = weight.k / (fine ? 16 : 32);
         const AffineSource from{.values = elements<uint8_t>("values", values, {weight.n, weight.k}),
-                                .scale = elements<float>("scale", scale, {weight.n, weight.k / 32}),
-                                .low = elements<float>("low", low, {weight.n, weight.k / 32}),
+                                .scale = elements<float>("scale", scale, {weight.n, blocks}),
+                                .low = elements<float>("low", low, {weight.n, blocks}),
                                 .bias = elements<float>("bias", bias, {weight.n})};
         pack([&] { return set.pack_affine(weight, from); });
     }
     Linear(const Input& values, const OptionalInput& slopes, const OptionalInput& offsets, const Input& scales,
-           const OptionalInput& bias, int type)
-        : Linear(values, slopes ? Format::int4 : Format::int8, dtype(type)) {
-        if (bool(slopes) != bool(offsets)) throw std::invalid_argument("slopes and offsets are given together or not");
+           const OptionalInput& bias, int type, int bits)
+        : Linear(values, integers_of(bits), dtype(type)) {
+        if (bool(slopes) != (bits < 8) || bool(offsets) != (bits < 6))
+            throw std::invalid_argument("4 and 5 bits have slopes and offsets, 6 bits slopes, 8 bits neither");
         if (slopes) check_blocks();
         const auto kind = slopes ? nb::dtype<uint8_t>() : nb::dtype<int8_t>();
         const void* scale_bits = elements("scales", scales, kBfloat16, {weight.n, (weight.k + 191) / 192});
-        const QuantizedSource from{.values = elements("values", values, kind, {weight.n, weight.k}),
-                                   .slopes = elements<int16_t>("slopes", slopes, {weight.n, weight.k / 32}),
-                                   .offsets = elements<int16_t>("offsets", offsets, {weight.n, weight.k / 32}),
-                                   .scales = static_cast<const uint16_t*>(scale_bits),
-                                   .bias = elements<float>("bias", bias, {weight.n})};
+        const QuantizedSource from{
+            .values = elements("values", values, kind, {weight.n, weight.k}),
+            .slopes = elements<int16_t>("slopes", slopes, {weight.n, weight.k / (bits == 6 ? 16 : 32)}),
+            .offsets = elements<int16_t>("offsets", offsets, {weight.n, weight.k / 32}),
+            .scales = static_cast<const uint16_t*>(scale_bits),
+            .bias = elements<float>("bias", bias, {weight.n})};
         pack([&] { return set.pack_quantized(weight, from); });
     }
     ~Linear() { release(weight); }
@@ -178,6 +183,15 @@ class Linear {
     }
 
   private:
+    static Format integers_of(int bits) {
+        switch (bits) {
+            case 4: return Format::int4;
+            case 5: return Format::int5;
+            case 6: return Format::int6;
+            case 8: return Format::int8;
+            default: throw std::invalid_argument("bits must be 4, 5, 6 or 8, not " + std::to_string(bits));
+        }
+    }
     void check_blocks() const {
         if (weight.k % 32)
             throw std::invalid_argument("a row is whole blocks of 32 values, not " + std::to_string(weight.k));
@@ -614,9 +628,9 @@ NB_MODULE(_kernels, m) {
         .def(nb::init<const Input&, const OptionalInput&, int>(), "weight"_a, "bias"_a.none(), "x_dtype"_a)
         .def(nb::init<const Input&, const Input&, const Input&, const OptionalInput&, int>(), "values"_a, "scale"_a,
              "low"_a, "bias"_a.none(), "bits"_a)
-        .def(nb::init<const Input&, const OptionalInput&, const OptionalInput&, const Input&, const OptionalInput&,
+        .def(nb::init<const Input&, const OptionalInput&, const OptionalInput&, const Input&, const OptionalInput&, int,
                       int>(),
-             "values"_a, "slopes"_a.none(), "offsets"_a.none(), "scales"_a, "bias"_a.none(), "dtype"_a)
+             "values"_a, "slopes"_a.none(), "offsets"_a.none(), "scales"_a, "bias"_a.none(), "dtype"_a, "bits"_a)
         .def("__call__", &Linear::call)
         .def("argmax", &Linear::argmax, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none())
         .def("rows", &Linear::rows)

@@ -18,9 +18,10 @@ inline size_t item_size(DType type) { return type == DType::f32 ? 4 : type >= DT
 
 inline bool is_integer(DType type) { return type == DType::i8 || type == DType::u4; }
 
-// How a weight is held: in its dtype, as integers of 8 or 4 bits that are multiplied as such (isa/quantized.h), as bf16
-// in 12 bits (isa/coded.h), or as fp32 in integers of 4 or 8 bits (isa/affine.h).
-enum class Format : int { dense = 0, int8 = 1, int4 = 2, coded = 3, affine4 = 4, affine8 = 5 };
+// How a weight is held: in its dtype, as integers of 4, 5, 6 or 8 bits that are multiplied (isa/quantized.h), as bf16
+// in 12 bits (isa/coded.h), or as fp32 in integers of 4 or 8 bits (isa/affine.h), with a scale for each 32 k, or for
+// each 16 (fine8).
+enum class Format : int { dense, int8, int4, int5, int6, coded, affine4, affine8, fine8 };
 
 // A weight [n, k] packed into panels of neighbouring outputs: panel, then k, then output; bf16, for instructions that
 // multiply pairs: panel, then k / 2, then output, then k % 2. Made by Kernels::pack_linear, pack_quantized or
@@ -37,18 +38,19 @@ struct PackedLinear {
     size_t bytes = 0;
 };
 
-// A quantized weight before it is packed. int8: values int8 [n, k], times the scale of the row's 192 k. int4: values
-// uint8 [n, k], each 0 .. 15; the weight is (slope * value + offset) >> 8, modulo 2^16 and as int8, times that scale; k
-// % 32 = 0.
+// A quantized weight before it is packed. int8: values int8 [n, k], times the scale of the row's 192 k. Fewer bits:
+// values uint8 [n, k], below 2^bits; the weight is (slope * value + offset) >> 8, modulo 2^16 and as int8, times that
+// scale; k % 32 = 0. int6 has offsets that take 32 slopes off again, and round: 128 - 32 * slope.
 struct QuantizedSource {
     const void* values = nullptr;
-    const int16_t *slopes = nullptr, *offsets = nullptr;  // [n, k / 32], int4 only
+    const int16_t* slopes = nullptr;                      // not int8: [n, k / 32]; int6: [n, k / 16]
+    const int16_t* offsets = nullptr;                     // int4 and int5 only: [n, k / 32]
     const uint16_t* scales = nullptr;                     // bf16 [n, ceil(k / 192)]
     const float* bias = nullptr;                          // [n] or null
 };
 
 // A weight, before it is packed, that is scale * value + low in fp32, where scale * value is exact: values uint8 [n,
-// k], each below 16 with affine4; scale and low [n, k / 32]; k % 32 = 0.
+// k], each below 16 with affine4; scale and low [n, k / 32], with fine8 [n, k / 16]; k % 32 = 0.
 struct AffineSource {
     const uint8_t* values = nullptr;
     const float *scale = nullptr, *low = nullptr;

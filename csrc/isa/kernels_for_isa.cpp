@@ -18,7 +18,7 @@ namespace {
 #define NAME(x) NAME_OF(x)
 
 // As integers; linear.h takes the others.
-bool quantized(const PackedLinear& weight) { return weight.format == Format::int8 || weight.format == Format::int4; }
+bool quantized(const PackedLinear& weight) { return weight.format >= Format::int8 && weight.format <= Format::int6; }
 
 void linear_of_any_format(const PackedLinear& weight, const void* x, int64_t x_row, void* y, int64_t y_row, DType type,
                           int64_t m) {

@@ -1,17 +1,19 @@
-// Linear layers on integers: weights of 4 or 8 bits with a scale per output and group of 192 k, x of 8 to 16 bits with
-// a scale per row and group (round_group). Sums over a group are exact, so an output is one chain of fused
+// Linear layers on integers: weights of 4, 5, 6 or 8 bits with a scale per output and group of 192 k, x of 8 to 16 bits
+// with a scale per row and group (round_group). Sums over a group are exact, so an output is one chain of fused
 // multiply-adds, one per group in ascending order, whatever multiplies the integers: instruction sets that fuse give
 // each other's bits. quantized_amx.h multiplies them as bytes on tiles, quantized_bytes.h as bytes in vectors,
 // quantized_words.h in words.
 //
 // A panel holds 16 outputs. A step of it is 16 lines of 64 bytes, in a line 4 neighbouring k of each output. That is
-// how VNNI takes weights, and a tile of AMX too. With 4 bits a step is packed: for each of its two halves of 32 k a
+// how VNNI takes weights, and a tile of AMX too. With fewer bits a step is packed: for each of its two halves of 32 k a
 // slope and an offset per output (Half), then 8 lines of 64 bytes, in each 16-bit word four values q, lowest bits
-// first: k 0 and k 1 of a line of the 8-bit step, then the same of the next line; the next word has k 2 and 3. The
-// weight is (slope * q + offset) >> 8, modulo 2^16: the file's scale * q + min in units of the group's scale, rounded
-// to 8 bits. Four panels lie together, a piece of kStepsAtOnce steps of each after the other: so a task reads one
-// stream. Where VNNI multiplies bytes, which takes one side without sign, weights are held 128 higher, and so is what
-// they expand to.
+// first: k 0 and k 1 of a line of the 8-bit step, then the same of the next line; the next word has k 2 and 3. Bits
+// above the fourth follow in lines of their own, each word with those of the 16 values (5 bits) or 8 values (6) that
+// have its place in neighbouring lines of q. The weight is (slope * q + offset) >> 8, modulo 2^16: the file's scale * q
+// + min in units of the group's scale, rounded to 8 bits. With 6 bits there is a slope for each 16 k, and the offset
+// takes 32 slopes off. Four panels lie together, a piece of kStepsAtOnce steps of each after the other: so a task reads
+// one stream. Where VNNI multiplies bytes, which takes one side without sign, weights are held 128 higher, and so is
+// what they expand to.
 #pragma once
 
 #include "../memory.h"
@@ -105,6 +107,7 @@ INLINE const bf16* scales_of(const PackedLinear& weight, int64_t panel) {
 }
 
 constexpr int64_t kBlockRows8 = 512, kAhead = 8192;
+constexpr uint16_t kMiddle = kRaised * 256 + 128;  // of weights of 6 bits: 0, rounded
 
 struct QuantizedRun {
     const PackedLinear& weight;
@@ -114,7 +117,7 @@ struct QuantizedRun {
     DType type;
     Tiles tiles;
     int64_t group, block;  // panels and tiles in a task
-    int64_t together;      // panels that a tile passes over, so that what it writes lies together
+    int64_t together;  // panels that a tile passes over, so that what it writes lies together
     Argmax* argmax;  // takes the outputs instead of y, if given
 
     int64_t panels() const { return (weight.n + kPanel - 1) / kPanel; }
@@ -132,7 +135,7 @@ struct QuantizedRun {
                     int thread) {
         const int64_t steps = steps_of(weight.k), groups = groups_of(steps), width = count * kPanel;
         const int64_t piece_steps = lesser(steps, kStepsAtOnce);
-        const bool packed = weight.format == Format::int4, whole = piece_steps == steps;
+        const bool packed = weight.format != Format::int8, whole = piece_steps == steps;
         const int64_t sums = (whole ? 1 : tile_end - tile_begin) * kRowsInTile * width;
         char* scratch = (char*)thread_scratch(thread, sums * sizeof(float) + packed * count * piece_steps * kStepLines);
         float* c = (float*)scratch;
@@ -146,9 +149,11 @@ struct QuantizedRun {
             const char* next = from + bytes;
             if (packed) {
                 const int64_t turns = count * here * kTurnsInStep;
-                expand_steps((const PackedStep*)from, count * here, expanded,
-                             kFetchEvenly ? FirstAhead::evenly(next, bytes * expand_rows / rows, turns)
-                                          : FirstAhead::evenly(from + kAhead, bytes, turns));
+                const auto fetch = kFetchEvenly ? FirstAhead::evenly(next, bytes * expand_rows / rows, turns)
+                                                : FirstAhead::evenly(from + kAhead, bytes, turns);
+                with_steps(weight.format, [&]<class Step>(Step*) {
+                    expand_steps((const Step*)from, count * here, expanded, kMiddle, fetch);
+                });
                 __asm__ volatile("" ::: "memory");  // the tile intrinsics do not tell the compiler what they read
                 piece.lines = expanded;
                 piece.ahead = 0;
@@ -199,13 +204,19 @@ void linear_quantized(const PackedLinear& weight, const void* x, int64_t x_row, 
 // The weight at (i, j), in units of its group's scale.
 INLINE int whole_weight(const PackedLinear& packed, int64_t i, int64_t j) {
     const int64_t s = place_of(packed, i / kPanel, j / kStepK);
-    const int lane = int(i % kPanel), line = int(j % kStepK) / 4, byte = int(j % 4);
+    const int lane = int(i % kPanel);
+    int whole = 0;
     if (packed.format == Format::int8)
-        return int8_t(((const uint8_t*)packed.panels)[s * kStepLines + line * 64 + lane * 4 + byte] ^ kRaised);
-    const PackedStep& step = ((const PackedStep*)packed.panels)[s];
-    const Half& half = step.half[line / 8];
-    const int q = step.q[line / 2][lane * 2 + byte / 2] >> (line % 2 * 8 + byte % 2 * 4) & 15;
-    return int8_t(uint16_t(half.slope[lane] * q + half.offset[lane]) >> 8 ^ kRaised);
+        whole = ((const uint8_t*)packed.panels)[s * kStepLines + j % kStepK / 4 * 64 + lane * 4 + j % 4];
+    else
+        with_steps(packed.format, [&]<class Step>(Step*) {
+            const Step& step = ((const Step*)packed.panels)[s];
+            const int h = int(j % kStepK / kHalfK), within = int(j % kHalfK), q = get(step, Place(lane, h, within));
+            const int first = step.half[h].first[lane], second = step.half[h].second[lane];
+            const int slope = Step::kBits == 6 && within >= kHalfK / 2 ? second : first;
+            whole = uint16_t(slope * q + (Step::kBits == 6 ? kMiddle - 32 * slope : second)) >> 8;
+        });
+    return int8_t(whole ^ kRaised);
 }
 
 bool pack_quantized(PackedLinear& packed, const QuantizedSource& from) {
@@ -227,20 +238,26 @@ bool pack_quantized(PackedLinear& packed, const QuantizedSource& from) {
             const int64_t row = panel * kPanel + lane;
             for (int64_t g = 0; g < groups; ++g)
                 ((uint16_t*)packed.scales)[(panel * groups + g) * kPanel + lane] = from.scales[row * groups + g];
-            for (int64_t j = 0; j < k; ++j) {
-                const int line = int(j % kStepK) / 4, byte = int(j % 4);
-                if (packed.format == Format::int8) {
-                    at(j / kStepK)[line * 64 + lane * 4 + byte] =
-                        char(((const uint8_t*)from.values)[row * k + j] ^ kRaised);
-                } else {
-                    PackedStep& step = *(PackedStep*)at(j / kStepK);
-                    const int q = ((const uint8_t*)from.values)[row * k + j];
-                    step.q[line / 2][lane * 2 + byte / 2] |= uint16_t(q << (line % 2 * 8 + byte % 2 * 4));
-                    step.half[line / 8].slope[lane] = uint16_t(from.slopes[row * (k / kHalfK) + j / kHalfK]);
-                    step.half[line / 8].offset[lane] =
-                        uint16_t(from.offsets[row * (k / kHalfK) + j / kHalfK] + kRaised * 256);
-                }
-            }
+            const uint8_t* values = (const uint8_t*)from.values + row * k;
+            if (packed.format == Format::int8)
+                for (int64_t j = 0; j < k; ++j)
+                    at(j / kStepK)[j % kStepK / 4 * 64 + lane * 4 + j % 4] = char(values[j] ^ kRaised);
+            else
+                with_steps(packed.format, [&]<class Step>(Step*) {
+                    for (int64_t j = 0; j < k; j += kHalfK) {
+                        Step& step = *(Step*)at(j / kStepK);
+                        const int h = int(j % kStepK / kHalfK);
+                        const int64_t block = (row * k + j) / kHalfK;
+                        for (int i = 0; i < kHalfK; ++i) put(step, Place(lane, h, i), values[j + i]);
+                        if (Step::kBits == 6) {
+                            step.half[h].first[lane] = uint16_t(from.slopes[2 * block]);
+                            step.half[h].second[lane] = uint16_t(from.slopes[2 * block + 1]);
+                        } else {
+                            step.half[h].first[lane] = uint16_t(from.slopes[block]);
+                            step.half[h].second[lane] = uint16_t(from.offsets[block] + kRaised * 256);
+                        }
+                    }
+                });
         }
     };
     parallel(panels, pack);

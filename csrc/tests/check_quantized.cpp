@@ -1,5 +1,5 @@
-// Weights of 8 and 4 bits against sums in fp64, with bounds that allow for half a step of x where the kernels round;
-// and GGUF blocks against their definition.
+// Weights of 4, 5, 6 and 8 bits against sums in fp64, with bounds that allow for half a step of x where the kernels
+// round; and GGUF blocks against their definition.
 #include "checks.h"
 
 #include <tuple>
@@ -9,31 +9,33 @@ namespace pagemill {
 void check_quantized() {
     where = "quantized linear";
     const DType stored = any_type(), type = any_type();
-    const bool int4 = below(2);
-    const int64_t n = 1 + below(100), k = int4 ? 32 * (1 + below(20)) : 1 + below(600);
+    const Format format = one_of({Format::int4, Format::int5, Format::int6, Format::int8});
+    const bool kept = format != Format::int8, six = format == Format::int6;
+    const int64_t n = 1 + below(100), k = kept ? 32 * (1 + below(20)) : 1 + below(600);
     const int64_t m = below(4) ? 1 + below(20) : 1 + below(60), gap = below(3) * 32, groups = (k + 191) / 192;
     const Array<int8_t> values(n * k);
-    const Array<int16_t> slopes(n * (k / 32)), offsets(n * (k / 32));
+    const int64_t block = six ? 16 : 32, blocks = kept ? n * k / block : 0;
+    const Array<int16_t> slopes(blocks), offsets(blocks);
     const Array<float> bias(n, 1);
     Numbers scales(n * groups, DType::bf16, 1), x((m - 1) * (k + gap) + k, type, 1), y(m * n, type);
     for (int64_t i = 0; i < m; ++i)
         if (below(2)) x.set(i * (k + gap) + below(int(k)), float(8 + below(240)));  // an outlier
     std::vector<double> weight(n * k);
-    for (int64_t i = 0; int4 && i < n * (k / 32); ++i) {
+    for (int64_t i = 0; i < blocks; ++i) {
         slopes[i] = int16_t(random_source());
-        offsets[i] = int16_t(random_source());
+        offsets[i] = six ? int16_t(128 - 32 * slopes[i]) : int16_t(random_source());
     }
     for (int64_t i = 0; i < n * k; ++i) {
-        const int value = int4 ? below(16) : below(255) - 127;
+        const int value = six ? below(64) : format == Format::int5 ? below(32) : kept ? below(16) : below(255) - 127;
         values[i] = int8_t(value);
-        const int64_t block = i / k * (k / 32) + i % k / 32;
-        const int whole = int4 ? int8_t(uint16_t(slopes[block] * value + offsets[block]) >> 8) : value;
+        const int whole = kept ? int8_t(uint16_t(slopes[i / block] * value + offsets[i / block]) >> 8) : value;
         weight[i] = whole * scales.get(i / k * groups + i % k / 192);
     }
-    PackedLinear packed{.n = n, .k = k, .type = stored, .format = int4 ? Format::int4 : Format::int8};
+    PackedLinear packed{.n = n, .k = k, .type = stored, .format = format};
     const bool biased = below(2);
-    kernels().pack_quantized(packed, {values.data(), int4 ? slopes.data() : nullptr, int4 ? offsets.data() : nullptr,
-                                      static_cast<uint16_t*>(scales.data()), biased ? bias.data() : nullptr});
+    kernels().pack_quantized(packed,
+                             {values.data(), kept ? slopes.data() : nullptr, kept && !six ? offsets.data() : nullptr,
+                              static_cast<uint16_t*>(scales.data()), biased ? bias.data() : nullptr});
     kernels().linear(packed, x.data(), k + gap, y.data(), n, type, m);
     for (int64_t row = 0; row < m; ++row) {
         std::vector<double> step(groups);

@@ -68,7 +68,7 @@ def log_probabilities(
 
 class Linear:
     """A weight [n, k] in panels: dense, for inputs of `x_dtype` above all; of integers (QuantizedSource in
-    csrc/kernels.h), 8 bits without slopes, else 4; or float32 held in integers (AffineSource). bias: float32 [n].
+    csrc/kernels.h) of 4, 5, 6 or 8 bits; or float32 held in integers (AffineSource) of 4 or 8. bias: float32 [n].
 
     Raises TypeError for a dtype without kernels."""
 
@@ -83,6 +83,7 @@ class Linear:
         scales: Tensor,
         bias: Tensor | None,
         dtype: int,
+        bits: int,
     ) -> None: ...
     @overload
     def __init__(self, values: Tensor, scale: Tensor, low: Tensor, bias: Tensor | None, bits: int) -> None: ...

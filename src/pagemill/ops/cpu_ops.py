@@ -18,7 +18,7 @@ from pagemill.ops.interface import AllowedOutputs, LowRankRun
 from pagemill.ops.low_rank import LowRankPart, check_parts, pad_to_blocks
 from pagemill.ops.quantized import BLOCK, AffineWeight, QuantizedWeight, check_contiguous
 
-KERNEL_VERSION = 7
+KERNEL_VERSION = 8
 """Raised whenever a kernel's arithmetic changes: stored K/V of other bits must not be found."""
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -121,9 +121,10 @@ class CpuOps:
 
     def pack_quantized(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> CpuLinear:
         columns = weight.values.shape[1]
-        if weight.slopes is not None and columns % BLOCK:
-            raise ValueError(f"4-bit weights have {columns} columns; they must be a multiple of {BLOCK}")
-        packed = _kernels.Linear(weight.values, weight.slopes, weight.offsets, weight.scales, bias, DTYPES[dtype])
+        if weight.bits < 8 and columns % BLOCK:
+            raise ValueError(f"{weight.bits}-bit weights have {columns} columns; they must be a multiple of {BLOCK}")
+        parts = weight.values, weight.slopes, weight.offsets, weight.scales
+        packed = _kernels.Linear(*parts, bias, DTYPES[dtype], weight.bits)
         return CpuLinear(packed, tuple(weight.values.shape), dtype)
 
     def pack_low_rank(self, parts: Sequence[LowRankPart], in_features: int, out_features: int) -> CpuLowRank:

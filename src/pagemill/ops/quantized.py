@@ -3,9 +3,9 @@
 `AffineWeight` is exactly the float32 weight of a quantized file. `QuantizedWeight` is for products of integers, where
 both sides are rounded in groups of 192 k (`GROUP`), each with a scale of its own: weights to 8 bits at
 load, activations row by row when they arrive, to 127 steps up to 4 times the group's mean magnitude, or to its
-largest if that is less, so that only outliers take more than 8 bits. 4-bit weights keep the file's integers in
-memory; the file's scale and minimum of each 32 become slope and offset in 1/256 of the group's scale, and the product
-is rounded to 8 bits when it is used.
+largest if that is less, so that only outliers take more than 8 bits. Weights of 4, 5 and 6 bits keep the file's
+integers in memory; the file's scale and minimum of each 32 (of 6 bits: the scale of each 16) become slope and offset in
+1/256 of the group's scale, and the product is rounded to 8 bits when it is used.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 BLOCK = 32
+FINE_BLOCK = 16
 GROUP = 192
 MOST_X = 127 * 256
 MEANS = 4
@@ -32,8 +33,8 @@ def check_contiguous(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple
 class AffineWeight:
     """A float32 weight as scale * value + low, where scale * value is exact.
 
-    values: uint8 [rows, columns], below 2 ** bits, where bits is 4 or 8; scale, low: float32 [rows, columns / 32].
-    Raises ValueError unless all are contiguous and of these shapes and dtypes.
+    values: uint8 [rows, columns], below 2 ** bits, where bits is 4 or 8; scale, low: float32 [rows, columns / 32], or
+    with 8 bits [rows, columns / 16]. Raises ValueError unless all are contiguous and of these shapes and dtypes.
     """
 
     values: Tensor
@@ -45,13 +46,15 @@ class AffineWeight:
         rows, columns = self.values.shape
         if self.bits not in (4, 8) or columns % BLOCK:
             raise ValueError(f"{columns} columns of {self.bits} bits must be a multiple of {BLOCK}, of 4 or 8 bits")
+        fine = self.bits == 8 and self.scale.shape == (rows, columns // FINE_BLOCK)
+        blocks = columns // (FINE_BLOCK if fine else BLOCK)
         check_contiguous("values", self.values, torch.uint8, (rows, columns))
-        check_contiguous("scale", self.scale, torch.float32, (rows, columns // BLOCK))
-        check_contiguous("low", self.low, torch.float32, (rows, columns // BLOCK))
+        check_contiguous("scale", self.scale, torch.float32, (rows, blocks))
+        check_contiguous("low", self.low, torch.float32, (rows, blocks))
 
     def dense(self) -> Tensor:
         """Returns the weight, float32 [rows, columns]."""
-        values = self.values.view(len(self.values), -1, BLOCK).float()
+        values = self.values.view(*self.scale.shape, -1).float()
         return (values * self.scale.unsqueeze(-1) + self.low.unsqueeze(-1)).view(self.values.shape)
 
 
@@ -59,21 +62,25 @@ class AffineWeight:
 class QuantizedWeight:
     """A weight in integers with a scale for each group: scales bfloat16 [rows, groups].
 
-    8 bits: values int8 [rows, columns]. 4 bits: values uint8 [rows, columns], 0 to 15, with slopes and offsets int16
-    [rows, columns / 32]; the 8-bit value is (slope * value + offset) >> 8, modulo 2^16.
+    8 bits: values int8 [rows, columns]. Fewer: values uint8 [rows, columns], below 2 ** bits; the 8-bit value is
+    (slope * value + offset) >> 8, modulo 2^16. 4 and 5 bits: slopes and offsets int16 [rows, columns / 32]. 6 bits:
+    slopes int16 [rows, columns / 16], and an offset is 128 - 32 * slope.
     """
 
     values: Tensor
     scales: Tensor
     slopes: Tensor | None = None
     offsets: Tensor | None = None
+    bits: int = 8
 
     def whole(self) -> Tensor:
         """Returns the 8-bit values, int8 [rows, columns]."""
-        if self.slopes is None or self.offsets is None:
+        if self.slopes is None:
             return self.values
-        slopes, offsets = (part.repeat_interleave(BLOCK, dim=1) for part in (self.slopes, self.offsets))
-        return (((slopes * self.values.to(torch.int16)) + offsets) >> 8).to(torch.int8)
+        offsets = 128 - 32 * self.slopes if self.offsets is None else self.offsets
+        values = self.values.view(*self.slopes.shape, -1).to(torch.int16)
+        whole = (self.slopes.unsqueeze(-1) * values + offsets.unsqueeze(-1)) >> 8
+        return whole.to(torch.int8).view(self.values.shape)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """Returns the weight that the integers stand for, [rows, columns]."""
@@ -91,20 +98,22 @@ def quantize_int8(weight: Tensor) -> QuantizedWeight:
     return QuantizedWeight(values.view(rows, -1)[:, :columns].contiguous(), scales)
 
 
-def keep_int4(values: Tensor, scale: Tensor, low: Tensor) -> QuantizedWeight:
-    """Returns the weight scale * value + low in 4 bits.
+def keep_integers(values: Tensor, scale: Tensor, low: Tensor, bits: int) -> QuantizedWeight:
+    """Returns the weight scale * value + low in 4, 5 or 6 bits.
 
-    values: uint8 [rows, columns], 0 to 15; scale, low: float32 [rows, columns / 32].
+    values: uint8 [rows, columns], below 2 ** bits; scale, low: float32 [rows, columns / 32], with 6 bits
+    [rows, columns / 16], where low is -32 * scale.
     """
-    blocks = values.view(*scale.shape, BLOCK)
+    blocks = values.view(*scale.shape, -1)
     ends = [(scale * end(-1) + low).abs() for end in (blocks.amin, blocks.amax)]
     largest = torch.maximum(*ends)
-    in_group = GROUP // BLOCK
+    in_group = GROUP // blocks.shape[-1]
     largest = pad(largest, (0, -largest.shape[1] % in_group)).view(len(values), -1, in_group).amax(-1)
     scales = _scales(largest)
     units = 256 * _inverse(scales).repeat_interleave(in_group, dim=1)[:, : scale.shape[1]]
     slopes, offsets = (torch.round(part * units).to(torch.int64) for part in (scale, low))
-    return QuantizedWeight(values, scales, slopes.to(torch.int16), (offsets + 128).to(torch.int16))
+    middles = None if bits == 6 else (offsets + 128).to(torch.int16)
+    return QuantizedWeight(values, scales, slopes.to(torch.int16), middles, bits)
 
 
 def quantized_linear(x: Tensor, whole: Tensor, scales: Tensor) -> Tensor:
