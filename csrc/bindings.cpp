@@ -131,9 +131,12 @@ class Linear {
         : Linear(values, bits == 4 ? Format::affine4 : Format::affine8, DType::f32) {
         if (bits != 4 && bits != 8) throw std::invalid_argument("bits must be 4 or 8, not " + std::to_string(bits));
         check_blocks();
+        const bool fine = bits == 8 && scale.ndim() == 2 && int64_t(scale.shape(1)) == weight.k / 16;
+        if (fine) weight.format = Format::fine8;
+        const int64_t blocks = weight.k / (fine ? 16 : 32);
         const AffineSource from{.values = elements<uint8_t>("values", values, {weight.n, weight.k}),
-                                .scale = elements<float>("scale", scale, {weight.n, weight.k / 32}),
-                                .low = elements<float>("low", low, {weight.n, weight.k / 32}),
+                                .scale = elements<float>("scale", scale, {weight.n, blocks}),
+                                .low = elements<float>("low", low, {weight.n, blocks}),
                                 .bias = elements<float>("bias", bias, {weight.n})};
         pack([&] { return set.pack_affine(weight, from); });
     }
@@ -155,7 +158,7 @@ class Linear {
     Linear(int64_t n, int64_t k, int format, int type, const std::vector<uint16_t>& exponents, const Input& panels,
            const OptionalInput& scales, const OptionalInput& bias, const OptionalInput& patches) {
         const bool is_coded = Format(format) == Format::coded;
-        if (n < 1 || k < 1 || n > INT32_MAX || k > INT32_MAX || format < 0 || Format(format) > Format::affine8 ||
+        if (n < 1 || k < 1 || n > INT32_MAX || k > INT32_MAX || format < 0 || Format(format) > Format::fine8 ||
             type < 0 || dtype(type) > DType::f16 || exponents.size() != std::size(weight.exponents) ||
             (is_coded && set.isa != std::string("amx_bf16")))
             throw std::invalid_argument("there is no packed weight of such a shape or format here");

@@ -19,8 +19,9 @@ inline size_t item_size(DType type) { return type == DType::f32 ? 4 : type >= DT
 inline bool is_integer(DType type) { return type == DType::i8 || type == DType::u4; }
 
 // How a weight is held: in its dtype, as integers of 8 or 4 bits that are multiplied as such (isa/quantized.h), as bf16
-// in 12 bits (isa/coded.h), or as fp32 in integers of 4 or 8 bits (isa/affine.h).
-enum class Format : int { dense = 0, int8 = 1, int4 = 2, coded = 3, affine4 = 4, affine8 = 5 };
+// in 12 bits (isa/coded.h), or as fp32 in integers of 4 or 8 bits (isa/affine.h), with a scale for each 32 k, or for
+// each 16 (fine8).
+enum class Format : int { dense = 0, int8 = 1, int4 = 2, coded = 3, affine4 = 4, affine8 = 5, fine8 = 6 };
 
 // A weight [n, k] packed into panels of neighbouring outputs: panel, then k, then output; bf16, for instructions that
 // multiply pairs: panel, then k / 2, then output, then k % 2. Made by Kernels::pack_linear, pack_quantized or
@@ -51,7 +52,7 @@ struct QuantizedSource {
 };
 
 // A weight, before it is packed, that is scale * value + low in fp32, where scale * value is exact: values uint8 [n,
-// k], each below 16 with affine4; scale and low [n, k / 32]; k % 32 = 0.
+// k], each below 16 with affine4; scale and low [n, k / 32], with fine8 [n, k / 16]; k % 32 = 0.
 struct AffineSource {
     const uint8_t* values = nullptr;
     const float *scale = nullptr, *low = nullptr;

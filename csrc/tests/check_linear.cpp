@@ -60,16 +60,17 @@ void check_rows_alone() {
 
 // fp32 weights held as integers.
 void check_affine() {
-    const Format format = below(2) ? Format::affine4 : Format::affine8;
+    const Format format = one_of({Format::affine4, Format::affine8, Format::fine8});
+    const int64_t block = format == Format::fine8 ? 16 : 32;
     const int64_t n = 1 + below(150), k = 32 * (1 + below(20)), m = 1 + below(below(2) ? 20 : 90);
     where = "affine";
     const Array<uint8_t> values(n * k);
-    const Array<float> scale(n * k / 32, 0.125), low(n * k / 32, 1), x(m * k, 1), y(m * n);
+    const Array<float> scale(n * k / block, 0.125), low(n * k / block, 1), x(m * k, 1), y(m * n);
     for (int64_t i = 0; i < n * k; ++i) values[i] = uint8_t(below(format == Format::affine4 ? 16 : 256));
-    for (int64_t i = 0; i < n * k / 32; ++i) scale[i] = std::round(scale[i] * 1024) / 1024;  // products are exact
+    for (int64_t i = 0; i < n * k / block; ++i) scale[i] = std::round(scale[i] * 1024) / 1024;  // products are exact
     PackedLinear packed{.n = n, .k = k, .format = format};
     kernels().pack_affine(packed, {values.data(), scale.data(), low.data(), nullptr});
-    const auto weight = [&](int64_t i) { return double(scale[i / 32] * float(values[i]) + low[i / 32]); };
+    const auto weight = [&](int64_t i) { return double(scale[i / block] * float(values[i]) + low[i / block]); };
     kernels().linear(packed, x.data(), k, y.data(), n, DType::f32, m);
     for (int64_t row = 0; row < m; ++row)
         for (int64_t out = 0; out < n; ++out) {

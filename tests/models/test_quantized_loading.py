@@ -52,45 +52,82 @@ def gguf_of(folder, path, kind_of):
     return write_gguf(folder, path / "model.gguf", "llama", {}, store)
 
 
-def q4_k(name: str, weight: np.ndarray):
-    """Returns random blocks of Q4_K, whose scales and minima take all bits: the package cannot quantize to it."""
+MIX = {"attn_v": Kind.Q6_K, "ffn_down": Kind.Q6_K, "output": Kind.Q6_K, "attn_output": Kind.Q5_0}
+"""What differs from Q4_K in a file of llama.cpp's Q4_K_M, or stands for it where rows are no whole blocks of 256."""
+
+
+def encode(weight: np.ndarray, kind: Kind) -> np.ndarray:
+    """Returns the weight in `kind`; in Q4_K, Q5_K and Q6_K, which the package cannot write, random blocks."""
+    if kind not in (Kind.Q4_K, Kind.Q5_K, Kind.Q6_K):
+        return gguf.quants.quantize(weight, kind)
     random = np.random.default_rng()
-    blocks = random.integers(0, 256, (len(weight), weight.shape[1] // 256, 144), dtype=np.uint8)
+    size = gguf.GGML_QUANT_SIZES[kind][1]
+    blocks = random.integers(0, 256, (len(weight), weight.shape[1] // 256, size), dtype=np.uint8)
     scale = random.uniform(1e-4, 2e-4, (*blocks.shape[:2], 1))
-    blocks[..., :4] = np.concatenate((scale, 7.5 * scale), axis=-1).astype(np.float16).view(np.uint8)
-    return blocks.reshape(len(weight), -1), Kind.Q4_K
+    if kind == Kind.Q6_K:
+        blocks[..., 208:] = (scale / 4).astype(np.float16).view(np.uint8)
+    else:
+        middle = 7.5 if kind == Kind.Q4_K else 15.5
+        blocks[..., :4] = np.concatenate((scale, middle * scale), axis=-1).astype(np.float16).view(np.uint8)
+    return blocks.reshape(len(weight), -1)
 
 
-def test_q4_k_keeps_its_integers(tmp_path, packed):
+@pytest.mark.parametrize(
+    ("kind", "mixed", "bits", "widths"),
+    [
+        (Kind.Q4_K, {}, [4] * 9, {4}),
+        (Kind.Q5_K, {}, [8] * 9, {8}),
+        (Kind.Q6_K, {}, [8] * 9, {8}),
+        (Kind.Q5_K, {"attn_v": Kind.Q4_K}, [8] * 9, {8}),
+        (Kind.Q4_K, MIX, [4] * 2 + [8] * 7, {4, 8}),
+    ],
+    ids=["Q4_K", "Q5_K", "Q6_K", "Q5_K and Q4_K", "Q4_K_M"],
+)
+def test_k_quants_keep_their_integers(tmp_path, packed, kind, mixed, bits, widths):
     """A float32 model is that of the dense weights to the bit; products of integers are close to it."""
     folder = save_llama(tmp_path, hidden_size=256, intermediate_size=256)
-    file = write_gguf(folder, tmp_path / "model.gguf", "llama", {}, q4_k)
+
+    def store(name: str, weight: np.ndarray):
+        chosen = mixed.get(name.split(".")[-2], kind)
+        return encode(weight, chosen), chosen
+
+    file = write_gguf(folder, tmp_path / "model.gguf", "llama", {}, store)
     noting, dense = NotingOps(), DenseOps()
     found, expected = (load_model(file, ops=ops, attention=CpuAttention(), dtype="float32") for ops in (noting, dense))
     exact = logits(expected)
     assert torch.equal(logits(found), exact)
-    assert set(noting.bits) == {4}
+    assert len(noting.bits) == 9
+    assert set(noting.bits) == widths
     assert close(logits(load(file, dtype="float32", quantization="gguf")), exact)
-    assert set(packed) == {4}
+    assert sorted(packed) == bits
+    on_kernels = load_model(file, ops=CpuOps(), attention=CpuAttention(), dtype="float32", quantization="gguf")
+    assert close(logits(on_kernels), exact)
 
 
 @pytest.mark.parametrize("blocks", [1, 37])
-def test_q4_k_reads_as_the_package_does(tmp_path, blocks):
+@pytest.mark.parametrize("form", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_integers_are_what_the_package_reads(tmp_path, form, blocks):
+    """Every bit of the blocks is random but for their scales in fp16; sums and products in float64 agree exactly."""
     folder = save_llama(tmp_path, hidden_size=256, intermediate_size=256 * blocks, num_hidden_layers=1)
-    stored = {}
+    stored, kind = {}, Kind[form]
 
     def store(name: str, weight: np.ndarray):
-        stored[name] = q4_k(name, weight)
+        stored[name] = encode(weight, kind), kind
         return stored[name]
 
     checkpoint = open_checkpoint(write_gguf(folder, tmp_path / "model.gguf", "llama", {}, store), {})
-    for name, (raw, kind) in stored.items():
-        assert checkpoint.affine_bits(name) == 4
+    for name, (raw, _) in stored.items():
+        values, scale, low = checkpoint.read_affine(name)
+        assert int(values.max()) < 1 << checkpoint.affine_bits(name)
+        wide = values.double().view(*scale.shape, -1) * scale.double().unsqueeze(-1) + low.double().unsqueeze(-1)
         exact = torch.from_numpy(gguf.quants.dequantize(raw, kind))
-        assert torch.equal(AffineWeight(*checkpoint.read_affine(name), 4).dense(), exact)
+        assert torch.equal(wide.float().view(values.shape), exact)
+        assert torch.equal(AffineWeight(values, scale, low, 4 if kind.name[1] == "4" else 8).dense(), exact)
 
 
-@pytest.mark.parametrize(("kind", "bits"), [(Kind.Q4_0, 4), (Kind.Q4_1, 4), (Kind.Q8_0, 8), (Kind.Q5_1, 8)])
+@pytest.mark.parametrize(
+    ("kind", "bits"), [(Kind.Q4_0, 4), (Kind.Q4_1, 4), (Kind.Q8_0, 8), (Kind.Q5_0, 8), (Kind.Q5_1, 8)]
+)
 def test_a_quantized_file_gives_the_model_of_its_dense_weights(folder, tmp_path, packed, kind, bits):
     file = gguf_of(folder, tmp_path, lambda name: kind)
     exact = logits(load(file, dtype="float32"))
@@ -102,12 +139,13 @@ def test_a_quantized_file_gives_the_model_of_its_dense_weights(folder, tmp_path,
 @pytest.mark.parametrize("unlike", [{}, {"attn_v": Kind.Q5_1, "output": Kind.F32}])
 @pytest.mark.parametrize("kind", [Kind.Q4_0, Kind.Q4_1, Kind.Q8_0])
 def test_a_float32_model_holds_the_integers_of_its_file(folder, tmp_path, kind, unlike):
-    """To the bit what their dense weights give; with unlike parts in one matrix too, which is dense then."""
+    """To the bit what their dense weights give; with unlike parts in one matrix too, which takes 8 bits then."""
     file = gguf_of(folder, tmp_path, lambda name: unlike.get(name.split(".")[-2], kind))
     noting, dense = NotingOps(), DenseOps()
     found, expected = (load_model(file, ops=ops, attention=CpuAttention(), dtype="float32") for ops in (noting, dense))
     assert torch.equal(logits(found), logits(expected))
-    assert noting.bits == [8 if kind == Kind.Q8_0 else 4] * (6 if unlike else 9)
+    bits = 8 if kind == Kind.Q8_0 else 4
+    assert sorted(noting.bits) == (sorted([bits] * 6 + [8] * 2) if unlike else [bits] * 9)
 
 
 def test_a_joined_matrix_takes_what_its_widest_part_needs(folder, tmp_path, packed):

@@ -11,18 +11,22 @@ from pagemill.ops.torch_ops import TorchOps
 ROWS = (1, 2, 5, 6, 7, 14, 15, 28, 29, 64, 130, 260)
 
 
-def draw(rows: int, columns: int, bits: int) -> AffineWeight:
+KINDS = ((4, 32), (8, 32), (8, 16))
+"""Bits, and columns for which there is a scale."""
+
+
+def draw(rows: int, columns: int, bits: int, block: int) -> AffineWeight:
     """Scales of both signs and far apart, as fp16 has them."""
     values = torch.randint(0, 1 << bits, (rows, columns), dtype=torch.uint8)
     apart = 2.0 ** torch.randint(-9, 3, (rows, 1))
-    scale, low = ((torch.randn(rows, columns // 32) * apart).half().float() for _ in range(2))
+    scale, low = ((torch.randn(rows, columns // block) * apart).half().float() for _ in range(2))
     return AffineWeight(values, scale, low if bits == 4 else -128 * scale, bits)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "block"), KINDS)
 @pytest.mark.parametrize(("n", "k"), [(1, 32), (33, 96), (70, 576), (96, 1568), (200, 224)])
-def test_outputs_and_rows_are_those_of_the_weight_as_it_is(ops, bits, n, k):
-    weight = draw(n, k, bits)
+def test_outputs_and_rows_are_those_of_the_weight_as_it_is(ops, bits, block, n, k):
+    weight = draw(n, k, bits, block)
     dense, bias = weight.dense(), torch.randn(n) if n % 2 else None
     kept, plain = ops.pack_affine(weight, bias), ops.pack_linear(dense, bias)
     if n > 64:
@@ -39,10 +43,10 @@ def test_outputs_and_rows_are_those_of_the_weight_as_it_is(ops, bits, n, k):
             assert (kept.argmax(x[:rows]) == plain.argmax(x[:rows])).all()
 
 
-@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize(("bits", "block"), KINDS)
 @pytest.mark.parametrize("tokens", [1, 20, 100])
-def test_a_gated_mlp_is_that_of_the_weights_as_they_are(ops, bits, tokens):
-    gate_up, down = draw(2 * 192, 64, bits), draw(64, 192, bits)
+def test_a_gated_mlp_is_that_of_the_weights_as_they_are(ops, bits, block, tokens):
+    gate_up, down = draw(2 * 192, 64, bits, block), draw(64, 192, bits, block)
     x = torch.randn(tokens, 64)
     kept, plain = ((pack(gate_up), pack(down)) for pack in (ops.pack_affine, lambda w: ops.pack_linear(w.dense())))
     found, expected = (second(ops.gated(first(x), "silu")) for first, second in (kept, plain))

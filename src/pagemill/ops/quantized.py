@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 BLOCK = 32
+FINE_BLOCK = 16
 GROUP = 192
 MOST_X = 127 * 256
 MEANS = 4
@@ -32,8 +33,8 @@ def check_contiguous(name: str, tensor: Tensor, dtype: torch.dtype, shape: tuple
 class AffineWeight:
     """A float32 weight as scale * value + low, where scale * value is exact.
 
-    values: uint8 [rows, columns], below 2 ** bits, where bits is 4 or 8; scale, low: float32 [rows, columns / 32].
-    Raises ValueError unless all are contiguous and of these shapes and dtypes.
+    values: uint8 [rows, columns], below 2 ** bits, where bits is 4 or 8; scale, low: float32 [rows, columns / 32], or
+    with 8 bits [rows, columns / 16]. Raises ValueError unless all are contiguous and of these shapes and dtypes.
     """
 
     values: Tensor
@@ -45,13 +46,15 @@ class AffineWeight:
         rows, columns = self.values.shape
         if self.bits not in (4, 8) or columns % BLOCK:
             raise ValueError(f"{columns} columns of {self.bits} bits must be a multiple of {BLOCK}, of 4 or 8 bits")
+        fine = self.bits == 8 and self.scale.shape == (rows, columns // FINE_BLOCK)
+        blocks = columns // (FINE_BLOCK if fine else BLOCK)
         check_contiguous("values", self.values, torch.uint8, (rows, columns))
-        check_contiguous("scale", self.scale, torch.float32, (rows, columns // BLOCK))
-        check_contiguous("low", self.low, torch.float32, (rows, columns // BLOCK))
+        check_contiguous("scale", self.scale, torch.float32, (rows, blocks))
+        check_contiguous("low", self.low, torch.float32, (rows, blocks))
 
     def dense(self) -> Tensor:
         """Returns the weight, float32 [rows, columns]."""
-        values = self.values.view(len(self.values), -1, BLOCK).float()
+        values = self.values.view(*self.scale.shape, -1).float()
         return (values * self.scale.unsqueeze(-1) + self.low.unsqueeze(-1)).view(self.values.shape)
 
 

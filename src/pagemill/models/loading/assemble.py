@@ -225,18 +225,17 @@ class Assembler:
         if self.quantization == "int8":
             return 8
         stored = [self.checkpoint.stored_bits(name) for name in self._weights(parts)]
-        kept = [bits for bits in stored if bits is not None]
-        return max(kept, default=None) if len(kept) == len(stored) else None
+        return None if None in stored or not stored else 4 if {*stored} == {4} else 8
 
     def _kept_bits(self, parts: Sequence[str]) -> int | None:
-        """Returns the bits of the file's integers, if a float32 model can hold a joined matrix in them without loss.
+        """Returns the bits, 4 or 8, in which a float32 model can hold a joined matrix without loss; None: in none.
 
-        It can if all parts are stored in integers of the same number of bits.
+        It can if all parts are stored in integers.
         """
         if self.dtype != torch.float32:
             return None
         stored = {self.checkpoint.affine_bits(name) for name in self._weights(parts)}
-        return stored.pop() if len(stored) == 1 else None
+        return None if None in stored or not stored else 4 if stored == {4} else 8
 
     def _weights(self, parts: Sequence[str]) -> list[str]:
         """Returns the names of those parts' weights that are there; `_expect` refuses the others."""
@@ -245,7 +244,10 @@ class Assembler:
     def _integers(
         self, parts: Sequence[str], rows: tuple[int, ...], columns: int, unpair: tuple[int, ...]
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns the joined parts as the integers of the file: values, scale and low, as `read_affine` does."""
+        """Returns the joined parts as the integers of the file: values, scale and low, as `read_affine` does.
+
+        If one part has a scale for each 16 columns, all have.
+        """
         if len(parts) == 1:
             rows = (sum(rows),)
         joined: list[tuple[Tensor, ...]] = []
@@ -256,8 +258,13 @@ class Assembler:
             self._check_finite(name, torch.cat(read[1:]))
             self._count(name)
             joined.append(tuple(_unpaired(each, unpair[index]) if index < len(unpair) else each for each in read))
-        values, scale, low = (torch.cat(each) if len(each) > 1 else each[0] for each in zip(*joined, strict=True))
-        return values, scale, low
+        values, scales, lows = zip(*joined, strict=True)
+        most = max(scale.shape[1] for scale in scales)
+        scale, low = (
+            torch.cat([each.repeat_interleave(most // each.shape[1], dim=1) for each in part])
+            for part in (scales, lows)
+        )
+        return torch.cat(values) if len(values) > 1 else values[0], scale, low
 
     def _matrix(
         self,

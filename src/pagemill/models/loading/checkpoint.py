@@ -76,15 +76,18 @@ class Checkpoint:
         return sizes
 
     def stored_bits(self, name: str) -> int | None:
-        """Returns a quantized tensor's bits per value, rounded up to 4 or 8; None for a plain tensor."""
+        """Returns the bits per value that hold a quantized tensor: 4, 5, 6 or 8; None for a plain tensor."""
         return None
 
     def affine_bits(self, name: str) -> int | None:
-        """Returns the bits, 4 or 8, of the integers that `read_affine` reads; None if it cannot read this tensor."""
+        """Returns the bits of the integers that `read_affine` reads: 4, 5, 6 or 8; None if it cannot read this tensor.
+
+        Those of 6 bits have a scale for each 16 columns and lie about 32; all others have one for each 32.
+        """
         return None
 
     def read_affine(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns values uint8 [rows, columns], and scale and low, float32 [rows, columns / 32].
+        """Returns values uint8 [rows, columns], and scale and low, float32 [rows, columns / 32 or 16].
 
         The weight is scale * value + low, where scale * value is exact.
         """

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from pagemill import _kernels
@@ -29,12 +28,12 @@ from pagemill.models.loading.checkpoint import (
     check_overrides,
 )
 from pagemill.models.loading.gguf_file import FORMATS, GGUFFile
+from pagemill.models.loading.gguf_integers import integers_of
 from pagemill.models.loading.pieces import PIECE_BYTES, each_piece
 from pagemill.models.names import GGUF
 
-_QUANTIZED = {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"}
-_AFFINE = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q8_0": 8}
-"""Bits of the formats whose integers can be kept."""
+_BITS = {"Q4_0": 4, "Q4_1": 4, "Q4_K": 4, "Q5_0": 5, "Q5_1": 5, "Q5_K": 5, "Q6_K": 6, "Q8_0": 8}
+"""Bits of the integers of quantized formats."""
 _MODEL_TYPES = {
     "llama": "llama",
     "qwen2": "qwen2",
@@ -82,14 +81,14 @@ _NEUTRAL = {"attention.causal": True, "pooling_type": 0, "expert_gating_func": 1
 class GGUFModel(Checkpoint):
     """Opens the container and builds the configuration; weights are read later."""
 
-    readable = sorted(_QUANTIZED | PLAIN_DTYPES.keys())
+    readable = sorted(_BITS.keys() | PLAIN_DTYPES.keys())
 
     def __init__(self, path: Path, overrides: Mapping[str, Any]) -> None:
         self.path = path
         self.files = [MappedFile(path)]
         container = GGUFFile(self.files[0])
         self.tensors = dict(one for each in container.tensors.items() for one in _single_experts(*each))
-        if any(tensor.dtype in _QUANTIZED for tensor in self.tensors.values()):
+        if any(tensor.dtype in _BITS for tensor in self.tensors.values()):
             self.quantization = "gguf"
         metadata = container.metadata
         plain = self._configure(metadata)
@@ -103,22 +102,31 @@ class GGUFModel(Checkpoint):
         self.eos_token_ids = tuple(dict.fromkeys(end for end in ends if isinstance(end, int)))
 
     def stored_bits(self, name: str) -> int | None:
-        return (self.affine_bits(name) or 8) if self.tensors[name].dtype in _QUANTIZED else None
+        return _BITS.get(self.tensors[name].dtype)
 
     def affine_bits(self, name: str) -> int | None:
-        return _AFFINE.get(self.tensors[name].dtype)
+        return _BITS.get(self.tensors[name].dtype)
 
     def read_affine(self, name: str) -> tuple[Tensor, Tensor, Tensor]:
         tensor, file = self.tensors[name], self.files[0]
-        last = tensor.begin + tensor.nbytes
-        blocks = file.view(tensor.begin, last).reshape(tensor.shape[0], -1, FORMATS[tensor.dtype].nbytes)
-        read = _read_q4_k(blocks) if tensor.dtype == "Q4_K" else _read_32(blocks, tensor.dtype)
-        file.forget(tensor.begin, last)
-        return read
+        (rows, columns), form = tensor.shape, FORMATS[tensor.dtype]
+        in_row = columns // form.block * form.nbytes
+        values = torch.empty(rows, columns, dtype=torch.uint8)
+        scale, low = (torch.empty(rows, columns // (16 if form.name == "Q6_K" else 32)) for _ in range(2))
+
+        def fill(begin: int, end: int) -> None:
+            stored = np.empty((end - begin) * in_row, np.uint8)
+            file.read(tensor.begin + begin * in_row, stored)
+            read = integers_of(stored.reshape(end - begin, -1, form.nbytes), form.name)
+            for out, part in zip((values, scale, low), read, strict=True):
+                out[begin:end] = torch.from_numpy(part).view(end - begin, -1)
+
+        each_piece(rows, max(1, PIECE_BYTES // columns), fill)
+        return values, scale, low
 
     def read_into(self, name: str, out: Tensor) -> None:
         tensor, file = self.tensors[name], self.files[0]
-        if tensor.dtype not in _QUANTIZED:
+        if tensor.dtype not in _BITS:
             return super().read_into(name, out)
         flat, form = out.view(-1), FORMATS[tensor.dtype]
         in_place = out.is_cpu and out.dtype == torch.float32
@@ -245,43 +253,6 @@ class GGUFModel(Checkpoint):
         self.read_into(name, values)
         result: list[float] = values.tolist()
         return result
-
-
-def _read_32(stored: NDArray[np.uint8], dtype: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns values, scale and low, as `read_affine` does, of blocks of 32 values: uint8 [rows, blocks, bytes].
-
-    Before its values a block has a scale, and in Q4_1 a minimum, in fp16.
-    """
-    rows, blocks, nbytes = stored.shape
-    bits = _AFFINE[dtype]
-    head = nbytes - 4 * bits
-    values = np.empty((rows, blocks, 32), dtype=np.uint8)
-    if bits == 4:
-        np.bitwise_and(stored[..., head:], 15, out=values[..., :16])
-        np.right_shift(stored[..., head:], 4, out=values[..., 16:])
-    else:
-        np.bitwise_xor(stored[..., head:], 128, out=values)  # plus 128
-    heads = torch.from_numpy(stored[..., :head].copy()).view(torch.float16).float()
-    scale = heads[..., 0].contiguous()
-    low = heads[..., 1].contiguous() if dtype == "Q4_1" else -(1 << bits - 1) * scale
-    return torch.from_numpy(values.reshape(rows, -1)), scale, low
-
-
-def _read_q4_k(stored: NDArray[np.uint8]) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns values, scale and low, as `read_affine` does, of Q4_K's blocks of 256: uint8 [rows, blocks, 144].
-
-    A block has a scale and a minimum in fp16, 8 of each in 6 bits, which multiply them, and 4 bits per value. Their
-    products have at most 17 significant bits, and 21 times a value: float32 holds them exactly.
-    """
-    rows, blocks, _ = stored.shape
-    first, second, mixed = (stored[..., at : at + 4] for at in (4, 8, 12))
-    scales = np.concatenate((first & 63, mixed & 15 | first >> 6 << 4), axis=-1).astype(np.float32)
-    minima = np.concatenate((second & 63, mixed >> 4 | second >> 6 << 4), axis=-1).astype(np.float32)
-    heads = stored[..., :4].copy().view(np.float16).astype(np.float32)
-    packed = stored[..., 16:].reshape(rows, blocks, 4, 32)
-    values = np.stack((packed & 15, packed >> 4), axis=-2).reshape(rows, -1)
-    scale, low = (heads[..., :1] * scales).reshape(rows, -1), (-heads[..., 1:] * minima).reshape(rows, -1)
-    return torch.from_numpy(values), torch.from_numpy(scale), torch.from_numpy(low)
 
 
 def _single_experts(name: str, tensor: TensorInfo) -> Iterator[tuple[str, TensorInfo]]:
