@@ -218,7 +218,8 @@ class SharedStore:
 
     def _write_one(self, name: BlockName, record: NDArray[np.uint8], used_s: float) -> None:
         path = self._path(name)
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (path.parent.parent, path.parent):
+            folder.mkdir(mode=0o700, exist_ok=True)
         tenant = path.parent.parent / _TENANT_FILE
         if not tenant.exists():
             self._write_whole(tenant, [name.tenant.encode()], used_s)
