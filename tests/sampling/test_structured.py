@@ -172,18 +172,20 @@ HOSTILE = {
 }
 
 
-@pytest.fixture(scope="module")
-def grammars(tokenizer):
+def new_grammars(tokenizer) -> Grammars:
     grammars = Grammars(tokenizer.to_json, tokenizer.vocab_size, [tokenizer.eos_token_id])
     grammars.compiled(StructuredOutputsParams(choice=["the vocabulary is read"]), b"")
     return grammars
 
 
-@pytest.mark.parametrize("what", HOSTILE)
-def test_hostile_demands_end_soon_and_hold_nobody_up(grammars, what):
-    """Whether it compiles or not: within a second or two of processor time, and other threads go on meanwhile, so that
-    little of it passes between two of their turns. What compiles costs little per token."""
-    asked, gaps, ended = StructuredOutputsParams(**HOSTILE[what]), [], threading.Event()
+@pytest.fixture(scope="module")
+def grammars(tokenizer):
+    return new_grammars(tokenizer)
+
+
+def compile_beside_a_thread(grammars, asked) -> tuple[bool, float, float]:
+    """Returns whether it compiles, its processor time, and the most of it between two turns of another thread."""
+    gaps, ended = [], threading.Event()
 
     def tick():
         last = time.process_time()
@@ -200,8 +202,21 @@ def test_hostile_demands_end_soon_and_hold_nobody_up(grammars, what):
     took = time.process_time() - begin
     ended.set()
     other.join()
+    return compiles, took, max(gaps, default=0.0)
+
+
+@pytest.mark.parametrize("what", HOSTILE)
+def test_hostile_demands_end_soon_and_hold_nobody_up(grammars, tokenizer, what):
+    """Whether it compiles or not: within a second or two of processor time, and other threads go on meanwhile, so that
+    little of it passes between two of their turns. What compiles costs little per token. On a busy machine the other
+    thread may wait for a processor, so it has three tries."""
+    asked = StructuredOutputsParams(**HOSTILE[what])
+    compiles, took, gap = compile_beside_a_thread(grammars, asked)
+    for _ in range(2):
+        if gap >= max(0.2, took / 2):
+            compiles, took, gap = compile_beside_a_thread(new_grammars(tokenizer), asked)
     assert took < 4, took
-    assert max(gaps, default=0.0) < max(0.2, took / 2)
+    assert gap < max(0.2, took / 2)
     if compiles:
         rows, begin, choice = GrammarRows(grammars, 1), time.thread_time(), np.random.default_rng(1)
         rows.add(0, asked, b"", NONE)
